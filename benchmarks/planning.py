@@ -88,7 +88,7 @@ def train(job: Job, layout: Layout, steps: int) -> list[float]:
     model = parallelize(
         built(job.config), manager, schedule=layout.schedule,
         recompute=layout.recompute == "full", sequence_parallel=layout.sequence_parallel,
-        cp_method=layout.cp_method,
+        cp_method=layout.cp_method, rehearse=False,
     )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     if layout.zero:

@@ -1,6 +1,6 @@
 """How far is `scaletorch.plan` off published runs, in time and memory?
 
-Nothing runs: layouts, models and measurements are data (`scaletorch.plan.known`), models are
+Nothing runs: layouts, models and measurements are data (`benchmarks.known`), models are
 described by closed forms, and at most three constants of each machine were fitted on other runs
 than those that are shown. `--fitted` shows these, `--fit` fits the constants again, in half a
 minute, and `--write` writes the tables into docs/plan_published.md, in both languages.
@@ -14,10 +14,10 @@ import argparse
 import re
 from pathlib import Path
 
-from scaletorch.plan.known.machines import GIB, MACHINES
-from scaletorch.plan.known.predicted import fitted
-from scaletorch.plan.known.rows import SOURCES, rows
-from scaletorch.plan.known.tables import HEAD, RULE, compared, constants, lines, summary
+from .known.machines import GIB, MACHINES
+from .known.predicted import fitted
+from .known.rows import SOURCES, rows
+from .known.tables import HEAD, RULE, compared, constants, lines, summary
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = [DOCS / "plan_published.md", DOCS / "zh" / "plan_published.md"]

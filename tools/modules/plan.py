@@ -14,6 +14,8 @@ Plan = dict[str, Any]
 
 
 def _attention(recipe: Recipe) -> Plan:
+    if recipe["head_norm"] == "whole" or recipe["across"] == "group":
+        return {}  # what is over all heads leaves it whole
     attention = Attention(recipe)
     kv, query = attention.kv_size, attention.q_size
     thirds = recipe["qkv"] in ("thirds", "packed") and kv == query
@@ -26,16 +28,12 @@ def _attention(recipe: Recipe) -> Plan:
     plan = {**projections.get(recipe["qkv"], {"qkv": fused})}
     if recipe["gate"] != "none":
         plan["gate"] = "column"
-    if recipe["head_norm"] == "whole":
-        plan |= {"q_norm": "whole_features", "k_norm": "whole_features"}
     divided = {"attribute": ("num_heads", "num_kv_heads"), "both": ("num_heads", "num_kv_heads")}
     names = divided.get(recipe["heads"], ()) * (recipe["qkv"] != "by_head")
     if recipe["qkv"] in ("packed", "thirds") and not thirds:
         names = (*names, "q_size", "kv_size")
     per_head = ["temperature"] * (recipe["temperature"] == "per_head")
     per_head += ["sinks"] * (recipe["attend"] == "sinks")
-    if recipe["across"] == "group":
-        plan["group"] = "whole_features"
     if per_head:
         plan[""] = PerHead(*per_head)
     elif names:
@@ -53,11 +51,11 @@ def _mlp(recipe: Recipe) -> Plan:
         "glu": {"gate_up": Fused("column", 2)},
         "pairs": {"gate_up": "column"},
     }
+    if form == "normed":  # over all features
+        return {"up": "column_gather", "down": "row_split"}
     plan = {**entrances.get(form, {"up": "column"})}
     if form == "gained":
         plan[""] = PerHead("gain")
-    if form == "normed":
-        plan["norm"] = "whole_features"
     return {**plan, "down": "row"}
 
 

@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 
 from scaletorch.dist import InvalidArgumentError
 from scaletorch.dist.objects.arrays import DIMS
-from scaletorch.dist.objects.beside_pickle import MalformedError, NotPlainError, Received
-from scaletorch.dist.objects.closed_reader import ClosedReader
+from scaletorch.dist.objects.beside_pickle import MalformedError, NotPlainError
 from scaletorch.dist.objects.named_types import named_types
 from scaletorch.dist.objects.plain import MAGIC, decode, encode
 from scaletorch.dist.objects.plain_types import make
@@ -62,11 +61,7 @@ def image(x):
 
 def assert_travels(x):
     data = encode(x)
-    (length,) = struct.unpack_from("<q", data, 4)
-    reader = ClosedReader(bytes(data[12 : 12 + length]), Received(data[12 + length :], {}))
-    assert image(reader.read()) == image(x)  # whether it is needed or not
-    for closed in (True, False):
-        assert image(decode(data, closed=closed)) == image(x)
+    assert image(decode(data)) == image(x)
 
 
 def stream(pickled, values=b""):
@@ -123,10 +118,9 @@ def test_tensors_of_every_dtype(dtype, shape):
     raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8)
     x = raw.view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
     assert_travels(x)
-    for closed in (True, False):
-        back = decode(encode([0, x]), closed=closed)[1]
-        assert back.is_contiguous()
-        assert back.untyped_storage().nbytes() == x.nbytes
+    back = decode(encode([0, x]))[1]
+    assert back.is_contiguous()
+    assert back.untyped_storage().nbytes() == x.nbytes
 
 
 keys = st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.binary(), st.floats())
@@ -185,18 +179,17 @@ def test_any_bytes_are_an_error_or_an_object(tail):
             decode(data)
 
 
-@pytest.mark.parametrize("closed", [True, False])
 @pytest.mark.parametrize("x", PLAIN[::7], ids=lambda x: f"{type(x).__name__}")
-def test_cut_and_longer_bytes_are_an_error(x, closed):
+def test_cut_and_longer_bytes_are_an_error(x):
     data = bytes(encode([x, [1, 2]]))
     for length in range(len(data)):
         with pytest.raises(MalformedError):
-            decode(data[:length], closed=closed)
+            decode(data[:length])
     with pytest.raises(MalformedError, match="more bytes"):
-        decode(data + b"\0", closed=closed)
+        decode(data + b"\0")
     (length,) = struct.unpack_from("<q", data, 4)
     with pytest.raises(MalformedError, match="more bytes"):
-        decode(stream(data[12 : 12 + length] + b"N", data[12 + length :]), closed=closed)
+        decode(stream(data[12 : 12 + length] + b"N", data[12 + length :]))
 
 
 Point = collections.namedtuple("Point", "x y")
@@ -237,10 +230,9 @@ def test_a_tensor_with_attributes_is_refused():
         encode(x)
 
 
-@pytest.mark.parametrize("closed", [True, False])
-def test_what_comes_twice(closed):
+def test_what_comes_twice():
     inner, tensor, text = [1], torch.ones(2), "long text" * 99
-    back = decode(encode([inner, [inner], tensor, (tensor,), text, text]), closed=closed)
+    back = decode(encode([inner, [inner], tensor, (tensor,), text, text]))
     assert back[0] is back[1][0]
     assert back[2] is back[3][0]
     assert back[4] == back[5] == text
@@ -250,10 +242,10 @@ def test_what_comes_twice(closed):
     assert len(encode(deep)) < 5000
     cycle = {}
     cycle["me"] = ([cycle],)
-    back = decode(encode(cycle), closed=closed)
+    back = decode(encode(cycle))
     assert back["me"][0][0] is back
     inner.append((inner,))
-    back = decode(encode(inner[1]), closed=closed)
+    back = decode(encode(inner[1]))
     assert back[0][1] is back
 
 
@@ -265,15 +257,13 @@ def nest(depth):
 
 
 def test_depth_is_limited():
-    for closed in (True, False):
-        assert decode(encode(nest(99)), closed=closed) == nest(99)
+    assert decode(encode(nest(99))) == nest(99)
     with pytest.raises(RecursionError):
         encode(nest(100_000))
 
 
 MARK, STOP = pickle.MARK, pickle.STOP
 NOTE, GET = pickle.MEMOIZE, pickle.BINGET
-P = 2**61 - 1  # numbers that differ by it have one hash
 
 
 def text(value):
@@ -303,44 +293,7 @@ def as_dict(key):
     return pickle.EMPTY_DICT + key + pickle.NONE + pickle.SETITEM
 
 
-def tower(depth):
-    """Return a tuple that needs few bytes, and 2 ** depth hashes."""
-    return pickle.EMPTY_TUPLE + (NOTE + GET + b"%c" + pickle.TUPLE2) * depth % tuple(range(depth))
-
-
 LONG = 10**300_000
-HASHES = {
-    "tower": as_set(tower(60)),
-    "tower as a key": as_dict(tower(60)),
-    "tower in a frozen set": MARK + tower(60) + pickle.FROZENSET,
-    "tower in a slice": as_set(called(text("slice"), b"N", b"N", tower(60))),
-    "deep": as_set(pickle.EMPTY_TUPLE + pickle.TUPLE1 * 2_000_000),
-    "deep key": as_dict(pickle.EMPTY_TUPLE + pickle.TUPLE1 * 2_000_000),
-    "wide": as_set(plain(tuple([tuple([tuple([None] * 1000)] * 1000)] * 1000))),
-    "one hash": as_set(*(plain(k * P) for k in range(1, 100_000))),
-    "one hash, step by step": pickle.EMPTY_SET
-    + b"".join(MARK + plain(k * P) + pickle.ADDITEMS for k in range(1, 100_000)),
-    "one hash, as keys": pickle.EMPTY_DICT
-    + b"".join(plain(k * P) + b"N" + pickle.SETITEM for k in range(1, 100_000)),
-    "tuples of one hash": as_set(*(plain((k * P, 1)) for k in range(1, 9000))),
-    "a long number": plain(LONG) + NOTE + as_set((GET + b"\0") * 100_000),
-    "a tower as a name": called(tower(60)),
-    "a tower as a dtype": called(text("dtype"), tower(60)),
-    "a tower as a type": called(text("record"), tower(60), b")"),
-}
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("case", sorted(HASHES))
-def test_hashing_is_limited(case):
-    with pytest.raises(MalformedError):
-        decode(stream(HASHES[case] + STOP))
-
-
-@pytest.mark.parametrize("case", ["tower", "deep", "one hash", "a long number"])
-def test_hashing_says_what_is_too_much(case):
-    with pytest.raises(MalformedError, match="too many"):
-        decode(stream(HASHES[case] + STOP))
 
 
 @pytest.mark.parametrize("x", [
@@ -349,7 +302,7 @@ def test_hashing_says_what_is_too_much(case):
     {frozenset({(1, 2)}), frozenset()}, dict.fromkeys(range(20_000)),
     {(x, y) for x in range(-50, 50) for y in range(-50, 50)},
 ], ids=range(7))  # fmt: skip
-def test_hashes_that_are_no_attack(x):
+def test_keys_and_entries_of_all_kinds(x):
     assert decode(encode(x)) == x
 
 
@@ -377,15 +330,12 @@ HOSTILE = {
     "EXT1": pickle.EXT1 + b"\1", "EXT2": pickle.EXT2 + b"\1\0", "EXT4": pickle.EXT4 + b"\1\0\0\0",
     "PERSID": b"Pid\n", "BINPERSID": b"N" + pickle.BINPERSID,
     "NEXT_BUFFER": pickle.NEXT_BUFFER, "READONLY_BUFFER": b"N" + pickle.READONLY_BUFFER,
-    "DUP": b"N" + pickle.DUP + pickle.TUPLE2, "PUT": b"Np0\n", "BINPUT": b"Nq\0", "GET": b"Ng0\n",
+    "PUT": b"Np0\n", "GET": b"Ng0\n",
     "INT of many digits": b"I" + b"9" * 5000 + b"\n", "LONG": b"L12L\n", "FLOAT": b"F1.5\n",
-    "STRING": b"S'a'\n", "BINSTRING": b"T\1\0\0\0a", "UNICODE": b"Va\n", "DICT": MARK + b"d",
-    "LIST": MARK + b"l",
+    "STRING": b"S'a'\n", "UNICODE": b"Va\n",
     "BUILD of the maker": name("any", "make") + plain((None, {"__defaults__": ()})) + pickle.BUILD,
     "BUILD of a tensor": TENSOR + plain((1, 2, 3, 4)) + pickle.BUILD,
-    "BUILD of a path": called(text("path"), text("a")) + plain((None, {"_str": 1})) + pickle.BUILD,
     "APPENDS to a tensor": TENSOR + MARK + b"K\1" + pickle.APPENDS,
-    "APPEND to bytes": plain(bytearray(b"a")) + b"K\1" + pickle.APPEND,
     "SETITEM of a tensor": TENSOR + b"K\0K\0" + pickle.SETITEM,
     "SETITEM of a list": b"]K\0K\0" + pickle.SETITEM,
     "SETITEMS of an odd number": b"}" + MARK + b"K\0" + pickle.SETITEMS,
@@ -394,12 +344,8 @@ HOSTILE = {
     "a call of a tensor": TENSOR + b")" + pickle.REDUCE,
     "a call with a list": name("any", "make") + b"]" + pickle.REDUCE,
     "a call with a Size": name("any", "make") + called(text("size"), b")") + pickle.REDUCE,
-    "the maker in a list": b"]" + name("any", "make") + pickle.APPEND,
-    "the maker as a key": as_dict(name("any", "make")),
-    "the maker alone": name("any", "make"),
-    "the maker in a slice": called(text("slice"), name("any", "make"), b"N", b"N"),
     "a name that is no text": b"NN" + pickle.STACK_GLOBAL,
-    "a mark left": b"N0N" + MARK + b"N", "two objects": b"N0NN", "none": b"", "0 of a mark": MARK,
+    "none": b"", "0 of a mark": MARK,
     "TUPLE2 of one": b"N" + pickle.TUPLE2, "a number never noted": GET + b"\0",
     "a mark never made": pickle.APPENDS, "POP of nothing": pickle.POP,
     "LONG1 cut": pickle.LONG1 + b"\xff", "LONG4 cut": pickle.LONG4 + b"\xff" * 4,
@@ -439,7 +385,8 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_opcodes_are_an_error(case):
+def test_hostile_opcodes_are_an_error(case, monkeypatch):
+    monkeypatch.setattr("builtins.eval", boom)
     data = stream(pickle.PROTO + b"\5" + HOSTILE[case] + STOP)
     tracemalloc.start()
     try:
@@ -448,70 +395,6 @@ def test_hostile_opcodes_are_an_error(case):
         assert tracemalloc.get_traced_memory()[1] < 100 * len(data) + 200_000
     finally:
         tracemalloc.stop()
-
-
-REPEATED = {
-    "sets": pickle.EMPTY_SET, "lists of marks": MARK, "dicts": b"}" + NOTE, "numbers": b"K\1",
-    "calls": called(text("slice"), b"N", b"N", b"N"), "paths": b"",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REPEATED)
-def test_memory_is_a_small_multiple_of_the_bytes(case):
-    shared = plain(("path", "a/" * 5000))  # the parts of many calls, noted as 3
-    many = {
-        "paths": name("any", "make")
-        + NOTE
-        + shared
-        + (GET + b"\0" + GET + b"\3" + pickle.REDUCE) * 5000
-    }.get(case, REPEATED[case] * 20_000)
-    data = stream(MARK + many + pickle.TUPLE + STOP)
-    tracemalloc.start()
-    try:
-        with contextlib.suppress(MalformedError):
-            decode(data)
-        assert tracemalloc.get_traced_memory()[1] < 300 * len(data) + 200_000
-    finally:
-        tracemalloc.stop()
-
-
-OPCODES = [value for key, value in vars(pickle).items() if key.isupper() and type(value) is bytes]
-SEEDS = [bytes(encode(x)) for x in (PLAIN, PLAIN[::3], {"a": PLAIN[::7]}, [{"id": 1, "x": (2.5,)}])]
-
-
-def fuzzed(chance):
-    """Return random bytes, random opcodes, pieces of attacks, or a damaged stream."""
-    kind = chance.randrange(4)
-    if kind == 0:
-        return stream(chance.randbytes(chance.randrange(60)), chance.randbytes(chance.randrange(9)))
-    if kind < 3:
-        parts = OPCODES if kind == 1 else list(HOSTILE.values())
-        return stream(
-            b"".join(
-                chance.choice(parts) + chance.randbytes(chance.randrange(3))
-                for _ in range(chance.randrange(1, 30))
-            )
-            + STOP
-        )
-    data = bytearray(chance.choice(SEEDS))
-    for _ in range(chance.randrange(1, 9)):
-        place, opcode = chance.randrange(12, len(data)), chance.choice(OPCODES)
-        data[place : place + chance.randrange(2)] = opcode[:1]
-    return bytes(data)
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "count", [5000, pytest.param(100_000, marks=pytest.mark.slow)], ids=["some", "many"]
-)
-def test_fuzz(count, monkeypatch):
-    monkeypatch.setattr("builtins.eval", boom)
-    chance = random.Random(count)
-    for _ in range(count):
-        data = fuzzed(chance)
-        with contextlib.suppress(MalformedError):
-            encode(decode(data))  # whatever came out is plain again
 
 
 def test_bools_are_checked():
@@ -555,19 +438,18 @@ class Side(enum.Flag):
     LEFT, RIGHT = 1, 2
 
 
-@pytest.mark.parametrize("closed", [True, False])
-def test_types_that_the_caller_names(closed):
+def test_types_that_the_caller_names():
     named = named_types([Sample, Colour, Loose, Side])
     sample = Sample(1, Colour.RED, [Loose(2), torch.ones(1), Side.LEFT])
-    back = decode(encode([sample, sample], named), named, closed=closed)
+    back = decode(encode([sample, sample], named), named)
     assert (back[0].number, back[0].rest[0]) == (1, Loose(2))
     assert back[0] is back[1]
     assert back[0].colour is Colour.RED
     assert back[0].rest[2] is Side.LEFT
     x = {Sample(1, Colour.RED): 1, Colour.RED: 2}
-    assert decode(encode(x, named), named, closed=closed) == x
+    assert decode(encode(x, named), named) == x
     with pytest.raises(MalformedError):
-        decode(encode(sample, named), closed=closed)
+        decode(encode(sample, named))
 
 
 def test_types_that_the_caller_names_are_checked():
@@ -587,11 +469,6 @@ def test_types_that_the_caller_names_are_checked():
         data = stream(called(text("record"), text(f"{__name__}.Loose"), parts) + STOP)
         with contextlib.suppress(MalformedError):
             assert decode(data, named) == Loose([])
-    built = called(text("member"), text(f"{__name__}.Side"), text("LEFT"))
-    built += plain((None, {"_value_": 5})) + pickle.BUILD
-    with pytest.raises(MalformedError):
-        decode(stream(built + STOP), named)
-    assert Side.LEFT.value == 1
 
 
 @pytest.mark.parametrize("kind", ["repeated", "unique", "zeros", "long"])

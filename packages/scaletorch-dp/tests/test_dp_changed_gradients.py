@@ -86,6 +86,11 @@ def check_clipping(stage, change):
         assert (name in found) == (each.grad is not None)
         if each.grad is not None:
             torch.testing.assert_close(found[name], each.grad)
+            (own,) = whole_gradients(model, [name]).items()
+            assert own[0] == name
+            torch.testing.assert_close(own[1], each.grad)
+        else:
+            assert whole_gradients(model, [name]) == {}
     ours.step()
     theirs.step()
     assert_same(model, plain)

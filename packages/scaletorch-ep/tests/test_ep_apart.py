@@ -126,16 +126,11 @@ class ByName(Stacked):
         return self.parts[str(expert)](self.norm(rows)) * self.scale[expert]
 
 
-class Listed(Stacked):
-    """Sound: a module an expert."""
-
-    def __init__(self, experts):
-        super().__init__(experts)
-        self.up = self.down = None
-        self.parts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(experts))
+class Plain(Stacked):
+    """Sound, and draws nothing."""
 
     def one(self, rows, expert):
-        return self.parts[expert](self.norm(rows)) * self.scale[expert]
+        return self.norm(rows) @ self.up[expert] @ self.down[expert] * self.scale[expert]
 
 
 class Block(nn.Module):
@@ -177,8 +172,8 @@ def _call(kind, experts, again=False):
             r"single experts in 'up' \(6, 4, 4\), which stays whole.*stack it as \[4, \.\.\.\]",
         ),
         (Packed, r"single experts in 'up' \(6, 16\)"),
-        (Apart, r"a ParameterList 'up' of as many entries.*one parameter \[4, \.\.\.\]"),
-        (ByName, "a ModuleDict 'parts' of as many entries as experts"),
+        (Apart, r"in a list \('experts\.up', a ParameterList\).*in parameters \[4, \.\.\.\]"),
+        (ByName, r"in a list \('experts\.parts', a ModuleDict\)"),
     ],
 )
 @distributed_test(world_size=2)
@@ -190,7 +185,7 @@ def test_experts_that_need_one_another_are_refused(kind, message):
 @pytest.mark.parametrize("kind", [Apart, ByName])
 @distributed_test(world_size=4)
 def test_weights_apart_are_refused_with_one_expert_a_rank(kind):
-    with pytest.raises(InvalidArgumentError, match="of as many entries as experts"):
+    with pytest.raises(InvalidArgumentError, match="experts in a list are not divided"):
         _call(kind, 4)
 
 
@@ -202,7 +197,7 @@ def test_weights_elsewhere_are_refused_with_one_expert_a_rank(kind):
 
 
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("kind", [Stacked, Listed])
+@pytest.mark.parametrize("kind", [Stacked, Plain])
 @distributed_test(world_size=2)
 def test_nothing_tells_that_sound_experts_were_asked(kind, again):
     plain, block, given, results, before = _call(kind, 4, again)
@@ -210,7 +205,7 @@ def test_nothing_tells_that_sound_experts_were_asked(kind, again):
     assert block.experts.calls <= 1 + again
     assert all(isinstance(each, nn.Parameter) for each in block.experts.parameters())
     assert all(each.grad is not None for each in block.experts.parameters())
-    if kind is Listed:  # which draws nothing
+    if kind is Plain:
         torch.testing.assert_close(results, plain(*given))
         assert torch.equal(torch.get_rng_state(), before)
     torch.testing.assert_close(block.eval()(*given), plain.eval()(*given))

@@ -1,4 +1,4 @@
-"""Whole models whose experts are divided: modules of several kinds, state, and what is refused."""
+"""Whole models whose experts are divided: training, state, and what is refused."""
 
 import copy
 import pickle
@@ -55,67 +55,36 @@ class Stacked(nn.Module):
         return result
 
 
-class Listed(nn.Module):
-    def __init__(self, experts):
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(experts))
-
-    def forward(self, hidden_states, selected, scores):
-        result = torch.zeros_like(hidden_states)
-        for expert in selected.unique().tolist():
-            token, slot = torch.where(selected == expert)
-            states = self.parts[expert](hidden_states[token]).tanh()
-            result = result.index_add(0, token, states * scores[token, slot, None])
-        return result
-
-
-class List(nn.ModuleList):
-    def __init__(self, experts):
-        super().__init__(nn.Linear(HIDDEN, HIDDEN) for _ in range(experts))
-        self.n_routed_experts = experts
-
-    def forward(self, hidden, index, weights):
-        result = torch.zeros_like(hidden)
-        for expert, each in enumerate(self):
-            chosen = ((index == expert) * weights).sum(1, keepdim=True)
-            result = result + each(hidden).tanh() * chosen
-        assert len(self) == self.n_routed_experts
-        return result
-
-
-KINDS = {"stacked": Stacked, "listed": Listed, "list": List}
-
-
 class Block(nn.Module):
-    def __init__(self, kind, experts):
+    def __init__(self, experts):
         super().__init__()
         self.router = nn.Linear(HIDDEN, experts)
-        self.experts = KINDS[kind](experts)
+        self.experts = Stacked(experts)
 
     def forward(self, x):
         weights, index = self.router(x).softmax(-1).topk(TOP_K)
         return x + self.experts(x, index, weights)
 
 
-def Model(kind, experts=5):
-    return TwoBlocks(lambda: Block(kind, experts))
+def Model(experts=5):
+    return TwoBlocks(lambda: Block(experts))
 
 
 PLAN = {"blocks.*.experts": "experts"}
 
 
-def _trained(kind):
-    model, batch = Model(kind), random_tokens(TOKENS).requires_grad_()
+def _trained():
+    model, batch = Model(), random_tokens(TOKENS).requires_grad_()
     loss = model(batch).square().sum() / TOKENS
     loss.backward()
     return loss.detach(), batch.grad, {n: p.grad for n, p in model.named_parameters()}, model
 
 
-def _divided(kind, sizes, recompute):
+def _divided(sizes, recompute):
     """Return the worst difference of this rank's loss, gradients and state to one process's."""
     rank = c10d.get_rank()
-    loss, of_batch, gradients, plain = _trained(kind)
-    model = apply_expert_parallel(Model(kind), PLAN, WORLD)
+    loss, of_batch, gradients, plain = _trained()
+    model = apply_expert_parallel(Model(), PLAN, WORLD)
     own = random_tokens(TOKENS).split(sizes)[rank].requires_grad_()
     mine = model(own, recompute).square().sum() / TOKENS
     mine.backward()
@@ -131,17 +100,16 @@ def _divided(kind, sizes, recompute):
 
 
 @pytest.mark.parametrize("sizes", [(7, 3), (4, 0, 6), (3, 3, 3, 1)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_modules_of_every_kind(kind, sizes):
+def test_they_train_as_in_one_process(sizes):
     for recompute in (False, True):
-        assert max(run_ranks(_divided, len(sizes), kind, sizes, recompute)) <= 1e-12
+        assert max(run_ranks(_divided, len(sizes), sizes, recompute)) <= 1e-12
 
 
-def _shared(kind, tokens):
+def _shared(tokens):
     """Two tp ranks hold the same tokens; the experts are divided over all four ranks."""
     rank = c10d.get_rank()
     tp_group, batch = tp_pair(), random_tokens(2, tokens, seed=8)
-    plain, model = Model(kind), apply_expert_parallel(Model(kind), PLAN, WORLD, tp_group=tp_group)
+    plain, model = Model(), apply_expert_parallel(Model(), PLAN, WORLD, tp_group=tp_group)
     whole = batch.requires_grad_()
     plain(whole.flatten(0, 1)).square().sum().backward()
     own = batch.detach()[rank // 2].clone().requires_grad_()
@@ -154,15 +122,14 @@ def _shared(kind, tokens):
 
 
 @pytest.mark.parametrize("tokens", [5, 1])
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_that_hold_the_same_tokens_send_a_share_each(kind, tokens):
-    assert max(run_ranks(_shared, 4, kind, tokens)) <= 1e-12
+def test_ranks_that_hold_the_same_tokens_send_a_share_each(tokens):
+    assert max(run_ranks(_shared, 4, tokens)) <= 1e-12
 
 
 @distributed_test(world_size=2)
 def test_what_becomes_of_a_model():
     torch.manual_seed(0)
-    model = Model("stacked")
+    model = Model()
     model.blocks[1].experts.up = model.blocks[0].experts.up  # tied
     model.blocks[0].experts.down.requires_grad_(False)
     whole = {name: each.clone() for name, each in model.state_dict().items()}
@@ -179,7 +146,7 @@ def test_what_becomes_of_a_model():
     own = own_experts(model, whole)
     assert all(torch.equal(own[name], each) for name, each in model.state_dict().items())
     cut = find_expert_cuts(model)["blocks.0.experts.scale"]
-    assert (cut.dim, cut.whole, cut.ranges) == (0, 5, (range(3), range(3, 5)))
+    assert (cut.whole, cut.ranges) == (5, (range(3), range(3, 5)))
     assert cut.group is WORLD
     twin, x = copy.deepcopy(model), random_tokens(TOKENS)
     assert torch.equal(twin(x), model(x))
@@ -189,25 +156,8 @@ def test_what_becomes_of_a_model():
 
 
 @distributed_test(world_size=2)
-def test_lists_keep_names_and_take_their_own():
-    for kind, first in (("listed", "experts.parts."), ("list", "experts.")):
-        plain, model = Model(kind), apply_expert_parallel(Model(kind), PLAN, WORLD)
-        own = own_experts(model, plain.state_dict())
-        assert own.keys() == model.state_dict().keys()
-        model.load_state_dict(own)
-        names = {
-            n.removeprefix(f"blocks.0.{first}")[0] for n in own if n.startswith(f"blocks.0.{first}")
-        }
-        assert names == ({"0", "1", "2"}, {"3", "4"})[c10d.get_rank()]
-        part = model.blocks[0].experts
-        part = part.parts if kind == "listed" else part
-        assert torch.equal(part[0].weight, part[-len(part)].weight)
-        assert [*part[:1]] == [part[0]]
-
-
-@distributed_test(world_size=2)
 def test_gathering_refuses_what_does_not_fit():
-    model = apply_expert_parallel(Model("stacked"), PLAN, WORLD)
+    model = apply_expert_parallel(Model(), PLAN, WORLD)
     name = "blocks.0.experts.up"
     with pytest.raises(ValueError, match="the model has no 'up'"):
         gather_experts(model, {"up": torch.ones(1)})
@@ -219,13 +169,13 @@ def test_gathering_refuses_what_does_not_fit():
         own_experts(model, model.state_dict())
 
 
-def _idle(kind, recompute, frozen):
+def _idle(recompute, frozen):
     """No token chooses an expert of the last rank, which has no rows to compute."""
     rank, sizes = c10d.get_rank(), (4, 3, 3)
 
     def build():
         torch.manual_seed(4)
-        block = Block(kind, 5).double()
+        block = Block(5).double()
         with torch.no_grad():
             block.router.bias[:3] += 50
         block.router.requires_grad_(frozen == "nothing")
@@ -241,7 +191,7 @@ def _idle(kind, recompute, frozen):
     expected, found = gradients(plain), gradients(block)
     for name in ("router.weight", "router.bias") if frozen == "nothing" else ():
         c10d.all_reduce(found[name])
-    assert kind != "stacked" or all(p.grad is not None for p in block.experts.parameters())
+    assert all(p.grad is not None for p in block.experts.parameters())
     gathered = gather_experts(block, found)
     errors = [relative_error(gathered[n], expected[n]) for n in expected]
     if frozen != "all":
@@ -250,18 +200,17 @@ def _idle(kind, recompute, frozen):
 
 
 @pytest.mark.parametrize("frozen", ["nothing", "router", "all"])
-@pytest.mark.parametrize("kind", ["stacked", "listed"])
-def test_a_rank_that_gets_no_rows_takes_part(kind, frozen):
+def test_a_rank_that_gets_no_rows_takes_part(frozen):
     for recompute in (False, True):
-        assert max(run_ranks(_idle, 3, kind, recompute, frozen, timeout=20)) <= 1e-12
+        assert max(run_ranks(_idle, 3, recompute, frozen, timeout=20)) <= 1e-12
 
 
 def _by_default(sizes, sequence_parallel):
     """The manager's axes, where no group is given: who has experts, and who the same tokens."""
     manager = setup_process_group_manager(**sizes)
     try:
-        plain, rank = Model("stacked"), c10d.get_rank()
-        model = apply_expert_parallel(Model("stacked"), PLAN, sequence_parallel=sequence_parallel)
+        plain, rank = Model(), c10d.get_rank()
+        model = apply_expert_parallel(Model(), PLAN, sequence_parallel=sequence_parallel)
         division = model.blocks[0].experts._division
         assert division.group is manager.ep_group
         share = manager.etp_size == 1 and manager.tp_size > 1

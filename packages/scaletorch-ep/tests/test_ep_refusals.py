@@ -48,6 +48,12 @@ class Normed(Experts):
         self.norm = nn.Parameter(torch.ones(3))
 
 
+class Silent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_experts, self.weight = 4, nn.Parameter(torch.ones(4, 3))
+
+
 class Base(nn.Module):
     config = SimpleNamespace(base_model_ep_plan={"experts": "moe"})
 
@@ -79,12 +85,59 @@ def _tied():
     return model
 
 
+def _list():
+    return nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+
+def _dict():
+    return nn.ModuleDict({f"expert_{number}": nn.Linear(3, 3) for number in range(4)})
+
+
+class Listed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = _list()
+
+    def forward(self, hidden, top_k_index, top_k_weights):
+        return hidden
+
+
+class Called(nn.ModuleDict):
+    """As the experts of Switch Transformers: a dict with a forward."""
+
+    def __init__(self):
+        super().__init__({f"expert_{number}": nn.Linear(3, 3) for number in range(4)})
+        self.num_experts = 4
+
+    def forward(self, hidden, top_k_index, top_k_weights):
+        return hidden
+
+
+def _params():
+    return nn.ParameterList([torch.ones(3, 3)] * 4)
+
+
+LIST = (
+    "the experts of 'experts' are in a list ('experts{}', a {}), and experts in a list are not "
+    "divided: stack them in parameters [4, ...], one for each weight"
+)
 CASES = {
     "no module": (Experts, {"expert": "experts"}, "matches no module; nearest module names: exp"),
     "no plan": (Experts, None, "brings no plan for experts"),
     "no plan, and none would do": (Routed, None, re.escape("is called as Routed(hidden)")),
     "style": (Experts, {"experts": "column"}, "the style 'column'; there is one, 'experts'"),
-    "no forward": (lambda: nn.ParameterList([torch.ones(1)]), None, "own, and no nn.ModuleList or"),
+    "no forward": (Silent, None, "own: put what is done with ex"),
+    "list": (_list, None, re.escape(LIST.format("", "ModuleList"))),
+    "dict": (_dict, None, re.escape(LIST.format("", "ModuleDict"))),
+    "parameters in a list": (_params, None, re.escape(LIST.format("", "ParameterList"))),
+    "list in a module": (Listed, None, re.escape(LIST.format(".parts", "ModuleList"))),
+    "dict with a forward": (Called, None, re.escape(LIST.format("", "Called"))),
+    "no plan, and a list": (_list, None, re.escape(LIST.format("", "ModuleList"))),
+    "no plan, and a list in a module": (
+        Listed,
+        None,
+        re.escape(LIST.format(".parts", "ModuleList")),
+    ),
     "routing": (Routed, None, re.escape("is called as Routed(hidden)")),
     "replaced": (_replaced, None, "was replaced on the instance"),
     "no stack": (Looping, None, "the number of experts of 'experts' .* is one of|not to be seen"),
@@ -119,6 +172,22 @@ def test_ties_shared_parameters_and_twice():
     apply_expert_parallel(model, {"experts": "experts"}, WORLD)
     with pytest.raises(InvalidArgumentError, match="is divided already"):
         apply_expert_parallel(model, {"experts": "experts"}, WORLD)
+
+
+@distributed_test(world_size=2)
+def test_lists_of_anything_else_and_over_one_rank_are_let_be():
+    apart = [nn.ModuleDict({"experts": make()}) for make in (_list, Listed, Called)]
+    model = nn.ModuleList(apart)
+    alone = c10d.new_group([c10d.get_rank()], use_local_synchronization=True)
+    assert apply_expert_parallel(model, group=alone) is model
+    assert [type(each.experts) for each in model] == [nn.ModuleList, Listed, Called]
+    experts = Experts()
+    experts.norms = nn.ModuleList(nn.LayerNorm(3) for _ in range(3))
+    experts.more = nn.ParameterDict({name: torch.ones(4, 3, 3) for name in ("up", "down")})
+    model = apply_expert_parallel(nn.ModuleDict({"experts": experts}), group=WORLD)
+    assert {n: len(p) for n, p in model.experts.named_parameters() if len(p) == 2}.keys() == {
+        "weight", "more.up", "more.down"
+    }  # fmt: skip
 
 
 @distributed_test(world_size=2)

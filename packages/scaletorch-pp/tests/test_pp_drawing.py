@@ -1,7 +1,6 @@
 """Pictures of timelines, predicted and measured."""
 
 import json
-import sys
 from xml.etree import ElementTree
 
 import pytest
@@ -17,7 +16,6 @@ from scaletorch.parallel.pipeline_parallel import (
 )
 from scaletorch.parallel.pipeline_parallel.drawing import (
     to_chrome_trace,
-    to_png,
     to_svg,
     to_text,
 )
@@ -163,19 +161,6 @@ def test_numbers_only_where_they_fit():
     texts = [t.text for t in ElementTree.fromstring(svg).iter(f"{SVG}text")]
     assert "88" in texts
     assert "77" not in texts
-
-
-def test_png(tmp_path):
-    first = predicted("zb_v", 2, 3)
-    to_png(tmp_path / "a.png", first, measured(first), titles=["predicted", "measured"])
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_png_says_what_to_install(tmp_path, monkeypatch):
-    for name in [n for n in sys.modules if n.partition(".")[0] == "matplotlib"] or ["matplotlib"]:
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(InvalidArgumentError, match=r'pip install "scaletorch-pp\[drawing\]"'):
-        to_png(tmp_path / "a.png", predicted())
 
 
 # --- Chrome trace

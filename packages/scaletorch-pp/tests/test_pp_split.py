@@ -18,7 +18,9 @@ from scaletorch.parallel.pipeline_parallel import (
     infer_split,
     train_step_pipeline_1f1b,
 )
+from scaletorch.parallel.pipeline_parallel.splitting.modules import takes
 from scaletorch.parallel.pipeline_parallel.splitting.split import layers_of, place
+from scaletorch.parallel.pipeline_parallel.stages.calls import surround
 from scaletorch.parallel.pipeline_parallel.stages.cut import cut
 
 
@@ -348,3 +350,21 @@ def test_layers_are_those_of_the_decoder_that_a_model_names():
     deeper.decoder.more = nn.ModuleList([nn.Sequential(nn.Linear(2, 2))])
     with pytest.raises(InvalidArgumentError, match=r"has decoder\.layers, decoder\.more; pass"):
         infer_split(deeper)
+
+
+class Numbered(nn.Module):
+    def forward(self, x, positions=None):
+        return x
+
+
+class Passing(Numbered):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [Numbered, Passing])
+def test_what_a_surrounded_module_takes_is_what_its_class_does(kind):
+    module = kind()
+    surround(module, object())
+    assert takes(module, "positions")
+    assert not takes(module, "labels")

@@ -131,7 +131,7 @@ def compare(kind, backend, training, sequence_parallel=False, lengths=(6, 6, 9))
     twin = copy.deepcopy(module)
     count, runs = counting(backend)
     compiled = torch.compile(twin, backend=count)
-    # Heads and mixing cannot be looked at in compiled code, which says so once.
+    # Heads cannot be looked at in compiled code, which says so once.
     warnings.filterwarnings("ignore", ".*runs compiled, so it was not checked", RuntimeWarning)
     for length in lengths:
         x = inputs(kind, length)

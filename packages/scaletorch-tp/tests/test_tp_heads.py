@@ -181,6 +181,13 @@ def test_what_does_not_fit(plan, text):
         resolve(made(Sinks), plan, 2)
 
 
+def test_an_attention_with_names_that_a_shard_needs_is_refused():
+    model = made(Sinks)
+    model.self_attn.group = nn.Identity()
+    with pytest.raises(InvalidArgumentError, match=r"it has a 'group' of its own, .* rename it"):
+        resolve(model, {"self_attn": PerHead("sinks")}, 2)
+
+
 def test_keys_of_all_heads_need_an_attention_that_sees_whole_sequences():
     with pytest.raises(InvalidArgumentError, match="in no attention that could be given whole"):
         resolve(made(Sinks), {"mlp.up": SharedTail(2)}, 2, sequence_parallel=True)

@@ -95,11 +95,6 @@ class Norm(nn.Module):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
 
 
-class Identity(nn.Module):
-    def forward(self, x):
-        return x
-
-
 class Mlp(nn.Module):
     def __init__(self):
         super().__init__()
@@ -111,7 +106,7 @@ class Mlp(nn.Module):
         return self.down(self.norm(self.up(x).tanh()))
 
 
-PLAN = {"mlp.up": "column", "mlp.norm": "whole_features", "mlp.down": "row"}
+PLAN = {"mlp.up": "column_gather", "mlp.down": "row_split"}
 
 
 class Whole(nn.Module):
@@ -136,7 +131,7 @@ def gathered_gradients():
     return gather_tensors(net, found)
 
 
-def test_a_norm_over_features_that_ranks_share_is_of_all_of_them():
+def test_a_norm_over_all_features_stands_between_layers_that_gather_and_split():
     expected = step(Whole())
     for found in run_ranks(gathered_gradients, 2):
         assert found.keys() == expected.keys()
@@ -145,7 +140,7 @@ def test_a_norm_over_features_that_ranks_share_is_of_all_of_them():
 
 
 class Grouped(nn.Module):
-    """Norms all keys, of fewer heads than queries, and gates heads that are as long as many."""
+    """Has fewer keys than queries, and gates heads that are as long as many."""
 
     def __init__(self, keys):
         super().__init__()
@@ -154,18 +149,17 @@ class Grouped(nn.Module):
         sizes = {"q": 16, "k": keys, "v": keys, "gate": 4}
         for name, size in sizes.items():
             self.add_module(name, nn.Linear(HIDDEN, size).double())
-        self.norm, self.o = nn.RMSNorm(keys).double(), nn.Linear(16, HIDDEN).double()
+        self.o = nn.Linear(16, HIDDEN).double()
 
     def forward(self, x):
         q, k, v = (
-            y.unflatten(-1, (-1, 4)).transpose(1, 2)
-            for y in (self.q(x), self.norm(self.k(x)), self.v(x))
+            y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in (self.q(x), self.k(x), self.v(x))
         )
         y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
         return self.o((y * self.gate(x).unsqueeze(-1)).flatten(2))
 
 
-GROUPED = {"norm": "whole_features", "o": "row", **dict.fromkeys(("q", "k", "v", "gate"), "column")}
+GROUPED = {"o": "row", **dict.fromkeys(("q", "k", "v", "gate"), "column")}
 
 
 def grouped_gradients(keys):
@@ -173,26 +167,12 @@ def grouped_gradients(keys):
     return gather_tensors(net, step(net))
 
 
-def test_a_norm_of_grouped_keys_and_a_gate_as_long_as_a_head():
+def test_a_gate_as_long_as_a_head():
     for keys in (8, 16):
         expected = step(Grouped(keys))
         for found in run_ranks(grouped_gradients, 2, keys):
             for name, gradient in expected.items():
                 torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12)
-    with pytest.raises(
-        InvalidArgumentError, match=r"of 2 key heads, .* tp sizes up to 2 are legal"
-    ):
-        resolve(Grouped(8), GROUPED, 4)
-
-
-def test_whole_features_stand_in_front_of_a_row_parallel_layer():
-    with pytest.raises(InvalidArgumentError, match="in front of one row-parallel layer"):
-        resolve(Whole(), {"mlp.up": "column_gather", "mlp.norm": "whole_features"}, 2)
-
-
-def test_what_is_shared_out_has_no_parameters():
-    with pytest.raises(InvalidArgumentError, match="it has parameters, weight"):
-        resolve(Whole(), {**PLAN, "mlp.norm": "replicate_share"}, 2)
 
 
 class TwoRows(nn.Module):
@@ -216,15 +196,20 @@ class Planned(nn.Module):
         self._tp_plan = {
             "embed": "embedding_rowwise", "mlp.up": "colwise", "mlp.down": "rowwise",
             **{f"attn.{name}_proj": "colwise" for name in "qkv"},
-            "attn.dt_proj": "rowwise", "attn.o_proj": "rowwise", "zero": "moe_identity_expert",
+            "attn.dt_proj": "rowwise", "attn.o_proj": "rowwise",
         }  # fmt: skip
         self.embed = NormedEmbedding(16, HIDDEN)
-        self.attn, self.zero = TwoRows(), Identity()
+        self.attn = TwoRows()
         self.mlp = nn.ModuleDict({"up": nn.Linear(HIDDEN, WIDTH), "down": nn.Linear(WIDTH, HIDDEN)})
 
 
 def test_a_plan_of_transformers_leaves_whole_what_cannot_be_cut():
     found = {m.name: m.style for m in resolve(Planned(), None, 2).matches.values()}
-    assert found == {
-        "embed": "replicate", "mlp.up": "column", "mlp.down": "row", "zero": "replicate_share",
-    }  # fmt: skip
+    assert found == {"embed": "replicate", "mlp.up": "column", "mlp.down": "row"}
+
+
+def test_experts_that_do_nothing_are_refused():
+    model = Planned()
+    model._tp_plan["attn.norm"], model.attn.norm = "moe_identity_expert", nn.Identity()
+    with pytest.raises(InvalidArgumentError, match="'moe_identity_expert', which is none of"):
+        resolve(model, None, 2)

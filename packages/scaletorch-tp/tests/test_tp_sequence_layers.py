@@ -275,7 +275,6 @@ def refused():
     cases = [
         ((Twice, Plain), "ColumnParallelLinear is outside of the layers .* called between them"),
         ((Second, Plain), "Plain was called with 'memory' of shape .* it cannot be known"),
-        ((Moved, Plain), "pad of a tensor of shape .* would mix this rank's 4 tokens"),
         ((Plains, CrossedLayer), "column-parallel layer was given this rank's 4 of 8 tokens"),
         ((Read,), "Read uses 'scale' in a parallel region .* and outside of one"),
     ]

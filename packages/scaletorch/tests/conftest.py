@@ -1,4 +1,4 @@
-"""Tests import what lies beside them and those of experts; ranks have what all ranks import."""
+"""Tests import what lies beside them; ranks have what all tests' ranks import."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 from scaletorch.dist.testing import preload
 
 sys.path.append(str(Path(__file__).parent))
-sys.path.append(str(Path(__file__).parents[2] / "scaletorch-ep" / "tests"))
 preload(
     "pytest",
     "rich.progress",

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_adapters import LAYERS, SHARDED, base, batch, is_adapter
+from test_verify_experts import small
 
 from scaletorch.checkpoint import export_adapter
 from scaletorch.compose import (
@@ -177,3 +178,22 @@ REFUSED = {
 
 def test_adapters_that_cannot_be_added_later_are_refused():
     run_ranks(refused, 2)
+
+
+def refused_in_experts():
+    manager = setup_process_group_manager(dp_size=2, ep_size=2)
+    model = small()
+    for layer in model.layers:  # an expert a row, in a linear layer
+        layer.mlp.experts.scale = torch.nn.Linear(16, 4, bias=False)
+    model = parallelize(model.double(), manager)
+    inside = peft.LoraConfig(target_modules=["scale", "q_proj"])
+    with pytest.raises(InvalidArgumentError, match="it is in experts, which are divided"):
+        add_adapters(model, inside)
+    model = add_adapters(model, peft.LoraConfig(target_modules=["q_proj"]))
+    loss = train_step(model, shard_global_batch(batch(0), 2, model=model))
+    assert math.isfinite(loss)
+    destroy_process_group_manager()
+
+
+def test_adapters_of_divided_experts_cannot_be_added_later():
+    run_ranks(refused_in_experts, 2)

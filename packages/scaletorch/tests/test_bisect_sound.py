@@ -3,9 +3,9 @@
 import torch
 import torch.nn.functional as F
 from sound_runs import campaign
+from torch.overrides import BaseTorchFunctionMode
 
 from scaletorch.bisect.comparing.judge import GOOD
-from scaletorch.parallel.tensor_parallel.sharing.mixing import RefuseMixing
 from scaletorch.verify.precision import model_precision
 
 SEVERAL_STAGES, SHARES = 5, 10  # places in sound_runs.LAYOUTS
@@ -19,5 +19,5 @@ def test_nothing_is_reported_of_a_sound_run_and_everything_was_compared():
 
 def test_a_cast_is_left_out_also_where_a_mode_hands_it_on():
     x = torch.ones(2, dtype=torch.float64)
-    with model_precision(torch.float64), RefuseMixing(2, lambda: True):
+    with model_precision(torch.float64), BaseTorchFunctionMode():
         assert F.softmax(x, dim=0, dtype=torch.float32).dtype == torch.float64

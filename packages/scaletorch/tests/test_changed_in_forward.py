@@ -261,12 +261,20 @@ def test_what_forwards_change_as_one_process_would_trains():
 
 
 def test_what_forwards_would_change_otherwise_is_refused_or_warned_of_on_every_rank():
-    cases = REFUSED + WARNED
+    unrehearsed = [((*case, ("rehearse", False)), match) for case, match in WARNED]
+    cases = REFUSED + unrehearsed
     for rank, found in enumerate(run_ranks(trained, 2, [case for case, _ in cases], timeout=100)):
         for (case, match), said in zip(cases, found, strict=True):
             assert isinstance(said, str), (rank, case, said)
             assert re.search(match, said, re.DOTALL), (rank, case, said)
             assert ("Error: " in said) == ((case, match) in REFUSED), (rank, case, said)
+
+
+def test_what_forwards_change_otherwise_is_refused_if_it_changes_what_they_compute():
+    cases = [("Counted", sizes, 2) for sizes in (DP, CP, TP, PP)]
+    for found in run_ranks(trained, 2, cases, timeout=100):
+        for case, said in zip(cases, found, strict=True):
+            assert "computes something else on" in str(said), (case, said)
 
 
 def test_one_process_with_several_micro_batches_is_looked_at_too():

@@ -33,6 +33,9 @@ def _dynamo():
     preload("torch._dynamo")  # which the first optimizer of a process imports
 
 
+UNCHECKED = {"data_parallel": {"init_sync": "none"}, "rehearse": False}
+
+
 class Job:
     """A small training on a layout."""
 
@@ -157,7 +160,7 @@ def test_what_is_not_finite_is_named():
 
 
 def run_other_weights():
-    job = Job({"dp_size": 2}, seed=c10d.get_rank(), data_parallel={"init_sync": "none"})
+    job = Job({"dp_size": 2}, seed=c10d.get_rank(), **UNCHECKED)
     job.backward(0)
     with pytest.raises(MismatchError, match=r"^rank \d \(.*\): ranks that should .*not\.\n  param"):
         check_replicas(job.model, job.manager)
@@ -215,5 +218,5 @@ def test_errors_reach_launchers():
 
 
 def unprotected():
-    job = Job({"dp_size": 2}, seed=c10d.get_rank(), data_parallel={"init_sync": "none"})
+    job = Job({"dp_size": 2}, seed=c10d.get_rank(), **UNCHECKED)
     job.check(None)

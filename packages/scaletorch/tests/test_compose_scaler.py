@@ -49,7 +49,7 @@ def train(layout, scale, half=False, poison=None, interval=2000):
     """Train with a loss scale, or None; returns losses, norms, scales and whole weights."""
     dp, pp, cp, tp = layout
     manager = setup_process_group_manager(tp_size=tp, cp_size=cp, pp_size=pp, dp_size=dp)
-    model = parallelize(build(half), manager)
+    model = parallelize(build(half), manager, rehearse=not half)  # has a forward of its own
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scaler = GradScaler("cpu", scale or 1.0, growth_interval=interval, enabled=scale is not None)
     losses, norms, scales = [], [], []

@@ -20,7 +20,6 @@ LAYOUTS = [
     ({"dp_size": 4, "ep_size": 2}, {}, 1, 0),
     ({"dp_size": 4, "ep_size": 4}, {}, 2, 1),
     (SHARED, {}, 1, 0),
-    (BOTH, {}, 1, 0),
     ({"dp_size": 2, "pp_size": 2, "ep_size": 2}, {"recompute": True}, 2, 1),
 ]
 
@@ -37,9 +36,18 @@ def test_shards_of_sequences(family, sizes):
     trained(4, family, sizes, SEQUENCES)
 
 
-@pytest.mark.parametrize("family", ["JetMoe", "LongcatFlash"])
-def test_shards_of_sequences_and_experts_divided_both_ways(family):
-    trained(4, family, BOTH, SEQUENCES)
+@pytest.mark.parametrize("family", [name for name in CALLED if name != "LongcatFlash"])
+def test_experts_divided_both_ways(family):
+    trained(4, family, BOTH, {})
+
+
+def test_experts_that_do_nothing_are_not_divided_both_ways():
+    with pytest.raises(RankFailedError, match="the style 'moe_identity_expert', which is none of"):
+        trained(4, "LongcatFlash", BOTH, {})
+
+
+def test_shards_of_sequences_and_experts_divided_both_ways():
+    trained(4, "JetMoe", BOTH, SEQUENCES)
 
 
 @pytest.mark.parametrize(("family", "why"), [("Llama4", "rows for all"), ("Dbrx", "not cut over")])

@@ -6,7 +6,6 @@ from torch import nn
 
 from scaletorch import compose
 from scaletorch.checkpoint import export_safetensors, import_safetensors, load, save
-from scaletorch.checkpoint.format.files import read_header
 from scaletorch.dist.testing import relative_error, run_ranks
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import (
@@ -17,7 +16,7 @@ from scaletorch.parallel.pg_manager import (
 transformers = pytest.importorskip("transformers")
 
 from test_experts import BOUND, STEPS, adam, batch, build, reference  # noqa: E402
-from test_verify_experts import LISTED, listed  # noqa: E402
+from test_verify_experts import uneven  # noqa: E402
 
 FAMILY = "DeepseekV3"
 
@@ -131,48 +130,46 @@ def test_transformers_files(tmp_path):
             assert relative_error(tensor, found[name]) < 1e-15, name
 
 
-def lists():
+def build_uneven():
     torch.manual_seed(6)
-    return listed().double()
+    return uneven().double()
 
 
-def exported_lists(folder, layouts):
-    """Export a model with lists of experts on one layout, import it on each, and compare."""
-    whole = lists().state_dict()
-    for number, sizes in enumerate(layouts):
-        manager = setup_process_group_manager(**sizes)
-        try:
-            model = compose.parallelize(lists(), manager, plan=LISTED)
-            if number == 0:
-                export_safetensors(model, folder, max_file_bytes=30_000)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.fill_(0.5)
-            import_safetensors(model, folder)
-            state = compose.full_state_dict(model)
-        finally:
-            destroy_process_group_manager()
-        assert state.keys() == whole.keys()
-        assert all(torch.equal(state[name], tensor) for name, tensor in whole.items()), sizes
+def step_of_uneven(model, optimizer, step):
+    step_on(model, optimizer, step)
+    return compose.full_state_dict(model)
 
 
-LISTS = [
-    {"dp_size": 2, "tp_size": 2, "ep_size": 2},
-    {"dp_size": 2, "pp_size": 2, "ep_size": 2},
-    {"dp_size": 4},
-]
+def saved_uneven(folder, sizes):
+    model = compose.parallelize(build_uneven(), setup_process_group_manager(**sizes))
+    optimizer = shard_optimizer(adam(model), model)
+    before = step_of_uneven(model, optimizer, 0)
+    save(folder, model, optimizer, step=1)
+    then = step_of_uneven(model, optimizer, 1)
+    destroy_process_group_manager()
+    return before, then
 
 
-@pytest.mark.parametrize("first", range(len(LISTS)))
-def test_lists_of_experts_leave_and_come_back_by_their_names(tmp_path, first):
-    layouts = [*LISTS[first:], *LISTS[:first]]
-    run_ranks(exported_lists, 4, str(tmp_path / "plain"), layouts, timeout=120)
-    plain = lists()
-    expected = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+def loaded_uneven(folder, sizes):
+    manager = setup_process_group_manager(**sizes)
+    model = compose.parallelize(build_uneven(), manager)
     with torch.no_grad():
-        for parameter in plain.parameters():
+        for parameter in model.parameters():
             parameter.fill_(0.5)
-    import_safetensors(plain, tmp_path / "plain")
-    assert all(torch.equal(t, expected[name]) for name, t in plain.state_dict().items())
-    files = {n for each in (tmp_path / "plain").glob("*.safetensors") for n in read_header(each)}
-    assert files == set(expected)
+    optimizer = adam(model)
+    if manager.cp_dp_size > 1:
+        shard_optimizer(optimizer, model, stage=2)
+    load(folder, model, optimizer)
+    before = compose.full_state_dict(model)
+    then = step_of_uneven(model, optimizer, 1)
+    destroy_process_group_manager()
+    return before, then
+
+
+def test_stacks_of_which_ranks_have_unequal_shares_go_on_on_other_layouts(tmp_path):
+    before, then = run_ranks(saved_uneven, 4, tmp_path / "one", {"dp_size": 4, "ep_size": 2})[0]
+    for ranks, sizes in ((1, {}), (2, {"dp_size": 2, "ep_size": 2}), (4, LAYOUTS[3][0])):
+        after, later = run_ranks(loaded_uneven, ranks, tmp_path / "one", sizes)[0]
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], each) for name, each in before.items())
+        assert max(relative_error(later[name], each) for name, each in then.items()) < BOUND

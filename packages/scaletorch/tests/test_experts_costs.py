@@ -34,25 +34,31 @@ def test_a_token_meets_its_own_experts_alone():
     assert others == [each, each]
 
 
-class Listed(nn.Module):
-    """Three experts in a list: two ranks have two of them and one."""
+class Routed(nn.Module):
+    """Three experts: two ranks have two of them and one."""
 
     def __init__(self):
         super().__init__()
         self.router = nn.Linear(WIDTH, 3, bias=False)
-        self.experts = List(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.experts = Experts()
 
     def forward(self, x):
         weights, index = self.router(x.flatten(0, 1)).softmax(-1).topk(2)
         return x + self.experts(x.flatten(0, 1), index, weights).view_as(x)
 
 
-class List(nn.ModuleList):
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, WIDTH, WIDTH) / 4)
+        self.bias = nn.Parameter(torch.randn(3, WIDTH))
+
     def forward(self, hidden, index, weights):
         result = torch.zeros_like(hidden)
-        for number, expert in enumerate(self):
+        for number in range(len(self.weight)):
             chosen = ((index == number) * weights).sum(1, keepdim=True)
-            result = result + expert(hidden).tanh() * chosen
+            states = (hidden @ self.weight[number] + self.bias[number]).tanh()
+            result = result + states * chosen
         return result
 
 
@@ -72,7 +78,7 @@ class Mixed(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList([Dense(), Listed(), Listed()])
+        self.layers = nn.ModuleList([Dense(), Routed(), Routed()])
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.double()
 

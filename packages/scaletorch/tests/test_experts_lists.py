@@ -1,5 +1,6 @@
-"""Blocks that loop over a bare list of experts train as in one process, on every layout."""
+"""Experts in a list that their block loops over: plain modules on every axis, and no ep."""
 
+import re
 from functools import cache
 
 import pytest
@@ -8,7 +9,7 @@ from looping_blocks import BLOCKS
 from torch import nn
 
 from scaletorch import compose
-from scaletorch.checkpoint import load, save
+from scaletorch.compose.experts import count_experts
 from scaletorch.dist import InvalidArgumentError
 from scaletorch.dist.testing import relative_error, run_ranks
 from scaletorch.models import Mixture, MixtureConfig
@@ -89,9 +90,7 @@ def train(expected, kind, skew, experts, sizes, options, micro_batches, stage):
     steps, weights = expected
     manager = setup_process_group_manager(**sizes)
     try:
-        plan = {pattern.replace("mlp.", "mlp.moe.") if kind == "mixtral" else pattern: style
-                for pattern, style in (PLAN | options.pop("plan", {})).items()}  # fmt: skip
-        model = compose.parallelize(build(kind, skew, experts), manager, plan=plan, **options)
+        model = compose.parallelize(build(kind, skew, experts), manager, **options)
         optimizer = adam(model)
         if stage:
             shard_optimizer(optimizer, model, stage=stage)
@@ -112,43 +111,32 @@ def train(expected, kind, skew, experts, sizes, options, micro_batches, stage):
         state = compose.full_state_dict(model)
         assert state.keys() == weights.keys()
         for name, weight in weights.items():
-            if not name.endswith("load"):
-                assert relative_error(state[name], weight) < 1e-9, name
+            assert relative_error(state[name], weight) < 1e-9, name
         compose.check_replicas(model)
     finally:
         destroy_process_group_manager()
 
 
-LAYOUTS = [
-    ({"dp_size": 2, "ep_size": 2}, {}, 1, 0),
-    ({"dp_size": 4, "ep_size": 4}, {"recompute": True}, 2, 1),
-    ({"dp_size": 2, "tp_size": 2, "ep_size": 2}, {"recompute": True}, 1, 0),
-    ({"dp_size": 2, "tp_size": 2, "ep_size": 4}, {}, 2, 2),
-    ({"dp_size": 2, "cp_size": 2, "ep_size": 4}, {}, 1, 0),
-    ({"dp_size": 2, "pp_size": 2, "ep_size": 2}, {"recompute": True}, 2, 0),
-    ({"dp_size": 2, "pp_size": 2, "ep_size": 2}, {"schedule": "dualpipe_v"}, 4, 0),
-    ({"dp_size": 2, "tp_size": 2, "etp_size": 1}, {}, 1, 0),
-    ({"dp_size": 2, "tp_size": 2, "ep_size": 4}, {"sequence_parallel": True}, 1, 1),
-    ({"dp_size": 2, "tp_size": 2, "ep_size": 2, "etp_size": 2}, {}, 1, 0),
-    ({"dp_size": 2, "tp_size": 2, "ep_size": 2, "etp_size": 2}, {"plan": CUT}, 1, 0),
-]
-
-
-# Every layout with two of the blocks; one expert gets all tokens in one of these.
+# Each with one of the blocks; in some of them one expert gets all tokens.
 CASES = [
-    (kind, number, 60.0 * other)
-    for number in range(len(LAYOUTS))
-    for other in (0, 1)
-    for kind in [[*BLOCKS][(number + other) % len(BLOCKS)]]
+    ("mixtral", {"dp_size": 2}, {}, 1, 0),
+    ("deepseek", {"dp_size": 2}, {"recompute": True}, 2, 1),
+    ("skipping", {"dp_size": 2}, {}, 2, 2),
+    ("named", {"dp_size": 2}, {"plan": PLAN}, 1, 0),  # which says nothing to one rank of experts
+    ("halving", {"cp_size": 2}, {}, 1, 0),
+    ("mixtral", {"cp_size": 2}, {"recompute": True}, 1, 0),
+    ("deepseek", {"pp_size": 2}, {"recompute": True}, 2, 0),
+    ("named", {"pp_size": 2}, {"schedule": "dualpipe_v"}, 4, 0),
+    ("deepseek", {"tp_size": 2}, {"plan": CUT}, 1, 0),
+    ("skipping", {"tp_size": 2}, {"plan": CUT}, 1, 0),
 ]
 
 
-@pytest.mark.parametrize(("kind", "layout", "skew"), CASES)
-def test_layouts(kind, layout, skew):
-    sizes, options, micro_batches, stage = LAYOUTS[layout]
-    ranks = 2 if sizes == {"dp_size": 2, "ep_size": 2} else 4
-    given = kind, skew, 5, sizes, {**options}, micro_batches, stage
-    run_ranks(train, ranks, reference(kind, skew, 5), *given, timeout=60)
+@pytest.mark.parametrize("skew", [0.0, 60.0])
+@pytest.mark.parametrize(("kind", "sizes", "options", "micro_batches", "stage"), CASES)
+def test_they_train_as_in_one_process(kind, skew, sizes, options, micro_batches, stage):
+    given = kind, skew, 5, sizes, options, micro_batches, stage
+    run_ranks(train, 2, reference(kind, skew, 5), *given, timeout=60)
 
 
 def chosen(kind, experts):
@@ -172,37 +160,64 @@ def test_second_halves_where_replicas_have_called_other_experts():
     run_ranks(train, 4, reference("skipping", 0.0, 12), *given, timeout=60)
 
 
-def built():
-    return build("mixtral", 0.0, 5).float()
-
-
-def test_the_proof_takes_lists():
-    plan = {"layers.*.mlp.moe.experts": "experts"}
-    report = verify(built, layouts=[Grid(dp=2, ep=2), Grid(tp=2, ep=2)], plan=plan, dtype="float64")
-    assert report.passed, report
-
-
-def refused(options):
-    manager = setup_process_group_manager(dp_size=2, tp_size=2, ep_size=2, etp_size=2)
+def refused(sizes, options):
+    manager = setup_process_group_manager(**sizes)
     try:
-        with pytest.raises(InvalidArgumentError, match="take etp_size=1, or no sequence_parallel"):
-            compose.parallelize(build("skipping", 0.0, 4), manager, plan=PLAN, **options)
+        with pytest.raises(InvalidArgumentError, match=REFUSED):
+            compose.parallelize(build("skipping", 0.0, 4), manager, **options)
     finally:
         destroy_process_group_manager()
 
 
-def test_lists_in_common_of_tp_ranks_with_tokens_of_their_own_are_refused():
-    run_ranks(refused, 4, {"sequence_parallel": True})
+REFUSED = (
+    r"the experts of 'layers\.0\.mlp\.experts' are in a list \('layers\.0\.mlp\.experts', a "
+    r"ModuleList\), and experts in a list are not divided: stack them in parameters \[4, \.\.\.\]"
+)
+
+
+@pytest.mark.parametrize("plan", [None, PLAN])
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"dp_size": 2, "ep_size": 2}, {}),
+        ({"pp_size": 2, "tp_size": 2, "ep_size": 2}, {"sequence_parallel": True}),
+        ({"tp_size": 2, "etp_size": 1}, {}),
+    ],
+)
+def test_they_are_not_divided(sizes, options, plan):
+    run_ranks(refused, 4 if "pp_size" in sizes else 2, sizes, {"plan": plan, **options})
+
+
+def built():
+    return build("skipping", 0.0, 5).float()
+
+
+def test_the_proof_has_no_layouts_of_ep_for_them():
+    for plan in (None, PLAN):
+        assert count_experts(built(), plan) == 1
+        report = verify(built, layouts=[Grid(dp=2)], dtype="float64", plan=plan)
+        assert report.passed, report
+    report = verify(built, layouts=[Grid(dp=2, ep=2)], plan=PLAN)
+    assert not report.passed
+    assert re.search(REFUSED.replace("4", "5"), str(report))
+
+
+def test_a_token_meets_its_own_experts_alone():
+    model = built()
+    before, first, *_ = compose.active_costs(model, plan=PLAN, top_k=2)
+    experts = sum(p.numel() for p in model.layers[0].mlp.experts.parameters())
+    assert first == sum(p.numel() for p in model.layers[0].parameters()) - experts * 3 / 5
+    assert compose.active_costs(model, top_k=2)[:2] == (before, first)
 
 
 def uncounted():
-    manager = setup_process_group_manager(dp_size=2, ep_size=2)
+    manager = setup_process_group_manager(dp_size=2)
     try:
         model = build("skipping", 0.0, 4)
         for layer in model.layers:
             layer.mlp.gate.bias = nn.Parameter(torch.zeros(4, dtype=torch.float64))
-        model = compose.parallelize(model, manager, plan=PLAN)
-        with pytest.raises(InvalidArgumentError, match="is a list that its block loops over, and"):
+        model = compose.parallelize(model, manager)
+        with pytest.raises(InvalidArgumentError, match=r"\(ModuleList\) has no forward, and is"):
             compose.count_routing(model, "gate.bias")
     finally:
         destroy_process_group_manager()
@@ -210,53 +225,3 @@ def uncounted():
 
 def test_choices_of_lists_are_not_counted_in_silence():
     run_ranks(uncounted, 2)
-
-
-def step(model, optimizer, number):
-    compose.train_step(model, compose.shard_global_batch(batch(number), 1, model=model))
-    optimizer.step()
-    optimizer.zero_grad()
-    return compose.full_state_dict(model)
-
-
-def saved(folder, kind, sizes):
-    manager = setup_process_group_manager(**sizes)
-    try:
-        model = compose.parallelize(build(kind, 0.0, 5), manager, plan=PLAN)
-        optimizer = shard_optimizer(adam(model), model)
-        before = step(model, optimizer, 0)
-        save(folder, model, optimizer, step=1)
-        return before, step(model, optimizer, 1)
-    finally:
-        destroy_process_group_manager()
-
-
-def loaded(folder, kind, sizes):
-    manager = setup_process_group_manager(**sizes)
-    try:
-        model = compose.parallelize(build(kind, 0.0, 5), manager, plan=PLAN)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(0.5)  # so that what is not loaded shows
-        optimizer = adam(model)
-        if manager.cp_dp_size > 1:
-            shard_optimizer(optimizer, model, stage=2)
-        load(folder, model, optimizer)
-        return compose.full_state_dict(model), step(model, optimizer, 1)
-    finally:
-        destroy_process_group_manager()
-
-
-@pytest.mark.parametrize("kind", ["deepseek", "named"])
-def test_checkpoints_move_between_layouts(kind, tmp_path):
-    folder = tmp_path / "one"
-    before, then = run_ranks(saved, 4, folder, kind, {"dp_size": 4, "ep_size": 4})[0]
-    for ranks, sizes in (
-        (1, {}),
-        (2, {"dp_size": 2, "ep_size": 2}),
-        (4, {"tp_size": 2, "dp_size": 2, "ep_size": 2}),
-    ):
-        after, later = run_ranks(loaded, ranks, folder, kind, sizes)[0]
-        assert after.keys() == before.keys()
-        assert all(torch.equal(after[name], each) for name, each in before.items())
-        assert max(relative_error(later[name], each) for name, each in then.items()) < BOUND

@@ -99,7 +99,7 @@ def run(make, sizes):
     manager = setup_process_group_manager(**sizes)
     try:
         model, batch, options, cut = make(manager)
-        model = parallelize(model, manager, **options)
+        model = parallelize(model, manager, **options, rehearse=isinstance(batch, dict))
         if isinstance(batch, dict):
             batch = shard_global_batch(batch, 1, manager, **cut)
         return train_step(model, batch).item()
@@ -129,7 +129,7 @@ CASES = {
     (other_layouts, "cp"): "cut in a contiguous layout, and the model attends in a zigzag one",
     (sizes_of_its_own, "tp"): (
         r"module 'layers.1.mlp' \(\w+\) failed in its first step on this layout with RuntimeError "
-        r".*shape '\[4, 16, 6, 8\]' is invalid.* tp leaves each rank its share"
+        r".*shape '\[\d, 16, 6, 8\]' is invalid.* tp leaves each rank its share"
     ),
     (other_arguments, "dp"): r"arguments given to parallelize.*\+ recompute=True",
 }

@@ -54,11 +54,12 @@ def global_batch(step):
     return {"input_ids": tokens[:, :-1], "labels": labels}
 
 
-def train(layout, config, num_micro_batches, schedule):
+def train(layout, config, num_micro_batches, schedule, **options):
     """Two steps of SGD on this rank; returns what one process has, in whole tensors."""
     dp, pp, cp, tp = layout
     manager = setup_process_group_manager(tp_size=tp, cp_size=cp, pp_size=pp, dp_size=dp)
-    model = parallelize(build(config), manager, bucket_size=3000, schedule=schedule)
+    options |= {"bucket_size": 3000, "schedule": schedule}
+    model = parallelize(build(config), manager, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses, gradients, norms, held = [], [], [], sorted(model.state_dict())
     for step in range(STEPS):
@@ -148,7 +149,7 @@ def idle(layout, *arguments):
     for rank in range(layout[0]):
         target = "parallel.data_parallel.buckets.reduction:all_reduce_flat"
         with patched(target, partial(thrown_away, idle=rank)):
-            results.append(train(layout, *arguments))
+            results.append(train(layout, *arguments, rehearse=False))
     return results
 
 

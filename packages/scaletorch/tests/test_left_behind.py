@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from looping_blocks import BLOCKS
 
 from scaletorch import bisect, compose
 from scaletorch.dist import cleanup_dist, init_dist
@@ -53,13 +52,6 @@ def deep_mixture():
     return Mixture(MixtureConfig(**SIZES, num_experts=4))
 
 
-def looping():
-    model = llama()
-    for layer in model.layers:
-        layer.mlp = BLOCKS["deepseek"](4, SIZES["hidden_size"])
-    return model
-
-
 # A model, the grid, the options of `parallelize`, and the stage of ZeRO.
 LAYOUTS = {
     "sequences": (
@@ -81,12 +73,6 @@ LAYOUTS = {
         2,
     ),
     "pairs": (deep_mixture, EXPERTS, {"schedule": "dualpipe_v", "recompute": True}, 0),
-    "looped": (
-        looping,
-        {"dp_size": 2, "ep_size": 2},
-        {"plan": {"layers.*.mlp.experts": "experts"}},
-        0,
-    ),
 }
 
 

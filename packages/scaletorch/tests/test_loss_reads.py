@@ -305,7 +305,8 @@ def with_head(sizes, options):
     try:
         whole = net(Headless)
         tp = {"plan": {n: s for n, s in PLAN.items() if n != "head"}} if manager.tp_size > 1 else {}
-        model = parallelize(whole, manager, **tp, **options)
+        asked = manager.pp_size == 1  # else only the last stage has the head
+        model = parallelize(whole, manager, **tp, **options, rehearse=asked)
         parts = shard_global_batch(batch(), 4, model=model)
         return "", train_step(model, parts, loss_fn=headless(whole)).item(), full_gradients(model)
     except ScaletorchError as error:
@@ -334,8 +335,11 @@ PICKS = [  # options, the loss, the model, its plan, and what is said
     ({}, None, Net, {**PLAN, "head": "column"}, "word 31 of logits .* name it 'column_gather'"),
     ({}, plainly, Net, {**PLAN, "head": "column"}, "word 31 of logits .* name it 'column_gather'"),
     ({}, None, Tied, {**PLAN, "embed": "vocab"}, "(word 31 of|What the model).* F.linear.x, emb"),
-    ({"sequence_parallel": True}, None, Net, {n: s for n, s in PLAN.items() if n != "head"},
-     r"need labels .*name the head 'column_gather'"),
+    *[
+        ({"sequence_parallel": True}, make, Net, {n: s for n, s in PLAN.items() if n != "head"},
+         r"need labels .*name the head 'column_gather'")
+        for make in (None, plainly)
+    ],
 ]  # fmt: skip
 
 

@@ -65,6 +65,7 @@ def every_loss(sizes, options):
             own = {n: v for n, v in options.items() if n == "schedule"}
         elif name == "classes":
             own.pop("loss_parallel", None)
+        own["rehearse"] = second is None  # a teacher's outputs are of the whole micro-batch
         model = parallelize(build(), manager, **own)
         micro_batches = shard_global_batch(batch(), 2, model=model)
         if second is not None:

@@ -43,7 +43,7 @@ from scaletorch.plan.holding.buckets import Held, fill
 from scaletorch.plan.holding.live import backwards, most_live, outer
 from scaletorch.plan.holding.stages import places, schedule_of, stages_of
 from scaletorch.plan.memory import Peaks, memory, peak
-from scaletorch.plan.traffic import traffic
+from scaletorch.plan.traffic import ranks_send
 
 SCHEDULES = [
     ("1f1b", 1), ("afab", 1), ("zb_h1", 1), ("looped_bfs", 3), ("interleaved_1f1b", 1),
@@ -85,6 +85,10 @@ def sketch(layers=8, tied=False, sizes=(1, 2, 4)):
         "sketch", 16, "float32", (*line, Block("h", 2, "last")), cuts,
         {Cut(2, 1, 1, True): "no shares of sequences here"}, ties,
     )  # fmt: skip
+
+
+def sent(description, layout):
+    return ranks_send(holdings.Holdings(description), layout)
 
 
 def cluster(ranks, memory=2**20):
@@ -181,7 +185,7 @@ def heaviest(actions, weights):
 def test_messages_are_those_that_are_derived(name, chunks):
     layout = Layout(Grid(pp=2), schedule=name, chunks=chunks, micro_batches=3)
     programs = derive_messages(schedule_of(layout))
-    for own, program in zip(traffic(sketch(), layout), programs, strict=True):
+    for own, program in zip(sent(sketch(), layout), programs, strict=True):
         sends = sum(isinstance(each, Send) for each in program)
         (found,) = (each for each in own if each.operation == "send")
         assert (found.count, found.bytes) == (sends, sends * 40)
@@ -356,7 +360,7 @@ def test_what_runs_again_sends_again():
     known = sketch()
     for recompute, calls, size in (("none", 5, 27), ("full", 7, 37), ("offload", 5, 27)):
         layout = Layout(Grid(tp=2), recompute=recompute, micro_rows=2, micro_batches=3)
-        (found,) = (each for each in traffic(known, layout)[0] if each.axis == "tp")
+        (found,) = (each for each in sent(known, layout)[0] if each.axis == "tp")
         assert (found.count, found.bytes) == (8 * 3 * calls, 8 * 3 * size * 2)
 
 
@@ -418,7 +422,7 @@ def test_what_ranks_hold_and_send_is_worked_out_for_estimates_that_are_looked_at
     best = plan(known, 24, cluster(16)).best()
     assert made == []
     assert best.memory == memory(known, best.layout)
-    assert best.traffic == traffic(known, best.layout)
+    assert best.traffic == sent(known, best.layout)
     assert best.peak == max(each.total for each in best.memory)
     assert made == ["ranks_hold", "ranks_send"]
     again = pickle.loads(pickle.dumps(best))
@@ -512,7 +516,7 @@ def test_the_peak_of_a_layout_is_that_of_its_fullest_rank(tied, dp):
             assert least <= found <= (near or found), layout
         assert least == most or (zero and dp > 1)
         assert memory(description, layout, holdings=known) == held
-        assert traffic(description, layout, holdings=known) == traffic(description, layout)
+        assert ranks_send(known, layout) == sent(description, layout)
         tried += 1
     assert tried == 9 * 3 * 3 * 4 * 2
 

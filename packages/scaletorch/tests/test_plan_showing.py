@@ -1,16 +1,14 @@
-"""A plan as tables, a page and a picture says what its estimates say."""
+"""A plan as tables and a page says what its estimates say."""
 
-import builtins
 import re
 from dataclasses import replace
 from xml.etree import ElementTree as Xml
 
 import pytest
 
-from scaletorch.dist import InvalidArgumentError
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.plan import Cluster, Device, Estimate, Layout, Link, Memory, Time, Traffic
-from scaletorch.plan.showing import Shown, explained, page, png, table
+from scaletorch.plan.showing import Shown, explained, page, table
 from scaletorch.plan.showing.bars import COLOURS, bars
 from scaletorch.plan.showing.nodes import COLOURS as AXES
 from scaletorch.plan.showing.nodes import ITSELF, OTHERS, nodes
@@ -187,22 +185,3 @@ def test_the_page_stands_alone():
 
 def test_the_page_of_no_layout():
     assert "No layout is legal" in page(Shown("m", 8, 8, CLUSTER, [], 0, REFUSED))
-
-
-def test_the_picture(tmp_path):
-    pytest.importorskip("matplotlib")
-    png(tmp_path / "plan.png", SHOWN)
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_picture_says_what_to_install(tmp_path, monkeypatch):
-    plain = builtins.__import__
-
-    def without(name, *more, **others):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return plain(name, *more, **others)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(InvalidArgumentError, match=r"pip install .*an SVG needs nothing|PNG needs"):
-        png(tmp_path / "plan.png", SHOWN)

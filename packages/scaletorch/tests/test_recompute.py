@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from scaletorch.compose import (
     offload_layers,
@@ -50,6 +51,38 @@ def compare(sizes):
 @pytest.mark.parametrize("axis", ["tp_size", "cp_size", "pp_size", "dp_size"])
 def test_same_bits_with_recomputation_and_with_offloading(axis):
     run_ranks(compare, 2, {axis: 2})
+
+
+class Checkpointed(nn.Module):
+    """A layer within a checkpoint of the model's own; what it keeps is written to."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)])
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = checkpoint(lambda y, layer=layer: layer(y * 2).mul_(y), x, use_reentrant=False)
+        return self.head(x)
+
+
+def checkpointed(dtype=torch.float64):
+    manager = setup_process_group_manager(dp_size=2)
+    gradients = []
+    for option in (False, "selective"):
+        torch.manual_seed(0)
+        model = parallelize(Checkpointed().to(dtype), manager, recompute=option)
+        tokens = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(1))
+        batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+        train_step(model, shard_global_batch(batch, 2, manager), manager)
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_selection_leaves_a_checkpoint_of_the_model_alone():
+    run_ranks(checkpointed, 2)
 
 
 def saved_bytes(model):

@@ -6,7 +6,9 @@
 import copy
 import random
 import re
+import warnings
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from refusals import models
 from refusals.layouts import LAYOUTS, SHARED, Layout
 from refusals.rows import batch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from scaletorch.compose import (
     full_gradients,
@@ -25,6 +28,8 @@ from scaletorch.compose import (
     shard_global_batch,
     train_step,
 )
+from scaletorch.compose.rehearsal.judging import Judge, relative
+from scaletorch.dist import get_rank
 from scaletorch.dist.errors import RehearsalError, StateError
 from scaletorch.dist.testing import RankPool, relative_error, run_ranks
 from scaletorch.parallel.data_parallel import shard_optimizer
@@ -108,7 +113,7 @@ FAULTS = {
         r"gradient of layers\.\d\.self_attn",
     ),
     "dp": (Rows, None, r"output of layers\.0 is off by"),
-    "cp": (models.Conv, None, r"output of layers\.0 is off by .*mix positions by F\.scaled"),
+    "cp": (models.Conv, None, r"output of layers\.0 is off by .*ix (positions|them) by F\.scaled"),
     "pp": (models.Plain, (BOUNDARY, halved), r"gradient that comes back to layers\.\d+ is off by"),
 }
 
@@ -166,6 +171,213 @@ def test_right_layouts_agree_and_faults_are_named(ranks):
                     if not re.search(FAULTS[axis][2], said or "", re.DOTALL):
                         mistakes.append(f"{axis} on {layout}: {said}")
     assert not mistakes, "\n".join(mistakes)
+
+
+def scores(model, x):
+    heads = x.unflatten(-1, (4, 2)).transpose(1, 2)
+    return ((heads @ heads.mT).softmax(-1) @ heads).transpose(1, 2).flatten(2)
+
+
+def of_one_head(x):
+    return F.scaled_dot_product_attention(*[x[:, None]] * 3, is_causal=True)[:, 0]
+
+
+def counted(x):
+    return torch.arange(x.shape[1], device=x.device)
+
+
+# What mixes tokens between layers, counts them, or takes the first of a table.
+OF_TOKENS = {
+    "attention": lambda model, x: of_one_head(x),
+    "scores": scores,
+    "convolution": lambda model, x: model.conv(x.mT)[..., : x.shape[1]].mT,
+    "recurrence": lambda model, x: model.lstm(x)[0],
+    "running sum": lambda model, x: x.cumsum(1),
+    "running maximum": lambda model, x: x.cummax(1)[0],
+    "mean": lambda model, x: x.mean(dim=1, keepdim=True),
+    "mean of all": lambda model, x: x / x.norm(),
+    "softmax": lambda model, x: x * x.softmax(1),
+    "normalized": lambda model, x: F.normalize(x),
+    "norm of all": lambda model, x: F.layer_norm(x, x.shape[1:]),
+    "first": lambda model, x: x[:, :1],
+    "moved": lambda model, x: x.roll(1, 1),
+    "padded": lambda model, x: F.pad(x, (0, 0, 1, -1)),
+    "product": lambda model, x: x.new_ones(x.shape[1], x.shape[1]).tril() @ x,
+    "einsum": lambda model, x: torch.einsum("ij,bjh->bih", x.new_ones(x.shape[1], x.shape[1]), x),
+    "frequencies": lambda model, x: torch.fft.fft(x, dim=1).real,
+    "slice": lambda model, x: model.table[:, : x.shape[1]],
+    "buffer": lambda model, x: x * model.fixed[: x.shape[1]].tanh(),
+    "narrow": lambda model, x: model.table.narrow(1, 0, x.shape[1]),
+    "index": lambda model, x: model.fixed[counted(x)],
+    "counted": lambda model, x: counted(x).outer(torch.arange(8)).sin().to(x.dtype),
+    "looked up": lambda model, x: F.embedding(counted(x), model.table[0]),
+}
+
+
+class OfTokens(models.Plain):
+    def __init__(self, how, depth):
+        super().__init__(depth)
+        self.how = how
+        self.conv = nn.Conv1d(models.HIDDEN, models.HIDDEN, 3, padding=2)
+        self.lstm = nn.LSTM(models.HIDDEN, models.HIDDEN, batch_first=True)
+        self.table = nn.Parameter(torch.randn(1, 16, models.HIDDEN))
+        self.register_buffer("fixed", torch.randn(16, models.HIDDEN))
+        for name in ("layers", "norm", "lm_head"):  # called behind them
+            self._modules[name] = self._modules.pop(name)
+
+    def forward(self, input_ids):
+        x = self.embed_tokens(input_ids)
+        return self.top(x + OF_TOKENS[self.how](self, x))
+
+
+SHARES_OF_TOKENS = [
+    Layout({"tp": 2, "dp": 2}, SHARED),
+    Layout({"tp": 2, "cp": 2}, SHARED),
+    Layout({"tp": 2, "pp": 2}, SHARED, micro_batches=2),
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", SHARES_OF_TOKENS, ids=str)
+def test_what_mixes_or_counts_the_tokens_of_a_share_is_found(layout):
+    with RankPool(4, timeout=100) as pool:
+        for how in OF_TOKENS:
+            for said in pool.run(told, partial(OfTokens, how), layout):
+                assert said, how
+                assert "what layers.0 is given is off by" in said, (how, said)
+                ways = "'sequence_whole', or the layers 'sequence_layer'|computes a position from"
+                assert re.search(ways, said), (how, said)
+
+
+class GatedLayer(models.Layer):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(models.HIDDEN, models.HIDDEN, 3, padding=1)
+        self.gate = nn.Parameter(torch.zeros(models.HIDDEN))
+
+    def forward(self, x):
+        return super().forward(x) + self.gate * self.conv(x.mT).mT
+
+
+class Hidden(models.Plain):
+    """All that the convolutions do is behind gates and a head that begin as zero."""
+
+    layer = GatedLayer
+
+    def __init__(self, depth):
+        super().__init__(depth)
+        nn.init.zeros_(self.lm_head.weight)
+
+
+@pytest.mark.timeout(300)
+def test_nothing_hides_behind_zeros():
+    layouts = [each for each in LAYOUTS if each.ranks == 4 and each.axes.get("cp", 1) > 1]
+    with RankPool(4, timeout=100) as pool:
+        for layout in layouts:
+            for said in pool.run(told, Hidden, layout):
+                where = r"output of layers\.0 is off by \S+ of its size \(in positions .* of 16\)"
+                assert re.search(where, said or ""), (layout, said)
+
+
+def of_long_sequences(size):
+    """Return whether a model that turns blocks of so many positions around is refused."""
+
+    def turned(x):
+        return x + x.unflatten(1, (-1, size)).flip(2).flatten(1, 2)
+
+    torch.manual_seed(0)
+    tokens = torch.randint(models.VOCAB, (4, 1041), generator=torch.Generator().manual_seed(0))
+    whole = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+    model = parallelize(models.mixing(turned)(2).double(), setup_process_group_manager(cp_size=2))
+    try:
+        rehearse(model, shard_global_batch(whole, 1, model=model))
+        return False
+    except RehearsalError:
+        return True
+    finally:
+        destroy_process_group_manager()
+
+
+@pytest.mark.parametrize("size", [13, 20])
+def test_few_positions_are_divided_as_many_are(size):
+    """Each rank has two parts of 260 positions, and in a rehearsal of 65."""
+    assert run_ranks(of_long_sequences, 2, size, timeout=60) == [False] * 2
+
+
+class OfOneLength(models.Plain):
+    """Has as many positions as the step, and takes no others."""
+
+    def __init__(self, depth):
+        super().__init__(depth)
+        self.table = nn.Parameter(torch.randn(200, models.HIDDEN))
+
+    def forward(self, input_ids):
+        return self.top(self.embed_tokens(input_ids) + self.table)
+
+
+def of_one_length():
+    tokens = torch.randint(models.VOCAB, (4, 201), generator=torch.Generator().manual_seed(0))
+    whole = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+    model = parallelize(OfOneLength(2).double(), setup_process_group_manager(dp_size=2))
+    rehearse(model, shard_global_batch(whole, 1, model=model))
+    destroy_process_group_manager()
+
+
+def test_a_model_of_one_length_is_rehearsed_in_that():
+    run_ranks(of_one_length, 2, timeout=60)
+
+
+class ChoosingLayer(models.Layer):
+    """Each position takes one of eight matrices, which rounding may decide."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(models.HIDDEN, 8)
+        self.experts = nn.Parameter(torch.randn(8, models.HIDDEN, models.HIDDEN))
+
+    def forward(self, x):
+        x = x + self.self_attn(self.norm1(x))
+        weight, chosen = self.router(self.norm2(x)).softmax(-1).topk(1)
+        own = torch.einsum("blh,blhk->blk", x, self.experts[chosen[..., 0]])
+        return x + self.mlp(x) + 3 * weight * own
+
+
+class Choosing(models.Plain):
+    layer = ChoosingLayer
+
+
+def choices():
+    layout, found = Layout({"tp": 2}, SHARED), []
+    for seed in range(20):
+        torch.manual_seed(seed)
+        manager = setup_process_group_manager(**layout.sizes)
+        net = Choosing(4).to(torch.bfloat16)
+        model = parallelize(net, manager, plan=models.PLAN, sequence_parallel=True)
+        try:
+            rehearse(model, shard_global_batch(batch(seed), 1, model=model))
+        except RehearsalError as error:
+            found.append(str(error))
+        destroy_process_group_manager()
+    return found
+
+
+def test_choices_that_rounding_decides_are_no_alarm():
+    assert not any(run_ranks(choices, 2, timeout=100))
+
+
+@pytest.mark.parametrize("turns", [1, 3, None])
+def test_rounding_may_turn_a_choice(turns):
+    """One process whose own answer turns, as the layout's did, if it is rounded otherwise."""
+    theirs = torch.ones(64, 8, dtype=torch.bfloat16)
+    ours = theirs.clone()
+    ours[3] = -1
+
+    def other(way):
+        return ours if way == turns else theirs
+
+    judge = Judge(chain=10)
+    judge.compare("output", ours, theirs, other=other)
+    assert bool(judge.findings) == (turns is None)
 
 
 COARSE = [Layout({"tp": 2}, SHARED), Layout({"cp": 2}), Layout({"dp": 2}, micro_batches=2)]
@@ -237,13 +449,239 @@ def hooks_and_penalties():
         rehearse(model, micro_batches, loss_fn=loss_fn)
     destroy_process_group_manager()
     manager = setup_process_group_manager(dp_size=2)
-    model = parallelize(models.Plain(2), manager)
-    with pytest.raises(StateError, match=r"parallelize\(\.\.\., rehearse=True\) keeps"):
+    model = parallelize(models.Plain(2), manager, rehearse=False)
+    with pytest.raises(StateError, match="unless it is called with rehearse=False"):
         rehearse(model, shard_global_batch(batch(0), 1, model=model))
 
 
 def test_later_hooks_and_penalties_are_no_alarm():
     run_ranks(hooks_and_penalties, 2, timeout=100)
+
+
+class Shared(models.Plain):
+    """Stages share a weight."""
+
+    def __init__(self, depth):
+        super().__init__(depth)
+        self.layers[-1].norm1.weight = self.layers[0].norm1.weight
+
+
+def hooks_of_stages():
+    """A hook that one stage has may change what another stage's ranks would expect."""
+    found = []
+    with patched("compose.rehearsal.rehearse:_write", lambda _: found.append):
+        for schedule in ("1f1b", "zb_v"):
+            found.clear()
+            layout = Layout({"pp": 2}, {"schedule": schedule}, micro_batches=2)
+            model, micro_batches = prepared(Shared, layout)
+            for name, module in model.named_modules():
+                if re.fullmatch(r"(.*\.)?layers\.0", name) and [*module.parameters()]:
+                    module.register_forward_hook(lambda _m, _i, x: x * 1.5)
+            rehearse(model, micro_batches)
+            said = "gradients outside of units, since stages have hooks of their own"
+            assert all(said in line for line in found)
+            destroy_process_group_manager()
+
+
+def test_hooks_of_one_stage_are_no_alarm():
+    run_ranks(hooks_of_stages, 2, timeout=100)
+
+
+class Around(models.Layer):
+    """Its call is a checkpoint around its own forward, as layers of transformers do."""
+
+    reentrant = True
+
+    def __call__(self, x):
+        return checkpoint(super().__call__, x, use_reentrant=self.reentrant)
+
+
+class AroundAnew(Around):
+    reentrant = False
+
+
+class Within(models.Plain):
+    layer = Around
+
+
+class WithinAnew(models.Plain):
+    layer = AroundAnew
+
+
+class Counted(models.Layer):
+    """Each call counts, also that which runs again in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+class CountedInCheckpoints(models.Plain):
+    layer, reentrant = Counted, False
+
+    def top(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.lm_head(self.norm(x))
+
+
+class CountedAnew(CountedInCheckpoints):
+    reentrant = True
+
+
+class Turned(models.Plain):
+    """A complex weight, and an embedding whose gradient is sparse."""
+
+    def __init__(self, depth):
+        super().__init__(depth)
+        self.embed_tokens.sparse = True
+        self.turn = nn.Parameter(torch.ones(models.HIDDEN, dtype=torch.complex128))
+
+    def to(self, dtype):  # of what is real
+        for child in self.children():
+            child.to(dtype)
+        return self
+
+    def top(self, x):
+        return super().top((x * self.turn).real)
+
+
+class Told(models.Layer):
+    def forward(self, x):
+        y = super().forward(x)
+        self.size = y.square().mean()
+        return y
+
+
+class Beside(models.Plain):
+    """Its root takes something of its layers that they did not return."""
+
+    layer = Told
+
+    def top(self, x):
+        return super().top(x) * sum(layer.size for layer in self.layers)
+
+
+def other_ways():
+    for sizes in ({"dp": 2}, {"pp": 2}, {"tp": 2}):
+        layout = Layout(sizes, micro_batches=2)
+        for kind in (Within, WithinAnew, *([Turned] if "pp" in sizes else [])):
+            assert told(kind, layout) is None, (kind, sizes)
+    for sizes in ({"dp": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}):
+        for kind in (CountedInCheckpoints, CountedAnew):
+            with warnings.catch_warnings(action="ignore"):
+                assert told(kind, Layout(sizes)) is None, (kind, sizes)
+    assert told(Beside, Layout({"tp": 2})) is None
+    wrong = ("compose.rehearsal.replay:Replay._add_beside", lambda _: lambda *_: None)
+    assert "is off by" in told(Beside, Layout({"tp": 2}), fault=wrong)
+
+
+def test_checkpoints_and_what_is_taken_beside_a_result_are_no_alarm():
+    run_ranks(other_ways, 2, timeout=100)
+
+
+def with_an_entry_added(kind, name):
+    """One rank alone has an entry of its own, as a teacher's outputs on the last stage."""
+    kind = models.Plain if kind == "Plain" else OneScore
+    model, micro_batches = prepared(kind, Layout({"pp": 2}))
+    if get_rank() == 1:
+        micro_batches[0][name] = torch.zeros(8, 16)
+    lines = []
+    with (
+        warnings.catch_warnings(record=True) as heard,
+        patched("compose.rehearsal.rehearse:_write", lambda _: lines.append),
+    ):
+        warnings.simplefilter("always")
+        rehearse(model, micro_batches, loss_fn=lambda *_: None, count_fn=lambda _: 1)
+    destroy_process_group_manager()
+    return [*(str(each.message) for each in heard), *lines]
+
+
+class OneScore(models.Plain):
+    def __init__(self, depth):
+        super().__init__(depth)
+        self.lm_head = nn.Linear(models.HIDDEN, 1)
+
+
+def test_entries_that_one_rank_has_added():
+    (said,), none = run_ranks(with_an_entry_added, 2, "Plain", "teacher", timeout=60)
+    assert "is not rehearsed: its micro-batches, or entries of them" in said
+    assert not none
+    (said,), none = run_ranks(with_an_entry_added, 2, "Plain", "loss_teacher", timeout=60)
+    assert said.endswith("; not compared: loss_fn, which reads loss_teacher\n")
+    assert not none
+    (said,), none = run_ranks(with_an_entry_added, 2, "OneScore", "loss_teacher", timeout=60)
+    assert "is not rehearsed: its loss_fn reads loss_teacher, added to micro-batches, and" in said
+    assert not none
+
+
+def unsummed():
+    """In `no_sync` a rehearsal sums all the same."""
+    model, micro_batches = prepared(models.Plain, Layout({"dp": 2}))
+    with model.no_sync():
+        rehearse(model, micro_batches)
+        assert not model.require_backward_grad_sync
+    destroy_process_group_manager()
+
+
+def test_gradients_are_summed_within_no_sync():
+    run_ranks(unsummed, 2, timeout=100)
+
+
+def one_fails(where):
+    """A plain model that fails on one rank alone keeps no other waiting."""
+
+    def fails(run):
+        def run_or_fail(self, *args):
+            if self.ranks.manager.global_rank == 1:
+                raise ValueError("on this rank alone")
+            return run(self, *args)
+
+        return run_or_fail
+
+    with patched(where, fails):
+        model, micro_batches = prepared(models.Plain, Layout({"dp": 2}))
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            rehearse(model, micro_batches)
+    destroy_process_group_manager()
+    return [str(each.message) for each in heard]
+
+
+@pytest.mark.parametrize("where", ["Replay._answer", "Both.weights", "Replay._add_beside"])
+def test_a_rank_that_fails_keeps_none_waiting(where):
+    said, none = run_ranks(one_fails, 2, f"compose.rehearsal.replay:{where}", timeout=100)
+    if where == "Replay._answer":  # of which there is none where all of the model is its root
+        assert said == none == []
+    else:
+        assert "could not be rehearsed: its plain module failed (" in said[0]
+
+
+def given_out(layout):
+    """Return the units that this rank runs."""
+    own = []
+
+    def noted(run):
+        def run_and_note(self, call, *args):
+            own.append(call.name)
+            run(self, call, *args)
+
+        return run_and_note
+
+    with patched("compose.rehearsal.replay:Replay._run_given", noted):
+        assert told(models.Plain, layout) is None
+    return own
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}])
+def test_each_rank_runs_other_units(sizes):
+    micro_batches = 2 if "pp" in sizes else 1
+    found = run_ranks(given_out, 2, Layout(sizes, micro_batches=micro_batches), timeout=100)
+    assert found == [["layers.0"], ["layers.1"]]
 
 
 def lines(kind, layout):
@@ -287,3 +725,11 @@ def trained(axis):
 
 def test_the_first_step_rehearses():
     run_ranks(trained, 2, "tp", timeout=100)
+
+
+def test_what_is_no_number_in_both_is_no_difference():
+    ours = torch.tensor([3.0, torch.nan, torch.inf, 4.0])
+    assert relative(ours, ours.clone()) == 0
+    assert relative(ours, torch.tensor([3.0, torch.nan, torch.inf, 9.0])) > 0.5
+    assert not relative(ours, torch.tensor([3.0, torch.nan, -torch.inf, 4.0])) <= 1
+    assert not relative(ours, torch.tensor([3.0, 1.0, torch.inf, 4.0])) <= 1

@@ -25,29 +25,9 @@ def small():
     return sharpened(Mixture(SMALL))
 
 
-class Listed(nn.Module):
-    """Experts that are modules in a list, of which no other rank has one."""
-
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, hidden, index, weights):
-        out = torch.zeros_like(hidden)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(index == number)
-            out = out.index_add(0, token, expert(hidden[token]) * weights[token, slot, None])
-        return out
-
-
-LISTED = {"layers.*.mlp.experts": "experts", "layers.*.mlp.gate": "replicate"}
-
-
-def listed():
-    model = Mixture(MixtureConfig(64, 16, 8, 2, 4, 2, num_experts=3))
-    for layer in model.layers:
-        layer.mlp.experts = Listed()
-    return sharpened(model)
+def uneven():
+    """Three experts, of which two ranks have two and one."""
+    return sharpened(Mixture(MixtureConfig(64, 16, 8, 2, 4, 2, num_experts=3)))
 
 
 class Leaning(Router):
@@ -105,7 +85,7 @@ def test_every_size_that_folds_is_enumerated():
 def test_a_model_says_how_many_experts_it_has():
     assert count_experts(default_mixture()) == 8
     assert count_experts(Llama(LlamaConfig())) == 1
-    assert count_experts(listed(), LISTED) == 3
+    assert count_experts(uneven(), {"layers.*.mlp.experts": "experts"}) == 3
     with pytest.raises(InvalidArgumentError, match="matches no module"):
         count_experts(default_mixture(), {"layers.*.mlp.expert": "experts"})
 
@@ -119,9 +99,9 @@ def test_all_layouts_of_two_ranks():
     assert 0 < report.results[0].margin < 1
 
 
-def test_experts_in_a_list_on_uneven_ranks():
+def test_experts_on_uneven_ranks():
     named = {"layouts": [Grid(dp=2, ep=2)], "dtype": "float64"}
-    report = verify(listed, plan={"layers.*.mlp.experts": "experts"}, **named)
+    report = verify(uneven, **named)
     assert report.passed, report
 
 

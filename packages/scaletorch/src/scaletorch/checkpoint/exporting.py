@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from ..dist import all_gather_object
+from ..dist import all_gather_object, functional
 from ..parallel.pg_manager import ProcessGroupManager
 from .errors import CheckpointError
 from .format.files import flush, flush_folder, plan_file, write_tensor
@@ -18,7 +19,6 @@ from .saving import wait_for_last
 from .state.held import Held, find_held
 from .state.place import Place, control_group, find_place
 from .together import all_or_none, on_first_rank
-from .wholes import Whole, find_wholes, gather_whole
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -54,7 +54,7 @@ def export_safetensors(
     group, what, root = control_group(), f"the export to {folder}", Path(folder)
     place, held = all_or_none(what, lambda: _describe(model, manager), group)
     on_first_rank(lambda: _start(root), group)
-    files = list(_split(_not_earlier(find_wholes(held), place), max_file_bytes))
+    files = list(_split(_not_earlier(held, place), max_file_bytes))
     listing = [[(each.name, each.nbytes) for each in file] for file in files]
     stages = [listing]
     if place.manager is not None:
@@ -84,18 +84,18 @@ def _start(root: Path) -> None:
         raise CheckpointError(f"{root} has weights already ({there[0]}); export to another folder")
 
 
-def _not_earlier(wholes: list[Whole], place: Place) -> list[Whole]:
+def _not_earlier(held: list[Held], place: Place) -> list[Held]:
     """Leave out what an earlier stage has as well, such as a buffer of the whole model."""
     if place.manager is None:
-        return wholes
-    stages = all_gather_object([each.name for each in wholes], place.manager.pp_group)
+        return held
+    stages = all_gather_object([each.name for each in held], place.manager.pp_group)
     earlier = {name for names in stages[: place.pp] for name in names}
-    return [each for each in wholes if each.name not in earlier]
+    return [each for each in held if each.name not in earlier]
 
 
-def _split(wholes: Iterable[Whole], max_bytes: int) -> Iterator[list[Whole]]:
-    file: list[Whole] = []
-    for each in wholes:
+def _split(held: Iterable[Held], max_bytes: int) -> Iterator[list[Held]]:
+    file: list[Held] = []
+    for each in held:
         if file and sum(one.nbytes for one in file) + each.nbytes > max_bytes:
             yield file
             file = []
@@ -108,27 +108,39 @@ def _file_name(number: int, total: int) -> str:
     return WHOLE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
 
 
-def _write(path: Path | None, wholes: list[Whole]) -> Exception | None:
+def _write(path: Path | None, file: list[Held]) -> Exception | None:
     """Gather a file's tensors one by one, and write them if there is a path.
 
     An error is returned: other ranks are to gather with this one until the end.
     """
-    wholes = sorted(wholes, key=lambda each: -each.dtype.itemsize)  # aligned
-    slots = [(each.name, each.dtype, each.shape) for each in wholes]
-    tensors = map(gather_whole, wholes)
+    held = sorted(file, key=lambda each: -each.tensor.dtype.itemsize)  # aligned
+    slots = [(each.name, each.tensor.dtype, each.shape) for each in held]
+    tensors = map(_gather, held)
     failed: Exception | None = None
     if path is not None:
         try:
-            with path.with_name(path.name + UNFINISHED).open("wb") as file:
-                file.write(plan_file(slots, {"format": "pt"})[0])
+            with path.with_name(path.name + UNFINISHED).open("wb") as out:
+                out.write(plan_file(slots, {"format": "pt"})[0])
                 for tensor in tensors:
-                    write_tensor(file, tensor)
-                flush(file)
+                    write_tensor(out, tensor)
+                flush(out)
         except (OSError, CheckpointError) as error:  # the latter of a dtype that it does not hold
             failed = error
     for _ in tensors:
         pass
     return failed
+
+
+@torch.no_grad()
+def _gather(held: Held) -> Tensor:
+    """Return the whole tensor; the ranks that have parts of it call this for one after another."""
+    tensor = held.tensor.detach()
+    if held.cut is not None:
+        tensor = held.cut.join(tensor)
+    if held.experts is not None:
+        sizes = [len(own) for own in held.experts.ranges]
+        tensor = functional.gather(tensor, 0, held.experts.group, sizes=sizes)
+    return tensor
 
 
 def _raise(error: Exception | None) -> None:

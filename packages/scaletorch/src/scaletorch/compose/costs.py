@@ -12,7 +12,7 @@ from torch import nn
 
 from ..dist import all_reduce, get_comm_device
 from ..dist.errors import InvalidArgumentError
-from ..parallel.expert_parallel.building import find_experts, named_experts
+from ..parallel.expert_parallel.building import find_experts, find_list, named_experts
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pipeline_parallel import Split
 from ..parallel.pipeline_parallel.building import parameter_costs, parts_of
@@ -51,10 +51,9 @@ def active_costs(
     named = {pattern: style for pattern, style in (plan or {}).items() if style == "experts"}
     share: dict[nn.Parameter, Fraction] = {}  # exact: every rank finds the same sums
     for name, module in named_experts(model, named or None).items():
-        found = find_experts(name, module)
-        number = found.experts + found.beyond
+        number, meets_all = _number(name, module)
         chosen = _top_k(model, name) if top_k is None else top_k
-        chosen = number if found.way == "all" else chosen
+        chosen = number if meets_all else chosen
         share |= dict.fromkeys(module.parameters(), Fraction(chosen, number))
     return tuple(
         float(sum(p.numel() * share.get(p, 1) for p in _computing(model, part)))
@@ -87,6 +86,14 @@ def _computing(model: nn.Module, part: tuple[str, ...]) -> set[nn.Parameter]:
         if not isinstance(module, nn.Embedding)
         for parameter in module.parameters(recurse=False)
     }
+
+
+def _number(name: str, module: nn.Module) -> tuple[int, bool]:
+    """Return how many experts a module has, and whether each token meets all of them."""
+    if (listed := find_list(module)) is not None:  # cannot be divided, but called all the same
+        return listed[1], False
+    found = find_experts(name, module)
+    return found.experts + found.beyond, found.way == "all"
 
 
 def _top_k(model: nn.Module, name: str) -> int:

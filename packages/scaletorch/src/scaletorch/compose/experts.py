@@ -13,7 +13,7 @@ from ..parallel.expert_parallel import apply_expert_parallel
 from ..parallel.expert_parallel.building import (
     find_expert_cuts,
     find_experts,
-    is_bare_list,
+    find_list,
     named_experts,
     while_travelling,
 )
@@ -39,6 +39,8 @@ def count_experts(model: nn.Module, plan: Mapping[str, Any] | None = None) -> in
     named = {pattern: style for pattern, style in (plan or {}).items() if style == "experts"}
     try:
         found = named_experts(model, named or None)
+        if any(map(find_list, found.values())):  # which one rank has as they are
+            return 1
         return min(find_experts(name, module).experts for name, module in found.items())
     except InvalidArgumentError:
         if named:
@@ -77,24 +79,8 @@ def divide_experts(
     """
     experts, layers = split_plan(plan, manager)
     if not manager.grid.is_plain:
-        if shares_sequences and manager.etp_size > 1:
-            _refuse_lists(named_experts(model, experts))
         apply_expert_parallel(model, experts, manager.ep_group, sequence_parallel=shares_sequences)
     return layers
-
-
-def _refuse_lists(found: Mapping[str, nn.Module]) -> None:
-    """Refuse lists that tp ranks have in common, or cut, where each has tokens of its own.
-
-    A module of experts gets the tokens of all tp ranks first; a list has no call in which it could.
-    """
-    name = next((name for name, module in found.items() if is_bare_list(module)), None)
-    if name is not None:
-        raise InvalidArgumentError(
-            f"'{name}' is a list that its block loops over, and with sequence_parallel each tp "
-            "rank has tokens of its own there, but the experts are in common (etp = tp): take "
-            "etp_size=1, or no sequence_parallel"
-        )
 
 
 def hide_exchanges(stage: PipelineParallel, manager: ProcessGroupManager) -> None:

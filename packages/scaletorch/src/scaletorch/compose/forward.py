@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
@@ -44,7 +46,7 @@ class Terms:
         keeps_cache: Its config asks for a cache of keys and values, and its forward can be told not
             to keep one.
         real_positions: Which positions of this rank are no padding in the step; None is all.
-        apart: It was found to compute each position from that position alone, but for attention.
+        looked: Ranks were found to hold the same batch, and to be able to attend.
         several: Some rank has several micro-batches in the step.
         seen: How far first steps have been looked at: 1 with one micro-batch, 2 with several.
         outline: Of the plain model, for adapters that come later; None if put together by hand.
@@ -68,7 +70,7 @@ class Terms:
     router_loss: RouterLoss | None = None
     keeps_cache: bool = False
     real_positions: Tensor | None = None
-    apart: bool = False
+    looked: bool = False
     several: bool = False
     seen: int = 0
     outline: nn.Module | None = None
@@ -91,6 +93,22 @@ class Terms:
 
 
 _TERMS = "_scaletorch_terms"
+_rehearses: ContextVar[bool] = ContextVar("_rehearses", default=False)
+
+
+def rehearses() -> bool:
+    """Return whether a rehearsal runs, of which nothing counts."""
+    return _rehearses.get()
+
+
+@contextmanager
+def rehearsing(now: bool = True) -> Iterator[None]:
+    """Let a rehearsal run, or interrupt it."""
+    token = _rehearses.set(now)
+    try:
+        yield
+    finally:
+        _rehearses.reset(token)
 
 
 def read_terms(model: nn.Module) -> Terms:

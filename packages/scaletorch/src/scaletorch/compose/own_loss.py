@@ -20,7 +20,7 @@ from ..dist.errors import InvalidArgumentError, MismatchError
 from ..parallel.pg_manager import IGNORED, ProcessGroupManager, describe_rank
 from .batches import Batch, Called, token_count
 from .forward import terms_of
-from .loss import find_sharded_head
+from .loss import find_sharded_head, require_labels_fit
 from .loss_batch import LossBatch
 from .loss_reads import Words, number_of_next_node, penalized_leaves, require_no_parameters
 
@@ -104,13 +104,24 @@ class OwnLoss:
         seen = LossBatch(batch.micro_batch, self._head, manager)
         words = Words(manager, sharded=self._head is not None)
         with words if self._first and manager.tp_size > 1 else nullcontext():
-            found = self._loss_fn(output, seen)
+            try:
+                found = self._loss_fn(output, seen)
+            except (RuntimeError, ValueError, LookupError):
+                self._require_tokens(output, seen)
+                raise
         total, count = _checked_pair(found, trains=self._trains)
         if cut:
             require_no_parameters(penalized_leaves(total, made, first), self._model, manager)
         dtypes = {x.dtype for x in (found[0], *outputs)}
         self._coarsest = max(self._coarsest, *(i for i, d in enumerate(_DTYPES) if d in dtypes))
         return total, count
+
+    def _require_tokens(self, output: Any, batch: LossBatch) -> None:
+        """Say of a loss that failed if it was given a share of the tokens that labels are of."""
+        logits = getattr(output, "logits", output)
+        shares = terms_of(self._model).shares_sequences and "labels" in batch
+        if shares and isinstance(logits, Tensor) and logits.ndim == 3:
+            require_labels_fit(logits, batch["labels"], self._manager.tp_size)
 
     def settle(self, total: Tensor | float) -> None:
         """Raise what a rank has found in this step, on every rank.

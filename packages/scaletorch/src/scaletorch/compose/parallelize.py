@@ -12,7 +12,7 @@ from torch import nn
 from ..dist import get_rank
 from ..dist.errors import InvalidArgumentError
 from ..parallel.context_parallel import apply_context_parallel
-from ..parallel.context_parallel.building import find_undivided
+from ..parallel.context_parallel.building import asked, find_undivided
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ModuleWrapper, ProcessGroupManager
 from ..parallel.pipeline_parallel import AnySchedule, PipelineParallel, Split
@@ -62,7 +62,7 @@ def parallelize(
     cp_layout: str = "zigzag",
     cp_method: str = "ring",
     data_parallel: Mapping[str, Any] | None = None,
-    rehearse: bool = False,
+    rehearse: bool = True,
 ) -> DataParallelBucket:
     """Put a model on every axis of a grid, in place; what comes back knows the grid.
 
@@ -89,8 +89,8 @@ def parallelize(
         The model's stage of this rank, with gradients summed over the ranks that have the same.
 
     Raises:
-        InvalidArgumentError: The plan does not fit, the model cannot train so (batch norms, a
-            router's loss, its shape in a pipeline), or `recompute` is another word.
+        InvalidArgumentError: The plan does not fit, or the model cannot train so (batch norms, a
+            router's loss, its shape in a pipeline).
         MismatchError: The ranks' models or arguments differ; names the parameters and the ranks.
     """
     settings = _How(sequence_parallel, loss_parallel, recompute, cp_layout, cp_method, rehearse)
@@ -114,6 +114,8 @@ def wrap(stage: PipelineParallel, terms: Terms, manager: ProcessGroupManager) ->
     """Sum a stage's gradients, when only this rank's parameters remain, in buckets of their own."""
     groups = expert_groups(stage, manager)
     parallel = DataParallelBucket(stage, group=manager.cp_dp_group, groups=groups, **terms.wrapping)
+    if manager.pp_size > 1:
+        asked(stage.module)  # no stage can be asked alone whether it mixes positions
     keep_terms(parallel, terms)
     watch(parallel, manager)
     return parallel

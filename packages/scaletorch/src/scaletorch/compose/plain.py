@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..dist.errors import InvalidArgumentError
 from ..parallel.pipeline_parallel.building import PassThrough
 
 _LIBRARY = f"{__name__.partition('.compose.')[0]}."
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Plain:
@@ -31,8 +33,14 @@ class Plain:
         """Copy a model.
 
         Raises:
-            Exception: Whatever `copy.deepcopy` raises for this one.
+            Exception: Whatever `copy.deepcopy` raises for this one, or a function stands for a
+                forward and holds a module, so that the copy's would be the model's own.
         """
+        for name, module in model.named_modules():
+            if _holds_module(vars(module).get("forward")):
+                raise InvalidArgumentError(
+                    f"the forward of {name or 'the model'} was replaced by a function that holds it"
+                )
         memo: dict[int, Any] = {id(p): _on_meta(p) for p in model.parameters()}
         memo |= {id(b): b.detach().clone() for b in model.buffers()}
         self.model = copy.deepcopy(model, memo)
@@ -41,6 +49,7 @@ class Plain:
         first: dict[int, str] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             self.names.setdefault(first.setdefault(id(parameter), name), []).append(name)
+        self._within: set[str] = set()  # units that run
         self._places: dict[str, list[tuple[nn.Module, str, str]]] = {}
         within = {module for unit in self.units.values() for module in unit.modules()}
         own = [("", [m for m in self.model.modules() if m not in within])]
@@ -54,22 +63,29 @@ class Plain:
             ]
         self.owners = {n: list(dict.fromkeys(p for *_, p in at)) for n, at in self._places.items()}
 
-    def names_of_unit(self, unit: str) -> list[str]:
-        """Return all names of a unit."""
-        wanted = self.units[unit]
-        named = self.model.named_modules(remove_duplicate=False)
-        return [name for name, module in named if module is wanted]
+    def names_of_units(self) -> dict[str, list[str]]:
+        """Return all names of each unit."""
+        named = [*self.model.named_modules(remove_duplicate=False)]
+        return {
+            unit: [name for name, module in named if module is wanted]
+            for unit, wanted in self.units.items()
+        }
 
-    def follow(self, stage: nn.Module, device: torch.device) -> None:
-        """Take a device for buffers, and from this rank's stage what trains and hooks of users."""
-        there = dict(stage.named_modules(remove_duplicate=False))
+    def follow(self, stage: nn.Module, device: torch.device) -> bool:
+        """Take a device for buffers, and from this rank's stage what trains and hooks of users.
+
+        Returns:
+            Whether hooks were added to this stage since, or removed, of which others do not know.
+        """
+        there, changed = dict(stage.named_modules(remove_duplicate=False)), False
         for name, module in self.model.named_modules(remove_duplicate=False):
             if name in there and not isinstance(there[name], PassThrough):
                 module.training = there[name].training
-                _take_hooks(module, there[name])
+                changed |= _take_hooks(module, there[name])
             for own, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta:
                     module._buffers[own] = buffer.to(device)
+        return changed
 
     def join_units(self) -> None:
         """Make all of the model its root, as models need whose root reaches into layers."""
@@ -96,6 +112,10 @@ class Plain:
             for module, attribute, parameter in before:
                 setattr(module, attribute, parameter)
 
+    def within(self, unit: str) -> AbstractContextManager[None]:
+        """Let calls of a unit be its own for a while, as those of a checkpoint in backward are."""
+        return _added(self._within, unit)
+
     @contextmanager
     def replaced(self, call: Callable[[str, Callable[..., Any], Any, Any], Any]) -> Iterator[None]:
         """Let calls of units be answered by a function.
@@ -105,7 +125,7 @@ class Plain:
         """
         kinds = {unit: type(unit) for unit in self.units.values()}
         for name, unit in self.units.items():
-            unit.__class__ = _answered(type(unit), partial(call, name))
+            unit.__class__ = _answered(type(unit), partial(call, name), self._within, name)
         try:
             yield
         finally:
@@ -136,21 +156,26 @@ def units_of(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for module, name in found.items()}
 
 
-def _take_hooks(plain: nn.Module, module: nn.Module) -> None:
-    """Give a module of the plain model the hooks that were registered, or removed, since."""
-    for kind in _HOOKS:
+def _take_hooks(plain: nn.Module, module: nn.Module) -> bool:
+    """Give a module of the plain model the hooks registered, or removed, since; say if any were."""
+    changed = False
+    plain._is_full_backward_hook = module._is_full_backward_hook
+    for kind in HOOKS:
         own, others = getattr(plain, kind), getattr(module, kind)
         for key in own.keys() - others.keys():
             del own[key]
+            changed = True
         for key, hook in others.items():
-            if key not in own and not _is_of_library(hook):
-                own[key] = hook
+            if key not in own and not is_of_library(hook):
+                own[key], changed = hook, True
                 for flags in (f"{kind}_with_kwargs", f"{kind}_always_called"):
                     if key in getattr(module, flags, ()):
                         getattr(plain, flags)[key] = getattr(module, flags)[key]
+    return changed
 
 
-def _is_of_library(hook: Any) -> bool:
+def is_of_library(hook: Any) -> bool:
+    """Return whether a hook is one of this library's."""
     while isinstance(hook, partial):
         hook = hook.func
     hook = getattr(hook, "__self__", hook)
@@ -158,34 +183,50 @@ def _is_of_library(hook: Any) -> bool:
     return str(kind.__module__).startswith(_LIBRARY)
 
 
+def _holds_module(value: Any) -> bool:
+    """Return whether a function has a module, or what is bound to one, in its closure."""
+    if not isinstance(value, FunctionType):
+        return False
+    held = [cell.cell_contents for cell in value.__closure__ or ()]
+    return any(
+        isinstance(getattr(each, "__self__", each), nn.Module) or _holds_module(each)
+        for each in held
+    )
+
+
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     empty = torch.empty_like(parameter, device="meta", requires_grad=False)
     return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
-def _answered(kind: type[nn.Module], answer: Callable[..., Any]) -> type[nn.Module]:
+def _answered(
+    kind: type[nn.Module], answer: Callable[..., Any], within: set[str], name: str
+) -> Any:
     """Return a subclass whose calls, and calls of whose forward, go to `answer` from outside."""
-    running = False
 
-    def of(self: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        nonlocal running
-        if running:
+    def of(own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if name in within:
             return own(*args, **kwargs)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal running
-            running = True
-            try:
+            with _added(within, name):
                 return own(*args, **kwargs)
-            finally:
-                running = False
 
         return answer(run, args, kwargs)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return of(self, partial(kind.__call__, self), args, kwargs)
+        return of(partial(kind.__call__, self), args, kwargs)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return of(self, partial(kind.forward, self), args, kwargs)
+        return of(partial(kind.forward, self), args, kwargs)
 
     return type(kind.__name__, (kind,), {"__call__": call, "forward": forward})
+
+
+@contextmanager
+def _added(names: set[str], name: str) -> Iterator[None]:
+    names.add(name)
+    try:
+        yield
+    finally:
+        names.discard(name)

@@ -1,4 +1,4 @@
-"""Before a step: what each rank alone can know, heard of by all; and a first look at the model."""
+"""Before a step: what each rank alone can know, heard of by all."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pipeline_parallel.building import read
 from .balance import require_one_micro_batch
 from .batches import Batch, Called, MicroBatch, token_count
+from .before.attending import require_attention
 from .before.batch_norm import require_whole_batches
 from .before.initial import require_one_batch
-from .before.mixing import require_apart
-from .forward import Terms, pipeline_of
+from .forward import Terms, pipeline_of, rehearses
 from .own_loss import OwnLoss
 from .row_dims import OF_LOSS, POSITIONS
 from .samples import samples_of
@@ -96,15 +96,18 @@ def look_first(
     manager: ProcessGroupManager,
     terms: Terms,
 ) -> None:
-    """Look whether ranks hold the same batch, and whether the model mixes divided sequences; once.
+    """Look, once, whether ranks hold the same batch, and can all attend.
 
     Raises:
-        InvalidArgumentError: It does.
-        MismatchError: Ranks hold other batches than they must.
+        InvalidArgumentError: This rank cannot.
+        MismatchError: Ranks hold other batches than they must, or another cannot attend.
     """
-    if not terms.apart:
-        require_one_batch(micro_batches, manager)
-        terms.apart = manager.cp_size == 1 or require_apart(model, called[0], manager)
+    if not terms.looked:
+        if not rehearses():  # whose small batch every rank has made of a whole one
+            require_one_batch(micro_batches, manager)
+        if manager.cp_size > 1 and manager.tp_size > 1:
+            require_attention(model, called[0], manager)
+        terms.looked = True
 
 
 def _called(

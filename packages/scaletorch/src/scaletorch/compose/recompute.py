@@ -95,9 +95,15 @@ def _recomputed(inner: _Inner, layer: nn.Module, *args: Any, **kwargs: Any) -> A
 
 
 def _selected(inner: _Inner, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():  # a compiler chooses itself what it keeps
+    # A compiler chooses itself what it keeps; a model's own checkpoint runs all of it again.
+    if torch.compiler.is_compiling() or _in_checkpoint():
         return inner(layer, *args, **kwargs)
     return Selected(layer).run(inner, layer, *args, **kwargs)
+
+
+def _in_checkpoint() -> bool:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == checkpoint.__module__
 
 
 def _offloaded(inner: _Inner, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ..dist import all_reduce, get_comm_device
 from ..dist.errors import InvalidArgumentError
 from ..parallel.expert_parallel import RoutingStatistics, count_tokens
-from ..parallel.expert_parallel.building import is_bare_list, move_bias, statistics_of
+from ..parallel.expert_parallel.building import move_bias, statistics_of
 from ..parallel.pg_manager import describe_rank
-from .forward import Terms, manager_of, pipeline_of, terms_of
+from .forward import Terms, manager_of, pipeline_of, rehearses, terms_of
 
 
 def count_routing(
@@ -50,10 +50,10 @@ def count_routing(
         found, module = _tensor(block, bias), block._modules.get(experts)
         if found is None or module is None:
             continue
-        if is_bare_list(module):
+        if type(module).forward is nn.Module.forward:  # torch's own raises
             raise InvalidArgumentError(
-                f"'{name}.{experts}' is a list that its block loops over, and is not called with "
-                "the indices of experts, which are to be counted: count them in the block "
+                f"'{name}.{experts}' ({type(module).__name__}) has no forward, and is not called "
+                "with the indices of experts, which are to be counted: count them in the block "
                 "(scaletorch.parallel.expert_parallel.count_tokens)"
             )
         count = torch.zeros(len(found), dtype=torch.int64, device=found.device)
@@ -128,7 +128,8 @@ def _count(
     count: Tensor, terms: Terms, share: tuple[int, int], module: nn.Module, args: Any, kwargs: Any
 ) -> None:
     """Add a forward of a training step to the counts; what recomputes or evaluates is left out."""
-    if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+    in_backward = torch._C._current_graph_task_id() != -1
+    if rehearses() or in_backward or not torch.is_grad_enabled():
         return
     given = [*args, *kwargs.values()]
     index = next(

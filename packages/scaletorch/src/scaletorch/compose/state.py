@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
+import torch
 from torch import Tensor, nn
 
-from ..dist import all_gather_object
+from ..dist import all_gather_object, broadcast, get_comm_device, group_ranks
 from ..parallel.data_parallel import whole_gradients
 from ..parallel.expert_parallel.building import gather_experts
 from ..parallel.pg_manager import ProcessGroupManager
@@ -19,9 +20,40 @@ def gather_full(
 ) -> dict[str, Tensor]:
     """Return whole tensors of all stages from this rank's shards, by plain names, on every rank."""
     manager = manager_of(model, manager)
-    stage = gather_experts(model, gather_tensors(model, tensors, manager.tp_group))
+    stage = gather_stage(model, tensors, manager)
     stages = all_gather_object({name: t.cpu() for name, t in stage.items()}, manager.pp_group)
     return {name: tensor for each in stages for name, tensor in each.items()}
+
+
+def gather_stage(
+    model: nn.Module, tensors: Mapping[str, Tensor], manager: ProcessGroupManager
+) -> dict[str, Tensor]:
+    """Return whole tensors of this stage from shards, on their device."""
+    return gather_experts(model, gather_tensors(model, tensors, manager.tp_group))
+
+
+def of_all_stages(tensors: Mapping[str, Tensor], manager: ProcessGroupManager) -> dict[str, Tensor]:
+    """Return tensors of all stages on every rank of a pipeline, on their device.
+
+    Args:
+        tensors: This stage's; what several have is taken from the first of them.
+        manager: The grid.
+    """
+    if manager.pp_size == 1:
+        return {**tensors}
+    heads = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    found: dict[str, Tensor] = {}
+    device = get_comm_device(manager.pp_group)
+    ranks = group_ranks(manager.pp_group)
+    for rank, theirs in enumerate(all_gather_object(heads, manager.pp_group)):
+        for name, (shape, dtype) in theirs.items():
+            if name in found:
+                continue
+            found[name] = torch.empty(shape, dtype=dtype, device=device)
+            if rank == manager.pp_rank:
+                found[name].copy_(tensors[name])
+            broadcast(found[name], ranks[rank], manager.pp_group)
+    return found
 
 
 def full_state_dict(
@@ -42,15 +74,21 @@ def full_state_dict(
     return gather_full(model, wanted, manager)
 
 
-def local_gradients(model: nn.Module) -> dict[str, Tensor]:
+def local_gradients(model: nn.Module, names: Collection[str] | None = None) -> dict[str, Tensor]:
     """Return the gradients of this rank's parameters under all their names.
 
     Those that lie in shards are gathered: all ranks of the data-parallel group call it.
+
+    Args:
+        model: What `parallelize` returned.
+        names: Of the parameters that are wanted; None takes all.
     """
-    found = whole_gradients(model)
-    of = {parameter: found.get(name) for name, parameter in model.named_parameters()}
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: g for name, p in named if (g := of[p]) is not None}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    wanted = {name: p for name, p in named.items() if names is None or name in names}
+    parameters = {id(parameter) for parameter in wanted.values()}
+    first = {id(p): name for name, p in model.named_parameters() if id(p) in parameters}
+    found = whole_gradients(model, {*first.values()})
+    return {name: found[first[id(p)]] for name, p in wanted.items() if first[id(p)] in found}
 
 
 def full_gradients(

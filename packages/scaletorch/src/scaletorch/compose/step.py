@@ -24,7 +24,7 @@ from .balance import router_loss
 from .batches import Batch, Called, real_positions, real_tokens, token_count
 from .before.changes import changes_followed
 from .before.failures import failures_named
-from .forward import Terms, manager_of, terms_of
+from .forward import Terms, manager_of, rehearses, terms_of
 from .loss import find_sharded_head, require_labels_fit, require_logits_alone, token_loss_sum
 from .own_loss import CountFunction, LossFunction, OwnLoss
 from .partial_gradients import summed_once
@@ -46,9 +46,8 @@ def train_step(
     """Run forward and backward of one global batch; gradients are complete when it returns.
 
     If a rank has to refuse its batch or model, all ranks hear of it before the step begins. The
-    first step, and the first of several micro-batches, look further: whether ranks hold the same
-    batch, and whether the model mixes positions of divided sequences, or changes its buffers,
-    parameters or attributes, otherwise than in one process.
+    first step begins with a rehearsal, looks whether ranks hold the same batch, and, as does the
+    first of several micro-batches, whether the model changes itself otherwise than in one process.
 
     Args:
         model: What `parallelize` returned.
@@ -71,6 +70,7 @@ def train_step(
     Raises:
         InvalidArgumentError: The model and the layout, or the batch, do not go together; or a
             loss_fn returned no such pair, or another count than count_fn.
+        RehearsalError: The layout computes something else than one process, see `rehearse`.
         MismatchError: Ranks hold other batches than they must, or another rank has failed.
         NonFiniteError: A gradient is not finite, and the model checks them (`check_finite`).
     """
@@ -118,7 +118,7 @@ def rehearse(
     a loss that communicates. All ranks call it, before a step whose gradients begin at zero.
 
     Args:
-        model: What `parallelize(..., rehearse=True)` returned.
+        model: What `parallelize` returned, but with `rehearse=False`.
         micro_batches: This rank's, from `shard_global_batch`.
         manager: The grid; by default the model's.
         loss_fn: As in `train_step`.
@@ -135,8 +135,8 @@ def rehearse(
     terms.rehearses = False
     if terms.plain is None:
         raise StateError(
-            "rehearse compares with the plain model, which parallelize(..., rehearse=True) keeps "
-            "(its structure alone, no weights)"
+            "rehearse compares with the plain model, whose structure parallelize keeps unless it "
+            "is called with rehearse=False, or the model cannot be copied"
         )
     if _has_gradients(model):
         raise StateError(
@@ -239,7 +239,7 @@ def _first_step(
     manager: ProcessGroupManager,
     terms: Terms,
 ) -> Iterator[None]:
-    """Look at the model after the first step; again in the next if it was not seen before it."""
-    with changes_followed(model, len(micro_batches), manager):
+    """Look at the model after the first step."""
+    with changes_followed(model, len(micro_batches), manager, put_back=rehearses()):
         yield
-    terms.seen = 1 + terms.several if terms.apart else 0
+    terms.seen = 1 + terms.several

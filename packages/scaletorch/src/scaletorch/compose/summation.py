@@ -25,11 +25,17 @@ def chain_length(model: nn.Module, tokens: Tensor) -> int:
     return matrices + 2 * tokens.numel()
 
 
+def widest(tensor: Tensor) -> Tensor:
+    """Return a tensor, dense, in the widest dtype of its kind."""
+    dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    return dense.to(torch.complex128) if dense.is_complex() else dense.double()
+
+
 def root_mean_square(tensors: Iterable[Tensor]) -> float:
     """Return the size of a typical element of all tensors together."""
     total, count = 0.0, 0
     for tensor in tensors:
-        total += float(torch.linalg.vector_norm(tensor.double())) ** 2
+        total += float(torch.linalg.vector_norm(widest(tensor))) ** 2
         count += tensor.numel()
     return math.sqrt(total / count) if count else 0.0
 
@@ -41,5 +47,5 @@ def scale_of(whole: Tensor, typical: float) -> float:
     what remains of terms that cancel (a key's bias without rotation, whose gradient is zero), and
     rounding goes by the terms.
     """
-    norm = float(torch.linalg.vector_norm(whole.double()))
+    norm = float(torch.linalg.vector_norm(widest(whole)))
     return max(norm, typical * math.sqrt(whole.numel()))

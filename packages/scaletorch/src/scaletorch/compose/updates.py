@@ -107,7 +107,7 @@ def _check(optimizer: Optimizer, model: nn.Module, manager: ProcessGroupManager)
             "parameters: take an optimizer that updates each parameter by itself, or no pipeline"
         )
     cuts = find_expert_cuts(model)
-    stacks = [name for name in names if name in cuts and cuts[name].dim is not None]
+    stacks = [name for name in names if name in cuts]
     if manager.ep_size > 1 and stacks and scope is not Scope.ELEMENT:
         raise InvalidArgumentError(
             f"{describe_rank()}: {kind} {scope.words}, but each rank has some of the experts that "

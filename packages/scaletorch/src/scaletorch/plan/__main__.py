@@ -21,7 +21,7 @@ from .description import Description
 from .estimate import Estimate
 from .options import Options, Refused
 from .search import Sure, plan
-from .showing import Shown, explained, grouped, page, png, table
+from .showing import Shown, explained, grouped, page, table
 from .timing import time, timeline
 from .written import read, write
 
@@ -185,7 +185,7 @@ def _none(shown: Shown, sizes: dict[str, list[int]]) -> str:
 
 
 def _files(arguments: Any) -> bool:
-    return any((arguments.json, arguments.html, arguments.png))
+    return bool(arguments.json or arguments.html)
 
 
 def _write(shown: Shown, arguments: Any) -> None:
@@ -193,8 +193,6 @@ def _write(shown: Shown, arguments: Any) -> None:
         arguments.json.write_text(json.dumps(_content(shown), indent=1) + "\n")
     if arguments.html:
         arguments.html.write_text(page(shown, arguments.top), encoding="utf-8")
-    if arguments.png:
-        png(arguments.png, shown, arguments.top)
 
 
 def _content(shown: Shown) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def _planning(prog: str) -> argparse.ArgumentParser:
     _say("--cp-method", nargs="+", metavar="NAME", help="as for `parallelize`")
     _say("--top", type=_count, default=10, metavar="N", help="layouts in the table (10)")
     _say("--explain", metavar="LAYOUT", help="show one in full: DPxPPxCPxTP, as 2x4x1x8")
-    for name in ("json", "html", "png"):
+    for name in ("json", "html"):
         _say(f"--{name}", type=Path, metavar="FILE", help=f"write the plan as {name.upper()}")
     return parser
 

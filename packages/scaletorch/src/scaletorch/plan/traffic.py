@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from .description import Behaviour, Description
+from .description import Behaviour
 from .estimate import Traffic
 from .holding import Holdings
 from .holding.buckets import Buckets, Optimizer
@@ -27,33 +27,16 @@ SILENT = ("receive", "barrier")  # send nothing
 ENDED = 2  # bytes of a rank: whether the step has failed there, and its loss is of float64
 
 
-def traffic(
-    description: Description,
-    layout: Layout,
-    optimizer: Optimizer | None = None,
-    *,
-    holdings: Holdings | None = None,
-) -> tuple[tuple[Traffic, ...], ...]:
+def ranks_send(known: Holdings, layout: Layout) -> tuple[tuple[Traffic, ...], ...]:
     """Return what a rank at each place of the pipeline sends in a step, and its update.
 
     A step is `train_step` after the first one, and `optimizer.step()`. Not in it: clipping by the
     norm, which is an all-reduce of 8 bytes over each axis. On one host ranks may read each other's
     memory in place of the messages for gradients.
 
-    Args:
-        description: The model.
-        layout: The layout.
-        optimizer: In what gradients are summed.
-        holdings: Of the same description and optimizer, to work out nothing twice.
-
     Raises:
         InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
     """
-    return ranks_send(holdings or Holdings(description, optimizer), layout)
-
-
-def ranks_send(known: Holdings, layout: Layout) -> tuple[tuple[Traffic, ...], ...]:
-    """Return `traffic` of a layout."""
     full = layout.recompute == "full"
     key = layout.grid, layout.cut, layout.zero, full, layout.micro_rows, layout.micro_batches
     found: dict[tuple[int, Sums], tuple[Traffic, ...]] = known.sent.setdefault(key, {})

@@ -154,14 +154,14 @@ def optimizer_step(
     Raises:
         NonFiniteError: Loss or norm is infinite or NaN; on every rank, before the optimizer steps.
     """
-    batch = corpus.global_batch(
-        step, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed
+    device, drawn = (
+        current_device(),
+        corpus.global_batch(
+            step, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed
+        ),
     )
-    micro_batches = shard_global_batch(batch, config.micro_batches, model=model)
-    device = current_device()
-    loss = train_step(
-        model, [{name: entry.to(device) for name, entry in b.items()} for b in micro_batches]
-    )
+    batch = {name: entry.to(device) for name, entry in drawn.items()}
+    loss = train_step(model, shard_global_batch(batch, config.micro_batches, model=model))
     norm = finite_norm(config, model, loss, step)
     rate = learning_rate(config, step)
     for group in optimizer.param_groups:

@@ -20,9 +20,7 @@ def own_part(model: nn.Module) -> Shard:
     def take(name: str, whole: Tensor) -> Tensor:
         cut = cuts.get(name)
         own = take_own(model, name, whole)  # an expert may be cut over tp, too
-        if cut is None or cut.dim is None:
-            return own
-        return own[cut.own.start : cut.own.stop]
+        return own if cut is None else own[cut.own.start : cut.own.stop]
 
     return take
 

@@ -88,6 +88,7 @@ def build(
         cp_layout=case.cp_layout,
         cp_method=case.cp_method,
         data_parallel=WRAPPER.get(case.data_parallel),
+        rehearse=False,  # all is compared anyway
     )
 
 
@@ -146,12 +147,9 @@ def train_and_compare(
 
 
 def names_of_stages(model: nn.Module, manager: ProcessGroupManager) -> list[set[str]]:
-    """Return the names of each pipeline stage's parameters, of all its ranks together."""
+    """Return the names of the parameters of each stage of this rank's pipeline."""
     mine = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    stages: list[set[str]] = [set() for _ in range(manager.pp_size)]
-    for stage, names in all_gather_object((manager.pp_rank, mine)):
-        stages[stage] |= names  # ranks have other experts, if these are modules in a list
-    return stages
+    return all_gather_object(mine, manager.pp_group)
 
 
 def optimizers_of(case: Case, phase: Phase, model: DataParallelBucket) -> Sequence[Optimizer]:

@@ -8,22 +8,20 @@ from .layouts.layout import layout_of_whole
 from .layouts.order import DEFAULT
 from .masks.documents import CU_SEQLENS
 from .models.calls import require_computable
-from .models.looking import apart, looking
+from .models.looking import apart, looking, without_zeros
 from .models.settings import asked, note_shards
-from .models.suspects import Calls, find_suspect
 from .models.undivided import find_undivided
 
 __all__ = [
     "CU_SEQLENS",
     "DEFAULT",
-    "Calls",
     "apart",
     "asked",
     "each_alone",
-    "find_suspect",
     "find_undivided",
     "layout_of_whole",
     "looking",
     "note_shards",
     "require_computable",
+    "without_zeros",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,14 +34,12 @@ class Received:
 
     Attributes:
         named: Dataclasses and enums that the caller takes for plain.
-        paths: Made so far, since a long text may be referred to many times.
     """
 
     def __init__(self, values: memoryview, named: Named) -> None:
         self._values = values
         self._position = 0
         self.named = named
-        self.paths: dict[str, pathlib.Path] = {}
 
     def take(self, count: int) -> memoryview:
         """Return the next bytes, each of which is given once: no copies beyond what arrived."""

@@ -220,8 +220,8 @@ def _loaded(
 ) -> list[Any]:
     """Restore objects; all ranks hear of any that failed to.
 
-    They ask each other if anything was pickled, or a rank forbids that: it reads more strictly.
-    Plain objects do not fail otherwise.
+    They ask each other if anything was pickled, or a rank forbids that; plain objects do not fail
+    otherwise.
     """
     may_fail = any(head.state == _PICKLED or not head.allows for head in heads)
     cause, loaded = None, []

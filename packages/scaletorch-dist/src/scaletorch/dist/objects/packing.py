@@ -88,16 +88,13 @@ def dump_object(data: Any, terms: Terms = _ALL) -> tuple[memoryview, str]:
 def load_object(data: bytearray | memoryview, terms: Terms = _ALL) -> Any:
     """Restore an object that `dump_object` serialised.
 
-    If pickle is forbidden, bytes that a stranger wrote can do no harm.
-
     Raises:
         InvalidArgumentError: It does not unpickle, or it is pickled and that is not allowed.
         MalformedError: The bytes are damaged.
     """
-    allowed = pickle_allowed(terms.allow_pickle)
     if bytes(data[: len(MAGIC)]) == MAGIC:
-        return decode(data, terms.named, closed=not allowed)
-    if not allowed:
+        return decode(data, terms.named)
+    if not pickle_allowed(terms.allow_pickle):
         raise InvalidArgumentError(refusal("what arrived", terms.allow_pickle))
     try:
         return pickle.loads(data)

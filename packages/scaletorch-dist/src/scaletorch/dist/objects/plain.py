@@ -22,7 +22,6 @@ from typing import Any
 
 from .arrays import bytes_of
 from .beside_pickle import MalformedError, Named, NotPlainError, Received, Sent
-from .closed_reader import read_closed
 from .plain_types import make, parts_of
 
 # A version, and the order of bytes in numbers: machines of both orders do not mix.
@@ -77,7 +76,7 @@ class _Source:
         raise MalformedError("a line of text")
 
 
-class _QuickReader(pickle.Unpickler):
+class _Reader(pickle.Unpickler):
     """Python's unpickler, which finds nothing but `make`."""
 
     def __init__(self, source: _Source, received: Received) -> None:
@@ -115,15 +114,12 @@ def encode(data: Any, named: Named = NOTHING) -> memoryview:
     return content
 
 
-def decode(
-    data: bytes | bytearray | memoryview, named: Named = NOTHING, *, closed: bool = True
-) -> Any:
-    """Return the object that `encode` was given.
+def decode(data: bytes | bytearray | memoryview, named: Named = NOTHING) -> Any:
+    """Return the object that `encode` was given; no bytes make it call anything but `make`.
 
     Args:
         data: Its bytes; copied if they cannot be written to.
         named: Dataclasses and enums that are plain too, of `named_types`.
-        closed: Read so that no bytes whatever can do harm, which takes several times as long.
 
     Raises:
         MalformedError: They are not what `encode` wrote.
@@ -133,7 +129,7 @@ def decode(
     collects = gc.isenabled()
     gc.disable()  # it would search what is being made, again and again
     try:
-        return _decode(view, named, closed)
+        return _decode(view, named)
     except (ModuleNotFoundError, MalformedError):
         raise
     except Exception as error:  # numbers too large, keys that do not hash, text that is none …
@@ -144,19 +140,16 @@ def decode(
             gc.enable()
 
 
-def _decode(data: memoryview, named: Named, closed: bool) -> Any:
+def _decode(data: memoryview, named: Named) -> Any:
     if data[: len(MAGIC)] != MAGIC:
         raise MalformedError("no head")
     (length,) = _LENGTH.unpack_from(data, len(MAGIC))
     if not 0 <= length <= len(data) - _START:
         raise MalformedError("cut short")
     content, received = data[_START : _START + length], Received(data[_START + length :], named)
-    if closed:
-        made = read_closed(bytes(content), received)
-    else:
-        source = _Source(content)
-        made = _QuickReader(source, received).load()
-        if source.position != length:
-            raise MalformedError("more bytes than objects")
+    source = _Source(content)
+    made = _Reader(source, received).load()
+    if source.position != length:
+        raise MalformedError("more bytes than objects")
     received.check_end()
     return made

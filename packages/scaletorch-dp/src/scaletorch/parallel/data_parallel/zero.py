@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -148,18 +148,26 @@ def _needs_whole(optimizer: Optimizer) -> bool:
     return not known_elementwise(optimizer)
 
 
-def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+def whole_gradients(model: nn.Module, names: Collection[str] | None = None) -> dict[str, Tensor]:
     """Return this rank's parameters' whole gradients, gathered if they lie in shards.
 
     All ranks of the data-parallel group call it. Parameters without a gradient are left out.
+
+    Args:
+        model: What `DataParallelBucket` or `shard_optimizer` made.
+        names: Of the parameters, the same on all ranks, so that only the buckets that hold them
+            are gathered; None takes all.
     """
     check_module(model)
     if isinstance(model, DataParallelBucket):
         model.settle_gradients()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    parameters = dict(model.named_parameters())
+    wanted = parameters.keys() if names is None else {*names}
+    found = {n: p.grad for n, p in parameters.items() if n in wanted and p.grad is not None}
     for bucket in _buckets(model):
-        if isinstance(bucket, ShardedBucket):
-            found |= {slot.name: part for slot, part in bucket.whole_gradients()}
+        if isinstance(bucket, ShardedBucket) and any(s.name in wanted for s in bucket.slots):
+            parts = bucket.whole_gradients()
+            found |= {slot.name: part for slot, part in parts if slot.name in wanted}
     return found
 
 
@@ -220,7 +228,7 @@ def _agree(
     names = {id(slot.parameter): slot.name for slot in manager.slots}
     lines = [f"{type(optimizer).__name__}, stage={stage}, overlap={overlap}"]
     for at, group in enumerate(optimizer.param_groups):
-        # Of other groups of ranks, such as other experts, each rank may have as many as it likes.
+        # Of other groups of ranks, each rank may have as many as it likes.
         lines += [f"group {at} has {names[id(p)]}" for p in group["params"] if id(p) in names]
     agree("the optimizer to shard", lines, manager.reduction.group, error=error)
 

@@ -4,7 +4,7 @@ Recorded and versioned like the rest: a patch release changes nothing here.
 """
 
 from .exchange.travel import while_travelling
-from .finding.experts import Found, find_experts, is_bare_list
+from .finding.experts import Found, find_experts, find_list
 from .finding.plans import named_experts
 from .losses import move_bias, statistics_of
 from .module import DividedExperts, Division, share_tokens
@@ -17,8 +17,8 @@ __all__ = [
     "Found",
     "find_expert_cuts",
     "find_experts",
+    "find_list",
     "gather_experts",
-    "is_bare_list",
     "move_bias",
     "named_experts",
     "own_experts",

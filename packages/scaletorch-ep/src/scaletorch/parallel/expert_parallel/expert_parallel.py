@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -12,13 +12,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...dist import get_world_size
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
-from ..pg_manager.building import mark_divided
+from ..pg_manager.building import class_before, mark_divided
 from .calls import ROUTED
 from .exchange.shares import counts_of, expert_group, rows_of, token_group
-from .finding.experts import Found, find_experts, is_bare_list
+from .finding.experts import Found, find_experts
 from .finding.plans import Plan, named_experts
-from .lists.blocks import check_lists, check_shared, loop_over
-from .module import DividedExperts, Division, ExpertList, put_before
+from .module import DividedExperts, Division
 from .shared import compute_beside
 
 __all__ = ["apply_expert_parallel"]
@@ -41,10 +40,8 @@ def apply_expert_parallel(
     [T, H], [T, K] and [T, K]; as `experts(rows, sizes)`, rows [P, H] one expert after another; or
     as `experts(rows)`, as many for each. Their own code computes, on this rank's experts and on the
     tokens that chose them; all else stays whole. Parameters and buffers with rows of experts along
-    dim 0 are cut, lists of as many modules keep this rank's under their names, and attributes that
-    hold the number are set to this rank's. Make the optimizer afterwards. Tied ones stay tied. A
-    named `nn.ModuleList` or `nn.ModuleDict` has no call: the block that loops over it is run to see
-    what it asks for, and again with the results.
+    dim 0 are cut, and attributes that hold the number are set to this rank's. Make the optimizer
+    afterwards. Tied ones stay tied.
 
     Each rank calls the model with tokens of its own, as in data parallelism. An expert's gradient
     then is of the tokens of all ranks of the group, and that of other parameters of its own.
@@ -67,8 +64,8 @@ def apply_expert_parallel(
 
     Raises:
         InvalidArgumentError: The plan names nothing, or what is not called so; or a module has
-            fewer experts than there are ranks or cannot be divided. It is the same error on every
-            rank, and the model is as before.
+            fewer experts than there are ranks, has them in a list or cannot be divided. It is the
+            same error on every rank, and the model is as before.
 
     Example:
         >>> apply_expert_parallel(model, {"**.mlp.experts": "experts"}, group)
@@ -77,11 +74,12 @@ def apply_expert_parallel(
     sharing = token_group(tp_group)
     tokens = None if sequence_parallel else sharing
     ranks, sharers = get_world_size(group), 1 if sharing is None else get_world_size(sharing)
-    found = [find_experts(name, module) for name, module in named_experts(model, plan).items()]
-    divisions = [_divide(each, group, tokens, ranks) for each in found]
-    _check(model, found, shared=sharers > 1)
+    named = named_experts(model, plan)
     if ranks == sharers == 1:
         return model
+    found = [find_experts(name, module) for name, module in named.items()]
+    divisions = [_divide(each, group, tokens, ranks) for each in found]
+    _check(model, found, shared=sharers > 1)
     beside = tokens is sharing is None and ranks > 1
     _install(model, found, divisions, group if sharing is None else sharing, beside=beside)
     return model
@@ -97,12 +95,9 @@ def _install(
 ) -> None:
     memo: Memo = WeakTensorKeyDictionary()  # holds no whole parameter that nobody else holds
     for each, division in zip(found, divisions, strict=True):
-        looped = is_bare_list(each.module)
         _cut(each, division, memo)
         mark_divided(each.module, group)
-        if looped:
-            loop_over(model, each.module)
-        elif beside and each.name and each.way == ROUTED:
+        if beside and each.name and each.way == ROUTED:
             compute_beside(model.get_submodule(each.name.rpartition(".")[0]), each.module)
 
 
@@ -118,10 +113,9 @@ def _divide(
     tensors: dict[str, Tensor] = {name: found.module.get_parameter(name) for name in found.stacked}
     tensors |= {name: found.module.get_buffer(name) for name in found.buffers}
     rows = {n: rows_of(counts, len(each), found.beyond) for n, each in tensors.items()}
-    lists = {name: tuple(found.module.get_submodule(name)._modules) for name in found.lists}
     return Division(
-        found.name, group, tokens, counts, found.stacked, found.buffers, lists, rows,
-        found.way, found.beyond,
+        found.name, group, tokens, counts, found.stacked, found.buffers, rows, found.way,
+        found.beyond,
     )  # fmt: skip
 
 
@@ -130,14 +124,11 @@ def _check(model: nn.Module, found: list[Found], shared: bool) -> None:
     for each in found:
         if isinstance(each.module, DividedExperts):
             raise InvalidArgumentError(f"{describe_rank()}: '{each.name}' is divided already")
-    check_lists(model, {each.name: each.module for each in found if is_bare_list(each.module)})
-    check_shared(model, {place: part for each in found for place, part in _lists(each)})
     inside: set[int] = set()
     for each in found:
         own = dict(each.module.named_parameters(remove_duplicate=False))
         inside |= {id(own[name]) for name in each.stacked if name in own}
-        prefixes = tuple(f"{name}." if name else "" for name in each.lists)
-        whole = [n for n in own if n not in each.stacked and not n.startswith(prefixes or "\0")]
+        whole = [name for name in own if name not in each.stacked]
         if whole and shared:
             raise InvalidArgumentError(
                 f"{describe_rank()}: {', '.join(whole)} of '{each.name}' belong to all experts, "
@@ -159,22 +150,9 @@ def _check(model: nn.Module, found: list[Found], shared: bool) -> None:
                 )
 
 
-def _lists(found: Found) -> Iterator[tuple[str, nn.Module]]:
-    for name in found.lists:
-        yield f"{found.name}.{name}".strip("."), found.module.get_submodule(name)
-
-
 def _cut(found: Found, division: Division, memo: Memo) -> None:
     module, own = found.module, division.own
     rows = {name: division.own_rows(name) for name in division.rows}
-    for name in found.lists:
-        part = module.get_submodule(name)
-        kept = [*part._modules.items()][own.start : own.stop]
-        part._modules.clear()
-        part._modules.update(kept)
-        if isinstance(part, nn.ModuleList):
-            vars(part)["_first_expert"] = own.start
-            put_before(ExpertList, part)
     for name in found.stacked:
         owner, tensor = _owner(module, name)
         owner._parameters[tensor] = _rows(module.get_parameter(name), rows[name], memo)
@@ -184,7 +162,7 @@ def _cut(found: Found, division: Division, memo: Memo) -> None:
     for owner, attribute in found.numbers:
         setattr(owner, attribute, getattr(owner, attribute) - found.experts + len(own))
     vars(module)["_division"] = division
-    put_before(DividedExperts, module)
+    module.__class__ = class_before(DividedExperts, type(module), type(module).__name__)
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -15,7 +15,7 @@ from ...dist import functional, get_rank, get_world_size
 from ...dist.building import agree
 from ...dist.errors import StateError
 from ..pg_manager import describe_rank
-from ..pg_manager.building import class_before, deep_copy, shallow_copy
+from ..pg_manager.building import deep_copy, shallow_copy
 from .calls import ALL, ROUTED, WAYS, Given, Run, read_call, runner
 from .computing.apart import why_mixed
 from .computing.pairs import compute
@@ -39,7 +39,6 @@ class Division:
         counts: Experts of each rank of the group.
         stacked: Names in the module of parameters that are cut along dim 0.
         buffers: The same of buffers.
-        lists: Names in the module of lists of experts -> names of all experts in them.
         rows: Names of parameters and buffers that are cut -> the rows of each rank of the group.
         way: How the module is called, of `WAYS`.
         beyond: How many experts without weights are numbered behind the others.
@@ -52,7 +51,6 @@ class Division:
     counts: tuple[int, ...]
     stacked: tuple[str, ...]
     buffers: tuple[str, ...]
-    lists: Mapping[str, tuple[str, ...]]
     rows: Mapping[str, tuple[int, ...]]
     way: str = ROUTED
     beyond: int = 0
@@ -102,28 +100,6 @@ class DividedExperts(nn.Module):
             "tied to this rank's process group: save a state_dict, and load it into a model made "
             "anew; copy.deepcopy works"
         )
-
-
-class ExpertList(nn.ModuleList):
-    """Comes before a list's class: keys are of all experts, indices count from 0 here."""
-
-    _first_expert: int
-
-    def _get_abs_string_index(self, idx: Any) -> str:
-        local = int(super()._get_abs_string_index(idx))  # type: ignore[no-untyped-call]
-        return str(local + self._first_expert)
-
-    def __getitem__(self, idx: Any) -> Any:
-        """Return this rank's expert of that index, or a plain list of some."""
-        if isinstance(idx, slice):
-            return nn.ModuleList(list(self._modules.values())[idx])
-        return self._modules[self._get_abs_string_index(idx)]
-
-
-def put_before(mixin: type[nn.Module], module: nn.Module) -> None:
-    """Put `mixin` before the class of `module`, in place; it stays an instance of that class."""
-    own = type(module)
-    module.__class__ = class_before(mixin, own, own.__name__)
 
 
 def share_tokens(experts: DividedExperts, group: ProcessGroup | None) -> None:
@@ -208,8 +184,8 @@ def _call_first(
     division = module._division
     results, wrong = _attempted(call, came)
     if wrong is None and division.way == ROUTED and not division.beyond:
-        names, total = (division.stacked, [*division.lists]), sum(division.counts)
-        mixed, wrong = attempt(why_mixed, module, run, came, names, len(division.own), total)
+        own, total = len(division.own), sum(division.counts)
+        mixed, wrong = attempt(why_mixed, module, run, came, division.stacked, own, total)
         wrong = wrong or mixed
     lines = [f"{name} {p.dtype} {tuple(p.shape[1:])}" for name, p in named.items()]
     lines.append(f"results {results.dtype}, of width {results.shape[1]}")

@@ -57,7 +57,7 @@ def apply_tensor_parallel(
         plan: Pattern of module names -> style. `*` stands for any text inside one component of a
             name, a component `**` for any number of them; "" is the root. Styles are "column",
             "column_gather", "row", "row_split", "vocab", "replicate", "sequence", "sharded",
-            "sequence_join", "sequence_positions", "replicate_share", "whole_features", `Fused`,
+            "sequence_join", "sequence_layer", "sequence_whole", "sequence_positions", `Fused`,
             `Stacked`, `PerHead`, `SharedTail` and `Divide`. None is the model's own plan
             (transformers) or its family's, but for experts divided already.
         group: Ranks of the tensor-parallel axis; None is that axis of the current manager.

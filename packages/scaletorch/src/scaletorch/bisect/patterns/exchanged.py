@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ...compose.words import RUNS, listed
 from .moved import distances, sketch
 from .parts import ROOM, Case, Finding, Part, norm
-from .words import RUNS, has, listed, one, rank_list, where, who
+from .words import has, one, rank_list, where, who
 
 Pair = tuple[Part, Part]
 

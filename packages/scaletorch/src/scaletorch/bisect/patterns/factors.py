@@ -9,8 +9,9 @@ from itertools import combinations
 
 from torch import Tensor
 
+from ...compose.words import listed
 from .parts import Case, Finding, Part
-from .words import listed, told
+from .words import told
 
 CANDIDATES = 8  # factors that are tried
 NEAR = 0.05  # relative: a factor that means something is tried if one as near fits best

@@ -8,8 +8,9 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+from ...compose.words import listed
 from .parts import Case, Finding, Part
-from .words import has, listed, number, plural, single, where, who
+from .words import has, number, plural, single, where, who
 
 DIMS = 5  # more than these are not tried
 

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...compose.words import ranges
 from .parts import ROOM, Case, Finding, pick
-from .words import has, plural, ranges, some, where, who
+from .words import has, plural, some, where, who
 
 LARGEST = 2**20  # pairs of slices that are compared
 WIDTH = 16  # numbers that stand for a slice while candidates are looked for

@@ -8,8 +8,9 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+from ...compose.words import RUNS, listed
 from .parts import Case, Finding, same_index
-from .words import RUNS, batches_of, listed, rank_list
+from .words import batches_of, rank_list
 
 Groups = Mapping[str, Sequence[tuple[int, ...]]]
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...compose.forward import rehearses
+
 
 @contextmanager
 def calls_to(called: Callable[..., Any]) -> Iterator[None]:
@@ -17,7 +19,8 @@ def calls_to(called: Callable[..., Any]) -> Iterator[None]:
     original = kind.__call__
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # what is compiled is one step
+        # What is compiled is one step, and a rehearsal is none.
+        if torch.compiler.is_compiling() or rehearses():
             return original(self, *args, **kwargs)
         return called(original, self, *args, **kwargs)
 

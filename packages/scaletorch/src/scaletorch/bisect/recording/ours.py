@@ -79,10 +79,10 @@ def _divided(stage: nn.Module) -> dict[str, tuple[Mapping[str, Axis], Place]]:
         place[cut.dim] = [cut.cut.whole, *ranges]
         found[name] = {_name(cut): Axis(cut.cut.whole, [ranges])}, place
     for name, experts in find_expert_cuts(stage).items():
-        if experts.dim is None or name not in shapes:
+        if name not in shapes:
             continue
         _, place = found.get(name, ({}, [None] * len(shapes[name])))
-        place[experts.dim] = [experts.whole, (experts.own.start, experts.own.stop)]
+        place[0] = [experts.whole, (experts.own.start, experts.own.stop)]
         found[name] = found.get(name, ({}, place))[0], place
     return found
 

@@ -29,16 +29,12 @@ def saved_shapes(metadata: Metadata) -> Shapes:
 
 
 def all_names(held: Iterable[Held], place: Place) -> set[str]:
-    """Return the names of the whole model's tensors, from the stages of this rank's pipeline.
-
-    Other ranks have experts by other names, if these are modules in a list.
-    """
+    """Return the names of the whole model's tensors, from the stages of this rank's pipeline."""
     own = sorted({name for each in held for name in each.names})
-    manager = place.manager
-    if manager is None:
+    if place.manager is None:
         return set(own)
-    group = manager.pp_group if manager.ep_size == 1 else manager.world_group
-    return {name for names in all_gather_object(own, group) for name in names}
+    every = all_gather_object(own, place.manager.pp_group)
+    return {name for names in every for name in names}
 
 
 def check_fit(

@@ -27,8 +27,8 @@ class Held:
         tensor: What is here of it.
         shape: The whole's.
         cut: How it is cut over tp; None if it is not.
-        experts: How it is divided over ep, along dim 0 or as one of a list; None if it is no
-            experts'. An expert's tensors may be cut over tp as well.
+        experts: How it is divided over ep, along dim 0; None if it is no experts'. These may be
+            cut over tp as well.
         atoms: What of the dim that is cut over tp is here.
         owner: The first tensor-parallel rank that has it, if it is not cut over tp.
         first: Whether this is the first stage of the pipeline that has it.
@@ -53,14 +53,19 @@ class Held:
         """The dim that is cut over tp."""
         return None if self.cut is None else self.cut.dim
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole."""
+        return torch.Size(self.shape).numel() * self.tensor.dtype.itemsize
+
     def parts(self, tensor: Tensor, start: int = 0, stop: int | None = None) -> Iterator[Part]:
         """Yield the parts of the whole in `tensor`, which is elements start to stop of this."""
         stop = self.tensor.numel() if stop is None else stop
         shape = tuple(self.tensor.shape)
-        stacked = self.experts is not None and self.experts.dim == 0
-        row = self.experts.own.start if self.experts is not None and stacked else 0
         for part in cut_parts(tensor.detach(), start, stop, shape, self.dim, self.atoms):
-            at = (part.offsets[0] + row, *part.offsets[1:]) if stacked else part.offsets
+            at = part.offsets
+            if self.experts is not None:
+                at = (at[0] + self.experts.own.start, *at[1:])
             owner = part.owner if self.cut is not None else self.owner
             yield replace(part, offsets=at, owner=owner)
 
@@ -113,7 +118,7 @@ def _divided(plain: Held, experts: ExpertCut, place: Place) -> Held:
     Where each of them is cut over tp (etp = tp), the tp ranks have the same ones; otherwise no
     other tp rank has this one's.
     """
-    shape = plain.shape if experts.dim is None else (experts.whole, *plain.shape[1:])
+    shape = (experts.whole, *plain.shape[1:])
     owner = 0 if place.grid.etp > 1 else place.tp
     return replace(plain, shape=shape, experts=experts, owner=owner)
 

@@ -120,12 +120,16 @@ class _Changes:
 
 @contextmanager
 def changes_followed(
-    model: nn.Module, num_micro_batches: int, manager: ProcessGroupManager
+    model: nn.Module,
+    num_micro_batches: int,
+    manager: ProcessGroupManager,
+    *,
+    put_back: bool = False,
 ) -> Iterator[None]:
     """Find out in a step whether forwards change the model otherwise than one process's would.
 
     Costs a look at each operation of the forwards, and one exchange of the digests of what has
-    changed.
+    changed; with `put_back` parameters are as before in the end.
 
     Raises:
         InvalidArgumentError: Ranks that should hold the same buffer or parameter hold others, or
@@ -142,10 +146,12 @@ def changes_followed(
             yield
     finally:
         del model.forward
+    looks, again = changes.now(), changes.again()
+    if put_back:
+        writes.put_back()
     cuts = find_cuts(model).keys() if manager.tp_size > 1 else ()
     shards, experts = frozenset({*cuts, *_buffers_of_shards(model)}), expert_names(model)
-    unlike, again = _unlike(changes.now(), shards, experts, manager), changes.again()
-    runs = _runs(model, num_micro_batches)
+    unlike, runs = _unlike(looks, shards, experts, manager), _runs(model, num_micro_batches)
     unlikely = [
         (kind, _by_what_it_sees(kind, name, whose)) for (kind, name), whose in unlike.items()
     ]

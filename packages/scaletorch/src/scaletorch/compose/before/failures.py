@@ -22,8 +22,9 @@ _WAYS_OUT = {
         "tp leaves each rank its share of the heads and features, and a size that the module takes "
         "from its config, an attribute or its whole input, or something that it makes for all "
         "heads, does not fit that: write -1 for the size, or let the plan divide the attribute "
-        "(Divide('num_heads')), style what is of all features 'whole_features' and parameters of "
-        "each head PerHead('name'), or leave it out; or use tp_size=1"
+        "(Divide('num_heads')), style what makes features that are needed together "
+        "'column_gather', what takes them 'row_split' and parameters of each head PerHead('name'), "
+        "or leave the module out; or use tp_size=1"
     ),
     "cp": (
         "cp leaves each rank its part of every sequence, and what the module makes of the whole "

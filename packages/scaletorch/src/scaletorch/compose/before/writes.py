@@ -34,6 +34,8 @@ class Writes(TorchDispatchMode):
                 first = tensor.data_ptr()
                 end = first + tensor.numel() * tensor.element_size()
                 self._places.setdefault(_storage(tensor), []).append((first, end, name))
+        self._parameters = dict(model.named_parameters())
+        self._before: dict[str, tuple[Tensor, Tensor]] = {}
         self.written: set[str] = set()
         self.renormed: set[str] = set()
         self.by_frequency: set[str] = set()
@@ -46,10 +48,15 @@ class Writes(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         if torch._C._current_graph_task_id() == _OUTSIDE:
             self._note(func, args, kwargs)
-        return result
+        return func(*args, **kwargs)
+
+    def put_back(self) -> None:
+        """Let parameters hold again what they held before they were written to."""
+        with torch.no_grad():
+            for parameter, before in self._before.values():
+                parameter.copy_(before)
 
     def _note(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         kind = func._schema.name.removeprefix("aten::")
@@ -61,10 +68,17 @@ class Writes(TorchDispatchMode):
         into = self.renormed if kind == "embedding_renorm_" else self.written
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.is_write:
-                into.update(self._names_of(value))
+                self._write(into, value)
         for argument in func._schema.arguments:
             if argument.is_write and argument.name in kwargs:
-                into.update(self._names_of(kwargs[argument.name]))
+                self._write(into, kwargs[argument.name])
+
+    def _write(self, into: set[str], value: Any) -> None:
+        names = self._names_of(value)
+        into.update(names)
+        for name in names & self._parameters.keys() - self._before.keys():
+            parameter = self._parameters[name]
+            self._before[name] = parameter, parameter.detach().clone()
 
     def _names_of(self, value: Any) -> set[str]:
         tensors = value if isinstance(value, list | tuple) else [value]

@@ -17,9 +17,10 @@ from ...parallel.pg_manager import IGNORED, ProcessGroupManager
 from ..batches import Batch, Called, Cut, MicroBatch, shard_global_batch
 from ..forward import Terms
 from ..ready import as_called
-from ..row_dims import POSITIONS
+from ..row_dims import OF_LOSS, POSITIONS
 
 ROWS, LENGTH, TOKENS = 2, 512, 8192  # of a micro-batch, of a row, and at most of all rows
+_SHARE, _FEW = 2, 64  # of a rank's tokens of the step, one in two; but rows are not cut further
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,14 @@ class SmallBatch:
         micro_batches: This rank's.
         called: The whole as one process's model is called with it.
         alone: What stands for the grid of one process.
+        is_short: Whether the step has more positions.
     """
 
     whole: Batch
     micro_batches: list[Batch]
     called: Called
     alone: OneProcess
+    is_short: bool
 
     @property
     def rows(self) -> int:
@@ -69,25 +72,45 @@ class SmallBatch:
         return cast(MicroBatch, self.micro_batches[0]).cut.sequences
 
 
-def small_batch(
-    micro_batches: Sequence[Batch], model: nn.Module, terms: Terms, manager: ProcessGroupManager
-) -> SmallBatch | None:
-    """Return a small batch of a step's rows, or None if `shard_global_batch` did not make them.
+def entries_added(micro_batches: Sequence[Batch]) -> set[str] | None:
+    """Return which entries were put into micro-batches that `shard_global_batch` made.
 
-    Args:
-        micro_batches: This rank's, of the step.
-        model: What `parallelize` returned.
-        terms: Its terms.
-        manager: The grid.
+    None if it did not make them, or if the model itself is called with such an entry.
     """
     cuts = [batch.cut for batch in micro_batches if isinstance(batch, MicroBatch)]
     if len(cuts) < len(micro_batches) or not cuts:
         return None
-    cut, count = cuts[0], len(micro_batches)
+    known = cuts[0].whole.keys() | {POSITIONS}
+    added = {name for batch in micro_batches for name in batch.keys() - known}
+    of_loss = "labels" in cuts[0].whole and all(name.startswith(OF_LOSS) for name in added)
+    return added if of_loss or not added else None
+
+
+def small_batch(
+    micro_batches: Sequence[Batch],
+    model: nn.Module,
+    terms: Terms,
+    manager: ProcessGroupManager,
+    *,
+    shortens: bool,
+) -> SmallBatch:
+    """Return a small batch of a step's rows.
+
+    Args:
+        micro_batches: This rank's, of the step, which are all `of_whole`.
+        model: What `parallelize` returned.
+        terms: Its terms.
+        manager: The grid.
+        shortens: Whether its rows have few positions, if it is known what has positions.
+    """
+    cut, count = cast(MicroBatch, micro_batches[0]).cut, len(micro_batches)
     kept = count if manager.pp_size > 1 else min(count, 2)
     whole = _rows_of(cut, count, kept, manager)
     length = whole["input_ids"].shape[1]
-    short = _short(whole, length, cut.row_dims, manager)
+    ranks = 1 if cut.own else manager.dp_size
+    tokens = cut.whole["input_ids"].numel() // (ranks * manager.cp_size)
+    most = min(TOKENS, tokens // _SHARE)
+    short = _short(whole, length, most, cut.row_dims, manager) if shortens else whole
     if not _counts(short):
         short = whole
     told = {name: dim for name, dim in cut.row_dims.items() if name in short}
@@ -97,7 +120,8 @@ def small_batch(
     of_one = replace(
         terms, cp_layout=None, shares_sequences=False, counts_of_ids=False, counts_otherwise=False
     )
-    return SmallBatch(short, parts, as_called(plain, of_one), alone)
+    is_short = short["input_ids"].shape[1] < length
+    return SmallBatch(short, parts, as_called(plain, of_one), alone, is_short)
 
 
 def _rows_of(cut: Cut, count: int, kept: int, manager: ProcessGroupManager) -> dict[str, Any]:
@@ -138,12 +162,14 @@ def _on(x: Any, device: str) -> Any:
 def _short(
     whole: Mapping[str, Any],
     length: int,
+    tokens: int,
     row_dims: Mapping[str, int | None],
     manager: ProcessGroupManager,
 ) -> dict[str, Any]:
     """Return a batch with the first positions alone, if it is known what has positions."""
     unit = 2 * manager.cp_size * manager.tp_size
-    most = max(min(LENGTH, TOKENS // len(whole["input_ids"])) // unit, 2) * unit
+    wanted = max(min(LENGTH, tokens // len(whole["input_ids"])), _FEW)
+    most = _most(length, max(wanted // unit, 2), unit)
     if length <= most:
         return dict(whole)
     shape = whole["input_ids"].shape
@@ -159,6 +185,16 @@ def _short(
         else:
             short[name] = x
     return short
+
+
+def _most(length: int, units: int, unit: int) -> int:
+    """Return how many positions to take: many units, of which the length has whole numbers.
+
+    What a model divides into blocks then has its borders where the ranks' shares have theirs only
+    if that is so in the step; if the length has no such divisor, the numbers of positions differ.
+    """
+    whole = (n for n in range(units, max(units // 2, 2) - 1, -1) if length % (n * unit) == 0)
+    return next(whole, units) * unit
 
 
 def _counts(batch: Mapping[str, Any]) -> bool:

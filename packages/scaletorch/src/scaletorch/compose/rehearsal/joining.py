@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...dist import all_gather, all_gather_object
+from ...dist import all_gather
 from ...parallel.context_parallel import ShardedSequences
 from ...parallel.pg_manager import ProcessGroupManager
+from ..state import of_all_stages
 
 
 class _Form(NamedTuple):
@@ -63,9 +64,9 @@ class Joiner:
             or no dims of rows and positions lead to this shape.
         """
         held = self._held(parts, stage_rank)
-        if held is None or any(part is None for part in held):
-            return None
         found = [part for part in held if part is not None]
+        if len(found) < len(held):
+            return None
         form = self._form(found[0].shape, shape)
         if form is None or len({part.shape for part in found}) > 1:
             return None
@@ -73,13 +74,12 @@ class Joiner:
 
     def _held(
         self, parts: Sequence[Tensor | None] | None, stage_rank: int
-    ) -> Sequence[Tensor | None] | None:
-        if self.manager.pp_size == 1:
-            return parts
-        own = self.manager.pp_rank == stage_rank
-        sent = [p if p is None else p.cpu() for p in parts or ()] if own else None
-        held = all_gather_object(sent, self.manager.pp_group)[stage_rank]
-        return None if held is None else [p if p is None else p.to(self.device) for p in held]
+    ) -> Sequence[Tensor | None]:
+        """Return the parts of the stage that has them, on every rank of its pipeline."""
+        own = parts if parts is not None and self.manager.pp_rank == stage_rank else ()
+        sent = {str(index): part for index, part in enumerate(own) if part is not None}
+        held = of_all_stages(sent, self.manager)
+        return [held.get(str(index)) for index in range(self.micro_batches)]
 
     def _form(self, part: torch.Size, whole: torch.Size) -> _Form | None:
         """Return how parts make up a whole of this shape."""

@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..summation import ROOM, scale_of
+from ..summation import ROOM, scale_of, widest
+from ..words import listed, ranges
 
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 _DOUBTFUL = 30.0  # limits by which a dtype may be off from a wider one before it is looked into
+_SHAKEN = 4  # times that hidden states are rounded otherwise
+_SMALL_SHARE = 1e-3  # of the largest difference; what differs by less may be rounding
 _FINEST = 1e-10  # float64 has no wider dtype to ask; faults are far larger
 _COARSE = 8.0  # epsilons of 16 bits that code around the units may be off by, each tensor
 
@@ -68,7 +71,8 @@ class Judge:
         theirs: Tensor | None,
         *,
         typical: float = 0.0,
-        exact: Callable[[], Tensor] | None = None,
+        is_hidden: bool = False,
+        other: Callable[[int], Tensor] | None = None,
         again: Callable[[], Tensor] | None = None,
     ) -> bool:
         """Compare a layout's tensor with one process's; a missing one is zero.
@@ -78,8 +82,10 @@ class Judge:
             ours: The layout's, whole.
             theirs: One process's, in the model's dtype.
             typical: Size of a typical element of its kind.
-            exact: Returns one process's in a wider dtype; asked where rounding of the model's
-                dtype, or too simple a bound, may explain the difference.
+            is_hidden: Whether it is of rows, positions and features.
+            other: Returns one process's made in another way: by 0 in a wider dtype, by other
+                numbers from hidden states that are rounded otherwise. Asked where rounding, or too
+                simple a bound, may explain the difference, as of routers that choose by little.
             again: Returns one process's once more; asked if the two differ.
 
         Returns:
@@ -88,7 +94,7 @@ class Judge:
         self.compared += 1
         if ours is None or theirs is None:
             there = theirs if ours is None else ours
-            if there is not None and bool((there != 0).any()):
+            if there is not None and bool((widest(there) != 0).any()):
                 note = "the layout has none" if ours is None else "one process has none"
                 self._find(what, math.inf, note)
             return True
@@ -99,18 +105,27 @@ class Judge:
         error = relative(ours, theirs, typical)
         limit, doubtful = self.limit(dtype), False
         base = limit
-        if not error <= limit and exact is not None and dtype in WIDER:
-            wide = exact()
+        if not error <= limit and other is not None and dtype in WIDER:
+            wide = other(0)
             error, own = relative(ours, wide, typical), relative(theirs, wide, typical)
             limit, doubtful = max(limit, ROOM * own), own > _DOUBTFUL * limit
+            for way in range(1, _SHAKEN + 1):
+                if not error <= limit:
+                    own = relative(other(way), theirs, typical)
+                    limit = max(limit, ROOM * own)
         asked = again is not None and (doubtful or not error <= limit)
         if asked and again is not None and not relative(again(), theirs, typical) <= base:
             return False
         if error <= limit:
             self.worst = max(self.worst, error)
         else:
-            self._find(what, error, _ratio(ours, theirs))
+            notes = _ratio(ours, theirs), _where(ours, theirs) if is_hidden else ""
+            self._find(what, error, "; ".join(filter(None, notes)))
         return True
+
+    def missing(self, why: str) -> None:
+        """Note that something could not be compared, which is no difference yet."""
+        self._find(why, math.inf, "")
 
     def limit(self, dtype: torch.dtype) -> float:
         """Return the largest error that rounding explains, without a wider dtype's answer."""
@@ -142,19 +157,35 @@ class _Casts(TorchDispatchMode):
 
 
 def relative(ours: Tensor, theirs: Tensor, typical: float = 0.0) -> float:
-    """Return the 2-norm of a difference divided by the tensor's scale; see `scale_of`."""
-    gap = float(torch.linalg.vector_norm(ours.double() - theirs.double()))
-    scale = scale_of(theirs, typical)
+    """Return the 2-norm of a difference divided by the tensor's scale; see `scale_of`.
+
+    What is infinite, or no number, in both is no difference.
+    """
+    a, b = widest(ours), widest(theirs)
+    same = (a == b) | (a.isnan() & b.isnan())
+    gap = float(torch.linalg.vector_norm((a - b).masked_fill(same, 0)))
+    scale = scale_of(b.masked_fill(~b.isfinite(), 0), typical)
     return 0.0 if gap == 0 else gap / scale if scale else math.inf
+
+
+def _where(ours: Tensor, theirs: Tensor) -> str:
+    """Say in which rows, at which positions and in which features tensors differ, if not in all."""
+    gap = (widest(ours) - widest(theirs)).abs()
+    off, found = gap > _SMALL_SHARE * gap.max(), []
+    for dim, name in zip((0, 1, -1), ("rows", "positions", "features"), strict=True):
+        wrong = off.movedim(dim, 0).flatten(1).any(1)
+        if not bool(wrong.all()):
+            found.append(f"{name} {ranges(wrong.nonzero().flatten().tolist())} of {len(wrong)}")
+    return f"in {listed(found)}" if found else ""
 
 
 def _ratio(ours: Tensor, theirs: Tensor) -> str:
     """Say by which whole number a tensor is too large or too small, if by one."""
-    a, b = ours.double().flatten(), theirs.double().flatten()
-    size = float(b @ b)
+    a, b = widest(ours).flatten(), widest(theirs).flatten()
+    size = float(torch.vdot(b, b).real)
     if not size:
         return ""
-    factor = float(a @ b) / size
+    factor = float(torch.vdot(b, a).real) / size
     for number, words in ((factor, "{} times"), (1 / factor if factor else 0.0, "1/{} of")):
         whole = round(number)
         if whole > 1 and abs(number - whole) < 1e-3 * whole:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...dist.building import tensors_in
 from ..before.attributes import plain_attributes
+from ..plain import HOOKS, is_of_library
 
 _DROPPING = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 _OWNERS: tuple[Any, ...] = (torch._VF, torch)
@@ -52,7 +53,7 @@ def without_dropout() -> Iterator[None]:
 
 
 class State:
-    """Buffers and plain attributes of modules, as they are now.
+    """Buffers, plain attributes and hooks of users of modules, as they are now.
 
     Args:
         modules: Whose they are.
@@ -67,12 +68,17 @@ class State:
             for name, buffer in module._buffers.items()
             if buffer is not None and not buffer.is_meta
         ]
+        self._hooks = [(module, kind, {**getattr(module, kind)}) for module, kind in self._kinds()]
+
+    def _kinds(self) -> Iterator[tuple[nn.Module, str]]:
+        return ((module, kind) for module in self._modules for kind in HOOKS)
 
     def put_back(self) -> None:
         """Let all be as it was."""
         with torch.no_grad():
             for module, name, buffer, values in self._buffers:
-                buffer.copy_(values)
+                if not torch.equal(buffer, values):  # what backward needs may be untouched
+                    buffer.copy_(values)
                 module._buffers[name] = buffer
         for module, held in zip(self._modules, self._attributes, strict=True):
             now = plain_attributes([("", module)])
@@ -81,6 +87,18 @@ class State:
                     vars(module)[name] = value
             for name in now.keys() - held.keys():
                 del vars(module)[name]
+        for module, kind, before in self._hooks:
+            _put_back_hooks(getattr(module, kind), before)
+
+
+def _put_back_hooks(hooks: dict[int, Any], before: Mapping[int, Any]) -> None:
+    """Take out what users' code has added to hooks, and add what it has taken out."""
+    for key in [key for key in hooks if key not in before]:
+        if not is_of_library(hooks[key]):
+            del hooks[key]
+    for key, hook in before.items():
+        if not is_of_library(hook):
+            hooks.setdefault(key, hook)
 
 
 @contextmanager

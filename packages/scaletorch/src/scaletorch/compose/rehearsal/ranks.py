@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ...dist import all_gather_object
+from ...dist import all_gather_object, all_reduce, get_comm_device
 from ...parallel.pg_manager import ProcessGroupManager
 from ..forward import pipeline_of
 from ..plain import Plain
-from ..state import gather_full, local_gradients
+from ..state import gather_stage, local_gradients, of_all_stages
 from .joining import Joiner
 from .recording import Record, Records
 
 _KINDS = ("given", "made", "given_gradient", "made_gradient")
+
+
+class PartedError(Exception):
+    """Ranks cannot go on with a rehearsal together."""
 
 
 class Joined(NamedTuple):
@@ -44,6 +49,7 @@ class Ranks:
         records: This rank's calls of units.
         compared: Weights whose gradients have been compared.
         apart: Units whose calls differ between ranks, or whose tensors cannot be joined.
+        hooks_apart: Stages have hooks that the plain model of other stages' ranks has not.
     """
 
     model: nn.Module
@@ -53,35 +59,39 @@ class Ranks:
     records: Records
     compared: set[str] = field(default_factory=set)
     apart: dict[str, None] = field(default_factory=dict)
-    _gradients: dict[str, Tensor] = field(default_factory=dict)
+    hooks_apart: bool = False
+    _with_gradient: set[str] = field(default_factory=set)  # on any rank
     _parameters: dict[str, Tensor] = field(default_factory=dict)
     _turns: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     _have: set[tuple[str, int, int, str]] = field(default_factory=set)
     _trained: dict[str, bool] = field(default_factory=dict)
     _first: dict[str, str] = field(default_factory=dict)
+    _forms: dict[str, Any] = field(default_factory=dict)
 
-    def exchange(self) -> None:
-        """Let all ranks know which calls, tensors and gradients there are."""
+    def exchange(self, *, hooks_changed: bool) -> None:
+        """Let all ranks know which calls, tensors and gradients there are.
+
+        Args:
+            hooks_changed: Whether this rank's stage has hooks that others do not know of.
+        """
         self._parameters = dict(self.model.named_parameters(remove_duplicate=False))
         self._first = {n: first for first, names in self.plain.names.items() for n in names}
-        found = local_gradients(self.model)
         calls = {
             key: [[kind for kind in _KINDS if getattr(r, kind) is not None] for r in records]
             for key, records in self.records.items()
         }
-        facts = {n: (p.requires_grad, n in found) for n, p in self._parameters.items()}
-        everyone = all_gather_object((calls, facts), self.manager.world_group)
-        with_gradient = {n for _, their in everyone for n, (_, there) in their.items() if there}
-        for name, parameter in self._parameters.items():
-            if name in found:
-                self._gradients[name] = found[name]
-            elif name in with_gradient:  # that another rank has
-                self._gradients[name] = torch.zeros_like(parameter)
-        for _, their in everyone:
-            for name, (trains, _) in their.items():
+        facts = {n: (p.requires_grad, p.grad is not None) for n, p in self._parameters.items()}
+        forms = [(unit, r.form) for (unit, _), held in self.records.items() for r in held]
+        everyone = all_gather_object((calls, facts, forms, hooks_changed), self.manager.world_group)
+        self.hooks_apart = self.manager.pp_size > 1 and any(changed for *_, changed in everyone)
+        for _, their, *_ in everyone:
+            for name, (trains, has_gradient) in their.items():
+                if has_gradient:
+                    self._with_gradient.add(name)
                 if name in self._first:
                     self._trained[self._first[name]] = trains
-        self._settle_calls([their for their, _ in everyone])
+        self._settle_calls([their for their, *_ in everyone])
+        self._settle_forms([their for _, _, their, _ in everyone])
 
     def _settle_calls(self, everyone: Sequence[Mapping[tuple[str, int], list[list[str]]]]) -> None:
         """Note which calls a unit has in one forward, and which tensors all ranks have of each."""
@@ -98,6 +108,43 @@ class Ranks:
                     indices = range(turn, len(held[0]), each)
                     if all(kind in theirs[index] for theirs in held for index in indices):
                         self._have.add((name, stage, turn, kind))
+
+    def _settle_forms(self, everyone: Sequence[Sequence[tuple[str, Any]]]) -> None:
+        """Note the form of a unit's result, if it is one form on all ranks."""
+        for name, form in (each for theirs in everyone for each in theirs):
+            same = self._forms.setdefault(name, form) == form
+            self._forms[name] = form if same else None
+
+    def form(self, name: str) -> Any:
+        """Return the form of what a unit returns, if all there is to it are hidden states.
+
+        None if it is called several times, has hooks, keeps anything, shares weights, or if ranks'
+        results differ.
+        """
+        weights, owners = {*self.plain.owners[name]}, self.plain.owners.items()
+        shares = any(weights & {*theirs} for other, theirs in owners if other != name)
+        if shares or self.turns(name) != 1 or name in self.apart:
+            return None
+        return self._forms.get(name)
+
+    def meet(self, where: str, *, failed: bool = False) -> None:
+        """Let ranks wait for each other, before they send anything.
+
+        Args:
+            where: What a rank is about to do.
+            failed: It cannot go on.
+
+        Raises:
+            PartedError: A rank cannot go on, or they are about to do different things; on all.
+        """
+        place = zlib.crc32(where.encode())
+        told = torch.tensor(
+            [failed, place, -place], device=get_comm_device(self.manager.world_group)
+        )
+        all_reduce(told, "max", group=self.manager.world_group)
+        stopped, most, least = told.tolist()
+        if stopped or most != -least:
+            raise PartedError("it ran otherwise on other ranks")
 
     def turns(self, name: str) -> int:
         """Return how often the layout calls a unit in one forward."""
@@ -128,6 +175,7 @@ class Ranks:
             kind: An attribute of `Record`.
             shape: Of one process's.
         """
+        self.meet(f"{unit} {turn} {kind}")
         turns = self._turns.get(unit, [])
         if turn >= len(turns):
             return Joined(None, unit not in self.apart)
@@ -146,14 +194,28 @@ class Ranks:
 
     def weights(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return whole weights by their first names."""
-        return self._whole({n: p.detach() for n, p in self._parameters.items()}, names)
+        names = [*names]
+        self.meet(f"weights {names[:1]}")
+        wanted = self._parameters.keys() & self._named(names)
+        return self._whole({n: self._parameters[n].detach() for n in wanted}, names)
 
     def gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return whole gradients by the first name of each parameter."""
-        return self._whole(self._gradients, names)
+        names = [*names]
+        self.meet(f"gradients {names[:1]}")
+        wanted = self._named(names).keys() & self._with_gradient & self._parameters.keys()
+        held = {n: torch.zeros_like(self._parameters[n]) for n in wanted}  # if others have one
+        for name, gradient in local_gradients(self.model, wanted).items():
+            held[name] = gradient if gradient.layout is torch.strided else gradient.to_dense()
+        return self._whole(held, names)
 
-    def _whole(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-        wanted = {name: first for first in names for name in self.plain.names[first]}
-        held = {n: tensor for n, tensor in tensors.items() if n in wanted}
-        whole = gather_full(self.model, held, self.manager)
-        return {wanted[n]: t.to(self.joiner.device) for n, t in whole.items() if n in wanted}
+    def _named(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the first name of each name that some weights have."""
+        return {name: first for first in names for name in self.plain.names[first]}
+
+    def _whole(self, held: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+        """Return whole tensors by first names, from what ranks hold of them."""
+        first, names = self._named(names), [n for n in self._parameters if n in held]
+        stage = gather_stage(self.model, {n: held[n] for n in names}, self.manager)
+        whole = of_all_stages(stage, self.manager)
+        return {first[n]: t.to(self.joiner.device) for n, t in whole.items() if n in first}

@@ -5,45 +5,51 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...dist import all_gather_object, get_rank
 from ...dist.errors import InvalidArgumentError, RehearsalError
-from ...parallel.context_parallel.building import asked
+from ...parallel.context_parallel.building import asked, without_zeros
 from ...parallel.data_parallel import DataParallelBucket
 from ...parallel.pg_manager import ProcessGroupManager, describe_rank
+from ...parallel.pg_manager.building import eagerly
 from ..balance import router_loss
 from ..batches import Batch, Called, real_positions, real_tokens
 from ..before.initial import require_one_batch
-from ..before.mixing import require_apart
-from ..forward import Terms, pipeline_of
+from ..forward import Terms, pipeline_of, rehearsing, wait_for_parameters
 from ..loss import token_loss_sum
 from ..loss_batch import LossBatch
 from ..plain import Plain
 from ..ready import as_called
 from ..summation import chain_length
-from .batch import SmallBatch, small_batch
+from ..words import listed
+from .batch import SmallBatch, entries_added, small_batch
 from .joining import Joiner
 from .judging import Finding, Judge
 from .quiet import restored, without_dropout
-from .ranks import Ranks
-from .recording import recorded
+from .ranks import PartedError, Ranks
+from .recording import Records, recorded
 from .replay import Replay
 
 _ALL_AT_ONCE = 2**28  # bytes of weights that a rank may hold beside its own, if need be
-_WAY_OUT = (
-    "What a unit, or the code before it, computes on a share (of features, positions or rows) is "
-    "not what it computes on the whole: name it in the plan, leave it out of it, or take that axis "
-    "at size 1"
+_DIVIDED = (  # what may be wrong where features, tokens, positions, or rows are divided
+    "tp divides features: what is computed from a share of them has to be named in the plan, or "
+    "all that it is computed from left out of it",
+    "sequence parallelism divides tokens between layers: style what mixes or counts them "
+    "'sequence_whole', or the layers 'sequence_layer'",
+    "cp divides positions: mix them by F.scaled_dot_product_attention alone, and take those that "
+    "are counted from the forward's argument position_ids",
+    "dp and micro-batches divide rows: compute each from that row alone",
 )
 
-Step = Callable[[Sequence[Batch]], Tensor]
+Step = Callable[..., Tensor]
 
 
 def rehearse_step(
@@ -63,7 +69,7 @@ def rehearse_step(
         micro_batches: This rank's, of the step.
         terms: The model's.
         manager: The grid.
-        step: Trains micro-batches, without an optimizer; returns the loss.
+        step: `train_step` of the model, but for its micro-batches.
         loss_fn: The user's, as in `train_step`.
 
     Raises:
@@ -74,35 +80,94 @@ def rehearse_step(
         return
     began = time.perf_counter()
     require_one_batch(micro_batches, manager)
-    small = small_batch(micro_batches, model, terms, manager)
-    if small is None:
-        _say(f"{terms.name} is not rehearsed: micro-batches were cut by hand")
+    added = _added(micro_batches, terms, manager)
+    if added is None:
         return
-    units = {name: plain.names_of_unit(name) for name in plain.units}
+    if added:  # a rank has its own rows, positions and words of them; all else is as with any loss
+        loss_fn, step = None, partial(step, loss_fn=None, count_fn=None)
+    cut = partial(small_batch, micro_batches, model, terms, manager)
     pipeline = pipeline_of(model)
-    terms.apart = True  # which is seen here
     asked(pipeline.module)
-    with restored(pipeline.module), without_dropout():
-        with recorded(pipeline, units) as records:
-            loss = step(small.micro_batches)
-        first = small.whole["input_ids"]
-        device = next((p.device for p in model.parameters()), first.device)
-        count = len(small.micro_batches)
-        joiner = Joiner(manager, small.sequences, small.rows, count, device)
+    device = next((p.device for p in model.parameters()), micro_batches[0]["input_ids"].device)
+    hooks_changed = plain.follow(pipeline.module, device)
+    with _as_for_a_rehearsal(model, pipeline.module, terms):
+        try:
+            small, loss, records = _trained(cut, model, plain, step)
+        except Exception as error:
+            if not added or isinstance(error, torch.OutOfMemoryError):
+                raise
+            model.reset()
+            _say(
+                f"{terms.name} is not rehearsed: its loss_fn reads {listed(added)}, added to "
+                f"micro-batches, and the loss of tokens in its place fails ({error})"
+            )
+            return
+        joiner = Joiner(manager, small.sequences, small.rows, len(small.micro_batches), device)
         ranks = Ranks(model, manager, plain, joiner, records)
-        ranks.exchange()
-        plain.follow(pipeline.module, device)
-        loss_of = partial(_loss, small, terms, loss_fn)
-        called = _on(small.called, device)
-        judge, replay, problem = _replayed(plain, ranks, called, loss_of, loss)
-        if problem is not None and _size(plain) <= _ALL_AT_ONCE:
-            plain.join_units()
-            judge, replay, problem = _replayed(plain, ranks, called, loss_of, loss)
+        ranks.exchange(hooks_changed=hooks_changed)
+        batch, loss_of = _on(small.called, device), partial(_loss, small, terms, loss_fn)
+        replay, found = _replayed(plain, ranks, batch, loss_of, loss)
     model.reset()
-    found = _first_of_all(judge, problem, manager)
     if found.first is not None:
         _refuse(found.first, found, terms, manager, _explained(model, small, terms, manager))
-    _report(judge, replay, found.problem, terms, manager, time.perf_counter() - began)
+    replay.unasked += [f"loss_fn, which reads {listed(added)}"] * bool(added)
+    _report(replay, found, terms, pipeline.module, time.perf_counter() - began)
+
+
+def _added(
+    micro_batches: Sequence[Batch], terms: Terms, manager: ProcessGroupManager
+) -> list[str] | None:
+    """Return entries that ranks have added for a loss; None, and say so, if there are others."""
+    everyone = all_gather_object(entries_added(micro_batches), manager.world_group)
+    if None in everyone:
+        _say(
+            f"{terms.name} is not rehearsed: its micro-batches, or entries of them, do not come "
+            "from shard_global_batch, which takes a batch on its device too"
+        )
+        return None
+    return sorted({name for names in everyone for name in names or ()})
+
+
+@contextmanager
+def _as_for_a_rehearsal(
+    model: DataParallelBucket, stage: nn.Module, terms: Terms
+) -> Iterator[None]:
+    """Let a step be a rehearsal, and all be as before it in the end.
+
+    It counts no tokens, sums gradients, also in `no_sync`, and drops nothing; no parameter is zero,
+    as a gate or a branch's last projection may be, behind which nothing would show.
+    """
+    before, model.require_backward_grad_sync = model.require_backward_grad_sync, True
+    terms.seen = 0
+    wait_for_parameters(model)
+    try:
+        with rehearsing(), restored(stage), without_zeros(stage), without_dropout():
+            yield
+    finally:
+        model.require_backward_grad_sync = before
+
+
+def _trained(
+    cut: Callable[..., SmallBatch], model: DataParallelBucket, plain: Plain, step: Step
+) -> tuple[SmallBatch, Tensor, Records]:
+    """Train a small batch, on all positions if few of them fail.
+
+    Returns:
+        The batch, the loss, and the calls of units.
+    """
+
+    def train(small: SmallBatch) -> tuple[SmallBatch, Tensor, Records]:
+        with recorded(pipeline_of(model), plain.names_of_units()) as records:
+            return small, step(small.micro_batches), records
+
+    small = cut(shortens=True)
+    try:
+        return train(small)
+    except Exception as error:  # it may be made for one length
+        if not small.is_short or isinstance(error, torch.OutOfMemoryError):
+            raise
+        model.reset()
+    return train(cut(shortens=False))
 
 
 def _replayed(
@@ -111,17 +176,42 @@ def _replayed(
     batch: Mapping[str, Any],
     loss_of: Callable[[Any], Tensor | None],
     loss: Tensor,
-) -> tuple[Judge, Replay, str | None]:
-    """Run the plain model; return also why it could not run, if it could not."""
-    judge = Judge(chain_length(plain.model, batch["input_ids"]))
-    replay = Replay(plain, ranks, judge)
+) -> tuple[Replay, _Found]:
+    """Run the plain model; return also what all ranks found.
+
+    Its units are given out to the ranks first. If anything differs, or fails, every rank runs all
+    of them; then all of the model is one unit, if its root may use weights of others.
+    """
+    additions = chain_length(plain.model, batch["input_ids"])
+
+    def run(*, gives_out: bool = False) -> tuple[Replay, _Found]:
+        replay = Replay(plain, ranks, Judge(additions), gives_out=gives_out)
+        return replay, _ran(replay, partial(replay.run, batch, loss_of, loss))
+
+    replay, found = run(gives_out=True)
+    if found.first is not None or found.problem is not None:
+        replay, found = run()
+    if found.problem is not None and _size(plain) <= _ALL_AT_ONCE:
+        plain.join_units()
+        replay, found = run()
+    return replay, found
+
+
+def _ran(replay: Replay, run: Callable[[], None]) -> _Found:
+    """Run a replay; return what all ranks found."""
+    ranks, problem = replay.ranks, None
     ranks.compared.clear()
     try:
-        with restored(plain.model):
-            replay.run(batch, loss_of, loss)
+        with restored(replay.plain.model):
+            run()
+        ranks.meet("the end")
+    except PartedError as error:
+        problem = str(error)
     except Exception as error:  # a plain module may do anything
-        return judge, replay, f"{type(error).__name__}: {error}"
-    return judge, replay, None
+        problem = f"{type(error).__name__}: {error}"
+        with suppress(PartedError):
+            ranks.meet(problem, failed=True)
+    return _first_of_all(replay.judge, problem, ranks.manager)
 
 
 def _size(plain: Plain) -> int:
@@ -175,45 +265,49 @@ class _Found(NamedTuple):
         then: What else differs.
         right: Ranks that have found nothing.
         problem: Why the plain model could not run.
+        worst: The largest error within its bound.
     """
 
     first: Finding | None
     then: list[str]
     right: list[int]
     problem: str | None
+    worst: float
 
 
 def _first_of_all(judge: Judge, problem: str | None, manager: ProcessGroupManager) -> _Found:
-    told = all_gather_object((judge.findings[:3], problem), manager.world_group)
+    told = all_gather_object((judge.findings[:3], problem, judge.worst), manager.world_group)
     found = sorted(
-        ((each.order, rank, each) for rank, (theirs, _) in enumerate(told) for each in theirs),
+        ((each.order, rank, each) for rank, (theirs, *_) in enumerate(told) for each in theirs),
         key=lambda each: each[:2],
     )
     first = found[0][2] if found else None
     then = [each.what for _, _, each in found if first is not None and each.what != first.what]
-    right = [rank for rank, (theirs, _) in enumerate(told) if not theirs]
-    return _Found(first, [*dict.fromkeys(then)], right, next((t for _, t in told if t), None))
+    right = [rank for rank, (theirs, *_) in enumerate(told) if not theirs]
+    problem = next((why for _, why, _ in told if why), None)
+    return _Found(first, [*dict.fromkeys(then)], right, problem, max(each[-1] for each in told))
 
 
 def _report(
-    judge: Judge,
     replay: Replay,
-    problem: str | None,
+    found: _Found,
     terms: Terms,
-    manager: ProcessGroupManager,
+    stage: nn.Module,
     seconds: float,
 ) -> None:
     """Say that the layout agrees with one process, or what could not be asked."""
-    if problem is not None:
-        terms.apart, terms.seen = False, 0  # so that the step itself looks
-        _say(f"{terms.name} could not be rehearsed: its plain module failed ({problem})")
+    if found.problem is not None:
+        terms.seen = 0  # so that the step itself looks
+        asked(stage, before=False)
+        _say(f"{terms.name} could not be rehearsed: its plain module failed ({found.problem})")
         return
     without = [*replay.unasked, *(f"hidden states of {name}" for name in replay.ranks.apart)]
     unasked = f"; not compared: {', '.join(without)}" if without else ""
     if get_rank() == 0:
+        grid = replay.ranks.manager.grid
         _write(
-            f"rehearsal: {len(replay.plain.units)} units on {manager.grid} agree with one process "
-            f"to {judge.worst:.1e}, {seconds:.1f} s{unasked}\n"
+            f"rehearsal: {len(replay.plain.units)} units on {grid} agree with one process "
+            f"to {found.worst:.1e}, {seconds:.1f} s{unasked}\n"
         )
 
 
@@ -224,14 +318,21 @@ def _write(line: str) -> None:
 def _explained(
     model: DataParallelBucket, small: SmallBatch, terms: Terms, manager: ProcessGroupManager
 ) -> str:
-    """Return what is known of why a layout differs; all ranks call it."""
-    if manager.cp_size == 1:
-        return ""
-    try:
-        require_apart(model, as_called(small.micro_batches[0], terms), manager)
-    except InvalidArgumentError as error:
-        return f". {error}"
-    return ""
+    """Return in words why a layout may differ; all ranks call it."""
+    stage = pipeline_of(model).module
+    if manager.cp_size > 1 and manager.pp_size == 1:
+        asked(stage, before=False)
+        called = {**as_called(small.micro_batches[0], terms)}
+        called.pop("labels", None)
+        try:
+            with torch.no_grad(), eagerly(), warnings.catch_warnings(action="ignore"):
+                stage(called.pop("input_ids"), **called)
+        except InvalidArgumentError as error:
+            return str(error)
+    tokens = manager.tp_size > 1 and terms.shares_sequences
+    rows = manager.dp_size > 1 or len(small.micro_batches) > 1
+    divided = [manager.tp_size > 1, tokens, manager.cp_size > 1, rows]
+    return "; ".join(text for text, holds in zip(_DIVIDED, divided, strict=True) if holds)
 
 
 def _refuse(
@@ -244,8 +345,8 @@ def _refuse(
         "does not explain"
         + (f"; then {', '.join(found.then[:2])}" if found.then else "")
         + (f"; right on ranks {', '.join(map(str, found.right))}" if found.right else "")
-        + (why or f". {_WAY_OUT}")
-        + ". parallelize(..., rehearse=False) trains it all the same"
+        + (f". {why}" if why else "")
+        + ". parallelize(..., rehearse=False) leaves this comparison out"
     )
 
 

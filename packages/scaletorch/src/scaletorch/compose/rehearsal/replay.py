@@ -2,245 +2,50 @@
 
 The root, all that is in no unit, runs as it is. Each call of a unit takes the ranks' hidden states,
 and hands on theirs, so that errors do not travel; in backward likewise.
+
+So nothing waits for what a unit returns, and units that return hidden states alone are given out:
+each rank runs another one, forward and backward at once, as soon as there is one for every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
+from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...dist.building import map_tensors, tensors_in
-from ..plain import Plain
+from ...dist.building import map_tensors
 from ..summation import root_mean_square
-from .judging import WIDER, Judge
-from .quiet import State, buffers_in, without_autocast
-from .ranks import Ranks
-from .recording import hidden_of, is_same
+from .calls import Both, Call, Handover, sum_of
+from .quiet import State
+from .recording import filled, hidden_of, is_same
 
 Gradients = dict[str, Tensor]
 
 
-class _Handover(torch.autograd.Function):
-    """Connects the output of a replayed unit to the autograd graph of the root."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, _anchor: Tensor, *_inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return what the call hands on."""
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach().clone() for tensor in call.handed)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """Return the gradients of the call's inputs."""
-        return None, None, *ctx.call.backward(gradients)
-
-
 @dataclass(slots=True)
-class _Made:
-    """One run of a unit.
-
-    Attributes:
-        inputs: Leaves: the hidden states first, then other tensors that require a gradient.
-        weights: By first name.
-        outputs: The hidden states first, then other tensors that require a gradient.
-        result: All that the unit returned.
-    """
-
-    inputs: list[Tensor]
-    weights: Mapping[str, nn.Parameter]
-    outputs: list[Tensor]
-    result: Any
-
-
-@dataclass(slots=True)
-class _Call:
-    """One call of a unit by the plain root.
-
-    Attributes:
-        replay: The run that it is part of.
-        name: The unit.
-        run: The unit's own call.
-        args: Its arguments; the hidden states in them are the ranks'.
-        kwargs: Those by name.
-        hidden: The hidden states among them, None if there are none.
-        turn: Which call of the unit it is, from 0 on.
-        before: The unit's buffers and attributes before it.
-        handed: What is handed on to the root and requires a gradient, the hidden states first.
-        came: Gradients that were given for `handed`.
-    """
-
-    replay: Replay
-    name: str
-    run: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    hidden: Tensor | None
-    turn: int
-    before: State
-    handed: list[Tensor] = field(default_factory=list)
-    came: list[Tensor | None] = field(default_factory=list)
-    _wide: tuple[_Made, list[Tensor | None]] | None = None
-
-    def again(self, wide: torch.dtype | None = None) -> _Made:
-        """Run the unit once more, from what it was before the call."""
-        now = State(self.replay.plain.units[self.name].modules())
-        self.before.put_back()
-        try:
-            return self.make(wide)
-        finally:
-            now.put_back()
-
-    def make(self, wide: torch.dtype | None = None) -> _Made:
-        """Run the unit with a graph of its own, in a wider dtype if one is given."""
-        leaves: dict[int, Tensor] = {}
-
-        def leaf(x: Tensor) -> Tensor:
-            if id(x) not in leaves:
-                made = x.detach()
-                if wide is not None and x.is_floating_point():
-                    made = made.to(wide)
-                trains = x.requires_grad and torch.is_grad_enabled()
-                leaves[id(x)] = made.requires_grad_() if trains else made
-            return leaves[id(x)]
-
-        args, kwargs = map_tensors(leaf, (self.args, self.kwargs))
-        weights = self.replay.weights(self.name, wide)
-        unit = self.replay.plain.units[self.name]
-        with (
-            self.replay.plain.lent(self.name, weights),
-            buffers_in(unit, wide),
-            self.replay.judge.casts(),
-        ):
-            result = self.run(*args, **kwargs)
-        y = hidden_of(result)
-        others = [x for x in tensors_in(result) if x.requires_grad and x is not y]
-        trained = [x for x in self._inputs() if x.requires_grad]
-        return _Made(
-            [leaves[id(x)] for x in trained],
-            weights,
-            [*([] if y is None else [y]), *others],
-            result,
-        )
-
-    def _inputs(self) -> list[Tensor]:
-        """Return the arguments' tensors that may require gradients, the hidden states first."""
-        found = {id(x): x for x in tensors_in((self.args, self.kwargs))}
-        first = [] if self.hidden is None else [self.hidden]
-        return [*first, *(x for x in found.values() if x is not self.hidden)]
-
-    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Run the unit backward, compare, and return the ranks' gradient of its hidden states."""
-        replay, self.came = self.replay, [*gradients]
-        theirs = self.came[0]
-        self.came[0] = self._met(
-            "made_gradient", f"gradient that comes back to {self.name}", theirs
-        )
-        with torch.enable_grad():
-            made = self.again()
-        found = self._gradients(made)
-        inputs, weights = found[: len(made.inputs)], found[len(made.inputs) :]
-        trained = [name for name, weight in made.weights.items() if weight.requires_grad]
-        replay.add(self, dict(zip(trained, weights, strict=True)))
-        if self.hidden is not None and self.hidden.requires_grad:
-            what = f"gradient of the input of {self.name}"
-            inputs[0] = self._met("given_gradient", what, inputs[0], exact=partial(self.exact, 0))
-        return inputs
-
-    def _met(
-        self,
-        kind: str,
-        what: str,
-        theirs: Tensor | None,
-        *,
-        exact: Callable[[], Tensor] | None = None,
-    ) -> Tensor | None:
-        """Compare what ranks had of this call with one process's; return theirs if it is known."""
-        of = self.handed[0] if kind.startswith("made") or self.hidden is None else self.hidden
-        ours, known = self.replay.ranks.join(self.name, self.turn, kind, of.shape)
-        if not known:
-            return theirs
-        if self.replay.ranks.runs(self.name) and self.name not in self.replay.random:
-            self.replay.judge.compare(what, ours, theirs, exact=exact)
-        return theirs if ours is None else ours.to(of.dtype)
-
-    def _gradients(self, made: _Made) -> list[Tensor | None]:
-        trained = [weight for weight in made.weights.values() if weight.requires_grad]
-        pairs = [
-            (y, g.to(y.dtype))
-            for y, g in zip(made.outputs, self.came, strict=False)
-            if g is not None and y.requires_grad
-        ]
-        wanted = [*made.inputs, *trained]
-        if not pairs or not wanted:
-            return [None] * len(wanted)
-        # Not autograd.grad, which a reentrant checkpoint refuses; all leaves are new.
-        torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
-        return [each.grad for each in wanted]
-
-    def exact(self, index: int) -> Tensor:
-        """Return a gradient in a wider dtype: of an input, or behind these of a weight."""
-        _, gradients = self.widely()
-        found = gradients[index]
-        return torch.zeros(()) if found is None else found
-
-    def exact_output(self) -> Tensor:
-        """Return the output in a wider dtype."""
-        with torch.no_grad(), without_autocast(self.args):
-            return self.again(self._wider()).outputs[0]
-
-    def output_again(self) -> Tensor:
-        """Return the output of the same call, made again."""
-        with torch.no_grad():
-            return self.again().outputs[0]
-
-    def exact_weight(self, name: str) -> Tensor | None:
-        """Return the gradient of a weight in a wider dtype."""
-        made, gradients = self.widely()
-        trained = [each for each, weight in made.weights.items() if weight.requires_grad]
-        return gradients[len(made.inputs) + trained.index(name)]
-
-    def widely(self) -> tuple[_Made, list[Tensor | None]]:
-        """Return a run in a wider dtype and its gradients, kept."""
-        if self._wide is None:
-            with torch.enable_grad(), without_autocast(self.args):
-                made = self.again(self._wider())
-                self._wide = made, self._gradients(made)
-        return self._wide
-
-    def _wider(self) -> torch.dtype:
-        weights = self.replay.weights(self.name).values()
-        dtypes = [w.dtype for w in weights if w.dtype in WIDER]
-        return WIDER.get(dtypes[0] if dtypes else torch.float32, torch.float64)
-
-
-@dataclass(slots=True)
-class Replay:
+class Replay(Both):
     """One run of the plain model.
 
     Attributes:
-        plain: The model.
-        ranks: What the layout's ranks had.
-        judge: Compares.
         unasked: What could not be compared, and why.
-        random: Units that give another answer each time.
+        gives_out: Whether ranks run different units; if not, each runs all of them.
     """
 
-    plain: Plain
-    ranks: Ranks
-    judge: Judge
     unasked: list[str] = field(default_factory=list)
-    random: set[str] = field(default_factory=set)
+    gives_out: bool = False
+    _given_out: int = 0
+    _own: Callable[[], None] | None = None
     _turns: dict[str, int] = field(default_factory=dict)
-    _earlier: list[tuple[str, Tensor, int]] = field(default_factory=list)  # without gradients
-    _done: dict[str, list[_Call]] = field(default_factory=dict)
+    _earlier: list[tuple[str, Tensor, int]] = field(default_factory=list)  # within checkpoints
+    _done: dict[str, list[Call]] = field(default_factory=dict)
     _found: Gradients = field(default_factory=dict)
-    _held: tuple[str, dict[str, Tensor]] | None = None
+    _beside: set[str] = field(default_factory=set)  # weights that have gradients otherwise
+    _leaves: list[tuple[Call, int, str, ref[Tensor]]] = field(default_factory=list)
     _anchor: Tensor = field(default_factory=lambda: torch.zeros(1, requires_grad=True))
 
     def run(
@@ -258,6 +63,7 @@ class Replay:
         with self.plain.lent("", weights), self.plain.replaced(self._answer):
             with self.judge.casts():
                 output = self.plain.model(batch["input_ids"], **entries)
+            self._run_own()
             found = loss_of(output)
             if found is None:
                 self.unasked.append("the loss, which communicates itself")
@@ -265,10 +71,13 @@ class Replay:
             self.judge.compare("the loss", loss, found.detach())
             trained = [weight for weight in weights.values() if weight.requires_grad]
             penalised = self._add_penalties(found)
+            self._add_beside(found)
             found.backward(inputs=[self._anchor, *trained] if penalised else None)
         for name, weight in weights.items():
             if weight.grad is not None:
                 self._add(name, weight.grad)
+        if self.ranks.hooks_apart:
+            self.unasked.append("gradients outside of units, since stages have hooks of their own")
         for owner in ("", *self.plain.units):
             self._compare_gradients(owner, [*self._done.get(owner, [])], last=True)
 
@@ -281,49 +90,56 @@ class Replay:
                 self._add(name, gradient)
         return any(gradient is not None for gradient in found)
 
-    def weights(self, owner: str, wide: torch.dtype | None = None) -> dict[str, nn.Parameter]:
-        """Return the whole weights of a unit or of the root, from all ranks.
-
-        Those of the owner that was asked for last are kept, so that a rank can ask for them again
-        without the others.
-        """
-        if self._held is None or self._held[0] != owner:
-            self._held = None  # before there are others
-            self._held = owner, self.ranks.weights(self.plain.owners[owner])
-        found = self._held[1]
-        return {
-            name: nn.Parameter(
-                weight if wide is None or not weight.is_floating_point() else weight.to(wide),
-                requires_grad=self.ranks.trains(name) and weight.is_floating_point(),
-            )
-            for name, weight in found.items()
-        }
+    def _add_beside(self, loss: Tensor) -> None:
+        """Add gradients that reach units otherwise than by what their calls returned."""
+        held = [
+            (call, index, name) for call, index, name, there in self._leaves if there() is not None
+        ]
+        leaves = [leaf for *_, there in self._leaves if (leaf := there()) is not None]
+        if not leaves:
+            return
+        found = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+        for (call, index, name), gradient in zip(held, found, strict=True):
+            if gradient is None:
+                continue
+            if name:
+                self._add(name, gradient)
+                self._beside.add(name)
+            else:
+                call.beside += [None] * (index + 1 - len(call.beside))
+                call.beside[index] = gradient
 
     def _answer(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Answer a call of a unit: the ranks' hidden states in place of its own."""
         x = hidden_of((args, kwargs))
         turn = self._turn_of(name, x)
         before = State(self.plain.units[name].modules())
-        call = _Call(self, name, run, args, kwargs, x, turn, before)
+        call = Call(self, self._add_call, name, run, args, kwargs, x, turn, before)
         if x is not None:
             ours, _ = self.ranks.join(name, turn, "given", x.shape)
             if ours is not None:
-                self.judge.compare(f"what {name} is given", ours, x.detach())
+                self.judge.compare(f"what {name} is given", ours, x.detach(), is_hidden=True)
                 ours = ours.to(x.dtype).requires_grad_(x.requires_grad)
                 call.args, call.kwargs = map_tensors(
                     lambda tensor: ours if tensor is x else tensor, (args, kwargs)
                 )
                 call.hidden = ours
+                form = self.ranks.form(name) if self.gives_out else None
+                if form is not None and torch.is_grad_enabled() and len(call.trained_inputs()) < 2:
+                    handed = self._give_out(call, x)
+                    if handed is not None:
+                        return filled(form, handed)
         made = call.make()
         y = hidden_of(made.result)
         if y is None:
             self.unasked.append(f"{name}, which returns no floating tensor")
             return made.result
         ours, known = self.ranks.join(name, turn, "made", y.shape)
-        if known and self.ranks.runs(name):
+        runs_again = torch._C._current_graph_task_id() != -1  # and may count that
+        if known and self.ranks.runs(name) and not runs_again:
             same = self.judge.compare(
                 f"output of {name}", ours, y.detach(),
-                exact=call.exact_output, again=call.output_again,
+                is_hidden=True, other=call.other_output, again=call.output_again,
             )  # fmt: skip
             if not same:
                 self.random.add(name)
@@ -333,10 +149,94 @@ class Replay:
             return map_tensors(lambda t: call.handed[0] if t is y else t, made.result)
         given = [x, *call._inputs()[1:]] if x is not None else call._inputs()
         trained = [each for each in given if each is not None and each.requires_grad]
-        handed = _Handover.apply(call, self._anchor, *trained)  # type: ignore[no-untyped-call]
+        handed = Handover.apply(call, self._anchor, *trained)  # type: ignore[no-untyped-call]
         swapped = dict(zip(map(id, made.outputs), handed, strict=True))
+        leaves = [(index, "", leaf) for index, leaf in enumerate(made.inputs)]
+        leaves += [(0, n, weight) for n, weight in made.weights.items() if weight.requires_grad]
+        self._leaves += [(call, index, n, ref(leaf)) for index, n, leaf in leaves]
         self._done.setdefault(name, [])
         return map_tensors(lambda t: swapped.get(id(t), t.detach()), made.result)
+
+    def _give_out(self, call: Call, x: Tensor) -> Tensor | None:
+        """Let the next rank run a call, forward and backward; return what all hand on.
+
+        Args:
+            call: With the hidden states that the ranks had.
+            x: Those that the root gave.
+
+        Returns:
+            The hidden states that the ranks' call returned; None if they cannot be joined.
+        """
+        ranks, name = self.ranks, call.name
+        kinds = ("made", "made_gradient", "given_gradient")
+        made, came, went = (ranks.join(name, 0, kind, x.shape) for kind in kinds)
+        if made.tensor is None or not (came.known and went.known):
+            return None
+        names = self.plain.owners[name]
+        trained = [each for each in names if ranks.trains(each)]
+        weights, theirs = ranks.weights(names), ranks.gradients(trained)
+        ranks.compared.update(trained)
+        call.given_out, call.handed = True, [made.tensor.detach()]
+        if self._given_out == ranks.manager.global_rank:
+            own = replace(call, came=[came.tensor])
+            self._own = partial(self._run_given, own, went.tensor, weights, theirs)
+        call.args, call.kwargs, call.hidden = (), {}, None
+        if torch._C._current_graph_task_id() == -1:  # else it runs again in backward
+            self._given_out += 1
+        if self._given_out == ranks.manager.world_size:
+            self._run_own()
+        if not (trained or x.requires_grad):
+            return call.handed[0]
+        inputs = [x] if x.requires_grad else []
+        (handed,) = Handover.apply(call, self._anchor, *inputs)  # type: ignore[no-untyped-call]
+        return cast(Tensor, handed)
+
+    def _run_own(self) -> None:
+        """Run the unit that was given to this rank, when all ranks run theirs."""
+        self._given_out, own, self._own = 0, self._own, None
+        if own is None:
+            return
+        try:
+            own()
+        except Exception as error:  # others wait, and all units will be run by every rank
+            self.judge.missing(f"{type(error).__name__}: {error}")
+
+    def _run_given(
+        self,
+        call: Call,
+        went: Tensor | None,
+        weights: dict[str, Tensor],
+        theirs: Mapping[str, Tensor],
+    ) -> None:
+        """Run a unit, and compare all that it makes.
+
+        Args:
+            call: With the gradient of its output.
+            went: The ranks' gradient of its input.
+            weights: The unit's.
+            theirs: The ranks' gradients of these.
+        """
+        name, compare = call.name, self.judge.compare
+        self.keep(name, weights)
+        with torch.enable_grad():
+            made = call.again()
+        output, again = made.outputs[0], call.output_again
+        what = f"output of {name}"
+        ours = call.handed[0]
+        other = call.other_output
+        if not compare(what, ours, output.detach(), is_hidden=True, other=other, again=again):
+            self.judge.missing(f"{name} gives another answer each time")
+        found = call.gradients(made)
+        if made.inputs:
+            what, other = f"gradient of the input of {name}", partial(call.other, 0)
+            compare(what, went, found[0], is_hidden=True, other=other)
+        trained = [n for n, weight in made.weights.items() if weight.requires_grad]
+        gradients = dict(zip(trained, found[len(made.inputs) :], strict=True))
+        typical = root_mean_square(g for g in gradients.values() if g is not None)
+        for each, gradient in gradients.items():
+            other = partial(sum_of, each, [call])
+            what = f"gradient of {each}"
+            compare(what, theirs.get(each), gradient, typical=typical, other=other)
 
     def _turn_of(self, name: str, x: Tensor | None) -> int:
         """Return which call of a unit this is; that of its forward if it runs again in backward."""
@@ -346,11 +246,12 @@ class Replay:
             if found is not None:
                 return found
         turn = self._turns[name] = self._turns.get(name, -1) + 1
-        if x is not None and not torch.is_grad_enabled():
+        checkpoint = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if x is not None and not (torch.is_grad_enabled() and checkpoint is None):
             self._earlier.append((name, x.detach().clone(), turn))
         return turn
 
-    def add(self, call: _Call, gradients: Mapping[str, Tensor | None]) -> None:
+    def _add_call(self, call: Call, gradients: Mapping[str, Tensor | None]) -> None:
         """Add a call's gradients of weights; compare them when they are all there."""
         for name, gradient in gradients.items():
             if gradient is not None:
@@ -363,7 +264,7 @@ class Replay:
     def _add(self, name: str, gradient: Tensor) -> None:
         self._found[name] = self._found[name] + gradient if name in self._found else gradient
 
-    def _compare_gradients(self, owner: str, calls: list[_Call], *, last: bool = False) -> None:
+    def _compare_gradients(self, owner: str, calls: list[Call], *, last: bool = False) -> None:
         """Compare the gradients of a unit or the root; shared weights are compared last."""
         holders = self.plain.owners
         shared = {n for n in holders[owner] if sum(n in names for names in holders.values()) > 1}
@@ -378,19 +279,16 @@ class Replay:
         ours = self.ranks.gradients(names)
         typical = root_mean_square(g for n in names if (g := self._found.get(n)) is not None)
         for name in names:
-            exact = None
-            if calls and not last and name not in shared:
-                exact = partial(_sum_of, name, calls)
+            other = None
+            if calls and not last and name not in shared | self._beside:
+                other = partial(sum_of, name, calls)
             self.ranks.compared.add(name)
             theirs = self._found.pop(name, None)
+            if last and self.ranks.hooks_apart:
+                continue
             if not owner or (owner not in self.random and self.ranks.runs(owner)):
                 self.judge.compare(
-                    f"gradient of {name}", ours.get(name), theirs, typical=typical, exact=exact
+                    f"gradient of {name}", ours.get(name), theirs, typical=typical, other=other
                 )
         for call in calls:
-            call._wide = None
-
-
-def _sum_of(name: str, calls: Sequence[_Call]) -> Tensor:
-    found = [g for call in calls if (g := call.exact_weight(name)) is not None]
-    return torch.stack(found).sum(0)
+            call.forget()

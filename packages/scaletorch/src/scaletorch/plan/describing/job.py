@@ -97,7 +97,7 @@ class Job:
                 model, manager, plan=self.plan, split=self.split,
                 sequence_parallel=cut.sequence_parallel, cp_method=cut.cp_method or "ring",
                 recompute="selective" if cut.selective else False,
-                data_parallel={"init_sync": "none"},
+                data_parallel={"init_sync": "none"}, rehearse=False,
             )  # fmt: skip
             asked(model)
             terms_of(parallel).seen = 2

@@ -1,8 +1,7 @@
 """A plan for people: a table in the terminal, one HTML page, a PNG."""
 
 from .page import page
-from .png import png
 from .shown import Shown, grouped
 from .table import explained, table
 
-__all__ = ["Shown", "explained", "grouped", "page", "png", "table"]
+__all__ = ["Shown", "explained", "grouped", "page", "table"]

@@ -23,9 +23,10 @@ def forward_of(module: nn.Module) -> inspect.Signature:
     """Return what a module's forward takes, also if subclasses pass all on to it."""
     passing = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     found = inspect.signature(type(module).forward)
-    for base in type(module).__mro__:
+    bases: tuple[Any, ...] = type(module).__mro__
+    for base in bases:
         if "forward" in vars(base):
-            found = inspect.signature(vars(base)["forward"])
+            found = inspect.signature(base.forward)
             if not {p.kind for p in [*found.parameters.values()][1:]} <= passing:
                 return found
     return found

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ _PLAIN = (bool, int, float, complex, str)
 
 
 @contextmanager
-def looking(model: nn.Module) -> Iterator[None]:
+def looking(model: nn.Module) -> Iterator[Callable[..., None]]:
     """Let forwards of `model` show what they compute, without dropout and without gradients.
 
     What is compiled runs as it was written, so that every call of it can be seen. Warnings are
@@ -27,19 +27,50 @@ def looking(model: nn.Module) -> Iterator[None]:
     Parameters that are nearly zero have other values meanwhile, so that nothing hides behind them.
     Afterwards mode, parameters, buffers and random generators are what they were, and modules that
     the model makes anew as it runs (BigBird does for short sequences) have gone.
+
+    Yields:
+        What puts numbers and texts back that modules keep, as each call of the model does.
     """
     first = next(model.parameters(), torch.empty(0))
     devices = [] if first.device.type == "cpu" else [first.device]
     kind = first.device.type if devices else "cuda"
     drawing = torch.random.fork_rng(devices, device_type=kind)
-    kept = _modules_kept(model), _buffers_kept(model)
-    with drawing, torch.no_grad(), kept[0], kept[1], evaluating(model), eagerly(), _quiet():
-        enlarged = _enlarged(model)
-        try:
-            yield
-        finally:
-            for parameter, value in enlarged:
-                parameter.zero_() if value is None else parameter.copy_(value)
+    kept = (_buffers_kept(model), evaluating(model), _zeros_lent(model))
+    with ExitStack() as stack:
+        for each in (drawing, torch.no_grad(), *kept, eagerly(), _quiet()):
+            stack.enter_context(each)
+        yield stack.enter_context(_modules_kept(model))
+
+
+@contextmanager
+def without_zeros(model: nn.Module) -> Iterator[None]:
+    """Let parameters that are nearly zero have other values, so that nothing hides behind them.
+
+    A parameter of one shape gets the same ones on every rank.
+    """
+    with torch.no_grad():
+        before = [(each, each.clone(), values) for each, values in _other_values(model)]
+        for parameter, _, values in before:
+            parameter.copy_(values)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, own, _ in before:
+                parameter.copy_(own)
+
+
+@contextmanager
+def _zeros_lent(model: nn.Module) -> Iterator[None]:
+    """Do as `without_zeros`, within a forward: nothing is written to the parameters themselves."""
+    before = [(each, each.data, values) for each, values in _other_values(model)]
+    for parameter, _, values in before:
+        parameter.data = values
+    try:
+        yield
+    finally:
+        for parameter, own, _ in before:
+            parameter.data = own
 
 
 @contextmanager
@@ -65,19 +96,15 @@ def apart(a: Tensor, b: Tensor) -> bool:
     return not bool(close.all())
 
 
-def _enlarged(model: nn.Module) -> list[tuple[nn.Parameter, Tensor | None]]:
-    """Fill parameters that are nearly zero; return them with their values, None for zeros."""
-    changed: list[tuple[nn.Parameter, Tensor | None]] = []
+def _other_values(model: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield parameters that are nearly zero, each with values that are not."""
     for parameter in model.parameters():
         if not parameter.is_floating_point() or not parameter.numel() or parameter.is_meta:
             continue
-        largest = parameter.abs().max()
-        if largest < _SMALL:
-            changed.append((parameter, parameter.clone() if largest > 0 else None))
+        if parameter.detach().abs().max() < _SMALL:
             numbers = torch.arange(parameter.numel(), device=parameter.device)
             pattern = numbers.double().cos_().mul_(0.5 / max(parameter.shape[-1:] or (1,)) ** 0.5)
-            parameter.copy_(pattern.view_as(parameter))
-    return changed
+            yield parameter, pattern.to(parameter.dtype).view_as(parameter)
 
 
 @contextmanager
@@ -99,7 +126,7 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _modules_kept(model: nn.Module) -> Iterator[None]:
+def _modules_kept(model: nn.Module) -> Iterator[Callable[..., None]]:
     """Put back numbers and texts that modules keep; all they are told if one was made anew."""
     before = [*model.modules()]
     held = [(module, dict(vars(module)), dict(module._modules)) for module in before]
@@ -114,7 +141,7 @@ def _modules_kept(model: nn.Module) -> Iterator[None]:
 
     handle = model.register_forward_pre_hook(put_back)
     try:
-        yield
+        yield put_back
     finally:
         handle.remove()
         put_back()

@@ -38,10 +38,8 @@ def require_apart(
 ) -> None:
     """Refuse a model that mixes the positions of its shard outside of attention.
 
-    It is asked once, if it is called with ids [B, L] or positions, integers, or else with hidden
-    states [B, L, H], and returns tensors [B, L, ...], and if none of its modules was replaced since
-    it became context parallel (as by the stages of a pipeline, which are asked otherwise). If it
-    cannot be asked, a warning says so once it has run: see `warn_unasked`.
+    It is asked once, if it is called with integers [B, L], or with hidden states [B, L, H], returns
+    tensors [B, L, ...], and has no modules that came since; else `warn_unasked` says so.
 
     Args:
         model: What became context parallel.
@@ -57,14 +55,17 @@ def require_apart(
     settings.unasked = _why_unasked(model, ids)
     if ids is None or settings.unasked is not None:
         return
-    shape = ids.shape[:2]
-    own, others = _halves(shape[1])
+    shape, (own, others) = ids.shape[:2], _halves(ids.shape[1])
     changed = _changed(given, shape, own, others)
 
     def run(*calls: Arguments) -> list[list[Tensor]]:
-        with each_alone(), looking(model), turned_on(settings, given[1]):
-            outputs = [forward(model, *args, **kwargs) for args, kwargs in calls]
-        return [[x for x in tensors_in(out) if x.shape[:2] == shape] for out in outputs]
+        made = []
+        with each_alone(), looking(model) as put_back, turned_on(settings, given[1]):
+            for args, kwargs in calls:
+                put_back()
+                out = tensors_in(forward(model, *args, **kwargs))
+                made.append([x for x in out if x.shape[:2] == shape])
+        return made
 
     def same(a: Tensor, b: Tensor) -> bool:
         dims = [dim for dim, size in enumerate(a.shape) if size == shape[1]]
@@ -75,8 +76,7 @@ def require_apart(
 
     try:
         before, after = run(given, changed)
-        if not before:
-            settings.unasked = "it returned nothing of shape [B, L, ...]"
+        settings.unasked = None if before else "it returned nothing of shape [B, L, ...]"
     except Exception as error:  # the forward itself will say why, or it does not fail
         before = after = []
         settings.unasked = f"it failed while it was asked, with {type(error).__name__}: {error}"

@@ -177,11 +177,11 @@ def settings_of(module: nn.Module) -> Settings | None:
     return found
 
 
-def asked(model: nn.Module) -> None:
-    """Remember that a model was asked whether it mixes positions."""
+def asked(model: nn.Module, *, before: bool = True) -> None:
+    """Note whether a model was asked before if it mixes positions, or is asked in its forward."""
     settings = settings_of(model)
     if settings is not None:
-        settings.asked, settings.unasked = True, None
+        settings.asked, settings.unasked = before, None
 
 
 def note_shards(model: nn.Module, order: str) -> None:

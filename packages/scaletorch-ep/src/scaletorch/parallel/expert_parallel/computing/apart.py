@@ -36,7 +36,7 @@ def why_mixed(
     module: nn.Module,
     experts: Experts,
     came: Dispatched,
-    names: tuple[Sequence[str], Sequence[str]],
+    stacked: Sequence[str],
     here: int,
     total: int,
 ) -> InvalidArgumentError | None:
@@ -49,8 +49,8 @@ def why_mixed(
         module: With the experts of this rank.
         experts: Its own forward.
         came: Rows of experts of this rank.
-        names: Of its parameters that have rows along dim 0 for each expert here, as many for each,
-            and of its lists of experts.
+        stacked: Names of its parameters that have rows along dim 0 for each expert here, as many
+            for each.
         here: Number of experts here.
         total: Number of experts on all ranks.
     """
@@ -63,7 +63,7 @@ def why_mixed(
         top_k = min(here, came.top_k_index.shape[1])
         why = None if _alike(results.detach()[:top_k], together.detach()) else _ALONE
         if why is None and results.requires_grad:
-            why = _why_elsewhere(leaves, _uses(results, leaves), *names, (here, total))
+            why = _why_elsewhere(leaves, _uses(results, leaves), stacked, (here, total))
     if why is None:
         return None
     return InvalidArgumentError(f"{describe_rank()}: experts {type(module).__name__} {why}")
@@ -156,13 +156,11 @@ def _why_elsewhere(
     leaves: Mapping[str, Tensor],
     uses: list[list[Tensor]],
     stacked: Sequence[str],
-    lists: Sequence[str],
     numbers: tuple[int, int],
 ) -> str | None:
     """Return which weights of single experts lie elsewhere than in their rows."""
     here, total = numbers
     names = [name for name, leaf in leaves.items() if leaf.requires_grad]
-    inside = tuple(f"{each}." if each else "" for each in lists)
     for name, *used in zip(names, *uses, strict=True):
         if name in stacked:
             rows = [each.reshape(here, -1).any(1) for each in used]
@@ -171,12 +169,11 @@ def _why_elsewhere(
                     f"use weights of one another: each takes more of '{name}' than its own rows "
                     "along dim 0, and the other rows may be on other ranks"
                 )
-        elif not name.startswith(inside) and _of_single(used, total):
+        elif _of_single(used, total):
             return (
                 f"have weights of single experts in '{name}' {tuple(leaves[name].shape)}, which "
                 "stays whole, as it has no row for each along dim 0, and experts are numbered anew "
-                f"on each rank: stack it as [{total}, ...], one parameter for all experts, or take "
-                "an nn.ModuleList of experts"
+                f"on each rank: stack it as [{total}, ...], one parameter for all experts"
             )
     return None
 

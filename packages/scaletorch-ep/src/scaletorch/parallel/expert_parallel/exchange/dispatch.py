@@ -240,18 +240,17 @@ class _Meet(Function):
 
 def _send(rows: Tensor, route: Route) -> Work[Tensor]:
     """Send rows [S, …] to the ranks of the experts; wait for [R, …], flat."""
-    return exchange(rows, route.sends, route.receives, route.group)
+    return _exchange(rows, route.sends, route.receives, route.group)
 
 
 def _send_back(rows: Tensor, route: Route) -> Work[Tensor]:
     """Send rows [R, …] to the ranks they came from; wait for [S, …], flat."""
-    return exchange(rows, route.receives, route.sends, route.group)
+    return _exchange(rows, route.receives, route.sends, route.group)
 
 
-def exchange(
+def _exchange(
     rows: Tensor, sends: Sequence[int], receives: Sequence[int], group: ProcessGroup | None
 ) -> Work[Tensor]:
-    """Send so many rows to each rank; wait for those that come, flat."""
     width = rows.shape[1:].numel()
     counts = [[count * width for count in each] for each in (sends, receives)]
     return all_to_all_flat(rows.view(-1), counts[0], counts[1], group)

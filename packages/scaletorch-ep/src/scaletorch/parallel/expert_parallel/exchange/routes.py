@@ -184,13 +184,8 @@ class _Call(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _digest(call: _Call) -> int:
-    return digest_of(*call.lines())
-
-
-@lru_cache(maxsize=64)
-def digest_of(*lines: str) -> int:
-    """Return a number that stands for lines of text."""
-    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
+    """Return a number that stands for a call."""
+    digest = hashlib.blake2b("\n".join(call.lines()).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 

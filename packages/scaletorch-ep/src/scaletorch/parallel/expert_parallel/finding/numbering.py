@@ -11,7 +11,6 @@ from ....dist.errors import InvalidArgumentError
 
 _NOT_A_NUMBER_OF_EXPERTS = ("per_", "top", "shared")  # parts of names such as num_experts_per_tok
 
-Lists = Mapping[str, nn.ModuleList]
 Tensors = Mapping[str, Tensor]
 
 
@@ -29,18 +28,17 @@ class Number(NamedTuple):
     stacked: tuple[str, ...]
 
 
-def count(name: str, module: nn.Module, lists: Lists, tensors: Tensors) -> Number:
+def count(name: str, module: nn.Module, tensors: Tensors) -> Number:
     """Return the number of a module's experts.
 
     Raises:
         InvalidArgumentError: It is not to be seen, or is one of several.
     """
-    lengths = {len(each) for each in lists.values()}
     rows = {each.shape[0] for each in tensors.values() if each.dim()}
     numbers = {number for _, number in numbers_of(module)}
-    said = numbers & (lengths | rows)
-    if not numbers:  # nothing tells the number: stacks of matrices do, or the only list
-        said = {each.shape[0] for each in tensors.values() if each.dim() > 2} | lengths
+    said = numbers & rows
+    if not numbers:  # nothing tells the number: stacks of matrices do
+        said = {each.shape[0] for each in tensors.values() if each.dim() > 2}
     if not said and len(numbers) == 1 and _has_blocks(module, tensors, *numbers):
         return Number(numbers.pop(), 0, tuple(tensors))
     beyond = _beyond(module, said)
@@ -48,8 +46,8 @@ def count(name: str, module: nn.Module, lists: Lists, tensors: Tensors) -> Numbe
         raise InvalidArgumentError(
             f"the number of experts of '{name}' ({type(module).__name__}) is "
             f"{'one of ' + str(sorted(said)) if said else 'not to be seen'}: an attribute such as "
-            "num_experts is to say it, and parameters to have as many rows along dim 0 (or a list "
-            f"as many modules); it has {shapes(tensors)}"
+            "num_experts is to say it, and parameters to have as many rows along dim 0; it has "
+            f"{shapes(tensors)}"
         )
     stacked = (inner for inner, each in tensors.items() if each.dim() and each.shape[0] in said)
     return Number(min(said), beyond, tuple(stacked))

@@ -8,7 +8,7 @@ from torch import nn
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager.building import matching, no_match
-from .experts import is_bare_list, takes_sorted
+from .experts import takes_sorted
 
 Plan = Mapping[str, str]
 
@@ -50,8 +50,7 @@ def _recognised(model: nn.Module) -> dict[str, nn.Module]:
     """Return the experts of a model without any plan, by name or by how they are called.
 
     They are the modules with parameters that are called experts, and those that take rows sorted by
-    expert, whatever their names; of modules inside one another the inner ones. Lists that a block
-    loops over are none: it would run twice without being asked to.
+    expert, whatever their names; of modules inside one another the inner ones.
     """
     found = {
         name: module
@@ -66,8 +65,7 @@ def _recognised(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_named(name: str, module: nn.Module) -> bool:
-    own = name.rpartition(".")[2] == EXPERTS and not is_bare_list(module)
-    return own and any(True for _ in module.parameters())
+    return name.rpartition(".")[2] == EXPERTS and any(True for _ in module.parameters())
 
 
 def own_patterns(model: nn.Module) -> list[str]:

@@ -1,6 +1,5 @@
 """All names of `building`, each imported when it is asked for."""
 
-from ..drawing.png import paint
 from ..drawing.svg import drawn
 from ..runtime.early import AHEAD, IN_FLIGHT
 from ..splitting.balance import parameter_costs
@@ -18,7 +17,6 @@ __all__ = [
     "PassThrough",
     "adopt",
     "drawn",
-    "paint",
     "parameter_costs",
     "parts_of",
     "read",

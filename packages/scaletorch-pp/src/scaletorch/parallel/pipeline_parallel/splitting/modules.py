@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -76,9 +77,10 @@ def check_name(model: nn.Module, name: str) -> None:
 def takes(model: nn.Module, argument: str) -> bool:
     """Return whether the forward has an argument, also if subclasses pass all on to it."""
     passing = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-    for base in type(model).__mro__:
+    bases: tuple[Any, ...] = type(model).__mro__
+    for base in bases:
         if "forward" in vars(base):
-            parameters = inspect.signature(vars(base)["forward"]).parameters
+            parameters = inspect.signature(base.forward).parameters
             if argument in parameters or not passing <= {p.kind for p in parameters.values()}:
                 return argument in parameters
     return False

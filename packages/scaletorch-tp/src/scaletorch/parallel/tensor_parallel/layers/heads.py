@@ -13,6 +13,8 @@ from ..cuts.per_head import PerHead
 from ..regions.surround import Surrounded, surround
 from .base import Group, Options, TensorParallelLayer
 
+_SET = ("group", "tp_size", "tp_rank", "cut", "shard_sizes", "shard_dims")  # by `convert`
+
 
 class HeadParameters(TensorParallelLayer, Surrounded):
     """An attention module, before whose own class this comes: its parameters are of its heads.
@@ -24,6 +26,18 @@ class HeadParameters(TensorParallelLayer, Surrounded):
     sharded_size = "heads"
     shard_dims: ClassVar[Mapping[str, int]] = {}  # each module has its own
     options: ClassVar[dict[str, Any]] = {"per_head": None}
+
+    @classmethod
+    def misfit(cls, module: nn.Module) -> str | None:
+        """Return why `module` cannot become one, or None: names of its own that shards need."""
+        bases = type(module).__mro__
+        own = {name for kind in bases[: bases.index(nn.Module)] for name in vars(kind)}
+        own |= {*vars(module), *module._modules, *module._buffers}
+        wanted = {*_SET, *vars(TensorParallelLayer)} - {*vars(nn.Module)}
+        taken = sorted(name for name in own & wanted if not name.startswith("__"))
+        if taken:
+            return f"it has a {taken[0]!r} of its own, a name that a shard needs: rename it"
+        return None
 
     @classmethod
     def _taken(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..cuts.fused import Fused
 from .family import Family
-from .plan import Divide, Plan
+from .plan import Divide
 
 # Attention and the layers behind it have a module each, and norms of whole states beside the rows.
 BERT = Family(
@@ -30,16 +30,16 @@ BERT = Family(
     heads={"**.layer.*.attention.self": ("query", "key", "value")},
 )
 
-_LAYERED: Plan = {
-    **{name: style for name, style in BERT.plan.items() if name != "**.encoder"},
-    "**.encoder.layer.*": "sequence_layer",
-}
-
 # Its tables of positions are made for the length of the hidden states.
-ROFORMER = replace(BERT, name="RoFormer", plan={**_LAYERED, "**.embed_positions": "sequence"})
-
-# Its images have an encoder of their own.
-GIT = replace(BERT, name="GIT", plan={**_LAYERED, "**.visual_projection": "sequence"})
+ROFORMER = replace(
+    BERT,
+    name="RoFormer",
+    plan={
+        **{name: style for name, style in BERT.plan.items() if name != "**.encoder"},
+        "**.encoder.layer.*": "sequence_layer",
+        "**.embed_positions": "sequence",
+    },
+)
 
 _HEADS = ("**.embed_tokens", "**.lm_head", "**.output_projection", "**.proj_out")
 BART = Family(
@@ -131,59 +131,6 @@ GPT_NEO = Family(
     heads={"**.h.*.attn.attention": ("q_proj", "k_proj", "v_proj")},
 )
 
-PERSIMMON = Family(
-    name="Persimmon",
-    plan={
-        "**.embed_tokens": "vocab",
-        "**.layers.*.self_attn": Divide("num_heads", "hidden_size", optional=True),
-        "**.layers.*.self_attn.query_key_value": "column",  # cut between heads, as GPT-NeoX's
-        "**.layers.*.self_attn.dense": "row",
-        "**.layers.*.mlp.dense_h_to_4h": "column",
-        "**.layers.*.mlp.dense_4h_to_h": "row",
-        "**.lm_head": "column_gather",
-    },
-    may_lack=frozenset(
-        {
-            "**.embed_tokens",
-            "**.lm_head",
-        }
-    ),
-    complete=("**.layers.*.self_attn", "**.layers.*.mlp"),
-    heads={"**.layers.*.self_attn": ("query_key_value",)},
-)
-
-CTRL = Family(
-    name="CTRL",
-    plan={
-        "**.h.*.multi_head_attention": Divide("num_heads", "d_model_size", optional=True),
-        "**.h.*.multi_head_attention.Wq": "column",
-        "**.h.*.multi_head_attention.Wk": "column",
-        "**.h.*.multi_head_attention.Wv": "column",
-        "**.h.*.multi_head_attention.dense": "row",
-        "**.h.*.ffn.0": "column",
-        "**.h.*.ffn.2": "row",
-        "**.h.*": "sequence_layer",
-    },
-    complete=("**.h.*.multi_head_attention", "**.h.*.ffn"),
-    heads={"**.h.*.multi_head_attention": ("Wq", "Wk", "Wv")},
-)
-
-XLM = Family(
-    name="XLM",
-    plan={
-        "**.attentions.*": Divide("n_heads", "dim", optional=True),
-        "**.attentions.*.q_lin": "column",
-        "**.attentions.*.k_lin": "column",
-        "**.attentions.*.v_lin": "column",
-        "**.attentions.*.out_lin": "row",
-        "**.ffns.*.lin1": "column",
-        "**.ffns.*.lin2": "row",
-    },
-    complete=("**.attentions.*", "**.ffns.*"),
-    heads={"**.attentions.*": ("q_lin", "k_lin", "v_lin")},
-    wants_whole="multiply hidden states by a mask of the whole length between their layers",
-)
-
 MODERN_BERT = Family(
     name="ModernBERT decoder",
     plan={
@@ -219,17 +166,4 @@ LFM2 = Family(
     heads={"**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj")},
 )
 
-DENSE = (
-    ROFORMER,
-    GIT,
-    BERT,
-    MUSICGEN,
-    BART,
-    GPT_J,
-    GPT_NEO,
-    PERSIMMON,
-    CTRL,
-    XLM,
-    MODERN_BERT,
-    LFM2,
-)
+DENSE = (ROFORMER, BERT, MUSICGEN, BART, GPT_J, GPT_NEO, MODERN_BERT, LFM2)

@@ -17,7 +17,7 @@ from ..sharing.sequence import until_joined
 from ..sharing.sequence_layers import SequenceLayer, inside_layers
 from ..sharing.shared_tail import SharedTail
 from .explanation import Communication, ExplainedParameter, Explanation
-from .plan import WHOLE_FEATURES, Match, Plan, children_of
+from .plan import Match, Plan, children_of
 from .resolve import Resolved, resolve
 
 
@@ -216,16 +216,11 @@ def _of_whole(
     if isinstance(style, SharedTail):
         of = "shared features' gradient"
         yield Communication(name, "backward", "all_reduce", of, style.features)
-    if match is not None and style == WHOLE_FEATURES:
-        width = sum(match.options["feature_sizes"])
-        yield Communication(name, "forward", "all_gather", "features", width)
-        yield Communication(name, "backward", "all_gather", "output's gradient", width)
-    summed = partial and style != WHOLE_FEATURES
     if on_shares and isinstance(module, nn.Embedding):
-        summed = False
+        partial = False
         of = "output's gradient"
         yield Communication(name, "backward", "all_gather", of, module.embedding_dim)
-    if summed and _is_called(module) and _size(module):
+    if partial and _is_called(module) and _size(module):
         of = "parameters' gradients"
         yield Communication(name, "backward", "all_reduce", of, fixed=_size(module))
 

@@ -16,7 +16,6 @@ from ..cuts.stacked import Slices, Stacked
 from .attention import state_layers
 from .dense_families import DENSE
 from .family import Family
-from .mlp_families import MLPS
 from .partial_families import PARTIAL
 from .plan import Divide, Match, match_plan
 
@@ -30,14 +29,12 @@ class Recognised(NamedTuple):
         complete: Names of modules in which every parameter must be among the matches.
         heads: Name of an attention module -> its projections, cut at head borders. What sums
             gradients in it must be of the size of one head.
-        wants_whole: What it does that no shares of sequences between sharded layers fit.
     """
 
     name: str
     matches: list[Match]
     complete: tuple[str, ...]
     heads: Mapping[str, tuple[str, ...]]
-    wants_whole: str = ""
 
 
 LLAMA = Family(
@@ -63,36 +60,14 @@ LLAMA = Family(
         }
     ),
     complete=("**.layers.*.self_attn", "**.layers.*.mlp"),
-    foreign=frozenset({"lambda_init"}),  # DiffLlama, which weighs heads against others
+    # DiffLlama weighs heads against others; BitNet norms the features of all heads.
+    foreign=frozenset({"lambda_init", "attn_sub_norm"}),
     heads={"**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj")},
-)
-
-BITNET = replace(
-    LLAMA,
-    name="BitNet",
-    plan={
-        **LLAMA.plan,
-        "**.layers.*.self_attn.attn_sub_norm": "whole_features",
-        "**.layers.*.mlp.ffn_sub_norm": "whole_features",
-    },
 )
 
 # Patches are shared out; bytes, in the layers around theirs, stay whole.
 BLT = replace(
     LLAMA, name="BLT", plan={**LLAMA.plan, "**.global_transformer.layers.*": "sequence_layer"}
-)
-
-# Its scales are of each feature of the heads and of the MLP; its head scales every logit.
-DORY = replace(
-    BITNET,
-    name="Dory",
-    plan={
-        **{name: style for name, style in BITNET.plan.items() if name != "**.lm_head"},
-        "**.layers.*.self_attn": PerHead("sqk", "s_gate"),
-        "**.layers.*.self_attn.gate_proj": "column",
-        "**.layers.*.mlp": PerHead("suv_gate", "suv_up"),
-    },
-    heads={"**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj", "gate_proj")},
 )
 
 GPT2 = Family(
@@ -111,7 +86,7 @@ GPT2 = Family(
     },
     may_lack=frozenset({"**.wte", "**.ln_f", "**.lm_head"}),
     complete=("**.h.*.attn", "**.h.*.mlp"),
-    foreign=frozenset({"multi_query"}),  # GPT-BigCode: one key and value head, or head by head
+    foreign=frozenset({"kv_dim"}),  # GPT-BigCode: one key and value head, or head by head
     heads={"**.h.*.attn": ("c_attn",)},
 )
 
@@ -180,24 +155,21 @@ GPT_OSS = Family(
 )
 
 FAMILIES: tuple[Family, ...] = (
-    *(DORY, BITNET, BLT, LLAMA, OPENAI_GPT, GPT2, GPT_NEOX_JAPANESE, GPT_NEOX, GPT_OSS),
+    *(BLT, LLAMA, OPENAI_GPT, GPT2, GPT_NEOX_JAPANESE, GPT_NEOX, GPT_OSS),
     *DENSE,
     *PARTIAL,
-    *MLPS,
 )
 
 
 def _foreign(model: nn.Module, family: Family, names: Sequence[str]) -> str | None:
     """Return which module is not as in the family, though of the same names, or None."""
-    for name in (n for pattern in family.heads for n in matching(pattern, names)):
-        found = family.foreign & vars(model.get_submodule(name)).keys()
+    patterns = {**dict.fromkeys(family.heads), **dict.fromkeys(family.complete)}
+    for name in (n for pattern in patterns for n in matching(pattern, names)):
+        module = model.get_submodule(name)
+        own = {**vars(module), **module._modules}
+        found = [each for each in sorted(family.foreign) if own.get(each, False) is not False]
         if found:
-            return f"'{name}' has {', '.join(sorted(found))}: its heads are laid out otherwise"
-    for name in (n for pattern in family.complete for n in matching(pattern, names)):
-        own = vars(model.get_submodule(name))
-        true = [attribute for attribute in sorted(family.untrue) if own.get(attribute)]
-        if true:
-            return f"'{name}' has {', '.join(true)}: it computes otherwise"
+            return f"'{name}' has {', '.join(found)}: it computes otherwise"
     return None
 
 
@@ -221,8 +193,7 @@ def find_family(model: nn.Module) -> Recognised:
         matches = match_plan(model, family.plan, family.may_lack)
         complete = tuple(n for pattern in family.complete for n in matching(pattern, names))
         heads = {n: own for p, own in family.heads.items() for n in matching(p, names)}
-        called = f"the {family.name} family"
-        return Recognised(called, matches, complete, heads, family.wants_whole)
+        return Recognised(f"the {family.name} family", matches, complete, heads)
     raise InvalidArgumentError(_unknown(model, missing))
 
 

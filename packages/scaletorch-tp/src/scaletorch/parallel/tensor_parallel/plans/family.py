@@ -18,11 +18,10 @@ class Family:
         may_lack: Patterns that need not match.
         complete: Patterns of modules in which every parameter must be the plan's: one that is
             not (a router) would get a part of its gradient only.
-        foreign: Attributes by which a module of `heads` says that it is laid out otherwise.
+        foreign: Attributes or submodules, unless they are `False`, by which a module of `heads` or
+            `complete` says that it computes otherwise.
         heads: Pattern of a module -> its projections, whose outputs are cut at head borders.
             What sums gradients in it must be of the size of one head.
-        wants_whole: What its models do that no shares of sequences between sharded layers fit.
-        untrue: Attributes of a module of `complete` that must not be true.
     """
 
     name: str
@@ -31,5 +30,3 @@ class Family:
     complete: tuple[str, ...] = ()
     foreign: frozenset[str] = frozenset()
     heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    wants_whole: str = ""
-    untrue: frozenset[str] = frozenset()

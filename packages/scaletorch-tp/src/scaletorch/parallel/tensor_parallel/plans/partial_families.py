@@ -1,7 +1,8 @@
 """Known families of which a part stays whole on every rank, as data.
 
 Layers that keep a state (of a recurrence or a convolution) stay whole, and attention whose heads
-are not apart: one key for all queries, slopes that are made for all heads at once.
+are not apart: one key for all queries, slopes that are made for all heads at once. What needs the
+MLP alone comes last: the names of others' MLPs are among it.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ BLOOM = Family(
     },
     may_lack=frozenset({"**.word_embeddings", "**.lm_head"}),
     complete=("**.h.*.mlp",),
-    untrue=frozenset({"slow_but_exact"}),  # by slices of a weight, which is a shard
+    foreign=frozenset({"slow_but_exact"}),  # by slices of a weight, which is a shard
 )
 
 MPT = Family(
@@ -205,37 +206,54 @@ GPT_BIGCODE = Family(
     complete=("**.h.*.mlp",),
 )
 
-CPM_ANT = Family(
-    name="CPM-Ant",
+# Each head is weighed against one of the other half, by vectors that all of them share.
+DIFF_LLAMA = Family(
+    name="DiffLlama",
     plan={
-        "**.layers.*.ffn.ffn.w_in.w_0": "column",
-        "**.layers.*.ffn.ffn.w_in.w_1": "column",
-        "**.layers.*.ffn.ffn.w_out": "row",
-        "**.layers.*": "sequence_layer",
+        "**.embed_tokens": "vocab",
+        "**.layers.*.mlp.gate_proj": "column",
+        "**.layers.*.mlp.up_proj": "column",
+        "**.layers.*.mlp.down_proj": "row",
+        **_HEAD,
     },
-    complete=("**.layers.*.ffn.ffn",),
+    may_lack=frozenset({"**.embed_tokens", "**.lm_head"}),
+    complete=("**.layers.*.mlp",),
+    foreign=frozenset({"ffn_sub_norm"}),  # BitNet, whose norm is of all features of an MLP
 )
 
-XLNET = Family(
-    name="XLNet",
+# BigBird, too, which makes its attention anew as it runs.
+BERT_MLP = Family(
+    name="BERT with attention left whole",
     plan={
-        "**.layer.*.ff.layer_1": "column",
-        "**.layer.*.ff.layer_2": "row",
-        "**.layer.*.ff.layer_norm": "sequence",
+        "**.layer.*.intermediate.dense": "column",
+        "**.layer.*.output.dense": "row",
+        "**.encoder": "sequence_join",
     },
-    complete=("**.layer.*.ff",),
-    wants_whole="have tokens in the first dim of hidden states, [L, B, H], and count them there",
+    may_lack=frozenset({"**.encoder"}),
+    complete=("**.layer.*.intermediate",),
 )
 
-RWKV = Family(
-    name="RWKV",
+# The state of its other layers passes along the sequence.
+XLSTM = Family(
+    name="xLSTM",
     plan={
-        "**.blocks.*.feed_forward.key": "column",
-        "**.blocks.*.feed_forward.value": "row",
-        "**.blocks.*.feed_forward.receptance": "sequence",
-        "**.blocks.*.feed_forward": "sequence_whole",  # it mixes a token with the one before
+        "**.blocks.*.ffn.proj_up_gate": "column",
+        "**.blocks.*.ffn.proj_up": "column",
+        "**.blocks.*.ffn.proj_up_gate_z": Fused("column", 2),  # both in one weight
+        "**.blocks.*.ffn.proj_down": "row",
+        "**.blocks.*.mlstm_layer": "sequence_whole",
         "**.blocks.*": "sequence_layer",
+        **_HEAD,
     },
+    may_lack=frozenset(
+        {
+            "**.blocks.*.ffn.proj_up_gate",
+            "**.blocks.*.ffn.proj_up",
+            "**.blocks.*.ffn.proj_up_gate_z",
+            "**.lm_head",
+        }
+    ),
+    complete=("**.blocks.*.ffn",),
 )
 
 PARTIAL = (
@@ -252,7 +270,7 @@ PARTIAL = (
     DBRX,
     CODEGEN,
     GPT_BIGCODE,
-    CPM_ANT,
-    XLNET,
-    RWKV,
+    DIFF_LLAMA,
+    BERT_MLP,
+    XLSTM,
 )

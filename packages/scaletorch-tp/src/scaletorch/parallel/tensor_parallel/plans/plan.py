@@ -25,9 +25,7 @@ from ..regions.surround import Surrounded
 from ..sharing.joining import JoinSequence
 from ..sharing.positions import WholePositions
 from ..sharing.sequence_layers import SequenceLayer
-from ..sharing.share_of_sum import ShareOfSum
 from ..sharing.shared_tail import SharedTail, TailShared
-from ..sharing.whole_features import WholeFeatures
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -55,7 +53,6 @@ class Divide:
 Style = str | Divide | Fused | PerHead | SharedTail | Stacked
 Plan = Mapping[str, Style]
 
-WHOLE_FEATURES = "whole_features"
 SEQUENCE_WHOLE = "sequence_whole"
 
 # Style -> the layer a plain module becomes and its options, or the mixin its class gets; None
@@ -74,8 +71,6 @@ STYLES: Mapping[
     "sequence_layer": SequenceLayer,
     SEQUENCE_WHOLE: None,  # with sequence parallelism it becomes a `WholeSequence`
     "sequence_positions": WholePositions,
-    "replicate_share": ShareOfSum,
-    WHOLE_FEATURES: WholeFeatures,
     "sharded": ShardedRandom,
 }
 
@@ -174,7 +169,7 @@ def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:
         options = {"stacked": style}
         return Match(name, module, pattern, style, ParallelExperts, options, None, lengths, misfit)
     if isinstance(style, PerHead):
-        misfit = style.misfit(module)
+        misfit = style.misfit(module) or HeadParameters.misfit(module)
         lengths, options = () if misfit else (style.heads(module),), {"per_head": style}
         kind, mixin = HeadParameters, ShardedRandom
         return Match(name, module, pattern, style, kind, options, mixin, lengths, misfit)

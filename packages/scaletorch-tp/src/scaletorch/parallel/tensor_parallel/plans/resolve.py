@@ -16,8 +16,6 @@ from ..layers.heads import HeadParameters
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from ..regions.region import Region
 from ..regions.surround import cannot_surround
-from ..sharing.share_of_sum import ShareOfSum, cannot_share
-from ..sharing.whole_features import WholeFeatures
 from .attention import Attention, find_attentions, find_whole
 from .families import check_complete, find_family
 from .plan import SEQUENCE_WHOLE, Divide, Match, Matches, Plan, children_of, match_plan, with_mixins
@@ -38,12 +36,8 @@ from .sizes import (
     head_counts,
     local_attributes,
     with_cuts,
-    with_feature_sizes,
 )
 from .transformers_plan import find_own_plan
-
-# What a region may hold beside its layers.
-_SHARED = (TensorParallelLayer, WholeFeatures)
 
 
 class Resolved(NamedTuple):
@@ -96,7 +90,7 @@ def resolve(
         lengths.divided.extend(heads)
     check_lengths(lengths, tp_size)
     _check_heads(matches, attentions)
-    matches = with_feature_sizes(model, with_cuts(matches, attentions, tp_size))
+    matches = with_cuts(matches, attentions, tp_size)
     check_ties(model, matches)
     if sequence_parallel:
         check_sequences(model, list(matches.values()))
@@ -126,11 +120,6 @@ def _match(
         _check_divided(found, divided)
         return found, set(), []
     known = find_own_plan(model, divided) or find_family(model)
-    if sequence_parallel and known.wants_whole:
-        raise InvalidArgumentError(
-            f"{type(model).__name__} is of {known.name}, whose models {known.wants_whole}: no "
-            "rank can have a share of the tokens there; do without sequence parallelism"
-        )
     modules = dict(model.named_modules(remove_duplicate=False))
     check_complete(modules, known)
     heads = list(head_counts(modules, known.heads))
@@ -182,7 +171,7 @@ def _is_region(module: nn.Module, matches: Matches, *, ends: bool) -> bool:
             rows += 1
         elif any(issubclass(kind, HeadParameters) for kind in found):
             return False  # attention, which has more within
-        elif any(issubclass(kind, _SHARED) for kind in found):
+        elif any(issubclass(kind, TensorParallelLayer) for kind in found):
             continue
         elif any(hidden.intersection(p.shape) for p in child.parameters()):
             return False
@@ -224,8 +213,7 @@ def _check_mixins(matches: Iterable[Match]) -> None:
     for match in matches:
         if match.mixin is None:
             continue
-        reason = cannot_share(match.module) if match.mixin is ShareOfSum else None
-        reason = reason or cannot_surround(match.module, match.mixin)
+        reason = cannot_surround(match.module, match.mixin)
         if reason is not None:
             raise InvalidArgumentError(f"{match.place} cannot be given that style: {reason}")
 

@@ -15,7 +15,7 @@ from ..cuts.cut import Cut, legal_sizes, share_cut
 from ..cuts.fused import fuse
 from ..layers.heads import HeadParameters
 from .attention import SHARED_KEYS, Attention, has_heads, head_length_of, latent_heads, out_features
-from .plan import WHOLE_FEATURES, Divide, Match, Matches, children_of
+from .plan import Divide, Match, Matches, children_of
 
 # A size that is divided over the ranks: where it is, and how long.
 Length = tuple[str, int]
@@ -102,39 +102,6 @@ def with_cuts(matches: Matches, attentions: Attentions, tp_size: int) -> dict[nn
             cut = cut.times(match.lengths[0] // cut.whole)
         result[match.module] = replace(match, cut=cut)
         _check_replicas(result[match.module], cut)
-    return result
-
-
-def with_feature_sizes(model: nn.Module, matches: Matches) -> dict[nn.Module, Match]:
-    """Return the matches; what sees whole features knows how many each rank has of them.
-
-    Raises:
-        InvalidArgumentError: No row-parallel layer beside it takes these features.
-    """
-    result = dict(matches)
-    for module in model.modules():
-        rows = [m for m in children_of(module, matches) if m.is_row and m.cut is not None]
-        for match in (matches[c] for c in module.children() if c in matches):
-            if match.style != WHOLE_FEATURES:
-                continue
-            cut = rows[0].cut if len(rows) == 1 else None
-            if cut is None:
-                raise InvalidArgumentError(
-                    f"{match.place} has to stand in front of one row-parallel layer, a child of "
-                    f"the same module, whose features are divided as its own; there are {len(rows)}"
-                )
-            # A norm of all keys sees as many features as these have, if that are fewer.
-            widths = {parameter.numel() for parameter in match.module.parameters()}
-            keys = (m.cut for m in children_of(module, matches) if m.is_column and m.cut)
-            if widths and cut.whole not in widths:
-                cut = next((each for each in keys if each.whole in widths), cut)
-            if cut.replicated:
-                raise InvalidArgumentError(
-                    f"{match.place} needs all features of {len(cut.parts)} key heads, of which "
-                    f"several ranks have the same one: tp sizes up to {len(cut.parts)} are legal"
-                )
-            options = {"feature_sizes": cut.sizes}
-            result[match.module] = replace(match, options=options)
     return result
 
 

@@ -39,7 +39,6 @@ TRANSFORMERS_STYLES: Mapping[str, Style] = {
     "embedding_rowwise": "vocab",
     "replicated_with_grad_allreduce": "replicate",
     "replicate": "replicate",
-    "moe_identity_expert": "replicate_share",
 }
 _OF_THE_HEAD = ("column_gather", "vocab", "replicate")  # alone, these shard no layer
 

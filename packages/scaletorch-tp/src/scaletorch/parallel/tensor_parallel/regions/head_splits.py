@@ -106,13 +106,6 @@ def note_features(x: Tensor, cut: Cut, rank: int) -> None:
         looking.note(x, features_of(cut, rank, "a column-parallel layer"))
 
 
-def keep_features(x: Tensor, made: Tensor) -> None:
-    """Tell the module that looks, if any, that `made` has the features that `x` has."""
-    looking = _looking.get()
-    if looking is not None and x in looking.features:
-        looking.note(made, *looking.features[x])
-
-
 class SplitsHeads(Surrounded):
     """A module that holds column- and row-parallel layers, whose first forward is looked at."""
 

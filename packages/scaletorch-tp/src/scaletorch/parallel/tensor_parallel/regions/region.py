@@ -125,11 +125,6 @@ def leave(x: Tensor, sequence: SequenceShares) -> Tensor:
     return sequence.leave(x)
 
 
-def region_runs() -> bool:
-    """Return whether the forward of a `Region` is running."""
-    return _running.get() is not None
-
-
 class Region(Surrounded):
     """A module that holds column-parallel layers: what they take enters once.
 

@@ -31,8 +31,8 @@ IN_REGION = (
     "has a share of the heads and features, of the whole sequence and not of this rank's tokens",
     "A number of heads, a width or something made for all heads does not fit these, also without "
     "sequence parallelism: write -1 for a size, divide an attribute in the plan "
-    "(Divide('num_heads')), or give a module that needs all features the style "
-    "'whole_features', and one with parameters for each head PerHead('name')",
+    "(Divide('num_heads')), style what makes features that are needed together 'column_gather' and "
+    "what takes them 'row_split', and a module with parameters for each head PerHead('name')",
 )
 
 _OF_SHAPES = re.compile(

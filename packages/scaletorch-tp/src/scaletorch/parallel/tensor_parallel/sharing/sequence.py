@@ -19,23 +19,21 @@ from torch.distributed import ProcessGroup
 from ....dist import get_rank, get_world_size
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ...pg_manager.building import eagerly, runs_compiled
 from ..cuts.cut import shard_sizes
 from ..layers.base import TensorParallelLayer
 from ..layers.heads import HeadParameters
 from ..regions.overlap import DIM
 from ..regions.random import sharded_random
-from ..regions.region import Region, region_runs
+from ..regions.region import Region
 from ..regions.sequence_shares import SequenceShares, find_shares
 from ..regions.shape_errors import IN_MODEL, shapes_explained
 from ..regions.surround import SharedGroup, Surrounded, own_class, surround
-from ..regions.uncompiled import around_compiled, warn_unlooked
+from ..regions.uncompiled import around_compiled
 from .between_layers import guard_outside
 from .joining import JoinSequence
-from .mixing import RefuseMixing, present_layers
 from .positions import WholePositions
 from .sequence_layers import SequenceLayer, inside_layers, layers_of, prepare
-from .whole_sequence import WholeSequence, mask_configs, whole_masks, whole_runs
+from .whole_sequence import WholeSequence, mask_configs, whole_masks
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -45,7 +43,6 @@ class SequenceRoot(Surrounded):
 
     _sequence: SequenceShares | None = None  # a slice of an nn.Sequential has none
     _configs: Sequence[Any] = ()  # of models of transformers
-    _looked_at: frozenset[tuple[int, ...]] = frozenset()  # layers that ran while mixing was refused
     _layered: bool = False  # sequences are whole before and behind the layers
 
     @around_compiled
@@ -68,24 +65,7 @@ class SequenceRoot(Surrounded):
             stack.enter_context(whole_masks(self._configs, self._sequence))
             if self.training and not self._layered:  # else layers do
                 stack.enter_context(sharded_random(self._tp_group.group))
-            # A single token cannot be told from a dim of size 1.
-            own = self._sequence.own or 1
-            runs = present_layers(self)
-            looks = own > 1 and runs not in self._looked_at
-            if looks and runs_compiled():
-                warn_unlooked(own_class(self).__name__, "whether it mixes the tokens of shares")
-            elif looks:
-                stack.enter_context(eagerly())  # compiled code calls no modes
-                stack.enter_context(RefuseMixing(own, self._sees_whole))
-            result = super().forward(*args, **kwargs)
-        if looks:
-            vars(self)["_looked_at"] = self._looked_at | {runs}
-        return result
-
-    def _sees_whole(self) -> bool:
-        """Return whether what runs has whole sequences."""
-        shares = self._sequence
-        return region_runs() or whole_runs() or not (shares and shares.sharing)
+            return super().forward(*args, **kwargs)
 
 
 class SplitSequence(Surrounded):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -25,15 +24,6 @@ from ..regions.surround import Surrounded, own_class
 from ..regions.uncompiled import around_compiled, gather, uncompiled
 
 _LIBRARY = "transformers.masking_utils"
-
-
-# Whether the forward of a `WholeSequence` runs.
-_runs: ContextVar[bool] = ContextVar("_runs", default=False)
-
-
-def whole_runs() -> bool:
-    """Return whether the forward of a module that sees whole sequences is running."""
-    return _runs.get()
 
 
 class WholeSequence(Surrounded):
@@ -59,12 +49,8 @@ class WholeSequence(Surrounded):
         residuals = residuals_of(own_class(self).forward, args)
         inputs = Inputs(name, (), shares, residuals, join_residuals=True)
         args, kwargs = inputs.changed(whole, args, kwargs)
-        token = _runs.set(True)
-        try:
-            with refused_again(name), common_random():  # every rank draws the same
-                out = super().forward(*args, **kwargs)
-        finally:
-            _runs.reset(token)
+        with refused_again(name), common_random():  # every rank draws the same
+            out = super().forward(*args, **kwargs)
         own, found = _shared(out, lengths[0], shares)
         if not found:
             raise InvalidArgumentError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..description import Affine, Sent
+from scaletorch.plan.description import Affine, Sent
+
 from .operations import Phase, Terms
 from .sizes import HALF, SINGLE
 

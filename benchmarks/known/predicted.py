@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
-from ..memory import memory
-from ..timing import time
+from scaletorch.plan.memory import memory
+from scaletorch.plan.timing import time
+
 from .closed import transformer
 from .machines import GIB, MACHINES, STATES, Constants
 from .rows import Row

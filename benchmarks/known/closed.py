@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..description import Affine, Behaviour, Block, Cut, Description, Parameter
+from scaletorch.plan.description import Affine, Behaviour, Block, Cut, Description, Parameter
+
 from .messages import sent_by_ends, sent_by_layer
 from .operations import Terms, work_of_ends, work_of_layer
 from .sizes import HALF, SINGLE, Program, Sizes

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...parallel.pg_manager import Grid
-from ..layout import Layout
+from scaletorch.parallel.pg_manager import Grid
+from scaletorch.plan.layout import Layout
+
 from .sizes import Program, Sizes
 from .trials import FITTED, HEADS, RAMP, SHOWN, Trial
 

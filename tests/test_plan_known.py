@@ -1,19 +1,25 @@
 """Closed forms against what their papers print, to the digit; published runs and their errors."""
 
 import dataclasses
+import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.known import Program, Sizes, transformer
+from benchmarks.known.machines import GIB, MACHINES, STATES, Constants
+from benchmarks.known.predicted import predicted_gib, predicted_seconds
+from benchmarks.known.rows import llama_flops, rows
+from benchmarks.known.tables import compared, memory_errors, time_errors
 
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.plan import Cut, Layout
-from scaletorch.plan.known import Program, Sizes, transformer
-from scaletorch.plan.known.machines import GIB, MACHINES, STATES, Constants
-from scaletorch.plan.known.predicted import predicted_gib, predicted_seconds
-from scaletorch.plan.known.rows import llama_flops, rows
-from scaletorch.plan.known.tables import compared, memory_errors, time_errors
+from scaletorch.plan.holding import Holdings
 from scaletorch.plan.memory import memory
-from scaletorch.plan.traffic import traffic
+from scaletorch.plan.traffic import ranks_send
 
 # Hidden, layers, heads, pp, chunks, micro-batch; and what Korthikanti et al. 2022 have of the
 # first stage, GiB: 18 bytes of a parameter, activations of all kept, and of sequence parallelism
@@ -106,7 +112,8 @@ def test_sequence_parallelism_sends_as_much_and_hides_what_is_gathered_twice():
 
 def test_a_layout_of_closed_forms_has_traffic():
     layout = Layout(Grid(tp=2, pp=2, dp=2), micro_batches=4)
-    own = traffic(transformer(Sizes("small", 64, 2, 4, 256, 32), [layout.cut]), layout)[0]
+    known = Holdings(transformer(Sizes("small", 64, 2, 4, 256, 32), [layout.cut]))
+    own = ranks_send(known, layout)[0]
     assert {each.axis for each in own if each.bytes} >= {"tp", "pp", "cp_dp"}
 
 

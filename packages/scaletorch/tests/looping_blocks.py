@@ -111,27 +111,6 @@ class Halving(Looping):
         return out.view_as(x)
 
 
-class Asking(nn.Module):
-    """Calls experts as a function of the block says."""
-
-    def __init__(self, ask, number=4):
-        super().__init__()
-        self.ask, self.calls = ask, []
-        self.scale = nn.Parameter(torch.ones(1))
-        self.experts = nn.ModuleList(Expert() for _ in range(number))
-
-    def forward(self, x):
-        return self.ask(self, x)
-
-
-def model_of(ask):
-    return nn.ModuleDict({"block": Asking(ask)})
-
-
-def asks_well(block, x):
-    return block.experts[0](x) + block.experts[3](x[:2]).sum()
-
-
 class Named(Skipping):
     """Has a dict of experts, takes some of it by name, and loops over names and experts."""
 

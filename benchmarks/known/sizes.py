@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ...dist.errors import InvalidArgumentError
+from scaletorch.dist.errors import InvalidArgumentError
 
 HALF, SINGLE = 2, 4  # bytes of what is computed with, and of sums
 

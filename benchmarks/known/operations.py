@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..description import Affine, Cut, Work
+from scaletorch.plan.description import Affine, Cut, Work
+
 from .sizes import HALF, SINGLE, Program, Sizes
 
 Phase = Literal["forward", "backward"]

@@ -1,0 +1,313 @@
+"""One call of a unit by the plain root, on what the ranks had of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ...dist.building import map_tensors, tensors_in
+from ..plain import Plain
+from .judging import WIDER, Judge
+from .quiet import State, buffers_in, without_autocast
+from .ranks import Ranks
+from .recording import hidden_of
+
+
+class Handover(torch.autograd.Function):
+    """Connects the output of a replayed unit to the autograd graph of the root."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, _anchor: Tensor, *_inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return what the call hands on."""
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach().clone() for tensor in call.handed)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        """Return the gradients of the call's inputs."""
+        return None, None, *ctx.call.backward(gradients)
+
+
+@dataclass(slots=True)
+class Both:
+    """The plain model, and what the layout's ranks had.
+
+    Attributes:
+        plain: The model.
+        ranks: What the ranks had.
+        judge: Compares.
+        random: Units that give another answer each time.
+    """
+
+    plain: Plain
+    ranks: Ranks
+    judge: Judge
+    random: set[str] = field(default_factory=set)
+    _held: tuple[str, dict[str, Tensor]] | None = None
+
+    def weights(self, owner: str, wide: torch.dtype | None = None) -> dict[str, nn.Parameter]:
+        """Return the whole weights of a unit or of the root, from all ranks.
+
+        Those of the owner that was asked for last are kept, so that a rank can ask for them again
+        without the others.
+        """
+        if self._held is None or self._held[0] != owner:
+            self._held = None  # before there are others
+            self._held = owner, self.ranks.weights(self.plain.owners[owner])
+        found = self._held[1]
+        return {
+            name: nn.Parameter(
+                weight if wide is None or not weight.is_floating_point() else weight.to(wide),
+                requires_grad=self.ranks.trains(name)
+                and (weight.is_floating_point() or weight.is_complex()),
+            )
+            for name, weight in found.items()
+        }
+
+    def keep(self, owner: str, weights: dict[str, Tensor]) -> None:
+        """Take the whole weights of a unit as those that were asked for last."""
+        self._held = owner, weights
+
+
+@dataclass(slots=True)
+class Made:
+    """One run of a unit.
+
+    Attributes:
+        inputs: Leaves: the hidden states first, then other tensors that require a gradient.
+        weights: By first name.
+        outputs: The hidden states first, then other tensors that require a gradient.
+        result: All that the unit returned.
+    """
+
+    inputs: list[Tensor]
+    weights: Mapping[str, nn.Parameter]
+    outputs: list[Tensor]
+    result: Any
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a unit by the plain root.
+
+    Attributes:
+        both: The plain model, and what the ranks had.
+        done: Takes the call and its gradients of weights.
+        name: The unit.
+        run: The unit's own call.
+        args: Its arguments; the hidden states in them are the ranks'.
+        kwargs: Those by name.
+        hidden: The hidden states among them, None if there are none.
+        turn: Which call of the unit it is, from 0 on.
+        before: The unit's buffers and attributes before it.
+        handed: What is handed on to the root and requires a gradient, the hidden states first.
+        came: Gradients that were given for `handed`.
+        given_out: Whether one rank compares all that the unit makes of it.
+        beside: Gradients of `trained_inputs` from what the root took of the unit otherwise than
+            from its result, such as an attribute or what a hook has kept.
+    """
+
+    both: Both
+    done: Callable[[Call, Mapping[str, Tensor | None]], None]
+    name: str
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    hidden: Tensor | None
+    turn: int
+    before: State
+    handed: list[Tensor] = field(default_factory=list)
+    came: list[Tensor | None] = field(default_factory=list)
+    given_out: bool = False
+    beside: list[Tensor | None] = field(default_factory=list)
+    _others: dict[int, tuple[Made, list[Tensor | None]]] = field(default_factory=dict)
+
+    def again(self, way: int | None = None) -> Made:
+        """Run the unit once more, from what it was before the call; for `way` see `make`."""
+        now = State(self.both.plain.units[self.name].modules())
+        self.before.put_back()
+        try:
+            return self.make(way)
+        finally:
+            now.put_back()
+
+    def make(self, way: int | None = None) -> Made:
+        """Run the unit with a graph of its own.
+
+        Args:
+            way: 0 is in a wider dtype; another number shakes the hidden states by their rounding,
+                each otherwise; None is as the ranks had them.
+        """
+        leaves: dict[int, Tensor] = {}
+        wide = self._wider() if way == 0 else None
+
+        def leaf(x: Tensor) -> Tensor:
+            if id(x) not in leaves:
+                made = x.detach()
+                if wide is not None and x.is_floating_point():
+                    made = made.to(wide)
+                if way and x is self.hidden:
+                    made = _shaken(made, way)
+                trains = x.requires_grad and torch.is_grad_enabled()
+                leaves[id(x)] = made.requires_grad_() if trains else made
+            return leaves[id(x)]
+
+        args, kwargs = map_tensors(leaf, (self.args, self.kwargs))
+        weights = self.both.weights(self.name, wide)
+        unit = self.both.plain.units[self.name]
+        with (
+            self.both.plain.lent(self.name, weights),
+            buffers_in(unit, wide),
+            saved_tensors_hooks(_itself, _itself),  # not those of a checkpoint around the call
+            self.both.judge.casts(),
+        ):
+            result = self.run(*args, **kwargs)
+        y = hidden_of(result)
+        others = [x for x in tensors_in(result) if x.requires_grad and x is not y]
+        return Made(
+            [leaves[id(x)] for x in self.trained_inputs()],
+            weights,
+            [*([] if y is None else [y]), *others],
+            result,
+        )
+
+    def _inputs(self) -> list[Tensor]:
+        """Return the arguments' tensors that may require gradients, the hidden states first."""
+        found = {id(x): x for x in tensors_in((self.args, self.kwargs))}
+        first = [] if self.hidden is None else [self.hidden]
+        return [*first, *(x for x in found.values() if x is not self.hidden)]
+
+    def trained_inputs(self) -> list[Tensor]:
+        """Return the arguments' tensors that require gradients, the hidden states first."""
+        return [x for x in self._inputs() if x.requires_grad]
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Run the unit backward, compare, and return the ranks' gradient of its hidden states."""
+        self.came = [*gradients]
+        theirs = self.came[0]
+        self.came[0] = self._met(
+            "made_gradient", f"gradient that comes back to {self.name}", theirs
+        )
+        if self.given_out:
+            hidden = self.handed[0]  # the shape of what was given is the same
+            return [
+                self.both.ranks.join(self.name, self.turn, "given_gradient", hidden.shape).tensor
+            ]
+        with torch.enable_grad():
+            made = self.again()
+        found = self.gradients(made)
+        inputs, weights = found[: len(made.inputs)], found[len(made.inputs) :]
+        inputs = [_sum_of_both(*pair) for pair in zip_longest(inputs, self.beside)]
+        trained = [name for name, weight in made.weights.items() if weight.requires_grad]
+        self.done(self, dict(zip(trained, weights, strict=True)))
+        if self.hidden is not None and self.hidden.requires_grad:
+            what = f"gradient of the input of {self.name}"
+            other = None if any(g is not None for g in self.beside) else partial(self.other, 0)
+            inputs[0] = self._met("given_gradient", what, inputs[0], other=other)
+        return inputs
+
+    def _met(
+        self,
+        kind: str,
+        what: str,
+        theirs: Tensor | None,
+        *,
+        other: Callable[[int], Tensor] | None = None,
+    ) -> Tensor | None:
+        """Compare what ranks had of this call with one process's; return theirs if it is known."""
+        of = self.handed[0] if kind.startswith("made") or self.hidden is None else self.hidden
+        ours, known = self.both.ranks.join(self.name, self.turn, kind, of.shape)
+        if not known:
+            return theirs
+        if self.both.ranks.runs(self.name) and self.name not in self.both.random:
+            self.both.judge.compare(what, ours, theirs, is_hidden=True, other=other)
+        return theirs if ours is None else ours.to(of.dtype)
+
+    def gradients(self, made: Made) -> list[Tensor | None]:
+        """Run a call backward; return gradients of its inputs, behind them of its weights."""
+        trained = [weight for weight in made.weights.values() if weight.requires_grad]
+        pairs = [
+            (y, g.to(y.dtype))
+            for y, g in zip(made.outputs, self.came, strict=False)
+            if g is not None and y.requires_grad
+        ]
+        wanted = [*made.inputs, *trained]
+        if not pairs or not wanted:
+            return [None] * len(wanted)
+        # Not autograd.grad, which a reentrant checkpoint refuses; all leaves are new.
+        plain = self.both.plain
+        with plain.lent(self.name, made.weights), plain.within(self.name):
+            torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
+        return [each.grad for each in wanted]
+
+    def other(self, index: int, way: int) -> Tensor:
+        """Return a gradient made in another way: of an input, or behind these of a weight."""
+        _, gradients = self._otherwise(way)
+        found = gradients[index]
+        return torch.zeros(()) if found is None else found
+
+    def other_output(self, way: int) -> Tensor:
+        """Return the output made in another way."""
+        with torch.no_grad(), self._precision(way):
+            return self.again(way).outputs[0]
+
+    def output_again(self) -> Tensor:
+        """Return the output of the same call, made again."""
+        with torch.no_grad():
+            return self.again().outputs[0]
+
+    def other_weight(self, name: str, way: int) -> Tensor | None:
+        """Return the gradient of a weight made in another way."""
+        made, gradients = self._otherwise(way)
+        trained = [each for each, weight in made.weights.items() if weight.requires_grad]
+        return gradients[len(made.inputs) + trained.index(name)]
+
+    def _otherwise(self, way: int) -> tuple[Made, list[Tensor | None]]:
+        """Return a run made in another way and its gradients, kept."""
+        if way not in self._others:
+            with torch.enable_grad(), self._precision(way):
+                made = self.again(way)
+                self._others[way] = made, self.gradients(made)
+        return self._others[way]
+
+    def _precision(self, way: int) -> AbstractContextManager[Any]:
+        return nullcontext() if way else without_autocast(self.args)
+
+    def forget(self) -> None:
+        """Drop what was made in other ways."""
+        self._others.clear()
+
+    def _wider(self) -> torch.dtype:
+        weights = self.both.weights(self.name).values()
+        dtypes = [w.dtype for w in weights if w.dtype in WIDER]
+        return WIDER.get(dtypes[0] if dtypes else torch.float32, torch.float64)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _sum_of_both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if one is None else one if other is None else one + other
+
+
+def sum_of(name: str, calls: Sequence[Call], way: int) -> Tensor:
+    """Return the gradient of a weight over all calls of a unit, made in another way."""
+    found = [g for call in calls if (g := call.other_weight(name, way)) is not None]
+    return torch.stack(found).sum(0)
+
+
+def _shaken(x: Tensor, way: int) -> Tensor:
+    """Return a tensor whose elements are larger or smaller by about their rounding, at random."""
+    generator = torch.Generator().manual_seed(way)
+    signs = torch.randint(2, x.shape, generator=generator).mul_(2).sub_(1).to(x.device, x.dtype)
+    return x * signs.mul_(torch.finfo(x.dtype).eps).add_(1)
