@@ -29,7 +29,7 @@ class Scored(Llama):
     def __init__(self, config):
         super().__init__(config)
         del self.lm_head
-        self.score = nn.Linear(config.hidden_size, 1)
+        self.score = nn.Linear(config.hidden_size, 1, bias=False)  # pairs would cancel one out
 
     def forward(self, input_ids, position_ids=None):
         x = self.embed_tokens(input_ids)

@@ -113,7 +113,7 @@ def is_adapter(name):
 
 def train(sizes, options, folder):
     manager = setup_process_group_manager(**sizes)
-    model = parallelize(adapted(), manager, **options)
+    model = parallelize(adapted(), manager, **options, rehearse=False)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     if manager.cp_dp_size > 1:
@@ -215,7 +215,7 @@ def nested():
 
 def step_of_nested(shares):
     manager = setup_process_group_manager(tp_size=2)
-    model = parallelize(nested(), manager, sequence_parallel=shares)
+    model = parallelize(nested(), manager, sequence_parallel=shares, rehearse=False)
     loss = train_step(model, shard_global_batch(batch(0), 1, model=model)).item()
     gradients = full_gradients(model)
     destroy_process_group_manager()
@@ -247,7 +247,7 @@ def refused():
         model = adapted(**options)
         names = [name for name, _ in model.named_parameters()]
         with pytest.raises(ScaletorchError, match=message):
-            parallelize(model, manager)
+            parallelize(model, manager, rehearse=False)
         assert names == [name for name, _ in model.named_parameters()]
     destroy_process_group_manager()
 
@@ -261,7 +261,7 @@ def added_later():
     whole = batch(0)
     message = r"lora_A.* came after the module was wrapped .*adapters.*get_peft_model of the plain"
     for inject in (injected, around):
-        model = parallelize(base(), manager)
+        model = parallelize(base(), manager, rehearse=False)
         with pytest.raises(ScaletorchError, match="has no adapter 'default' of peft; it has none"):
             export_adapter(model, "nowhere")
         adapted = inject(model)
@@ -271,7 +271,7 @@ def added_later():
             adapted(input_ids=whole["input_ids"])
     destroy_process_group_manager()
     manager = setup_process_group_manager(tp_size=2)
-    model = parallelize(base(), manager)
+    model = parallelize(base(), manager, rehearse=False)
     for inject in (injected, around):
         with pytest.raises(ValueError, match=r"Target module ColumnParallelLinear.*not supported"):
             inject(model)
@@ -304,7 +304,7 @@ def test_an_adapter_has_the_names_that_peft_gives_it(alone, tmp_path, options):
     config = peft.LoraConfig(target_modules=["q_proj", "embed_tokens"], **options)
     model = peft.get_peft_model(base(), config, adapter_name=name)
     model.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"]))
-    export_adapter(parallelize(model, alone), tmp_path / "ours", adapter=name)
+    export_adapter(parallelize(model, alone, rehearse=False), tmp_path / "ours", adapter=name)
     model.save_pretrained(
         tmp_path / "theirs", selected_adapters=[name], save_embedding_layers=False
     )
@@ -329,5 +329,5 @@ def test_an_adapter_of_more_than_its_matrices_is_not_exported(
 ):
     model = peft.get_peft_model(base(), kind(target_modules=["q_proj"], **options))
     with pytest.raises(ScaletorchError, match=f"adapter 'default' {words}, and of adapters only"):
-        export_adapter(parallelize(model, alone), tmp_path)
+        export_adapter(parallelize(model, alone, rehearse=False), tmp_path)
     assert not any(tmp_path.iterdir())

@@ -91,7 +91,7 @@ def expected(tied):
 def train(name, sizes, options, folder):
     manager, steps, tied = setup_process_group_manager(**sizes), [], name.endswith("tied")
     plain = base(tie_word_embeddings=tied).double()
-    model = parallelize(plain, manager, **options)
+    model = parallelize(plain, manager, **options, rehearse=False)
     train_step(model, shard_global_batch(batch(7), 2, model=model))  # gradients to be dropped
     for seed, name in enumerate(ADAPTERS):
         torch.manual_seed(seed)
@@ -150,7 +150,7 @@ def refused():
     manager = setup_process_group_manager(tp_size=2)
     with pytest.raises(InvalidArgumentError, match=f"takes what parallelize returned.*{other}"):
         add_adapters(plain, one)
-    before = parallelize(plain, manager)
+    before = parallelize(plain, manager, rehearse=False)
     for options, words in REFUSED.values():
         with pytest.raises(ValueError, match=words):
             add_adapters(before, peft.LoraConfig(**{"target_modules": ["q_proj"], **options}))
@@ -185,7 +185,7 @@ def refused_in_experts():
     model = small()
     for layer in model.layers:  # an expert a row, in a linear layer
         layer.mlp.experts.scale = torch.nn.Linear(16, 4, bias=False)
-    model = parallelize(model.double(), manager)
+    model = parallelize(model.double(), manager, rehearse=False)
     inside = peft.LoraConfig(target_modules=["scale", "q_proj"])
     with pytest.raises(InvalidArgumentError, match="it is in experts, which are divided"):
         add_adapters(model, inside)

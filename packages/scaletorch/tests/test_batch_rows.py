@@ -98,7 +98,9 @@ def trained(sizes, options, micro_batches):
     manager = setup_process_group_manager(**sizes)
     try:
         options = {"plan": PLAN, **options} if manager.tp_size > 1 else options
-        model = parallelize(net("sequence_parallel" not in options), manager, **options)
+        model = parallelize(
+            net("sequence_parallel" not in options), manager, **options, rehearse=False
+        )
         parts = shard_global_batch(batch(), micro_batches, model=model, row_dims=NAMED)
         loss = train_step(model, parts)
         return loss.item(), full_gradients(model)

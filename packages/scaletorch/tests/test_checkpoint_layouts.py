@@ -66,7 +66,9 @@ def train(model, optimizer, scheduler, manager, step):
 def setup(layout, tied, seed=3, stage=0, schedule="1f1b"):
     dp, pp, cp, tp = layout
     manager = setup_process_group_manager(tp_size=tp, cp_size=cp, pp_size=pp, dp_size=dp)
-    model = parallelize(build(sizes(tied), seed), manager, bucket_size=3000, schedule=schedule)
+    model = parallelize(
+        build(sizes(tied), seed), manager, bucket_size=3000, schedule=schedule, rehearse=False
+    )
     optimizer, scheduler = optimizer_of(model)
     if stage:
         shard_optimizer(optimizer, model, stage=stage, overlap=stage == 1)
@@ -157,7 +159,7 @@ def one_process(tied):
     assert get_process_group_manager() is None
     manager = setup_process_group_manager()
     model = build(sizes(tied))
-    model = parallelize(model, manager)
+    model = parallelize(model, manager, rehearse=False)
     optimizer, scheduler = optimizer_of(model)
     for step in range(STEPS + 1):
         train(model, optimizer, scheduler, manager, step)

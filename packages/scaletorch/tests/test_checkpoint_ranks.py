@@ -66,7 +66,7 @@ def setup(layout, seed=3, dtype=torch.float32, optimizer=torch.optim.AdamW, stag
     destroy_process_group_manager()  # of an earlier function
     manager = setup_process_group_manager(tp_size=tp, cp_size=cp, pp_size=pp, dp_size=dp)
     torch.manual_seed(seed)
-    model = parallelize(Llama(SIZES).to(dtype), manager, bucket_size=3000)
+    model = parallelize(Llama(SIZES).to(dtype), manager, bucket_size=3000, rehearse=False)
     optimizer = optimizer(model.parameters(), lr=1e-2)
     if stage:
         shard_optimizer(optimizer, model, stage=stage)
@@ -434,7 +434,7 @@ def transformers_llama(tied):
 def export_transformers(root, tied):
     destroy_process_group_manager()
     manager = setup_process_group_manager(tp_size=2, pp_size=2)
-    model = parallelize(transformers_llama(tied), manager)
+    model = parallelize(transformers_llama(tied), manager, rehearse=False)
     export_safetensors(model, root, manager)
     for parameter in model.parameters():
         parameter.data.zero_()

@@ -63,7 +63,7 @@ def train(change, sizes, zero=0, sparse=False, **options):
         options["plan"] = {n: s for n, s in PLAN.items() if not (sparse and n == "embed")}
     plain = made("Noted")
     plain.embed.sparse = sparse
-    model = parallelize(plain, manager, **options)
+    model = parallelize(plain, manager, **options, rehearse=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     if zero:
         shard_optimizer(optimizer, model, stage=zero)

@@ -68,7 +68,7 @@ def trained(layout, manager, when, graphs):
     model = built(layout)
     if when == "before":
         compile_layers(model)
-    parallel = parallelize(model, manager, **LAYOUTS[layout][1])
+    parallel = parallelize(model, manager, **LAYOUTS[layout][1], rehearse=False)
     if when in ("after", "whole"):
         compile_layers(model if when == "after" else parallel)
     for _ in range(2):  # the first step looks at the model too
@@ -130,7 +130,7 @@ def mixtral(backend):
     torch.manual_seed(0)
     model = transformers.MixtralForCausalLM(config).double()
     model.set_experts_implementation("eager")  # the others know no float64
-    parallel = parallelize(model, manager)
+    parallel = parallelize(model, manager, rehearse=False)
     for layer in model.base_model.layers if backend else ():
         layer.compile(backend=backend)
     optimizer, losses = torch.optim.SGD(parallel.parameters(), lr=0.1), []
@@ -151,8 +151,8 @@ def refused():
     manager = setup_process_group_manager(pp_size=2)
     message = r"torch\.compile\(model\) returns a module around .* in place.*layer\.compile\(\)"
     with pytest.raises(InvalidArgumentError, match=message):
-        parallelize(torch.compile(built("pp"), backend="eager"), manager)
-    parallel = parallelize(built("pp"), manager)
+        parallelize(torch.compile(built("pp"), backend="eager"), manager, rehearse=False)
+    parallel = parallelize(built("pp"), manager, rehearse=False)
     batches = shard_global_batch(batch(), 2, model=parallel)
     with pytest.raises(InvalidArgumentError, match=message):
         train_step(torch.compile(parallel, backend="eager"), batches)

@@ -66,7 +66,7 @@ def adapt(model):
 
 def check_adapters(layout):
     manager = setup_process_group_manager(**layout)
-    model = parallelize(llama(), manager)
+    model = parallelize(llama(), manager, rehearse=False)
     adapt(model)
     with pytest.raises(
         (StateError, StageError), match=r"q_proj\.up\.weight.* came after the module"
@@ -86,7 +86,7 @@ def check_adapters_before(layout):
     for each in (plain, model):
         torch.manual_seed(1)
         adapt(each)
-    model = parallelize(model, manager)
+    model = parallelize(model, manager, rehearse=False)
     loss = train_step(model, shard_global_batch(batch(), 1, manager))
     theirs = nn.functional.cross_entropy(
         plain(batch()["input_ids"]).flatten(0, 1), batch()["labels"].flatten()
@@ -106,7 +106,7 @@ def test_adapters_that_were_there_train(axis):
 
 def check_clipping(layout, stage, change):
     manager = setup_process_group_manager(**layout)
-    plain, model = llama(), parallelize(llama(), manager)
+    plain, model = llama(), parallelize(llama(), manager, rehearse=False)
     ours = torch.optim.SGD(model.parameters(), lr=1.0)
     theirs = torch.optim.SGD(plain.parameters(), lr=1.0)
     if stage:

@@ -92,7 +92,7 @@ def shard(model, manager, tied):
 
 def stepped(layout, tied):
     manager = grid(layout)
-    model = parallelize(build(tied), manager, bucket_size=900)
+    model = parallelize(build(tied), manager, bucket_size=900, rehearse=False)
     train_step(model, shard_global_batch(global_batch(), 2, manager), manager)
     return manager, model
 
@@ -150,7 +150,7 @@ def test_layouts_have_one_process_s_norm(layout, tied):
 def clipped_training(layout, tied, stage):
     """Two clipped steps of a sharded optimizer; returns norms and whole weights."""
     manager = grid(layout)
-    model = parallelize(build(tied), manager, bucket_size=900)
+    model = parallelize(build(tied), manager, bucket_size=900, rehearse=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     shard_optimizer(optimizer, model, stage=stage)
     norms = []

@@ -111,7 +111,7 @@ def masters(layout, scale, poison):
     """Train a float16 model with float32 masters in shards; return the scales and the weights."""
     dp, pp, cp, tp = layout
     manager = setup_process_group_manager(tp_size=tp, cp_size=cp, pp_size=pp, dp_size=dp)
-    model = parallelize(build(half=False).half(), manager)
+    model = parallelize(build(half=False).half(), manager, rehearse=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     shard_optimizer(optimizer, model)
     scaler = GradScaler("cpu", scale)

@@ -47,7 +47,7 @@ def check_average(sizes, options, zero=0):
     manager = setup_process_group_manager(**sizes)
     if manager.tp_size > 1:
         options = {**options, "plan": PLAN}
-    model = parallelize(made("Noted"), manager, **options)
+    model = parallelize(made("Noted"), manager, **options, rehearse=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     if zero:
         shard_optimizer(optimizer, model, stage=zero)
@@ -84,7 +84,7 @@ def check_stages():
     """The advice of the error, as it is written."""
     for options in ({}, dict([V])):
         manager = setup_process_group_manager(**PP)
-        model = parallelize(made("Noted"), manager, **options)
+        model = parallelize(made("Noted"), manager, **options, rehearse=False)
         for each in (model, model.module):
             with pytest.raises(StateError, match=r"keep average = .*model.load_state_dict\(av"):
                 copy.deepcopy(each)

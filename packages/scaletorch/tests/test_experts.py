@@ -179,7 +179,9 @@ def reference(family, layers=0, skewed=False):
 def train(expected, family, sizes, options, micro_batches, stage, layers=0, skewed=False):
     manager = setup_process_group_manager(**sizes)
     try:
-        model = compose.parallelize(build(family, layers, skewed), manager, **options)
+        model = compose.parallelize(
+            build(family, layers, skewed), manager, **options, rehearse=False
+        )
         optimizer = adam(model)
         if stage:
             shard_optimizer(optimizer, model, stage=stage)

@@ -46,7 +46,7 @@ def balanced(family, sizes, options, kind):
     manager = setup_process_group_manager(**sizes)
     whole = balanced_batch(kind)
     expected, gradients = balanced_reference(family, whole)
-    model = compose.parallelize(build(family, **BALANCE), manager, **options)
+    model = compose.parallelize(build(family, **BALANCE), manager, **options, rehearse=False)
     loss = compose.train_step(model, compose.shard_global_batch(whole, 1, model=model))
     assert relative_error(loss, expected) < BOUND
     found = compose.full_gradients(model)
@@ -96,7 +96,7 @@ def moved(length):
 
 def move(expected, length, sizes, options, micro_batches):
     manager = setup_process_group_manager(**sizes)
-    model = compose.parallelize(build("Glm4Moe"), manager, **options)
+    model = compose.parallelize(build("Glm4Moe"), manager, **options, rehearse=False)
     counts = compose.count_routing(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step, (loss, tokens, bias) in enumerate(expected):
@@ -132,7 +132,9 @@ def test_biases_move_as_in_one_process(sizes, options, micro_batches, length):
 
 
 def refuse():
-    model = compose.parallelize(build("Mixtral"), setup_process_group_manager(dp_size=2))
+    model = compose.parallelize(
+        build("Mixtral"), setup_process_group_manager(dp_size=2), rehearse=False
+    )
     with pytest.raises(InvalidArgumentError, match=r"has a bias 'gate\.e_score"):
         compose.count_routing(model)
 

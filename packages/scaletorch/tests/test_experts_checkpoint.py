@@ -23,7 +23,7 @@ FAMILY = "DeepseekV3"
 
 def prepared(sizes, stage, family=FAMILY):
     manager = setup_process_group_manager(**sizes)
-    model = compose.parallelize(build(family), manager)
+    model = compose.parallelize(build(family), manager, rehearse=False)
     optimizer = adam(model)
     if stage:
         shard_optimizer(optimizer, model, stage=stage)
@@ -141,7 +141,9 @@ def step_of_uneven(model, optimizer, step):
 
 
 def saved_uneven(folder, sizes):
-    model = compose.parallelize(build_uneven(), setup_process_group_manager(**sizes))
+    model = compose.parallelize(
+        build_uneven(), setup_process_group_manager(**sizes), rehearse=False
+    )
     optimizer = shard_optimizer(adam(model), model)
     before = step_of_uneven(model, optimizer, 0)
     save(folder, model, optimizer, step=1)
@@ -152,7 +154,7 @@ def saved_uneven(folder, sizes):
 
 def loaded_uneven(folder, sizes):
     manager = setup_process_group_manager(**sizes)
-    model = compose.parallelize(build_uneven(), manager)
+    model = compose.parallelize(build_uneven(), manager, rehearse=False)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)

@@ -35,7 +35,7 @@ def refused(sizes, guilty, name):
         whole, plain = batch(), built()
         logits = plain(whole["input_ids"]).flatten(0, 1)
         torch.nn.functional.cross_entropy(logits, whole["labels"].flatten()).backward()
-        model = compose.parallelize(built(), manager, data_parallel=CHECKED)
+        model = compose.parallelize(built(), manager, data_parallel=CHECKED, rehearse=False)
         some = compose.shard_global_batch(whole, 2, model=model)
         named = {n: p for n, p in model.named_parameters() if n.endswith(name)}
         handles = [p.register_hook(lambda g: g / 0) for p in named.values() if get_rank() == guilty]

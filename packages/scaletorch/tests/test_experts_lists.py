@@ -90,7 +90,7 @@ def train(expected, kind, skew, experts, sizes, options, micro_batches, stage):
     steps, weights = expected
     manager = setup_process_group_manager(**sizes)
     try:
-        model = compose.parallelize(build(kind, skew, experts), manager, **options)
+        model = compose.parallelize(build(kind, skew, experts), manager, **options, rehearse=False)
         optimizer = adam(model)
         if stage:
             shard_optimizer(optimizer, model, stage=stage)
@@ -164,7 +164,7 @@ def refused(sizes, options):
     manager = setup_process_group_manager(**sizes)
     try:
         with pytest.raises(InvalidArgumentError, match=REFUSED):
-            compose.parallelize(build("skipping", 0.0, 4), manager, **options)
+            compose.parallelize(build("skipping", 0.0, 4), manager, **options, rehearse=False)
     finally:
         destroy_process_group_manager()
 
@@ -216,7 +216,7 @@ def uncounted():
         model = build("skipping", 0.0, 4)
         for layer in model.layers:
             layer.mlp.gate.bias = nn.Parameter(torch.zeros(4, dtype=torch.float64))
-        model = compose.parallelize(model, manager)
+        model = compose.parallelize(model, manager, rehearse=False)
         with pytest.raises(InvalidArgumentError, match=r"\(ModuleList\) has no forward, and is"):
             compose.count_routing(model, "gate.bias")
     finally:

@@ -138,11 +138,17 @@ def trains(expected):
         plan = {"**.experts": "experts"}
         torch.manual_seed(get_rank())
         model = compose.parallelize(
-            build(drops=True), manager, schedule="dualpipe_v", recompute=recompute, plan=plan
+            build(drops=True),
+            manager,
+            schedule="dualpipe_v",
+            recompute=recompute,
+            plan=plan,
+            rehearse=False,
         )
         in_both_ways(model, ())
     in_both_ways(
-        compose.parallelize(build(kind=Recomputed), manager, schedule="dualpipe_v"), expected
+        compose.parallelize(build(kind=Recomputed), manager, schedule="dualpipe_v", rehearse=False),
+        expected,
     )
     destroy_process_group_manager()
 
@@ -188,7 +194,7 @@ def fails_on_all(main):
     the step at different tasks would wait for one another.
     """
     manager = setup_process_group_manager(**SIZES)
-    model = compose.parallelize(build(), manager, schedule="dualpipe_v")
+    model = compose.parallelize(build(), manager, schedule="dualpipe_v", rehearse=False)
     before = next(steps(model))
     execute.PERIOD = 0 if manager.dp_rank == 0 else 60
     first = manager.pp_rank == 0
@@ -220,7 +226,7 @@ def waits_for_nothing():
 
 def guarded(main, call):
     manager = setup_process_group_manager(**SIZES)
-    model = compose.parallelize(build(), manager, schedule="dualpipe_v")
+    model = compose.parallelize(build(), manager, schedule="dualpipe_v", rehearse=False)
     if get_rank() == 1:
         at_turn(model, main, call)
     try:

@@ -59,7 +59,7 @@ def train(layout, config, num_micro_batches, schedule, **options):
     dp, pp, cp, tp = layout
     manager = setup_process_group_manager(tp_size=tp, cp_size=cp, pp_size=pp, dp_size=dp)
     options |= {"bucket_size": 3000, "schedule": schedule}
-    model = parallelize(build(config), manager, **options)
+    model = parallelize(build(config), manager, **options, rehearse=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses, gradients, norms, held = [], [], [], sorted(model.state_dict())
     for step in range(STEPS):
@@ -149,7 +149,7 @@ def idle(layout, *arguments):
     for rank in range(layout[0]):
         target = "parallel.data_parallel.buckets.reduction:all_reduce_flat"
         with patched(target, partial(thrown_away, idle=rank)):
-            results.append(train(layout, *arguments, rehearse=False))
+            results.append(train(layout, *arguments))
     return results
 
 

@@ -153,7 +153,7 @@ def leave(kind, sizes, options, stage):
     """Return what steps leave on a layout, and whether the model lives when nobody names it."""
     manager = setup_process_group_manager(**sizes)
     torch.manual_seed(0)
-    model = compose.parallelize(kind(), manager, **options)
+    model = compose.parallelize(kind(), manager, **options, rehearse=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if stage:
         shard_optimizer(optimizer, model, stage=stage)
@@ -182,7 +182,7 @@ def end(kind, sizes, options, stage):
     def train():
         init_dist(backend="gloo")
         manager = setup_process_group_manager(**sizes)
-        model = compose.parallelize(kind(), manager, **options)
+        model = compose.parallelize(kind(), manager, **options, rehearse=False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         if stage:
             shard_optimizer(optimizer, model, stage=stage)

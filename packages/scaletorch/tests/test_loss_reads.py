@@ -130,7 +130,7 @@ def monitored(model):
 def penalized(sizes, options, zero):
     manager = setup_process_group_manager(**sizes)
     try:
-        model = parallelize(net(), manager, **options)
+        model = parallelize(net(), manager, **options, rehearse=False)
         if zero:
             shard_optimizer(torch.optim.SGD(model.parameters(), 0.1), model, stage=zero)
         loss_fn = penalty(list(model.parameters()))
@@ -177,7 +177,7 @@ def attempt(sizes, options, make, kind=Net, plan=PLAN):
         tp = {"plan": plan} if manager.tp_size > 1 else {}
         plain = net(kind, "sequence_parallel" not in options)
         whole = list(plain.parameters())
-        model = parallelize(plain, manager, **tp, **options)
+        model = parallelize(plain, manager, **tp, **options, rehearse=False)
         given = whole if make is over_what_was_kept else model
         own = {} if make is None else {"loss_fn": make(given)}
         parts = shard_global_batch(batch(), 4, model=model)
@@ -374,7 +374,7 @@ def steps(sizes, options, dtype, own):
     manager = setup_process_group_manager(**sizes)
     try:
         whole = net(attends="sequence_parallel" not in options).to(dtype)
-        model = parallelize(whole, manager, plan=PLAN, **options)
+        model = parallelize(whole, manager, plan=PLAN, **options, rehearse=False)
         parts = shard_global_batch(batch(), 2, model=model)
         given = {"loss_fn": tokens} if own else {}
         return [train_step(model, parts, **given).item() for _ in range(3)]

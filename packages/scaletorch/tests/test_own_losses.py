@@ -65,7 +65,8 @@ def every_loss(sizes, options):
             own = {n: v for n, v in options.items() if n == "schedule"}
         elif name == "classes":
             own.pop("loss_parallel", None)
-        own["rehearse"] = second is None  # a teacher's outputs are of the whole micro-batch
+        # A teacher's outputs are of the whole micro-batch; what two ranks rehearse, eight need not.
+        own["rehearse"] = second is None and manager.world_size == 2
         model = parallelize(build(), manager, **own)
         micro_batches = shard_global_batch(batch(), 2, model=model)
         if second is not None:
@@ -95,7 +96,7 @@ def accumulated(sizes):
     from scaletorch.parallel.data_parallel import GradScaler
 
     manager = setup_process_group_manager(**sizes)
-    model = parallelize(language(), manager)
+    model = parallelize(language(), manager, rehearse=False)
     micro_batches = shard_global_batch(batch(), 2, model=model)
     scaler = GradScaler("cpu", 2.0**8)
     with model.no_sync():
@@ -125,7 +126,7 @@ def text():
 
 def perplexity(sizes, options):
     manager = setup_process_group_manager(**sizes)
-    model = parallelize(language(), manager, **options)
+    model = parallelize(language(), manager, **options, rehearse=False)
     model.train()
     inside = set()
     for module in model.modules():
@@ -213,7 +214,7 @@ def refused(sizes, options):
     manager = setup_process_group_manager(**sizes)
     heard = {}
     for name, (arguments, _) in WRONG.items():
-        model = parallelize(language(), manager, **options)
+        model = parallelize(language(), manager, **options, rehearse=False)
         heard[name] = []
         for wrong in (arguments, {"loss_fn": smoothed}):  # afterwards a step goes well
             try:
@@ -236,7 +237,7 @@ def test_what_a_loss_returns_is_refused_on_every_rank():
 
 def on_one_rank_only(sizes):
     manager = setup_process_group_manager(**sizes)
-    model = parallelize(language(), manager)
+    model = parallelize(language(), manager, rehearse=False)
     own = {"loss_fn": smoothed} if manager.global_rank else {}
     with pytest.raises(Exception, match=r"rank 0 differs.*|a loss_fn of its own"):
         train_step(model, shard_global_batch(batch(), 2, model=model), **own)
@@ -249,7 +250,7 @@ def test_a_loss_on_some_ranks_alone():
 
 def wrong_entries(sizes):
     manager = setup_process_group_manager(**sizes)
-    model = parallelize(language(), manager)
+    model = parallelize(language(), manager, rehearse=False)
     with pytest.raises(ValueError, match=r"loss_last has shape .* row for each of the 8"):
         shard_global_batch({**batch(), "loss_last": torch.zeros(3)}, 2, model=model)
     micro_batches = shard_global_batch(batch(), 2, model=model)

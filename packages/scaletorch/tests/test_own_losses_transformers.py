@@ -68,7 +68,7 @@ def pairs_packed(batch):
 
 def one_step(sizes, options, build, whole, loss_fn, count_fn, micro_batches):
     manager = setup_process_group_manager(**sizes)
-    model = parallelize(build(), manager, **options)
+    model = parallelize(build(), manager, **options, rehearse=False)
     parts = shard_global_batch(whole, micro_batches, model=model)
     loss = train_step(model, parts, loss_fn=loss_fn, count_fn=count_fn)
     gradients = full_gradients(model)

@@ -148,7 +148,7 @@ def steps_add_up(how):
                 layer.compile(backend="eager")
             if how == "run again":
                 layer.__class__ = LayerRunAgain
-        model = parallelize(net, manager, plan=PLAN, **options)
+        model = parallelize(net, manager, plan=PLAN, **options, rehearse=False)
         if zero:
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             shard_optimizer(optimizer, model, stage=zero)
@@ -176,7 +176,7 @@ def uneven():
     plan = {"layers.*.up": "column", "layers.*.down": "row", "head": "column_gather"}
     ranges = set()
     for bucket_size in (400, 500, 700, 2**24):
-        model = parallelize(made(), manager, plan=plan, bucket_size=bucket_size)
+        model = parallelize(made(), manager, plan=plan, bucket_size=bucket_size, rehearse=False)
         shard_optimizer(torch.optim.SGD(model.parameters(), 0.1), model, stage=1)
         train_step(model, shard_global_batch(batch(0), 1, model=model))
         assert far(full_gradients(model), expected(1)) < 1e-11, bucket_size
@@ -273,7 +273,7 @@ def refused():
     manager = setup_process_group_manager(tp_size=2, dp_size=2)
     net = made()
     net.layers[0].register_forward_hook(lambda _m, _i, x: Hidden.apply(x, manager.tp_group))
-    model = parallelize(net, manager, plan=PLAN)
+    model = parallelize(net, manager, plan=PLAN, rehearse=False)
     with pytest.raises(InvalidArgumentError, match="Hidden, which holds the process group of tens"):
         train_step(model, shard_global_batch(batch(0), 1, model=model))
 

@@ -128,7 +128,7 @@ def compared(sizes, options, micro_batches, names):
         kind, register = CASES[name]
         expected, gradients = plain(kind, register)
         torch.manual_seed(0)
-        model = parallelize(kind().double(), manager, **plan, **options)
+        model = parallelize(kind().double(), manager, **plan, **options, rehearse=False)
         handles = register(model)
         loss = train_step(model, shard_global_batch(BATCH, micro_batches, model=model))
         for handle in handles or ():
@@ -151,7 +151,7 @@ def mixed(sizes, micro_batches):
             net.embed = Cast(
                 nn.Embedding(VOCAB, WIDTH, dtype=torch.float32, sparse=not dense), dtype
             )
-            model = parallelize(net, manager)
+            model = parallelize(net, manager, rehearse=False)
             pieces = shard_global_batch(BATCH, micro_batches, model=model)
             loss = train_step(model, pieces, loss_fn=wide_loss if wide else None)
             assert loss.dtype == (torch.float64 if wide else torch.float32)

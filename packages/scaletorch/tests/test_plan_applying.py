@@ -52,7 +52,7 @@ def trained(cases):
 
 def both(case, manager, best):
     torch.manual_seed(0)
-    model = best.parallelize(model_of(case), manager)
+    model = best.parallelize(model_of(case), manager, rehearse=False)
     optimizer = torch.optim.AdamW(model.parameters())
     if best.layout.zero:
         shard_optimizer(optimizer, model, stage=best.layout.zero)
@@ -75,7 +75,9 @@ def test_a_plans_best_puts_a_model_on_its_layout():
 
 def elsewhere(best, other):
     with pytest.raises(InvalidArgumentError, match=r"the plan is for TP\(2\).*the manager has"):
-        on_grid(other, lambda case, manager: best.parallelize(model_of(case), manager))
+        on_grid(
+            other, lambda case, manager: best.parallelize(model_of(case), manager, rehearse=False)
+        )
 
 
 def test_a_manager_of_another_grid_is_refused_on_every_rank():

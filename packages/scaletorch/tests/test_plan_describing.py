@@ -66,7 +66,7 @@ def measured(family, sizes, options, length=LENGTH):
     """
     manager = setup_process_group_manager(**{f"{axis}_size": n for axis, n in sizes.items()})
     torch.manual_seed(0)
-    model = parallelize(build(family), manager, **options)
+    model = parallelize(build(family), manager, **options, rehearse=False)
     generator = torch.Generator().manual_seed(manager.dp_rank)
     ids = torch.randint(64, (ROWS * manager.dp_size, length), generator=generator)
     batch = shard_global_batch({"input_ids": ids, "labels": ids}, 1, manager)

@@ -31,7 +31,7 @@ CONFIG = LlamaConfig(
 
 def trained(manager, recompute):
     torch.manual_seed(0)
-    model = parallelize(Llama(CONFIG), manager, recompute=recompute)
+    model = parallelize(Llama(CONFIG), manager, recompute=recompute, rehearse=False)
     tokens = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
     loss = train_step(model, shard_global_batch(batch, 2, manager), manager)
@@ -73,7 +73,7 @@ def checkpointed(dtype=torch.float64):
     gradients = []
     for option in (False, "selective"):
         torch.manual_seed(0)
-        model = parallelize(Checkpointed().to(dtype), manager, recompute=option)
+        model = parallelize(Checkpointed().to(dtype), manager, recompute=option, rehearse=False)
         tokens = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(1))
         batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
         train_step(model, shard_global_batch(batch, 2, manager), manager)
@@ -139,7 +139,7 @@ def test_another_word_for_recomputation_is_refused():
     with pytest.raises(
         InvalidArgumentError, match='must be True, False, "selective" or "offload", g'
     ):
-        parallelize(Llama(CONFIG), manager, recompute="disk")
+        parallelize(Llama(CONFIG), manager, recompute="disk", rehearse=False)
     destroy_process_group_manager()
 
 

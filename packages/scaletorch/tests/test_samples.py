@@ -72,7 +72,7 @@ class Job:
         plain.to(dtype)
         if prepare is not None:
             prepare(plain)
-        self.model = parallelize(plain, self.manager, **options)
+        self.model = parallelize(plain, self.manager, **options, rehearse=False)
         trained = [each for each in self.model.parameters() if each.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=lr)
         if zero:

@@ -267,7 +267,9 @@ def test_copies_call_themselves_and_less_is_kept():
 
 def train(manager, recompute, **options):
     torch.manual_seed(0)
-    model = parallelize(Llama(CONFIG).double(), manager, recompute=recompute, **options)
+    model = parallelize(
+        Llama(CONFIG).double(), manager, recompute=recompute, **options, rehearse=False
+    )
     tokens = torch.randint(32, (4, 18), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}  # uneven shares
     kept = Kept(model)

@@ -65,7 +65,7 @@ def tokens(model, way):
 def drawn_on_ranks(sizes):
     """Return what each way gives."""
     manager = setup_process_group_manager(**sizes)
-    model = parallelize(build(), manager).eval()
+    model = parallelize(build(), manager, rehearse=False).eval()
     drawn = [tokens(model, way) for way in WAYS]
     destroy_process_group_manager()
     return drawn
@@ -88,7 +88,7 @@ def refused(sizes):
     manager = setup_process_group_manager(**sizes)
     plain = build()
     whole = plain.generate(**prompts(), max_new_tokens=2)
-    parallel = parallelize(plain, manager)
+    parallel = parallelize(plain, manager, rehearse=False)
     calls = []
     plain.register_forward_pre_hook(lambda *_: calls.append(1))
     for model in (parallel, plain, copy.deepcopy(plain)):

@@ -77,7 +77,7 @@ def step(build, sizes, others, options):
     manager = setup_process_group_manager(**sizes)
     batch = global_batch()
     try:
-        model = parallelize(build(), manager, **options)
+        model = parallelize(build(), manager, **options, rehearse=False)
         layout = {"cp_layout": options["cp_layout"]} if "cp_layout" in options else {}
         shards = shard_global_batch(global_batch(**others), 1, manager, **layout)
         loss = train_step(model, shards, manager)

@@ -65,7 +65,7 @@ def step(family, manager, options, way):
     reentrant, before = way or (None, None)
     if way and before:
         recompute(model, reentrant)
-    parallel = parallelize(model, manager, **options)
+    parallel = parallelize(model, manager, **options, rehearse=False)
     if way and not before:
         recompute(parallel, reentrant)
     train_step(parallel, shard_global_batch(batch(), 2, model=parallel))  # the first step looks on

@@ -166,7 +166,7 @@ def _steps(name, sizes, options):
     every = torch.cat([x.flatten() for x in right.values()])
     manager = setup_process_group_manager(**sizes)
     try:
-        model = parallelize(_build(name), manager, **options)
+        model = parallelize(_build(name), manager, **options, rehearse=False)
         micro_batches = 2 if manager.pp_size > 1 else 1
         train_step(model, shard_global_batch(whole, micro_batches, model=model))
         found = full_gradients(model)

@@ -133,7 +133,7 @@ def reference(name, make, clips=False):
 
 def prepared(name, make, zero=0, overlap=False, **options):
     plan = PLAN if name == "gated" else None
-    model = parallelize(plain(name), MANAGER, plan=plan, **options)
+    model = parallelize(plain(name), MANAGER, plan=plan, **options, rehearse=False)
     optimizers = make(model)
     for optimizer in optimizers:
         if zero:
@@ -271,7 +271,7 @@ def test_written_weights_reach_the_owners_and_the_rest_is_refused():
 def disagreed():
     global MANAGER
     MANAGER = setup_process_group_manager(tp_size=2)
-    model = parallelize(plain("llama"), MANAGER)
+    model = parallelize(plain("llama"), MANAGER, rehearse=False)
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers." in n]
     with pytest.raises(MismatchError, match="optimizers of some tensor-parallel ranks have"):
         whole_matrices(torch.optim.Muon(matrices[get_rank() :]), model)
@@ -298,7 +298,7 @@ def test_other_optimizers_are_refused_on_every_rank():
 
 def on_a_pipeline():
     manager = setup_process_group_manager(pp_size=2)
-    model = parallelize(plain("llama"), manager)
+    model = parallelize(plain("llama"), manager, rehearse=False)
     train_step(model, shard_global_batch(batch(0), 2, model=model))
     before = copy.deepcopy(model.state_dict())
     for kind in (ClippedAll, torch.optim.LBFGS):
@@ -327,7 +327,9 @@ def counted():
     manager = setup_process_group_manager(tp_size=get_world_size())
     torch.manual_seed(0)
     sizes = {"vocab_size": 36, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4}
-    model = parallelize(Llama(LlamaConfig(**sizes, num_layers=4, num_kv_heads=4)), manager)
+    model = parallelize(
+        Llama(LlamaConfig(**sizes, num_layers=4, num_kv_heads=4)), manager, rehearse=False
+    )
     hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers." in n]
     optimizer = whole_matrices(torch.optim.Muon(hidden), model)
     train_step(model, shard_global_batch(batch(0), 1, model=model))

@@ -35,7 +35,7 @@ def loaded_and_saved(folder):
     for at, (sizes, options) in enumerate(LAYOUTS):
         manager = setup_process_group_manager(**sizes)
         for tied in (False, True):
-            model = parallelize(llama(0, tied), manager, **options)
+            model = parallelize(llama(0, tied), manager, **options, rehearse=False)
             whole = llama(1, tied).state_dict()
             for target in (model, model.module.module):
                 with torch.no_grad():

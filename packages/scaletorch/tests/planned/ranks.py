@@ -118,6 +118,7 @@ def prepared(case: Case, manager: ProcessGroupManager):
         data_parallel={
             "grad_type": {None: None, 4: torch.float32, 8: torch.float64}[case.sum_item]
         },
+        rehearse=False,
     )
     optimizer = torch.optim.AdamW(model.parameters())
     if layout.zero:

@@ -8,8 +8,10 @@ from .gradients.nonfinite import found_on_ranks
 from .gradients.norm import clip_by, norm_over
 from .sharding.gradient import ShardedGradient
 from .sharding.shards import Shard, is_sharded, settled_shards
+from .widening import NARROW, widened
 
 __all__ = [
+    "NARROW",
     "Shard",
     "ShardedGradient",
     "clip_by",
@@ -18,4 +20,5 @@ __all__ = [
     "name_culprits",
     "norm_over",
     "settled_shards",
+    "widened",
 ]

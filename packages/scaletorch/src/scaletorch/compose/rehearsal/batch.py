@@ -18,6 +18,7 @@ from ..batches import Batch, Called, Cut, MicroBatch, shard_global_batch
 from ..forward import Terms
 from ..ready import as_called
 from ..row_dims import OF_LOSS, POSITIONS
+from .width import is_narrow
 
 ROWS, LENGTH, TOKENS = 2, 512, 8192  # of a micro-batch, of a row, and at most of all rows
 _SHARE, _FEW = 2, 64  # of a rank's tokens of the step, one in two; but rows are not cut further
@@ -93,6 +94,7 @@ def small_batch(
     manager: ProcessGroupManager,
     *,
     shortens: bool,
+    wide: bool,
 ) -> SmallBatch:
     """Return a small batch of a step's rows.
 
@@ -102,10 +104,13 @@ def small_batch(
         terms: Its terms.
         manager: The grid.
         shortens: Whether its rows have few positions, if it is known what has positions.
+        wide: Whether entries of 16 bits become float32.
     """
     cut, count = cast(MicroBatch, micro_batches[0]).cut, len(micro_batches)
     kept = count if manager.pp_size > 1 else min(count, 2)
     whole = _rows_of(cut, count, kept, manager)
+    if wide:
+        whole = {n: x.float() if is_narrow(x) else x for n, x in whole.items()}
     length = whole["input_ids"].shape[1]
     ranks = 1 if cut.own else manager.dp_size
     tokens = cut.whole["input_ids"].numel() // (ranks * manager.cp_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -119,13 +119,16 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def buffers_in(unit: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Give a unit's floating buffers another dtype for a while."""
+def buffers_in(
+    unit: nn.Module, dtype: torch.dtype | None, of: Collection[torch.dtype] = ()
+) -> Iterator[None]:
+    """Give a unit's floating buffers, or those of some dtypes, another dtype for a while."""
     before = [
         (module, name, buffer)
         for module in unit.modules()
         for name, buffer in module._buffers.items()
         if dtype is not None and buffer is not None and buffer.is_floating_point()
+        if not of or buffer.dtype in of
     ]
     for module, name, buffer in before:
         module._buffers[name] = buffer.to(dtype)

@@ -50,6 +50,7 @@ class Ranks:
         compared: Weights whose gradients have been compared.
         apart: Units whose calls differ between ranks, or whose tensors cannot be joined.
         hooks_apart: Stages have hooks that the plain model of other stages' ranks has not.
+        dtype: The coarsest of weights.
     """
 
     model: nn.Module
@@ -60,6 +61,7 @@ class Ranks:
     compared: set[str] = field(default_factory=set)
     apart: dict[str, None] = field(default_factory=dict)
     hooks_apart: bool = False
+    dtype: torch.dtype = torch.float64
     _with_gradient: set[str] = field(default_factory=set)  # on any rank
     _parameters: dict[str, Tensor] = field(default_factory=dict)
     _turns: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
@@ -82,7 +84,11 @@ class Ranks:
         }
         facts = {n: (p.requires_grad, p.grad is not None) for n, p in self._parameters.items()}
         forms = [(unit, r.form) for (unit, _), held in self.records.items() for r in held]
-        everyone = all_gather_object((calls, facts, forms, hooks_changed), self.manager.world_group)
+        floating = [p.dtype for p in self._parameters.values() if p.is_floating_point()]
+        dtype = max(floating, key=_eps, default=torch.float64)
+        own = calls, facts, forms, dtype, hooks_changed
+        everyone = all_gather_object(own, self.manager.world_group)
+        self.dtype = max((theirs for *_, theirs, _ in everyone), key=_eps)
         self.hooks_apart = self.manager.pp_size > 1 and any(changed for *_, changed in everyone)
         for _, their, *_ in everyone:
             for name, (trains, has_gradient) in their.items():
@@ -91,7 +97,7 @@ class Ranks:
                 if name in self._first:
                     self._trained[self._first[name]] = trains
         self._settle_calls([their for their, *_ in everyone])
-        self._settle_forms([their for _, _, their, _ in everyone])
+        self._settle_forms([their for _, _, their, *_ in everyone])
 
     def _settle_calls(self, everyone: Sequence[Mapping[tuple[str, int], list[list[str]]]]) -> None:
         """Note which calls a unit has in one forward, and which tensors all ranks have of each."""
@@ -219,3 +225,7 @@ class Ranks:
         stage = gather_stage(self.model, {n: held[n] for n in names}, self.manager)
         whole = of_all_stages(stage, self.manager)
         return {first[n]: t.to(self.joiner.device) for n, t in whole.items() if n in first}
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps

@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -37,6 +37,7 @@ from .quiet import restored, without_dropout
 from .ranks import PartedError, Ranks
 from .recording import Records, recorded
 from .replay import Replay
+from .width import in_float32, wish_for_float32
 
 _ALL_AT_ONCE = 2**28  # bytes of weights that a rank may hold beside its own, if need be
 _DIVIDED = (  # what may be wrong where features, tokens, positions, or rows are divided
@@ -80,70 +81,110 @@ def rehearse_step(
         return
     began = time.perf_counter()
     require_one_batch(micro_batches, manager)
-    added = _added(micro_batches, terms, manager)
+    pipeline = pipeline_of(model)
+    device = next((p.device for p in model.parameters()), micro_batches[0]["input_ids"].device)
+    added, widens = _agreed(micro_batches, model, device, terms, manager)
     if added is None:
         return
     if added:  # a rank has its own rows, positions and words of them; all else is as with any loss
         loss_fn, step = None, partial(step, loss_fn=None, count_fn=None)
     cut = partial(small_batch, micro_batches, model, terms, manager)
-    pipeline = pipeline_of(model)
     asked(pipeline.module)
-    device = next((p.device for p in model.parameters()), micro_batches[0]["input_ids"].device)
     hooks_changed = plain.follow(pipeline.module, device)
-    with _as_for_a_rehearsal(model, pipeline.module, terms):
-        try:
-            small, loss, records = _trained(cut, model, plain, step)
-        except Exception as error:
-            if not added or isinstance(error, torch.OutOfMemoryError):
-                raise
-            model.reset()
-            _say(
-                f"{terms.name} is not rehearsed: its loss_fn reads {listed(added)}, added to "
-                f"micro-batches, and the loss of tokens in its place fails ({error})"
-            )
-            return
-        joiner = Joiner(manager, small.sequences, small.rows, len(small.micro_batches), device)
-        ranks = Ranks(model, manager, plain, joiner, records)
-        ranks.exchange(hooks_changed=hooks_changed)
-        batch, loss_of = _on(small.called, device), partial(_loss, small, terms, loss_fn)
-        replay, found = _replayed(plain, ranks, batch, loss_of, loss)
-    model.reset()
+
+    def compared(wide: bool) -> tuple[SmallBatch, Replay, _Found]:
+        train = partial(_trained, partial(cut, wide=wide), model, plain, step)
+        with _as_for_a_rehearsal(model, plain, terms, wide):
+            small, loss, records = train()
+            joiner = Joiner(manager, small.sequences, small.rows, len(small.micro_batches), device)
+            ranks = Ranks(model, manager, plain, joiner, records)
+            ranks.exchange(hooks_changed=hooks_changed)
+            batch, loss_of = _on(small.called, device), partial(_loss, small, terms, loss_fn)
+            return small, *_replayed(plain, ranks, batch, loss_of, loss)
+
+    try:
+        small, replay, found = _widest(compared, model, widens=widens)
+    except Exception as error:
+        if not added or isinstance(error, torch.OutOfMemoryError):
+            raise
+        model.reset()
+        _say(
+            f"{terms.name} is not rehearsed: its loss_fn reads {listed(added)}, added to "
+            f"micro-batches, and the loss of tokens in its place fails ({error})"
+        )
+        return
     if found.first is not None:
         _refuse(found.first, found, terms, manager, _explained(model, small, terms, manager))
     replay.unasked += [f"loss_fn, which reads {listed(added)}"] * bool(added)
     _report(replay, found, terms, pipeline.module, time.perf_counter() - began)
 
 
-def _added(
-    micro_batches: Sequence[Batch], terms: Terms, manager: ProcessGroupManager
-) -> list[str] | None:
-    """Return entries that ranks have added for a loss; None, and say so, if there are others."""
-    everyone = all_gather_object(entries_added(micro_batches), manager.world_group)
-    if None in everyone:
+def _widest(
+    compared: Callable[[bool], tuple[SmallBatch, Replay, _Found]],
+    model: DataParallelBucket,
+    *,
+    widens: bool,
+) -> tuple[SmallBatch, Replay, _Found]:
+    """Compare in float32, or, if code is made for the run's dtype alone, in that."""
+    if widens:
+        try:
+            found = compared(True)
+        except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            model.reset()
+        else:
+            if found[-1].problem is None:
+                return found
+    return compared(False)
+
+
+def _agreed(
+    micro_batches: Sequence[Batch],
+    model: nn.Module,
+    device: torch.device,
+    terms: Terms,
+    manager: ProcessGroupManager,
+) -> tuple[list[str] | None, bool]:
+    """Return entries that ranks have added for a loss, and whether the rehearsal is in float32.
+
+    The entries are None, and that is said, if there are others.
+    """
+    own = entries_added(micro_batches), *wish_for_float32(model, device)
+    added, wished, fits = zip(*all_gather_object(own, manager.world_group), strict=True)
+    if None in added:
         _say(
             f"{terms.name} is not rehearsed: its micro-batches, or entries of them, do not come "
             "from shard_global_batch, which takes a batch on its device too"
         )
-        return None
-    return sorted({name for names in everyone for name in names or ()})
+        return None, False
+    return sorted({name for names in added for name in names or ()}), any(wished) and all(fits)
 
 
 @contextmanager
 def _as_for_a_rehearsal(
-    model: DataParallelBucket, stage: nn.Module, terms: Terms
+    model: DataParallelBucket, plain: Plain, terms: Terms, wide: bool
 ) -> Iterator[None]:
-    """Let a step be a rehearsal, and all be as before it in the end.
+    """Let a step be a rehearsal, in float32 or not, and all be as before it in the end.
 
     It counts no tokens, sums gradients, also in `no_sync`, and drops nothing; no parameter is zero,
     as a gate or a branch's last projection may be, behind which nothing would show.
     """
     before, model.require_backward_grad_sync = model.require_backward_grad_sync, True
+    stage = pipeline_of(model).module
     terms.seen = 0
     wait_for_parameters(model)
     try:
-        with rehearsing(), restored(stage), without_zeros(stage), without_dropout():
+        with ExitStack() as state:
+            for each in (rehearsing(), restored(stage)):
+                state.enter_context(each)
+            if wide:
+                state.enter_context(in_float32(model, [stage, plain.model]))
+            for each in (without_zeros(stage), without_dropout()):
+                state.enter_context(each)
             yield
     finally:
+        model.reset()
         model.require_backward_grad_sync = before
 
 
@@ -304,10 +345,10 @@ def _report(
     without = [*replay.unasked, *(f"hidden states of {name}" for name in replay.ranks.apart)]
     unasked = f"; not compared: {', '.join(without)}" if without else ""
     if get_rank() == 0:
-        grid = replay.ranks.manager.grid
+        grid, dtype = replay.ranks.manager.grid, str(replay.ranks.dtype).removeprefix("torch.")
         _write(
             f"rehearsal: {len(replay.plain.units)} units on {grid} agree with one process "
-            f"to {found.worst:.1e}, {seconds:.1f} s{unasked}\n"
+            f"to {found.worst:.1e} in {dtype}, {seconds:.1f} s{unasked}\n"
         )
 
 

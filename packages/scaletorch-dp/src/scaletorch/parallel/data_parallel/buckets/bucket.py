@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -52,6 +53,22 @@ class Bucket:
     def use(self, reduction: Reduction) -> None:
         """Take buffers in memory that a reduction chooses."""
         self._buffers, self._slot = reduction.buffers, reduction.buffers.slot()
+
+    @contextmanager
+    def widened(self, reduction: Reduction) -> Iterator[None]:
+        """Hold gradients in float32 at the least for a while, in memory of another reduction."""
+        before = self.dtype, self._buffers, self._slot
+        self.dtype = torch.promote_types(self.dtype, torch.float32)
+        self.use(reduction)
+        for slot in self.slots:
+            slot.convert(self.dtype)
+        try:
+            yield
+        finally:
+            self.dtype, self._buffers, self._slot = before
+            self._buffer = self._spare = None
+            for slot in self.slots:
+                slot.convert(self.dtype)
 
     def reset(self) -> None:
         """Forget which gradients are ready, and the reduction under way."""

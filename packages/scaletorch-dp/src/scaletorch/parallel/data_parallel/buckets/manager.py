@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from ....dist import all_reduce, broadcast, get_comm_device, group_ranks
+from ....dist.building import FlatBuffers
 from ....dist.errors import MismatchError, NonFiniteError
 from ...pg_manager import describe_rank
 from ..culprits import name_culprits, share_names
@@ -63,6 +66,23 @@ class BucketManager:
         """Take buckets that no first backward will fill anew: their parts belong to ranks."""
         self.use_buckets(buckets)
         self.order = None
+
+    @contextmanager
+    def widened(self) -> Iterator[None]:
+        """Hold and sum gradients in float32 at the least for a while; see `widened`.
+
+        The order of a first backward is not taken from one that runs meanwhile.
+        """
+        before = self.reduction, self.order
+        self.reduction = replace(self.reduction, dtype=None, buffers=FlatBuffers())
+        self.order = None
+        try:
+            with ExitStack() as wider:
+                for bucket in self.buckets:
+                    wider.enter_context(bucket.widened(self.reduction))
+                yield
+        finally:
+            self.reduction, self.order = before
 
     def expect(self, parameters: Iterable[Tensor]) -> None:
         """Let the next backward, if it sums into shards, sum the buckets of these alone.

@@ -57,6 +57,10 @@ class Slot:
         self._version = 0
         self._seen: int | None = None  # the parameter's version when its gradient came
 
+    def convert(self, buffer_dtype: torch.dtype) -> None:
+        """Follow a parameter that has another dtype now, as its bucket's buffer has."""
+        self._dtype, self.buffer_dtype = self.parameter.dtype, buffer_dtype
+
     def open(self) -> bool:
         """Follow, when a backward begins, changes of this rank's own gradient since `close`.
 
