@@ -54,7 +54,7 @@ def test_ranks_and_programs_count(tmp_path, monkeypatch):
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     words = [sys.executable, *covered.measuring("tiny", tmp_path), "program.py"]
     environment = os.environ | {"PYTHONPATH": path}
-    subprocess.run(words, cwd=tmp_path, env=environment, check=True, timeout=100)
+    subprocess.run(words, cwd=tmp_path, env=environment, check=True, timeout=200)
     found = covered.collect("tiny", tmp_path)
     assert found == Covered("tiny", 10, 7, {"tiny/__init__.py": [11, 14, 15]})
     assert covered.table([found]).endswith("tests do not run:\n  tiny/__init__.py: 11, 14-15")

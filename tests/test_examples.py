@@ -169,7 +169,7 @@ def test_fsdp2_in_float64(layout):
     losses, weights = call("fsdp2", "work")
     sizes = {axis[:2]: int(axis[2:]) for axis in layout.split()}
     body = partial(call, "fsdp2", "work", **sizes)
-    for found, whole in run_ranks(body, 2 ** len(sizes), timeout=100):
+    for found, whole in run_ranks(body, 2 ** len(sizes), timeout=200):
         assert found == pytest.approx(losses, rel=1e-12)
         assert whole.keys() == weights.keys()
         for name, weight in weights.items():

@@ -57,7 +57,7 @@ def clean(workspace):
 def run(folder, *words, code=0):
     """Run a program there; what it printed."""
     done = subprocess.run(
-        words, cwd=folder, capture_output=True, text=True, env=ENVIRONMENT, timeout=100
+        words, cwd=folder, capture_output=True, text=True, env=ENVIRONMENT, timeout=200
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr

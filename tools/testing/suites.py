@@ -4,7 +4,7 @@
 of them), first what takes long, then what the last change concerns (see ``changed.py``);
 ``python -m tools.testing scaletorch-tp`` tests one. ``--coverage`` shows how many lines of each
 package its tests run, and fails below a bound; other words that begin with ``-`` go to pytest.
-Four suites run side by side, since ranks that wait for each other leave the cores idle half of the
+Three suites run side by side, since ranks that wait for each other leave cores idle some of the
 time, and the longest in parts; what each prints is then shown when it ends. Where the machine says
 what it has, a test that skips for want of it fails its suite (``skips.py``).
 
@@ -33,7 +33,7 @@ from . import changed, covered, skips
 from .covered import Covered
 
 EVERYTHING = changed.CROSSING
-SIDE_BY_SIDE = 4
+SIDE_BY_SIDE = 3
 # Of the files of a suite, where it takes so long that the end would wait for it alone.
 PARTS = {"scaletorch-dist": 2, "scaletorch": 4}
 LONGEST = (EVERYTHING, "scaletorch-dist", "scaletorch")  # beside the last one nothing runs

@@ -85,7 +85,7 @@ def of_tiles():
 
 def test_16k_positions_on_two_ranks():
     # The scores of one head would be 256 times the inputs on each rank.
-    for found in run_ranks(of_attention, RANKS, env=QUIET, timeout=100):
+    for found in run_ranks(of_attention, RANKS, env=QUIET, timeout=200):
         for case, ((quarter, _), (whole, inputs)) in found.items():
             assert inputs < whole < 5 * inputs, case
             # When gloo's threads let go of what they sent is a matter of chance; 16 is quadratic.

@@ -164,7 +164,7 @@ def test_the_table_of_the_docs_is_the_table(fresh):
 
 def test_the_command_prints_the_table():
     command = [sys.executable, "-m", "scaletorch.dist.devices"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stdout == backend_table() + "\n"
     for entry in DEVICES:

@@ -80,7 +80,7 @@ def test_groups_along_an_axis():
 
 
 def bench(*arguments):
-    done = subprocess.run([*BENCH, *arguments], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*BENCH, *arguments], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

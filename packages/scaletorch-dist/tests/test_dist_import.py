@@ -53,7 +53,7 @@ if __name__ == "__main__":
 
 def python(program, **options):
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, **options
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=200, **options
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -80,7 +80,7 @@ def test_a_copy_under_another_name_launches_ranks(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(VENDORED)
     done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, timeout=100
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=200
     )
     assert done.stdout == "[2.0, 2.0]\n", done.stderr
 

@@ -509,7 +509,7 @@ def test_torchrun_itself(tmp_path):
             import scaletorch.dist as dist
 
             warnings.simplefilter("error")
-            dist.init_dist("pytorch", backend="gloo", timeout=60, port=1)
+            dist.init_dist("pytorch", backend="gloo", timeout=200, port=1)
             data = torch.ones(1)
             dist.all_reduce(data)
             place = (*dist.get_dist_info(), dist.get_local_rank(), dist.get_local_size())
@@ -521,7 +521,7 @@ def test_torchrun_itself(tmp_path):
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node=2", str(program), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         assert (tmp_path / str(rank)).read_text() == f"({rank}, 2, {rank}, 2) 2.0 60.0"

@@ -394,7 +394,7 @@ def test_a_program_launches_functions_of_its_own(tmp_path):
     path = write_program(tmp_path, PROGRAM)
     for command in ([path], ["-m", "program"]):
         done = subprocess.run(
-            [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=60
+            [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=200
         )
         assert done.stdout == "[0, 1]\n", done.stderr
 
@@ -402,14 +402,14 @@ def test_a_program_launches_functions_of_its_own(tmp_path):
 def test_what_is_typed_into_an_interpreter_is_refused(tmp_path):
     program = "from scaletorch.dist import launch\ndef f(): pass\nlaunch(f, 2)\n"
     done = subprocess.run(
-        [sys.executable, "-"], input=program, capture_output=True, text=True, timeout=60
+        [sys.executable, "-"], input=program, capture_output=True, text=True, timeout=200
     )
     assert "put it in a file and import it" in done.stderr
 
 
 def test_a_program_without_a_main_guard_is_told_so(tmp_path):
     path = write_program(tmp_path, PROGRAM.partition("if __name__")[0] + "launch(work, 2)")
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=200)
     assert "starts ranks while a rank imports it" in done.stderr
 
 

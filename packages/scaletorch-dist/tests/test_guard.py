@@ -313,7 +313,7 @@ def test_one_line_in_a_script(tmp_path, fault):
         for rank in range(3)
     ]
     try:
-        errors = {rank: processes[rank].communicate(timeout=60)[1] for rank in (0, 2)}
+        errors = {rank: processes[rank].communicate(timeout=200)[1] for rank in (0, 2)}
     finally:
         for process in processes:
             process.kill()

@@ -131,7 +131,7 @@ def starts_again():
 
 
 def test_a_guard_whose_monitor_was_killed_can_be_started_again():
-    assert dist.launch(starts_again, 3, timeout=60) == [("exception", (1,))] * 3
+    assert dist.launch(starts_again, 3, timeout=200) == [("exception", (1,))] * 3
 
 
 def without_an_interpreter():
@@ -143,7 +143,7 @@ def without_an_interpreter():
 
 
 def test_a_monitor_that_cannot_be_started_turns_the_guard_off_on_every_rank():
-    (texts, off), (_, also) = dist.launch(without_an_interpreter, 2, timeout=60)
+    (texts, off), (_, also) = dist.launch(without_an_interpreter, 2, timeout=200)
     (text,) = texts
     assert text.startswith("the guard is off: its monitor did not start: ")
     assert off
@@ -234,7 +234,7 @@ def holds_the_lock(guilty, how):
 @pytest.mark.parametrize(("guilty", "how"), [(0, "C"), (1, "regex")])
 def test_a_held_interpreter_lock_is_found_wherever_it_is(guilty, how):
     with pytest.raises(RankFailedError) as caught:
-        dist.launch(holds_the_lock, 3, guilty, how, timeout=100)
+        dist.launch(holds_the_lock, 3, guilty, how, timeout=200)
     others = {0, 1, 2} - {guilty}
     assert set(caught.value.exceptions) == others
     for other in others:
@@ -386,7 +386,7 @@ def makes_another_call(size, dtype, late):
 @pytest.mark.parametrize(("size", "dtype"), [(4, torch.float64), (500_000, torch.float32)])
 def test_a_call_of_other_bytes_is_not_made_where_a_rank_of_the_host_made_another(size, dtype, late):
     with pytest.raises(RankFailedError) as caught:
-        dist.launch(makes_another_call, 3, size, dtype, late, timeout=60)
+        dist.launch(makes_another_call, 3, size, dtype, late, timeout=200)
     assert set(caught.value.exceptions) == {0, 1, 2}  # nobody was aborted
     for error in caught.value.exceptions.values():
         assert isinstance(error, RankFaultError)
@@ -423,7 +423,7 @@ def held_back_in_vain():
 
 
 def test_who_was_held_back_in_vain_goes_on():
-    assert dist.launch(held_back_in_vain, 2, timeout=60) == [True, True]
+    assert dist.launch(held_back_in_vain, 2, timeout=200) == [True, True]
 
 
 def alike_to_the_backend(how):
@@ -440,6 +440,6 @@ def alike_to_the_backend(how):
 @pytest.mark.parametrize("how", ["dims", "elements", "order"])
 def test_what_a_backend_takes_for_alike_is_found(how):
     with pytest.raises(RankFailedError) as caught:
-        dist.launch(alike_to_the_backend, 3, how, timeout=60)
+        dist.launch(alike_to_the_backend, 3, how, timeout=200)
     errors = caught.value.exceptions.values()
     assert [(error.kind, error.ranks) for error in errors] == [("mismatch", (1,))] * 3

@@ -35,7 +35,7 @@ def find_mpi(environment):
     if mpirun is None:
         return f"{environment} has no mpirun"
     probe = [python, "-c", "from mpi4py import MPI; assert MPI.Get_library_version()"]
-    done = subprocess.run(probe, capture_output=True, text=True, timeout=60, env=variables(mpirun))
+    done = subprocess.run(probe, capture_output=True, text=True, timeout=200, env=variables(mpirun))
     return (mpirun, python) if done.returncode == 0 else f"{environment} has no usable mpi4py"
 
 
@@ -62,7 +62,7 @@ def mpi(request):
 
 def run(mpi, size, *arguments, python=None, seconds=110):
     mpirun, own = mpi
-    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=60)
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=200)
     is_open_mpi = "Open MPI" in version.stdout + version.stderr
     command = [mpirun, *(["--oversubscribe"] if is_open_mpi else []), "-n", str(size)]
     command += [python or own, *map(str, arguments)]
@@ -122,7 +122,7 @@ def test_torchrun_is_no_mpirun(mpi, tmp_path):
     command = [mpi[1], "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command.append(str(tmp_path / "program.py"))
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=110, env=variables(mpi[0])
+        command, capture_output=True, text=True, timeout=200, env=variables(mpi[0])
     )
     assert done.returncode != 0
     assert "backend 'mpi' needs 2 ranks, but MPI sees 1; torchrun started them" in done.stderr
@@ -144,6 +144,6 @@ else:
 
 def test_a_missing_mpi4py_says_what_to_install():
     done = subprocess.run(
-        [sys.executable, "-c", MISSING], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", MISSING], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr

@@ -497,6 +497,6 @@ def test_numpy_is_not_needed():
         [sys.executable, "-W", "ignore", "-c", program],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
     )
     assert "numpy" in done.stdout, done.stderr

@@ -51,7 +51,7 @@ every_vendor = pytest.mark.parametrize("vendor", VENDORS, indirect=True, ids=lam
 def join(device, backend, asked=None):
     """What `init_dist` does with a vendor's backend."""
     assert f"torch_{device}" not in sys.modules
-    dist.init_dist("pytorch", backend=asked or backend, timeout=60)
+    dist.init_dist("pytorch", backend=asked or backend, timeout=200)
     rank = dist.get_rank()
     own = torch.device(device, rank)
     assert f"torch_{device}" in sys.modules
@@ -112,7 +112,7 @@ def moves_data(device, backend):
 
 @every_vendor
 def test_data_goes_to_the_right_device(vendor):
-    run_ranks(moves_data, 2, *vendor, init=False, timeout=120)
+    run_ranks(moves_data, 2, *vendor, init=False, timeout=200)
 
 
 def launched(device, backend):

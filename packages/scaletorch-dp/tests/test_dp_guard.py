@@ -52,7 +52,7 @@ CAUSES = {
 
 @pytest.mark.parametrize("change", CAUSES)
 def test_the_others_hear_what_a_rank_refused(change):
-    for rank, said in enumerate(run_ranks(heard, 3, change, timeout=60)):
+    for rank, said in enumerate(run_ranks(heard, 3, change, timeout=200)):
         if rank == GUILTY:
             assert said[0] == "raised"
         else:

@@ -193,4 +193,4 @@ def run_programs(first, last, stage):
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_random_programs_train_as_a_plain_loop(stage):
-    run_ranks(run_programs, 2, 0, 25, stage, timeout=120)
+    run_ranks(run_programs, 2, 0, 25, stage, timeout=200)

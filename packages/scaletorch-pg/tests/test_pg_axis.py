@@ -125,7 +125,7 @@ def fail_among_experts(folder):
 
 def test_the_guard_names_experts_and_their_groups(tmp_path):
     # Fresh ranks: after a fault their groups are broken.
-    said = launch(fail_among_experts, 4, str(tmp_path), timeout=60)
+    said = launch(fail_among_experts, 4, str(tmp_path), timeout=200)
     assert said[3] == "no such expert"
     for message in said[:3]:
         assert "rank 3 (dp3 pp0 cp0 tp0 edp1 ep1 etp0) raised ValueError: no such expert" in message

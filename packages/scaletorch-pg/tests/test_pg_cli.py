@@ -103,7 +103,7 @@ def test_experts_have_their_axes_where_the_view_is_not_plain(capsys):
 def test_as_a_module_in_an_environment_of_many_ranks():
     command = [sys.executable, "-m", "scaletorch.parallel.pg_manager", "--pp", "2", "--rank", "1"]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env={"WORLD_SIZE": "64", "RANK": "3"}
+        command, capture_output=True, text=True, timeout=200, env={"WORLD_SIZE": "64", "RANK": "3"}
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Grid [DP 1, PP 2, CP 1, TP 1]: 2 ranks\n\naxis   size  groups")

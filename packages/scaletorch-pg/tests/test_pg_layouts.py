@@ -104,6 +104,6 @@ def test_names_of_layouts_are_read_back_and_need_no_torch():
         "print(pg.layout_name(pg.Grid(tp=2, dp=4, ep=2, etp=2)), pg.parse_layout('dp4-ep2').ep)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=200
     )
     assert (done.stdout, done.stderr) == ("4x1x1x2-ep2-etp2 2\n", "")

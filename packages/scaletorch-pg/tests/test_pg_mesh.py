@@ -189,7 +189,7 @@ def load_elsewhere(folder):
     return full
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch's, of its own tensor parallelism
 def test_fully_shard_with_tensor_parallel_steps_and_its_checkpoint_reshards(tmp_path):
     expected = one_step(make_model(), make_batch(), 1.0).state_dict()

@@ -520,7 +520,7 @@ def compiled_whole_is_refused():
 
 
 def test_layers_are_called_as_in_one_process():
-    with RankPool(2, timeout=110) as pool:
+    with RankPool(2, timeout=200) as pool:
         for count, schedules in ((2, SCHEDULES[::2]), (4, SCHEDULES[1::2])):
             require_right(pool.run(all_cases, schedules, (count,)))
         for schedule in ("1f1b", "zb_h1", "zb_v"):
@@ -533,7 +533,7 @@ def test_layers_are_called_as_in_one_process():
 
 
 def test_layers_are_called_as_in_one_process_on_four_ranks():
-    with RankPool(4, timeout=110) as pool:
+    with RankPool(4, timeout=200) as pool:
         require_right(pool.run(all_cases, ("1f1b",), (4,)))
 
 

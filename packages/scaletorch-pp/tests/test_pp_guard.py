@@ -104,7 +104,7 @@ def test_a_rank_that_stops_with_the_store_leaves_nobody_waiting():
         for rank in range(2)
     ]
     try:
-        _, told = ranks[1].communicate(timeout=100)
+        _, told = ranks[1].communicate(timeout=200)
     finally:
         for process in ranks:
             process.kill()

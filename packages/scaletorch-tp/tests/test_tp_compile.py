@@ -154,7 +154,7 @@ def test_layers_and_regions():
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
 def test_inductor():
-    runs, _ = run_ranks(compare, 2, "feedforward", "inductor", True, lengths=(6,), timeout=120)
+    runs, _ = run_ranks(compare, 2, "feedforward", "inductor", True, lengths=(6,), timeout=200)
     assert sum(runs) >= 5  # three products, silu and the product of both
 
 
@@ -211,7 +211,7 @@ def divided_logits(length=6):
 
 
 def test_a_whole_model_whose_logits_stay_divided():
-    run_ranks(divided_logits, 2, timeout=100)
+    run_ranks(divided_logits, 2, timeout=200)
 
 
 @pytest.mark.parametrize("async_all_reduce", [False, True])

@@ -309,4 +309,4 @@ def within_compiled_code():
 
 
 def test_compiled_code_is_looked_at_as_it_is_written_or_named():
-    run_ranks(within_compiled_code, 2, timeout=120)
+    run_ranks(within_compiled_code, 2, timeout=200)

@@ -132,7 +132,7 @@ def right():
 
 
 def test_what_leaves_before_or_comes_behind_has_whole_gradients():
-    run_ranks(right, 2, timeout=60)
+    run_ranks(right, 2, timeout=200)
 
 
 def refused():
@@ -143,7 +143,7 @@ def refused():
 
 
 def test_a_parameter_inside_and_outside_is_refused_on_every_rank():
-    run_ranks(refused, 2, timeout=60)
+    run_ranks(refused, 2, timeout=200)
 
 
 class Scaled(Model):

@@ -139,7 +139,7 @@ def train(sizes, options, folder):
 def test_every_layout_trains_adapters_like_one_process(layout, expected, tmp_path):
     sizes, options = LAYOUTS[layout]
     theirs, final = expected
-    results = run_ranks(train, math.prod(sizes.values()), sizes, options, tmp_path, timeout=120)
+    results = run_ranks(train, math.prod(sizes.values()), sizes, options, tmp_path, timeout=200)
     for steps, weights, _ in results:
         for (loss, norm, gradients), (one, whole, known) in zip(steps, theirs, strict=True):
             assert loss == pytest.approx(one, rel=1e-12)

@@ -122,7 +122,7 @@ def layouts(wanted, folder):
 @pytest.mark.parametrize("wanted", [TWO | TIED, FOUR], ids=["two", "four"])
 def test_adapters_after_parallelize_train_like_one_process(wanted, tmp_path):
     ranks = max(math.prod(sizes.values()) for sizes, _ in wanted.values())
-    told = run_ranks(layouts, ranks, wanted, tmp_path, timeout=120)
+    told = run_ranks(layouts, ranks, wanted, tmp_path, timeout=200)
     for layout in wanted:
         known, final = expected(layout.endswith("tied"))
         for steps, weights in [results[layout] for results in told]:

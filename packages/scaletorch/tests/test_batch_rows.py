@@ -128,7 +128,7 @@ def expected():
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_rows_of_all_shapes_train_as_one_process(ranks, expected):
-    with RankPool(ranks, timeout=60) as pool:
+    with RankPool(ranks, timeout=200) as pool:
         for layout in LAYOUTS[ranks]:
             loss, gradients = expected["sequence_parallel" not in layout[1]]
             for found, theirs in pool.run(trained, *layout):

@@ -51,7 +51,7 @@ def uneven_model():
     return Uneven(SMALL)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_planted_faults_are_located():
     chosen = [MUTANTS[name] for name in CHOSEN]
     found = locate_all(chosen, steps=2)

@@ -254,7 +254,7 @@ WARNED = [
 
 
 def test_what_forwards_change_as_one_process_would_trains():
-    for found in run_ranks(trained, 2, RIGHT, timeout=100):
+    for found in run_ranks(trained, 2, RIGHT, timeout=200):
         for case, error in zip(RIGHT, found, strict=True):
             assert not isinstance(error, str), (case, error)
             assert error < 1e-12, (case, error)
@@ -263,7 +263,7 @@ def test_what_forwards_change_as_one_process_would_trains():
 def test_what_forwards_would_change_otherwise_is_refused_or_warned_of_on_every_rank():
     unrehearsed = [((*case, ("rehearse", False)), match) for case, match in WARNED]
     cases = REFUSED + unrehearsed
-    for rank, found in enumerate(run_ranks(trained, 2, [case for case, _ in cases], timeout=100)):
+    for rank, found in enumerate(run_ranks(trained, 2, [case for case, _ in cases], timeout=200)):
         for (case, match), said in zip(cases, found, strict=True):
             assert isinstance(said, str), (rank, case, said)
             assert re.search(match, said, re.DOTALL), (rank, case, said)
@@ -272,7 +272,7 @@ def test_what_forwards_would_change_otherwise_is_refused_or_warned_of_on_every_r
 
 def test_what_forwards_change_otherwise_is_refused_if_it_changes_what_they_compute():
     cases = [("Counted", sizes, 2) for sizes in (DP, CP, TP, PP)]
-    for found in run_ranks(trained, 2, cases, timeout=100):
+    for found in run_ranks(trained, 2, cases, timeout=200):
         for case, said in zip(cases, found, strict=True):
             assert "computes something else on" in str(said), (case, said)
 

@@ -134,7 +134,7 @@ save(sys.argv[1], model, step=5, keep=1)
 
 
 def die(folder, rename):
-    done = subprocess.run([sys.executable, "-c", DIES, str(folder), str(rename)], timeout=100)
+    done = subprocess.run([sys.executable, "-c", DIES, str(folder), str(rename)], timeout=200)
     assert done.returncode == -signal.SIGKILL
 
 

@@ -213,7 +213,7 @@ EIGHT = [(2, 2, 1, 2), (1, 2, 2, 2), (8, 1, 1, 1), (1, 1, 1, 8)]
 
 
 def test_eight_ranks_untied_and_in_the_background(tmp_path):
-    with RankPool(8, seed=0, timeout=100) as eight:
+    with RankPool(8, seed=0, timeout=200) as eight:
         for stage, layout in zip([0, 1, 2, 0], EIGHT, strict=True):
             eight.run(save_on, layout, tmp_path, False, stage=stage, asynchronous=True)
         expected = one_process(tied=False)

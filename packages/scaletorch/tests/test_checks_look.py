@@ -239,7 +239,7 @@ def warned():
 
 
 def test_what_cannot_be_looked_at_is_said():
-    run_ranks(warned, 2, timeout=100)
+    run_ranks(warned, 2, timeout=200)
 
 
 def uncounted():

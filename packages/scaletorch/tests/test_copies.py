@@ -77,7 +77,7 @@ def check_averages():
 
 
 def test_averaged_models_are_those_of_one_process():
-    run_ranks(check_averages, 2, timeout=100)
+    run_ranks(check_averages, 2, timeout=200)
 
 
 def check_stages():
@@ -107,4 +107,4 @@ def check_stages():
 
 
 def test_stages_say_how_to_average_them_and_it_works():
-    run_ranks(check_stages, 2, timeout=100)
+    run_ranks(check_stages, 2, timeout=200)

@@ -215,7 +215,7 @@ def take_steps(model, optimizer, batches, micro_batches, expected):
 def trained(ranks, family, sizes, options=None, micro_batches=1, stage=0, layers=0, skewed=False):
     """Train on ranks, and compare all with one process."""
     given = family, sizes, options or {}, micro_batches, stage, layers, skewed
-    run_ranks(train, ranks, reference(family, layers, skewed), *given, timeout=120)
+    run_ranks(train, ranks, reference(family, layers, skewed), *given, timeout=200)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

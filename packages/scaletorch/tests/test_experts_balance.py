@@ -66,7 +66,7 @@ def balanced(family, sizes, options, kind):
     ],
 )
 def test_the_routers_own_loss_is_of_the_tokens_of_the_global_batch(sizes, options, kind):
-    run_ranks(balanced, 4, "Qwen3Moe", sizes, options, kind, timeout=120)
+    run_ranks(balanced, 4, "Qwen3Moe", sizes, options, kind, timeout=200)
 
 
 RATE, SHARED = 0.05, {"sequence_parallel": True}
@@ -126,7 +126,7 @@ def move(expected, length, sizes, options, micro_batches):
 )
 def test_biases_move_as_in_one_process(sizes, options, micro_batches, length):
     given = moved(length), length, sizes, options, micro_batches
-    names = run_ranks(move, 4, *given, timeout=120)
+    names = run_ranks(move, 4, *given, timeout=200)
     seen = {name for each in names for name in each}
     assert seen == {"model.layers.1.mlp.gate.e_score_correction_bias"}
 

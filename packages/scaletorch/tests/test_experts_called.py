@@ -67,10 +67,10 @@ def state_of(folder, family):
 
 @pytest.mark.parametrize("family", CALLED)
 def test_checkpoints_and_files_of_transformers(family, tmp_path):
-    run_ranks(begin, 4, str(tmp_path), {"dp_size": 4, "ep_size": 4}, 1, family, timeout=120)
-    run_ranks(go_on, 4, reference(family), str(tmp_path), SHARED, 0, family, timeout=120)
-    run_ranks(go_on, 1, reference(family), str(tmp_path), {}, 0, family, timeout=120)
-    (expected,) = run_ranks(state_of, 1, str(tmp_path), family, timeout=120)
+    run_ranks(begin, 4, str(tmp_path), {"dp_size": 4, "ep_size": 4}, 1, family, timeout=200)
+    run_ranks(go_on, 4, reference(family), str(tmp_path), SHARED, 0, family, timeout=200)
+    run_ranks(go_on, 1, reference(family), str(tmp_path), {}, 0, family, timeout=200)
+    (expected,) = run_ranks(state_of, 1, str(tmp_path), family, timeout=200)
     plain = build(family)
     plain.config.save_pretrained(tmp_path / "plain")
     theirs = type(plain).from_pretrained(tmp_path / "plain", dtype=torch.float64).state_dict()

@@ -75,22 +75,22 @@ LAYOUTS = [
 @pytest.mark.parametrize("number", range(len(LAYOUTS)))
 def test_training_goes_on_on_another_layout(tmp_path, number):
     (one, stage), (other, later) = LAYOUTS[number], LAYOUTS[(number + 1) % len(LAYOUTS)]
-    run_ranks(begin, 4, str(tmp_path), one, stage, timeout=120)
-    run_ranks(go_on, 4, reference(FAMILY), str(tmp_path), other, later, timeout=120)
+    run_ranks(begin, 4, str(tmp_path), one, stage, timeout=200)
+    run_ranks(go_on, 4, reference(FAMILY), str(tmp_path), other, later, timeout=200)
 
 
 def test_one_process_takes_over_and_hands_back(tmp_path):
-    run_ranks(begin, 4, str(tmp_path / "a"), *LAYOUTS[1], timeout=120)
-    run_ranks(go_on, 1, reference(FAMILY), str(tmp_path / "a"), {}, 0, timeout=120)
-    run_ranks(begin, 1, str(tmp_path / "b"), {}, 0, timeout=120)
-    run_ranks(go_on, 4, reference(FAMILY), str(tmp_path / "b"), *LAYOUTS[2], timeout=120)
+    run_ranks(begin, 4, str(tmp_path / "a"), *LAYOUTS[1], timeout=200)
+    run_ranks(go_on, 1, reference(FAMILY), str(tmp_path / "a"), {}, 0, timeout=200)
+    run_ranks(begin, 1, str(tmp_path / "b"), {}, 0, timeout=200)
+    run_ranks(go_on, 4, reference(FAMILY), str(tmp_path / "b"), *LAYOUTS[2], timeout=200)
 
 
 def test_biases_that_are_added_once(tmp_path):
-    run_ranks(begin, 4, str(tmp_path), *LAYOUTS[4], "GptOss", timeout=120)
-    run_ranks(go_on, 1, reference("GptOss"), str(tmp_path), {}, 0, "GptOss", timeout=120)
+    run_ranks(begin, 4, str(tmp_path), *LAYOUTS[4], "GptOss", timeout=200)
+    run_ranks(go_on, 1, reference("GptOss"), str(tmp_path), {}, 0, "GptOss", timeout=200)
     run_ranks(
-        go_on, 4, reference("GptOss"), str(tmp_path), {"tp_size": 4}, 0, "GptOss", timeout=120
+        go_on, 4, reference("GptOss"), str(tmp_path), {"tp_size": 4}, 0, "GptOss", timeout=200
     )
 
 
@@ -105,7 +105,7 @@ def imported(folder, sizes):
 
 def test_transformers_files(tmp_path):
     sizes, stage = LAYOUTS[1]
-    run_ranks(begin, 4, str(tmp_path), sizes, stage, timeout=120)
+    run_ranks(begin, 4, str(tmp_path), sizes, stage, timeout=200)
     plain = build(FAMILY)
     config = plain.config
     config.save_pretrained(tmp_path / "plain")
@@ -125,7 +125,7 @@ def test_transformers_files(tmp_path):
     for name, tensor in found.items():  # transformers keeps its routers in float32
         assert relative_error(tensor, expected[name].to(tensor.dtype)) < 1e-9, name
     theirs.save_pretrained(tmp_path / "theirs")
-    for each in run_ranks(imported, 4, str(tmp_path / "theirs"), sizes, timeout=120):
+    for each in run_ranks(imported, 4, str(tmp_path / "theirs"), sizes, timeout=200):
         for name, tensor in each.items():
             assert relative_error(tensor, found[name]) < 1e-15, name
 

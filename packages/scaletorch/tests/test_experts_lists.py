@@ -136,7 +136,7 @@ CASES = [
 @pytest.mark.parametrize(("kind", "sizes", "options", "micro_batches", "stage"), CASES)
 def test_they_train_as_in_one_process(kind, skew, sizes, options, micro_batches, stage):
     given = kind, skew, 5, sizes, options, micro_batches, stage
-    run_ranks(train, 2, reference(kind, skew, 5), *given, timeout=60)
+    run_ranks(train, 2, reference(kind, skew, 5), *given, timeout=200)
 
 
 def chosen(kind, experts):
@@ -157,7 +157,7 @@ def test_second_halves_where_replicas_have_called_other_experts():
     assert len({frozenset(each) for each in called}) == len(called)
     sizes, options = {"dp_size": 2, "pp_size": 2}, {"schedule": "zb_h1", "bucket_size": 128}
     given = "skipping", 0.0, 12, sizes, options, 4, 2
-    run_ranks(train, 4, reference("skipping", 0.0, 12), *given, timeout=60)
+    run_ranks(train, 4, reference("skipping", 0.0, 12), *given, timeout=200)
 
 
 def refused(sizes, options):

@@ -154,7 +154,7 @@ def trains(expected):
 
 
 def test_in_pairs_as_one_after_another_and_as_one_process():
-    run_ranks(trains, 4, reference(), timeout=120)
+    run_ranks(trains, 4, reference(), timeout=200)
 
 
 class Bug(Exception):
@@ -216,7 +216,7 @@ def fails_on_all(main):
 
 @pytest.mark.parametrize("main", [True, False])
 def test_what_all_ranks_of_a_stage_raise_leaves_nobody_waiting(main):
-    run_ranks(fails_on_all, 4, main, timeout=60)
+    run_ranks(fails_on_all, 4, main, timeout=200)
 
 
 def waits_for_nothing():
@@ -252,7 +252,7 @@ def test_under_a_guard_one_rank_that_raises_ends_all(main):
 
 @pytest.mark.parametrize("main", [True, False])
 def test_the_guard_names_a_call_that_hangs_in_a_pair(main):
-    for name, kind, text, _ in run_ranks(guarded, 4, main, waits_for_nothing, timeout=60):
+    for name, kind, text, _ in run_ranks(guarded, 4, main, waits_for_nothing, timeout=200):
         assert (name, kind) == ("RankFaultError", "cycle")
         assert "recv(float32[1]) from rank 3" in text
         assert "test_experts_pairs.py" in text

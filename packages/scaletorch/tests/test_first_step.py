@@ -140,7 +140,7 @@ def run_cases():
 
 
 def test_ranks_that_differ_are_told_on_every_rank():
-    for rank, found in enumerate(run_ranks(run_cases, 2, timeout=100)):
+    for rank, found in enumerate(run_ranks(run_cases, 2, timeout=200)):
         for (case, match), said in zip(CASES.items(), found, strict=True):
             assert re.search(match, str(said), re.DOTALL), (rank, case, said)
 
@@ -150,7 +150,7 @@ def test_rows_of_the_callers_own_may_differ_over_dp():
 
 
 def test_heads_that_one_rank_cannot_share_out_are_refused_on_all_before_attention():
-    results = run_ranks(run, 4, uneven_heads, TP | CP, timeout=60)
+    results = run_ranks(run, 4, uneven_heads, TP | CP, timeout=200)
     for said in results:
         assert "divides heads over 2 ranks" in said
         assert "there are 1 and 1" in said

@@ -154,10 +154,10 @@ def check(heard_by_rank, changes):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name)
 def test_every_rank_hears_of_it(layout):
     ranks = math.prod(layout.values())
-    check(run_ranks(told, ranks, layout, list(PLAIN), llama, timeout=100), PLAIN)
+    check(run_ranks(told, ranks, layout, list(PLAIN), llama, timeout=200), PLAIN)
 
 
 @pytest.mark.parametrize("layout", [{"cp_size": 2}, {"cp_size": 2, "dp_size": 2}], ids=name)
 def test_every_rank_hears_of_masks_and_positions(layout):
     ranks = math.prod(layout.values())
-    check(run_ranks(told, ranks, layout, list(MASKED), theirs, timeout=100), MASKED)
+    check(run_ranks(told, ranks, layout, list(MASKED), theirs, timeout=200), MASKED)

@@ -103,7 +103,7 @@ def assert_same(found, expected, what):
 
 def check(layout, config, num_micro_batches, schedule):
     results = run_ranks(
-        train, torch.Size(layout).numel(), layout, config, num_micro_batches, schedule, timeout=100
+        train, torch.Size(layout).numel(), layout, config, num_micro_batches, schedule, timeout=200
     )
     compare(results, reference(config, num_micro_batches), layout)
     return results

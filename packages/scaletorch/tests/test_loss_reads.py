@@ -155,7 +155,7 @@ def _imports():
 
 @pytest.fixture(scope="module")
 def pools():
-    with RankPool(2, timeout=60) as two, RankPool(4, timeout=60) as four:
+    with RankPool(2, timeout=200) as two, RankPool(4, timeout=200) as four:
         yield {2: two, 4: four}
 
 

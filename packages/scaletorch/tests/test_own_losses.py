@@ -81,7 +81,7 @@ def every_loss(sizes, options):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_loss_is_one_process_s(layout, expected):
     sizes, options = LAYOUTS[layout]
-    for rank in run_ranks(every_loss, math.prod(sizes.values()), sizes, options, timeout=100):
+    for rank in run_ranks(every_loss, math.prod(sizes.values()), sizes, options, timeout=200):
         for name, (loss, gradients) in expected.items():
             found, seen, theirs = rank[name]
             assert found == pytest.approx(loss, rel=1e-12), name

@@ -186,7 +186,7 @@ def uneven():
 
 
 def test_ranges_that_differ_between_tp_ranks():
-    found = run_ranks(uneven, 6, timeout=100)
+    found = run_ranks(uneven, 6, timeout=200)
     assert len({frozenset(ranges) for place, ranges in found if place == 0}) > 1
 
 
@@ -231,7 +231,7 @@ def whole_of_names():
 
 
 def test_loops_of_ones_own():
-    run_ranks(in_own_loops, 4, timeout=100)
+    run_ranks(in_own_loops, 4, timeout=200)
 
 
 def under_fsdp():
@@ -253,7 +253,7 @@ def under_fsdp():
 
 
 def test_fully_sharded_parameters():
-    run_ranks(under_fsdp, 4, timeout=100)
+    run_ranks(under_fsdp, 4, timeout=200)
 
 
 class Hidden(torch.autograd.Function):
@@ -279,4 +279,4 @@ def refused():
 
 
 def test_a_function_that_may_communicate_is_refused():
-    assert math.isfinite(len(run_ranks(refused, 4, timeout=100)))
+    assert math.isfinite(len(run_ranks(refused, 4, timeout=200)))

@@ -193,7 +193,7 @@ def require_right(ranks):
 
 
 def test_pipelines_beside_other_axes():
-    with RankPool(4, timeout=110) as pool:
+    with RankPool(4, timeout=200) as pool:
         for sizes, options in (
             ({"pp_size": 2, "dp_size": 2}, {}),
             ({"pp_size": 2, "dp_size": 2}, {"schedule": "zb_v"}),
@@ -205,7 +205,7 @@ def test_pipelines_beside_other_axes():
 
 
 def test_pipelines_of_two_ranks():
-    with RankPool(2, timeout=110) as pool:
+    with RankPool(2, timeout=200) as pool:
         require_right(pool.run(compared, {"dp_size": 2}, {}, 2, ["on the model", "everywhere"]))
         require_right(pool.run(compared, {"pp_size": 2}, {"recompute": True}, 4, [*CASES]))
         pool.run(mixed, {"pp_size": 2}, 2)

@@ -344,7 +344,7 @@ REFUSED = [
 
 
 def test_what_no_layout_changes_trains_as_one_process():
-    for found in run_ranks(steps, 2, RIGHT, timeout=100):
+    for found in run_ranks(steps, 2, RIGHT, timeout=200):
         for case, error in zip(RIGHT, found, strict=True):
             assert not isinstance(error, str), (case, error)
             assert error < 1e-12, (case, error)
@@ -358,7 +358,7 @@ def test_several_micro_batches_of_one_process_are_one_batch():
 
 
 def test_what_a_layout_would_change_is_refused_on_every_rank():
-    results = run_ranks(steps, 2, [case for case, _ in REFUSED], timeout=100)
+    results = run_ranks(steps, 2, [case for case, _ in REFUSED], timeout=200)
     for rank, found in enumerate(results):
         for (case, match), said in zip(REFUSED, found, strict=True):
             assert isinstance(said, str), (rank, case, said)
@@ -400,7 +400,7 @@ def mixed_layouts():
 
 
 def test_a_stage_that_mixes_is_refused_on_all_stages_and_rows():
-    for right, wrong, also_right, also_wrong in run_ranks(mixed_layouts, 4, timeout=100):
+    for right, wrong, also_right, also_wrong in run_ranks(mixed_layouts, 4, timeout=200):
         assert right < 1e-12
         assert also_right < 1e-12
         assert re.search(r"output of layers\.1 is off by .*cp divides positions", wrong)
@@ -464,7 +464,7 @@ def blocks():
 
 
 def test_what_mixes_within_blocks_is_refused_if_blocks_are_divided():
-    for found in run_ranks(blocks, 2, timeout=100):
+    for found in run_ranks(blocks, 2, timeout=200):
         for case, said in zip(BLOCKS, found, strict=True):
             if case in FITTING:
                 assert said < 1e-12, (case, said)

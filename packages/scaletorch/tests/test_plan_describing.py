@@ -133,7 +133,7 @@ def _imported():
 
 @pytest.mark.parametrize("ranks", CASES)
 def test_a_rank_keeps_what_is_described(ranks):
-    found = run_ranks(measured_all, ranks, CASES[ranks], timeout=100)
+    found = run_ranks(measured_all, ranks, CASES[ranks], timeout=200)
     for (family, _, _, cut), *each in zip(CASES[ranks], *found, strict=True):
         assert [rank[0] for rank in each] == [described(family, cut)[0]] * ranks, (family, cut)
 
@@ -156,7 +156,7 @@ def measured_wide():
 
 @pytest.mark.filterwarnings("ignore:Memory block of unknown size")
 def test_the_allocators_peak_is_the_one_described():
-    for (_, _, cut), *peaks in zip(WIDE, *run_ranks(measured_wide, 2, timeout=100), strict=True):
+    for (_, _, cut), *peaks in zip(WIDE, *run_ranks(measured_wide, 2, timeout=200), strict=True):
         most = described("wider", cut, 128)[1]
         for peak, rest in peaks:
             assert 0.98 * (peak - rest) <= most <= 1.02 * peak, (cut, peak, rest)

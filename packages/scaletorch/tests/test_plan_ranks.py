@@ -38,7 +38,7 @@ def _messages(monkeypatch):
 @pytest.mark.parametrize(("ranks", "cases"), [(2, 3), (4, 5)])
 def test_ranks_hold_and_send_what_is_planned(ranks, cases):
     chosen = list(islice(drawn(0, ranks), cases))
-    found = run_ranks(measured, ranks, chosen, timeout=100)
+    found = run_ranks(measured, ranks, chosen, timeout=200)
     for case, *own in zip(chosen, *found, strict=True):
         assert not list(differences(case, own))
 
@@ -128,7 +128,7 @@ def test_searches_bound_what_shared_gradients_need(family, tied):
 @pytest.mark.filterwarnings("ignore:Memory block of unknown size")
 def test_ranks_that_share_gradients_hold_what_is_planned():
     cases = [Case("wide", 8, False, "float32", 64, layout) for layout in SHARED]
-    found = run_ranks(peaks, 4, cases, timeout=100)
+    found = run_ranks(peaks, 4, cases, timeout=200)
     for case, *own in zip(cases, *found, strict=True):
         assert not list(higher(case, own))
 
@@ -136,14 +136,14 @@ def test_ranks_that_share_gradients_hold_what_is_planned():
 @pytest.mark.filterwarnings("ignore:Memory block of unknown size")
 @pytest.mark.parametrize("ranks", MORE)
 def test_ranks_with_experts_or_tied_weights_hold_what_is_planned(ranks):
-    found = run_ranks(peaks, ranks, MORE[ranks], timeout=100)
+    found = run_ranks(peaks, ranks, MORE[ranks], timeout=200)
     for case, *own in zip(MORE[ranks], *found, strict=True):
         assert not list(higher(case, own))
 
 
 @pytest.mark.filterwarnings("ignore:Memory block of unknown size")
 def test_fully_sharded_ranks_have_blocks_whole_as_planned():
-    found = run_ranks(gathering, 2, GATHERING, timeout=100)
+    found = run_ranks(gathering, 2, GATHERING, timeout=200)
     for case, *own in zip(GATHERING, *found, strict=True):
         assert not list(higher(case, own))
 
@@ -151,7 +151,7 @@ def test_fully_sharded_ranks_have_blocks_whole_as_planned():
 @pytest.mark.filterwarnings("ignore:Memory block of unknown size")
 def test_ranks_of_a_pipeline_keep_what_is_planned_and_hold_no_more():
     cases = [Case("wide", 8, False, "float32", 64, layout) for layout in PIPELINES]
-    found = run_ranks(peaks, 4, cases, timeout=100)
+    found = run_ranks(peaks, 4, cases, timeout=200)
     for case, *own in zip(cases, *found, strict=True):
         assert not list(higher(case, own))
 
@@ -164,7 +164,7 @@ def test_halves_of_backwards_leave_shards_as_planned():
         Layout(Grid(pp=2, dp=2), zero=2, schedule="interleaved_1f1b", chunks=2, micro_batches=2),
     ]
     cases = [Case("llama", 4, True, "float32", 16, layout) for layout in layouts]
-    for case, *own in zip(cases, *run_ranks(measured, 4, cases, timeout=100), strict=True):
+    for case, *own in zip(cases, *run_ranks(measured, 4, cases, timeout=200), strict=True):
         assert not list(differences(case, own))
 
 
@@ -179,12 +179,12 @@ def test_sums_of_another_dtype_are_held_beside_gradients_as_planned():
         Case("llama", 4, tied, "bfloat16", 16, layout, sum_item=4)
         for layout in layouts for tied in (False, True)
     ]  # fmt: skip
-    for case, *own in zip(cases, *run_ranks(measured, 4, cases, timeout=100), strict=True):
+    for case, *own in zip(cases, *run_ranks(measured, 4, cases, timeout=200), strict=True):
         assert not list(differences(case, own))
 
 
 def test_fully_sharded_ranks_hold_and_gather_what_is_planned():
     cases = list(islice(drawn_sharded(0, 4), 4))
     assert any(case.dtype == "bfloat16" for case in cases)
-    for case, *own in zip(cases, *run_ranks(sharded, 4, cases, timeout=100), strict=True):
+    for case, *own in zip(cases, *run_ranks(sharded, 4, cases, timeout=200), strict=True):
         assert not list(unlike(case, own))

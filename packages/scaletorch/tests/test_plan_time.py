@@ -504,7 +504,7 @@ def test_what_trained_slower_is_planned_so(monkeypatch, ranks: int, sizes: list[
     assert quick == replace(given, device=replace(given.device, updating=given.device.moving))
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(300)
 def test_this_machine_is_measured(tmp_path: Path) -> None:
     """What two ranks reach is no matter here: that all of it is measured, and a step planned."""
     found = calibrate(2, seconds=1e-4)

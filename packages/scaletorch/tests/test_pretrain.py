@@ -271,7 +271,7 @@ def test_command_line_under_torchrun(text, tmp_path):
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=110, env=environment, cwd=tmp_path
+        command, capture_output=True, text=True, timeout=200, env=environment, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert "as one process: largest relative difference of 2 losses" in done.stdout

@@ -114,7 +114,7 @@ def test_a_loss_that_is_off_by_one_token_of_a_thousand_is_seen(tmp_path):
         model=MODEL, steps=2, seq_len=256, batch_size=8, micro_batches=1, dp=2,
         data=(tmp_path / "text.txt",), out=tmp_path, backend="gloo", compare=True,
     )  # fmt: skip
-    with RankPool(2, timeout=100) as pool:
+    with RankPool(2, timeout=200) as pool:
         sound = pool.run(train, replace(config, out=tmp_path / "sound"))[0]
         faulty = pool.run(one_token_more, replace(config, out=tmp_path / "faulty"))[0]
     reference = one_process_losses(config, 2)

@@ -299,7 +299,7 @@ def test_the_bar_fits_in_eighty_columns(config):
 def test_help_says_what_the_program_does():
     done = subprocess.run(
         [sys.executable, "-m", package.__name__, "--help"],
-        capture_output=True, text=True, timeout=110, check=True,
+        capture_output=True, text=True, timeout=200, check=True,
     )  # fmt: skip
     assert (
         "Train a small Llama, or Mixtral with --experts, on text, on any layout of ranks."

@@ -148,8 +148,8 @@ def test_training_goes_on_with_the_same_rows_on_another_layout(
     tmp_path, one_process, first, second
 ):
     _, every, weights = one_process
-    before = run_ranks(train, 4, first, str(tmp_path), 0, SAVED, timeout=100)
-    after = run_ranks(train, 4, second, str(tmp_path), SAVED, STEPS, timeout=100)
+    before = run_ranks(train, 4, first, str(tmp_path), 0, SAVED, timeout=200)
+    after = run_ranks(train, 4, second, str(tmp_path), SAVED, STEPS, timeout=200)
     for sizes, ranks, start, stop in ((first, before, 0, SAVED), (second, after, SAVED, STEPS)):
         dp = sizes.get("dp_size", 1)
         share = BATCH // dp

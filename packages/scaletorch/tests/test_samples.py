@@ -178,7 +178,7 @@ def rate(job, zero):
 
 
 def test_ranks_that_part_are_told_on_every_layout_and_others_are_left_alone():
-    run_ranks(on_every_layout, 4, from_all_sides, timeout=100)
+    run_ranks(on_every_layout, 4, from_all_sides, timeout=200)
 
 
 def frozen(model):
@@ -218,7 +218,7 @@ OTHERS = [
 
 
 def test_what_all_ranks_change_alike_is_right():
-    run_ranks(on_every_layout, 4, changing, OTHERS, timeout=100)
+    run_ranks(on_every_layout, 4, changing, OTHERS, timeout=200)
 
 
 def within_a_period():
@@ -254,7 +254,7 @@ def in_shards(sizes, zero, options):
 
 def test_shards_and_experts_are_compared_with_those_of_the_same_place():
     layouts = [(TP, 0, {}), (TP, 0, SHARED), (EP, 0, {"mixture": True})]
-    run_ranks(on_every_layout, 4, in_shards, layouts, timeout=100)
+    run_ranks(on_every_layout, 4, in_shards, layouts, timeout=200)
 
 
 def clipped(sizes, zero, options):
@@ -279,7 +279,7 @@ def test_torchs_clipping_is_found_where_it_parts_ranks():
         (TP, 0, {}), (TP, 0, SHARED), ({"tp_size": 4}, 0, {}), ({"tp_size": 2, "pp_size": 2}, 0, V),
         (PP, 0, {}), (EP, 0, {"mixture": True}),  # with zb_v one rank has all of the tied table
     ]  # fmt: skip
-    run_ranks(on_every_layout, 4, clipped, layouts, timeout=100)
+    run_ranks(on_every_layout, 4, clipped, layouts, timeout=200)
 
 
 def one_of_four():

@@ -287,7 +287,7 @@ def test_command_verifies_a_users_module_by_its_name_on_every_layout(tmp_path):
         sys.executable, "-m", "scaletorch.verify", "--model", "mine:model", "--plan", "mine:PLAN",
         "--layout", "2x1x1x1", "1x2x1x1", "1x1x2x1", "1x1x1x2", "--out", "report",
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8 of 8 cases train like one process" in done.stdout
     assert json.loads((tmp_path / "report" / "report.json").read_text())["passed"]

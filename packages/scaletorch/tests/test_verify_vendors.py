@@ -74,7 +74,7 @@ def moved(data, device):
 
 
 def train(device, backend, case, reference):
-    dist.init_dist("pytorch", backend=backend, timeout=100)
+    dist.init_dist("pytorch", backend=backend, timeout=200)
     own = devices.current_device()
     assert (own.type, dist.get_backend()) == (device, backend)
     # The proof compares on the CPU: here what it compares with is brought to the device.
@@ -124,5 +124,5 @@ def test_a_rank_that_owns_no_matrix_sends_from_the_same_device(plugins, monkeypa
     mean_loss(model(batch["input_ids"]), batch["labels"]).backward()
     torch.optim.Muon([weight], lr=0.1).step()
     monkeypatch.syspath_prepend(plugins)
-    for found in run_ranks(one_matrix, 2, "npu", "hccl", init=False, timeout=100):
+    for found in run_ranks(one_matrix, 2, "npu", "hccl", init=False, timeout=200):
         assert relative_error(found, weight) < 1e-5

@@ -174,7 +174,7 @@ def with_reference(name, make, **options):
 
 
 def check(sizes, cases, ranks):
-    for found in run_ranks(each_case, ranks, sizes, cases, timeout=100):
+    for found in run_ranks(each_case, ranks, sizes, cases, timeout=200):
         assert len(found) == len(cases)
         for error, (_, name, make, options) in zip(found, cases, strict=True):
             assert error < BOUND, (sizes, name, make.__name__, options)

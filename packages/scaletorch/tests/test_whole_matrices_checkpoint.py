@@ -64,9 +64,9 @@ def trained(tmp_path, make, first, second):
     """Train on one layout, go on on another; compare with one process on every rank."""
     expected = reference("llama", make)[-1]
     ranks = [torch.Size(sizes.values()).numel() for sizes, _ in (first, second)]
-    run_ranks(begin, ranks[0], str(tmp_path), first[0], make, first[1], timeout=100)
+    run_ranks(begin, ranks[0], str(tmp_path), first[0], make, first[1], timeout=200)
     for error in run_ranks(
-        go_on, ranks[1], expected, str(tmp_path), second[0], make, second[1], timeout=100
+        go_on, ranks[1], expected, str(tmp_path), second[0], make, second[1], timeout=200
     ):
         assert error < BOUND
 

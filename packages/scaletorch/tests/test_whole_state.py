@@ -63,4 +63,4 @@ def loaded_and_saved(folder):
 
 
 def test_whole_states_load_and_shards_are_not_saved_for_them(tmp_path):
-    run_ranks(loaded_and_saved, 2, tmp_path, timeout=100)
+    run_ranks(loaded_and_saved, 2, tmp_path, timeout=200)

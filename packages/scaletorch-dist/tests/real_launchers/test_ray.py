@@ -5,7 +5,7 @@ import sys
 import pytest
 
 
-@pytest.mark.timeout(260)  # Ray takes over a minute to begin on a busy machine
+@pytest.mark.timeout(300)  # Ray takes over a minute to begin on a busy machine
 def test_the_example_for_ray(launch, examples, ray):
     command = [sys.executable, examples / "ray_train.py", "--workers", "2"]
     status, out, err = launch.run(command, timeout=240, **ray)

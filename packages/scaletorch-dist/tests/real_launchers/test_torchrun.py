@@ -30,7 +30,7 @@ def agents(launch, hosts, torchrun, program, ranks, restarts=0):
         command += [f"--rdzv-conf=is_host={is_host}", f"--local-addr={own}"]
         command += [f"--max-restarts={restarts}", *program]
         started.append(launch.start(command))
-    return launch.finish(*started, timeout=100)
+    return launch.finish(*started, timeout=200)
 
 
 def test_two_hosts(launch, two_hosts, torchrun, programs):
@@ -48,7 +48,7 @@ def test_every_restart_works_on_one_host(launch, torchrun, programs):
     assert log.read_text() == "2 of 2\n" * (DEATHS + 1)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_every_restart_works_on_two_hosts(launch, two_hosts, torchrun, programs):
     log = launch.folder / "log"
     program = [programs / "lives.py", log, DEATHS]

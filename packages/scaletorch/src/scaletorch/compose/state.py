@@ -46,13 +46,19 @@ def of_all_stages(tensors: Mapping[str, Tensor], manager: ProcessGroupManager) -
     device = get_comm_device(manager.pp_group)
     ranks = group_ranks(manager.pp_group)
     for rank, theirs in enumerate(all_gather_object(heads, manager.pp_group)):
+        shapes: dict[torch.dtype, dict[str, torch.Size]] = {}
         for name, (shape, dtype) in theirs.items():
-            if name in found:
-                continue
-            found[name] = torch.empty(shape, dtype=dtype, device=device)
+            if name not in found:
+                shapes.setdefault(dtype, {})[name] = shape
+        for dtype, of in shapes.items():  # all of a dtype in one message
+            sizes = [shape.numel() for shape in of.values()]
+            flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+            parts = flat.split(sizes)
             if rank == manager.pp_rank:
-                found[name].copy_(tensors[name])
-            broadcast(found[name], ranks[rank], manager.pp_group)
+                for name, part in zip(of, parts, strict=True):
+                    part.view(of[name]).copy_(tensors[name])
+            broadcast(flat, ranks[rank], manager.pp_group)
+            found |= {n: part.view(of[n]) for n, part in zip(of, parts, strict=True)}
     return found
 
 

@@ -120,7 +120,7 @@ def small_batch(
         short = whole
     told = {name: dim for name, dim in cut.row_dims.items() if name in short}
     parts = shard_global_batch(short, kept, model=model, row_dims=told)
-    alone = OneProcess(manager.ep_group if manager.ep_size == 1 else _group_of_one(manager))
+    alone = OneProcess(_group_of_one(manager))
     (plain,) = shard_global_batch(short, 1, cast(Any, alone), row_dims=told)
     of_one = replace(
         terms, cp_layout=None, shares_sequences=False, counts_of_ids=False, counts_otherwise=False
@@ -208,6 +208,9 @@ def _counts(batch: Mapping[str, Any]) -> bool:
 
 
 def _group_of_one(manager: ProcessGroupManager) -> ProcessGroup | None:
+    for axis in ("tp", "cp", "pp", "dp", "ep"):
+        if getattr(manager, f"{axis}_size") == 1:
+            return cast(ProcessGroup | None, getattr(manager, f"{axis}_group"))
     ranks = [manager.global_rank]
     group: ProcessGroup = torch.distributed.new_group(ranks, use_local_synchronization=True)
     return group

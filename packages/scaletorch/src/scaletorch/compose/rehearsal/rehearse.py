@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -68,7 +68,7 @@ def rehearse_step(
     Args:
         model: What `parallelize` returned.
         micro_batches: This rank's, of the step.
-        terms: The model's.
+        terms: The model's, with its plain model.
         manager: The grid.
         step: `train_step` of the model, but for its micro-batches.
         loss_fn: The user's, as in `train_step`.
@@ -76,10 +76,7 @@ def rehearse_step(
     Raises:
         RehearsalError: The layout computes something else than one process; on every rank.
     """
-    plain = terms.plain
-    if plain is None:
-        return
-    began = time.perf_counter()
+    began, plain = time.perf_counter(), cast(Plain, terms.plain)
     require_one_batch(micro_batches, manager)
     pipeline = pipeline_of(model)
     device = next((p.device for p in model.parameters()), micro_batches[0]["input_ids"].device)
@@ -92,10 +89,9 @@ def rehearse_step(
     asked(pipeline.module)
     hooks_changed = plain.follow(pipeline.module, device)
 
-    def compared(wide: bool) -> tuple[SmallBatch, Replay, _Found]:
-        train = partial(_trained, partial(cut, wide=wide), model, plain, step)
-        with _as_for_a_rehearsal(model, plain, terms, wide):
-            small, loss, records = train()
+    def compared(*, wide: bool) -> tuple[SmallBatch, Replay, _Found]:
+        with _as_for_a_rehearsal(model, plain, terms, wide=wide):
+            small, loss, records = _trained(partial(cut, wide=wide), model, plain, step)
             joiner = Joiner(manager, small.sequences, small.rows, len(small.micro_batches), device)
             ranks = Ranks(model, manager, plain, joiner, records)
             ranks.exchange(hooks_changed=hooks_changed)
@@ -103,11 +99,10 @@ def rehearse_step(
             return small, *_replayed(plain, ranks, batch, loss_of, loss)
 
     try:
-        small, replay, found = _widest(compared, model, widens=widens)
+        small, replay, found = _widest(compared, widens=widens)
     except Exception as error:
         if not added or isinstance(error, torch.OutOfMemoryError):
             raise
-        model.reset()
         _say(
             f"{terms.name} is not rehearsed: its loss_fn reads {listed(added)}, added to "
             f"micro-batches, and the loss of tokens in its place fails ({error})"
@@ -120,28 +115,24 @@ def rehearse_step(
 
 
 def _widest(
-    compared: Callable[[bool], tuple[SmallBatch, Replay, _Found]],
-    model: DataParallelBucket,
-    *,
-    widens: bool,
+    compared: Callable[..., tuple[SmallBatch, Replay, _Found]], *, widens: bool
 ) -> tuple[SmallBatch, Replay, _Found]:
     """Compare in float32, or, if code is made for the run's dtype alone, in that."""
     if widens:
         try:
-            found = compared(True)
-        except Exception as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            model.reset()
-        else:
+            found = compared(wide=True)
             if found[-1].problem is None:
                 return found
-    return compared(False)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # which the run's dtype may not raise
+            pass
+    return compared(wide=False)
 
 
 def _agreed(
     micro_batches: Sequence[Batch],
-    model: nn.Module,
+    model: DataParallelBucket,
     device: torch.device,
     terms: Terms,
     manager: ProcessGroupManager,
@@ -163,7 +154,7 @@ def _agreed(
 
 @contextmanager
 def _as_for_a_rehearsal(
-    model: DataParallelBucket, plain: Plain, terms: Terms, wide: bool
+    model: DataParallelBucket, plain: Plain, terms: Terms, *, wide: bool
 ) -> Iterator[None]:
     """Let a step be a rehearsal, in float32 or not, and all be as before it in the end.
 
@@ -175,13 +166,8 @@ def _as_for_a_rehearsal(
     terms.seen = 0
     wait_for_parameters(model)
     try:
-        with ExitStack() as state:
-            for each in (rehearsing(), restored(stage)):
-                state.enter_context(each)
-            if wide:
-                state.enter_context(in_float32(model, [stage, plain.model]))
-            for each in (without_zeros(stage), without_dropout()):
-                state.enter_context(each)
+        wider = in_float32(model, [stage, plain.model]) if wide else nullcontext()
+        with rehearsing(), restored(stage), wider, without_zeros(stage), without_dropout():
             yield
     finally:
         model.reset()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ def find_splitters(model: nn.Module, matches: Matches) -> dict[nn.Module, HeadCo
     above = {child: parent for parent in names for child in parent.children()}
     rows = {module for module, match in matches.items() if match.is_row}
     found: dict[nn.Module, HeadCounts] = {}
+    told: _Told = {}
     for column in (module for module, match in matches.items() if match.is_column):
         path = [column]
         while path[-1] in above:
@@ -43,12 +44,16 @@ def find_splitters(model: nn.Module, matches: Matches) -> dict[nn.Module, HeadCo
         holds = (each for each in called if not rows.isdisjoint(each.modules()))
         owner = next(holds, called[-1] if called else None)
         if owner is not None and owner not in found:
-            found[owner] = _counts(owner, path[path.index(owner) + 1 :], names)
+            found[owner] = _counts(owner, path[path.index(owner) + 1 :], names, told)
     return found
 
 
+# What has been looked at, such as a config that all modules share, and the integers in it.
+_Told = dict[tuple[int, int], tuple[Any, list[tuple[str, int]]]]
+
+
 def _counts(
-    owner: nn.Module, above: Collection[nn.Module], names: Mapping[nn.Module, str]
+    owner: nn.Module, above: Collection[nn.Module], names: Mapping[nn.Module, str], told: _Told
 ) -> HeadCounts:
     counts: dict[int, str] = {}
     near: set[int] = set()
@@ -56,12 +61,12 @@ def _counts(
     for level in ([*owner.modules()], *([each] for each in above)):
         own, own_lengths = dict[int, str](), set[int]()
         for module in level:
-            for place, value in _told(module, names[module] or type(module).__name__):
+            for place, value in _integers(module, told):
                 name = place.rpartition(".")[2]
                 if _LENGTH.search(name):
                     own_lengths.add(value)
                 elif _COUNT.search(name) and value > 1:
-                    own.setdefault(value, place)
+                    own.setdefault(value, f"{names[module] or type(module).__name__}.{place}")
         if not near and not lengths:
             near, lengths = {*own}, own_lengths
         counts = {**own, **counts}
@@ -69,17 +74,20 @@ def _counts(
     return HeadCounts(names[owner] or type(owner).__name__, counts, near, lengths, groups)
 
 
-def _told(holder: Any, place: str, depth: int = _DEPTH) -> Iterator[tuple[str, int]]:
-    """Yield the integers that a module, or a config, has by name, and those of its configs."""
+def _integers(holder: Any, told: _Told, depth: int = _DEPTH) -> list[tuple[str, int]]:
+    """Return the integers that a module, or a config, has by name, and those of its configs."""
     if isinstance(holder, TensorParallelLayer):
-        return
-    for name, value in _attributes(holder).items():
-        where = f"{place}.{name}"
-        for each in value if isinstance(value, list | tuple) else (value,):
-            if type(each) is int and each > 0:
-                yield where, each
-        if depth and not name.startswith("_") and not isinstance(value, _NO_CONFIG):
-            yield from _told(value, where, depth - 1)
+        return []
+    key = id(holder), depth
+    if key not in told:
+        found: list[tuple[str, int]] = []
+        for name, value in _attributes(holder).items():
+            several = value if isinstance(value, list | tuple) else (value,)
+            found += [(name, each) for each in several if type(each) is int and each > 0]
+            if depth and not name.startswith("_") and not isinstance(value, _NO_CONFIG):
+                found += [(f"{name}.{n}", each) for n, each in _integers(value, told, depth - 1)]
+        told[key] = holder, found
+    return told[key][1]
 
 
 _NO_CONFIG = (
@@ -100,15 +108,15 @@ _NO_CONFIG = (
 
 def _attributes(holder: Any) -> Mapping[str, Any]:
     """Return what a module or a config has by name; nothing of what is neither."""
+    found: dict[Any, Any] = {}
     if isinstance(holder, Mapping):
-        found: Mapping[Any, Any] = holder
+        found.update(holder)
     else:
         kinds = [kind for kind in type(holder).__mro__ if not kind.__module__.startswith("torch.")]
-        found = {}
         for kind in reversed(kinds):
-            found = {**found, **vars(kind)}
-        slots = {name: getattr(holder, name, None) for name in found.get("__slots__", ())}
-        found = {**found, **slots, **getattr(holder, "__dict__", {})}
+            found.update(vars(kind))
+        found.update({name: getattr(holder, name, None) for name in found.get("__slots__", ())})
+        found.update(getattr(holder, "__dict__", {}))
     if len(found) > _MOST:
         return {}
     return {name: value for name, value in found.items() if isinstance(name, str)}
