@@ -111,14 +111,15 @@ def rehearse(
     rank runs the plain model once more, whole, on the weights of one layer at a time: each layer is
     given the hidden states that the ranks gave to theirs, and what it returns, the gradient of its
     input and those of its weights are compared with the ranks', as are the loss and all that lies
-    outside of layers. Gradients, buffers, random generators and plain attributes of modules are as
+    outside of layers. What trains in 16 bits runs in float32 meanwhile, if that fits in memory, since
+    small errors drown in the rounding of 16 bits. Gradients, buffers, random generators and plain attributes of modules are as
     before afterwards; dropout is off meanwhile.
 
     One line on rank 0 says what was compared, and what could not be: a layer that draws at random,
     a loss that communicates. All ranks call it, before a step whose gradients begin at zero.
 
     Args:
-        model: What `parallelize` returned, but with `rehearse=False`.
+        model: What `parallelize` returned; not with `rehearse=False`, which keeps no plain model.
         micro_batches: This rank's, from `shard_global_batch`.
         manager: The grid; by default the model's.
         loss_fn: As in `train_step`.
