@@ -106,14 +106,15 @@ def rehearse(
 ) -> None:
     """Train a small batch, and compare all that the layout computes with the plain model.
 
-    The small batch is two rows of each micro-batch, of which there may be fewer, and at most 512
-    positions of these. Its training step is a real one, with buckets, schedules and ZeRO. Then each
-    rank runs the plain model once more, whole, on the weights of one layer at a time: each layer is
-    given the hidden states that the ranks gave to theirs, and what it returns, the gradient of its
-    input and those of its weights are compared with the ranks', as are the loss and all that lies
-    outside of layers. What trains in 16 bits runs in float32 meanwhile, if that fits in memory, since
-    small errors drown in the rounding of 16 bits. Gradients, buffers, random generators and plain attributes of modules are as
-    before afterwards; dropout is off meanwhile.
+    The small batch is two rows of each micro-batch, of which there may be fewer, and at most
+    512 positions of these. Its training step is a real one, with buckets, schedules and ZeRO.
+    Then each rank runs the plain model once more, whole, on the weights of one layer at a time:
+    each layer is given the hidden states that the ranks gave to theirs, and what it returns,
+    the gradient of its input and those of its weights are compared with the ranks', as are the
+    loss and all that lies outside of layers. What trains in 16 bits runs in float32 meanwhile,
+    if that fits in memory, since small errors drown in the rounding of 16 bits. Gradients,
+    buffers, random generators and plain attributes of modules are as before afterwards; dropout
+    is off meanwhile.
 
     One line on rank 0 says what was compared, and what could not be: a layer that draws at random,
     a loss that communicates. All ranks call it, before a step whose gradients begin at zero.
