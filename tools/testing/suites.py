@@ -79,7 +79,7 @@ class Suite:
         beside = self.python.parent.parent
         report, log = (beside / f"tests-{self.part}.{form}" for form in ("xml", "log"))
         command = [str(self.python), *self.measuring, "-m", "pytest", "-q", *files]
-        command += [f"--junitxml={report}", *options]
+        command += [f"--junitxml={report}", "--durations=10", *options]
         with log.open("w") as file:
             to = file if quietly else None
             done = subprocess.run(command, cwd=ROOT, env=OUTSIDE, check=False, stdout=to, stderr=to)
