@@ -12,19 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scaletorch.parallel.context_parallel import kernels
+from scaletorch.parallel.context_parallel import attention, kernels
 from scaletorch.parallel.context_parallel.kernels import (
     Operands,
     cpu_flash,
+    cuda,
+    fused,
     merge_into,
     table,
     tile,
-    unrun,
     update_out_and_lse,
+    vendors,
 )
 from scaletorch.parallel.context_parallel.kernels.strips import strips
 from scaletorch.parallel.context_parallel.masks.blocks import CAUSAL, FULL
 
+TAKES_WINDOWS = "scaletorch.parallel.context_parallel.methods.call.takes_windows"
 KERNELS = [cpu_flash, tile, kernels]
 BOUNDS = st.none() | st.integers(-40, 40)
 by_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=["cpu_flash", "tile", "table"])
@@ -382,24 +385,31 @@ def test_merge_is_float32_for_half_precision():
 
 
 FUSED = {
-    "flash": unrun.FLASH,
-    "efficient": unrun.EFFICIENT,
-    "cudnn": unrun.CUDNN,
-    "overrideable": unrun.VENDORS,
+    "flash": cuda.FLASH,
+    "efficient": cuda.EFFICIENT,
+    "cudnn": cuda.CUDNN,
+    "overrideable": vendors.OVERRIDEABLE,
 }
+
+
+def _of(operator):
+    return fused.fused("stand-in", operator, lambda *_: True)
+
+
+def _half(heads, kv_heads, rows, keys, device="meta"):
+    inputs = _inputs(heads, kv_heads, rows, keys, 64, batch=2, dtype=torch.bfloat16)
+    return [x.to(device) for x in inputs]
 
 
 @pytest.mark.parametrize("operator", FUSED.values(), ids=FUSED)
 @pytest.mark.parametrize("band", [FULL, CAUSAL])
 def test_fused_operators_take_and_give_what_their_schemas_say(operator, band):
     """Shapes and dtypes alone: nothing is computed on meta tensors."""
-    q, grad = torch.empty(2, 2, 4, 40, 64, device="meta", dtype=torch.bfloat16).unbind()
-    k, v = torch.empty(2, 2, 2, 40, 64, device="meta", dtype=torch.bfloat16).unbind()
-    out, lse = unrun.forward(operator, q, k, v, 0.1, band)
-    grads = unrun.backward(operator, Operands(grad, q, k, v, out, lse), 0.1, band)
+    q, k, v, grad = _half(4, 2, 40, 40)
+    out, lse, *grads = _run(_of(operator), q, k, v, grad, 0.1, band)
     assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
-    assert {x.dtype for x in (out, lse, *grads)} == {torch.float32}
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
 
 
 class Asked(TorchDispatchMode):
@@ -419,37 +429,120 @@ class Asked(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("operator", FUSED.values(), ids=FUSED)
-@pytest.mark.parametrize("band", [FULL, CAUSAL])
-def test_fused_operators_are_asked_for_no_dropout_and_for_this_mask(operator, band):
-    q, grad = torch.empty(2, 2, 4, 40, 64, device="meta", dtype=torch.bfloat16).unbind()
-    k, v = torch.empty(2, 2, 4, 24, 64, device="meta", dtype=torch.bfloat16).unbind()
+@pytest.mark.parametrize(("band", "keys"), [(FULL, 24), (CAUSAL, 40)])
+def test_fused_operators_are_asked_for_no_dropout_and_for_this_mask(operator, band, keys):
     with Asked() as asked:
-        out, lse = unrun.forward(operator, q, k, v, 0.1, band)
-        unrun.backward(operator, Operands(grad, q, k, v, out, lse), 0.1, band)
+        _run(_of(operator), *_half(4, 4, 40, keys), 0.1, band)
     assert len(asked.calls) == 2
     for call in asked.calls:
         assert call["dropout_p"] == 0
         assert call["is_causal"] is (band is CAUSAL)
         assert call["scale"] == 0.1
         assert call.get("max_q", 40) == 40
-        assert call.get("max_k", 24) == 24
+        assert call.get("max_k", keys) == keys
         assert call.get("grad_input_mask", [True, True, True, False]) == [True, True, True, False]
+
+
+@pytest.mark.parametrize("operator", FUSED.values(), ids=FUSED)
+def test_backwards_are_given_memory_in_the_order_that_they_read(operator):
+    """The efficient one reads `grad_out` and `out` as [B, L, H, D], whatever their strides."""
+    q, k, v, grad = _half(4, 4, 40, 40)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device="meta")
+    for x in (grad, grad.mT.contiguous().mT, torch.empty(q.shape, device="meta")):
+        with Asked() as asked:
+            _of(operator).backward(Operands(x, q, k, v, out, lse), 0.1, CAUSAL)
+        given = asked.calls[-1]
+        for tensor in (given.get("grad_out", given.get("grad_out_")), given["out"]):
+            assert tensor.dtype == torch.bfloat16
+            assert (tensor if operator is cuda.FLASH else tensor.transpose(1, 2)).is_contiguous()
+
+
+@pytest.mark.parametrize("operator", [cuda.FLASH, cuda.CUDNN], ids=["flash", "cudnn"])
+def test_grouped_heads_are_not_expanded(operator):
+    with Asked() as asked:
+        _run(_of(operator), *_half(4, 2, 40, 40), 0.1, CAUSAL)
+    heads = 2 if operator is cuda.FLASH else 1
+    for call in asked.calls:
+        assert call["key"].shape[heads] == call["value"].shape[heads] == 2
+
+
+class Flash:
+    """Torch's operators of flash by their conventions: [B, L, H, D], bands from the last key on."""
+
+    @staticmethod
+    def _band(q, k, causal, left, right):
+        shift = k.shape[1] - q.shape[1]
+        assert causal == ((left, right) == (-1, 0))
+        return (None if left < 0 else shift - left, None if right < 0 else shift + right)
+
+    def _flash_attention_forward(
+        self, q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale,
+        window_size_left, window_size_right,
+    ):  # fmt: skip
+        assert (cum_q, cum_k, dropout, debug) == (None, None, 0.0, False)
+        assert (max_q, max_k) == (q.shape[1], k.shape[1])
+        band = self._band(q, k, causal, window_size_left, window_size_right)
+        out, lse = tile.forward(*(x.transpose(1, 2) for x in (q, k, v)), scale, band)
+        return out.transpose(1, 2), lse.masked_fill(lse == -math.inf, math.inf), None, None, None
+
+    def _flash_attention_backward(
+        self, grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, state, unused,
+        *, scale, window_size_left, window_size_right,
+    ):  # fmt: skip
+        assert (max_q, max_k, dropout) == (q.shape[1], k.shape[1], 0.0)
+        assert lse.max() == math.inf or (lse > -math.inf).all()
+        band = self._band(q, k, causal, window_size_left, window_size_right)
+        operands = Operands(*(x.transpose(1, 2) for x in (grad, q, k, v, out)), lse)
+        return [x.transpose(1, 2) for x in tile.backward(operands, scale, band)]
+
+
+@pytest.mark.parametrize("rows", [24, 40])
+@pytest.mark.parametrize("band", [FULL, (None, 16), (-7, 3), (-7, None), (None, 20), (16, 16)])
+def test_flash_is_asked_for_windows_by_its_convention(band, rows):
+    inputs = _inputs(6, 2, rows, 40, 8)
+    window = fused.window_of(*inputs[:2], band)
+    if window is None:  # a band that lies beside the last row's own key
+        assert band not in (FULL, (None, 16)) or rows == 24
+        return
+    with mock.patch.object(cuda, "aten", Flash()):
+        found = _run(_of(cuda.FLASH), *inputs, 0.3, band)
+    _assert_close(found, _dense(*inputs, 0.3, band), 1e-12)
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, 5), (True, 100), (False, 5)])
+@pytest.mark.parametrize("length", [13, 300])
+def test_blocks_that_are_not_cut_give_what_cut_ones_do(causal, window, length):
+    """As on devices whose kernels take windows."""
+    torch.manual_seed(0)
+    q, k, v, grad = _inputs(4, 2, length, length, 8)
+    found = {}
+    for whole in (False, True):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        with mock.patch(TAKES_WINDOWS, lambda *_, whole=whole: whole):
+            out = attention(*leaves, causal=causal, window=window, layout="contiguous")
+            out.backward(grad)
+        found[whole] = [out.detach(), *(x.grad for x in leaves)]
+    band = (1 - window, 0 if causal else window - 1)
+    out, _, *grads = _dense(q, k, v, grad, 8**-0.5, band)
+    for mine in found.values():
+        for a, b in zip(mine, [out, *grads], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def _reference_operator(lse_layout):
     """An operator on CPU with the calling convention of the fused ones."""
 
-    def backward(operands, scale, causal):
+    def backward(operands, scale, band):
         assert operands.q.shape[1] == operands.k.shape[1]
         assert operands.lse.shape == operands.q.shape[:3]
-        return cpu_flash.backward(operands, scale, CAUSAL if causal else FULL)
+        return cpu_flash.backward(operands, scale, band)
 
-    def forward(q, k, v, scale, causal):
+    def forward(q, k, v, scale, band):
         assert q.shape[1] == k.shape[1]
-        out, lse = cpu_flash.forward(q, k, v, scale, CAUSAL if causal else FULL)
+        out, lse = cpu_flash.forward(q, k, v, scale, band)
         return out, lse_layout(lse)
 
-    return unrun.Operator(forward, backward)
+    return fused.Operator(forward, backward)
 
 
 @pytest.mark.parametrize("band", [FULL, CAUSAL])
@@ -459,10 +552,7 @@ def _reference_operator(lse_layout):
     ids=["flash", "cudnn", "efficient"],
 )
 def test_frame_of_fused_operators(lse_layout, band):
-    operator = _reference_operator(lse_layout)
-    kernel = unrun._fused("stand-in", operator, unrun.plain)
-    inputs = _inputs(6, 2, 29, 29, 8)
-    assert kernel.fits(*inputs[:3], band)
+    kernel, inputs = _of(_reference_operator(lse_layout)), _inputs(6, 2, 29, 29, 8)
     _assert_close(_run(kernel, *inputs, 0.3, band), _dense(*inputs, 0.3, band), 1e-12)
 
 
@@ -473,28 +563,27 @@ def test_table_falls_back_to_the_tile():
     half = [x.to("meta", torch.bfloat16) for x in (q, k, v)]
     assert kernels.kernel_for(*half, FULL) is table.TILE
     # PyTorch says of its kernels for CUDA that they could not run here.
-    assert not any(kernel.fits(*half, FULL) for kernel in (*unrun.CUDA, *unrun.VENDOR))
-    assert not unrun.plain(q, k, v, (-2, 0))
-    assert not unrun.plain(q, k[:, :, 1:], v[:, :, 1:], CAUSAL)
-    assert not unrun.plain(q, k, v[..., :4], FULL)
-    assert not unrun.plain(q.float(), k, v, FULL)
+    assert not any(kernel.fits(*half, FULL) for kernel in (*cuda.KERNELS, *vendors.KERNELS))
+    assert not fused.is_plain(q, k, (-2, 0))
+    assert not fused.is_plain(q, k[:, :, 1:], CAUSAL)
+    assert not fused.same_sizes(q, k, v[..., :4])
+    assert not fused.same_sizes(q.float(), k, v)
 
 
 def test_flash_attn_is_asked_for_only_where_it_is_installed():
     q, k, v, _ = _inputs(2, 2, 8, 8, 8)
-    assert unrun.flash_attn_is_installed.__wrapped__() is False
-    assert not unrun._fits_flash_attn(q, k, v, FULL)
+    assert cuda.flash_attn_is_installed.__wrapped__() is False
+    assert not cuda._fits_flash_attn(q, k, v, FULL)
 
 
-PLAIN = {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
-PLAIN |= {"window_size_left": -1, "window_size_right": -1}
+PLAIN = {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None, "window_size_left": -1}
 
 
 class FlashAttn:
     """The package's calling convention: [batch, length, heads, head dim], gradients filled."""
 
     def _flash_attn_forward(self, q, k, v, *, softmax_scale, causal, return_softmax, **rest):
-        assert rest == PLAIN
+        assert rest == PLAIN | {"window_size_right": 0 if causal else -1}
         assert not return_softmax
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out, lse = cpu_flash.forward(q, k, v, softmax_scale, CAUSAL if causal else FULL)
@@ -517,7 +606,7 @@ class FlashAttn:
         deterministic,
         **rest,
     ):
-        assert rest == PLAIN
+        assert rest == PLAIN | {"window_size_right": 0 if causal else -1}
         assert deterministic
         operands = Operands(*(x.transpose(1, 2) for x in (grad_out, q, k, v, out)), lse)
         made = cpu_flash.backward(operands, softmax_scale, CAUSAL if causal else FULL)
@@ -527,9 +616,8 @@ class FlashAttn:
 
 @pytest.mark.parametrize("band", [FULL, CAUSAL])
 def test_flash_attn_is_called_by_its_convention(band):
-    kernel = unrun._fused("flash-attn", unrun.FLASH_ATTN, unrun.plain)
-    inputs = _inputs(6, 2, 29, 29, 8)
-    with mock.patch.object(unrun, "_flash_attn", FlashAttn):
+    kernel, inputs = _of(cuda.FLASH_ATTN), _inputs(6, 2, 29, 29, 8)
+    with mock.patch.object(cuda, "_flash_attn", FlashAttn):
         found = _run(kernel, *inputs, 0.3, band)
     _assert_close(found, _dense(*inputs, 0.3, band), 1e-12)
 
@@ -537,20 +625,20 @@ def test_flash_attn_is_called_by_its_convention(band):
 @pytest.mark.parametrize("band", [FULL, CAUSAL])
 def test_pytorch_is_asked_of_kernels_without_dropout(band):
     q, k, v, _ = _inputs(6, 2, 8, 8, 8)
-    asked = unrun._asked(q, k, v, band)
+    asked = fused.asked(q, k, v, band)
     assert asked.dropout == 0
     assert asked.is_causal is (band is CAUSAL)
-    assert asked.key.shape == asked.query.shape == asked.value.shape
+    assert asked.enable_gqa
     assert asked.attn_mask is None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [kernel.name for kernel in unrun.CUDA])
+@pytest.mark.parametrize("name", [kernel.name for kernel in cuda.KERNELS[1:]])
 @pytest.mark.parametrize("band", [FULL, CAUSAL])
 def test_kernels_of_cuda(name, band):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    kernel = next(kernel for kernel in unrun.CUDA if kernel.name == name)
+    kernel = next(kernel for kernel in cuda.KERNELS[1:] if kernel.name == name)
     tensors = [x.to("cuda") for x in _inputs(4, 2, 200, 200, 64, dtype=torch.float16)]
     if not kernel.fits(*tensors[:3], band):
         pytest.skip(f"{name} does not fit this device")

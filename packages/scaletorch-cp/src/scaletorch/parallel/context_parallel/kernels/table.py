@@ -10,20 +10,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..masks.blocks import Band
-from . import cpu_flash, tile
+from . import cpu_flash, cuda, tile, vendors
 from .block import Gradients, Kernel, Operands
-from .unrun import CUDA, VENDOR
 
 TILE = Kernel("tile", lambda *_: True, tile.forward, tile.backward)
 CPU_FLASH = Kernel("cpu flash", cpu_flash.fits, cpu_flash.forward, cpu_flash.backward)
 # Device type -> kernels, best first; the tile stands behind all of them.
 KERNELS: dict[str, tuple[Kernel, ...]] = {
     "cpu": (CPU_FLASH,),
-    "cuda": CUDA,
-    "privateuseone": VENDOR,
-    "npu": VENDOR,
-    "mlu": VENDOR,
-    "musa": VENDOR,
+    "cuda": cuda.KERNELS,
+    **dict.fromkeys(("privateuseone", "npu", "mlu", "musa"), vendors.KERNELS),
 }
 
 
@@ -31,6 +27,15 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, band: Band) -> Kernel:
     """Return the kernel for a block: the device's first that fits, or the tile."""
     kernels = KERNELS.get(q.device.type, ())
     return next((kernel for kernel in kernels if kernel.fits(q, k, v, band)), TILE)
+
+
+def takes_windows(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether a device's kernel takes blocks that a window cuts through as they are.
+
+    The CPU's does, and is quicker where they are cut.
+    """
+    band = -q.shape[2], k.shape[2]
+    return q.device.type != "cpu" and kernel_for(q, k, v, band) is not TILE
 
 
 def forward(
@@ -48,7 +53,8 @@ def forward(
 
     Returns:
         out [B, H, L, Dv] and lse [B, H, L], the natural logarithm of the sum of exponentials, in
-        float32 (float64 for float64). Rows that see nothing have out 0 and lse −inf.
+        float32 (float64 for float64), but for the out of fused operators of devices, which is in
+        q's dtype. Rows that see nothing have out 0 and lse −inf.
     """
     if cap is not None:
         return tile.forward(q, k, v, scale, band, cap)
@@ -67,7 +73,7 @@ def backward(x: Operands, scale: float, band: Band, cap: float | None = None) ->
         cap: As in `forward`.
 
     Returns:
-        dq, dk, dv in the shapes of q, k, v, in float32 (float64 for float64).
+        dq, dk, dv in the shapes of q, k, v, in float32 (float64 for float64), or as `forward`.
     """
     if cap is not None:
         return tile.backward(x, scale, band, cap)

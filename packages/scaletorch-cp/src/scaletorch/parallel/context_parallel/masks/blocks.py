@@ -70,6 +70,13 @@ def cut(block: Block) -> Iterator[Block]:
         yield block
 
 
+def uncut(block: Block) -> Iterator[Block]:
+    """Yield a block without the rows and keys at its ends that see nothing, if any are left."""
+    block = _cropped(block)
+    if _area(block):
+        yield block
+
+
 def _to_upper(block: Block) -> Iterator[Block]:
     """Cut a block without a lower bound into left of the square, square, and below it."""
     height, width, upper = _length(block.rows), _length(block.keys), block.band[1]

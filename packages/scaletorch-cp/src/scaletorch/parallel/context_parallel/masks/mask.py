@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from ....dist.errors import InvalidArgumentError
 from ..layouts.layout import Layout
-from .blocks import CAUSAL, FULL, Band, Block, cut, pairs, work
+from .blocks import CAUSAL, FULL, Band, Block, cut, pairs, uncut, work
 
 __all__ = ["CAUSAL", "FULL", "Band", "Block", "Mask", "blocks", "seen", "work"]
 
@@ -84,7 +84,9 @@ class _Run(NamedTuple):
         return self.local.stop == other.top and other.positions.start == after
 
 
-def blocks(mask: Mask, rows: Sequence[range], keys: Sequence[range], length: int) -> list[Block]:
+def blocks(
+    mask: Mask, rows: Sequence[range], keys: Sequence[range], length: int, *, cuts: bool = True
+) -> list[Block]:
     """Return the blocks of pairs that see each other between queries of one shard and keys.
 
     Each pair is in exactly one block. Without a window they are three at most for each pair of
@@ -96,6 +98,8 @@ def blocks(mask: Mask, rows: Sequence[range], keys: Sequence[range], length: int
         keys: Positions of the local keys, in local order; runs of the same step.
         length: Length of the whole sequence; positions from there on are padding, which sees
             nothing and is seen by nothing.
+        cuts: Whether blocks are cut into those that fused kernels are fast at; else there is one
+            for each pair of runs and each document, with any band.
 
     Raises:
         InvalidArgumentError: Runs of unequal steps, or documents that do not end at `length`.
@@ -112,7 +116,8 @@ def blocks(mask: Mask, rows: Sequence[range], keys: Sequence[range], length: int
         block
         for row_run in row_runs
         for key_run in key_runs
-        for block in _between(mask.band, documents, row_run, key_run)
+        for whole in _between(mask.band, documents, row_run, key_run)
+        for block in (cut(whole) if cuts else uncut(whole))
     ]
 
 
@@ -152,7 +157,7 @@ def _between(band: Band, documents: tuple[int, ...], rows: _Run, keys: _Run) -> 
         if row_part.positions and key_part.positions:
             shift = key_part.positions.start - row_part.positions.start
             inner = _in_steps(band, shift, row_all.step)
-            yield from cut(Block(row_part.local, key_part.local, inner))
+            yield Block(row_part.local, key_part.local, inner)
 
 
 def _in_steps(band: Band, shift: int, step: int) -> Band:

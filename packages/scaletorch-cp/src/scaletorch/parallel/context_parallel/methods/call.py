@@ -20,9 +20,17 @@ from torch import Tensor
 
 from ....dist.errors import InvalidArgumentError
 from ..cp_comms import Parts, Ring, split
-from ..kernels import Operands, backward, forward, merge_into, statistics_dtype
+from ..kernels import (
+    Operands,
+    backward,
+    forward,
+    merge_into,
+    statistics_dtype,
+    takes_windows,
+)
 from ..kernels.block import without_unseeing_rows
 from ..layouts.layout import Layout
+from ..masks.blocks import Band
 from ..masks.mask import Block, Mask, blocks
 
 # q, k, v, and the output and lse over all keys, once or for each piece of the heads.
@@ -56,10 +64,23 @@ class Call:
     softcap: float | None = None
     sinks: Tensor | None = None
 
-    def blocks(self, source: int) -> tuple[Block, ...]:
+    def blocks(self, source: int, *, cuts: bool = True) -> tuple[Block, ...]:
         """Return the blocks of this rank's queries with the keys of rank index `source`."""
         rows, keys = self.layout.ranks[self.ring.index], self.layout.ranks[source]
-        return _blocks(self.mask, rows, keys, self.layout.length)
+        return _blocks(self.mask, rows, keys, self.layout.length, cuts)
+
+    def only_block(self, q: Tensor, k: Tensor, v: Tensor) -> Block | None:
+        """Return the one block of all queries and keys, with which nothing is merged, if it is."""
+        if self.ring.size > 1 or self.sinks is not None:
+            return None
+        found = self.blocks(self.ring.index, cuts=self._cuts(q, k, v))
+        whole = slice(0, q.shape[2])
+        return found[0] if [each[:2] for each in found] == [(whole, whole)] else None
+
+    def _cuts(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        if self.mask.window is None or self.softcap is not None:
+            return True
+        return not takes_windows(q, k, v)
 
     def attend(
         self, source: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
@@ -68,7 +89,7 @@ class Call:
         # On other devices the quickest kernels know half precision alone.
         if self._weighs_the_same and q.device.type == "cpu":
             q, k, v = (x.to(out.dtype) for x in (q, k, v))
-        for block in self.blocks(source):
+        for block in self.blocks(source, cuts=self._cuts(q, k, v)):
             rows, keys = block.rows, block.keys
             seen = q[:, :, rows], k[:, :, keys], v[:, :, keys]
             part = forward(*seen, self.scale, block.band, self.softcap)
@@ -79,7 +100,7 @@ class Call:
     ) -> None:
         """Add the gradients of attention over the keys of rank index `source`, in place."""
         operands = Operands(grad_out, *saved)
-        for block in self.blocks(source):
+        for block in self.blocks(source, cuts=self._cuts(*saved[:3])):
             rows, keys = block.rows, block.keys
             grads = backward(operands.part(rows, keys), self.scale, block.band, self.softcap)
             for total, grad, place in zip(totals, grads, (rows, keys, keys), strict=True):
@@ -99,9 +120,9 @@ class Call:
 
 @lru_cache(maxsize=128)  # stripes and many documents make many blocks
 def _blocks(
-    mask: Mask, rows: tuple[range, ...], keys: tuple[range, ...], length: int
+    mask: Mask, rows: tuple[range, ...], keys: tuple[range, ...], length: int, cuts: bool
 ) -> tuple[Block, ...]:
-    return tuple(blocks(mask, rows, keys, length))
+    return tuple(blocks(mask, rows, keys, length, cuts=cuts))
 
 
 def nothing_seen(q: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -145,6 +166,18 @@ def attend_all(
         call.attend(source, q, keys, values, out, lse)
     out = out.to(q.dtype)
     return out, (q, k, v, out, lse)
+
+
+def attend_once(q: Tensor, k: Tensor, v: Tensor, band: Band, call: Call) -> tuple[Tensor, Saved]:
+    """Attend to the only block there is; as `attend_all`."""
+    out, lse = forward(q, k, v, call.scale, band, call.softcap)
+    out = out.to(q.dtype)
+    return out, (q, k, v, out, lse)
+
+
+def attend_once_backward(grad_out: Tensor, saved: Saved, band: Band, call: Call) -> WithSinks:
+    """Return the gradients of q, k and v of the only block there is."""
+    return *backward(Operands(grad_out, *saved), call.scale, band, call.softcap), None
 
 
 # Own keys and values need no message. So backward computes one half of them first, while the keys

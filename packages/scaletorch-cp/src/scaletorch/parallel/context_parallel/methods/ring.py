@@ -19,17 +19,34 @@ import torch
 from torch import Tensor
 
 from ..cp_comms import ContextCommunicate, Ring
-from .call import Call, Saved, WithSinks, attend_all, early_half, late_half, no_gradient, of_sinks
+from .call import (
+    Call,
+    Saved,
+    WithSinks,
+    attend_all,
+    attend_once,
+    attend_once_backward,
+    early_half,
+    late_half,
+    no_gradient,
+    of_sinks,
+)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
     """Return this rank's output [B, H, L, D] in q's dtype, and what backward needs."""
+    only = call.only_block(q, k, v)
+    if only is not None:
+        return attend_once(q, k, v, only.band, call)
     return attend_all(_travelling(k, v, call.ring), q, k, v, call)
 
 
 def backward(grad_out: Tensor, saved: Saved, call: Call) -> WithSinks:
-    """Return dq, dk, dv and of sinks of this rank's shares, in float32 at least."""
+    """Return dq, dk, dv and of sinks of this rank's shares, in float32 at least if several add."""
     q, k, v, out, lse = saved
+    only = call.only_block(q, k, v)
+    if only is not None:
+        return attend_once_backward(grad_out, saved, only.band, call)
     dq, home = no_gradient(q), no_gradient(k, 2)
     share: Tensor | None = None
     sent: Tensor | None = None
