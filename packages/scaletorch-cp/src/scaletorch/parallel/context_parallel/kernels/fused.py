@@ -55,7 +55,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     if not operator.is_grouped:
         k, v = (expanded(x, q.shape[1]) for x in (k, v))
-    out, lse = operator.forward(*(readable(x, q.dtype) for x in (q, k, v)), scale, band)
+    q, k, v = (readable(x, q.dtype) for x in (q, k, v))
+    out, lse = operator.forward(q, k, v, scale, band)
     lse = lse[:, :, : q.shape[2]].reshape(q.shape[:3])
     return out, lse.masked_fill(lse == torch.inf, -torch.inf)  # of rows that see nothing
 
@@ -68,7 +69,8 @@ def _backward(operator: Operator, x: Operands, scale: float, band: Band) -> Grad
     grad_out, out = (by_position(each.to(dtype)) for each in (x.grad_out, x.out))
     lse = without_unseeing_rows(x.lse).contiguous()
     dq, dk, dv = operator.backward(Operands(grad_out, q, k, v, out, lse), scale, band)
-    return dq, *(d if d.shape[1] == kv_heads else summed(d, kv_heads) for d in (dk, dv))
+    dk, dv = (d if d.shape[1] == kv_heads else summed(d, kv_heads) for d in (dk, dv))
+    return dq, dk, dv
 
 
 def by_position(x: Tensor) -> Tensor:
