@@ -460,6 +460,7 @@ def test_what_runs_in_bfloat16_alone_is_rehearsed_in_that():
     assert re.match(
         r"rehearsal: \d+ units on \S+ agree with one process to \S+ in bfloat16, ", line
     )
+    assert re.search("not compared: anything in float32, which fails .*made for bfloat16", line)
 
 
 def unchanged():

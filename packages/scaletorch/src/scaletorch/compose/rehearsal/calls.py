@@ -74,7 +74,7 @@ class Both:
         }
 
     def keep(self, owner: str, weights: dict[str, Tensor]) -> None:
-        """Take the whole weights of a unit as those that were asked for last."""
+        """Keep a unit's whole weights, which `weights` then returns without the other ranks."""
         self._held = owner, weights
 
 

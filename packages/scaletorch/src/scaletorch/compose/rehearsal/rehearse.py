@@ -45,8 +45,8 @@ _DIVIDED = (  # what may be wrong where features, tokens, positions, or rows are
     "all that it is computed from left out of it",
     "sequence parallelism divides tokens between layers: style what mixes or counts them "
     "'sequence_whole', or the layers 'sequence_layer'",
-    "cp divides positions: mix them by F.scaled_dot_product_attention alone, and take those that "
-    "are counted from the forward's argument position_ids",
+    "cp divides positions: mix them by F.scaled_dot_product_attention alone, and read the "
+    "forward's argument position_ids rather than count them",
     "dp and micro-batches divide rows: compute each from that row alone",
 )
 
@@ -89,17 +89,19 @@ def rehearse_step(
     asked(pipeline.module)
     hooks_changed = plain.follow(pipeline.module, device)
 
-    def compared(*, wide: bool) -> tuple[SmallBatch, Replay, _Found]:
+    def compared(*, wide: bool) -> tuple[Replay, _Found, str]:
         with _as_for_a_rehearsal(model, plain, terms, wide=wide):
             small, loss, records = _trained(partial(cut, wide=wide), model, plain, step)
             joiner = Joiner(manager, small.sequences, small.rows, len(small.micro_batches), device)
             ranks = Ranks(model, manager, plain, joiner, records)
             ranks.exchange(hooks_changed=hooks_changed)
             batch, loss_of = _on(small.called, device), partial(_loss, small, terms, loss_fn)
-            return small, *_replayed(plain, ranks, batch, loss_of, loss)
+            replay, found = _replayed(plain, ranks, batch, loss_of, loss)
+            why = _explained(model, small, terms, manager) if found.first is not None else ""
+            return replay, found, why
 
     try:
-        small, replay, found = _widest(compared, widens=widens)
+        replay, found, why = _widest(compared, widens=widens)
     except Exception as error:
         if not added or isinstance(error, torch.OutOfMemoryError):
             raise
@@ -109,25 +111,29 @@ def rehearse_step(
         )
         return
     if found.first is not None:
-        _refuse(found.first, found, terms, manager, _explained(model, small, terms, manager))
+        _refuse(found.first, found, terms, manager, why)
     replay.unasked += [f"loss_fn, which reads {listed(added)}"] * bool(added)
     _report(replay, found, terms, pipeline.module, time.perf_counter() - began)
 
 
 def _widest(
-    compared: Callable[..., tuple[SmallBatch, Replay, _Found]], *, widens: bool
-) -> tuple[SmallBatch, Replay, _Found]:
-    """Compare in float32, or, if code is made for the run's dtype alone, in that."""
-    if widens:
-        try:
-            found = compared(wide=True)
-            if found[-1].problem is None:
-                return found
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # which the run's dtype may not raise
-            pass
-    return compared(wide=False)
+    compared: Callable[..., tuple[Replay, _Found, str]], *, widens: bool
+) -> tuple[Replay, _Found, str]:
+    """Compare in float32, or, if code is made for the run's dtype alone, in that, and say so."""
+    if not widens:
+        return compared(wide=False)
+    try:
+        found = compared(wide=True)
+        problem = found[1].problem
+        if problem is None:
+            return found
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # which the run's dtype may not raise
+        problem = f"{type(error).__name__}: {error}"
+    found = compared(wide=False)
+    found[0].unasked.append(f"anything in float32, which fails ({problem})")
+    return found
 
 
 def _agreed(

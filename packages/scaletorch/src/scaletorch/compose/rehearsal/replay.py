@@ -162,7 +162,7 @@ class Replay(Both):
 
         Args:
             call: With the hidden states that the ranks had.
-            x: Those that the root gave.
+            x: The hidden states that the plain root passed to the unit.
 
         Returns:
             The hidden states that the ranks' call returned; None if they cannot be joined.

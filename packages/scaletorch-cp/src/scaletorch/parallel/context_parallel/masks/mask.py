@@ -98,8 +98,8 @@ def blocks(
         keys: Positions of the local keys, in local order; runs of the same step.
         length: Length of the whole sequence; positions from there on are padding, which sees
             nothing and is seen by nothing.
-        cuts: Whether blocks are cut into those that fused kernels are fast at; else there is one
-            for each pair of runs and each document, with any band.
+        cuts: Cut blocks at the edges of the band, into the bands that fused kernels know. False
+            leaves one block, with any band, for each pair of runs and each document.
 
     Raises:
         InvalidArgumentError: Runs of unequal steps, or documents that do not end at `length`.
