@@ -96,9 +96,8 @@ def rehearse_step(
             ranks = Ranks(model, manager, plain, joiner, records)
             ranks.exchange(hooks_changed=hooks_changed)
             batch, loss_of = _on(small.called, device), partial(_loss, small, terms, loss_fn)
-            replay, found = _replayed(plain, ranks, batch, loss_of, loss)
-            why = _explained(model, small, terms, manager) if found.first is not None else ""
-            return replay, found, why
+            run = _replayed(plain, ranks, batch, loss_of, loss)
+            return *run, _explained(model, small, terms, manager) if run[1].first else ""
 
     try:
         replay, found, why = _widest(compared, widens=widens)
