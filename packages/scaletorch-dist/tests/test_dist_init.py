@@ -524,7 +524,7 @@ def test_torchrun_itself(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
-        assert (tmp_path / str(rank)).read_text() == f"({rank}, 2, {rank}, 2) 2.0 60.0"
+        assert (tmp_path / str(rank)).read_text() == f"({rank}, 2, {rank}, 2) 2.0 200.0"
 
 
 def test_what_infer_launcher_answers_is_a_launcher():

@@ -324,7 +324,7 @@ FOUND = "computes something else on .* than in one process: .* is off by .*"
 REFUSED = [
     *[((kind, CP, 1), FOUND + "computes a position from others") for kind in MIXING.split()],
     *[
-        ((kind, CP, 1), FOUND + "cp divides positions: .* from the forward's argument position_ids")
+        ((kind, CP, 1), FOUND + "cp divides positions: .* read the forward's argument position_ids")
         for kind in ("OwnPositions", "Begun", "OwnAngles")
     ],
     (("Conv", CP, 1), r"module conv \(Conv1d\) computes a position from others"),

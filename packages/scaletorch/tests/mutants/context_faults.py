@@ -56,8 +56,8 @@ def ring_turns_the_other_way(neighbour: Any) -> Any:
 def queries_see_later_shards(blocks: Any) -> Any:
     """The causal mask holds within a shard and not across shards."""
 
-    def across(mask: Any, rows: Any, keys: Any, length: int) -> Any:
-        return blocks(mask if rows == keys else replace(mask, causal=False), rows, keys, length)
+    def across(mask: Any, rows: Any, keys: Any, *rest: Any) -> Any:
+        return blocks(mask if rows == keys else replace(mask, causal=False), rows, keys, *rest)
 
     return across
 
@@ -66,9 +66,9 @@ def queries_see_later_shards(blocks: Any) -> Any:
 def last_block_skipped(blocks: Any) -> Any:
     """The last block that travels around the ring is left out."""
 
-    def skipped(self: Any, source: int) -> Any:
+    def skipped(self: Any, source: int, **options: Any) -> Any:
         last = (self.ring.index + 1) % self.ring.size
-        return () if source == last else blocks(self, source)
+        return () if source == last else blocks(self, source, **options)
 
     return skipped
 

@@ -8,7 +8,7 @@ the same class and settings is tried, so that nothing of the program's own chang
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import IntEnum
 from typing import Any
@@ -23,6 +23,9 @@ STEPS = 3  # the state of the first counts in the second, and what that changed 
 SHAPES = {(259, 263): (127, 130), (256, 384): (128, 192)}
 LEARNING_RATE = 0.1
 EXACT = {torch.float64: 1e-9, torch.float32: 1e-3}  # of an update, what rounding explains
+
+# What was found, by class, step, device and settings: several parts of a program ask.
+_TRIED: dict[tuple[object, ...], Scope] = {}
 
 Halves = tuple[Tensor, ...]
 
@@ -94,11 +97,17 @@ def _random_kept(device: torch.device) -> AbstractContextManager[None]:
 
 def _try(optimizer: Optimizer, group: Mapping[str, Any], device: torch.device) -> Scope:
     """Return the scope of an optimizer's updates with the settings of a group."""
+    kind, defaults = type(optimizer), optimizer.defaults
+    key = kind, kind.step, device, repr(defaults), repr(group)
+    if key not in _TRIED:
+        _TRIED[key] = _first_try(lambda: _Trial(kind, defaults, group), device)
+    return _TRIED[key]
+
+
+def _first_try(make: Callable[[], _Trial], device: torch.device) -> Scope:
     for dtype, bound in EXACT.items():
         try:
-            return _compare(
-                _Trial(type(optimizer), optimizer.defaults, group), device, dtype, bound
-            )
+            return _compare(make(), device, dtype, bound)
         except Exception:  # of a program that is not ours: it takes no float64, or cannot be made
             continue
     return Scope.UNKNOWN
@@ -153,25 +162,27 @@ class _Trial:
 
 def _compare(trial: _Trial, device: torch.device, dtype: torch.dtype, bound: float) -> Scope:
     """Return the furthest that an optimizer looks in matrices of any of the shapes."""
-    return max(_compare_in(shape, trial, device, dtype, bound) for shape in SHAPES)
+    furthest = Scope.ELEMENT
+    for shape in SHAPES:
+        matrices = _matrices(shape, device, dtype)
+        alone = trial.apart(matrices[:2], matrices[2:])
+        if not alone[0].any():  # it shows nothing
+            return Scope.UNKNOWN
+        if furthest > Scope.ELEMENT or _parts_differ(trial, matrices, alone[0], bound):
+            together = trial.updates(matrices[:2], matrices[2:])
+            alike = all(map(_close, together, alone, [bound] * 2))
+            furthest = max(furthest, Scope.PARAMETER if alike else Scope.OTHERS)
+    return furthest
 
 
-def _compare_in(
-    shape: tuple[int, int], trial: _Trial, device: torch.device, dtype: torch.dtype, bound: float
-) -> Scope:
-    first, second, of_first, of_second = _matrices(shape, device, dtype)
-    (whole,) = trial.updates([first], [of_first])
-    if not whole.any():  # it shows nothing
-        return Scope.UNKNOWN
-    cuts = [(_cut(first, dim), _cut(of_first, dim)) for dim in range(2)]
-    parts = [torch.cat(trial.apart(*pieces), dim) for dim, pieces in enumerate(cuts)]
-    if all(_close(part, whole, bound) for part in parts):
-        return Scope.ELEMENT
-    pairs = [first, second], [of_first, of_second]
-    together, alone = trial.updates(*pairs), trial.apart(*pairs)
-    found = zip(together, alone, strict=True)
-    alike = all(_close(one, other, bound) for one, other in found)
-    return Scope.PARAMETER if alike else Scope.OTHERS
+def _parts_differ(trial: _Trial, matrices: Halves, whole: Tensor, bound: float) -> bool:
+    """Return whether halves of the first matrix get another update than the whole of it."""
+    weight, _, gradient, _ = matrices
+    for dim in range(2):
+        parts = torch.cat(trial.apart(_cut(weight, dim), _cut(gradient, dim)), dim)
+        if not _close(parts, whole, bound):
+            return True
+    return False
 
 
 def _matrices(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Halves:
