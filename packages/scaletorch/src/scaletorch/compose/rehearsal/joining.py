@@ -84,7 +84,7 @@ class Joiner:
     def _form(self, part: torch.Size, whole: torch.Size) -> _Form | None:
         """Return how parts make up a whole of this shape."""
         layout, dims = self.sequences.layout, range(len(whole))
-        rows, own = self._rows_of_a_part, layout.local_length
+        rows, own = self.rows_of_a_part, layout.local_length
         shares = {own: False}
         if self.manager.tp_size > 1 and own % self.manager.tp_size == 0:
             shares[own // self.manager.tp_size] = True
@@ -106,13 +106,14 @@ class Joiner:
         return next((_Form(r, None) for r in dims if fits({r: (rows, self.rows)})), None)
 
     @property
-    def _rows_of_a_part(self) -> int:
+    def rows_of_a_part(self) -> int:
+        """The number of rows in one micro-batch of a rank."""
         return self.rows // (self.manager.dp_size * self.micro_batches)
 
     def _joined(self, parts: list[Tensor], form: _Form, shape: torch.Size) -> Tensor:
         manager, rows, positions = self.manager, form.rows, form.positions
         if form.flat:
-            parts = [part.unflatten(0, (self._rows_of_a_part, -1)) for part in parts]
+            parts = [part.unflatten(0, (self.rows_of_a_part, -1)) for part in parts]
             rows, positions = 0, 1
         whole = torch.cat(parts, rows)
         if form.shared:

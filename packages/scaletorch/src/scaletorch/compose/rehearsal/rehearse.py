@@ -30,6 +30,7 @@ from ..plain import Plain
 from ..ready import as_called
 from ..summation import chain_length
 from ..words import listed
+from .axis import FEATURES, POSITIONS, ROWS, STAGES, TOKENS
 from .batch import SmallBatch, entries_added, small_batch
 from .joining import Joiner
 from .judging import Finding, Judge
@@ -40,15 +41,17 @@ from .replay import Replay
 from .width import in_float32, wish_for_float32
 
 _ALL_AT_ONCE = 2**28  # bytes of weights that a rank may hold beside its own, if need be
-_DIVIDED = (  # what may be wrong where features, tokens, positions, or rows are divided
-    "tp divides features: what is computed from a share of them has to be named in the plan, or "
-    "all that it is computed from left out of it",
-    "sequence parallelism divides tokens between layers: style what mixes or counts them "
+_DIVIDED = {  # what may be wrong on each axis
+    FEATURES: "tp divides features: what is computed from a share of them has to be named in the "
+    "plan, or all that it is computed from left out of it",
+    TOKENS: "sequence parallelism divides tokens between layers: style what mixes or counts them "
     "'sequence_whole', or the layers 'sequence_layer'",
-    "cp divides positions: mix them by F.scaled_dot_product_attention alone, and read the "
-    "forward's argument position_ids rather than count them",
-    "dp and micro-batches divide rows: compute each from that row alone",
-)
+    POSITIONS: "cp divides positions: mix them by F.scaled_dot_product_attention alone, and read "
+    "the forward's argument position_ids rather than count them",
+    ROWS: "dp and micro-batches divide rows: compute each from that row alone",
+    STAGES: "pp hands hidden states and their gradients from stage to stage: what changes them "
+    "between layers, as a hook does, has to be in a layer",
+}
 
 Step = Callable[..., Tensor]
 
@@ -97,7 +100,8 @@ def rehearse_step(
             ranks.exchange(hooks_changed=hooks_changed)
             batch, loss_of = _on(small.called, device), partial(_loss, small, terms, loss_fn)
             run = _replayed(plain, ranks, batch, loss_of, loss)
-            return *run, _explained(model, small, terms, manager) if run[1].first else ""
+            first = run[1].first
+            return *run, _explained(model, small, terms, manager, first.axes) if first else ""
 
     try:
         replay, found, why = _widest(compared, widens=widens)
@@ -348,11 +352,15 @@ def _write(line: str) -> None:
 
 
 def _explained(
-    model: DataParallelBucket, small: SmallBatch, terms: Terms, manager: ProcessGroupManager
+    model: DataParallelBucket,
+    small: SmallBatch,
+    terms: Terms,
+    manager: ProcessGroupManager,
+    axes: tuple[str, ...] | None,
 ) -> str:
-    """Return in words why a layout may differ; all ranks call it."""
+    """Return in words why a layout may differ, on these axes if they are known; all ranks call."""
     stage = pipeline_of(model).module
-    if manager.cp_size > 1 and manager.pp_size == 1:
+    if manager.cp_size > 1 and manager.pp_size == 1 and (axes is None or POSITIONS in axes):
         asked(stage, before=False)
         called = {**as_called(small.micro_batches[0], terms)}
         called.pop("labels", None)
@@ -361,10 +369,19 @@ def _explained(
                 stage(called.pop("input_ids"), **called)
         except InvalidArgumentError as error:
             return str(error)
-    tokens = manager.tp_size > 1 and terms.shares_sequences
-    rows = manager.dp_size > 1 or len(small.micro_batches) > 1
-    divided = [manager.tp_size > 1, tokens, manager.cp_size > 1, rows]
-    return "; ".join(text for text, holds in zip(_DIVIDED, divided, strict=True) if holds)
+    divided = {
+        FEATURES: manager.tp_size > 1,
+        TOKENS: manager.tp_size > 1 and terms.shares_sequences,
+        POSITIONS: manager.cp_size > 1,
+        ROWS: manager.dp_size > 1 or len(small.micro_batches) > 1,
+        STAGES: manager.pp_size > 1,
+    }
+    found = "; ".join(
+        text for axis, text in _DIVIDED.items() if divided[axis] and axis in (axes or divided)
+    )
+    if axes is not None and len(axes) == 1:
+        return f"One process gives the same if {axes[0]} alone are divided so: {found}"
+    return found
 
 
 def _refuse(

@@ -1,0 +1,77 @@
+"""Find the axis on which a layout differs from one process, by asking each division alone.
+
+One process runs a unit on the shares that an axis would give its ranks, one after another. If it
+then gives what the layout gave, that division is the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...dist.building import map_tensors
+from .calls import Call
+from .joining import Joiner
+from .judging import relative
+from .recording import hidden_of
+
+ROWS, POSITIONS, TOKENS, FEATURES = "rows", "positions", "tokens", "features"
+STAGES = "stages"  # no division of what a unit computes
+
+
+def axes_of(call: Call, ours: Tensor, joiner: Joiner, limit: float) -> tuple[str, ...]:
+    """Return which divisions may be why a unit's output differs from one process's.
+
+    Args:
+        call: Of the unit, with hidden states [rows, positions, ...].
+        ours: The layout's output, whole.
+        joiner: Knows the shares of the ranks.
+        limit: The largest relative error that rounding explains.
+
+    Returns:
+        The one that alone makes one process differ likewise. If there is none, all but rows:
+        attention needs all positions and features, so that a share of these shows nothing.
+    """
+    for axis, dim, shares in divisions(joiner):
+        try:
+            found = _by_shares(call, ours, dim, shares)
+        except Exception:  # of a module that is not ours, on sizes that it may not take
+            continue
+        if relative(ours, found) <= limit:
+            return (axis,)
+    return POSITIONS, TOKENS, FEATURES
+
+
+def divisions(joiner: Joiner) -> Iterator[tuple[str, int, Sequence[Tensor]]]:
+    """Yield each division of hidden states, the dim, and the indices of each share along it."""
+    manager, layout, device = joiner.manager, joiner.sequences.layout, joiner.device
+    rows = torch.arange(joiner.rows, device=device).split(joiner.rows_of_a_part)
+    if len(rows) > 1:
+        yield ROWS, 0, rows
+    positions = [layout.positions(rank, device) for rank in range(layout.size)]
+    if layout.size > 1:
+        yield POSITIONS, 1, [held[held < layout.length] for held in positions]
+    if manager.tp_size > 1 and layout.local_length % manager.tp_size == 0:
+        shares = [share for held in positions for share in held.chunk(manager.tp_size)]
+        yield TOKENS, 1, [share[share < layout.length] for share in shares]
+
+
+def _by_shares(call: Call, ours: Tensor, dim: int, shares: Sequence[Tensor]) -> Tensor:
+    """Return a unit's output made share by share, whole."""
+    found = torch.empty_like(ours)
+    size = ours.shape[dim]
+    for share in shares:
+
+        def own(x: Tensor, share: Tensor = share) -> Tensor:
+            divided = x.ndim > dim and x.shape[dim] == size
+            return x.index_select(dim, share) if divided else x
+
+        args, kwargs = map_tensors(own, (call.args, call.kwargs))
+        part = replace(call, args=args, kwargs=kwargs, hidden=hidden_of((args, kwargs)))
+        with torch.no_grad():
+            made = part.again().outputs[0]
+        found.index_copy_(dim, share, made.to(found.dtype))
+    return found
