@@ -20,6 +20,17 @@ from .recording import hidden_of
 
 ROWS, POSITIONS, TOKENS, FEATURES = "rows", "positions", "tokens", "features"
 STAGES = "stages"  # no division of what a unit computes
+_ADVICE = {  # what may be wrong on each axis
+    FEATURES: "tp divides features: what is computed from a share of them has to be named in the "
+    "plan, or all that it is computed from left out of it",
+    TOKENS: "sequence parallelism divides tokens between layers: style what mixes or counts them "
+    "'sequence_whole', or the layers 'sequence_layer'",
+    POSITIONS: "cp divides positions: mix them by F.scaled_dot_product_attention alone, and read "
+    "the forward's argument position_ids rather than count them",
+    ROWS: "dp and micro-batches divide rows: compute each from that row alone",
+    STAGES: "pp hands hidden states and their gradients from stage to stage: what changes them "
+    "between layers, as a hook does, has to be in a layer",
+}
 
 
 def axes_of(call: Call, ours: Tensor, joiner: Joiner, limit: float) -> tuple[str, ...]:
@@ -32,9 +43,11 @@ def axes_of(call: Call, ours: Tensor, joiner: Joiner, limit: float) -> tuple[str
         limit: The largest relative error that rounding explains.
 
     Returns:
-        The one that alone makes one process differ likewise. If there is none, all but rows:
-        attention needs all positions and features, so that a share of these shows nothing.
+        The one that alone makes one process differ likewise. If there is none, all but rows if
+        these could be asked: attention needs all positions and features, so that a share of these
+        shows nothing.
     """
+    left = [ROWS, POSITIONS, TOKENS, FEATURES]
     for axis, dim, shares in divisions(joiner):
         try:
             found = _by_shares(call, ours, dim, shares)
@@ -42,7 +55,23 @@ def axes_of(call: Call, ours: Tensor, joiner: Joiner, limit: float) -> tuple[str
             continue
         if relative(ours, found) <= limit:
             return (axis,)
-    return POSITIONS, TOKENS, FEATURES
+        if axis == ROWS:
+            left.remove(ROWS)
+    return tuple(left)
+
+
+def advice(axes: Sequence[str] | None, divided: Sequence[str]) -> str:
+    """Return what may be wrong.
+
+    Args:
+        axes: What `axes_of` returned; None if no unit's output was the first to differ.
+        divided: What the layout divides.
+    """
+    found = [axis for axis in axes or divided if axis in divided] or divided
+    text = "; ".join(_ADVICE[axis] for axis in found)
+    if axes is not None and len(axes) == 1:
+        return f"One process gives the same if {axes[0]} alone are divided so: {text}"
+    return text
 
 
 def divisions(joiner: Joiner) -> Iterator[tuple[str, int, Sequence[Tensor]]]:

@@ -30,7 +30,7 @@ from ..plain import Plain
 from ..ready import as_called
 from ..summation import chain_length
 from ..words import listed
-from .axis import FEATURES, POSITIONS, ROWS, STAGES, TOKENS
+from .axis import FEATURES, POSITIONS, ROWS, STAGES, TOKENS, advice
 from .batch import SmallBatch, entries_added, small_batch
 from .joining import Joiner
 from .judging import Finding, Judge
@@ -41,17 +41,6 @@ from .replay import Replay
 from .width import in_float32, wish_for_float32
 
 _ALL_AT_ONCE = 2**28  # bytes of weights that a rank may hold beside its own, if need be
-_DIVIDED = {  # what may be wrong on each axis
-    FEATURES: "tp divides features: what is computed from a share of them has to be named in the "
-    "plan, or all that it is computed from left out of it",
-    TOKENS: "sequence parallelism divides tokens between layers: style what mixes or counts them "
-    "'sequence_whole', or the layers 'sequence_layer'",
-    POSITIONS: "cp divides positions: mix them by F.scaled_dot_product_attention alone, and read "
-    "the forward's argument position_ids rather than count them",
-    ROWS: "dp and micro-batches divide rows: compute each from that row alone",
-    STAGES: "pp hands hidden states and their gradients from stage to stage: what changes them "
-    "between layers, as a hook does, has to be in a layer",
-}
 
 Step = Callable[..., Tensor]
 
@@ -100,8 +89,7 @@ def rehearse_step(
             ranks.exchange(hooks_changed=hooks_changed)
             batch, loss_of = _on(small.called, device), partial(_loss, small, terms, loss_fn)
             run = _replayed(plain, ranks, batch, loss_of, loss)
-            first = run[1].first
-            return *run, _explained(model, small, terms, manager, first.axes) if first else ""
+            return *run, _explained(model, small, terms, manager, run[1].first)
 
     try:
         replay, found, why = _widest(compared, widens=widens)
@@ -356,10 +344,12 @@ def _explained(
     small: SmallBatch,
     terms: Terms,
     manager: ProcessGroupManager,
-    axes: tuple[str, ...] | None,
+    first: Finding | None,
 ) -> str:
-    """Return in words why a layout may differ, on these axes if they are known; all ranks call."""
-    stage = pipeline_of(model).module
+    """Return in words why a layout may differ, if it does; all ranks call it."""
+    if first is None:
+        return ""
+    stage, axes = pipeline_of(model).module, first.axes
     if manager.cp_size > 1 and manager.pp_size == 1 and (axes is None or POSITIONS in axes):
         asked(stage, before=False)
         called = {**as_called(small.micro_batches[0], terms)}
@@ -376,12 +366,7 @@ def _explained(
         ROWS: manager.dp_size > 1 or len(small.micro_batches) > 1,
         STAGES: manager.pp_size > 1,
     }
-    found = "; ".join(
-        text for axis, text in _DIVIDED.items() if divided[axis] and axis in (axes or divided)
-    )
-    if axes is not None and len(axes) == 1:
-        return f"One process gives the same if {axes[0]} alone are divided so: {found}"
-    return found
+    return advice(axes, [axis for axis, holds in divided.items() if holds])
 
 
 def _refuse(
