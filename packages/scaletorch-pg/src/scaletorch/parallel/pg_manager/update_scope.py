@@ -161,18 +161,17 @@ class _Trial:
 
 
 def _compare(trial: _Trial, device: torch.device, dtype: torch.dtype, bound: float) -> Scope:
-    """Return the furthest that an optimizer looks in matrices of any of the shapes."""
-    furthest = Scope.ELEMENT
+    """Return how far an optimizer looks in matrices of the first shape that shows it."""
     for shape in SHAPES:
         matrices = _matrices(shape, device, dtype)
         alone = trial.apart(matrices[:2], matrices[2:])
         if not alone[0].any():  # it shows nothing
             return Scope.UNKNOWN
-        if furthest > Scope.ELEMENT or _parts_differ(trial, matrices, alone[0], bound):
+        if _parts_differ(trial, matrices, alone[0], bound):
             together = trial.updates(matrices[:2], matrices[2:])
             alike = all(map(_close, together, alone, [bound] * 2))
-            furthest = max(furthest, Scope.PARAMETER if alike else Scope.OTHERS)
-    return furthest
+            return Scope.PARAMETER if alike else Scope.OTHERS
+    return Scope.ELEMENT
 
 
 def _parts_differ(trial: _Trial, matrices: Halves, whole: Tensor, bound: float) -> bool:
