@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from sweeps import today
 
 from scaletorch.checkpoint import CheckpointError, export_adapter
 from scaletorch.compose import (
@@ -135,7 +136,7 @@ def train(sizes, options, folder):
     return steps, weights, seen
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", today([*LAYOUTS], 2))
 def test_every_layout_trains_adapters_like_one_process(layout, expected, tmp_path):
     sizes, options = LAYOUTS[layout]
     theirs, final = expected

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sweeps import today
 from torch import nn
 
 from scaletorch import bisect
@@ -110,7 +111,7 @@ def test_layers_that_do_not_communicate_are_whole_graphs():
     assert first["pp"][0] == last["pp"][0] == 0  # what a stage passes on is noted outside
 
 
-@pytest.mark.parametrize("layout", ["sequence", "tp recomputed", "cp", "ep"])
+@pytest.mark.parametrize("layout", today(["sequence", "cp", "tp recomputed", "ep"], 2))
 def test_graphs_break_where_layers_communicate(layout):
     for found in compared(layout):
         breaks, operations = found[layout]

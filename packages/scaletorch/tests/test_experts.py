@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 from exactly import compute_exactly
+from sweeps import today
 from torch import nn
 
 from scaletorch import compose
@@ -218,7 +219,7 @@ def trained(ranks, family, sizes, options=None, micro_batches=1, stage=0, layers
     run_ranks(train, ranks, reference(family, layers, skewed), *given, timeout=200)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", today([*FAMILIES], 2))
 def test_families(family):
     trained(4, family, {"dp_size": 4, "ep_size": 2})
 
@@ -234,6 +235,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "options", "micro_batches", "stage"), LAYOUTS)
+@pytest.mark.parametrize(("sizes", "options", "micro_batches", "stage"), today(LAYOUTS, 2))
 def test_layouts(sizes, options, micro_batches, stage):
     trained(4, "Qwen3Moe", sizes, options, micro_batches, stage)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sweeps import today
 
 from scaletorch import compose
 from scaletorch.checkpoint import load
@@ -24,7 +25,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "options", "micro_batches", "stage"), LAYOUTS)
+@pytest.mark.parametrize(("sizes", "options", "micro_batches", "stage"), today(LAYOUTS, 2))
 @pytest.mark.parametrize("family", CALLED)
 def test_layouts(family, sizes, options, micro_batches, stage):
     trained(4, family, sizes, options, micro_batches, stage)

@@ -1,6 +1,7 @@
 """Mixtures of experts on 8 ranks: a few of the layouts that `experts_on_eight.py` trains."""
 
 import pytest
+from sweeps import today
 
 pytest.importorskip("transformers")
 
@@ -23,7 +24,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "family", "options"), CASES)
+@pytest.mark.parametrize(("layout", "family", "options"), today(CASES, 2))
 def test_a_layout_trains_as_one_process(layout, family, options):
     sizes = dict(zip(AXES, map(int, layout.replace("x", "-").split("-")), strict=True))
     Case(**sizes, **{**PLAIN, **options, "family": family}).train()

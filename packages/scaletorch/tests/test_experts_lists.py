@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 from looping_blocks import BLOCKS
+from sweeps import today
 from torch import nn
 
 from scaletorch import compose
@@ -133,7 +134,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("skew", [0.0, 60.0])
-@pytest.mark.parametrize(("kind", "sizes", "options", "micro_batches", "stage"), CASES)
+@pytest.mark.parametrize(("kind", "sizes", "options", "micro_batches", "stage"), today(CASES, 2))
 def test_they_train_as_in_one_process(kind, skew, sizes, options, micro_batches, stage):
     given = kind, skew, 5, sizes, options, micro_batches, stage
     run_ranks(train, 2, reference(kind, skew, 5), *given, timeout=200)

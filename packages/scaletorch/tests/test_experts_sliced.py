@@ -1,6 +1,7 @@
 """Mixtures of experts under tensor parallelism: each expert's width divided over the ranks."""
 
 import pytest
+from sweeps import today
 
 from scaletorch.parallel.tensor_parallel import Slices, Stacked
 
@@ -13,7 +14,7 @@ NAMED = {"plan": {"**.mlp.experts": Stacked({"gate_up_proj": Slices(1, parts=2),
 
 
 @pytest.mark.parametrize("options", [{}, SEQUENCES], ids=["whole", "shares"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", today([*FAMILIES], 2))
 def test_families(family, options):
     trained(2, family, {"tp_size": 2}, options)
 
@@ -42,6 +43,8 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "sizes", "options", "micro_batches", "stage"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("family", "sizes", "options", "micro_batches", "stage"), today(LAYOUTS, 2)
+)
 def test_layouts(family, sizes, options, micro_batches, stage):
     trained(4, family, sizes, options, micro_batches, stage)

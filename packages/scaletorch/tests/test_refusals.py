@@ -11,10 +11,11 @@ import pytest
 from refusals.cells import cells, names
 from refusals.layouts import LAYOUTS
 from refusals.rows import CASES
+from sweeps import today
 
 from scaletorch.dist.testing import RankPool
 
-SHARES = 4  # of the layouts, since all of them take minutes
+SHARES = 4  # of the layouts
 GUIDE = Path(__file__).parents[3] / "docs" / "expectations.md"
 
 
@@ -43,7 +44,7 @@ def show(lines):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.parametrize("share", today(range(SHARES), SHARES))
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_row_on_every_layout(ranks, share):
     mistakes, lines = [], {name: "" for _, name in names()}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sweeps import today
 from torch import nn
 
 from scaletorch.parallel.pg_manager import Grid
@@ -111,20 +112,23 @@ TWICE = [Grid(tp=2, pp=2), Grid(tp=2, dp=2), Grid(tp=2, cp=2), Grid(pp=2, cp=2)]
 
 @pytest.mark.parametrize(
     ("model_fn", "dtype", "grids"),
-    [
-        (tied_llama, "float64", [Grid(tp=2, pp=2)]),
-        (tied_qwen3, "float64", [Grid(tp=2, pp=2)]),
-        (recomputed_qwen3, "float64", [Grid(tp=2, cp=2)]),
-        (qwen3, "float64", [Grid(tp=4), *TWICE]),
-        (qwen3, "float32", [Grid(tp=2, cp=2)]),
-        (mistral, "float64", [Grid(tp=2, pp=2)]),
-        (gemma, "float64", [Grid(tp=4)]),
-        (gemma, "float32", [Grid(tp=2, cp=2)]),
-        (three_key_heads, "float64", [Grid(tp=4)]),
-        (gpt_neox, "float64", [Grid(tp=2, dp=2)]),
-        # Its forward takes shapes from ids: a later stage gives it hidden states by their own name.
-        (gpt2, "float64", [Grid(tp=3), Grid(tp=2, pp=2), Grid(tp=2, cp=2)]),
-    ],
+    today(
+        [
+            (tied_llama, "float64", [Grid(tp=2, pp=2)]),
+            (tied_qwen3, "float64", [Grid(tp=2, pp=2)]),
+            (recomputed_qwen3, "float64", [Grid(tp=2, cp=2)]),
+            (qwen3, "float64", [Grid(tp=4), *TWICE]),
+            (qwen3, "float32", [Grid(tp=2, cp=2)]),
+            (mistral, "float64", [Grid(tp=2, pp=2)]),
+            (gemma, "float64", [Grid(tp=4)]),
+            (gemma, "float32", [Grid(tp=2, cp=2)]),
+            (three_key_heads, "float64", [Grid(tp=4)]),
+            (gpt_neox, "float64", [Grid(tp=2, dp=2)]),
+            # It takes shapes from ids: a later stage gives it hidden states by their own name.
+            (gpt2, "float64", [Grid(tp=3), Grid(tp=2, pp=2), Grid(tp=2, cp=2)]),
+        ],
+        2,
+    ),
 )
 def test_a_layout_trains_like_one_process(model_fn, dtype, grids):
     report = verify(model_fn, layouts=grids, dtype=dtype)
@@ -144,7 +148,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("model_fn", SCHEDULES)
+@pytest.mark.parametrize("model_fn", today([*SCHEDULES], 2))
 def test_every_schedule_trains_like_one_process(model_fn):
     options = {"schedule": SCHEDULES[model_fn]}
     report = verify(model_fn, layouts=[Grid(pp=2)], dtype="float64", options=options)
@@ -157,11 +161,14 @@ MIXED = [Grid(tp=2, pp=2), Grid(tp=2, cp=2)]
 
 @pytest.mark.parametrize(
     ("model_fn", "mixed"),
-    [
-        *[(model_fn, MIXED) for model_fn in (llama, qwen3, mistral, gemma, gpt_neox)],
-        # Between stages of a pipeline its own code would reshape shares by the whole length.
-        (gpt2, [Grid(tp=2, cp=2), Grid(tp=3)]),
-    ],
+    today(
+        [
+            *[(model_fn, MIXED) for model_fn in (llama, qwen3, mistral, gemma, gpt_neox)],
+            # Between stages of a pipeline its own code would reshape shares by the whole length.
+            (gpt2, [Grid(tp=2, cp=2), Grid(tp=3)]),
+        ],
+        2,
+    ),
 )
 def test_sequence_parallelism(model_fn, mixed):
     report = verify(
@@ -201,7 +208,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model_fn", "recompute", "cp_method"), PAIRS)
+@pytest.mark.parametrize(("model_fn", "recompute", "cp_method"), today(PAIRS, 2))
 def test_packed_documents_of_any_length_train_like_one_process(model_fn, recompute, cp_method):
     grids = GRIDS[cp_method]
     options = {"recompute": (recompute,), "cp_method": (cp_method,)}
