@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import linecache
 import textwrap
 from collections.abc import Callable
 from enum import IntEnum
@@ -162,9 +163,10 @@ class _Events(ast.NodeVisitor):
 @functools.lru_cache(maxsize=64)
 def _tree(code: CodeType) -> ast.AST | None:
     """Return what a function's source says, which each of several questions is asked of."""
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(code)))
-    except (OSError, TypeError, SyntaxError, ValueError):
+    lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
+    try:  # not by inspect.getsource, which first asks every imported module for its file
+        return ast.parse(textwrap.dedent("".join(inspect.getblock(lines))))
+    except (OSError, TypeError, SyntaxError, ValueError, IndexError):
         return None
 
 
