@@ -165,8 +165,8 @@ def _tree(code: CodeType) -> ast.AST | None:
     """Return what a function's source says, which each of several questions is asked of."""
     lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
     try:  # not by inspect.getsource, which first asks every imported module for its file
-        return ast.parse(textwrap.dedent("".join(inspect.getblock(lines))))
-    except (OSError, TypeError, SyntaxError, ValueError, IndexError):
+        return ast.parse(textwrap.dedent("".join(inspect.getblock(lines)))) if lines else None
+    except (SyntaxError, ValueError):
         return None
 
 
