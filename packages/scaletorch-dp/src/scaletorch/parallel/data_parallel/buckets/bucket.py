@@ -43,6 +43,7 @@ class Bucket:
         self._sent: Tensor | None = None  # read and written by the reduction that is under way
         self._spare: Tensor | None = None  # the last one, to be used again
         self._used: dict[int, int] = {}
+        self._finite: Tensor | None = None  # bool, of each slot
         self._work: Work[Tensor] | None = None
         self._before: Tensor | None = None
         self._missing: set[int] = set()
@@ -74,7 +75,7 @@ class Bucket:
         """Forget which gradients are ready, and the reduction under way."""
         self.launched = False
         self._missing = set(self._places)
-        self._used, self._work, self._before = {}, None, None
+        self._used, self._finite, self._work, self._before = {}, None, None, None
         self._buffer = self._sent = None
 
     def open(self) -> int:
@@ -114,7 +115,7 @@ class Bucket:
         buffer, self._buffer = self._own_buffer(), None
         buffer[self.elements :] = 0
         if check_finite:
-            self._find_nonfinite(buffer)
+            self._finite = torch.stack([_is_finite(view) for _, view in self._views(buffer)])
         self._before = self._held(buffer) if reduction.ordered else None
         self._work = self._start(reduction, buffer)
         self._sent = buffer
@@ -127,6 +128,14 @@ class Bucket:
             Whether there is no more to give up.
         """
         return True
+
+    def look(self) -> None:
+        """Note which gradients are not finite, if that was checked; the host waits for them."""
+        if self._finite is not None:
+            for slot, finite in zip(self.slots, self._finite.tolist(), strict=True):
+                if not finite:
+                    self._used[slot.index] = NONFINITE
+            self._finite = None
 
     def flag(self, slot: Slot) -> int:
         """Return this rank's flag of a parameter of this bucket."""
@@ -146,7 +155,7 @@ class Bucket:
             self._reuse()
         self.launched = False
         self._missing = set(self._places)
-        self._used, self._work, self._before = {}, None, None
+        self._used, self._finite, self._work, self._before = {}, None, None, None
 
     def describe(self) -> dict[str, object]:
         """Describe the bucket as plain data."""
@@ -158,12 +167,6 @@ class Bucket:
         if self._sent is not None and self.keeps_buffer:
             self._spare = self._sent
         self._sent = None
-
-    def _find_nonfinite(self, buffer: Tensor) -> None:
-        for slot, view in self._views(buffer):
-            # A sum costs one pass; it may overflow of itself, so a suspect is looked at again.
-            if not view.sum().isfinite() and not view.isfinite().all():
-                self._used[slot.index] = NONFINITE
 
     def _start(self, reduction: Reduction, buffer: Tensor) -> Work[Tensor]:
         return reduction.whole(buffer, self._before)
@@ -206,6 +209,15 @@ class Bucket:
         slot = self._slot if self.keeps_buffer else None
         device = self.slots[0].parameter.device
         return self._buffers.empty(self.length, self.dtype, device, slot)
+
+
+def _is_finite(gradient: Tensor) -> Tensor:
+    """Return whether all elements are, 0-d bool; the host waits for nothing."""
+    if not gradient.numel():
+        return torch.ones((), dtype=torch.bool, device=gradient.device)
+    real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    # The largest magnitude takes one pass and no memory, and cannot overflow as a sum can.
+    return torch.linalg.vector_norm(real, torch.inf).isfinite()
 
 
 def _is_shared(buffer: Tensor) -> bool:
