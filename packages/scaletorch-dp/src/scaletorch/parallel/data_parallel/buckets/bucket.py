@@ -129,16 +129,10 @@ class Bucket:
         """
         return True
 
-    def look(self) -> None:
-        """Note which gradients are not finite, if that was checked; the host waits for them."""
-        if self._finite is not None:
-            for slot, finite in zip(self.slots, self._finite.tolist(), strict=True):
-                if not finite:
-                    self._used[slot.index] = NONFINITE
-            self._finite = None
-
     def flag(self, slot: Slot) -> int:
         """Return this rank's flag of a parameter of this bucket."""
+        if self._finite is not None:
+            self._note_nonfinite(self._finite.tolist())
         if slot.local:  # a gradient came after the launch
             return LATE
         return self._used.get(slot.index, UNUSED)
@@ -167,6 +161,12 @@ class Bucket:
         if self._sent is not None and self.keeps_buffer:
             self._spare = self._sent
         self._sent = None
+
+    def _note_nonfinite(self, finite: Sequence[bool]) -> None:
+        for slot, fine in zip(self.slots, finite, strict=True):
+            if not fine:
+                self._used[slot.index] = NONFINITE
+        self._finite = None
 
     def _start(self, reduction: Reduction, buffer: Tensor) -> Work[Tensor]:
         return reduction.whole(buffer, self._before)
@@ -217,7 +217,8 @@ def _is_finite(gradient: Tensor) -> Tensor:
         return torch.ones((), dtype=torch.bool, device=gradient.device)
     real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
     # The largest magnitude takes one pass and no memory, and cannot overflow as a sum can.
-    return torch.linalg.vector_norm(real, torch.inf).isfinite()
+    largest: Tensor = torch.linalg.vector_norm(real, torch.inf)
+    return largest.isfinite()
 
 
 def _is_shared(buffer: Tensor) -> bool:

@@ -174,7 +174,6 @@ class BucketManager:
         """Return for each slot the largest flag of any rank."""
         flags = [UNUSED] * len(self.slots)
         for bucket in buckets:
-            bucket.look()
             for slot in bucket.slots:
                 flags[slot.index] = bucket.flag(slot)
         group = self.reduction.group
