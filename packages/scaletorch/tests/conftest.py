@@ -1,9 +1,14 @@
 """Tests import what lies beside them; ranks have what all tests' ranks import."""
 
+import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from scaletorch.dist.testing import preload
+
+STANDIN = Path(__file__).parents[2] / "scaletorch-dist" / "tests" / "standin"
 
 sys.path.append(str(Path(__file__).parent))
 preload(
@@ -16,3 +21,22 @@ preload(
     "scaletorch.verify",
     "mutants",
 )
+
+
+@pytest.fixture(scope="session")
+def plugins():
+    """The folder of modules that put a stand-in in the place of a vendor's device."""
+    if not STANDIN.exists():
+        pytest.skip("needs the tests of scaletorch-dist")
+    sys.path.insert(0, str(STANDIN))
+    try:
+        import build
+    finally:
+        sys.path.remove(str(STANDIN))
+    missing = build.missing_tool()
+    if missing:
+        pytest.skip(f"the stand-in device cannot be built: {missing}")
+    command = [sys.executable, str(STANDIN / "build.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return str(STANDIN / "plugins")

@@ -1,9 +1,5 @@
 """One layout of the proof on a stand-in for each vendor's device (see scaletorch-dist's tests)."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -29,15 +25,11 @@ from scaletorch.verify.training import Subject
 from scaletorch.verify.verify import save_reference
 
 MATRIX = "layers.0.self_attn.q_proj.weight"
-STANDIN = Path(__file__).parents[2] / "scaletorch-dist" / "tests" / "standin"
 SMALL = LlamaConfig(
     vocab_size=64, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2
 )
 
-pytestmark = [
-    pytest.mark.timeout(500),  # the first test may build the stand-in
-    pytest.mark.skipif(not STANDIN.exists(), reason="needs the tests of scaletorch-dist"),
-]
+pytestmark = pytest.mark.timeout(500)  # the first test may build the stand-in
 
 
 def small_model():
@@ -46,22 +38,6 @@ def small_model():
 
 def model_there():
     return small_model().to(devices.current_device())
-
-
-@pytest.fixture(scope="module")
-def plugins():
-    sys.path.insert(0, str(STANDIN))
-    try:
-        import build
-    finally:
-        sys.path.remove(str(STANDIN))
-    missing = build.missing_tool()
-    if missing:
-        pytest.skip(f"the stand-in device cannot be built: {missing}")
-    command = [sys.executable, str(STANDIN / "build.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return str(STANDIN / "plugins")
 
 
 def moved(data, device):

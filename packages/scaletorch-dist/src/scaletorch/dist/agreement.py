@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from .devices import get_comm_device
 from .dist import all_gather, all_gather_object
 from .errors import MismatchError, ScaletorchError
 from .naming import name_ranks
@@ -61,7 +60,8 @@ def agree(
     if len(ranks) > 1:
         digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
         number = int.from_bytes(digest, "little", signed=True)
-        mine = torch.tensor([number, error is not None, note], device=get_comm_device(group))
+        # On the CPU, as all that the host reads: it need not wait for an accelerator's queue.
+        mine = torch.tensor([number, error is not None, note])
         everyone = [entry.tolist() for entry in all_gather(mine, group=group)]
         notes = tuple(theirs for _, _, theirs in everyone)
         if any(said != [everyone[0][0], 0] for *said, _ in everyone):

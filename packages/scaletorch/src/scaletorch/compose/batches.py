@@ -59,7 +59,7 @@ class Called(dict[str, Tensor]):
     def __init__(self, entries: Batch, micro_batch: Batch) -> None:
         super().__init__(entries)
         self.micro_batch = micro_batch
-        self.count: float = 0.0
+        self.count: float | Tensor = 0.0
 
 
 def shard_global_batch(
@@ -231,8 +231,8 @@ def real_tokens(batch: Batch, positions: Tensor | None) -> Tensor | None:
     return mask != 0 if positions is None else (mask != 0) & positions
 
 
-def token_count(batch: Any) -> int:
-    """Return the number of labels that count.
+def token_count(batch: Any) -> int | Tensor:
+    """Return the number of labels that count: 0-d on an accelerator that has them, else an int.
 
     Raises:
         InvalidArgumentError: There are no labels, or none of integers.
@@ -245,4 +245,5 @@ def token_count(batch: Any) -> int:
         )
     if labels.is_floating_point() or labels.is_complex():
         raise InvalidArgumentError(f"labels must be integer tensors, got {labels.dtype}")
-    return int((labels != IGNORED).sum())
+    count = (labels != IGNORED).sum()
+    return int(count) if count.device.type == "cpu" else count

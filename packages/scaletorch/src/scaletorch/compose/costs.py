@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..dist import all_reduce, get_comm_device
+from ..dist import all_reduce
 from ..dist.errors import InvalidArgumentError
 from ..parallel.expert_parallel.building import find_experts, find_list, named_experts
 from ..parallel.pg_manager import ProcessGroupManager
@@ -72,7 +72,7 @@ def agreed_split(
     if not isinstance(split, Split) or split.costs != "parameters" or manager.pp_size == 1:
         return split
     costs = parameter_costs(model, parts_of(model, split))
-    most = torch.tensor(costs, dtype=torch.int64, device=get_comm_device(manager.world_group))
+    most = torch.tensor(costs, dtype=torch.int64)
     all_reduce(most, "max", group=manager.world_group)
     return replace(split, costs=tuple(most.tolist()))
 

@@ -19,7 +19,7 @@ from .batches import Batch, token_count
 from .forward import manager_of, terms_of
 from .loss import find_sharded_head, require_logits_alone
 from .loss_batch import LossBatch
-from .own_loss import LossFunction, OwnLoss
+from .own_loss import LossFunction, Number, OwnLoss
 from .ready import look_first, ready
 from .token_values import token_losses
 
@@ -125,6 +125,6 @@ def _forwards(
         return pipeline_forward(model, called, group=manager.pp_group, each=each)
 
 
-def _of_tokens(output: Any, batch: Any) -> tuple[Tensor, int]:
+def _of_tokens(output: Any, batch: Any) -> tuple[Tensor, Number]:
     require_logits_alone(output)
     return token_losses(output, batch).sum(), token_count(batch)

@@ -63,7 +63,7 @@ class OwnLoss:
         self._model, self._head = model, find_sharded_head(model)
         self._manager, self._trains = manager, trains
         self._first = not terms_of(model).seen
-        self._counts: list[tuple[Number, float]] = []
+        self._counts: list[tuple[Number, Number]] = []
         self._coarsest = 0  # of the dtypes that the loss was computed in
         self._problem: Exception | None = None
 
@@ -147,6 +147,7 @@ class OwnLoss:
     def _require_counts(self) -> None:
         for count, expected in self._counts:
             found = checked_count(count)
+            expected = checked_count(expected)
             if self._trains and not math.isclose(found, expected, rel_tol=1e-6):
                 said = "count_fn" if self._count_fn else f"counting labels other than {IGNORED}"
                 raise InvalidArgumentError(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..dist import all_reduce, get_comm_device
 from ..dist.building import agree
@@ -20,7 +21,7 @@ from .before.attending import require_attention
 from .before.batch_norm import require_whole_batches
 from .before.initial import require_one_batch
 from .forward import Terms, pipeline_of, rehearses
-from .own_loss import OwnLoss
+from .own_loss import Number, OwnLoss
 from .row_dims import OF_LOSS, POSITIONS
 from .samples import samples_of
 
@@ -40,13 +41,15 @@ def ready(
     terms: Terms,
     own: OwnLoss | None = None,
     trains: bool = True,
-) -> tuple[list[Called], int | float]:
+) -> tuple[list[Called], Number]:
     """Return the micro-batches as the model is called with them, and the global batch's count.
 
-    One all-reduce of 56 bytes over all ranks counts tokens, or a loss_fn's losses, and says whether
+    One all-reduce of 64 bytes over all ranks counts tokens, or a loss_fn's losses, and says whether
     a rank cannot go on: if one rank alone refused something (its batch, a new parameter, a gradient
     that is not synchronised), the others would wait for it in the middle of the step. It also says
-    whether the sample of the last step was the same wherever ranks hold the same parameters.
+    whether the sample of the last step was the same wherever ranks hold the same parameters. It
+    goes from host to host; tokens whose labels an accelerator has are counted there, by another
+    one, since the host would wait for all that is queued before: their count is a 0-d tensor.
 
     Raises:
         ScaletorchError: This rank has to refuse something.
@@ -57,7 +60,7 @@ def ready(
     failed: list[Exception] = []
     counts = manager.tp_rank == 0 and pipeline_of(model).is_last_stage
     samples = samples_of(model, manager) if trains else None
-    count = 0.0
+    count: float | Tensor = 0.0
     try:
         called = _called(model, micro_batches, manager, terms, own, trains)
         if trains:
@@ -67,14 +70,14 @@ def ready(
     except Exception as error:  # the others would wait in the all-reduce
         failed.append(error)
     alone, has_own = not model.require_backward_grad_sync, own is not None
-    facts = [count if counts else 0, bool(failed), alone, has_own, len(micro_batches) > 1]
-    facts += [samples is not None and not samples.settled, 0]
+    there = isinstance(count, Tensor)
+    facts = [count if counts and not there else 0, there]
+    facts += [bool(failed), alone, has_own, len(micro_batches) > 1]
+    facts += [samples is not None and not samples.settled, samples.residue() if samples else 0]
     # Whole numbers are exact in it up to 2**53, and a loss_fn may count in fractions.
-    told = torch.tensor(facts, dtype=torch.float64, device=get_comm_device(manager.world_group))
-    if samples is not None and samples.residue is not None:
-        told[-1] = samples.residue
+    told = torch.tensor(facts, dtype=torch.float64)
     all_reduce(told, group=manager.world_group)
-    total, failures, unsynchronised, owners, several, unsettled, residues = told.tolist()
+    total, elsewhere, failures, unsynchronised, owners, several, unsettled, residues = told.tolist()
     terms.several = several > 0
     if failures:  # taken out of the list, since a traceback has this frame
         agree("this step", [], manager.world_group, error=failed.pop() if failed else None)
@@ -86,7 +89,8 @@ def ready(
         _refuse_unlike("the loss, which has the same function everywhere", line, manager)
     if samples is not None:
         samples.compare(residues, unsettled)
-    return called, int(total) if total.is_integer() else total
+    number = int(total) if total.is_integer() else total
+    return called, _with_counts(number, count if counts else 0, manager) if elsewhere else number
 
 
 def look_first(
@@ -184,7 +188,17 @@ def _must_be_told(terms: Terms) -> bool:
     return terms.needs(POSITIONS) or (not counts and terms.takes(POSITIONS))
 
 
-def _counted(called: Sequence[Called], own: OwnLoss | None, computes: bool) -> float:
+def _with_counts(total: Number, count: float | Tensor, manager: ProcessGroupManager) -> Tensor:
+    """Return a number plus what all ranks have counted on their accelerators."""
+    device = get_comm_device(manager.world_group)
+    counts = torch.zeros((), dtype=torch.int64, device=device)
+    if isinstance(count, Tensor):
+        counts += count
+    all_reduce(counts, group=manager.world_group)
+    return counts + total
+
+
+def _counted(called: Sequence[Called], own: OwnLoss | None, computes: bool) -> float | Tensor:
     """Return the count of all micro-batches, each of which notes its own.
 
     Args:
@@ -193,7 +207,7 @@ def _counted(called: Sequence[Called], own: OwnLoss | None, computes: bool) -> f
         computes: Whether this rank computes the loss: others need not have what that takes.
     """
     for batch in called if own is None or computes else ():
-        batch.count = float(token_count(batch)) if own is None else own.count(batch.micro_batch)
+        batch.count = token_count(batch) if own is None else own.count(batch.micro_batch)
     return sum(batch.count for batch in called)
 
 

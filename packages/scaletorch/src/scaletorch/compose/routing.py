@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..dist import all_reduce, get_comm_device
+from ..dist import all_reduce
 from ..dist.errors import InvalidArgumentError
 from ..parallel.expert_parallel import RoutingStatistics, count_tokens
 from ..parallel.expert_parallel.building import move_bias, statistics_of
@@ -62,7 +62,7 @@ def count_routing(
         share = manager.tp_size, manager.tp_rank
         hook = partial(_count, count, terms, share)
         module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-    somewhere = torch.tensor(len(counts), device=get_comm_device(manager.world_group))
+    somewhere = torch.tensor(len(counts))
     all_reduce(somewhere, group=manager.world_group)
     if not somewhere:
         raise InvalidArgumentError(

@@ -82,7 +82,7 @@ class Samples:
         self._turn = 0
         self.settled = False
         self.taken: list[tuple[Key, Tensor]] = []  # digests
-        self.residue: Tensor | None = None  # of this rank: 0-d int64, below 2**32
+        self._residue: Tensor | None = None  # of this rank: 0-d int64, below 2**32
 
     def look(self) -> None:
         """Look up the parameters, at first and wherever a period begins; nothing is sent."""
@@ -122,7 +122,7 @@ class Samples:
             self._take()
         except RuntimeError as error:  # a device without such a kernel, or without memory for it
             self._left |= {each.key for each in self._held}
-            self.settled, self.taken, self.residue = False, [], None
+            self.settled, self.taken, self._residue = False, [], None
             warnings.warn(
                 f"{describe_rank()}: train_step cannot look whether ranks still hold the same "
                 f"parameters: {error}",
@@ -146,7 +146,11 @@ class Samples:
             numbers = torch.stack([number.to(device) for _, number in self.taken])
             folded = numbers ^ (numbers >> 32)  # the low half of a product is that of low halves
             factors = torch.cat([each.to(device) for each in weights])
-            self.residue = (folded * factors).sum() % MODULUS
+            self._residue = (folded * factors).sum() % MODULUS
+
+    def residue(self) -> int:
+        """Return this rank's term of the message, read after the loss; 0 without a sample."""
+        return 0 if self._residue is None else int(self._residue)
 
     def compare(self, total: float, unsettled: float) -> None:
         """Go on from what the message says; all ranks call it.
@@ -159,7 +163,7 @@ class Samples:
             MismatchError: Ranks that should hold the same do not; on every rank.
         """
         model, parted = self._model(), total % MODULUS != 0
-        taken, self.taken, self.residue = dict(self.taken), [], None
+        taken, self.taken, self._residue = dict(self.taken), [], None
         if parted and model is not None:
             wait_for_parameters(model)
             held = [each for each in self._held if each.key not in self._left]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from ..dist import all_gather_object, all_reduce, get_comm_device
+from ..dist import all_gather_object, all_reduce
 from ..dist.errors import InvalidArgumentError, NonFiniteError, StateError
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
@@ -26,7 +26,7 @@ from .before.changes import changes_followed
 from .before.failures import failures_named
 from .forward import Terms, manager_of, rehearses, terms_of
 from .loss import find_sharded_head, require_labels_fit, require_logits_alone, token_loss_sum
-from .own_loss import CountFunction, LossFunction, OwnLoss
+from .own_loss import CountFunction, LossFunction, Number, OwnLoss
 from .partial_gradients import summed_once
 from .ready import look_first, ready
 from .rehearsal.rehearse import rehearse_step
@@ -156,7 +156,7 @@ def _has_gradients(model: DataParallelBucket) -> bool:
 def _step(
     model: DataParallelBucket,
     micro_batches: Sequence[Called],
-    count: int | float,
+    count: Number,
     manager: ProcessGroupManager,
     terms: Terms,
     scaler: GradScaler | None,
@@ -167,7 +167,7 @@ def _step(
     def loss_fn(output: Any, batch: Any) -> Tensor:
         if own is None:
             require_logits_alone(output, with_router_loss=balance is not None)
-            loss = token_loss_sum(output, batch["labels"], head) / max(count, 1)
+            loss = _mean(token_loss_sum(output, batch["labels"], head), count)
         else:
             loss = own.call(output, batch)[0] / (count or 1)
         if balance is not None:
@@ -189,9 +189,16 @@ def _step(
     return _summed(loss, manager)
 
 
+def _mean(total: Tensor, count: Number) -> Tensor:
+    """Divide the sum of a micro-batch's token losses by the count of the global batch."""
+    if isinstance(count, Tensor):  # on an accelerator, where it stays
+        return total / count.clamp(min=1).to(total.device)
+    return total / max(count, 1)
+
+
 def _of_tokens(
     model: DataParallelBucket, tp_size: int, output: Any, batch: Mapping[str, Any]
-) -> tuple[Tensor, int]:
+) -> tuple[Tensor, Number]:
     """Return the token losses of a first step, in which the form of the output is looked at."""
     require_logits_alone(output, with_router_loss=terms_of(model).router_loss is not None)
     labels = require_labels_fit(getattr(output, "logits", output), batch["labels"], tp_size)
@@ -213,7 +220,7 @@ def _refused_together(model: DataParallelBucket, manager: ProcessGroupManager) -
         return
     with model.nonfinite_held() as found:
         yield
-    told = torch.tensor([len(found)], device=get_comm_device(manager.world_group))
+    told = torch.tensor([len(found)])
     all_reduce(told, "max", group=manager.world_group)
     if not int(told):
         return

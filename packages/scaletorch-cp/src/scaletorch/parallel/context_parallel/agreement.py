@@ -199,7 +199,7 @@ def require_agreement(
     agreed = _agreed.setdefault(groups[-1], {}).setdefault((mine.part, mine.ranks), set())
     if device.type != "cpu" and mine in agreed:
         return
-    calls = _gathered(mine, device, groups)
+    calls = _gathered(mine, groups)
     if any(other != mine for other in calls):
         raise MismatchError(_difference(calls, ring))
     if device.type != "cpu":
@@ -215,7 +215,7 @@ def tell_refusal(rings: tuple[Ring, Parts | None], device: torch.device) -> None
     is alone: then no other rank listens.
     """
     if device.type == "cpu" and alone() is None:
-        _gathered(REFUSED, device, _groups(*rings))
+        _gathered(REFUSED, _groups(*rings))
 
 
 def _groups(ring: Ring, parts: Parts | None) -> list[ProcessGroup]:
@@ -224,10 +224,8 @@ def _groups(ring: Ring, parts: Parts | None) -> list[ProcessGroup]:
     return [ring.group for ring in rings if ring.group is not None and ring.size > 1]
 
 
-def _gathered(
-    mine: Signature, device: torch.device, groups: Sequence[ProcessGroup]
-) -> list[Signature]:
-    rows = torch.tensor([mine], dtype=torch.int64, device=device)
+def _gathered(mine: Signature, groups: Sequence[ProcessGroup]) -> list[Signature]:
+    rows = torch.tensor([mine], dtype=torch.int64)
     for group in groups:
         rows = torch.cat(all_gather(rows, group))
     return [Signature(*row) for row in rows.tolist()]

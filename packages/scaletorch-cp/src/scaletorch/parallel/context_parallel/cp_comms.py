@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...dist import all_gather, exchange, get_comm_device, get_rank, group_ranks
+from ...dist import all_gather, exchange, get_rank, group_ranks
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import axis_group, describe_rank
 
@@ -109,7 +109,7 @@ def _all_ranks(part: Ring, across: Ring) -> tuple[int, ...]:
         return part.ranks
     known = _wholes.setdefault(across.group, {})
     if part.ranks not in known:
-        mine = torch.tensor(part.ranks, device=get_comm_device(across.group))
+        mine = torch.tensor(part.ranks)
         known[part.ranks] = tuple(torch.cat(all_gather(mine, across.group)).tolist())
     return known[part.ranks]
 

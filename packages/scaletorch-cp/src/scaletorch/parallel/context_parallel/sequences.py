@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -219,9 +220,9 @@ class ShardedSequences:
 
 def _positions_within(documents: Documents, device: torch.device) -> Tensor:
     """Return each position counted from where its document begins, int64 [length]."""
-    bounds = torch.tensor(documents, device=device)
-    starts = bounds[:-1].repeat_interleave(bounds.diff())
-    return torch.arange(documents[-1], device=device) - starts
+    # Made there of numbers that the host has: a copy from its memory would wait for the device.
+    lengths = [end - start for start, end in pairwise(documents)]
+    return torch.cat([torch.arange(length, device=device) for length in lengths])
 
 
 def _next_labels(labels: Tensor, documents: Documents) -> Tensor:
@@ -235,5 +236,7 @@ def _next_labels(labels: Tensor, documents: Documents) -> Tensor:
         [B, length]; -100 at each document's end.
     """
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    targets[:, [end - 1 for end in documents[1:] if end]] = IGNORED
+    for end in documents[1:]:  # number by number: a list of them would be copied there
+        if end:
+            targets[:, end - 1] = IGNORED
     return targets

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...dist import all_reduce, functional, get_comm_device
+from ...dist import all_reduce, functional
 from ...dist.errors import InvalidArgumentError
 from .axis import axis_group, describe_rank
 
@@ -129,15 +129,14 @@ def _sum_counts(number: int | float, group: ProcessGroup | None) -> int | float:
     """Sum a number over the group: whole ones exactly, others in float64."""
     if group is None:
         return number
-    device = get_comm_device(group)
     whole = isinstance(number, int)
     # A rank with a whole number must learn that another has a fraction: both are 8 bytes, and a
     # reduction would add up the bits without a word.
-    parts = torch.tensor([number if whole else 0, 0 if whole else 1], device=device)
+    parts = torch.tensor([number if whole else 0, 0 if whole else 1])
     all_reduce(parts, "sum", group=group)
     total, fractional = parts.tolist()
     if not fractional:
         return int(total)
-    weights = torch.tensor([0.0 if whole else number], dtype=torch.float64, device=device)
+    weights = torch.tensor([0.0 if whole else number], dtype=torch.float64)
     all_reduce(weights, "sum", group=group)
     return float(total + weights.item())

@@ -236,7 +236,7 @@ def _lengths(logits: Tensor, group: ProcessGroup | None, vocab_size: int | None)
         return lengths
     if size == 1:
         return (own,)
-    parts = all_gather(torch.tensor([own], device=logits.device), group)
+    parts = all_gather(torch.tensor([own]), group)
     return tuple(torch.cat(parts).tolist())
 
 

@@ -43,6 +43,7 @@ class Bucket:
         self._sent: Tensor | None = None  # read and written by the reduction that is under way
         self._spare: Tensor | None = None  # the last one, to be used again
         self._used: dict[int, int] = {}
+        self._finite: Tensor | None = None  # bool, of each slot
         self._work: Work[Tensor] | None = None
         self._before: Tensor | None = None
         self._missing: set[int] = set()
@@ -74,7 +75,7 @@ class Bucket:
         """Forget which gradients are ready, and the reduction under way."""
         self.launched = False
         self._missing = set(self._places)
-        self._used, self._work, self._before = {}, None, None
+        self._used, self._finite, self._work, self._before = {}, None, None, None
         self._buffer = self._sent = None
 
     def open(self) -> int:
@@ -114,7 +115,7 @@ class Bucket:
         buffer, self._buffer = self._own_buffer(), None
         buffer[self.elements :] = 0
         if check_finite:
-            self._find_nonfinite(buffer)
+            self._finite = torch.stack([_is_finite(view) for _, view in self._views(buffer)])
         self._before = self._held(buffer) if reduction.ordered else None
         self._work = self._start(reduction, buffer)
         self._sent = buffer
@@ -130,6 +131,8 @@ class Bucket:
 
     def flag(self, slot: Slot) -> int:
         """Return this rank's flag of a parameter of this bucket."""
+        if self._finite is not None:
+            self._note_nonfinite(self._finite.tolist())
         if slot.local:  # a gradient came after the launch
             return LATE
         return self._used.get(slot.index, UNUSED)
@@ -146,7 +149,7 @@ class Bucket:
             self._reuse()
         self.launched = False
         self._missing = set(self._places)
-        self._used, self._work, self._before = {}, None, None
+        self._used, self._finite, self._work, self._before = {}, None, None, None
 
     def describe(self) -> dict[str, object]:
         """Describe the bucket as plain data."""
@@ -159,11 +162,11 @@ class Bucket:
             self._spare = self._sent
         self._sent = None
 
-    def _find_nonfinite(self, buffer: Tensor) -> None:
-        for slot, view in self._views(buffer):
-            # A sum costs one pass; it may overflow of itself, so a suspect is looked at again.
-            if not view.sum().isfinite() and not view.isfinite().all():
+    def _note_nonfinite(self, finite: Sequence[bool]) -> None:
+        for slot, fine in zip(self.slots, finite, strict=True):
+            if not fine:
                 self._used[slot.index] = NONFINITE
+        self._finite = None
 
     def _start(self, reduction: Reduction, buffer: Tensor) -> Work[Tensor]:
         return reduction.whole(buffer, self._before)
@@ -206,6 +209,16 @@ class Bucket:
         slot = self._slot if self.keeps_buffer else None
         device = self.slots[0].parameter.device
         return self._buffers.empty(self.length, self.dtype, device, slot)
+
+
+def _is_finite(gradient: Tensor) -> Tensor:
+    """Return whether all elements are, 0-d bool; the host waits for nothing."""
+    if not gradient.numel():
+        return torch.ones((), dtype=torch.bool, device=gradient.device)
+    real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    # The largest magnitude takes one pass and no memory, and cannot overflow as a sum can.
+    largest: Tensor = torch.linalg.vector_norm(real, torch.inf)
+    return largest.isfinite()
 
 
 def _is_shared(buffer: Tensor) -> bool:

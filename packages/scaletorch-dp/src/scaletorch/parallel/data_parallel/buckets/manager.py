@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ....dist import all_reduce, broadcast, get_comm_device, group_ranks
+from ....dist import all_reduce, broadcast, group_ranks
 from ....dist.building import FlatBuffers
 from ....dist.errors import MismatchError, NonFiniteError
 from ...pg_manager import describe_rank
@@ -180,7 +180,8 @@ class BucketManager:
         trained = sum(slot.parameter.requires_grad for slot in self.slots)
         places = [int(self._adds), int(not self._adds), self._dropped, -self._dropped]
         places += [trained, -trained]
-        shared = torch.tensor([*flags, *places], dtype=torch.int32, device=get_comm_device(group))
+        # On the CPU, so that the host does not wait for what an accelerator has to do.
+        shared = torch.tensor([*flags, *places], dtype=torch.int32)
         work = all_reduce(shared, "max", group=group, async_op=True)
         for bucket in buckets:  # which travel on meanwhile
             bucket.wait()
@@ -238,7 +239,7 @@ class BucketManager:
         self.order = None
         group = self.reduction.group
         if self.reduction.size > 1 and found:  # ranks may differ: the first one's order counts
-            shared = torch.tensor(found, device=get_comm_device(group))
+            shared = torch.tensor(found)
             broadcast(shared, group_ranks(group)[0], group=group)
             found = shared.tolist()
         if found != [slot.index for bucket in self.buckets for slot in bucket.slots]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from ....dist import all_gather, all_gather_object, get_comm_device, get_world_size, guard
+from ....dist import all_gather, all_gather_object, get_world_size, guard
 from ....dist.errors import RankFaultError
 from ...pg_manager import describe_rank
 from .baton import Work
@@ -186,7 +186,7 @@ class Watch:
         """End the step, on all ranks; return the message of the first that failed, or None."""
         if self._group is None:
             return None
-        told = torch.tensor([error is not None, self.note], device=get_comm_device(self._group))
+        told = torch.tensor([error is not None, self.note])  # on the CPU: no queue is waited for
         failed, noted = torch.stack(all_gather(told, group=self._group)).any(0).tolist()
         self.note = noted
         if not failed:

@@ -179,15 +179,17 @@ class TiedGradients:
             (tie, tie.parameter) for tie in self.ties if tie.parameter is not None and tie.trained
         ]
         gradients = [[self._gradient_of(p, owner) for owner in tie.owners] for tie, p in trained]
-        sends: list[Message] = []
-        recvs: list[Message] = []
-        for (tie, _), tensors in zip(trained, gradients, strict=True):
-            own = tensors[tie.owners.index(self._rank)]
-            for owner, theirs in zip(tie.owners, tensors, strict=True):
-                if owner != self._rank:
-                    sends += [(tensor, self._ranks[owner]) for tensor in own]
-                    recvs += [(tensor, self._ranks[owner]) for tensor in theirs]
-        self._exchange(sends, recvs)
+        # Flags, which the host reads, go on their own: on the CPU, they wait for no device.
+        for kind in range(2):
+            sends: list[Message] = []
+            recvs: list[Message] = []
+            for (tie, _), tensors in zip(trained, gradients, strict=True):
+                own = tensors[tie.owners.index(self._rank)]
+                for owner, theirs in zip(tie.owners, tensors, strict=True):
+                    if owner != self._rank:
+                        sends.append((own[kind], self._ranks[owner]))
+                        recvs.append((theirs[kind], self._ranks[owner]))
+            self._exchange(sends, recvs)
         # Each owner adds all owners' gradients itself, in rank order, so all of them have equal
         # bits; and each sees all flags, so all of them raise, or none.
         for (tie, parameter), tensors in zip(trained, gradients, strict=True):
@@ -210,7 +212,7 @@ class TiedGradients:
     def _gradient_of(self, parameter: nn.Parameter, owner: int) -> tuple[Tensor, Tensor]:
         """Return an owner's gradient and whether it has one; empty ones to receive another's."""
         frozen = FROZEN * (not parameter.requires_grad)
-        flag = torch.full((1,), frozen, dtype=torch.uint8, device=parameter.device)
+        flag = torch.full((1,), frozen, dtype=torch.uint8)
         if owner != self._rank:
             return torch.empty_like(parameter, requires_grad=False), flag
         if parameter.grad is None:
