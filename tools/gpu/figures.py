@@ -1,0 +1,298 @@
+"""Figures of this device: steps beside a plain loop, kernels beside torch's, what ranks wait for."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+from scaletorch.models import LlamaConfig
+from scaletorch.parallel.context_parallel import attention as ours
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+from scaletorch.pretrain.flops import flops_per_token
+
+from .checks import Checks, Found
+from .ranks import on_ranks
+from .training import SMALL, Problem, batch, build, loss_of, on_grid, stepping
+
+PEAK = 989e12  # dense bfloat16 FLOP/s of an H100 SXM and an H200, by their data sheets
+TITAN = {"eager": 5762, "compiled": 6667}  # tokens/s a GPU of torchtitan, Llama 3 8B on 8 H100
+WARM, TIMED = 3, 6  # steps
+HALF = "bfloat16"
+MEDIUM = Problem(
+    config={
+        "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_layers": 16,
+        "num_heads": 16, "num_kv_heads": 4,
+    },
+    rows=8, length=2048, dtype=HALF,
+)  # fmt: skip
+LARGE = Problem(
+    config={
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_layers": 32,
+        "num_heads": 32, "num_kv_heads": 8, "rope_theta": 500000.0,
+    },
+    rows=2, length=8192, micro_batches=2, dtype=HALF, options={"recompute": "selective"},
+)  # fmt: skip
+
+
+def synchronize(device: str) -> None:
+    """Wait for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds_of(call: Callable[[int], Any], device: str, numbers: Iterable[int]) -> float:
+    """Return the median time of a call, waited for each time."""
+    times = []
+    for number in numbers:
+        start = time.perf_counter()
+        call(number)
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 2]
+
+
+def measured(problem: Problem, step: Callable[[int], Any], device: str) -> Found:
+    """Return tokens/s, MFU, peak memory and host waits of a step on one rank."""
+    for number in range(WARM):
+        step(number)
+    synchronize(device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = seconds_of(step, device, range(WARM, WARM + TIMED))
+    tokens = problem.rows * problem.length / seconds
+    flops = tokens * flops_per_token(LlamaConfig(**problem.config), problem.length)
+    figures: dict[str, Any] = {"ms": round(seconds * 1e3, 1), "tokens/s": round(tokens)}
+    if device == "cuda":
+        figures["MFU"] = round(flops / PEAK, 3)
+        figures["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    return Found(figures=figures | waits(step, device))
+
+
+def waits(step: Callable[[int], Any], device: str) -> dict[str, Any]:
+    """Return how often the host waits for the device in a step, and in which lines most."""
+    if device != "cuda":
+        return {}
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step(0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    lines = [
+        f"{warning.filename.rpartition('/src/')[2].rpartition('site-packages/')[2]}:{warning.lineno}"
+        for warning in caught
+        if "synchroniz" in str(warning.message)
+    ]
+    most = sorted(set(lines), key=lines.count, reverse=True)[:6]
+    return {"host waits": len(lines), "where": {line: lines.count(line) for line in most}}
+
+
+def speed(checks: Checks, compiled: bool) -> None:
+    """Time a Llama of 0.85 B: a plain loop, and `train_step` on one rank."""
+    problem = replace(MEDIUM, config=SMALL, length=32, dtype="float32") if checks.quick else MEDIUM
+    for name, make in (("plain", _plain), ("train_step", _ours)):
+        checks.run(name, _timed, make, problem, checks.device, compiled)
+
+
+def _timed(make: Callable[..., Found], problem: Problem, device: str, compiled: bool) -> Found:
+    try:
+        return make(problem, device, compiled)
+    finally:
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _ours(problem: Problem, device: str, compiled: bool) -> Found:
+    manager = setup_process_group_manager()
+    try:
+        model = on_grid(problem, device, manager, compiled)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        return measured(problem, stepping(problem, device, model, optimizer), device)
+    finally:
+        destroy_process_group_manager()
+
+
+def _plain(problem: Problem, device: str, compiled: bool) -> Found:
+    model = build(problem, device)
+    for layer in model.layers if compiled else ():
+        layer.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens = problem.rows * problem.length
+
+    def step(number: int) -> Tensor:
+        whole, total = batch(problem, number, device), torch.zeros((), device=device)
+        parts = {name: x.chunk(problem.micro_batches) for name, x in whole.items()}
+        for each in range(problem.micro_batches):
+            loss = loss_of(model, {name: x[each] for name, x in parts.items()}) / tokens
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return measured(problem, step, device)
+
+
+def large(checks: Checks) -> None:
+    """Time a step of the shape of Llama 3 8B; where 32 layers do not fit, with 8 of them."""
+    note = {"torchtitan, 8 H100": TITAN}
+    for layers in (2,) if checks.quick else (32, 8):
+        config = {**(SMALL if checks.quick else LARGE.config), "num_layers": layers}
+        problem = replace(LARGE, config=config, length=32 if checks.quick else LARGE.length)
+        try:
+            found = _timed(_ours, problem, checks.device, False)
+        except torch.OutOfMemoryError:
+            checks.run(f"{layers} layers", _too_large)
+            continue
+        checks.run(f"{layers} layers", lambda f=found: replace(f, figures=f.figures | note))
+        return
+
+
+def _too_large() -> Found:
+    return Found(note="does not fit this device's memory")
+
+
+SDPA = {  # heads, kv heads, length, options of ours
+    "causal": (32, 8, 8192, {"causal": True}),
+    "full": (32, 8, 8192, {}),
+    "causal, 32k": (32, 8, 32768, {"causal": True}),
+    "window 1024": (32, 8, 8192, {"causal": True, "window": 1024}),
+    "cap": (32, 8, 8192, {"causal": True, "softcap": 30.0}),
+}
+
+
+def attention(checks: Checks) -> None:
+    """Time attention of head dim 128 beside torch's own, which computes no windows or caps."""
+    for name, case in SDPA.items():
+        checks.run(name, _attention, checks.device, checks.quick, *case)
+
+
+def _attention(
+    device: str, quick: bool, heads: int, kv_heads: int, length: int, options: dict[str, Any]
+) -> Found:
+    length, dtype = (128, torch.float32) if quick else (length, torch.bfloat16)
+    shapes = [(1, n, length, 128) for n in (heads, kv_heads, kv_heads, heads)]
+    q, k, v, grad = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    causal = bool(options.get("causal"))
+
+    def torchs() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+    figures = {}
+    for name, call in (("ours", lambda: ours(q, k, v, **options)), ("torch", torchs)):
+        out = call()
+        torch.autograd.grad(out, leaves, grad)
+        forward = seconds_of(lambda _, call=call: call(), device, range(5))  # type: ignore[misc]
+
+        def both(_: int, call: Callable[[], Tensor] = call) -> None:
+            torch.autograd.grad(call(), leaves, grad)
+
+        figures[f"{name}, ms"] = round(forward * 1e3, 3)
+        figures[f"{name} with backward, ms"] = round(seconds_of(both, device, range(5)) * 1e3, 3)
+    return Found(figures=figures)
+
+
+WIDE = {
+    "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816, "num_layers": 8,
+    "num_heads": 8, "num_kv_heads": 4,
+}  # fmt: skip
+AXES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "DDP": ({"dp_size": 2}, {}),
+    "dp": ({"dp_size": 2}, {"bucket_size": 2**22}),
+    "tp": ({"tp_size": 2}, {}),
+    "tp, sequence parallel": ({"tp_size": 2}, {"sequence_parallel": True, "loss_parallel": True}),
+    "cp": ({"cp_size": 2}, {}),
+    "pp": ({"pp_size": 2}, {}),
+    "pp, zb_v": ({"pp_size": 2}, {"schedule": "zb_v"}),
+}
+
+
+def axes(checks: Checks) -> None:
+    """Count what a step of two ranks costs on each axis, beside DistributedDataParallel."""
+    base = Problem(config=WIDE, length=1024, micro_batches=4, dtype=HALF)
+    if checks.quick:
+        base = replace(base, config=SMALL, length=32, dtype="float32")
+    for name, (sizes, options) in list(AXES.items())[: 2 if checks.quick else None]:
+        problem = replace(base, sizes=sizes, options=options)
+        checks.run(name, _axis, checks, problem, name == "DDP")
+
+
+def _axis(checks: Checks, problem: Problem, ddp: bool) -> Found:
+    return Found(figures=on_ranks(checks, on_axis, 2, problem, ddp)[0])
+
+
+def on_axis(device: str, problem: Problem, ddp: bool) -> dict[str, Any]:
+    """Return the figures of this rank's step."""
+    manager = setup_process_group_manager(**problem.sizes)
+    try:
+        if ddp:
+            step = _ddp(problem, device, manager.dp_rank, manager.dp_size)
+        else:
+            model = on_grid(problem, device, manager)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+            step = stepping(problem, device, model, optimizer)
+        return measured(problem, step, device).figures | messages(step, device)
+    finally:
+        destroy_process_group_manager()
+
+
+def _ddp(problem: Problem, device: str, rank: int, size: int) -> Callable[[int], Any]:
+    model = DistributedDataParallel(build(problem, device), gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    tokens, count = problem.rows * problem.length, problem.micro_batches
+
+    def step(number: int) -> None:
+        whole = batch(problem, number, device)
+        parts = {name: x.chunk(size)[rank].chunk(count) for name, x in whole.items()}
+        for each in range(count):
+            with nullcontext() if each == count - 1 else model.no_sync():
+                some = {name: x[each] for name, x in parts.items()}
+                (loss_of(model, some) * size / tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def messages(step: Callable[[int], Any], device: str) -> dict[str, Any]:
+    """Return NCCL's calls in a step, and the share of their time with computation beside it."""
+    if device != "cuda":
+        return {}
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step(0)
+        torch.cuda.synchronize()
+    kernels = [event for event in profiler.events() if event.device_type.name == "CUDA"]
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in kernels:
+        spans["nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))
+    nccl, compute = merged(spans[True]), merged(spans[False])
+    total = sum(end - start for start, end in nccl)
+    both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in nccl for b in compute)
+    share = {"of it beside computation": round(both / total, 2)} if total else {}
+    return {"NCCL calls": len(spans[True]), "NCCL ms": round(total / 1e3, 2), **share}
+
+
+def merged(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return spans of time as the fewest that do not touch."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
