@@ -108,6 +108,7 @@ def rank_main(device: str, fault: str, folder: str) -> None:
         os._exit(0)  # a group that is broken need not be taken down
 
 
+Weights = dict[str, torch.Tensor]
 SAVED = Problem({"tp_size": 2, "dp_size": 2}, zero=1)
 LOADED = (Problem({"pp_size": 2}), Problem({"cp_size": 2}, zero=2))
 
@@ -116,10 +117,10 @@ def checkpoints(checks: Checks) -> None:
     """Save in the background while the next steps run; load on other layouts and compare."""
     with TemporaryDirectory() as folder:
         saved = replace(SAVED, sizes={"dp_size": 2}) if checks.quick else SAVED
-        exact: dict[str, torch.Tensor] = {}
+        exact: Weights = {}
 
         def first() -> Found:
-            exact.update(on_ranks(checks, _save, saved.world_size, saved, folder)[0])
+            exact.update(on_ranks(checks, _second_step, saved.world_size, saved, folder, True)[0])
             return Found()
 
         checks.run("save", first)
@@ -127,39 +128,29 @@ def checkpoints(checks: Checks) -> None:
             checks.run(f"load on {dict(problem.sizes)}", _again, checks, problem, folder, exact)
 
 
-def _again(checks: Checks, problem: Problem, folder: str, exact: dict[str, torch.Tensor]) -> Found:
-    every = on_ranks(checks, _load, problem.world_size, problem, folder)
+def _again(checks: Checks, problem: Problem, folder: str, exact: Weights) -> Found:
+    every = on_ranks(checks, _second_step, problem.world_size, problem, folder, False)
     assert exact, "nothing was saved"
     return Found(max(gap(mine[name], exact[name]) for mine in every for name in exact), 1e-6)
 
 
-def _save(device: str, problem: Problem, folder: str) -> dict[str, torch.Tensor]:
-    """Return the weights after one step more than was saved, of a step that ran meanwhile."""
+def _second_step(device: str, problem: Problem, folder: str, saves: bool) -> Weights:
+    """Return the weights after the second step: of a run that saves meanwhile, or loads before."""
     manager = setup_process_group_manager(**problem.sizes)
     try:
         model = on_grid(problem, device, manager)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         step = stepping(problem, device, model, optimizer)
-        step(0)
-        saving = save(folder, model, optimizer, manager, step=1, asynchronous=True)
+        if saves:
+            step(0)
+            saving = save(folder, model, optimizer, manager, step=1, asynchronous=True)
+        else:
+            load(folder, model, optimizer, manager)
         step(1)
         whole = {name: x.cpu() for name, x in full_state_dict(model, manager).items()}
-        saving.wait()
+        if saves:
+            saving.wait()
         return whole
-    finally:
-        destroy_process_group_manager()
-
-
-def _load(device: str, problem: Problem, folder: str) -> dict[str, torch.Tensor]:
-    """Return the weights after the step that followed the saved one."""
-    manager = setup_process_group_manager(**problem.sizes)
-    try:
-        model = on_grid(problem, device, manager)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        step = stepping(problem, device, model, optimizer)
-        load(folder, model, optimizer, manager)
-        step(1)
-        return {name: x.cpu() for name, x in full_state_dict(model, manager).items()}
     finally:
         destroy_process_group_manager()
 

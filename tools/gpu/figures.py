@@ -1,12 +1,15 @@
-"""Figures of this device: steps beside a plain loop, kernels beside torch's, what ranks wait for."""
+"""Figures: steps beside a plain loop, kernels beside torch's, what ranks wait for."""
 
 from __future__ import annotations
 
+import gc
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,12 +56,12 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def seconds_of(call: Callable[[int], Any], device: str, numbers: Iterable[int]) -> float:
-    """Return the median time of a call, waited for each time."""
+def seconds_of(calls: Iterable[Callable[[], Any]], device: str) -> float:
+    """Return the median time of calls, each of them waited for."""
     times = []
-    for number in numbers:
+    for call in calls:
         start = time.perf_counter()
-        call(number)
+        call()
         synchronize(device)
         times.append(time.perf_counter() - start)
     return sorted(times)[len(times) // 2]
@@ -71,7 +74,7 @@ def measured(problem: Problem, step: Callable[[int], Any], device: str) -> Found
     synchronize(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    seconds = seconds_of(step, device, range(WARM, WARM + TIMED))
+    seconds = seconds_of([partial(step, WARM + n) for n in range(TIMED)], device)
     tokens = problem.rows * problem.length / seconds
     flops = tokens * flops_per_token(LlamaConfig(**problem.config), problem.length)
     figures: dict[str, Any] = {"ms": round(seconds * 1e3, 1), "tokens/s": round(tokens)}
@@ -109,11 +112,10 @@ def speed(checks: Checks, compiled: bool) -> None:
 
 
 def _timed(make: Callable[..., Found], problem: Problem, device: str, compiled: bool) -> Found:
-    try:
-        return make(problem, device, compiled)
-    finally:
-        if device == "cuda":
-            torch.cuda.empty_cache()
+    gc.collect()  # of what ran before
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return make(problem, device, compiled)
 
 
 def _ours(problem: Problem, device: str, compiled: bool) -> Found:
@@ -128,7 +130,7 @@ def _ours(problem: Problem, device: str, compiled: bool) -> Found:
 
 def _plain(problem: Problem, device: str, compiled: bool) -> Found:
     model = build(problem, device)
-    for layer in model.layers if compiled else ():
+    for layer in getattr(model, "layers", ()) if compiled else ():
         layer.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = problem.rows * problem.length
@@ -149,21 +151,17 @@ def _plain(problem: Problem, device: str, compiled: bool) -> Found:
 
 def large(checks: Checks) -> None:
     """Time a step of the shape of Llama 3 8B; where 32 layers do not fit, with 8 of them."""
-    note = {"torchtitan, 8 H100": TITAN}
-    for layers in (2,) if checks.quick else (32, 8):
-        config = {**(SMALL if checks.quick else LARGE.config), "num_layers": layers}
-        problem = replace(LARGE, config=config, length=32 if checks.quick else LARGE.length)
-        try:
-            found = _timed(_ours, problem, checks.device, False)
-        except torch.OutOfMemoryError:
-            checks.run(f"{layers} layers", _too_large)
-            continue
-        checks.run(f"{layers} layers", lambda f=found: replace(f, figures=f.figures | note))
-        return
+    checks.run("train_step", _large, checks.device, checks.quick)
 
 
-def _too_large() -> Found:
-    return Found(note="does not fit this device's memory")
+def _large(device: str, quick: bool) -> Found:
+    base = replace(LARGE, config=SMALL, length=32) if quick else LARGE
+    for layers in (4,) if quick else (32, 8):
+        problem = replace(base, config={**base.config, "num_layers": layers})
+        with suppress(torch.OutOfMemoryError):
+            figures = _timed(_ours, problem, device, False).figures
+            return Found(figures={"layers": layers, **figures, "torchtitan, 8 H100": TITAN})
+    return Found(note="8 layers do not fit this device's memory")
 
 
 SDPA = {  # heads, kv heads, length, options of ours
@@ -193,17 +191,14 @@ def _attention(
     def torchs() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
 
+    def both(call: Callable[[], Tensor]) -> None:
+        torch.autograd.grad(call(), leaves, grad)
+
     figures = {}
-    for name, call in (("ours", lambda: ours(q, k, v, **options)), ("torch", torchs)):
-        out = call()
-        torch.autograd.grad(out, leaves, grad)
-        forward = seconds_of(lambda _, call=call: call(), device, range(5))  # type: ignore[misc]
-
-        def both(_: int, call: Callable[[], Tensor] = call) -> None:
-            torch.autograd.grad(call(), leaves, grad)
-
-        figures[f"{name}, ms"] = round(forward * 1e3, 3)
-        figures[f"{name} with backward, ms"] = round(seconds_of(both, device, range(5)) * 1e3, 3)
+    for name, call in (("ours", partial(ours, q, k, v, **options)), ("torch", torchs)):
+        for what, run in (("forward", call), ("both", partial(both, call))):
+            run()
+            figures[f"{name}, {what}, ms"] = round(seconds_of([run] * 5, device) * 1e3, 3)
     return Found(figures=figures)
 
 
@@ -276,10 +271,11 @@ def messages(step: Callable[[int], Any], device: str) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         step(0)
         torch.cuda.synchronize()
-    kernels = [event for event in profiler.events() if event.device_type.name == "CUDA"]
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for event in kernels:
-        spans["nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))
+    for event in profiler.events():
+        if event.device_type.name == "CUDA" and not event.name.startswith("nccl:"):  # its label
+            span = event.time_range.start, event.time_range.end
+            spans[re.match("nccl(Dev)?Kernel", event.name) is not None].append(span)
     nccl, compute = merged(spans[True]), merged(spans[False])
     total = sum(end - start for start, end in nccl)
     both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in nccl for b in compute)

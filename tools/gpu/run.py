@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -39,7 +40,8 @@ class Outcome:
     @property
     def error(self) -> float | None:
         """The largest error of its checks."""
-        return max((row.error for row in self.rows if row.error is not None), default=None)
+        errors = [row.error for row in self.rows if row.error is not None]
+        return max(errors, key=lambda error: (math.isnan(error), error), default=None)
 
     def cells(self) -> tuple[str, ...]:
         """Return a row of the table."""
@@ -118,7 +120,8 @@ class Running:
         for name in ("pipe", "mps"):
             (self._folder / name).mkdir()
         quiet: dict[str, Any] = {"env": self._env, "stdout": subprocess.DEVNULL, "timeout": 20}
-        subprocess.run([control, "-d"], check=False, **quiet)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run([control, "-d"], check=False, **quiet)
         try:
             yield
         finally:
