@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -35,48 +36,50 @@ KINDS = {"killed": "death", "frozen": "stopped", "mismatched": "mismatch"}
 FREE = 15.0  # s after which a rank that still waits is not free
 
 
-def guarded(checks: Checks, fault: str) -> None:
-    """Have one of three ranks fail; the others must name it and come free."""
-    checks.run(fault, _guarded, checks, fault)
-
-
-def _guarded(checks: Checks, fault: str) -> Found:
+def guarded(checks: Checks) -> None:
+    """Have one of three ranks fail, in each way; the others must name it and come free."""
     with TemporaryDirectory() as folder:
-        ranks = [_start(checks.device, fault, folder, rank) for rank in range(WORLD)]
+        started = {fault: _start(checks.device, fault, Path(folder, fault)) for fault in KINDS}
         try:
-            said = _wait(ranks, folder, FREE * checks.slack)
+            for fault, ranks in started.items():
+                checks.run(fault, _guarded, checks, fault, ranks, Path(folder, fault))
         finally:
-            for process in ranks:
+            for process in itertools.chain(*started.values()):
                 process.kill()
                 process.wait()
-    assert not (late := {0, 2} - set(said)), f"ranks that did not come free: {sorted(late)}"
-    for rank in (0, 2):
-        kind, names, _ = said[rank]
-        assert kind == KINDS[fault], f"rank {rank} says {said[rank]}"
-        assert GUILTY in names, f"rank {rank} says {said[rank]}"
-    return Found(figures={"seconds to the error": round(max(said[r][2] for r in (0, 2)), 2)})
 
 
-def _start(device: str, fault: str, folder: str, rank: int) -> subprocess.Popen[bytes]:
-    names = {"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1"}
-    port = Path(folder, "port")
-    if rank == 0:
-        port.write_text(str(free_port()))
-    env = {**os.environ, **names, "MASTER_PORT": port.read_text(), "TMPDIR": folder}
-    command = [sys.executable, "-m", __spec__.name, device, fault, folder]
-    return subprocess.Popen(command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+Ranks = list[subprocess.Popen[bytes]]
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], folder: str, limit: float) -> dict[int, Any]:
+def _start(device: str, fault: str, folder: Path) -> Ranks:
+    folder.mkdir()
+    names = {"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD), "TMPDIR": str(folder)}
+    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", __spec__.name, device, fault, str(folder)]
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(WORLD)]
+    return [subprocess.Popen(command, env={**os.environ, **names, **each}) for each in places]
+
+
+def _guarded(checks: Checks, fault: str, ranks: Ranks, folder: Path) -> Found:
+    said = _wait(ranks, folder, FREE * checks.slack)
+    if late := {0, 2} - set(said):
+        raise AssertionError(f"ranks that did not come free in {FREE:.0f} s: {sorted(late)}")
+    if any(said[rank][0] != KINDS[fault] or GUILTY not in said[rank][1] for rank in (0, 2)):
+        raise AssertionError(f"the others say {said}")
+    return Found(figures={"seconds to the error": round(max(said[0][2], said[2][2]), 2)})
+
+
+def _wait(ranks: Ranks, folder: Path, limit: float) -> dict[int, Any]:
     """Wait until the innocent have written what they heard, `limit` after the fault at most."""
     end = None
     said: dict[int, Any] = {}
     while end is None or time.monotonic() < end:
-        files = {rank: Path(folder, f"said-{rank}") for rank in range(WORLD)}
+        files = {rank: folder / f"said-{rank}" for rank in range(WORLD)}
         said = {rank: json.loads(f.read_text()) for rank, f in files.items() if f.exists()}
         if {0, 2} <= set(said) or all(process.poll() is not None for process in ranks):
             break
-        if end is None and Path(folder, "fault").exists():
+        if end is None and (folder / "fault").exists():
             end = time.monotonic() + limit
         time.sleep(0.05)
     return said

@@ -28,7 +28,7 @@ from scaletorch.pretrain.flops import flops_per_token
 
 from .checks import Checks, Found
 from .ranks import on_ranks
-from .training import SMALL, Problem, batch, build, loss_of, on_grid, stepping
+from .training import AXES, SMALL, Problem, batch, build, loss_of, on_grid, stepping
 
 PEAK = 989e12  # dense bfloat16 FLOP/s of an H100 SXM and an H200, by their data sheets
 TITAN = {"eager": 5762, "compiled": 6667}  # tokens/s a GPU of torchtitan, Llama 3 8B on 8 H100
@@ -206,29 +206,24 @@ WIDE = {
     "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816, "num_layers": 8,
     "num_heads": 8, "num_kv_heads": 4,
 }  # fmt: skip
-AXES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "DDP": ({"dp_size": 2}, {}),
-    "dp": ({"dp_size": 2}, {"bucket_size": 2**22}),
-    "tp": ({"tp_size": 2}, {}),
-    "tp, sequence parallel": ({"tp_size": 2}, {"sequence_parallel": True, "loss_parallel": True}),
-    "cp": ({"cp_size": 2}, {}),
-    "pp": ({"pp_size": 2}, {}),
-    "pp, zb_v": ({"pp_size": 2}, {"schedule": "zb_v"}),
-}
 
 
 def axes(checks: Checks) -> None:
-    """Count what a step of two ranks costs on each axis, beside DistributedDataParallel."""
+    """Count what a step costs on each axis, beside DistributedDataParallel."""
     base = Problem(config=WIDE, length=1024, micro_batches=4, dtype=HALF)
     if checks.quick:
         base = replace(base, config=SMALL, length=32, dtype="float32")
-    for name, (sizes, options) in list(AXES.items())[: 2 if checks.quick else None]:
-        problem = replace(base, sizes=sizes, options=options)
+    known = {"DDP": AXES["dp"], **AXES}
+    for name in ("DDP", "dp") if checks.quick else known:
+        axis = known[name]
+        problem = replace(base, sizes=axis.sizes, options=axis.options, zero=axis.zero)
+        if "num_experts" in axis.config:
+            problem = replace(problem, config={**base.config, "num_experts": 4})
         checks.run(name, _axis, checks, problem, name == "DDP")
 
 
 def _axis(checks: Checks, problem: Problem, ddp: bool) -> Found:
-    return Found(figures=on_ranks(checks, on_axis, 2, problem, ddp)[0])
+    return Found(figures=on_ranks(checks, on_axis, problem.world_size, problem, ddp)[0])
 
 
 def on_axis(device: str, problem: Problem, ddp: bool) -> dict[str, Any]:

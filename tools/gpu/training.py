@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -50,8 +51,7 @@ class Problem:
     @property
     def world_size(self) -> int:
         """How many ranks the layout has; experts are shared out over those that are there."""
-        sizes = [size for name, size in self.sizes.items() if name != "ep_size"]
-        return int(torch.tensor([1, *sizes]).prod())
+        return math.prod(size for name, size in self.sizes.items() if name != "ep_size")
 
 
 def build(problem: Problem, device: str) -> nn.Module:

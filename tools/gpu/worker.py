@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from scaletorch.dist.ranks.process import get_server
+from scaletorch.dist.testing import preload
 
 from .checks import Checks
 from .groups import GROUPS
@@ -23,8 +23,9 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     group = next(each for each in GROUPS if each.name == name)
     file, _, function = group.function.partition(".")
-    check = getattr(importlib.import_module(f"{__package__}.{file}"), function)
-    get_server()  # ranks are forked from it
+    module = f"{__package__}.{file}"
+    check = getattr(importlib.import_module(module), function)
+    preload(module)  # ranks are forked from what has it
     torch.set_num_threads(1)
     seconds = float(sys.stdin.readline())
     check(Checks(Path(out), seconds=seconds, **json.loads(given)), *group.arguments)
