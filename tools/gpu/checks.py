@@ -111,9 +111,3 @@ def rows(out: Path) -> list[Row]:
     """Read what a group has written; nothing if it did not come so far."""
     lines = out.read_text().splitlines() if out.exists() else []
     return [Row(**json.loads(line)) for line in lines]
-
-
-def gap(mine: Any, exact: Any) -> float:
-    """Return the norm of a difference over that of the exact tensor; NaN stays NaN."""
-    mine, exact = mine.double(), exact.double()
-    return float((mine - exact).norm() / exact.norm().clamp(min=1e-300))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import shutil
@@ -16,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from scaletorch.dist.testing import worst
 
 from . import checks, ranks
 from .checks import FAILED, HUNG, PASSED, SKIPPED, Row
@@ -41,7 +42,7 @@ class Outcome:
     def error(self) -> float | None:
         """The largest error of its checks."""
         errors = [row.error for row in self.rows if row.error is not None]
-        return max(errors, key=lambda error: (math.isnan(error), error), default=None)
+        return worst(errors) if errors else None
 
     def cells(self) -> tuple[str, ...]:
         """Return a row of the table."""

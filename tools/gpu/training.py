@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scaletorch.compose import parallelize, shard_global_batch, train_step
+from scaletorch.dist.testing import relative_error, worst
 from scaletorch.models import Llama, LlamaConfig, Mixture, MixtureConfig
 from scaletorch.parallel.data_parallel import DataParallelBucket, shard_optimizer
 from scaletorch.parallel.pg_manager import (
@@ -137,12 +138,13 @@ def losses_on_grid(device: str, problem: Problem) -> list[float]:
         destroy_process_group_manager()
 
 
-def compare(checks: Checks, problem: Problem, **how: Any) -> Found:
+def compare(
+    checks: Checks, problem: Problem, body: Callable[..., Any] = losses_on_grid, **how: Any
+) -> Found:
     """Train on ranks and in one process; the error is that of the losses."""
-    exact = plain_losses(problem, checks.device)
-    every = on_ranks(checks, losses_on_grid, problem.world_size, problem, **how)
-    pairs = [pair for mine in every for pair in zip(mine, exact, strict=True)]
-    return Found(max(abs(a - b) / abs(b) for a, b in pairs), BOUND)
+    exact = torch.tensor(plain_losses(problem, checks.device))
+    every = on_ranks(checks, body, problem.world_size, problem, **how)
+    return Found(worst(relative_error(torch.tensor(mine), exact) for mine in every), BOUND)
 
 
 AXES = {
