@@ -97,6 +97,7 @@ def raises(error):
         (raises, (ValueError("wrong"),), checks.FAILED),
         (raises, (RankFailedError("two ranks", failures={1: "ValueError: x\n"}),), checks.FAILED),
         (raises, (RankFailedError("late", hung=(0, 1)),), checks.HUNG),
+        (raises, (TimeoutError("not free"),), checks.HUNG),
     ],
 )
 def test_a_check_is_written_down(tmp_path, check, arguments, word):

@@ -80,9 +80,9 @@ class Checks:
         except Skip as why:
             self._write(Row(name, SKIPPED, 0.0, note=str(why)))
         except Exception as error:
-            hung = isinstance(error, RankFailedError) and not error.failures
+            late = isinstance(error, RankFailedError) and not error.failures
             note, text = brief(error), traceback.format_exc()
-            word = HUNG if hung else FAILED
+            word = HUNG if late or isinstance(error, TimeoutError) else FAILED
             self._write(Row(name, word, time.monotonic() - start, note=note, text=text))
             if any(words in text for words in _LOST) and not isinstance(error, RankFailedError):
                 raise

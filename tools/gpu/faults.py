@@ -65,7 +65,7 @@ def _start(device: str, fault: str, folder: Path) -> Ranks:
 def _guarded(checks: Checks, fault: str, ranks: Ranks, folder: Path) -> Found:
     said = _wait(ranks, folder, FREE * checks.slack)
     if late := {0, 2} - set(said):
-        raise AssertionError(f"ranks that did not come free in {FREE:.0f} s: {sorted(late)}")
+        raise TimeoutError(f"ranks that did not come free in {FREE:.0f} s: {sorted(late)}")
     if any(said[rank][0] != KINDS[fault] or GUILTY not in said[rank][1] for rank in (0, 2)):
         raise AssertionError(f"the others say {said}")
     return Found(figures={"seconds to the error": round(max(said[0][2], said[2][2]), 2)})

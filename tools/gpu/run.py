@@ -18,6 +18,7 @@ from typing import Any
 
 from scaletorch.dist.testing import worst
 
+from ..packages import ROOT
 from . import checks, ranks
 from .checks import FAILED, HUNG, PASSED, SKIPPED, Row
 from .groups import Group
@@ -77,7 +78,8 @@ class Running:
         with self._log.open("w") as log_file:
             self._process = subprocess.Popen(
                 [*command, json.dumps(given)], stdin=subprocess.PIPE, stdout=log_file,
-                stderr=subprocess.STDOUT, env=self._env, text=True, start_new_session=True,
+                stderr=subprocess.STDOUT, env=self._env, cwd=ROOT, text=True,
+                start_new_session=True,
             )  # fmt: skip
 
     def finish(self, seconds: float) -> Outcome:

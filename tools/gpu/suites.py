@@ -33,6 +33,7 @@ def marked(checks: Checks) -> None:
     with TemporaryDirectory() as folder:
         # Without the settings of pyproject.toml, which need plugins.
         plain = ["-c", os.devnull, f"--rootdir={ROOT}", "--import-mode=importlib"]
+        plain += ["-o", "faulthandler_timeout=20"]
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={folder}/xml"]
         files = [file for file, needs in TESTS.items() if all(map(find_spec, needs))]
         subprocess.run([*command, *plain, *files], cwd=ROOT, check=False, timeout=checks.left())
@@ -116,7 +117,8 @@ def _case(result: CaseResult) -> Found:
     if result.refused or result.unjudged:
         raise Skip(result.refused or result.unjudged)
     if result.failed:
-        raise AssertionError(result.explanation("python -m scaletorch.verify"))
+        kind = TimeoutError if "had not finished after" in result.error else AssertionError
+        raise kind(result.explanation("python -m scaletorch.verify"))
     compared = sum(rank.compared for rank in result.ranks)
     error = None if result.worst is None else result.worst.error
     return Found(error, note=f"{compared} compared in {result.seconds:.1f} s")
