@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from scaletorch.models import LlamaConfig
 from scaletorch.parallel.context_parallel import attention as ours
 from scaletorch.parallel.pg_manager import (
+    ProcessGroupManager,
     destroy_process_group_manager,
     setup_process_group_manager,
 )
@@ -28,7 +28,7 @@ from scaletorch.pretrain.flops import flops_per_token
 
 from .checks import Checks, Found
 from .ranks import on_ranks
-from .training import AXES, SMALL, Problem, batch, build, loss_of, on_grid, stepping
+from .training import AXES, SMALL, Problem, batch, build, config_of, loss_of, on_grid, stepping
 
 PEAK = 989e12  # dense bfloat16 FLOP/s of an H100 SXM and an H200, by their data sheets
 TITAN = {"eager": 5762, "compiled": 6667}  # tokens/s a GPU of torchtitan, Llama 3 8B on 8 H100
@@ -67,7 +67,7 @@ def seconds_of(calls: Iterable[Callable[[], Any]], device: str) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def measured(problem: Problem, step: Callable[[int], Any], device: str) -> Found:
+def measured(problem: Problem, step: Callable[[int], Any], device: str) -> dict[str, Any]:
     """Return tokens/s, MFU, peak memory and host waits of a step on one rank."""
     for number in range(WARM):
         step(number)
@@ -76,12 +76,12 @@ def measured(problem: Problem, step: Callable[[int], Any], device: str) -> Found
         torch.cuda.reset_peak_memory_stats()
     seconds = seconds_of([partial(step, WARM + n) for n in range(TIMED)], device)
     tokens = problem.rows * problem.length / seconds
-    flops = tokens * flops_per_token(LlamaConfig(**problem.config), problem.length)
+    flops = tokens * flops_per_token(config_of(problem), problem.length)
     figures: dict[str, Any] = {"ms": round(seconds * 1e3, 1), "tokens/s": round(tokens)}
     if device == "cuda":
         figures["MFU"] = round(flops / PEAK, 3)
         figures["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-    return Found(figures=figures | waits(step, device))
+    return figures | waits(step, device)
 
 
 def waits(step: Callable[[int], Any], device: str) -> dict[str, Any]:
@@ -107,46 +107,61 @@ def waits(step: Callable[[int], Any], device: str) -> dict[str, Any]:
 def speed(checks: Checks, compiled: bool) -> None:
     """Time a Llama of 0.85 B: a plain loop, and `train_step` on one rank."""
     problem = replace(MEDIUM, config=SMALL, length=32, dtype="float32") if checks.quick else MEDIUM
-    for name, make in (("plain", _plain), ("train_step", _ours)):
-        checks.run(name, _timed, make, problem, checks.device, compiled)
+    for name in ("plain", "train_step"):
+        checks.run(name, _alone, problem, checks.device, name == "plain", compiled)
 
 
-def _timed(make: Callable[..., Found], problem: Problem, device: str, compiled: bool) -> Found:
+def _alone(problem: Problem, device: str, plain: bool, compiled: bool) -> Found:
     gc.collect()  # of what ran before
     if device == "cuda":
         torch.cuda.empty_cache()
-    return make(problem, device, compiled)
+    return Found(figures=figures_of(device, problem, plain, compiled))
 
 
-def _ours(problem: Problem, device: str, compiled: bool) -> Found:
-    manager = setup_process_group_manager()
+def figures_of(device: str, problem: Problem, plain: bool, compiled: bool) -> dict[str, Any]:
+    """Return the figures of this rank's step, with this library or, on dp alone, without it."""
+    manager = setup_process_group_manager(**problem.sizes)
     try:
-        model = on_grid(problem, device, manager, compiled)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        return measured(problem, stepping(problem, device, model, optimizer), device)
+        make = _loop if plain else _ours
+        step = make(problem, device, manager, compiled)
+        found = measured(problem, step, device)
+        return found | messages(step, device) if manager.world_size > 1 else found
     finally:
         destroy_process_group_manager()
 
 
-def _plain(problem: Problem, device: str, compiled: bool) -> Found:
-    model = build(problem, device)
+def _ours(
+    problem: Problem, device: str, manager: ProcessGroupManager, compiled: bool
+) -> Callable[[int], Any]:
+    model = on_grid(problem, device, manager, compiled)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return stepping(problem, device, model, optimizer)
+
+
+def _loop(
+    problem: Problem, device: str, manager: ProcessGroupManager, compiled: bool
+) -> Callable[[int], Any]:
+    """Return a step of plain PyTorch: alone, or by DistributedDataParallel."""
+    model, rank, size = build(problem, device), manager.dp_rank, manager.dp_size
     for layer in getattr(model, "layers", ()) if compiled else ():
         layer.compile()
+    if size > 1:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    tokens = problem.rows * problem.length
+    tokens, count = problem.rows * problem.length, problem.micro_batches
 
-    def step(number: int) -> Tensor:
-        whole, total = batch(problem, number, device), torch.zeros((), device=device)
-        parts = {name: x.chunk(problem.micro_batches) for name, x in whole.items()}
-        for each in range(problem.micro_batches):
-            loss = loss_of(model, {name: x[each] for name, x in parts.items()}) / tokens
-            loss.backward()
-            total += loss.detach()
+    def step(number: int) -> None:
+        whole = batch(problem, number, device)
+        parts = {name: x.chunk(size)[rank].chunk(count) for name, x in whole.items()}
+        for each in range(count):
+            is_last = each == count - 1 or size == 1
+            with nullcontext() if is_last else model.no_sync():  # type: ignore[operator]
+                some = {name: x[each] for name, x in parts.items()}
+                (loss_of(model, some) * size / tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
-        return total
 
-    return measured(problem, step, device)
+    return step
 
 
 def large(checks: Checks) -> None:
@@ -159,7 +174,7 @@ def _large(device: str, quick: bool) -> Found:
     for layers in (4,) if quick else (32, 8):
         problem = replace(base, config={**base.config, "num_layers": layers})
         with suppress(torch.OutOfMemoryError):
-            figures = _timed(_ours, problem, device, False).figures
+            figures = _alone(problem, device, plain=False, compiled=False).figures
             return Found(figures={"layers": layers, **figures, "torchtitan, 8 H100": TITAN})
     return Found(note="8 layers do not fit this device's memory")
 
@@ -222,41 +237,8 @@ def axes(checks: Checks) -> None:
         checks.run(name, _axis, checks, problem, name == "DDP")
 
 
-def _axis(checks: Checks, problem: Problem, ddp: bool) -> Found:
-    return Found(figures=on_ranks(checks, on_axis, problem.world_size, problem, ddp)[0])
-
-
-def on_axis(device: str, problem: Problem, ddp: bool) -> dict[str, Any]:
-    """Return the figures of this rank's step."""
-    manager = setup_process_group_manager(**problem.sizes)
-    try:
-        if ddp:
-            step = _ddp(problem, device, manager.dp_rank, manager.dp_size)
-        else:
-            model = on_grid(problem, device, manager)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-            step = stepping(problem, device, model, optimizer)
-        return measured(problem, step, device).figures | messages(step, device)
-    finally:
-        destroy_process_group_manager()
-
-
-def _ddp(problem: Problem, device: str, rank: int, size: int) -> Callable[[int], Any]:
-    model = DistributedDataParallel(build(problem, device), gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens, count = problem.rows * problem.length, problem.micro_batches
-
-    def step(number: int) -> None:
-        whole = batch(problem, number, device)
-        parts = {name: x.chunk(size)[rank].chunk(count) for name, x in whole.items()}
-        for each in range(count):
-            with nullcontext() if each == count - 1 else model.no_sync():
-                some = {name: x[each] for name, x in parts.items()}
-                (loss_of(model, some) * size / tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+def _axis(checks: Checks, problem: Problem, plain: bool) -> Found:
+    return Found(figures=on_ranks(checks, figures_of, problem.world_size, problem, plain, False)[0])
 
 
 def messages(step: Callable[[int], Any], device: str) -> dict[str, Any]:

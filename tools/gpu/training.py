@@ -58,22 +58,23 @@ class Problem:
 def build(problem: Problem, device: str) -> nn.Module:
     """Return the plain model on the device; the same on every rank."""
     torch.manual_seed(0)
-    mixture = "num_experts" in problem.config
+    config = config_of(problem)
     with torch.device(device):
-        model: nn.Module = (
-            Mixture(MixtureConfig(**problem.config))
-            if mixture
-            else Llama(LlamaConfig(**problem.config))
-        )
+        model = Mixture(config) if isinstance(config, MixtureConfig) else Llama(config)
     return model.to(getattr(torch, problem.dtype))
+
+
+def config_of(problem: Problem) -> LlamaConfig:
+    """Return the model's sizes."""
+    kind = MixtureConfig if "num_experts" in problem.config else LlamaConfig
+    return kind(**problem.config)
 
 
 def batch(problem: Problem, number: int, device: str) -> dict[str, Tensor]:
     """Return the global batch of a step."""
     generator = torch.Generator().manual_seed(number)
-    vocabulary = problem.config.get("vocab_size", 256)
     shape = (problem.rows, problem.length + 1)
-    tokens = torch.randint(vocabulary, shape, generator=generator).to(device)
+    tokens = torch.randint(config_of(problem).vocab_size, shape, generator=generator).to(device)
     return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].contiguous()}
 
 
