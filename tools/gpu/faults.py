@@ -28,7 +28,7 @@ from scaletorch.parallel.pg_manager import (
 )
 
 from .checks import Checks, Found
-from .ranks import join, on_ranks
+from .ranks import on_ranks
 from .training import Problem, on_grid, stepping
 
 GUILTY, WORLD, CALLS = 1, 3, 6
@@ -57,6 +57,7 @@ def _start(device: str, fault: str, folder: Path) -> Ranks:
     folder.mkdir()
     names = {"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD), "TMPDIR": str(folder)}
     names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    names["SCALETORCH_SHARE_DEVICES"] = "1"  # three ranks, whatever there is
     command = [sys.executable, "-m", __spec__.name, device, fault, str(folder)]
     places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(WORLD)]
     return [subprocess.Popen(command, env={**os.environ, **names, **each}) for each in places]
@@ -88,7 +89,6 @@ def _wait(ranks: Ranks, folder: Path, limit: float) -> dict[int, Any]:
 
 def rank_main(device: str, fault: str, folder: str) -> None:
     """Run one rank: calls under the guard, the fault on one rank, and what the others hear."""
-    join(device)
     dist.init_dist("pytorch", backend="gloo" if device == "cpu" else "nccl", timeout=60)
     rank, began = dist.get_rank(), Path(folder, "fault")
     try:

@@ -18,7 +18,7 @@ STAGES = 4
 TIED = {**SMALL, "num_layers": STAGES, "tie_embeddings": True}
 
 
-def cell(checks: Checks, name: str, env: Mapping[str, str | None]) -> None:
+def cell(checks: Checks, name: str, env: Mapping[str, str]) -> None:
     """Run one setting of the matrix with both schedules, or the messages alone."""
     if name == "torch alone":
         checks.run(name, _alone, checks)
@@ -30,7 +30,7 @@ def cell(checks: Checks, name: str, env: Mapping[str, str | None]) -> None:
         checks.run(schedule, _once, checks, name, problem, env)
 
 
-def _once(checks: Checks, name: str, problem: Problem, env: Mapping[str, str | None]) -> Found:
+def _once(checks: Checks, name: str, problem: Problem, env: Mapping[str, str]) -> Found:
     body = _pairs_first if name == "all pairs first" else losses_on_grid
     return compare(checks, problem, body, timeout=SECONDS, env=env)
 

@@ -70,7 +70,6 @@ class Running:
         self._out, self._log = self._folder / "rows", self._folder / "log"
         self._env = dict(os.environ)
         if given["device"] == "cuda":
-            self._env |= ranks.SHARED if ranks.is_shared() else {}
             pipe, log = str(self._folder / "pipe"), str(self._folder / "mps")
             self._env |= {"CUDA_MPS_PIPE_DIRECTORY": pipe, "CUDA_MPS_LOG_DIRECTORY": log}
         self._shares = group.shares and given["device"] == "cuda" and ranks.is_shared()
