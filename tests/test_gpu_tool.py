@@ -1,0 +1,135 @@
+"""The tool for GPUs, by a dry run on the CPU: groups pass, fail, hang and are skipped."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from tools.gpu import __main__ as command
+from tools.gpu import checks, figures, groups, kernels, matrix, run
+from tools.gpu.checks import Checks, Found, Skip
+
+from scaletorch.dist.errors import RankFailedError
+from scaletorch.dist.testing import preload
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_without_a_cuda_device_it_says_so(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    assert command.main([]) == 2
+    said = capsys.readouterr().err
+    assert said == "no CUDA device that torch can use: --device cpu is a dry run\n"
+
+
+def test_two_groups_have_rows_in_the_table_and_in_the_file(tmp_path, capsys):
+    out = tmp_path / "found.json"
+    names = ["kernel tile", "kernel cudnn"]
+    assert command.main(["--device", "cpu", "--quick", "--out", str(out), "--only", *names]) == 0
+    found = {each["name"]: each for each in json.loads(out.read_text())["groups"]}
+    assert {name: each["word"] for name, each in found.items()} == {
+        "kernel cudnn": checks.SKIPPED,
+        "kernel tile": checks.PASSED,
+    }
+    assert 0 < found["kernel tile"]["worst_error"] < 1e-3
+    table = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("kernel tile") and " passed " in line for line in table)
+
+
+def test_every_group_names_a_function():
+    assert len({group.name for group in groups.GROUPS}) == len(groups.GROUPS)
+    assert groups.GROUPS[0].name.startswith("matrix")
+    for group in groups.GROUPS:
+        file, _, function = group.function.partition(".")
+        text = (ROOT / "tools" / "gpu" / f"{file}.py").read_text()
+        assert f"\ndef {function}(" in text, group
+
+
+# A group that sleeps, and answers the signal for its stacks.
+STUCK = """import faulthandler, signal, time
+faulthandler.register(signal.SIGUSR1)
+print(1, flush=True)
+time.sleep(99)"""
+
+
+def test_a_group_that_hangs_is_ended_with_its_stack(tmp_path, monkeypatch):
+    popen = subprocess.Popen
+
+    def sleeping(_command, **options):
+        return popen([sys.executable, "-c", STUCK], **options)
+
+    monkeypatch.setattr(run.subprocess, "Popen", sleeping)
+    given = {"device": "cpu", "quick": True}
+    running = run.Running(groups.Group("stuck", "none.none", 1.0), tmp_path, given)
+    while not (tmp_path / "stuck" / "log").read_text():
+        time.sleep(0.05)
+    outcome = running.finish(1.0)
+    assert outcome.word == checks.HUNG
+    assert 'File "<string>", line 4' in outcome.log
+    assert outcome.cells()[1] == checks.HUNG
+
+
+def written(tmp_path, check, *args):
+    own = Checks(tmp_path / "rows", "cpu", True, 60.0)
+    own.run("one", check, *args)
+    (row,) = checks.rows(tmp_path / "rows")
+    return row
+
+
+def raises(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("check", "arguments", "word"),
+    [
+        (lambda: Found(1e-6, 1e-5), (), checks.PASSED),
+        (lambda: Found(1e-4, 1e-5), (), checks.FAILED),
+        (lambda: Found(float("nan"), 1e-5), (), checks.FAILED),
+        (raises, (Skip("not here"),), checks.SKIPPED),
+        (raises, (ValueError("wrong"),), checks.FAILED),
+        (raises, (RankFailedError("two ranks", failures={1: "ValueError: x\n"}),), checks.FAILED),
+        (raises, (RankFailedError("late", hung=(0, 1)),), checks.HUNG),
+        (raises, (TimeoutError("not free"),), checks.HUNG),
+    ],
+)
+def test_a_check_is_written_down(tmp_path, check, arguments, word):
+    assert written(tmp_path, check, *arguments).word == word
+
+
+def test_an_illegal_access_ends_the_group(tmp_path):
+    with pytest.raises(RuntimeError, match="illegal"):
+        written(tmp_path, raises, RuntimeError("CUDA error: an illegal memory access"))
+    assert checks.rows(tmp_path / "rows")[0].word == checks.FAILED
+
+
+@pytest.mark.parametrize("name", kernels.CALLS)
+def test_a_wrong_kernel_is_seen(name, monkeypatch):
+    case = (torch.float32, 4, 2, 16, 513, 513)
+    found = kernels._call("cpu", case, kernels.CALLS[name])
+    assert found.error < found.bound
+    right = kernels.attention
+
+    def shifted(q, k, v, **options):
+        return right(q, k, v, **options) * (1 + 1e-3)
+
+    monkeypatch.setattr(kernels, "attention", shifted)
+    found = kernels._call("cpu", case, kernels.CALLS[name])
+    assert found.error > found.bound
+
+
+def test_overlapping_spans_are_one():
+    assert figures.merged([(3, 4), (0, 2), (1, 2.5)]) == [(0, 2.5), (3, 4)]
+
+
+def test_the_messages_of_four_stages_arrive(tmp_path):
+    preload("tools.gpu.matrix")
+    row = written(tmp_path, matrix._alone, Checks(tmp_path / "other", "cpu", True, 200.0))
+    assert row.word == checks.PASSED, row
