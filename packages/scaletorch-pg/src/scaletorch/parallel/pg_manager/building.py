@@ -17,7 +17,9 @@ from .modes import eagerly, evaluating, runs_compiled
 from .module_classes import class_before, deep_copy, shallow_copy
 from .module_names import matching, no_match
 from .outputs import forget_watchers, mark_staged, runs_as_stages, show_output, watch_outputs
+from .names import first_unused_number
 from .update_scope import Scope, known_elementwise, update_scope
+from .within import groups_within
 
 __all__ = [
     "Scope",
@@ -27,7 +29,9 @@ __all__ = [
     "divided_modules",
     "eagerly",
     "evaluating",
+    "first_unused_number",
     "forget_watchers",
+    "groups_within",
     "known_elementwise",
     "linear_output",
     "mark_divided",
