@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ....dist import get_rank, group_ranks
-from ....dist.building import agree, tensors_in
+from ....dist.building import agree, prepare_backward, tensors_in
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import ModuleWrapper, axis_group, describe_rank
 from ...pg_manager.building import (
@@ -105,6 +105,7 @@ class PipelineParallel(ModuleWrapper):
         if splits:
             defer_weight_gradients(model, deferral)
         tied.share_values()
+        prepare_backward(model.parameters())
         self.runtime = RuntimeState(name_of_next(ranks), chunks, passage, flows, tied, deferral)
         self.runtime.note_parameters(self)
         if self.num_stages > 1:
