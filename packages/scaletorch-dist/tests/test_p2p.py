@@ -40,7 +40,7 @@ def test_send_and_recv_of_every_dtype_and_layout():
 def test_isend_and_irecv_with_tags():
     if not devices.entry_of_backend(dist.get_backend()).tags:
         for call in (dist.isend, dist.irecv, dist.send, dist.recv):
-            with pytest.raises(InvalidArgumentError, match="^tag=1: .* has no tags"):
+            with pytest.raises(InvalidArgumentError, match=r"^tag=1: .* has no tags"):
                 call(torch.zeros(2), 1 - dist.get_rank(), tag=1)
         return
     if dist.get_rank() == 0:

@@ -16,8 +16,8 @@ from .loss import mean_over
 from .modes import eagerly, evaluating, runs_compiled
 from .module_classes import class_before, deep_copy, shallow_copy
 from .module_names import matching, no_match
-from .outputs import forget_watchers, mark_staged, runs_as_stages, show_output, watch_outputs
 from .names import first_unused_number
+from .outputs import forget_watchers, mark_staged, runs_as_stages, show_output, watch_outputs
 from .update_scope import Scope, known_elementwise, update_scope
 from .within import groups_within
 
