@@ -147,7 +147,7 @@ def record_threads(device, backend):
         choose(which)
 
     with patch.object(module, "set_device", entering):
-        model = DataParallelBucket(model_there())
+        model = DataParallelBucket(model_there(), group=torch.distributed.group.WORLD)
         for parameter in model.parameters():
             parameter.register_hook(note)
         batch = moved(dict(default_batch(0)), own)
@@ -161,4 +161,4 @@ def record_threads(device, backend):
 
 def test_every_thread_that_computes_enters_the_device(plugins, monkeypatch):
     monkeypatch.syspath_prepend(plugins)
-    run_ranks(record_threads, 1, "npu", "hccl", init=False, timeout=200)
+    run_ranks(record_threads, 2, "npu", "hccl", init=False, timeout=200)
