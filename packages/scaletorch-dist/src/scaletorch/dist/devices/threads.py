@@ -14,7 +14,7 @@ _prepared: set[torch.device] = set()
 
 
 def enter_device(device: torch.device) -> None:
-    """Make a device the current one of this thread, also where it is that by default.
+    """Make a device the current one of this thread, even if it is the default one.
 
     CUDA's libraries look for the thread's context, which a default device does not make.
     """
