@@ -7,6 +7,8 @@ round. It says nothing about the vendors' own libraries, on which none of this w
 import subprocess
 import sys
 from pathlib import Path
+from threading import get_ident
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch.dist import devices
+from scaletorch.dist.building import prepare_backward
 from scaletorch.dist.testing import run_ranks
 
 FOLDER = Path(__file__).parent
@@ -113,6 +116,29 @@ def moves_data(device, backend):
 @every_vendor
 def test_data_goes_to_the_right_device(vendor):
     run_ranks(moves_data, 2, *vendor, init=False, timeout=200)
+
+
+def enters_devices(device, backend):
+    own = join(device, backend)
+    calls, module = [], getattr(torch, device)
+    chosen = module.set_device
+    with patch.object(
+        module, "set_device", lambda which: calls.append((get_ident(), which)) or chosen(which)
+    ):
+        for _ in range(2):
+            prepare_backward([torch.empty(1, device=own), torch.empty(1)])
+    threads = []
+    leaf = torch.ones(2, device=own, requires_grad=True)
+    product = leaf * 2
+    product.register_hook(lambda gradient: threads.append(get_ident()))
+    product.sum().backward()
+    assert calls == [(threads[0], own)]
+    assert threads[0] != get_ident()
+
+
+def test_autograds_thread_enters_the_device_once(built, monkeypatch):
+    monkeypatch.syspath_prepend(STANDIN / "plugins")
+    run_ranks(enters_devices, 2, *VENDORS[0], init=False, timeout=200)
 
 
 def launched(device, backend):

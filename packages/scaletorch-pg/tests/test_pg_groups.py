@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from scaletorch.dist import StateError
+from scaletorch.dist import StateError, get_comm_device
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.pg_manager import (
     Grid,
@@ -22,6 +22,7 @@ from scaletorch.parallel.pg_manager import (
     groups,
     setup_process_group_manager,
 )
+from scaletorch.parallel.pg_manager.building import groups_within
 
 EXPERTS = ("ep", "edp", "etp")
 DENSE = [axis for axis in groups.AXES if axis not in (*EXPERTS, "world")]
@@ -339,3 +340,32 @@ def alone_among_experts():
 
 def test_a_rank_alone_among_experts_needs_nobody_else():
     assert run_ranks(alone_among_experts, 16, timeout=200) == [32.0] * 16
+
+
+def pipeline_of_all_ranks(device):
+    groups.get_comm_device = lambda: torch.device(device)
+    manager = setup_process_group_manager(pp_size=3)
+    world, pipeline = torch_dist.group.WORLD, manager.pp_group
+    assert torch_dist.get_process_group_ranks(pipeline) == [0, 1, 2]
+    assert manager.group("pp_dp") is manager.group("world") is world
+    rank, ends = torch_dist.get_rank(), (0, 2)
+    wanted = [ends, (0, 1, 2), (1, 2)]
+    made = groups_within(pipeline, wanted, 5000)
+    assert list(made) == [ranks for ranks in wanted if rank in ranks]
+    assert made[0, 1, 2] is pipeline
+    if rank in ends:
+        total = torch.ones(1)
+        torch_dist.all_reduce(total, group=made[ends])
+        assert total.item() == 2
+    assert groups_within(pipeline, wanted, 6000) == made
+    own = pipeline is not world
+    del made, pipeline
+    destroy_process_group_manager()
+    assert (len(torch_dist.distributed_c10d._world.pg_names) == 1) == own
+    groups.get_comm_device = get_comm_device
+    return own
+
+
+@pytest.mark.parametrize(("device", "own"), [("cpu", False), ("meta", True)])
+def test_a_pipeline_of_all_ranks_has_a_group_beside_world_on_devices_with_streams(device, own):
+    assert run_ranks(pipeline_of_all_ranks, 3, device) == [own] * 3

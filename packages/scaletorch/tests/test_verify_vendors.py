@@ -1,5 +1,9 @@
 """One layout of the proof on a stand-in for each vendor's device (see scaletorch-dist's tests)."""
 
+import threading
+from contextlib import nullcontext
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +20,9 @@ from scaletorch.dist import devices
 from scaletorch.dist.ranks.locate import locate
 from scaletorch.dist.testing import relative_error, run_ranks
 from scaletorch.models import Llama, LlamaConfig
+from scaletorch.parallel.data_parallel import DataParallelBucket
 from scaletorch.parallel.pg_manager import setup_process_group_manager
+from scaletorch.parallel.pipeline_parallel.runtime.carried import carried
 from scaletorch.verify import default_batch, parse_layout, runner, training
 from scaletorch.verify.cases import enumerate_cases
 from scaletorch.verify.problem import mean_loss
@@ -102,3 +108,34 @@ def test_a_rank_that_owns_no_matrix_sends_from_the_same_device(plugins, monkeypa
     monkeypatch.syspath_prepend(plugins)
     for found in run_ranks(one_matrix, 2, "npu", "hccl", init=False, timeout=200):
         assert relative_error(found, weight) < 1e-5
+
+
+def record_threads(device, backend):
+    """Note which threads compute in a step, and which have entered the device."""
+    dist.init_dist("pytorch", backend=backend, timeout=20)
+    own, module = devices.current_device(), getattr(torch, device)
+    computing, entered, choose = set(), {}, module.set_device
+
+    def note(*_):
+        computing.add(threading.get_ident())
+
+    def entering(which):
+        entered[threading.get_ident()] = which
+        choose(which)
+
+    with patch.object(module, "set_device", entering):
+        model = DataParallelBucket(model_there(), group=torch.distributed.group.WORLD)
+        for parameter in model.parameters():
+            parameter.register_hook(note)
+        batch = moved(dict(default_batch(0)), own)
+        mean_loss(model(batch["input_ids"]), batch["labels"]).backward()
+        second = threading.Thread(target=carried(note, nullcontext()))
+        second.start()
+        second.join()
+    assert len(computing) == 2
+    assert entered == dict.fromkeys(computing, own)
+
+
+def test_every_thread_that_computes_enters_the_device(plugins, monkeypatch):
+    monkeypatch.syspath_prepend(plugins)
+    run_ranks(record_threads, 2, "npu", "hccl", init=False, timeout=200)

@@ -13,6 +13,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 Tensor on_host(const Tensor& data) {
   TORCH_CHECK(data.is_privateuseone(), "the stand-in's backend got a tensor on ", data.device());
   TORCH_CHECK(data.is_contiguous(), "the stand-in's backend needs contiguous tensors");
+  TORCH_CHECK(!data.is_complex(), "the stand-in's backend knows no complex numbers");
   Tensor keep = data.detach();
   return at::from_blob(data.data_ptr(), data.sizes(), data.strides(), [keep](void*) {},
                        data.options().device(at::kCPU).requires_grad(false));
@@ -113,13 +114,13 @@ struct Backend final : c10d::Backend {
     auto to = on_host(out), from = on_host(in);
     return inner->alltoall(to, from, o);
   }
-  WorkPtr send(Tensors& data, int dst, int tag) override {
+  WorkPtr send(Tensors& data, int dst, int) override {  // tags are ignored
     auto host = on_host(data);
-    return inner->send(host, dst, tag);
+    return inner->send(host, dst, 0);
   }
-  WorkPtr recv(Tensors& data, int src, int tag) override {
+  WorkPtr recv(Tensors& data, int src, int) override {
     auto host = on_host(data);
-    return inner->recv(host, src, tag);
+    return inner->recv(host, src, 0);
   }
   WorkPtr barrier(const c10d::BarrierOptions& o) override {
     auto plain = o;

@@ -12,6 +12,7 @@ from .collectives.autograd import hear_made
 from .collectives.flat import all_gather_flat, all_reduce_flat, reduce_scatter_flat
 from .collectives.messages import Handle, Peer
 from .data_devices import map_tensors, tensors_in
+from .devices.threads import enter_device, prepare_backward
 from .differences import relative_error, worst
 from .naming import name_ranks
 from .ranks.locate import Locator, locate
@@ -32,12 +33,14 @@ __all__ = [
     "all_reduce_flat",
     "all_to_all_flat",
     "caught",
+    "enter_device",
     "even_parts",
     "hear_made",
     "locate",
     "map_tensors",
     "name_ranks",
     "one_per_process",
+    "prepare_backward",
     "reduce_scatter_flat",
     "relative_error",
     "sum_dtype",

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..devices import entry_of_backend
 from ..errors import InvalidArgumentError, NotInGroupError
-from ..wire.backend import process_group
+from ..wire.backend import process_group, route
 from ..world.info import group_ranks
 
 
@@ -118,11 +119,26 @@ def check_member(rank: Any, name: str, group: ProcessGroup | None) -> bool:
     return rank == (0 if members is None else ranks[members.rank()])
 
 
-def check_tag(tag: Any) -> None:
+def check_tag(tag: Any, data: Tensor, group: ProcessGroup) -> None:
     """Make sure that messages can be told apart by `tag`.
 
+    Args:
+        tag: Of a message.
+        data: What it carries.
+        group: The group it goes by.
+
     Raises:
-        InvalidArgumentError: It is no number of at least 0.
+        InvalidArgumentError: It is no number of at least 0; or not 0, and the group's backend for
+            tensors of this device has no tags.
     """
     if not isinstance(tag, int) or tag < 0:
         raise InvalidArgumentError(f"tag must be a number of at least 0, got {tag!r}")
+    if tag:
+        backend = route(data, group).backend
+        entry = entry_of_backend(backend)
+        if entry is not None and not entry.tags:
+            raise InvalidArgumentError(
+                f"tag={tag}: {backend} has no tags, it matches the messages between two ranks in "
+                "the order of sending; leave tag=0 and receive in that order, or send each kind of "
+                "message by a group of its own"
+            )

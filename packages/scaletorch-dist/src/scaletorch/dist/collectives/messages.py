@@ -35,11 +35,11 @@ def send(data: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0
         data: Any dtype, layout and device; not changed.
         dst: Global rank of the receiver, another member of `group`.
         group: The default group by default.
-        tag: Tells messages between two ranks apart; ignored by NCCL.
+        tag: Tells messages between two ranks apart, on backends that have tags: gloo and MPI.
 
     Raises:
         NotInGroupError: `dst` or this rank is outside the group.
-        InvalidArgumentError: `dst` is this rank.
+        InvalidArgumentError: `dst` is this rank; or a tag other than 0 on a backend without tags.
     """
     isend(data, dst, group, tag).wait()
 
@@ -55,7 +55,7 @@ def recv(data: Tensor, src: int, group: ProcessGroup | None = None, tag: int = 0
 
     Raises:
         NotInGroupError: `src` or this rank is outside the group.
-        InvalidArgumentError: `src` is this rank.
+        InvalidArgumentError: `src` is this rank; or a tag other than 0 on a backend without tags.
     """
     irecv(data, src, group, tag).wait()
 
@@ -182,7 +182,7 @@ def _outgoing(
     data: Tensor, dst: int, members: ProcessGroup, tag: int
 ) -> tuple[Tensor, Agreement | None]:
     """Return what to send for `data`, and what to wait for where the ends are compared."""
-    check_tag(tag)
+    check_tag(tag, data, members)
     agreement = agree(members, data, dst, tag, sends=True) if comparing() else None
     if agreement is not None and agreement.scratch is not None:
         return agreement.scratch, agreement
@@ -193,7 +193,7 @@ def _incoming(
     data: Tensor, src: int, members: ProcessGroup, tag: int
 ) -> tuple[Tensor, Agreement | None, Callable[[], None]]:
     """Return what to receive into, what to wait for, and what then brings it home to `data`."""
-    check_tag(tag)
+    check_tag(tag, data, members)
     agreement = agree(members, data, src, tag, sends=False) if comparing() else None
     if agreement is not None and agreement.scratch is not None:
         return agreement.scratch, agreement, nothing

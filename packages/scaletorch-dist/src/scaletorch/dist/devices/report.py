@@ -6,7 +6,7 @@ from .chosen import current_device
 from .probe import backend_problem, default_backend
 from .table import FEATURES, DeviceEntry, device_entries
 
-COLUMNS = ("backend", "device", "brought by", "lacks (done another way)", "here")
+COLUMNS = ("backend", "device", "brought by", "lacks (done another way)", "tags", "here")
 _NOTHING = "nothing"
 
 
@@ -22,12 +22,13 @@ def backend_rows(*, probe: bool = True) -> list[tuple[str, ...]]:
 
 def _row(entry: DeviceEntry, probe: bool) -> tuple[str, ...]:
     lacks = ", ".join(name for name in FEATURES if name in entry.lacks) or _NOTHING
+    tags = "yes" if entry.tags else "no"
     brought_by = f"`{entry.plugin}`" if entry.plugin else entry.source
     here = ""
     if probe:
         problem = backend_problem(entry.backend)
         here = "yes" if problem is None else f"no: {problem.partition('; it comes from')[0]}"
-    return f"`{entry.backend}`", f"`{entry.device}`", brought_by, lacks, here
+    return f"`{entry.backend}`", f"`{entry.device}`", brought_by, lacks, tags, here
 
 
 def backend_table() -> str:

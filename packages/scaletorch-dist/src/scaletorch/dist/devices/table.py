@@ -44,6 +44,8 @@ class DeviceEntry:
         alone: Why it cannot stand beside another backend in a group; "" if it can.
         check: Called with rank and world size before the ranks meet: it raises if the backend would
             see other ranks.
+        tags: Whether messages of one pair of ranks are told apart by their tags; if not, they are
+            matched in the order of sending, and tags other than 0 are refused.
     """
 
     device: str
@@ -56,10 +58,11 @@ class DeviceEntry:
     instead: str = ""
     alone: str = ""
     check: Callable[[int, int], None] | None = None
+    tags: bool = True
 
 
 DEVICES: tuple[DeviceEntry, ...] = (
-    DeviceEntry("cuda", "nccl", lacks=frozenset(_BITS), source="torch's CUDA wheels"),
+    DeviceEntry("cuda", "nccl", lacks=frozenset(_BITS), source="torch's CUDA wheels", tags=False),
     DeviceEntry(
         "npu",
         "hccl",
@@ -67,6 +70,7 @@ DEVICES: tuple[DeviceEntry, ...] = (
         frozenset({"gather", "avg", *_BITS}),
         "Huawei Ascend: `pip install torch-npu` of torch's own version, beside CANN",
         "/dev/davinci[0-9]*",
+        tags=False,
     ),
     DeviceEntry(
         "mlu",
@@ -75,6 +79,7 @@ DEVICES: tuple[DeviceEntry, ...] = (
         frozenset({"gather", "avg", *_BITS}),
         "Cambricon's own wheels with the Neuware SDK (developer.cambricon.com), from no registry",
         "/dev/cambricon_dev[0-9]*",
+        tags=False,
     ),
     DeviceEntry(
         "musa",
@@ -83,6 +88,7 @@ DEVICES: tuple[DeviceEntry, ...] = (
         frozenset({"gather", "avg", *_BITS}),
         "Moore Threads' own wheels with the MUSA SDK (developer.mthreads.com), from no registry",
         "/dev/mtgpu*[0-9]*",
+        tags=False,
     ),
     DeviceEntry("cpu", "gloo"),
     DeviceEntry(

@@ -21,6 +21,7 @@ from ..wire.backend import (
     Route,
     all_gather_single,
     all_to_all_single,
+    as_real,
     movable,
     raw_all_reduce,
     raw_broadcast,
@@ -138,7 +139,7 @@ class Way:
         """Reduce a tensor to global rank `dst`; elsewhere `done` is given any values."""
         if recipe.run in self.route.lacks:
             return self.reduce_here(buffer, recipe, done, async_op)
-        handle = raw_reduce(buffer, dst, recipe.raw, self.group, async_op)
+        handle = raw_reduce(as_real(buffer), dst, recipe.raw, self.group, async_op)
         return settled((handle,), partial(done, buffer), async_op)
 
     def reduce_scatter(
@@ -159,7 +160,8 @@ class Way:
         if native and self.route.lacks.isdisjoint((recipe.run, "reduce_scatter")):
             packed = recipe.pack(data)
             output = packed.new_empty(own)
-            handle = reduce_scatter_single(output, packed, recipe.raw, group, async_op)
+            ends = as_real(output), as_real(packed)
+            handle = reduce_scatter_single(*ends, recipe.raw, group, async_op)
             return settled((handle,), partial(done, output), async_op, keep=packed)
         # Direct exchange, then one pass over what came: quicker on TCP, and in rank order.
         finish = partial(_reduced, size=len(counts), recipe=recipe, done=done)

@@ -140,6 +140,11 @@ def as_bytes(data: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
+def as_real(data: Tensor) -> Tensor:
+    """View a contiguous complex tensor as pairs of real numbers, which every backend can add."""
+    return torch.view_as_real(data) if data.is_complex() else data
+
+
 def host_device(group: ProcessGroup) -> torch.device:
     """Return the device for small things that the host reads: the CPU where the group has one."""
     cpu = torch.device("cpu")

@@ -16,8 +16,10 @@ from .loss import mean_over
 from .modes import eagerly, evaluating, runs_compiled
 from .module_classes import class_before, deep_copy, shallow_copy
 from .module_names import matching, no_match
+from .names import first_unused_number
 from .outputs import forget_watchers, mark_staged, runs_as_stages, show_output, watch_outputs
 from .update_scope import Scope, known_elementwise, update_scope
+from .within import groups_within
 
 __all__ = [
     "Scope",
@@ -27,7 +29,9 @@ __all__ = [
     "divided_modules",
     "eagerly",
     "evaluating",
+    "first_unused_number",
     "forget_watchers",
+    "groups_within",
     "known_elementwise",
     "linear_output",
     "mark_divided",

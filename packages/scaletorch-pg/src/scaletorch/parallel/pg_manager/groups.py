@@ -8,12 +8,13 @@ from weakref import ReferenceType, ref
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
-from ...dist import get_backend, get_default_group, get_timeout, group_ranks
+from ...dist import get_backend, get_comm_device, get_default_group, get_timeout, group_ranks
 from ...dist.building import agree
 from ...dist.errors import InvalidArgumentError, StateError
 from .experts import EXPERT_AXES
 from .grid import Grid, axis_names
 from .names import first_unused_number, numbered_from
+from .within import destroy_within
 
 # The axes a manager has groups for, in the order in which every rank makes them.
 AXES = ("tp", "cp", "pp", "dp", "cp_dp", "pp_dp", "ep", "edp", "etp", "world")
@@ -38,6 +39,9 @@ def grouped_axis(axis: str) -> str:
 
 class GroupSet:
     """One rank's process group for every axis; equal sets of ranks share one group.
+
+    A pipeline of all ranks has a group beside WORLD on devices with streams: a stream runs the
+    calls of a group one after another, and a message that waits would hold up all of WORLD's.
 
     torch holds the groups; here are weak references. Whoever destroys the default group thus
     frees these too, and no thread of theirs lives on to abort the interpreter at its exit.
@@ -86,6 +90,7 @@ class GroupSet:
         while self._created:
             group = self._created.pop()()
             if group is not None:
+                destroy_within(group)
                 torch_dist.destroy_process_group(group)
 
     def _create_all(self) -> None:
@@ -96,6 +101,9 @@ class GroupSet:
         for axis in AXES:
             members = self._grid.group(axis, self._rank)
             group = made.get(members)
+            if axis == "pp" and group is not None and len(members) > 1 and _has_streams():
+                group = _new_group(self._grid, axis, members)
+                self._created.append(ref(group))
             if group is None and axis in EXPERT_AXES and len(members) == 1 and not _is_mpi():
                 self._alone.append(axis)
                 continue
@@ -123,6 +131,11 @@ def _failure(rank: int, failed: int) -> str:
 def _is_mpi() -> bool:
     """Return whether all ranks must make each group together."""
     return get_backend() == "mpi"
+
+
+def _has_streams() -> bool:
+    """Return whether streams of a device run the calls of a group."""
+    return get_comm_device().type != "cpu"
 
 
 def _new_group(grid: Grid, axis: str, members: tuple[int, ...]) -> ProcessGroup:

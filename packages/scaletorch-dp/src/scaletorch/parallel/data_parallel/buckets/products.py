@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ....dist.building import prepare_backward
 from ...pg_manager.building import (
     bias_gradient,
     linear_output,
@@ -61,6 +62,7 @@ def direct_products(
         A function that undoes it; it keeps nothing alive.
     """
     index_of: dict[Tensor, int] = {each: index for index, each in enumerate(parameters)}
+    prepare_backward(index_of)
     undos = []
     for layer in plain_linears(module):
         index = index_of.get(layer.weight)

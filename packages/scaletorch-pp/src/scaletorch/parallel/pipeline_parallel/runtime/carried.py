@@ -12,6 +12,8 @@ from torch.overrides import _push_mode as push_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
+from ....dist.building import enter_device
+
 Work = Callable[[], object]
 
 
@@ -85,12 +87,13 @@ def _saved_tensors() -> Work:
 
 
 def _device() -> Work:
-    if _accelerator() is None:
+    kind = _accelerator()
+    if kind is None:
         return lambda: None
     index, stream = torch.accelerator.current_device_index(), torch.accelerator.current_stream()
 
     def step() -> None:
-        torch.accelerator.set_device_index(index)
+        enter_device(torch.device(kind, index))
         torch.accelerator.set_stream(stream)
 
     return step

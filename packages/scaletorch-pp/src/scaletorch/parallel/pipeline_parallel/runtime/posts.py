@@ -15,6 +15,11 @@ from ....dist.building import Handle, Peer
 from .early import IN_FLIGHT
 
 
+def goes_in_batches(group: ProcessGroup | None) -> bool:
+    """Return whether a group's messages go in batches, since a stream of its device runs them."""
+    return group is not None and get_comm_device(group).type != "cpu"
+
+
 class Parcel(NamedTuple):
     """Tensors on their way to this rank; they are there once all works are done."""
 
@@ -41,7 +46,7 @@ class Posts:
         self.device = device
         self._ranks, self._group = ranks, group
         self._peers: dict[int, Peer] = {}
-        self.in_batches = group is not None and get_comm_device(group).type != "cpu"
+        self.in_batches = goes_in_batches(group)
         self._under_way: deque[tuple[Handle, Sequence[Tensor]]] = deque()
         self._batch: tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]]] = [], []
         self._waiting: list[Parcel] = []

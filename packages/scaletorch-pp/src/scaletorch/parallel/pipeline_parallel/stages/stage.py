@@ -11,11 +11,19 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ....dist import get_rank, group_ranks
-from ....dist.building import agree, tensors_in
+from ....dist.building import agree, prepare_backward, tensors_in
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import ModuleWrapper, axis_group, describe_rank
-from ...pg_manager.building import deep_copy, mark_staged, refuse_generate, show_output
+from ...pg_manager.building import (
+    deep_copy,
+    first_unused_number,
+    mark_staged,
+    refuse_generate,
+    show_output,
+)
+from ..runtime.connections import connect, groups_of_owners, neighbours
 from ..runtime.forms import facts_of
+from ..runtime.posts import goes_in_batches
 from ..schedules.choose import AnySchedule, stages_of
 from ..splitting.modules import parameter_facts, siblings_of, takes
 from ..splitting.split import Placement, Split, place
@@ -68,7 +76,7 @@ class PipelineParallel(ModuleWrapper):
     ) -> None:
         group = axis_group("pp", group)
         ranks = group_ranks(group)
-        placement, ranks_stages, splits = _agreed_placement(model, config, schedule, group)
+        placement, ranks_stages, splits, number = _agreed_placement(model, config, schedule, group)
         super().__init__(model)
         self.group = group
         self.ranks = ranks
@@ -81,7 +89,12 @@ class PipelineParallel(ModuleWrapper):
         self._takes_embeds = takes(model, "inputs_embeds")
         # Ties and flows are found in the whole model, so before the cut.
         homes = {stage: rank for rank, stages in enumerate(ranks_stages) for stage in stages}
-        tied = TiedGradients(find_ties(model, placement, homes, self.rank), ranks, self.rank, group)
+        ties = find_ties(model, placement, homes, self.rank)
+        owners: dict[tuple[int, ...], ProcessGroup] = {}
+        if group is not None and goes_in_batches(group):
+            connect(group, neighbours(ranks_stages))
+            owners = groups_of_owners(group, [tie.owners for tie in ties], number)
+        tied = TiedGradients(ties, ranks, self.rank, group, owners)
         passage = Passage(name for name, _ in placement.homes())
         deferral = Deferral()
         last = self.num_stages - 1
@@ -92,6 +105,7 @@ class PipelineParallel(ModuleWrapper):
         if splits:
             defer_weight_gradients(model, deferral)
         tied.share_values()
+        prepare_backward(model.parameters())
         self.runtime = RuntimeState(name_of_next(ranks), chunks, passage, flows, tied, deferral)
         self.runtime.note_parameters(self)
         if self.num_stages > 1:
@@ -295,11 +309,12 @@ def _gradient(tensor: Tensor) -> Tensor:
 
 def _agreed_placement(
     model: nn.Module, config: Split | None, schedule: AnySchedule, group: ProcessGroup | None
-) -> tuple[Placement, tuple[tuple[int, ...], ...], bool]:
+) -> tuple[Placement, tuple[tuple[int, ...], ...], bool, int]:
     """Place the model's modules on stages, the same on every rank or an error on every rank.
 
     Returns:
-        The placement, each rank's stages, and whether the schedule parts backwards.
+        The placement, each rank's stages, whether the schedule parts backwards, and a number from
+        where names of new groups may count.
     """
     facts: list[str] = []
     failed: Exception | None = None
@@ -314,5 +329,6 @@ def _agreed_placement(
         facts.append(f"stages of each rank: {stages}")
     except Exception as error:  # a function that makes a schedule may raise anything
         failed = error
-    agree("the model that PipelineParallel splits", facts, group, error=failed)
-    return placement, stages, splits
+    subject, number = "the model that PipelineParallel splits", first_unused_number()
+    number = max(agree(subject, facts, group, error=failed, note=number))
+    return placement, stages, splits, number

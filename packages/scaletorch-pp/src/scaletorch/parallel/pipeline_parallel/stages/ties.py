@@ -16,6 +16,8 @@ from ...pg_manager import describe_rank
 from ..splitting.split import Placement
 
 Message = tuple[Tensor, int]
+Owners = tuple[int, ...]
+Mail = dict[Owners, tuple[list[Message], list[Message]]]  # sends and receives
 HELD, FROZEN = 1, 2  # bits of an owner's flag: it has a gradient; its parameter is frozen
 
 
@@ -31,7 +33,7 @@ class Tie:
     """
 
     names: tuple[str, ...]
-    owners: tuple[int, ...]
+    owners: Owners
     parameter: nn.Parameter | None
     trained: bool
 
@@ -70,13 +72,19 @@ class TiedGradients:
         ranks: Global ranks of the pipeline, in order.
         rank: This rank's place in it.
         group: The pipeline's process group.
+        groups: For owners that exchange on a group of their own, by their places.
     """
 
     def __init__(
-        self, ties: Iterable[Tie], ranks: Sequence[int], rank: int, group: ProcessGroup | None
+        self,
+        ties: Iterable[Tie],
+        ranks: Sequence[int],
+        rank: int,
+        group: ProcessGroup | None,
+        groups: Mapping[Owners, ProcessGroup],
     ) -> None:
         self.ties = tuple(ties)
-        self._ranks, self._rank, self._group = ranks, rank, group
+        self._ranks, self._rank, self._group, self._groups = ranks, rank, group, groups
         # Gradients are sums over the owners only after `sync`. What was summed by an earlier `sync`
         # is set aside at `begin`, so that `.grad` holds this rank's own gradients alone until the
         # next `sync`, which adds it back: summed twice it would count once more for each owner.
@@ -88,16 +96,16 @@ class TiedGradients:
 
     def share_values(self) -> None:
         """Give every owner the first owner's values, as one process would have."""
-        sends: list[Message] = []
-        recvs: list[Message] = []
+        mail: Mail = {}
         for parameter, owners in self._own():
             if not parameter.is_meta:
+                sends, recvs = mail.setdefault(owners, ([], []))
                 data = parameter.detach()
                 if self._rank == owners[0]:
                     sends += [(data, self._ranks[owner]) for owner in owners[1:]]
                 else:
                     recvs.append((data, self._ranks[owners[0]]))
-        self._exchange(sends, recvs)
+        self._exchange(mail)
 
     def check(self, held: Iterable[nn.Parameter]) -> None:
         """Check that the parameters that several ranks hold are still this rank's.
@@ -181,15 +189,15 @@ class TiedGradients:
         gradients = [[self._gradient_of(p, owner) for owner in tie.owners] for tie, p in trained]
         # Flags, which the host reads, go on their own: on the CPU, they wait for no device.
         for kind in range(2):
-            sends: list[Message] = []
-            recvs: list[Message] = []
+            mail: Mail = {}
             for (tie, _), tensors in zip(trained, gradients, strict=True):
+                sends, recvs = mail.setdefault(tie.owners, ([], []))
                 own = tensors[tie.owners.index(self._rank)]
                 for owner, theirs in zip(tie.owners, tensors, strict=True):
                     if owner != self._rank:
                         sends.append((own[kind], self._ranks[owner]))
                         recvs.append((theirs[kind], self._ranks[owner]))
-            self._exchange(sends, recvs)
+            self._exchange(mail)
         # Each owner adds all owners' gradients itself, in rank order, so all of them have equal
         # bits; and each sees all flags, so all of them raise, or none.
         for (tie, parameter), tensors in zip(trained, gradients, strict=True):
@@ -206,7 +214,7 @@ class TiedGradients:
             elif gradient._version != version and not torch.as_tensor(gradient).count_nonzero():
                 del self._earlier[parameter]  # a step may itself have left zeros
 
-    def _own(self) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
+    def _own(self) -> list[tuple[nn.Parameter, Owners]]:
         return [(tie.parameter, tie.owners) for tie in self.ties if tie.parameter is not None]
 
     def _gradient_of(self, parameter: nn.Parameter, owner: int) -> tuple[Tensor, Tensor]:
@@ -220,9 +228,9 @@ class TiedGradients:
         gradient = parameter.grad.detach()
         return gradient.to_dense() if gradient.is_sparse else gradient, flag.add_(HELD)
 
-    def _exchange(self, sends: list[Message], recvs: list[Message]) -> None:
-        if sends or recvs:
-            exchange(sends, recvs, group=self._group)
+    def _exchange(self, mail: Mail) -> None:
+        for owners, (sends, recvs) in mail.items():
+            exchange(sends, recvs, group=self._groups.get(owners, self._group))
 
 
 def _require_all_or_none(frozen: Sequence[int], tie: Tie) -> None:

@@ -1,0 +1,192 @@
+"""Pipelines whose batches of messages block the host until both ends of every message are there.
+
+That is stricter than NCCL, which blocks the host so at the first exchange of two ranks alone.
+"""
+
+import threading
+from datetime import timedelta
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as c10d
+import torch.nn.functional as F
+from torch import nn
+
+from scaletorch.dist import RankFailedError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.pipeline_parallel import (
+    SCHEDULES,
+    PipelineParallel,
+    train_step_pipeline,
+)
+from scaletorch.parallel.pipeline_parallel.runtime import connections, posts, program
+from scaletorch.parallel.pipeline_parallel.schedules.messages import Send
+from scaletorch.parallel.pipeline_parallel.stages import ties
+
+TRAINING = [name for name in SCHEDULES if name != "forward_only"]
+MESSAGE, ANSWER = 0, 1  # tags
+
+
+class Done:
+    def wait(self):
+        pass
+
+
+class Rendezvous:
+    """Stands in for `exchange`: each message is answered, and the batch waits for all answers."""
+
+    def __init__(self, seconds):
+        self.timeout = timedelta(seconds=seconds)
+        self.paths = []  # of each message the ranks of its group, its peer, whether it is sent
+
+    def __call__(self, sends=(), recvs=(), group=None, async_op=False):
+        members = tuple(c10d.get_process_group_ranks(group))
+        self.paths += [(members, peer, True) for _, peer in sends]
+        self.paths += [(members, peer, False) for _, peer in recvs]
+        come = [(c10d.irecv(t, peer, group, MESSAGE), peer) for t, peer in recvs]
+        gone = [c10d.isend(t.contiguous(), peer, group, MESSAGE) for t, peer in sends]
+        answers = [c10d.irecv(torch.empty(1), peer, group, ANSWER) for _, peer in sends]
+        errors = []
+
+        def end(works, peer=None):
+            try:
+                for work in works:
+                    work.wait(self.timeout)
+                if peer is not None:
+                    c10d.isend(torch.ones(1), peer, group, ANSWER).wait(self.timeout)
+            except RuntimeError as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=end, args=([work], peer)) for work, peer in come]
+        threads.append(threading.Thread(target=end, args=([*gone, *answers],)))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise TimeoutError("the other end of a message did not come") from errors[0]
+        return Done()
+
+
+class Layer(nn.Linear):
+    def forward(self, x):
+        return x + super().forward(x).tanh()
+
+
+class Net(nn.Module):
+    def __init__(self, tied):
+        super().__init__()
+        self.embed = nn.Embedding(4, 4)
+        self.layers = nn.ModuleList(Layer(4, 4) for _ in range(8))
+        self.head = nn.Linear(4, 4, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def summed(output, batch):
+    return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+def batches(count):
+    ids = torch.randint(4, (count, 2, 1, 3), generator=torch.Generator().manual_seed(count))
+    return [{"input_ids": x, "labels": y} for x, y in ids]
+
+
+def build(tied):
+    torch.manual_seed(0)
+    return Net(tied).double()
+
+
+def pipeline(schedule, tied):
+    return PipelineParallel(build(tied), group=c10d.group.WORLD, schedule=schedule)
+
+
+def in_batches(exchange):
+    """Patches that let messages go as on a device with streams."""
+    for module in (posts, connections, ties):
+        patch.object(module, "exchange", exchange).start()
+    patch.object(posts, "get_comm_device", lambda group: torch.device("meta")).start()
+
+
+def train(exchange, schedule, tied):
+    exchange.paths.clear()
+    stage = pipeline(schedule, tied)
+    connected = set(exchange.paths)
+    for count in range(1, 5):
+        plain = build(tied)
+        stage.zero_grad()
+        train_step_pipeline(stage, batches(count), loss_fn=summed)
+        for batch in batches(count):
+            summed(plain(batch["input_ids"]), batch).backward()
+        references = dict(plain.named_parameters(remove_duplicate=False))
+        for name, parameter in stage.named_parameters():
+            torch.testing.assert_close(parameter.grad, references[name].grad)
+    assert set(exchange.paths) == connected  # no step is the first to use any
+    return {members for members, _, _ in connected}, stage.tied_parameters.values()
+
+
+def every_schedule():
+    exchange = Rendezvous(50)
+    in_batches(exchange)
+    try:
+        for schedule in TRAINING:
+            for tied in (False, True):
+                groups, owners = train(exchange, schedule, tied)
+                everyone = tuple(range(c10d.get_world_size()))
+                mine = {each for each in owners if c10d.get_rank() in each}
+                assert groups == {everyone, *mine}  # ties go by a group of their owners alone
+    finally:
+        patch.stopall()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_schedule_passes_where_all_messages_meet(world_size):
+    run_ranks(every_schedule, world_size, timeout=110)
+
+
+def send_late(stage):
+    """Rank 1 sends the rank before it nothing until it has received all of the rank behind."""
+    program_of = program.program_of
+
+    def late(*args):
+        return sorted(program_of(*args), key=lambda each: isinstance(each, Send) and not each.peer)
+
+    if stage.rank == 1:
+        program.plan_of.cache_clear()
+        patch.object(program, "program_of", late).start()
+
+
+def sum_ties_early(stage):
+    """Rank 0 sums what it holds with the last rank before it sends that one anything."""
+    flush = posts.Posts.flush
+
+    def flush_after_ties(self):
+        if self._batch[0]:
+            stage.sync_tied_gradients()
+        flush(self)
+
+    if stage.rank == 0:
+        patch.object(posts.Posts, "flush", flush_after_ties).start()
+
+
+def train_with(plant):
+    exchange = Rendezvous(100)
+    in_batches(exchange)
+    stage = pipeline("1f1b", True)
+    train_step_pipeline(stage, batches(8), loss_fn=summed)
+    plant(stage)
+    exchange.timeout = timedelta(seconds=2)
+    train_step_pipeline(stage, batches(8), loss_fn=summed)
+
+
+@pytest.mark.parametrize("plant", [send_late, sum_ties_early])
+def test_a_wrong_order_is_seen(plant):
+    with pytest.raises(RankFailedError, match="the other end of a message did not come"):
+        run_ranks(train_with, 4, plant, timeout=110)
