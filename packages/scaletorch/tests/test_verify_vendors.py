@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 import scaletorch.dist as dist
 from scaletorch.compose import (
@@ -21,12 +20,13 @@ from scaletorch.dist.ranks.locate import locate
 from scaletorch.dist.testing import relative_error, run_ranks
 from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.pg_manager import setup_process_group_manager
-from scaletorch.verify import default_batch, parse_layout, runner, training
+from scaletorch.verify import default_batch, parse_layout
 from scaletorch.verify.cases import enumerate_cases
 from scaletorch.verify.problem import mean_loss
 from scaletorch.verify.runner import run_case
 from scaletorch.verify.training import Subject
 from scaletorch.verify.verify import save_reference
+from scaletorch.verify.where import moved
 
 MATRIX = "layers.0.self_attn.q_proj.weight"
 STANDIN = Path(__file__).parents[2] / "scaletorch-dist" / "tests" / "standin"
@@ -64,25 +64,10 @@ def plugins():
     return str(STANDIN / "plugins")
 
 
-def moved(data, device):
-    """Everything of the reference, on the device."""
-    if isinstance(data, Tensor):
-        return data.to(device)
-    if isinstance(data, dict):
-        return {key: moved(value, device) for key, value in data.items()}
-    return [moved(value, device) for value in data] if isinstance(data, list) else data
-
-
 def train(device, backend, case, reference):
-    dist.init_dist("pytorch", backend=backend, timeout=200)
-    own = devices.current_device()
-    assert (own.type, dist.get_backend()) == (device, backend)
-    # The proof compares on the CPU: here what it compares with is brought to the device.
-    load, whole = runner.load_reference, training.full_state_dict
-    runner.load_reference = lambda path: moved(load(path), own)
-    training.full_state_dict = lambda *args: moved(whole(*args), own)
-    report = run_case(case, Subject(locate(model_there), None, None), reference)
-    return report, own.index
+    assert dist.get_backend() == backend
+    subject = Subject(locate(small_model), None, None, device=device)
+    return run_case(case, subject, reference), devices.current_device()
 
 
 @pytest.mark.parametrize(
@@ -95,12 +80,12 @@ def test_a_layout_on_a_vendors_device(plugins, monkeypatch, tmp_path, device, ba
     (case,) = enumerate_cases([layout], ["float64"], {})
     monkeypatch.syspath_prepend(plugins)
     answers = run_ranks(
-        train, layout.world_size, device, backend, case, reference, init=False, timeout=300
+        train, layout.world_size, device, backend, case, reference, backend=backend, timeout=300
     )
-    for rank, (report, index) in enumerate(answers):
+    for rank, (report, own) in enumerate(answers):
         assert not report.failures
         assert report.compared > 20
-        assert index == rank % 4
+        assert own == torch.device(device, rank)
 
 
 def one_matrix(device, backend):
@@ -111,7 +96,7 @@ def one_matrix(device, backend):
     model = parallelize(model_there(), manager, rehearse=False)
     (weight,) = (p for n, p in model.named_parameters() if n == MATRIX)
     muon = whole_matrices(torch.optim.Muon([weight], lr=0.1), model)
-    batch = moved(dict(default_batch(0)), devices.current_device())
+    batch = moved(default_batch(0), devices.current_device())
     train_step(model, shard_global_batch(batch, 1, model=model))
     muon.step()
     return full_state_dict(model, only=lambda name: name == MATRIX)[MATRIX].cpu()

@@ -44,6 +44,7 @@ from .report import CaseResult, Report
 from .routing import doubtful, smallest
 from .runner import RankReport, run_case
 from .training import Subject
+from .where import choose_where, moved, where_named
 
 Progress = Callable[[CaseResult], None]
 
@@ -71,6 +72,8 @@ def verify(
     optimizer: Callable[..., Optimizer] | None = None,
     optimizer_args: Mapping[str, Any] | None = None,
     timeout: float = 120.0,
+    device: str | None = None,
+    backend: str | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Train a plain module on many layouts and compare everything with one process.
@@ -92,6 +95,10 @@ def verify(
         optimizer: Module-level class or function of parameters; see `phases.Chosen`.
         optimizer_args: What it is made with beside them.
         timeout: Seconds for one case.
+        device: 'cpu', or the kind of this machine's accelerator, such as 'cuda'; it computes the
+            one process's steps too. None is the accelerator, or the CPU if there is none.
+        backend: As for `launch`; None is the device's own, with ranks beyond the devices on shared
+            ones where the backend has a way to share.
         progress: Called with each case's result.
 
     Returns:
@@ -99,12 +106,14 @@ def verify(
         is refused counts against it where `layouts` name it; a dtype that hides faults is left out.
 
     Raises:
-        InvalidArgumentError: no layouts, unknown options, a wrong ep, no such optimizer.
+        InvalidArgumentError: no layouts, unknown options, a wrong ep, no such optimizer, a device
+            or backend that this machine does not have.
 
     Example:
         >>> verify(world_size=2, dtype="float64").passed
         True
     """
+    where = choose_where(device, backend)
     model = model_fn()
     grids = choose_layouts(layouts, world_size, ep, count_experts(model, plan))
     dtypes = (dtype,) if isinstance(dtype, str) else tuple(dtype)
@@ -112,10 +121,15 @@ def verify(
     chain = chain_length(model, batch_fn(0)["input_ids"])
     preload(*heavy_modules(model))
     why = {name: blind(TORCH_DTYPES[name], chain, STEPS) for name in dtypes}
-    subject = Subject(locate(model_fn), plan, split, _phases(optimizer, optimizer_args, model))
-    save = partial(save_reference, model_fn=model_fn, batch_fn=batch_fn, row_dims=row_dims)
-    results = list(_shown(_judged(cases, why, subject, save, timeout), progress))
-    return Report(results, chain, named=layouts is not None)
+    phases = _phases(optimizer, optimizer_args, model)
+    subject = Subject(locate(model_fn), plan, split, phases, where.device)
+    save = partial(
+        save_reference, model_fn=model_fn, batch_fn=batch_fn, phases=phases, row_dims=row_dims,
+        device=where.device,
+    )  # fmt: skip
+    results = list(_shown(_judged(cases, why, subject, save, timeout, where.backend), progress))
+    command = " ".join([f"python -m {__package__}", *where_named(device, backend)])
+    return Report(results, chain, layouts is not None, command, where)
 
 
 def _shown(results: Iterable[CaseResult], progress: Progress | None) -> Iterator[CaseResult]:
@@ -150,17 +164,16 @@ def _judged(
     subject: Subject,
     save: Callable[..., str],
     timeout: float,
+    backend: str,
 ) -> Iterator[CaseResult]:
     """Yield each case's result; those of dtypes that hide faults, by `why`, are not run."""
     judged = [case for case in cases if not why[case.dtype]]
     with tempfile.TemporaryDirectory(prefix="scaletorch-verify-") as folder:
         references = {
-            name: save(Path(folder, name), dtype=name, phases=subject.phases)
-            for name, reason in why.items()
-            if not reason
+            name: save(Path(folder, name), dtype=name) for name, reason in why.items() if not reason
         }
         tasks = [Task(case, run_case, (subject, references[case.dtype])) for case in judged]
-        yield from run_all(tasks, timeout)
+        yield from run_all(tasks, timeout, backend)
     for case in cases:
         if why[case.dtype]:
             yield CaseResult(case, 0.0, [], unjudged=why[case.dtype])
@@ -179,19 +192,23 @@ def save_reference(
     dtype: str,
     phases: Sequence[Phase] = PHASES,
     row_dims: RowDims | None = None,
+    device: str = "cpu",
 ) -> str:
-    """Write the plain checkpoint, the batches and one process's steps; return the file's name."""
+    """Write the plain checkpoint, the batches and one process's steps; return the file's name.
+
+    The steps are computed on a device of the kind that ranks compute on, whose rounding counts.
+    """
     torch.manual_seed(0)
-    model = model_fn().to(TORCH_DTYPES[dtype])
+    model = model_fn().to(device, TORCH_DTYPES[dtype])
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    batches = [dict(batch_fn(step)) for step in range(STEPS)]
+    batches = [moved(batch_fn(step), device) for step in range(STEPS)]
     chain = chain_length(model, batches[0]["input_ids"])
     drops = bool(dropouts(model))
     steps = one_process(model, batches, phases)
     limits = [bound(TORCH_DTYPES[dtype], chain, step) for step in range(STEPS)]
     exact: list[Step] = []
     if dtype == lost.DTYPE:
-        twin = model_fn().to(torch.float64)
+        twin = model_fn().to(device, torch.float64)
         twin.load_state_dict(state)
         with decided(in_order([choice for step in steps for choice in step.choices])):
             exact = one_process(twin, batches, phases)
@@ -207,11 +224,11 @@ def save_reference(
         # In float64 no flip is taken for rounding.
         "doubtful": [[tuple(c) for c in each] if dtype != "float64" else [] for each in near],
     }  # fmt: skip
-    torch.save(saved, path)
+    torch.save(moved(saved, "cpu"), path)
     return str(path)
 
 
-def run_all(tasks: Iterable[Task], timeout: float) -> Iterator[CaseResult]:
+def run_all(tasks: Iterable[Task], timeout: float, backend: str = "gloo") -> Iterator[CaseResult]:
     """Run tasks one after another, on the same ranks as long as they last."""
     pool: RankPool | None = None
     try:
@@ -220,7 +237,8 @@ def run_all(tasks: Iterable[Task], timeout: float) -> Iterator[CaseResult]:
             if pool is None or not pool.reusable or pool.world_size != case.grid.world_size:
                 if pool is not None:
                     pool.close()
-                pool = RankPool(case.grid.world_size, timeout=timeout, seed=0)
+                ranks = case.grid.world_size
+                pool = RankPool(ranks, backend=backend, timeout=timeout, seed=0)
             start = time.perf_counter()
             try:
                 reports = pool.run(task.run, case, *task.arguments)
