@@ -1,5 +1,6 @@
 """One layout of the proof on a stand-in for each vendor's device (see scaletorch-dist's tests)."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import scaletorch.dist as dist
+from scaletorch.bisect import bisect
 from scaletorch.compose import (
     full_state_dict,
     parallelize,
@@ -16,11 +18,12 @@ from scaletorch.compose import (
     whole_matrices,
 )
 from scaletorch.dist import devices
+from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.ranks.locate import locate
 from scaletorch.dist.testing import relative_error, run_ranks
 from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.pg_manager import setup_process_group_manager
-from scaletorch.verify import default_batch, parse_layout
+from scaletorch.verify import default_batch, parse_layout, verify
 from scaletorch.verify.cases import enumerate_cases
 from scaletorch.verify.problem import mean_loss
 from scaletorch.verify.runner import run_case
@@ -67,7 +70,7 @@ def plugins():
 def train(device, backend, case, reference):
     assert dist.get_backend() == backend
     subject = Subject(locate(small_model), None, None, device=device)
-    return run_case(case, subject, reference), devices.current_device()
+    return run_case(case, subject, reference), str(devices.current_device())
 
 
 @pytest.mark.parametrize(
@@ -85,7 +88,51 @@ def test_a_layout_on_a_vendors_device(plugins, monkeypatch, tmp_path, device, ba
     for rank, (report, own) in enumerate(answers):
         assert not report.failures
         assert report.compared > 20
-        assert own == torch.device(device, rank)
+        assert own == f"{device}:{rank}"
+
+
+def command(plugins, module, words):
+    """Run a command where the stand-in is the machine's accelerator."""
+    path = os.pathsep.join([plugins, str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_commands_run_on_the_machines_accelerator_unless_told_otherwise(plugins):
+    model = ["--model", "test_verify_vendors:small_model", "--layout", "1x1x1x2"]
+    code, said = command(plugins, "scaletorch.verify", [*model, "--dtype", "float32", "bfloat16"])
+    assert code == 0, said
+    assert "2 of 2 cases train like one process on npu over hccl: " in said
+    code, said = command(plugins, "scaletorch.verify", [*model, "--device", "cpu"])
+    assert code == 0, said
+    assert "2 of 2 cases train like one process: " in said
+    code, said = command(plugins, "scaletorch.bisect", ["run", *model, "--steps", "1"])
+    assert code == 0, said
+
+
+def test_pretrain_with_local_ranks_goes_by_the_devices_own_backend(plugins, tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+    small = ["--model.hidden-size", "16", "--model.num-layers", "1", "--model.num-heads", "2"]
+    words = [
+        "--dp", "2", "--steps", "2", "--seq-len", "16", "--batch-size", "4", "--data",
+        str(tmp_path / "text.txt"), "--out", str(tmp_path / "run"), *small,
+    ]  # fmt: skip
+    code, said = command(plugins, "scaletorch.pretrain", words)
+    assert code == 0, said
+    assert "ranks compute on npu and communicate over hccl" in said
+    code, said = command(plugins, "scaletorch.pretrain", [*words, "--backend", "gloo"])
+    assert code == 0, said
+    assert "ranks compute on npu and communicate over gloo" in said
+
+
+def test_a_device_or_backend_that_the_machine_has_not_is_refused():
+    with pytest.raises(InvalidArgumentError, match="device must be 'cpu' on this machine, got 'n"):
+        verify(layouts=[parse_layout("dp2")], device="npu")
+    with pytest.raises(InvalidArgumentError, match="backend 'hccl' cannot be used: torch_npu is"):
+        bisect(layout="dp2", backend="hccl")
 
 
 def one_matrix(device, backend):

@@ -64,7 +64,7 @@ def run_ranks(
         timeout: Seconds; ranks that hang are killed and their stacks shown.
         init: False for ranks without a group, in the environment that torchrun would give them.
         env: As for `launch`.
-        backend: As for `RankPool`: with 'nccl' ranks share devices where they outnumber them.
+        backend: As for `RankPool`: with 'nccl', ranks share devices if there are fewer.
         kwargs: As there.
 
     Returns:

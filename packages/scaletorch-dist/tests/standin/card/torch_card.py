@@ -1,6 +1,6 @@
 """Stands in for CUDA: its backend, as NCCL, takes one rank a device of what a rank calls its host.
 
-`STANDIN_DEVICES` is how many devices there are; with `STANDIN_REFUSES` the refusal is the backend's.
+`STANDIN_DEVICES` is how many devices there are; with `STANDIN_REFUSES` the backend refuses itself.
 """
 
 import os

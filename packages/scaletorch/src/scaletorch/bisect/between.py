@@ -76,8 +76,7 @@ def bisect(
 
     Args:
         model_fn: Module-level function that makes the plain module, on the CPU.
-        batch_fn: Returns the global batch of a step: input_ids and labels [B, L] and further
-            entries of the module's forward, as for `verify`.
+        batch_fn: Returns the global batch of a step, as for `verify`.
         layout: The grid, or as text: "2x1x1x2".
         dtype: 'float64', 'float32' or 'bfloat16'.
         options: Values of `verify.OPTIONS`, such as `{"schedule": "zb_h1"}`.

@@ -70,18 +70,10 @@ def assert_trains_alike(
     report = verify(
         model,
         batch if callable(batch) else lambda step: batch,
-        layouts=_grids(layouts),
-        dtype=dtype,
-        options=options,
-        plan=plan,
-        split=split,
-        row_dims=row_dims,
-        optimizer=optimizer,
-        optimizer_args=optimizer_args,
-        timeout=timeout,
-        device=device,
-        backend=backend,
-    )
+        layouts=_grids(layouts), dtype=dtype, options=options, plan=plan, split=split,
+        row_dims=row_dims, optimizer=optimizer, optimizer_args=optimizer_args, timeout=timeout,
+        device=device, backend=backend,
+    )  # fmt: skip
     if report.passed:
         return report
     named = {"model": model, "batch": batch, "plan": plan, "optimizer": optimizer}

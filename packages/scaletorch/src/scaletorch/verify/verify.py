@@ -44,7 +44,7 @@ from .report import CaseResult, Report
 from .routing import doubtful, smallest
 from .runner import RankReport, run_case
 from .training import Subject
-from .where import choose_where, moved, where_named
+from .where import choose_where, moved, repeating
 
 Progress = Callable[[CaseResult], None]
 
@@ -95,41 +95,39 @@ def verify(
         optimizer: Module-level class or function of parameters; see `phases.Chosen`.
         optimizer_args: What it is made with beside them.
         timeout: Seconds for one case.
-        device: 'cpu', or the kind of this machine's accelerator, such as 'cuda'; it computes the
-            one process's steps too. None is the accelerator, or the CPU if there is none.
-        backend: As for `launch`; None is the device's own, with ranks beyond the devices on shared
-            ones where the backend has a way to share.
+        device: 'cpu', or the kind of this machine's accelerator, which None takes if there is one.
+        backend: Of the ranks; None is the device's own, with devices shared if they are too few.
         progress: Called with each case's result.
 
     Returns:
-        The report; `report.passed` tells whether rounding explains every difference. A case that
-        is refused counts against it where `layouts` name it; a dtype that hides faults is left out.
+        The report. A refused case fails if `layouts` name it; dtypes that hide faults are left out.
 
     Raises:
-        InvalidArgumentError: no layouts, unknown options, a wrong ep, no such optimizer, a device
-            or backend that this machine does not have.
+        InvalidArgumentError: no layouts, unknown options, a wrong ep, no such optimizer or device.
 
     Example:
-        >>> verify(world_size=2, dtype="float64").passed
-        True
+        >>> assert verify(world_size=2, dtype="float64").passed
     """
-    where = choose_where(device, backend)
-    model = model_fn()
+    where, model = choose_where(device, backend), _loaded(model_fn)
     grids = choose_layouts(layouts, world_size, ep, count_experts(model, plan))
-    dtypes = (dtype,) if isinstance(dtype, str) else tuple(dtype)
-    cases = list(enumerate_cases(grids, dtypes, options or {}))
+    cases = list(enumerate_cases(grids, _named(dtype), options or {}))
     chain = chain_length(model, batch_fn(0)["input_ids"])
-    preload(*heavy_modules(model))
-    why = {name: blind(TORCH_DTYPES[name], chain, STEPS) for name in dtypes}
     phases = _phases(optimizer, optimizer_args, model)
     subject = Subject(locate(model_fn), plan, split, phases, where.device)
-    save = partial(
-        save_reference, model_fn=model_fn, batch_fn=batch_fn, phases=phases, row_dims=row_dims,
-        device=where.device,
-    )  # fmt: skip
-    results = list(_shown(_judged(cases, why, subject, save, timeout, where.backend), progress))
-    command = " ".join([f"python -m {__package__}", *where_named(device, backend)])
-    return Report(results, chain, layouts is not None, command, where)
+    save = partial(save_reference, model_fn=model_fn, batch_fn=batch_fn, row_dims=row_dims)
+    results = list(_shown(_judged(cases, chain, subject, save, timeout, where.backend), progress))
+    return Report(results, chain, layouts is not None, repeating(device, backend), where)
+
+
+def _named(dtype: str | Sequence[str]) -> tuple[str, ...]:
+    return (dtype,) if isinstance(dtype, str) else tuple(dtype)
+
+
+def _loaded(model_fn: ModelFn) -> nn.Module:
+    """Return a model, whose modules that are slow to import the ranks have then."""
+    model = model_fn()
+    preload(*heavy_modules(model))
+    return model
 
 
 def _shown(results: Iterable[CaseResult], progress: Progress | None) -> Iterator[CaseResult]:
@@ -159,18 +157,21 @@ def _phases(
 
 
 def _judged(
-    cases: Iterable[Case],
-    why: Mapping[str, str],
+    cases: Sequence[Case],
+    chain: int,
     subject: Subject,
     save: Callable[..., str],
     timeout: float,
     backend: str,
 ) -> Iterator[CaseResult]:
-    """Yield each case's result; those of dtypes that hide faults, by `why`, are not run."""
+    """Yield each case's result; those of dtypes that hide faults are not run."""
+    why = {case.dtype: blind(TORCH_DTYPES[case.dtype], chain, STEPS) for case in cases}
     judged = [case for case in cases if not why[case.dtype]]
     with tempfile.TemporaryDirectory(prefix="scaletorch-verify-") as folder:
         references = {
-            name: save(Path(folder, name), dtype=name) for name, reason in why.items() if not reason
+            name: save(Path(folder, name), dtype=name, phases=subject.phases, device=subject.device)
+            for name, reason in why.items()
+            if not reason
         }
         tasks = [Task(case, run_case, (subject, references[case.dtype])) for case in judged]
         yield from run_all(tasks, timeout, backend)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..dist import devices, get_local_rank
-from ..dist.data_devices import map_tensors
+from ..dist.building import map_tensors
 from ..dist.errors import InvalidArgumentError
 
 
@@ -48,6 +48,11 @@ def choose_where(device: str | None, backend: str | None) -> Where:
         if problem := devices.backend_problem(name):
             raise InvalidArgumentError(f"backend {backend!r} cannot be used: {problem}")
     return Where(device, backend)
+
+
+def repeating(device: str | None, backend: str | None) -> str:
+    """Return the command of the proof with the device and backend that were given."""
+    return " ".join([f"python -m {__package__}", *where_named(device, backend)])
 
 
 def where_named(device: str | None, backend: str | None) -> list[str]:

@@ -29,7 +29,7 @@ from ..world.hosts import forget_local_group, get_local_rank, wait_for_connectio
 from ..world.info import expect_one_process
 from .creators import CREATORS, DEFAULT, choose_backend
 from .rendezvous import Meeting, agent_holds_store, find_meeting
-from .sharing import asked_variables, crowded, refuse_shared_devices
+from .sharing import asked_variables, crowded, ranks_here, refuse_shared_devices
 
 _group: weakref.ref[ProcessGroup] | None = None  # the default group that init_dist made or found
 _ours = False  # whether init_dist made it
@@ -65,9 +65,8 @@ def init_dist(
     Raises:
         InvalidArgumentError: Unknown launcher, backend or init_backend.
         StateError: A variable is missing, this was called before, a Slurm job of several tasks runs
-            this without srun, a vendor's plugin is missing beside the vendor's hardware, or two
-            ranks are on one device of a backend that takes one rank a device (ranks of one host
-            may share devices where `SCALETORCH_SHARE_DEVICES=1`).
+            this without srun, a vendor's plugin is missing beside the vendor's hardware, or ranks
+            share a device that takes one, without `SCALETORCH_SHARE_DEVICES=1`.
 
     Example:
         >>> init_dist("pytorch", backend="nccl", timeout=600)
@@ -78,17 +77,14 @@ def init_dist(
     if c10d.is_initialized():
         _adopt_group()
         return
-    launcher = infer_launcher() if launcher is None else launcher
-    if launcher == "none":
+    if (launcher := launcher or infer_launcher()) == "none":
         refuse_batch_script_of_many()
         return
     placement = read_placement(launcher)
     meeting = _find_meeting(placement, port, init_method)
-    speaks = 0 in (placement.rank, placement.local_rank)  # for its machine
-    options["backend"] = choose_backend(backend, warn=speaks)
-    local_size = placement.local_size or placement.world_size
-    sharing = asked_variables(options["backend"], placement.rank, local_size, placement.world_size)
-    _export(placement, meeting, sharing)
+    warns = 0 in (placement.rank, placement.local_rank)  # for its machine
+    options["backend"] = choose_backend(backend, warn=warns)
+    _export(placement, meeting, asked_variables(options["backend"], placement))
     try:
         if placement.local_rank is not None:
             devices.set_device(placement.local_rank)
@@ -99,11 +95,13 @@ def init_dist(
     _remember(ours=True)
     if placement.local_rank is None:
         devices.set_device(get_local_rank())
-    if wait_for_connections(crowded(options["backend"], local_size) is not None):
-        _refuse_shared_devices(options["backend"], local_size)
+    _refuse_shared_devices(options["backend"], placement)
 
 
-def _refuse_shared_devices(config: str, local_size: int) -> None:
+def _refuse_shared_devices(config: str, placement: Placement) -> None:
+    local_size = ranks_here(placement)
+    if not wait_for_connections(crowded(config, local_size) is not None):
+        return
     try:
         refuse_shared_devices(config, local_size)
     except StateError:

@@ -16,9 +16,10 @@ from .. import devices
 from ..devices import DeviceEntry
 from ..devices.probe import is_usable, torch_module
 from ..errors import StateError
+from ..launchers.environment import Placement
 from ..launchers.host import this_host
 from ..world.hosts import DIGEST, gather_digests
-from .creators import choose_backend
+from .creators import check_world, choose_backend
 
 SETTING = "SCALETORCH_SHARE_DEVICES"  # lets ranks of a launcher share devices
 
@@ -67,19 +68,23 @@ def sharing_variables(entry: DeviceEntry, rank: int) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
-def asked_variables(config: str, rank: int, local_size: int, world_size: int) -> dict[str, str]:
+def ranks_here(placement: Placement) -> int:
+    """Return the ranks on this host; all of them if the launcher does not say."""
+    return placement.local_size or placement.world_size
+
+
+def asked_variables(config: str, placement: Placement) -> dict[str, str]:
     """Return the variables of sharing for a launcher's rank, if `SETTING` asks for them.
 
     There are none where each rank has a device, nor for ranks on several hosts.
     """
-    if os.environ.get(SETTING, "").strip().lower() not in _YES or local_size != world_size:
-        return {}
-    entry = crowded(config, local_size)
+    ranks, asked = ranks_here(placement), os.environ.get(SETTING, "").strip().lower() in _YES
+    entry = crowded(config, ranks) if asked and ranks == placement.world_size else None
     if entry is None:
         return {}
-    if rank == 0:
-        logger.warning("%s", _shared(entry, local_size))
-    return sharing_variables(entry, rank)
+    if placement.rank == 0:
+        logger.warning("%s", _shared(entry, ranks))
+    return sharing_variables(entry, placement.rank)
 
 
 def prepare_local_rank(
@@ -104,6 +109,7 @@ def prepare_local_rank(
         if notice is None:
             return backend, None
     config = choose_backend(backend, warn=warn and rank == 0)
+    check_world(config, rank, ranks)
     devices.set_device(rank)
     entry = crowded(config, ranks)
     if entry is not None and entry.sharing:
