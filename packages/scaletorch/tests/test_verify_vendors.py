@@ -115,18 +115,6 @@ def test_bisect_runs_on_the_machines_accelerator_by_default(plugins):
     assert code == 0, said
 
 
-def test_pretrain_with_local_ranks_goes_by_the_devices_own_backend(plugins, tmp_path):
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
-    small = ["--model.hidden-size", "16", "--model.num-layers", "1"]
-    words = [
-        "--dp", "2", "--steps", "2", "--seq-len", "16", "--batch-size", "4", "--data",
-        str(tmp_path / "text.txt"), "--out", str(tmp_path / "run"), *small,
-    ]  # fmt: skip
-    code, said = command(plugins, "scaletorch.pretrain", words)
-    assert code == 0, said
-    assert "ranks compute on npu and communicate over hccl" in said
-
-
 def test_a_device_or_backend_that_the_machine_has_not_is_refused():
     with pytest.raises(InvalidArgumentError, match="device must be 'cpu' on this machine, got 'n"):
         verify(layouts=[parse_layout("dp2")], device="npu")
