@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from scaletorch import pretrain as package
-from scaletorch.dist import RankFailedError
+from scaletorch.dist import RankFailedError, devices
 from scaletorch.dist.errors import InvalidArgumentError, NonFiniteError, StateError
 from scaletorch.models import LlamaConfig
 from scaletorch.pretrain import PretrainConfig, pretrain, train
@@ -19,6 +19,7 @@ from scaletorch.pretrain.__main__ import main, one_line
 from scaletorch.pretrain.checks import check_config
 from scaletorch.pretrain.interrupt import StopFile, stop_on_ctrl_c
 from scaletorch.pretrain.report import logged_losses, progress_bar, save_curve, set_aside
+from scaletorch.pretrain.run import train_locally
 from scaletorch.pretrain.train import learning_rate, short_name
 
 MODEL = LlamaConfig(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4)
@@ -69,6 +70,29 @@ def test_wrong_settings_are_known_before_ranks_start(config, monkeypatch, change
     monkeypatch.setattr("scaletorch.pretrain.run.train_locally", never)
     with pytest.raises(InvalidArgumentError, match=message):
         pretrain(replace(config, **change))
+
+
+@pytest.mark.parametrize(
+    ("asked", "usable", "taken"),
+    [
+        ("nccl", True, "nccl"),
+        ("nccl", False, None),
+        ("gloo", True, "gloo"),
+        ("hccl", False, "hccl"),
+    ],
+)
+def test_local_ranks_take_the_backend_that_is_asked_for(config, monkeypatch, asked, usable, taken):
+    backends = []
+
+    def launched(*_, backend):
+        backends.append(backend)
+        return [[0.5]]
+
+    problem = None if usable else "none here"
+    monkeypatch.setattr(devices, "backend_problem", lambda name: problem)
+    monkeypatch.setattr("scaletorch.pretrain.run.launch", launched)
+    assert train_locally(replace(config, dp=2, backend=asked)) == [0.5]
+    assert backends == [taken]
 
 
 def test_a_tokenizer_that_is_none_is_named(config):

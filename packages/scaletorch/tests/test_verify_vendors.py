@@ -1,14 +1,18 @@
 """One layout of the proof on a stand-in for each vendor's device (see scaletorch-dist's tests)."""
 
+import os
+import subprocess
+import sys
 import threading
 from contextlib import nullcontext
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
 import scaletorch.dist as dist
+from scaletorch.bisect import bisect
 from scaletorch.compose import (
     full_state_dict,
     parallelize,
@@ -17,18 +21,20 @@ from scaletorch.compose import (
     whole_matrices,
 )
 from scaletorch.dist import devices
+from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.ranks.locate import locate
 from scaletorch.dist.testing import relative_error, run_ranks
 from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.data_parallel import DataParallelBucket
 from scaletorch.parallel.pg_manager import setup_process_group_manager
 from scaletorch.parallel.pipeline_parallel.runtime.carried import carried
-from scaletorch.verify import default_batch, parse_layout, runner, training
+from scaletorch.verify import default_batch, parse_layout, verify
 from scaletorch.verify.cases import enumerate_cases
 from scaletorch.verify.problem import mean_loss
 from scaletorch.verify.runner import run_case
 from scaletorch.verify.training import Subject
 from scaletorch.verify.verify import save_reference
+from scaletorch.verify.where import moved
 
 MATRIX = "layers.0.self_attn.q_proj.weight"
 SMALL = LlamaConfig(
@@ -46,25 +52,10 @@ def model_there():
     return small_model().to(devices.current_device())
 
 
-def moved(data, device):
-    """Everything of the reference, on the device."""
-    if isinstance(data, Tensor):
-        return data.to(device)
-    if isinstance(data, dict):
-        return {key: moved(value, device) for key, value in data.items()}
-    return [moved(value, device) for value in data] if isinstance(data, list) else data
-
-
 def train(device, backend, case, reference):
-    dist.init_dist("pytorch", backend=backend, timeout=200)
-    own = devices.current_device()
-    assert (own.type, dist.get_backend()) == (device, backend)
-    # The proof compares on the CPU: here what it compares with is brought to the device.
-    load, whole = runner.load_reference, training.full_state_dict
-    runner.load_reference = lambda path: moved(load(path), own)
-    training.full_state_dict = lambda *args: moved(whole(*args), own)
-    report = run_case(case, Subject(locate(model_there), None, None), reference)
-    return report, own.index
+    assert dist.get_backend() == backend
+    subject = Subject(locate(small_model), None, None, device=device)
+    return run_case(case, subject, reference), str(devices.current_device())
 
 
 @pytest.mark.parametrize(
@@ -77,12 +68,43 @@ def test_a_layout_on_a_vendors_device(plugins, monkeypatch, tmp_path, device, ba
     (case,) = enumerate_cases([layout], ["float64"], {})
     monkeypatch.syspath_prepend(plugins)
     answers = run_ranks(
-        train, layout.world_size, device, backend, case, reference, init=False, timeout=300
+        train, layout.world_size, device, backend, case, reference, backend=backend, timeout=300
     )
-    for rank, (report, index) in enumerate(answers):
+    for rank, (report, own) in enumerate(answers):
         assert not report.failures
         assert report.compared > 20
-        assert index == rank % 4
+        assert own == f"{device}:{rank}"
+
+
+def command(plugins, module, words):
+    """Run a command where the stand-in is the machine's accelerator."""
+    path = os.pathsep.join([plugins, str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+MODEL = ["--model", "test_verify_vendors:small_model", "--layout", "1x1x1x2"]
+
+
+def test_the_proof_runs_on_the_machines_accelerator_by_default(plugins):
+    code, said = command(plugins, "scaletorch.verify", [*MODEL, "--dtype", "bfloat16"])
+    assert code == 0, said
+    assert "1 of 1 cases train like one process on npu over hccl: " in said
+
+
+def test_bisect_runs_on_the_machines_accelerator_by_default(plugins):
+    code, said = command(plugins, "scaletorch.bisect", ["run", *MODEL, "--steps", "1"])
+    assert code == 0, said
+
+
+def test_a_device_or_backend_that_the_machine_has_not_is_refused():
+    with pytest.raises(InvalidArgumentError, match="device must be 'cpu' on this machine, got 'n"):
+        verify(layouts=[parse_layout("dp2")], device="npu")
+    with pytest.raises(InvalidArgumentError, match="backend 'hccl' cannot be used: torch_npu is"):
+        bisect(layout="dp2", backend="hccl")
 
 
 def one_matrix(device, backend):
@@ -93,7 +115,7 @@ def one_matrix(device, backend):
     model = parallelize(model_there(), manager, rehearse=False)
     (weight,) = (p for n, p in model.named_parameters() if n == MATRIX)
     muon = whole_matrices(torch.optim.Muon([weight], lr=0.1), model)
-    batch = moved(dict(default_batch(0)), devices.current_device())
+    batch = moved(default_batch(0), devices.current_device())
     train_step(model, shard_global_batch(batch, 1, model=model))
     muon.step()
     return full_state_dict(model, only=lambda name: name == MATRIX)[MATRIX].cpu()

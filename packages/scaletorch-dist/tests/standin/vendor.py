@@ -1,5 +1,6 @@
 """The stand-in under a vendor's names: what the modules in `plugins/` do when they are imported."""
 
+import os
 import sys
 import types
 from pathlib import Path
@@ -10,8 +11,11 @@ import torch.distributed as c10d
 sys.path.append(str(Path(__file__).parent))
 
 
-def install(device, backend):
-    """Make the host's memory a device of torch, and gloo a backend for it."""
+def install(device, backend, before=None):
+    """Make the host's memory a device of torch, and gloo a backend for it.
+
+    `before(store, rank, size)` is called before a group is made.
+    """
     import build
 
     library = build.load_library()
@@ -20,6 +24,8 @@ def install(device, backend):
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
     def create(store, rank, size, timeout):
+        if before is not None:
+            before(store, rank, size)
         return library.wrap(c10d.ProcessGroupGloo(store, rank, size, timeout=timeout), backend)
 
     c10d.Backend.register_backend(backend, create, devices=[device])
@@ -31,7 +37,8 @@ def device_module(device, library):
     module.is_available = module.is_initialized = lambda: True
     module.init = module._lazy_init = lambda: None
     module._is_in_bad_fork = lambda: False
-    module.device_count = library.device_count
+    module.device_count = lambda: int(os.environ.get("STANDIN_DEVICES", library.device_count()))
+    module.get_device_properties = lambda which: types.SimpleNamespace(uuid=f"card-{which}")
     module.current_device = library.current_device
     module.set_device = lambda which: library.set_device(index_of(which))
     module.synchronize = lambda which=None: None

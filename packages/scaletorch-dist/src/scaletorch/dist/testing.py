@@ -47,9 +47,10 @@ def run_ranks(
     timeout: float = 60.0,
     init: bool = True,
     env: Mapping[str, str | None] | None = None,
+    backend: str | None = "gloo",
     **kwargs: Any,
 ) -> list[Any]:
-    """Run `fn(*args, **kwargs)` on `world_size` ranks that share a gloo group.
+    """Run `fn(*args, **kwargs)` on `world_size` ranks that share a group.
 
     Ranks are reused by the next call where the function succeeded and left nothing behind
     (process groups, default dtype, environment …). Generators are seeded anew for every call.
@@ -63,6 +64,7 @@ def run_ranks(
         timeout: Seconds; ranks that hang are killed and their stacks shown.
         init: False for ranks without a group, in the environment that torchrun would give them.
         env: As for `launch`.
+        backend: As for `RankPool`: with 'nccl', ranks share devices if there are fewer.
         kwargs: As there.
 
     Returns:
@@ -74,10 +76,10 @@ def run_ranks(
     """
     __tracebackhide__ = True  # of pytest: the ranks' tracebacks tell
     if not init or env:
-        with _new_pool(world_size, init=init, env=env) as fresh:
+        with _new_pool(world_size, init=init, env=env, backend=backend) as fresh:
             return fresh.run(fn, *args, timeout=timeout, **kwargs)
-    key = json.dumps([world_size, os.getpid(), os.getcwd(), sys.path, environment()])
-    pool = _pools.pop(key, None) or _new_pool(world_size)
+    key = json.dumps([world_size, backend, os.getpid(), os.getcwd(), sys.path, environment()])
+    pool = _pools.pop(key, None) or _new_pool(world_size, backend=backend)
     try:
         return pool.run(fn, *args, timeout=timeout, **kwargs)
     finally:
@@ -104,6 +106,7 @@ def distributed_test(
     *,
     init: bool = True,
     env: Mapping[str, str | None] | None = None,
+    backend: str | None = "gloo",
 ) -> Callable[[Test], Test]:
     """Make the body of a test run on every rank.
 
@@ -115,6 +118,7 @@ def distributed_test(
         timeout: Seconds.
         init: As in `run_ranks`.
         env: As in `run_ranks`.
+        backend: As in `run_ranks`.
 
     Example:
         >>> @distributed_test(world_size=4)
@@ -130,7 +134,7 @@ def distributed_test(
             __tracebackhide__ = True  # of pytest: the ranks' tracebacks tell
             try:
                 task = functools.partial(body, *args, **kwargs)
-                run_ranks(task, world_size, timeout=timeout, init=init, env=env)
+                run_ranks(task, world_size, timeout=timeout, init=init, env=env, backend=backend)
             except RankFailedError as error:
                 _skip_if_all_skipped(error, world_size)
                 raise

@@ -17,9 +17,10 @@ class Ranks:
         timeout: float = 60.0,
         init: bool = True,
         env: Mapping[str, str | None] | None = None,
+        backend: str | None = "gloo",
         **kwargs: Any,
     ) -> list[Any]:
-        """Run `fn(*args, **kwargs)` on `world_size` ranks that share a gloo group.
+        """Run `fn(*args, **kwargs)` on `world_size` ranks that share a group.
 
         Args:
             fn: As for `scaletorch.dist.testing.run_ranks`, and so the others.
@@ -28,6 +29,7 @@ class Ranks:
             timeout: Seconds for the call.
             init: Whether ranks have a group.
             env: Variables to set in each rank, or to remove: None.
+            backend: Of the group; 'nccl' for ranks that compute on a GPU, or share one.
             kwargs: What `fn` is given by name; must pickle.
 
         Returns:
@@ -40,7 +42,9 @@ class Ranks:
         __tracebackhide__ = True  # of pytest: the ranks' tracebacks tell
         from ..dist.testing import run_ranks
 
-        return run_ranks(fn, world_size, *args, timeout=timeout, init=init, env=env, **kwargs)
+        return run_ranks(
+            fn, world_size, *args, timeout=timeout, init=init, env=env, backend=backend, **kwargs
+        )
 
     def preload(self, *modules: str) -> None:
         """Import modules once, so that ranks started from now on have them.

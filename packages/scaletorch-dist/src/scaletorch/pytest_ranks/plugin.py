@@ -16,7 +16,7 @@ from .fixture import Ranks
 
 MARKER = "ranks"
 SIZE = "_ranks"  # the parameter that holds a test's number of ranks, if it is run on several
-OPTIONS = ("timeout", "init", "env")
+OPTIONS = ("timeout", "init", "env", "backend")
 INNER = "hypothesis.inner_test"  # where hypothesis keeps the body of a test
 
 # Fixtures that act in this process alone, and would do something else on a rank, or nothing.
@@ -36,10 +36,9 @@ class Asked(NamedTuple):
 
 def pytest_configure(config: pytest.Config) -> None:
     """Name the marker, for `--markers` and `--strict-markers`."""
-    text = "run the test's body on so many gloo ranks of this machine, once for each number"
-    config.addinivalue_line(
-        "markers", f"{MARKER}(number, *numbers, timeout=60, init=True, env=None): {text}"
-    )
+    text = "run the test's body on so many ranks of this machine, once for each number"
+    options = "timeout=60, init=True, env=None, backend='gloo'"
+    config.addinivalue_line("markers", f"{MARKER}(number, *numbers, {options}): {text}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..compose.naming import parse_layout
-from ..verify.__main__ import ROW_DIMS, problem_of, report_of, training_of
+from ..verify.__main__ import ROW_DIMS, add_where, problem_of, report_of, training_of
 from ..verify.cases import KNOWN_DTYPES, OPTIONS
 from ..verify.phases import STEPS
 from .between import bisect
@@ -41,6 +41,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     one.add_argument("--steps", type=int, default=STEPS, choices=range(1, STEPS + 1))
     one.add_argument("--keep", type=Path, help="folder for the recordings")
     one.add_argument("--timeout", type=float, default=120.0, help="seconds for the layout's run")
+    add_where(one)
     for name, values in OPTIONS.items():
         shown = f"of {', '.join(map(str, values))}; {values[0]} by default"
         flag, kind = f"--{name.replace('_', '-')}", type(values[0])

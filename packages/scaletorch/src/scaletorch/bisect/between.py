@@ -24,6 +24,7 @@ from ..verify.phases import PHASES, STEPS, Chosen, Phase, phases_of
 from ..verify.problem import TORCH_DTYPES, BatchFn, ModelFn, default_batch, default_model
 from ..verify.routing import doubtful
 from ..verify.training import Subject
+from ..verify.where import choose_where, moved
 from .compare import compare_runs
 from .comparing.births import Birth
 from .comparing.judge import BAD, INFINITE, Judged, measure
@@ -68,13 +69,14 @@ def bisect(
     steps: int = STEPS,
     folder: str | Path | None = None,
     timeout: float = 120.0,
+    device: str | None = None,
+    backend: str | None = None,
 ) -> Report:
     """Train a plain module in one process and on a layout, and find the tensor at which they part.
 
     Args:
         model_fn: Module-level function that makes the plain module, on the CPU.
-        batch_fn: Returns the global batch of a step: input_ids and labels [B, L] and further
-            entries of the module's forward, as for `verify`.
+        batch_fn: Returns the global batch of a step, as for `verify`.
         layout: The grid, or as text: "2x1x1x2".
         dtype: 'float64', 'float32' or 'bfloat16'.
         options: Values of `verify.OPTIONS`, such as `{"schedule": "zb_h1"}`.
@@ -86,28 +88,31 @@ def bisect(
         steps: How many are compared, 1 to 4.
         folder: Where recordings are kept; None keeps none.
         timeout: Seconds for the layout's run.
+        device: As for `verify`: None is this machine's accelerator, or the CPU if it has none.
+        backend: As there.
 
     Returns:
         The report; `report.sound` if no result differs by more than rounding explains.
 
     Raises:
         RankFailedError: The layout does not run at all.
-        InvalidArgumentError: No such layout or option.
+        InvalidArgumentError: No such layout, option, device or backend.
 
     Example:
         >>> bisect(layout="1x1x1x2").sound
         True
     """
+    where = choose_where(device, backend)
     grid = parse_layout(layout) if isinstance(layout, str) else layout
     case = Case(grid, dtype=dtype, **{str(k): v for k, v in (options or {}).items()})  # type: ignore[arg-type]
     phases: Sequence[Phase] = PHASES
     if optimizer is not None:
         phases = phases_of(Chosen(locator(optimizer), dict(optimizer_args or {})))
-    subject = Subject(locator(model_fn), plan, split, phases)
+    subject = Subject(locator(model_fn), plan, split, phases, where.device)
     with tempfile.TemporaryDirectory(prefix="scaletorch-bisect-") as own:
         place = Path(own if folder is None else folder)
-        prepared = prepare(place, model_fn, batch_fn, dtype, steps, phases, row_dims)
-        with RankPool(grid.world_size, timeout=timeout, seed=0) as pool:
+        prepared = prepare(place, model_fn, batch_fn, dtype, steps, phases, row_dims, where.device)
+        with RankPool(grid.world_size, backend=where.backend, timeout=timeout, seed=0) as pool:
             return locate(case, subject, prepared, pool, place / "layout")
 
 
@@ -119,13 +124,14 @@ def prepare(
     steps: int = STEPS,
     phases: Sequence[Phase] = PHASES,
     row_dims: RowDims | None = None,
+    device: str = "cpu",
 ) -> Prepared:
-    """Run and record a model in one process, in float64 and in a lower dtype."""
+    """Run and record a model in one process, in float64 and in a lower dtype, on a device."""
     torch.manual_seed(0)
-    model = model_fn().to(TORCH_DTYPES[dtype])
+    model = model_fn().to(device, TORCH_DTYPES[dtype])
     saved: dict[str, Any] = {
         "state": {name: tensor.clone() for name, tensor in model.state_dict().items()},
-        "batches": [dict(batch_fn(step)) for step in range(steps)],
+        "batches": [moved(batch_fn(step), device) for step in range(steps)],
         "dropout": bool(dropouts(model)),
         "row_dims": dict(row_dims or {}),
     }
@@ -139,7 +145,7 @@ def prepare(
         for step, limit in zip(rounded, limits, strict=True)
     ]
     saved["limits"] = limits
-    torch.save(saved, folder / "start.pt")
+    torch.save(moved(saved, "cpu"), folder / "start.pt")
     reference = load(folder / "exact")
     lost = measure(load(folder / "noise"), reference)
     return Prepared(str(folder / "start.pt"), reference, lost, steps)

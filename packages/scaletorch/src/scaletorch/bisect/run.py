@@ -25,6 +25,7 @@ from ..verify.replay import by_scores, decided, in_order
 from ..verify.routing import Choice
 from ..verify.runner import load_reference
 from ..verify.training import Subject, build, compare_dropout, divide, norm_of, optimizers_of
+from ..verify.where import moved, rank_device
 from .recording.described import Description
 from .recording.ours import describe_grid, moments_of, places_of
 from .recording.tape import record
@@ -45,12 +46,13 @@ def record_plain(
         folder: Where to.
         model_fn: Makes the model.
         dtype: In which it computes.
-        saved: Its weights as `state` and `batches`.
+        saved: Its weights as `state` and `batches`, whose device computes.
         steps: How many.
         phases: The optimizers.
         choices: Of experts, those of all calls; none lets the model choose.
     """
-    model = model_fn().to(TORCH_DTYPES[dtype])
+    device = saved["batches"][0]["input_ids"].device
+    model = model_fn().to(device, TORCH_DTYPES[dtype])
     model.load_state_dict(saved["state"])
 
     @contextmanager
@@ -93,11 +95,12 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
         folder: One for all ranks.
         steps: How many.
     """
-    grid, saved, ran = case.grid, load_reference(reference), Ran([], [])
+    grid, ran, device = case.grid, Ran([], []), rank_device(subject.device)
+    saved = moved(load_reference(reference), device)
     manager = setup_process_group_manager(grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp)
     try:
         dtype = TORCH_DTYPES[case.dtype]
-        plain = subject.model_fn.find()().to(dtype)
+        plain = subject.model_fn.find()().to(device, dtype)
         with record(folder, plain, describe=Description(places=places_of(plain)), step=-1) as tape:
             tape.weights()
         load_full_state_dict(plain, saved["state"])
@@ -136,7 +139,8 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
 
 def _with_positions(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return a batch with the positions that a model takes where nobody says them."""
-    return {POSITIONS: torch.arange(batch["input_ids"].shape[1])[None], **batch}
+    tokens = batch["input_ids"]
+    return {POSITIONS: torch.arange(tokens.shape[1], device=tokens.device)[None], **batch}
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from ..dist import (
     RankPool,
     broadcast_object_list,
     cleanup_dist,
+    devices,
     init_dist,
     is_distributed,
     is_main_process,
@@ -176,7 +177,21 @@ def train_locally(
 ) -> list[float]:
     """Train in this process, or on as many local ranks as the grid has."""
     size = config.grid.world_size
-    return train(config, stop, best) if size == 1 else launch(train, size, config, stop, best)[0]
+    if size == 1:
+        return train(config, stop, best)
+    backend = local_backend(config.backend)
+    losses: list[float] = launch(train, size, config, stop, best, backend=backend)[0]
+    return losses
+
+
+def local_backend(asked: str) -> str | None:
+    """Return the backend of local ranks; None, the machine's own, in place of an unusable default.
+
+    Another one that cannot be used is replaced too, with a warning of `launch`.
+    """
+    named = [name for _, name in devices.resolve_backend(asked)]
+    usable = all(devices.backend_problem(name) is None for name in named)
+    return asked if usable or asked != PretrainConfig().backend else None
 
 
 def one_process_losses(config: PretrainConfig, steps: int) -> list[float]:

@@ -20,8 +20,15 @@ from ..compose import (
     shard_global_batch,
     train_step,
 )
-from ..dist import barrier, guard, is_main_process
-from ..dist.devices import current_device
+from ..dist import (
+    barrier,
+    get_backend,
+    get_local_rank,
+    guard,
+    is_distributed,
+    is_main_process,
+)
+from ..dist.devices import current_device, set_device
 from ..dist.errors import NonFiniteError
 from ..models import LlamaConfig
 from ..parallel.data_parallel import DataParallelBucket, shard_optimizer
@@ -79,6 +86,8 @@ def train_on(
 ) -> list[float]:
     """Build everything, resume if asked to, and train to the last step."""
     refuse_mixing(config)
+    if is_distributed():
+        set_device(get_local_rank())  # which ranks of gloo have not done
     device = current_device()
     corpus = load_corpus(config.data, config.tokenizer, seq_len=config.seq_len)
     check_same_data(corpus)
@@ -133,6 +142,8 @@ def short_name(grid: Grid) -> str:
 
 def notes(config: PretrainConfig, device: torch.device, peak: float) -> Iterator[str]:
     """Yield what is worth a line before the first step."""
+    if is_distributed():
+        yield f"ranks compute on {device.type} and communicate over {get_backend()}"
     yield (
         f"MFU, in percent, is against {peak / 1e9:,.0f} GFLOP/s: a measured {config.dtype} matmul "
         f"on {device.type}, times ranks (or cores, if fewer)"

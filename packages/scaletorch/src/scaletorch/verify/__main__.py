@@ -36,6 +36,7 @@ from .problem import (
 )
 from .report import CaseResult, Report
 from .verify import verify
+from .where import where_named
 
 R = TypeVar("R")
 
@@ -68,6 +69,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=KNOWN_DTYPES)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one case")
+    add_where(parser)
     parser.add_argument("--out", type=Path, help="folder for report.json and report.md")
     parser.add_argument(
         "--bisect", action="store_true", help="say where the faults of failing cases are born"
@@ -78,6 +80,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         kind = type(values[0])
         parser.add_argument(f"--{name.replace('_', '-')}", nargs="+", type=kind, help=shown)
     return parser.parse_args(arguments)
+
+
+def add_where(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say where a command runs; see `where.choose_where`."""
+    parser.add_argument("--device", help="cpu or, by default, this machine's accelerator")
+    parser.add_argument("--backend", help="of the ranks; the device's own by default")
 
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Sequence[str | int]]:
@@ -128,6 +136,8 @@ def training_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "optimizer": optimizer_of(arguments),
         "optimizer_args": dict(map(read_argument, arguments.optimizer_args)),
         "timeout": arguments.timeout,
+        "device": arguments.device,
+        "backend": arguments.backend,
     }
 
 
@@ -177,6 +187,7 @@ def born(arguments: argparse.Namespace, report: Report) -> Iterator[str]:
 
     model, batch = problem_of(arguments, [result.case.grid for result in report.results])
     named = [f"--model {name_of(model)}", f"--batch {name_of(batch)}", *again(arguments)]
+    named += where_named(arguments.device, arguments.backend)
     for result in [each for each in report.failures if each.ranks][:BISECTED]:
         case = result.case
         options = {name: getattr(case, name) for name in OPTIONS}

@@ -34,6 +34,8 @@ def assert_trains_alike(
     optimizer: Callable[..., Optimizer] | None = None,
     optimizer_args: Mapping[str, Any] | None = None,
     timeout: float = 120.0,
+    device: str | None = None,
+    backend: str | None = None,
 ) -> Report:
     """Assert that a plain model trains on these layouts as in one process; see `verify`.
 
@@ -50,6 +52,8 @@ def assert_trains_alike(
         optimizer: Module-level class or function of parameters; None is SGD, then AdamW.
         optimizer_args: What it is made with beside them.
         timeout: Seconds for one layout.
+        device: As for `verify`: None is this machine's accelerator, or the CPU if it has none.
+        backend: As there.
 
     Returns:
         The report.
@@ -66,16 +70,10 @@ def assert_trains_alike(
     report = verify(
         model,
         batch if callable(batch) else lambda step: batch,
-        layouts=_grids(layouts),
-        dtype=dtype,
-        options=options,
-        plan=plan,
-        split=split,
-        row_dims=row_dims,
-        optimizer=optimizer,
-        optimizer_args=optimizer_args,
-        timeout=timeout,
-    )
+        layouts=_grids(layouts), dtype=dtype, options=options, plan=plan, split=split,
+        row_dims=row_dims, optimizer=optimizer, optimizer_args=optimizer_args, timeout=timeout,
+        device=device, backend=backend,
+    )  # fmt: skip
     if report.passed:
         return report
     named = {"model": model, "batch": batch, "plan": plan, "optimizer": optimizer}

@@ -17,6 +17,7 @@ from .cases import Case
 from .compare import Difference
 from .lost import DTYPE, FACTOR
 from .runner import RankReport
+from .where import HERE, Where
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +133,14 @@ class Report:
         chain: The longest chain of additions, on which bounds rest; see `chain_length`.
         named: Whether layouts were asked for by name: then none may be refused.
         command: What repeats a case when its own options are added.
+        where: The kind of device and the backend.
     """
 
     results: list[CaseResult]
     chain: int
     named: bool = False
     command: str = field(default=f"python -m {__package__}")
+    where: Where = HERE
 
     @property
     def passed(self) -> bool:
@@ -183,9 +186,9 @@ class Report:
         tensors = sum(rank.compared for result in self.results for rank in result.ranks)
         seconds = sum(result.seconds for result in self.results)
         return (
-            f"{passed} of {asked} cases train like one process{refused}: {tensors} comparisons in "
-            f"{seconds:.0f} s; bound = machine epsilon x {ROOM:g} x root of ({self.chain} "
-            f"additions x step){self._lost()}{self._margins()}"
+            f"{passed} of {asked} cases train like one process{self.where}{refused}: {tensors} "
+            f"comparisons in {seconds:.0f} s; bound = machine epsilon x {ROOM:g} x root of "
+            f"({self.chain} additions x step){self._lost()}{self._margins()}"
         )
 
     def _lost(self) -> str:
@@ -238,6 +241,7 @@ class Report:
         ]
         content = {
             "versions": versions(),
+            **self.where._asdict(),
             "passed": self.passed,
             "chain": self.chain,
             "cases": cases,

@@ -24,6 +24,7 @@ from .problem import TORCH_DTYPES
 from .refusal import refusing
 from .routing import FLIP
 from .training import Subject, build, compare_dropout, divide, train_and_compare
+from .where import moved, rank_device
 
 SHOWN = 3  # failures that a rank reports
 
@@ -59,9 +60,10 @@ def run_case(case: Case, subject: Subject, reference: str) -> RankReport:
         reference: File with the plain checkpoint, the batches and one process's steps.
     """
     grid = case.grid
+    device = rank_device(subject.device)
     manager = setup_process_group_manager(grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp)
-    saved = load_reference(reference)
     try:
+        saved = moved(load_reference(reference), device)
         found = list(compare_case(case, subject, saved, manager))
     finally:
         destroy_process_group_manager()
@@ -80,7 +82,7 @@ def run_case(case: Case, subject: Subject, reference: str) -> RankReport:
 
 @functools.lru_cache(maxsize=8)
 def load_reference(path: str) -> Mapping[str, Any]:
-    """Return what one process left; nobody may change its tensors."""
+    """Return what one process left, on the CPU; nobody may change its tensors."""
     saved: Mapping[str, Any] = torch.load(path, weights_only=True, mmap=True)
     return saved
 
@@ -89,7 +91,8 @@ def compare_case(
     case: Case, subject: Subject, saved: Mapping[str, Any], manager: ProcessGroupManager
 ) -> Iterator[Difference]:
     """Build the model, compare its initial weights, its training and its dropout."""
-    model = subject.model_fn.find()().to(TORCH_DTYPES[case.dtype])
+    device = saved["batches"][0]["input_ids"].device
+    model = subject.model_fn.find()().to(device, TORCH_DTYPES[case.dtype])
     part = own_part(model)
     yield from compare_named("initial weight", 0, model.state_dict(), saved["state"], 0.0, part)
     load_full_state_dict(model, saved["state"])

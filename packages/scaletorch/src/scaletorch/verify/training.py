@@ -39,6 +39,7 @@ from .refusal import refusing
 from .replay import by_scores, decided, replayed
 from .replicas import doubled, missing, unlike
 from .routing import Choice, flips, watched
+from .where import moved
 
 RECOMPUTE: Mapping[str, bool | str] = {
     "none": False, "layers": True, "selective": "selective", "offload": "offload",
@@ -63,12 +64,14 @@ class Subject:
         plan: Of tensor parallelism and of experts; None recognises the model's family.
         split: Pipeline split; None infers it.
         phases: The optimizers.
+        device: The kind of device that ranks compute on, such as 'cuda'.
     """
 
     model_fn: Locator
     plan: Mapping[str, Any] | None
     split: Split | None
     phases: Sequence[Phase] = PHASES
+    device: str = "cpu"
 
 
 def build(
@@ -140,7 +143,7 @@ def train_and_compare(
         yield from found
         if any(all_gather_object(any(difference.failed for difference in found))):
             return False
-    weights = full_state_dict(model, manager)
+    weights = moved(full_state_dict(model, manager), loss.device)  # from the CPU
     yield from missing("whole weight", step, weights, theirs["weights"], limit)
     yield from compare_all("whole weight", step, weights, theirs, limit, exact)
     return True

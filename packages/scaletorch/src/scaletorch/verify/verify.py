@@ -44,6 +44,7 @@ from .report import CaseResult, Report
 from .routing import doubtful, smallest
 from .runner import RankReport, run_case
 from .training import Subject
+from .where import choose_where, moved, repeating
 
 Progress = Callable[[CaseResult], None]
 
@@ -71,6 +72,8 @@ def verify(
     optimizer: Callable[..., Optimizer] | None = None,
     optimizer_args: Mapping[str, Any] | None = None,
     timeout: float = 120.0,
+    device: str | None = None,
+    backend: str | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Train a plain module on many layouts and compare everything with one process.
@@ -92,30 +95,39 @@ def verify(
         optimizer: Module-level class or function of parameters; see `phases.Chosen`.
         optimizer_args: What it is made with beside them.
         timeout: Seconds for one case.
+        device: 'cpu', or the kind of this machine's accelerator, which None takes if there is one.
+        backend: Of the ranks; None is the device's own, with devices shared if they are too few.
         progress: Called with each case's result.
 
     Returns:
-        The report; `report.passed` tells whether rounding explains every difference. A case that
-        is refused counts against it where `layouts` name it; a dtype that hides faults is left out.
+        The report. A refused case fails if `layouts` name it; dtypes that hide faults are left out.
 
     Raises:
-        InvalidArgumentError: no layouts, unknown options, a wrong ep, no such optimizer.
+        InvalidArgumentError: no layouts, unknown options, a wrong ep, no such optimizer or device.
 
     Example:
-        >>> verify(world_size=2, dtype="float64").passed
-        True
+        >>> assert verify(world_size=2, dtype="float64").passed
     """
-    model = model_fn()
+    where, model = choose_where(device, backend), _loaded(model_fn)
     grids = choose_layouts(layouts, world_size, ep, count_experts(model, plan))
-    dtypes = (dtype,) if isinstance(dtype, str) else tuple(dtype)
-    cases = list(enumerate_cases(grids, dtypes, options or {}))
+    cases = list(enumerate_cases(grids, _named(dtype), options or {}))
     chain = chain_length(model, batch_fn(0)["input_ids"])
-    preload(*heavy_modules(model))
-    why = {name: blind(TORCH_DTYPES[name], chain, STEPS) for name in dtypes}
-    subject = Subject(locate(model_fn), plan, split, _phases(optimizer, optimizer_args, model))
+    phases = _phases(optimizer, optimizer_args, model)
+    subject = Subject(locate(model_fn), plan, split, phases, where.device)
     save = partial(save_reference, model_fn=model_fn, batch_fn=batch_fn, row_dims=row_dims)
-    results = list(_shown(_judged(cases, why, subject, save, timeout), progress))
-    return Report(results, chain, named=layouts is not None)
+    results = list(_shown(_judged(cases, chain, subject, save, timeout, where.backend), progress))
+    return Report(results, chain, layouts is not None, repeating(device, backend), where)
+
+
+def _named(dtype: str | Sequence[str]) -> tuple[str, ...]:
+    return (dtype,) if isinstance(dtype, str) else tuple(dtype)
+
+
+def _loaded(model_fn: ModelFn) -> nn.Module:
+    """Return a model, whose modules that are slow to import the ranks have then."""
+    model = model_fn()
+    preload(*heavy_modules(model))
+    return model
 
 
 def _shown(results: Iterable[CaseResult], progress: Progress | None) -> Iterator[CaseResult]:
@@ -145,22 +157,24 @@ def _phases(
 
 
 def _judged(
-    cases: Iterable[Case],
-    why: Mapping[str, str],
+    cases: Sequence[Case],
+    chain: int,
     subject: Subject,
     save: Callable[..., str],
     timeout: float,
+    backend: str,
 ) -> Iterator[CaseResult]:
-    """Yield each case's result; those of dtypes that hide faults, by `why`, are not run."""
+    """Yield each case's result; those of dtypes that hide faults are not run."""
+    why = {case.dtype: blind(TORCH_DTYPES[case.dtype], chain, STEPS) for case in cases}
     judged = [case for case in cases if not why[case.dtype]]
     with tempfile.TemporaryDirectory(prefix="scaletorch-verify-") as folder:
         references = {
-            name: save(Path(folder, name), dtype=name, phases=subject.phases)
+            name: save(Path(folder, name), dtype=name, phases=subject.phases, device=subject.device)
             for name, reason in why.items()
             if not reason
         }
         tasks = [Task(case, run_case, (subject, references[case.dtype])) for case in judged]
-        yield from run_all(tasks, timeout)
+        yield from run_all(tasks, timeout, backend)
     for case in cases:
         if why[case.dtype]:
             yield CaseResult(case, 0.0, [], unjudged=why[case.dtype])
@@ -179,19 +193,23 @@ def save_reference(
     dtype: str,
     phases: Sequence[Phase] = PHASES,
     row_dims: RowDims | None = None,
+    device: str = "cpu",
 ) -> str:
-    """Write the plain checkpoint, the batches and one process's steps; return the file's name."""
+    """Write the plain checkpoint, the batches and one process's steps; return the file's name.
+
+    The steps are computed on a device of the kind that ranks compute on, whose rounding counts.
+    """
     torch.manual_seed(0)
-    model = model_fn().to(TORCH_DTYPES[dtype])
+    model = model_fn().to(device, TORCH_DTYPES[dtype])
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    batches = [dict(batch_fn(step)) for step in range(STEPS)]
+    batches = [moved(batch_fn(step), device) for step in range(STEPS)]
     chain = chain_length(model, batches[0]["input_ids"])
     drops = bool(dropouts(model))
     steps = one_process(model, batches, phases)
     limits = [bound(TORCH_DTYPES[dtype], chain, step) for step in range(STEPS)]
     exact: list[Step] = []
     if dtype == lost.DTYPE:
-        twin = model_fn().to(torch.float64)
+        twin = model_fn().to(device, torch.float64)
         twin.load_state_dict(state)
         with decided(in_order([choice for step in steps for choice in step.choices])):
             exact = one_process(twin, batches, phases)
@@ -207,11 +225,11 @@ def save_reference(
         # In float64 no flip is taken for rounding.
         "doubtful": [[tuple(c) for c in each] if dtype != "float64" else [] for each in near],
     }  # fmt: skip
-    torch.save(saved, path)
+    torch.save(moved(saved, "cpu"), path)
     return str(path)
 
 
-def run_all(tasks: Iterable[Task], timeout: float) -> Iterator[CaseResult]:
+def run_all(tasks: Iterable[Task], timeout: float, backend: str = "gloo") -> Iterator[CaseResult]:
     """Run tasks one after another, on the same ranks as long as they last."""
     pool: RankPool | None = None
     try:
@@ -220,7 +238,8 @@ def run_all(tasks: Iterable[Task], timeout: float) -> Iterator[CaseResult]:
             if pool is None or not pool.reusable or pool.world_size != case.grid.world_size:
                 if pool is not None:
                     pool.close()
-                pool = RankPool(case.grid.world_size, timeout=timeout, seed=0)
+                ranks = case.grid.world_size
+                pool = RankPool(ranks, backend=backend, timeout=timeout, seed=0)
             start = time.perf_counter()
             try:
                 reports = pool.run(task.run, case, *task.arguments)

@@ -46,6 +46,9 @@ class DeviceEntry:
             see other ranks.
         tags: Whether messages of one pair of ranks are told apart by their tags; if not, they are
             matched in the order of sending, and tags other than 0 are refused.
+        sharing: None if several ranks may be on one device, or nobody knows. Otherwise the backend
+            takes one rank a device, but for ranks with these variables, (name, value), where
+            `{rank}` stands for the rank; () if there is no way.
     """
 
     device: str
@@ -59,10 +62,34 @@ class DeviceEntry:
     alone: str = ""
     check: Callable[[int, int], None] | None = None
     tags: bool = True
+    sharing: tuple[tuple[str, str], ...] | None = None
 
+
+# Run on one H200 with NCCL 2.28.9: each rank is on a host of its own, and hosts are connected by
+# sockets of the loopback interface alone; buffers and channels are few, since all are on one card.
+_NCCL_SHARING = (
+    ("NCCL_HOSTID", "scaletorch-{rank}"),
+    ("NCCL_P2P_DISABLE", "1"),
+    ("NCCL_SHM_DISABLE", "1"),
+    ("NCCL_NET", "Socket"),
+    ("NCCL_SOCKET_IFNAME", "lo"),
+    ("NCCL_IB_DISABLE", "1"),
+    ("NCCL_NVLS_ENABLE", "0"),
+    ("NCCL_MNNVL_ENABLE", "0"),
+    ("NCCL_CUMEM_ENABLE", "0"),
+    ("NCCL_MAX_NCHANNELS", "2"),
+    ("NCCL_BUFFSIZE", "1048576"),
+)
 
 DEVICES: tuple[DeviceEntry, ...] = (
-    DeviceEntry("cuda", "nccl", lacks=frozenset(_BITS), source="torch's CUDA wheels", tags=False),
+    DeviceEntry(
+        "cuda",
+        "nccl",
+        lacks=frozenset(_BITS),
+        source="torch's CUDA wheels",
+        tags=False,
+        sharing=_NCCL_SHARING,
+    ),
     DeviceEntry(
         "npu",
         "hccl",
@@ -71,6 +98,7 @@ DEVICES: tuple[DeviceEntry, ...] = (
         "Huawei Ascend: `pip install torch-npu` of torch's own version, beside CANN",
         "/dev/davinci[0-9]*",
         tags=False,
+        sharing=(),  # HCCL's documentation: no device twice in a communicator
     ),
     DeviceEntry(
         "mlu",

@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from ..devices import set_device
-from ..startup.creators import choose_backend
+from ..startup.sharing import Notice, crowded, prepare_local_rank, refuse_shared_devices
 from . import state as rank_state
 from .filters import filtered
 from .locate import Locator
@@ -39,12 +38,12 @@ def main(connection_fd: int, request: dict[str, Any]) -> None:
     connection: Connection[Any, Any] = Connection(connection_fd)
     try:
         _adopt(request)
-        _join_group(request)
+        notice = _join_group(request)
         before = rank_state.capture()
     except BaseException as error:
         connection.send_bytes(_pickle_failure(error))
         _leave(1)
-    connection.send_bytes(pickle.dumps(("ready", None, None)))
+    connection.send_bytes(pickle.dumps(("ready", None, notice)))
     with contextlib.suppress(EOFError, ConnectionError):
         for run in itertools.count():
             task = connection.recv()
@@ -90,21 +89,26 @@ def _take_turns() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _join_group(request: dict[str, Any]) -> None:
-    if request["store"] is None:
-        return
-    backend = request["backend"]
-    if backend != "gloo":
-        backend = choose_backend(backend, warn=request["rank"] == 0)
-        set_device(request["rank"])
+def _join_group(request: dict[str, Any]) -> Notice | None:
+    """Make the default group, or leave it to the function; return what the log should say."""
+    backend, store, ranks = request["backend"], request["store"], request["world_size"]
+    notice = None
+    if backend != "gloo" and not (backend is None and store is None):
+        warn = store is not None  # else `init_dist` will
+        backend, notice = prepare_local_rank(backend, request["rank"], ranks, warn=warn)
+    if store is None:
+        return notice
     seconds = request["group_timeout"]
     dist.init_process_group(
         backend,
-        store=FileStore(request["store"], request["world_size"]),
+        store=FileStore(store, ranks),
         rank=request["rank"],
-        world_size=request["world_size"],
+        world_size=ranks,
         timeout=None if seconds is None else timedelta(seconds=seconds),
     )
+    if crowded(backend, ranks) is not None:
+        refuse_shared_devices(backend, ranks)
+    return notice
 
 
 def _run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import pickle
 import shutil
@@ -27,13 +28,17 @@ CLOSE_GRACE = 2.0  # s that ranks get to leave by themselves
 # Variables of an outer launch that would mislead a rank started here.
 _OUTER_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_")
 
+logger = logging.getLogger(__package__)
+
 
 class RankPool:
     """Ranks that stay alive, hold a default process group and run one function after another.
 
     Args:
         world_size: Number of ranks.
-        backend: Backend of the default group.
+        backend: Backend of the default group. Ranks beyond the devices of 'nccl' share them by
+            sockets, for tests. None takes the backend of this machine's own device where each rank
+            can have one, else gloo, and the log says which.
         timeout: Seconds that one `run` may take; None for no limit.
         group_timeout: Timeout of the group's collectives; None for torch's own.
         threads: Threads that torch uses in each rank.
@@ -54,7 +59,7 @@ class RankPool:
         self,
         world_size: int,
         *,
-        backend: str = "gloo",
+        backend: str | None = "gloo",
         timeout: float | None = 60.0,
         group_timeout: timedelta | None = None,
         threads: int = 1,
@@ -84,10 +89,13 @@ class RankPool:
         try:
             for rank in range(world_size):
                 self._processes.append(_spawn(rank, request, folder))
-            collect(self._processes, RankReport("starting", world_size), START_TIMEOUT)
+            report = RankReport("starting", world_size)
+            *_, notice = collect(self._processes, report, START_TIMEOUT)[0]
         except BaseException:
             self.kill()
             raise
+        if notice is not None:
+            _log_once(*notice)
         self.reusable = True
 
     def run(
@@ -147,7 +155,7 @@ def launch(
     fn: Callable[..., Any],
     nproc: int,
     *args: Any,
-    backend: str = "gloo",
+    backend: str | None = None,
     timeout: float | None = None,
     group_timeout: timedelta | None = None,
     init: bool = True,
@@ -164,7 +172,7 @@ def launch(
         fn: A module-level function.
         nproc: Number of ranks.
         args: What `fn` is given; must pickle.
-        backend: Backend of the default group.
+        backend: As for `RankPool`: None takes that of this machine's own device, or gloo.
         timeout: Seconds for the whole run; None for no limit.
         group_timeout: Timeout of the group's collectives; None for torch's own.
         init: False leaves the group to `fn`, with the environment that torchrun would set.
@@ -199,6 +207,11 @@ def launch(
     )
     with pool:
         return pool.run(fn, *args, **kwargs)
+
+
+@functools.cache
+def _log_once(level: int, text: str) -> None:
+    logger.log(level, "%s", text)
 
 
 def _check_world_size(world_size: int) -> None:

@@ -67,16 +67,21 @@ def _refuse_companions(pairs: list[tuple[str, str]]) -> None:
             raise InvalidArgumentError(entry.alone)
 
 
+def check_world(config: str, rank: int, world_size: int) -> None:
+    """Raise if a backend would see other ranks, before anyone waits for anyone."""
+    for _, name in devices.resolve_backend(config):
+        entry = devices.entry_of_backend(name)
+        if entry is not None and entry.check is not None:
+            entry.check(rank, world_size)
+
+
 def _create_with_torch(
     placement: Placement, meeting: Meeting | str, options: dict[str, Any]
 ) -> None:
     if options["backend"] == "mpi":  # takes rank and size from MPI itself
         c10d.init_process_group("mpi", timeout=options["timeout"])
         return
-    for _, name in devices.resolve_backend(options["backend"]):
-        entry = devices.entry_of_backend(name)
-        if entry is not None and entry.check is not None:  # before anyone waits for anyone
-            entry.check(placement.rank, placement.world_size)
+    check_world(options["backend"], placement.rank, placement.world_size)
     options = {**options, "rank": placement.rank, "world_size": placement.world_size}
     if isinstance(meeting, str):
         options["init_method"] = meeting

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import weakref
+from collections.abc import Mapping
 from datetime import timedelta
 from types import FunctionType
 from typing import Any
@@ -28,6 +29,7 @@ from ..world.hosts import forget_local_group, get_local_rank, wait_for_connectio
 from ..world.info import expect_one_process
 from .creators import CREATORS, DEFAULT, choose_backend
 from .rendezvous import Meeting, agent_holds_store, find_meeting
+from .sharing import asked_variables, crowded, ranks_here, refuse_shared_devices
 
 _group: weakref.ref[ProcessGroup] | None = None  # the default group that init_dist made or found
 _ours = False  # whether init_dist made it
@@ -63,7 +65,8 @@ def init_dist(
     Raises:
         InvalidArgumentError: Unknown launcher, backend or init_backend.
         StateError: A variable is missing, this was called before, a Slurm job of several tasks runs
-            this without srun, or a vendor's plugin is missing beside the vendor's hardware.
+            this without srun, a vendor's plugin is missing beside the vendor's hardware, or ranks
+            share a device that takes one, without `SCALETORCH_SHARE_DEVICES=1`.
 
     Example:
         >>> init_dist("pytorch", backend="nccl", timeout=600)
@@ -74,15 +77,14 @@ def init_dist(
     if c10d.is_initialized():
         _adopt_group()
         return
-    launcher = infer_launcher() if launcher is None else launcher
-    if launcher == "none":
+    if (launcher := launcher or infer_launcher()) == "none":
         refuse_batch_script_of_many()
         return
     placement = read_placement(launcher)
     meeting = _find_meeting(placement, port, init_method)
-    speaks = 0 in (placement.rank, placement.local_rank)  # for its machine
-    options["backend"] = choose_backend(backend, warn=speaks)
-    _export(placement, meeting)
+    warns = 0 in (placement.rank, placement.local_rank)  # for its machine
+    options["backend"] = choose_backend(backend, warn=warns)
+    _export(placement, meeting, asked_variables(options["backend"], placement))
     try:
         if placement.local_rank is not None:
             devices.set_device(placement.local_rank)
@@ -93,7 +95,19 @@ def init_dist(
     _remember(ours=True)
     if placement.local_rank is None:
         devices.set_device(get_local_rank())
-    wait_for_connections()
+    _refuse_shared_devices(options["backend"], placement)
+
+
+def _refuse_shared_devices(config: str, placement: Placement) -> None:
+    local_size = ranks_here(placement)
+    if not wait_for_connections(crowded(config, local_size) is not None):
+        return
+    try:
+        refuse_shared_devices(config, local_size)
+    except StateError:
+        wait_for_connections()  # all ranks have what they raise before one leaves
+        cleanup_dist()
+        raise
 
 
 def cleanup_dist() -> None:
@@ -177,9 +191,10 @@ def _find_meeting(
     return None
 
 
-def _export(placement: Placement, meeting: Meeting | None) -> None:
-    """Set the variables that torchrun would, for all that looks for them later."""
+def _export(placement: Placement, meeting: Meeting | None, more: Mapping[str, str]) -> None:
+    """Set the variables that torchrun would, for all that looks for them later, and `more`."""
     values: dict[str, object] = {
+        **more,
         "RANK": placement.rank,
         "WORLD_SIZE": placement.world_size,
         "LOCAL_RANK": placement.local_rank,

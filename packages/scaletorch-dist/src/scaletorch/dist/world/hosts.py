@@ -16,7 +16,7 @@ from ..launchers.environment import find_environment, read_placement
 from ..launchers.host import this_host
 from .info import forget_nodes, get_rank, get_timeout, get_world_size, info_of, is_distributed
 
-_DIGEST = 16  # bytes that stand for a node
+DIGEST = 16  # bytes that stand for a node
 _local: tuple[weakref.ref[ProcessGroup], ProcessGroup] | None = None
 
 
@@ -66,14 +66,20 @@ def nodes_of(group: ProcessGroup | None) -> list[bytes]:
         return [b""]
     info = info_of(key)
     if info.nodes is None:
-        device = torch.device("cpu")
-        if device not in key._device_types:
-            device = get_comm_device(key)
-        own = torch.tensor(list(_node_digest()), dtype=torch.uint8, device=device)
-        rows = [torch.empty_like(own) for _ in range(key.size())]
-        c10d.all_gather(rows, own, group=key)
-        info.nodes = [bytes(row.tolist()) for row in rows]
+        info.nodes = gather_digests(_node_digest(), key)
     return info.nodes
+
+
+def gather_digests(own: bytes, group: ProcessGroup | None = None) -> list[bytes]:
+    """Gather as many bytes from each rank of a group, in group order."""
+    device = torch.device("cpu")
+    members = c10d.group.WORLD if group is None else group
+    if members is None or device not in members._device_types:
+        device = get_comm_device(group)
+    sent = torch.tensor(list(own), dtype=torch.uint8, device=device)
+    rows = [torch.empty_like(sent) for _ in range(c10d.get_world_size(group))]
+    c10d.all_gather(rows, sent, group=group)
+    return [bytes(row.tolist()) for row in rows]
 
 
 def ranks_by_node(group: ProcessGroup | None) -> list[list[int]]:
@@ -89,7 +95,7 @@ def _node_digest() -> bytes:
     # Two torchruns on one host are two nodes to everyone else.
     ranks = [os.environ.get(name, "") for name in ("GROUP_RANK", "SLURM_NODEID")]
     parts = [str(this_host()), *ranks]
-    return hashlib.blake2b("\0".join(parts).encode(), digest_size=_DIGEST).digest()
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=DIGEST).digest()
 
 
 def init_local_group(node_rank: int | None = None, num_gpus_per_node: int | None = None) -> None:
@@ -123,15 +129,20 @@ def init_local_group(node_rank: int | None = None, num_gpus_per_node: int | None
     wait_for_connections()
 
 
-def wait_for_connections() -> None:
+def wait_for_connections(flag: bool = False) -> bool:
     """Wait until every rank has connected the groups that were just made.
+
+    Returns whether `flag` is set on any rank; never if the default group has no CPU tensors.
 
     Gloo connects when a group is made, and does not wait for the others: a rank that soon leaves
     would break off the connecting of slower ones.
     """
     world = c10d.group.WORLD
-    if world is not None and torch.device("cpu") in world._device_types:
-        c10d.all_reduce(torch.zeros(1), group=world)
+    if world is None or torch.device("cpu") not in world._device_types:
+        return False
+    flags = torch.tensor([float(flag)])
+    c10d.all_reduce(flags, group=world)
+    return bool(flags)
 
 
 def _all_nodes(node_rank: int | None, per_node: int | None) -> list[list[int]]:

@@ -1,0 +1,188 @@
+"""Several ranks on one device, which the backends of accelerators refuse by themselves.
+
+NCCL refuses two ranks on one device of one host. It believes what a rank says of its host: where
+each rank names another one, messages go by sockets, and everything else is as on many devices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections import Counter
+from typing import NamedTuple
+
+from .. import devices
+from ..devices import DeviceEntry
+from ..devices.probe import is_usable, torch_module
+from ..errors import StateError
+from ..launchers.environment import Placement
+from ..launchers.host import this_host
+from ..world.hosts import DIGEST, gather_digests
+from .creators import check_world, choose_backend
+
+SETTING = "SCALETORCH_SHARE_DEVICES"  # lets ranks of a launcher share devices
+
+_YES = frozenset(("1", "true", "yes", "on"))
+_RANK = "{rank}"  # in the value of a variable that must differ from rank to rank
+
+logger = logging.getLogger(__package__)
+
+
+class Notice(NamedTuple):
+    """A line for the log, said once for all ranks of a host."""
+
+    level: int
+    text: str
+
+
+def crowded(config: str, ranks: int) -> DeviceEntry | None:
+    """Return the entry whose devices are fewer than the ranks of this host, if that matters.
+
+    Args:
+        config: Of the default group, such as 'cpu:gloo,cuda:nccl'.
+        ranks: Ranks on this host.
+    """
+    entry = _one_rank_a_device(config)
+    return entry if entry is not None and _count(entry) < ranks else None
+
+
+def _one_rank_a_device(config: str) -> DeviceEntry | None:
+    named = (devices.entry_of_backend(name) for _, name in devices.resolve_backend(config))
+    known = (entry for entry in named if entry is not None and entry.sharing is not None)
+    return next((entry for entry in known if is_usable(entry.device)), None)
+
+
+def _count(entry: DeviceEntry) -> int:
+    return int(torch_module(entry.device).device_count())
+
+
+def _devices(entry: DeviceEntry) -> str:
+    count = _count(entry)
+    return f"{count} {entry.device} device{'s' * (count != 1)}"
+
+
+def sharing_variables(entry: DeviceEntry, rank: int) -> dict[str, str]:
+    """Return the variables with which a rank may share its device, but for those set already."""
+    wanted = {name: value.replace(_RANK, str(rank)) for name, value in entry.sharing or ()}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def ranks_here(placement: Placement) -> int:
+    """Return the ranks on this host; all of them if the launcher does not say."""
+    return placement.local_size or placement.world_size
+
+
+def asked_variables(config: str, placement: Placement) -> dict[str, str]:
+    """Return the variables of sharing for a launcher's rank, if `SETTING` asks for them.
+
+    There are none where each rank has a device, nor for ranks on several hosts.
+    """
+    ranks, asked = ranks_here(placement), os.environ.get(SETTING, "").strip().lower() in _YES
+    entry = crowded(config, ranks) if asked and ranks == placement.world_size else None
+    if entry is None:
+        return {}
+    if placement.rank == 0:
+        logger.warning("%s", _shared(entry, ranks))
+    return sharing_variables(entry, placement.rank)
+
+
+def prepare_local_rank(
+    backend: str | None, rank: int, ranks: int, *, warn: bool = True
+) -> tuple[str, Notice | None]:
+    """Choose the backend and the device of a rank whose siblings are all on this host.
+
+    Where ranks outnumber devices, the environment is set so that they can share them.
+
+    Args:
+        backend: None takes that of this machine's device if each rank can have one, else gloo.
+        rank: Of the group.
+        ranks: Size of the group.
+        warn: Say that another backend is taken, if `backend` cannot be used.
+
+    Returns:
+        The configuration for `init_process_group`, and what the log should say, if anything.
+    """
+    notice = None
+    if backend is None:
+        backend, notice = _own_backend(ranks)
+        if notice is None:
+            return backend, None
+    config = choose_backend(backend, warn=warn and rank == 0)
+    check_world(config, rank, ranks)
+    devices.set_device(rank)
+    entry = crowded(config, ranks)
+    if entry is not None and entry.sharing:
+        os.environ.update(sharing_variables(entry, rank))
+        notice = Notice(logging.WARNING, _shared(entry, ranks))
+    return config, notice
+
+
+def _own_backend(ranks: int) -> tuple[str, Notice | None]:
+    entry = devices.default_entry()
+    if entry.device == "cpu":
+        return "gloo", None
+    own = devices.default_backend()
+    numbers = f"{ranks} ranks, {_devices(entry)}"
+    if _count(entry) >= ranks:
+        return own, Notice(logging.INFO, f"{numbers}: backend {own!r}")
+    way = f"; backend={own!r} lets ranks share devices" if entry.sharing else ""
+    text = f"{numbers}: backend 'gloo', by way of the host's memory{way}"
+    return "gloo", Notice(logging.WARNING, text)
+
+
+def _shared(entry: DeviceEntry, ranks: int) -> str:
+    return (
+        f"{ranks} ranks share {_devices(entry)} with backend {entry.backend!r}, by sockets of this "
+        "host: good for tests, and slow"
+    )
+
+
+def refuse_shared_devices(config: str, local_size: int) -> None:
+    """Refuse, on every rank at once, two ranks on one device where the backend would.
+
+    All ranks must call it if one does.
+
+    Args:
+        config: Of the default group, which serves CPU tensors too.
+        local_size: Ranks on this host.
+
+    Raises:
+        StateError: With the numbers, and what allows it.
+    """
+    entry = _one_rank_a_device(config)
+    found = gather_digests(os.urandom(DIGEST) if entry is None else _place(entry))
+    place, count = Counter(found).most_common(1)[0]
+    if entry is None or count == 1:
+        return
+    ranks = [str(rank) for rank, each in enumerate(found) if each == place]
+    raise StateError(
+        f"ranks {', '.join(ranks[:-1])} and {ranks[-1]} are on one {entry.device} device, but "
+        f"backend {entry.backend!r} takes one rank a device: this host has {local_size} ranks and "
+        f"{_devices(entry)}. {_way_out(entry)}"
+    )
+
+
+def _place(entry: DeviceEntry) -> bytes:
+    """Return a digest that ranks have in common if their backend finds them on one device."""
+    module = torch_module(entry.device)
+    properties = module.get_device_properties(module.current_device())
+    if getattr(properties, "uuid", None) is None:  # of some vendors: nothing can be told
+        return os.urandom(DIGEST)
+    said = [os.environ[name] for name in _host_variables(entry) if name in os.environ]
+    parts = [*(said or [str(this_host())]), str(properties.uuid)]
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=DIGEST).digest()
+
+
+def _host_variables(entry: DeviceEntry) -> list[str]:
+    return [name for name, value in entry.sharing or () if _RANK in value]
+
+
+def _way_out(entry: DeviceEntry) -> str:
+    given = [name for name in _host_variables(entry) if name in os.environ]
+    if given:
+        return f"{given[0]} must differ from rank to rank, and is {os.environ[given[0]]!r}"
+    fewer = "Start fewer ranks"
+    if entry.sharing:
+        return f"{fewer}; or, for tests on one host, set {SETTING}=1, and they share devices"
+    return f"{fewer}, or take backend 'gloo'"

@@ -1,0 +1,194 @@
+"""Ranks that share devices, by a stand-in that refuses two ranks on one device as NCCL does.
+
+It shows which environment each rank has, which device, and what is said. Nothing of NCCL itself.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as c10d
+
+import scaletorch.dist as dist
+from scaletorch.dist import devices
+from scaletorch.dist.devices import entry_of_backend
+from scaletorch.dist.ranks import pool
+from scaletorch.dist.startup import sharing
+from scaletorch.dist.testing import run_ranks
+
+STANDIN = Path(__file__).parent / "standin"
+SHARING = dict(entry_of_backend("nccl").sharing)
+HOST = "NCCL_HOSTID"
+ONE = {"STANDIN_DEVICES": "1", "STANDIN_REFUSES": "1"}
+
+pytestmark = pytest.mark.timeout(500)  # the first test may build the stand-in
+
+
+@pytest.fixture(scope="module")
+def built():
+    sys.path.insert(0, str(STANDIN))
+    try:
+        import build
+    finally:
+        sys.path.remove(str(STANDIN))
+    missing = build.missing_tool()
+    if missing:
+        pytest.skip(f"the stand-in device cannot be built: {missing}")
+    command = [sys.executable, str(STANDIN / "build.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def card(built, monkeypatch, tmp_path):
+    """Ranks find the stand-in card by its entry point; this process never asks for devices."""
+    info = tmp_path / "card-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: card\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[scaletorch.devices]\ncard = card_entry:ENTRY\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(STANDIN / "card")
+    for name in SHARING:
+        monkeypatch.delenv(name, raising=False)
+    pool._log_once.cache_clear()
+    yield
+    assert "torch_card" not in sys.modules
+
+
+def place():
+    """Where a rank is: its backend, its device, and what it has of the variables of sharing."""
+    sums = torch.ones(1, device=devices.current_device())
+    dist.all_reduce(sums)
+    assert sums.item() == dist.get_world_size()
+    here = {name: os.environ[name] for name in SHARING if name in os.environ}
+    return dist.get_backend(), devices.current_device().index, here
+
+
+def said(caplog):
+    """Return the lines of the log of ranks."""
+    return [r.getMessage() for r in caplog.records if r.name == "scaletorch.dist.ranks"]
+
+
+def test_ranks_beyond_the_devices_share_them_and_the_log_says_so_once(card, caplog):
+    for _ in range(2):
+        found = dist.launch(place, 3, backend="cardcl", env={**ONE, "STANDIN_DEVICES": "2"})
+    for rank, (backend, device, here) in enumerate(found):
+        assert (backend, device) == ("cardcl", rank % 2)
+        assert here == {**SHARING, HOST: f"scaletorch-{rank}"}
+    assert said(caplog) == [
+        "3 ranks share 2 card devices with backend 'cardcl', by sockets of this host: good for "
+        "tests, and slow"
+    ]
+
+
+def test_test_ranks_share_a_device_and_keep_what_the_user_has_set(card, monkeypatch):
+    monkeypatch.setenv("NCCL_BUFFSIZE", "4096")
+    found = run_ranks(place, 2, backend="cardcl", env={**ONE, "NCCL_NET": "Mine"})
+    own = SHARING | {"NCCL_BUFFSIZE": "4096", "NCCL_NET": "Mine"}
+    assert found == [("cardcl", 0, own | {HOST: f"scaletorch-{rank}"}) for rank in range(2)]
+
+
+def test_ranks_with_a_device_each_get_no_variables(card, caplog):
+    found = dist.launch(place, 2, backend="cardcl", env={"STANDIN_REFUSES": "1"})
+    assert found == [("cardcl", 0, {}), ("cardcl", 1, {})]
+    assert not said(caplog)
+
+
+def test_the_same_host_on_two_ranks_is_refused(card):
+    with pytest.raises(dist.RankFailedError, match="Duplicate card detected"):
+        dist.launch(place, 2, backend="cardcl", env={**ONE, HOST: "mine"})
+    with pytest.raises(dist.RankFailedError) as caught:
+        dist.launch(place, 2, backend="cardcl", env={"STANDIN_DEVICES": "1", HOST: "mine"})
+    assert sorted(caught.value.failures) == [0, 1]
+    assert "NCCL_HOSTID must differ from rank to rank, and is 'mine'" in str(caught.value)
+
+
+def test_launch_takes_the_machines_own_backend_where_each_rank_has_a_device(card, caplog):
+    caplog.set_level(logging.INFO, "scaletorch.dist.ranks")
+    assert dist.launch(place, 2) == [("cardcl", 0, {}), ("cardcl", 1, {})]
+    assert said(caplog) == ["2 ranks, 4 card devices: backend 'cardcl'"]
+    caplog.clear()
+    assert dist.launch(place, 2, env=ONE) == [("gloo", 0, {}), ("gloo", 0, {})]
+    assert said(caplog) == [
+        "2 ranks, 1 card device: backend 'gloo', by way of the host's memory; backend='cardcl' "
+        "lets ranks share devices"
+    ]
+
+
+def test_launch_on_a_machine_without_accelerators_takes_gloo_and_says_nothing(caplog):
+    caplog.set_level(logging.INFO, "scaletorch.dist.ranks")
+    assert dist.launch(c10d.get_backend, 2) == ["gloo", "gloo"]
+    assert not said(caplog)
+
+
+def join(setting=None, host=None):
+    """Join as a rank of torchrun, and say where this rank is."""
+    if setting is not None:
+        os.environ[sharing.SETTING] = setting
+    if host is not None:
+        os.environ[HOST] = host
+    before = dict(os.environ)
+    try:
+        dist.init_dist("pytorch", backend="cardcl", timeout=60)
+    except dist.StateError as error:
+        assert not c10d.is_initialized()
+        assert os.environ == before
+        return str(error)
+    found = place()
+    dist.cleanup_dist()
+    assert os.environ == before
+    return found
+
+
+def torchrun(*args, count="1", **kwargs):
+    env = {"STANDIN_DEVICES": count}
+    return run_ranks(join, 2, *args, init=False, env=env, **kwargs)
+
+
+def test_a_launchers_ranks_on_one_device_are_refused_on_every_rank(card):
+    first, second = torchrun()
+    assert first == second
+    assert first == (
+        "ranks 0 and 1 are on one card device, but backend 'cardcl' takes one rank a device: this "
+        "host has 2 ranks and 1 card device. Start fewer ranks; or, for tests on one host, set "
+        "SCALETORCH_SHARE_DEVICES=1, and they share devices"
+    )
+
+
+def test_a_launchers_ranks_share_a_device_where_the_setting_says_so(card):
+    expected = [("cardcl", 0, {**SHARING, HOST: f"scaletorch-{rank}"}) for rank in range(2)]
+    assert torchrun("1") == expected
+    first, second = torchrun("1", "mine")
+    assert first == second
+    assert first.endswith("NCCL_HOSTID must differ from rank to rank, and is 'mine'")
+    assert torchrun("1", count="2") == [("cardcl", 0, {}), ("cardcl", 1, {})]
+
+
+def join_apart():
+    """Join as a rank that sees one device alone, another than its siblings."""
+    devices.plugin_problem("torch_card")
+    torch.card.get_device_properties = lambda which: type("", (), {"uuid": os.environ["RANK"]})
+    return join()
+
+
+def test_ranks_that_see_a_device_of_their_own_each_are_no_crowd(card):
+    found = run_ranks(join_apart, 2, init=False, env={"STANDIN_DEVICES": "1"})
+    assert found == [("cardcl", 0, {}), ("cardcl", 0, {})]
+
+
+def test_ranks_without_a_group_have_the_variables_for_init_dist(card):
+    found = run_ranks(join, 2, init=False, backend="cardcl", env=ONE)
+    assert found == [("cardcl", 0, {**SHARING, HOST: f"scaletorch-{rank}"}) for rank in range(2)]
+
+
+def test_a_backend_without_a_way_to_share_says_what_else_there_is(built, monkeypatch):
+    monkeypatch.syspath_prepend(STANDIN / "plugins")
+    with pytest.raises(dist.RankFailedError) as caught:
+        dist.launch(place, 2, backend="hccl", env={"STANDIN_DEVICES": "1"})
+    assert sorted(caught.value.failures) == [0, 1]
+    assert "backend 'hccl' takes one rank a device" in str(caught.value)
+    assert "Start fewer ranks, or take backend 'gloo'" in str(caught.value)

@@ -1,0 +1,70 @@
+"""Where a proof runs: the kind of device that computes, and the backend that connects ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ..dist import devices, get_local_rank
+from ..dist.building import map_tensors
+from ..dist.errors import InvalidArgumentError
+
+
+class Where(NamedTuple):
+    """A kind of device as in `torch.device`, without index, and a backend for it."""
+
+    device: str = "cpu"
+    backend: str = "gloo"
+
+    def __str__(self) -> str:
+        """Return what a report says of it; nothing for gloo on the CPU."""
+        return "" if self == HERE else f" on {self.device} over {self.backend}"
+
+
+HERE = Where()
+
+
+def choose_where(device: str | None, backend: str | None) -> Where:
+    """Return where to run, by default on this machine's accelerator if it has one.
+
+    Args:
+        device: 'cpu', or the kind of this machine's accelerator, such as 'cuda'; None takes the
+            accelerator, or the CPU if there is none.
+        backend: As for `launch`; None takes the device's own, and gloo for the CPU.
+
+    Raises:
+        InvalidArgumentError: This machine has no such device, or cannot use the backend.
+    """
+    own = devices.default_entry().device
+    if device not in (None, "cpu", own):
+        known = "'cpu'" if own == "cpu" else f"'cpu' or {own!r}"
+        raise InvalidArgumentError(f"device must be {known} on this machine, got {device!r}")
+    device = device or own
+    if backend is None:
+        return Where(device, "gloo" if device == "cpu" else devices.default_backend())
+    for _, name in devices.resolve_backend(backend):
+        if problem := devices.backend_problem(name):
+            raise InvalidArgumentError(f"backend {backend!r} cannot be used: {problem}")
+    return Where(device, backend)
+
+
+def repeating(device: str | None, backend: str | None) -> str:
+    """Return the command of the proof with the device and backend that were given."""
+    return " ".join([f"python -m {__package__}", *where_named(device, backend)])
+
+
+def where_named(device: str | None, backend: str | None) -> list[str]:
+    """Return what a command that repeats a run says of its device and backend, if it was given."""
+    return [f"--device {device}"] * bool(device) + [f"--backend {backend}"] * bool(backend)
+
+
+def rank_device(device: str) -> torch.device:
+    """Return the device of this rank, of a kind, and make it the current one."""
+    return torch.device("cpu") if device == "cpu" else devices.set_device(get_local_rank())
+
+
+def moved(data: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
+    """Return data with all tensors inside it on a device."""
+    return {name: map_tensors(lambda tensor: tensor.to(device), x) for name, x in data.items()}
