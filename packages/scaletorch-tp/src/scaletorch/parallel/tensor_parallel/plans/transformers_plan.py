@@ -144,8 +144,9 @@ def _match(plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[nn
         if style is None:
             continue
         match = look_up(name, module, pattern, style)
-        if style == "vocab" and match.layer is not None and not match.layer.takes(module):
-            match = look_up(name, module, pattern, "replicate")  # it does more than to look up
+        whole = style in ("vocab", "column_gather")  # what these return is whole, too
+        if whole and match.layer is not None and not match.layer.takes(module):
+            match = look_up(name, module, pattern, "replicate")  # it does more than its style
         matches.setdefault(module, match)
     return matches
 
