@@ -90,7 +90,11 @@ OLD = {"gate_up_proj": "local_rowwise", "down_proj": "local_rowwise"}
 NEW = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
 VERSIONS = {
     "5.0": ("gather", OLD, {"moe.router": "ep_router"}),
-    "5.0, cut along columns": ("gather", OLD | {"gate_up_proj": "local_colwise"}, {}),
+    "5.0, cut along columns": (
+        "gather",
+        OLD | {"gate_up_proj": "local_colwise"},
+        {"moe.router": "colwise_rep"},
+    ),
     "5.1": ("moe_tp_experts", NEW, {"moe.router": "ep_router"}),
     "5.17": ("moe_tp_experts", NEW, {}),
 }
@@ -99,12 +103,11 @@ VERSIONS = {
 @pytest.mark.parametrize("version", VERSIONS)
 def test_experts_are_cut_alike_whatever_version_s_plan_names_them(version):
     style, own, plan = VERSIONS[version]
-    model = nn.ModuleDict(
-        {"moe": nn.ModuleDict({"router": nn.Linear(2, 3), "experts": Experts(2)})}
-    )
+    model = nn.ModuleDict({"moe": nn.ModuleDict({"router": Norm(), "experts": Experts(2)})})
     model._tp_plan = plan | {f"moe.experts.{name}": each for name, each in own.items()}
     model._tp_plan |= {"moe.experts": style}
-    (match,) = find_own_plan(model).matches
+    *routers, match = find_own_plan(model).matches
+    assert all((each.name, each.style) == ("moe.router", "replicate") for each in routers)
     assert match.name == "moe.experts"
     assert match.style.sharded == {"gate_up_proj": Slices(1, parts=2), "down_proj": Slices(2)}
 
