@@ -1,7 +1,6 @@
 """What cannot be divided, and calls that ranks make differently: errors on every rank."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,18 +51,6 @@ class Silent(nn.Module):
     def __init__(self):
         super().__init__()
         self.num_experts, self.weight = 4, nn.Parameter(torch.ones(4, 3))
-
-
-class Base(nn.Module):
-    config = SimpleNamespace(base_model_ep_plan={"experts": "moe"})
-
-    def __init__(self):
-        super().__init__()
-        self.experts = Experts()
-
-    @property
-    def base_model(self):
-        return self
 
 
 def _hooked():
@@ -188,16 +175,6 @@ def test_lists_of_anything_else_and_over_one_rank_are_let_be():
     assert {n: len(p) for n, p in model.experts.named_parameters() if len(p) == 2}.keys() == {
         "weight", "more.up", "more.down"
     }  # fmt: skip
-
-
-@distributed_test(world_size=2)
-def test_styles_of_a_model_s_own_plan():
-    model = nn.ModuleDict({"experts": Experts()})
-    model._ep_plan = {"experts": "ep_dispatch_experts", "experts.weight": "grouped_gemm"}
-    assert apply_expert_parallel(model, group=WORLD)["experts"].num_experts == 2
-    model = Base()
-    with pytest.raises(InvalidArgumentError, match="gives 'experts' the style 'moe'"):
-        apply_expert_parallel(model, group=WORLD)
 
 
 def _call(**other):

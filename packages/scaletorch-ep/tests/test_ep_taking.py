@@ -82,7 +82,7 @@ def _run(way, dtype, taking, backwards=1, sizes=()):
 
     out = experts(rows, *given)
     if taking:
-        out = call_taking(experts, rows, given, (up, down), EXPERTS if taking == "sorted" else 0)
+        out = call_taking(experts, rows, given, (up, down), sizes if taking == "sorted" else ())
     gradient = torch.randn(ROWS, HIDDEN).to(dtype)
     for number in range(backwards):
         out.backward(gradient, retain_graph=number + 1 < backwards)
@@ -116,7 +116,7 @@ def test_rows_of_every_expert_are_a_piece():
     def each(rows, numbers, weights):
         return [rows[torch.where(numbers[:, 0] == e)[0]] for e in range(EXPERTS) if SIZES[e]]
 
-    found = call_taking(each, rows, (numbers, weights), (), EXPERTS)
+    found = call_taking(each, rows, (numbers, weights), (), SIZES)
     assert {piece.grad_fn.name() for piece in found} == {"CloneBackward0"}
 
 
@@ -138,7 +138,7 @@ def test_sorted_rows_that_are_sorted_again_stay_as_they_are():
         return rows[index]
 
     for numbers in (order.sort()[0], order):
-        found = call_taking(experts, rows, (numbers[:, None], torch.ones(64, 1)), (), 2)
+        found = call_taking(experts, rows, (numbers[:, None], torch.ones(64, 1)), (), (32, 32))
         assert torch.equal(found, rows[numbers.sort(stable=True)[1]])
     assert ways[:2] == ["CloneBackward0"] * 2
     assert ways[2] != "CloneBackward0"
@@ -154,14 +154,14 @@ def test_rows_in_another_order_or_of_two_experts_are_no_piece():
         def take(rows, weights, index=index):
             return rows[index], weights[index, index * 0, None]
 
-        found = call_taking(lambda rows, _, w: take(rows, w), rows, (numbers, weights), (), EXPERTS)
+        found = call_taking(lambda rows, _, w: take(rows, w), rows, (numbers, weights), (), SIZES)
         assert all(map(torch.equal, found, wanted))
 
     def outside(rows, _, weights):
         return weights[torch.arange(3), torch.ones(3).long()]
 
     with pytest.raises(IndexError, match="out of bounds"):
-        call_taking(outside, rows, (numbers, weights), (), EXPERTS)
+        call_taking(outside, rows, (numbers, weights), (), SIZES)
 
 
 def test_a_second_backward_leaves_alone_what_the_first_one_returned():

@@ -12,6 +12,7 @@ from scaletorch.parallel.tensor_parallel.cuts.stacked import Slices
 from scaletorch.parallel.tensor_parallel.layers.alike import computes_as_linear
 from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
 from scaletorch.parallel.tensor_parallel.plans.transformers_experts import stacked_of
+from scaletorch.parallel.tensor_parallel.plans.transformers_plan import find_own_plan
 
 HIDDEN, WIDTH = 8, 11
 
@@ -82,6 +83,40 @@ STYLES = {"gate_up_proj": "colwise", "down_proj": "rowwise"}
 def test_gate_and_up_in_one_stack_are_two_whatever_a_plan_says(parts, own, expected):
     stacked = stacked_of("experts", Experts(parts, **own), STYLES)
     assert stacked.sharded == {"gate_up_proj": expected, "down_proj": Slices(2)}
+
+
+# Styles of experts and of a router, as versions of transformers have them.
+OLD = {"gate_up_proj": "local_rowwise", "down_proj": "local_rowwise"}
+NEW = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
+VERSIONS = {
+    "5.0": ("gather", OLD, {"moe.router": "ep_router"}),
+    "5.0, cut along columns": (
+        "gather",
+        OLD | {"gate_up_proj": "local_colwise"},
+        {"moe.router": "colwise_rep"},
+    ),
+    "5.1": ("moe_tp_experts", NEW, {"moe.router": "ep_router"}),
+    "5.17": ("moe_tp_experts", NEW, {}),
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_experts_are_cut_alike_whatever_version_s_plan_names_them(version):
+    style, own, plan = VERSIONS[version]
+    model = nn.ModuleDict({"moe": nn.ModuleDict({"router": Norm(), "experts": Experts(2)})})
+    model._tp_plan = plan | {f"moe.experts.{name}": each for name, each in own.items()}
+    model._tp_plan |= {"moe.experts": style}
+    *routers, match = find_own_plan(model).matches
+    assert all((each.name, each.style) == ("moe.router", "replicate") for each in routers)
+    assert match.name == "moe.experts"
+    assert match.style.sharded == {"gate_up_proj": Slices(1, parts=2), "down_proj": Slices(2)}
+
+
+def test_local_stacks_that_lie_otherwise_are_refused():
+    experts = Experts(2)
+    experts.gate_up_proj = nn.Parameter(torch.zeros(3, HIDDEN, 2 * WIDTH))
+    with pytest.raises(ValueError, match="of the experts the style 'local_rowwise', which is none"):
+        stacked_of("experts", experts, OLD)
 
 
 class Norm(nn.Module):

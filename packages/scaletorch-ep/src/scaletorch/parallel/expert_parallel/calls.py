@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
 
-Run = Callable[[Tensor, Tensor, Tensor], Any]
+Run = Callable[..., Any]  # run(rows, index, weights, sizes), without sizes if experts are routed
 ROUTED, SORTED, ALL = "routed", "sorted", "all"
 
 
@@ -27,6 +27,7 @@ class Given(NamedTuple):
         unit: Rows that stay together where rows are shared out.
         dims: Those of the hidden states, as the module was called.
         back: Returns results [T, O] as the module does.
+        sizes: Pairs of a row and each expert, if the call tells.
     """
 
     hidden: Tensor
@@ -35,6 +36,7 @@ class Given(NamedTuple):
     unit: int
     dims: int
     back: Callable[[Tensor], Tensor]
+    sizes: tuple[int, ...] | None = None
 
 
 class Way(NamedTuple):
@@ -44,8 +46,8 @@ class Way(NamedTuple):
         words: How that looks.
         kinds: Of its arguments.
         read: Takes the arguments and the number of experts.
-        run: Calls experts, given how many they are, dims as in `Given`, and rows that lie one
-            expert after another with indices and weights [P, 1].
+        run: Calls experts, given dims as in `Given`, and rows that lie one expert after another
+            with indices and weights [P, 1] and how many each expert has.
         same_width: Results are as wide as rows, and of their dtype.
     """
 
@@ -63,7 +65,12 @@ def _read_routed(hidden: Tensor, index: Tensor, weights: Tensor, experts: int) -
 
 
 def _run_routed(
-    own: Callable[..., Any], experts: int, dims: int, rows: Tensor, index: Tensor, weights: Tensor
+    own: Callable[..., Any],
+    dims: int,
+    rows: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    sizes: Sequence[int] = (),
 ) -> Any:
     if dims == 2:
         return own(rows, index, weights)
@@ -83,13 +90,19 @@ def _read_sorted(rows: Tensor, sizes: list[int], experts: int) -> Given:
     index = numbers.repeat_interleave(
         torch.tensor(sizes, device=rows.device), output_size=len(rows)
     )
-    return Given(rows, index[:, None], rows.new_ones((len(rows), 1)), 1, 2, lambda results: results)
+    weights = rows.new_ones((len(rows), 1))
+    return Given(rows, index[:, None], weights, 1, 2, lambda results: results, tuple(sizes))
 
 
 def _run_sorted(
-    own: Callable[..., Any], experts: int, dims: int, rows: Tensor, index: Tensor, weights: Tensor
+    own: Callable[..., Any],
+    dims: int,
+    rows: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    sizes: Sequence[int],
 ) -> Any:
-    return own(rows, torch.bincount(index.view(-1), minlength=experts).tolist())
+    return own(rows, list(sizes))
 
 
 def _read_all(rows: Tensor, experts: int) -> Given:
@@ -106,11 +119,17 @@ def _read_all(rows: Tensor, experts: int) -> Given:
     def back(results: Tensor) -> Tensor:
         return results.view(-1, experts, results.shape[1]).transpose(0, 1).flatten(0, 1)
 
-    return Given(by_token, index, weights, experts, 2, back)
+    sizes = (len(rows) // experts,) * experts
+    return Given(by_token, index, weights, experts, 2, back, sizes)
 
 
 def _run_all(
-    own: Callable[..., Any], experts: int, dims: int, rows: Tensor, index: Tensor, weights: Tensor
+    own: Callable[..., Any],
+    dims: int,
+    rows: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    sizes: Sequence[int],
 ) -> Any:
     return own(rows)
 
@@ -146,21 +165,27 @@ def read_call(
     return way.read(*given, experts)
 
 
-def runner(own: Callable[..., Any], way: Way, experts: int, dims: int, beyond: int) -> Run:
-    """Return the module's own forward as one that takes rows, indices and weights.
+def runner(own: Callable[..., Any], way: Way, dims: int, without: int | None) -> Run:
+    """Return the module's own forward as one that takes rows, indices, weights and sizes.
 
     Args:
         own: The module's own forward.
         way: How it is called.
-        experts: How many it has here, those without weights among them.
         dims: As in `Given`.
-        beyond: How many have no weights.
+        without: An expert here that has no weights; None if there is none, or all are here.
     """
-    run = own if way is WAYS[ROUTED] and dims == 2 else partial(way.run, own, experts, dims)
-    return partial(_beside_nothing, run, experts - beyond) if beyond else run
+    run = partial(way.run, own, dims)
+    return run if without is None else partial(_beside_nothing, run, without)
 
 
-def _beside_nothing(run: Run, without: int, rows: Tensor, index: Tensor, weights: Tensor) -> Any:
+def _beside_nothing(
+    run: Run,
+    without: int,
+    rows: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    sizes: Sequence[int] = (),
+) -> Any:
     """Run experts on rows with one each, and beside it one without weights that counts nothing.
 
     Experts of LongCat take two choices of a row at least.

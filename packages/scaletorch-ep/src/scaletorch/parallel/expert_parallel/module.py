@@ -21,8 +21,8 @@ from .computing.apart import why_mixed
 from .computing.pairs import compute
 from .computing.uncompiled import call_uncompiled
 from .exchange.attempts import Outcome, attempt
-from .exchange.dispatch import Dispatched, combine_computed, dispatch
-from .exchange.routes import number_apart, stay
+from .exchange.dispatch import Dispatched, combine_computed, dispatch_along
+from .exchange.routes import find_route, number_apart, stay
 from .exchange.shares import ranges_of, share_out
 
 Call = Callable[[], tuple[Tensor, Exception | None]]  # `compute`, with all that it takes
@@ -116,9 +116,9 @@ def _call(
     """Return what the module's own forward does, whatever it is called with."""
     division, way = module._division, WAYS[module._division.way]
     given = read_call(own, way, division.name, sum(division.counts), args, kwargs)
-    beyond = division.beyond if len(division.counts) > 1 else 0
-    here = division.counts[get_rank(division.group)] + division.beyond
-    run = runner(own, way, here, given.dims, beyond)
+    apart = division.beyond and len(division.counts) > 1
+    without = division.counts[get_rank(division.group)] if apart else None
+    run = runner(own, way, given.dims, without)
     return given.back(_over_tokens(module, run, given))
 
 
@@ -134,6 +134,7 @@ def _over_tokens(module: DividedExperts, run: Run, given: Given) -> Tensor:
     units = share_out(len(given.hidden) // given.unit, ranks)
     sizes = [number * given.unit for number in units]
     share = given._replace(
+        sizes=None,
         hidden=functional.split(given.hidden, 0, group, sizes=sizes),
         top_k_index=given.top_k_index.split(sizes)[get_rank(group)],
         top_k_weights=functional.split(given.top_k_weights, 0, group, sizes=sizes),
@@ -151,12 +152,15 @@ def _over_experts(module: DividedExperts, run: Run, given: Given) -> Tensor:
     counts = tuple(number + division.beyond for number in division.counts)
     rank = get_rank(division.group)
     if here:
-        came = Dispatched(hidden, index, weights, stay(index))
+        came = Dispatched(hidden, index, weights, stay(index, given.sizes))
     else:
         shared = vars(module).get("_beside")  # what the block computes beside them
         early = None if shared is None else partial(shared.compute_early, hidden)
         index = number_apart(index, division.counts, division.beyond, rank)
-        came = dispatch(hidden, index, weights, counts, division.group, early)
+        # Once they have called each other, ranks are known to have the same experts.
+        known = bool(division.checked)
+        route = find_route(hidden, index, weights, counts, division.group, by_expert=known)
+        came = dispatch_along(route, hidden, index, weights, counts, early)
     named = {name: _tensor(module, name) for name in division.stacked}
     call = partial(compute, run, came, counts[rank], [*named.values()], routed)
     if not division.checked:

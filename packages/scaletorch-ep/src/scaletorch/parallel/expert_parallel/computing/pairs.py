@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from ..exchange.dispatch import Dispatched
 from ..exchange.functions import add_pairs, apply, once_differentiable
 from .taking import call_taking
 
-# experts(hidden [P, H], top_k_index [P, 1], top_k_weights [P, 1]) -> [P, H]
-Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+# experts(hidden [P, H], top_k_index [P, 1], top_k_weights [P, 1], sizes) -> [P, H]
+Experts = Callable[..., Tensor]
 
 
 def compute(
@@ -47,14 +48,21 @@ def compute(
         return apply(_Idle, like, hidden, weights, *parameters), None
     numbers, order = index.flatten().sort(stable=True)  # experts elsewhere come last
     numbers, order = numbers[: route.pairs, None], order[: route.pairs]
+    sizes = _sizes(numbers, count) if route.sizes is None else route.sizes
     top_k = index.shape[1]
     row, most = order.div(top_k, rounding_mode="floor"), min(count, top_k)  # experts of a row
     taken, scales = apply(_Spread, hidden, weights, row, order, most)
-    results = call_taking(experts, taken, (numbers, scales), parameters, count)
+    call = partial(experts, sizes=sizes)
+    results = call_taking(call, taken, (numbers, scales), parameters, sizes)
     wrong = _wrong(results, taken, same_width)
     if wrong is not None:
         results = taken * 0
     return apply(_Fold, results, row, hidden.shape[0], most), wrong
+
+
+def _sizes(numbers: Tensor, count: int) -> tuple[int, ...]:
+    """Return how many rows each expert has, for which the host waits: in a first call alone."""
+    return tuple(torch.bincount(numbers.view(-1), minlength=count).tolist())
 
 
 def _results(experts: Experts, hidden: Tensor, count: int) -> Tensor:
@@ -62,7 +70,7 @@ def _results(experts: Experts, hidden: Tensor, count: int) -> Tensor:
     index = torch.arange(count, device=hidden.device)[:, None]
     with torch.no_grad():
         zeros = hidden.new_zeros((count, hidden.shape[1]))
-        return experts(zeros, index, hidden.new_ones((count, 1)))
+        return experts(zeros, index, hidden.new_ones((count, 1)), sizes=(1,) * count)
 
 
 def _wrong(results: Any, taken: Tensor, same_width: bool) -> InvalidArgumentError | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ def call_taking(
     rows: Tensor,
     given: tuple[Tensor, ...],
     stacks: Sequence[Tensor],
-    count: int = 0,
+    sizes: Sequence[int] = (),
 ) -> Any:
     """Call experts, with gradients that cost less of what they take of one stack or of the rows.
 
@@ -39,26 +39,14 @@ def call_taking(
         rows: Hidden states [P, H].
         given: Indices and weights, [P, 1].
         stacks: Parameters of all experts, one along dim 0 for each.
-        count: Of experts, if rows and what is given lie one expert after another; else 0.
+        sizes: The rows of each expert, if these and what is given lie one expert after another.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return experts(rows, *given)
     # To see whose rows an index takes, the host reads it: on a device it would wait each time.
-    lying = given if count and rows.is_cpu else ()
-    with _Taking(rows, lying, stacks, count):
+    lying = given if sizes and rows.is_cpu else ()
+    with _Taking(rows, lying, stacks, sizes):
         return experts(rows, *given)
-
-
-class _Lying(NamedTuple):
-    """Rows that lie one expert after another.
-
-    Attributes:
-        sizes: Of each expert.
-        first: First row -> the expert, and all its rows, int64.
-    """
-
-    sizes: list[int]
-    first: dict[int, tuple[int, Tensor]]
 
 
 class _Taking(TorchFunctionMode):
@@ -69,10 +57,14 @@ class _Taking(TorchFunctionMode):
     """
 
     def __init__(
-        self, rows: Tensor, given: tuple[Tensor, ...], stacks: Sequence[Tensor], count: int
+        self,
+        rows: Tensor,
+        given: tuple[Tensor, ...],
+        stacks: Sequence[Tensor],
+        sizes: Sequence[int],
     ) -> None:
         super().__init__()
-        self.rows, self.given, self.count = rows, given, count
+        self.rows, self.given, self.sizes = rows, given, list(sizes)
         self.weights = given[1] if given else None
         # By `id`, of tensors that live as long as this.
         self.known: dict[int, tuple[Tensor, int]] = {}  # indices of all rows of one expert
@@ -87,14 +79,11 @@ class _Taking(TorchFunctionMode):
         return torch.arange(self.rows.shape[0])
 
     @cached_property
-    def lying(self) -> _Lying:
-        """Where the rows of each expert lie, which the host reads if one takes any."""
-        numbers = self.given[0].view(-1)
-        sizes = torch.bincount(numbers, minlength=self.count).tolist()
-        rows = self.every.split(sizes)
+    def first(self) -> dict[int, tuple[int, Tensor]]:
+        """First row of an expert -> the expert, and all its rows, int64."""
+        sizes, rows = self.sizes, self.every.split(self.sizes)
         starts = enumerate(accumulate(sizes[:-1], initial=0))
-        first = {start: (expert, rows[expert]) for expert, start in starts if sizes[expert]}
-        return _Lying(sizes, first)
+        return {start: (expert, rows[expert]) for expert, start in starts if sizes[expert]}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do what was asked for."""
@@ -153,7 +142,7 @@ class _Taking(TorchFunctionMode):
             return self.known[id(index)][1]
         if not (self.given and index.numel()):
             return None
-        found = self.lying.first.get(int(index[0]))
+        found = self.first.get(int(index[0]))
         if found is None or not torch.equal(index, found[1]):
             return None
         self.known[id(index)] = index, found[0]
@@ -163,7 +152,7 @@ class _Taking(TorchFunctionMode):
         """Return a copy, which experts may write to as they may to what an index gives."""
         pieces = self.pieces.get(id(of))
         if pieces is None:
-            pieces = self.pieces[id(of)] = of.split(self.lying.sizes)
+            pieces = self.pieces[id(of)] = of.split(self.sizes)
         return pieces[expert].clone()
 
     def _parts(self, whole: Tensor) -> tuple[Tensor, ...]:

@@ -78,11 +78,23 @@ def dispatch(
     group = expert_group(group)
     counts = counts_of(experts, get_world_size(group))
     route = find_route(hidden, top_k_index, top_k_weights, counts, group)
+    return dispatch_along(route, hidden, top_k_index, top_k_weights, counts, meanwhile)
+
+
+def dispatch_along(
+    route: Route,
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    counts: tuple[int, ...],
+    meanwhile: Callable[[], object] | None,
+) -> Dispatched:
+    """Do what `dispatch` does once the route has been found."""
     if sum(counts) >= 1 << 8 * top_k_weights.element_size() - 1:
         raise InvalidArgumentError(f"{top_k_weights.dtype} weights carry fewer than 32768 experts")
     if route.backward and not (hidden.requires_grad or top_k_weights.requires_grad):
         hidden = hidden.detach().requires_grad_()  # another rank needs gradients, so all send them
-    rank, widths = get_rank(group), (hidden.shape[1], top_k_weights.shape[1])
+    rank, widths = get_rank(route.group), (hidden.shape[1], top_k_weights.shape[1])
     flight = _Flight(route, widths, numbers_of(counts, rank, hidden.device), counts[rank])
     mark = apply(_Leave, hidden, top_k_weights, top_k_index, flight)
     if meanwhile is not None:

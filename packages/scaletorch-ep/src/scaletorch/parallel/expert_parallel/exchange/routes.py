@@ -18,7 +18,8 @@ from ...pg_manager import describe_rank
 from .shares import ranges_of
 from .travel import landed
 
-_FIELDS = 5  # numbers that a rank tells each other one: call, needs, rows, pairs, indices outside
+# Numbers that a rank tells each other one: call, needs, rows, indices outside; then pairs.
+_FIELDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Route:
         most: Rows of a token, at most: the smaller of K and the number of ranks.
         receives: Rows from each rank; their sum is R, the rows that come.
         pairs: Pairs of a row that comes and one of its experts here: R at least.
+        sizes: The pairs of each expert here, if the ranks told one another; else None.
         backward: Whether a rank of the group needs gradients of hidden states or weights.
     """
 
@@ -45,6 +47,7 @@ class Route:
     sends: tuple[int, ...]
     receives: tuple[int, ...]
     pairs: int
+    sizes: tuple[int, ...] | None
     backward: bool
 
 
@@ -54,8 +57,12 @@ def find_route(
     weights: Tensor,
     counts: tuple[int, ...],
     group: ProcessGroup | None,
+    *,
+    by_expert: bool = False,
 ) -> Route:
     """Count this rank's rows, tell the others and read what they tell: one small all-to-all.
+
+    The host reads once, and nothing else of this exchange, of its way back or of backward.
 
     Args:
         hidden: [T, H].
@@ -63,6 +70,8 @@ def find_route(
         weights: [T, K].
         counts: Experts of each rank.
         group: The ranks.
+        by_expert: Tell the pairs of each expert. How long a message is depends on the experts
+            then, so ranks must have agreed on these before.
 
     Raises:
         InvalidArgumentError: An index is outside of the experts, or shapes do not fit.
@@ -72,34 +81,40 @@ def find_route(
     call = _Call(hidden.shape[1], hidden.dtype, weights.shape[1], weights.dtype, counts,
                  torch.is_grad_enabled())  # fmt: skip
     ranks, experts = len(counts), sum(counts)
-    owners = _owners(counts, index.device).take(index.long().clamp(-1, experts)).t()
-    slots = owners.new_zeros((ranks + 1, index.shape[0]))  # the last row is of indices outside
-    slots.scatter_add_(0, owners, _one(index.device).expand_as(owners))
-    goes, pairs = slots[:ranks] > 0, slots.sum(1, keepdim=True)
+    told = counts if by_expert else (1,) * ranks  # how many numbers of pairs each rank is told
+    inside = index.long().clamp(-1, experts)
+    owners = _owners(counts, index.device).take(inside).t()
+    goes = owners.new_zeros((ranks + 1, len(index))).scatter_(0, owners, 1)[:ranks]
+    places = _places(experts, index.device).take(inside) if by_expert else owners
+    pairs = owners.new_zeros(sum(told) + 1)
+    pairs.scatter_add_(0, places.reshape(-1), _one(index.device).expand(index.numel()))
+    rows, outside = goes.sum(1), pairs[-1:].expand(ranks)
     head = _head(_digest(call), _needs(hidden, weights), ranks, index.device)
-    outside = pairs[ranks:].expand(ranks, 1)
-    told = torch.cat((head, goes.sum(1, keepdim=True), pairs[:ranks], outside), 1).view(-1)
-    sizes = [_FIELDS] * ranks
-    (heard,) = landed([all_to_all_flat(told, sizes, sizes, group)])
-    numbers = torch.cat((told, heard)).tolist()  # once, the host reads: of this rank, of all
-    calls, needs, rows, came, beyond = (numbers[field::_FIELDS] for field in range(_FIELDS))
+    fields = torch.cat((head, rows, outside, pairs[:-1])).take(_order(told, index.device))
+    mine = _FIELDS + told[get_rank(group)]
+    sizes = [_FIELDS + each for each in told], [mine] * ranks
+    (heard,) = landed([all_to_all_flat(fields, *sizes, group)])
+    numbers = torch.cat((rows, heard)).tolist()  # once, the host reads
+    sends, heard_by = tuple(numbers[:ranks]), numbers[ranks:]
+    calls, needs, receives, beyond = (heard_by[field::mine] for field in range(_FIELDS))
     if len({*calls}) > 1:
         agree("a call of experts", call.lines(), group)
     if any(beyond):
         _refuse(index, experts, group)
-    sends, receives = tuple(rows[:ranks]), tuple(rows[ranks:])
+    came = tuple(sum(heard_by[field::mine]) for field in range(_FIELDS, mine))
     # The quicker one has the host wait for a device once more.
     at = goes.nonzero() if goes.is_cpu else torch.nonzero_static(goes, size=sum(sends))
-    tokens = at[:, 1].contiguous()
-    most = min(index.shape[1], ranks)
-    backward = any(needs)
-    return Route(group, hidden.shape[0], tokens, most, sends, receives, sum(came[ranks:]), backward)
+    tokens, most = at[:, 1].contiguous(), min(index.shape[1], ranks)
+    each = came if by_expert else None
+    return Route(
+        group, len(index), tokens, most, sends, tuple(receives), sum(came), each, any(needs)
+    )
 
 
-def stay(index: Tensor) -> Route:
-    """Return the route of rows whose experts are all here."""
+def stay(index: Tensor, sizes: tuple[int, ...] | None) -> Route:
+    """Return the route of rows whose experts are all here, `sizes` of each if that is known."""
     nowhere = index.new_empty(0)
-    return Route(None, len(index), nowhere, 1, (), (), index.numel(), backward=False)
+    return Route(None, len(index), nowhere, 1, (), (), index.numel(), sizes, backward=False)
 
 
 def number_apart(index: Tensor, counts: tuple[int, ...], beyond: int, rank: int) -> Tensor:
@@ -134,6 +149,22 @@ def _owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=64)
+def _places(experts: int, device: torch.device) -> Tensor:
+    """Return for each index its place among the numbers of pairs; the last two are outside."""
+    return torch.tensor([*range(experts), experts, experts], device=device)
+
+
+@lru_cache(maxsize=64)
+def _order(told: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return where messages to the ranks take numbers from: fields [4, ranks], then pairs."""
+    ranks, order = len(told), list[int]()
+    for rank, own in enumerate(ranges_of(told)):
+        order += [field * ranks + rank for field in range(_FIELDS)]
+        order += [_FIELDS * ranks + at for at in own]
+    return torch.tensor(order, device=device)
+
+
+@lru_cache(maxsize=64)
 def numbers_of(counts: tuple[int, ...], rank: int, device: torch.device) -> Tensor:
     """Return for each index what that rank counts it as: how many it has if it is another's."""
     own = ranges_of(counts)[rank]
@@ -148,8 +179,8 @@ def _one(device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _head(call: int, needs: bool, ranks: int, device: torch.device) -> Tensor:
-    """Return what a rank tells every other one of its call, int64 [ranks, 2]."""
-    return torch.tensor([[call, needs]] * ranks, device=device)
+    """Return what a rank tells every other one of its call, int64 [2 * ranks]."""
+    return torch.tensor([call] * ranks + [needs] * ranks, device=device)
 
 
 def _check_shapes(hidden: Tensor, index: Tensor, weights: Tensor) -> None:

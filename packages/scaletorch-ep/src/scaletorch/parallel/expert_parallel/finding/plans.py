@@ -14,10 +14,10 @@ Plan = Mapping[str, str]
 
 EXPERTS = "experts"  # the one style
 
-# What plans of transformers say of the experts' module and of its parameters, and of what is none
-# of them: dense parts, which every rank keeps whole.
-_MODULE, _STACKED = "ep_dispatch_experts", "grouped_gemm"
-_DENSE = ("colwise", "rowwise", "packed_colwise", "replicated_with_grad_allreduce", "replicate")
+# The style of experts' parameters in plans of transformers, in every version since 5.0. Those of
+# their module and of routers change from version to version, and those of dense parts do not
+# matter: every rank keeps these whole.
+_STACKED = "grouped_gemm"
 
 
 def named_experts(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
@@ -71,22 +71,15 @@ def _is_named(name: str, module: nn.Module) -> bool:
 def own_patterns(model: nn.Module) -> list[str]:
     """Return the names of experts' modules in the plans of a model and of models inside it.
 
-    Raises:
-        InvalidArgumentError: A plan has a style that is not known.
+    They are the modules whose parameters a plan calls stacked.
     """
-    found: list[str] = []
+    found: dict[str, None] = {}
     for name, module in model.named_modules():
         for plan in _plans(module):
             for pattern, style in plan.items():
-                if style not in (_MODULE, _STACKED, *_DENSE):
-                    raise InvalidArgumentError(
-                        f"the model's own plan for experts gives '{pattern}' the style {style!r}, "
-                        f"which is none of {', '.join((_MODULE, _STACKED, *_DENSE))}; pass a plan "
-                        "of your own"
-                    )
-                if style == _MODULE:
-                    found.append(f"{name}.{pattern}".lstrip("."))
-    return found
+                if style == _STACKED:
+                    found.setdefault(f"{name}.{pattern.rpartition('.')[0]}".strip("."))
+    return list(found)
 
 
 def _plans(module: nn.Module) -> Iterator[Mapping[str, str]]:

@@ -11,6 +11,9 @@ from ..cuts.stacked import Slices, Stacked
 
 EXPERTS = "moe_tp_experts"  # the module's style
 SUMMED = "all_reduce"  # and that of shared experts that are stacked
+GATHERED = "gather"  # in transformers 5.0, experts whose parameters have one of `_LOCAL`
+ROUTER = "ep_router"  # until 5.2 in these plans, too: a router is whole on every rank
+_LOCAL = ("local_colwise", "local_rowwise")  # these do not tell which dim is the width
 
 # A parameter's style -> the dim of [experts, out, in] that it cuts, and how many parts are packed.
 # Stacks that are transposed are given the style of the other dim.
@@ -72,9 +75,11 @@ def _packed(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
     """
     found = dict(styles)
     gate_up, down = (module._parameters.get(name) for name in ("gate_up_proj", "down_proj"))
-    for style, dim, other in (("colwise", 1, 2), ("rowwise", 2, 1)):
-        if gate_up is None or down is None or found.get("gate_up_proj") != style:
-            continue
-        if gate_up.ndim == down.ndim == 3 and gate_up.shape[dim] == 2 * down.shape[other]:
-            found["gate_up_proj"] = f"packed_{style}"
+    if gate_up is None or down is None or not gate_up.ndim == down.ndim == 3:
+        return found
+    rows, columns = (gate_up.shape[d] == 2 * down.shape[e] for d, e in ((1, 2), (2, 1)))
+    if rows and {found.get(name) for name in ("gate_up_proj", "down_proj")} <= {*_LOCAL}:
+        found |= {"gate_up_proj": "colwise", "down_proj": "rowwise"}
+    if found.get("gate_up_proj") == ("colwise" if rows else "rowwise") and (rows or columns):
+        found["gate_up_proj"] = f"packed_{found['gate_up_proj']}"
     return found

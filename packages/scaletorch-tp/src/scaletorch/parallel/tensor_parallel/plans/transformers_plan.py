@@ -25,7 +25,7 @@ from .transformers_attention import (
     per_head_of,
     shared_tail_of,
 )
-from .transformers_experts import EXPERTS, SUMMED, stacked_of
+from .transformers_experts import EXPERTS, GATHERED, ROUTER, SUMMED, stacked_of
 
 # Their style -> ours; what is missing here cannot be done.
 TRANSFORMERS_STYLES: Mapping[str, Style] = {
@@ -49,7 +49,8 @@ def own_plan(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         for own in _plans(module):
             for pattern, style in own.items():
-                plan.setdefault(f"{name}.{pattern}".lstrip("."), style)
+                if style != ROUTER:
+                    plan.setdefault(f"{name}.{pattern}".lstrip("."), style)
     return plan
 
 
@@ -124,7 +125,7 @@ def _match(plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[nn
         own = {n: _pattern(plan, f"{name}.{n}") for n in module._parameters}
         styles = {n: plan[found] for n, found in own.items() if found is not None}
         style: Style | None
-        if theirs == EXPERTS or (theirs == SUMMED and styles):
+        if theirs == EXPERTS or (theirs in (SUMMED, GATHERED) and styles):
             style = stacked_of(name, module, styles)
         elif theirs == PER_HEAD:
             style = per_head_of(name, module, styles)
@@ -143,8 +144,9 @@ def _match(plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[nn
         if style is None:
             continue
         match = look_up(name, module, pattern, style)
-        if style == "vocab" and match.layer is not None and not match.layer.takes(module):
-            match = look_up(name, module, pattern, "replicate")  # it does more than to look up
+        whole = style in ("vocab", "column_gather")  # what these return is whole, too
+        if whole and match.layer is not None and not match.layer.takes(module):
+            match = look_up(name, module, pattern, "replicate")  # it does more than its style
         matches.setdefault(module, match)
     return matches
 

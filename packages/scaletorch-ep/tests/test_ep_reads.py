@@ -1,0 +1,173 @@
+"""How often the host waits for a device: once in a call of experts, and never in backward.
+
+A tensor of this host says here that it is on a device, so that what runs is what would run there.
+"""
+
+import pytest
+import torch
+import torch.distributed as c10d
+import torch.nn.functional as F
+from called_blocks import EXPERTS, HIDDEN, All, Sorted
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from scaletorch.dist.testing import relative_error, run_ranks
+from scaletorch.parallel.expert_parallel import (
+    apply_expert_parallel,
+    gather_experts,
+    module,
+)
+
+TOP_K, WIDTH, TOKENS = 3, 8, 7
+READS = {  # operations whose result the host needs, or whose size depends on values
+    "_local_scalar_dense", "nonzero", "is_nonzero", "equal", "bincount", "masked_select",
+    "_unique2", "unique_dim", "unique_consecutive",
+}  # fmt: skip
+
+
+class Grouped(nn.Module):
+    """Experts that multiply all of their rows at once, and say on the device where each ends."""
+
+    def __init__(self, hidden=16, dtype=torch.float32):
+        super().__init__()
+        self.num_experts = EXPERTS
+        shapes = (EXPERTS, hidden, WIDTH), (EXPERTS, WIDTH, hidden)
+        self.up, self.down = (nn.Parameter(torch.randn(each).to(dtype) / 3) for each in shapes)
+
+    def forward(self, hidden, top_k_index, top_k_weights):
+        numbers, order = top_k_index.flatten().sort()
+        counts = numbers.new_zeros(self.num_experts).scatter_add_(0, numbers, numbers * 0 + 1)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        token = order // top_k_index.shape[1]
+        inner = F.grouped_mm(hidden[token], self.up, offs=ends).tanh()
+        rows = F.grouped_mm(inner, self.down, offs=ends)
+        rows = rows * top_k_weights.flatten()[order, None]
+        return torch.zeros_like(hidden).index_add(0, token, rows)
+
+
+class Looped(Grouped):
+    """The same, one expert after another."""
+
+    def forward(self, hidden, top_k_index, top_k_weights):
+        total = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            token, slot = torch.where(top_k_index == expert)
+            rows = (hidden[token] @ self.up[expert]).tanh() @ self.down[expert]
+            total = total.index_add(0, token, rows * top_k_weights[token, slot, None])
+        return total
+
+
+class Counted(TorchDispatchMode):
+    """Counts what makes the host wait, and grouped products."""
+
+    def __init__(self):
+        super().__init__()
+        self.reads, self.grouped = [], 0
+
+    def __enter__(self):
+        patch = self.patch = pytest.MonkeyPatch()
+        for name in ("tolist", "cpu", "numpy"):
+            patch.setattr(torch.Tensor, name, self._reading(name, getattr(torch.Tensor, name)))
+        patch.setattr(torch.Tensor, "is_cpu", property(lambda _: False))
+        return super().__enter__()
+
+    def __exit__(self, *args):
+        super().__exit__(*args)
+        self.patch.undo()
+
+    def _reading(self, name, own):
+        def read(*args, **kwargs):
+            self.reads.append(name)
+            return own(*args, **kwargs)
+
+        return read
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in READS:
+            self.reads.append(name)
+        self.grouped += name == "_grouped_mm"
+        return func(*args, **(kwargs or {}))
+
+
+def _routed(hidden, dtype=torch.float32):
+    """Return tokens of this rank, which expert each goes to, and weights."""
+    torch.manual_seed(3 + c10d.get_rank())
+    index = torch.rand(TOKENS, EXPERTS).topk(TOP_K).indices
+    weights = torch.rand(TOKENS, TOP_K).to(dtype).requires_grad_()
+    return torch.randn(TOKENS, hidden).to(dtype).requires_grad_(), index, weights
+
+
+CALLS = {
+    "grouped": (Grouped, lambda: _routed(16)),
+    "sorted": (
+        lambda: Sorted(HIDDEN, WIDTH),
+        lambda: (torch.randn(9, HIDDEN, requires_grad=True), [4, 0, 2, 3, 0]),
+    ),
+    "all": (All, lambda: (torch.randn(2 * EXPERTS, HIDDEN, requires_grad=True),)),
+}
+
+
+def _reads(way, again=None):
+    """Return what the host reads in a second call, and in its backward."""
+    torch.manual_seed(0)
+    make, arguments = CALLS[way]
+    group = c10d.group.WORLD
+    experts = apply_expert_parallel(nn.ModuleDict({"experts": make()}), group=group)["experts"]
+    experts(*arguments())  # where ranks agree
+    if again is not None:
+        find = module.find_route
+        module.find_route = lambda *args, by_expert: find(*args)
+    given = arguments()
+    with Counted() as forward:
+        results = experts(*given)
+    with Counted() as backward:
+        results.sum().backward(torch.ones(()))
+    assert forward.grouped == backward.grouped == 0 or way == "grouped"
+    return forward.reads, backward.reads
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("way", CALLS)
+def test_the_host_reads_once_in_a_call_and_never_in_backward(way, ranks):
+    once = ["tolist"] if ranks > 1 else []
+    assert run_ranks(_reads, ranks, way) == [(once, [])] * ranks
+
+
+def test_a_second_read_is_counted():
+    for forward, backward in run_ranks(_reads, 2, "sorted", "again"):
+        assert (forward, backward) == (["tolist", "bincount", "tolist"], [])
+
+
+def _compared(dtype):
+    """Return the largest errors beside float64 on one process: of ranks, and of one in `dtype`."""
+    found = []
+    for kind, precise in ((Grouped, False), (Looped, True)):
+        torch.manual_seed(0)
+        experts = kind(dtype=dtype)
+        given = _routed(16, dtype)
+        if precise:
+            experts, given = experts.double(), [given[0].double(), given[1], given[2].double()]
+            given = [each.detach().requires_grad_(each.is_floating_point()) for each in given]
+        found.append((experts, given))
+    (experts, given), (plain, wide) = found
+    experts = apply_expert_parallel(nn.ModuleDict({"experts": experts}), group=c10d.group.WORLD)
+    with Counted() as counted:
+        results = experts["experts"](*given)
+        gradient = torch.linspace(-1, 1, results.numel(), dtype=dtype).view_as(results)
+        results.backward(gradient)
+    wanted = plain(*wide)
+    wanted.backward(gradient.double())
+    for parameter in plain.parameters():
+        c10d.all_reduce(parameter.grad)
+    stacks = gather_experts(experts, {n: p.grad for n, p in experts.named_parameters()})
+    pairs = [(results, wanted), (given[0].grad, wide[0].grad), (given[2].grad, wide[2].grad)]
+    pairs += [(stacks[f"experts.{name}"], each.grad) for name, each in plain.named_parameters()]
+    return counted.grouped, [relative_error(mine.double(), theirs) for mine, theirs in pairs]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_are_one_process_in_float64(dtype):
+    for products, errors in run_ranks(_compared, 2, dtype):
+        assert products == 6  # two, and for each of them two in backward
+        assert max(errors) <= 4 * torch.finfo(dtype).eps, errors
