@@ -94,7 +94,8 @@ def proof(
         if checks.left() < 2 * result.seconds:
             raise _Over(result.case)
 
-    where: dict[str, Any] = {} if checks.device == "cpu" else {"device": "cuda", "backend": "nccl"}
+    backend = "gloo" if checks.device == "cpu" else "nccl"
+    where: dict[str, Any] = {"device": checks.device, "backend": backend}
     if isinstance(ranks, int):
         where["world_size"] = ranks
     else:
