@@ -96,8 +96,7 @@ def test_any_band_of_any_shape(kernel, batch, kv_heads, group, rows, keys, dim, 
     inputs = _inputs(kv_heads * group, kv_heads, rows, keys, dim, batch=batch, seed=rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_flash, "STRIP_ROWS", step)
-        patch.setattr(tile, "TILE_ROWS", step)
-        patch.setattr(tile, "TILE_SCORES", step * 20)
+        patch.setitem(tile.SIZES, "cpu", tile.Size(step, step * 20))
         mine = _run(kernel, *inputs, 0.3, band)
     _assert_close(mine, _dense(*inputs, 0.3, band), 1e-11)
 
@@ -308,8 +307,7 @@ def test_gradcheck_through_merged_blocks_and_grouped_heads(kernel):
 
 
 def test_tile_keeps_one_tile_of_scores(monkeypatch):
-    monkeypatch.setattr(tile, "TILE_ROWS", 8)
-    monkeypatch.setattr(tile, "TILE_SCORES", 4096)
+    monkeypatch.setitem(tile.SIZES, "cpu", tile.Size(8, 4096))
     sizes, plain = [], tile._scores
     monkeypatch.setattr(tile, "_scores", lambda *a: sizes.append(s := plain(*a)) or s)
     _run(tile, *_inputs(4, 2, 256, 256, 4), 1.0, (-31, 0))
@@ -455,6 +453,26 @@ def test_backwards_are_given_memory_in_the_order_that_they_read(operator):
         for tensor in (given.get("grad_out", given.get("grad_out_")), given["out"]):
             assert tensor.dtype == torch.bfloat16
             assert (tensor if operator is cuda.FLASH else tensor.transpose(1, 2)).is_contiguous()
+
+
+@pytest.mark.parametrize(("is_new", "first"), [(True, "cudnn"), (False, "flash")])
+def test_cudnn_is_asked_before_flash_on_new_devices(is_new, first, monkeypatch):
+    for name in ("flash", "cudnn", "efficient"):
+        monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda *_: True)
+    monkeypatch.setattr(cuda, "_is_new", lambda device: is_new)
+    monkeypatch.setattr(cuda, "flash_attn_is_installed", lambda: False)
+    q, k, v, _ = _half(4, 2, 40, 40)
+    for band, name in ((CAUSAL, first), ((-3, 0), "flash")):
+        fits = [kernel.name for kernel in cuda.KERNELS if kernel.fits(q, k, v, band)]
+        assert fits[0] == name
+
+
+def test_devices_have_few_large_tiles():
+    keys, count = torch.empty(2, 4096, 1), {}
+    for device in ("meta", "cpu"):
+        queries = torch.empty(2, 4, 4096, 1, device=device)
+        count[device] = len([*tile._tiles(queries, keys, CAUSAL)])
+    assert count["meta"] == 16 < count["cpu"] // 10
 
 
 @pytest.mark.parametrize("operator", [cuda.FLASH, cuda.CUDNN], ids=["flash", "cudnn"])

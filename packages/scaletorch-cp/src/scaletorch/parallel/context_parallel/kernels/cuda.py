@@ -161,8 +161,12 @@ def _fits_cudnn(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
 
 
 def _fits_cudnn_first(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
-    is_new = q.is_cuda and torch.cuda.get_device_capability(q.device) >= _OF_CUDNN
-    return is_new and _fits_cudnn(q, k, v, band)
+    return _is_new(q.device) and _fits_cudnn(q, k, v, band)
+
+
+@cache
+def _is_new(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _OF_CUDNN
 
 
 def _fits_efficient(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:

@@ -26,10 +26,23 @@ from ..masks.blocks import Band
 from .block import Gradients, Operands, statistics_dtype, without_unseeing_rows
 from .strips import Strip, hide_, strips
 
-# Rows of a group's heads together, and scores at most unless these rows alone have more: what a
-# core's cache holds two of. Other sizes between half and four times these were no faster.
-TILE_ROWS = 128
-TILE_SCORES = 1 << 18
+
+class Size(NamedTuple):
+    """How large a tile is.
+
+    Attributes:
+        rows: Of a group's heads together.
+        scores: At most, unless these rows alone have more.
+    """
+
+    rows: int
+    scores: int
+
+
+# What a core's cache holds two of: others between half and four times as large were no faster.
+# Devices want few large kernels, here of 128 MiB in float32 (not measured on any).
+SIZES = {"cpu": Size(128, 1 << 18)}
+OF_DEVICES = Size(1024, 1 << 25)
 
 
 class _Tile(NamedTuple):
@@ -94,10 +107,11 @@ def backward(x: Operands, scale: float, band: Band, cap: float | None = None) ->
 
 def _tiles(queries: Tensor, keys: Tensor, band: Band) -> Iterator[_Tile]:
     heads, group, length, _ = queries.shape
-    step = max(1, TILE_ROWS // group)
+    size = SIZES.get(queries.device.type, OF_DEVICES)
+    step = max(1, size.rows // group)
     for strip in strips(band, length, keys.shape[1], step):
         scores = group * len(strip.rows) * len(strip.keys)
-        some = max(1, TILE_SCORES // scores)
+        some = max(1, size.scores // scores)
         for first in range(0, heads, some):
             yield _Tile(slice(first, min(first + some, heads)), strip)
 
