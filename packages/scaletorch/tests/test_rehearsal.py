@@ -453,6 +453,17 @@ def test_16_bits_are_rehearsed_in_float32(how):
                 assert "output of layers.0 is off by" in said, (layout, said)
 
 
+def test_too_little_memory_for_float32_is_told():
+    line = run_ranks(without_memory, 2, timeout=200)[0]
+    assert "in bfloat16, " in line
+    assert "not compared: anything in float32, for which a rank has too little memory" in line
+
+
+def without_memory():
+    with patched("compose.rehearsal.width:_free", lambda _: lambda device: 0):
+        return rehearsed(models.Plain, Layout({"dp": 2}), torch.bfloat16, {}, casts=False)
+
+
 class Picky(models.Plain):
     def top(self, x):
         if x.dtype != torch.bfloat16:

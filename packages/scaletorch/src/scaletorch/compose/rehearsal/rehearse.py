@@ -72,7 +72,7 @@ def rehearse_step(
     require_one_batch(micro_batches, manager)
     pipeline = pipeline_of(model)
     device = next((p.device for p in model.parameters()), micro_batches[0]["input_ids"].device)
-    added, widens = _agreed(micro_batches, model, device, terms, manager)
+    added, narrow = _agreed(micro_batches, model, device, terms, manager)
     if added is None:
         return
     if added:  # a rank has its own rows, positions and words of them; all else is as with any loss
@@ -92,7 +92,7 @@ def rehearse_step(
             return *run, _explained(model, small, terms, manager, run[1].first)
 
     try:
-        replay, found, why = _widest(compared, widens=widens)
+        replay, found, why = _widest(compared, narrow)
     except Exception as error:
         if not added or isinstance(error, torch.OutOfMemoryError):
             raise
@@ -108,11 +108,18 @@ def rehearse_step(
 
 
 def _widest(
-    compared: Callable[..., tuple[Replay, _Found, str]], *, widens: bool
+    compared: Callable[..., tuple[Replay, _Found, str]], narrow: str | None
 ) -> tuple[Replay, _Found, str]:
-    """Compare in float32, or, if code is made for the run's dtype alone, in that, and say so."""
-    if not widens:
-        return compared(wide=False)
+    """Compare in float32, or, if code is made for the run's dtype alone, in that, and say so.
+
+    Args:
+        compared: Compares.
+        narrow: Why not in float32: "" if the run is not narrower; None if nothing speaks against.
+    """
+    if narrow is not None:
+        found = compared(wide=False)
+        found[0].unasked += [f"anything in float32, {narrow}"] * bool(narrow)
+        return found
     try:
         found = compared(wide=True)
         problem = found[1].problem
@@ -133,20 +140,21 @@ def _agreed(
     device: torch.device,
     terms: Terms,
     manager: ProcessGroupManager,
-) -> tuple[list[str] | None, bool]:
-    """Return entries that ranks have added for a loss, and whether the rehearsal is in float32.
+) -> tuple[list[str] | None, str | None]:
+    """Return entries that ranks have added for a loss, and why not in float32, as for `_widest`.
 
     The entries are None, and that is said, if there are others.
     """
     own = entries_added(micro_batches), *wish_for_float32(model, device)
-    added, wished, fits = zip(*all_gather_object(own, manager.world_group), strict=True)
+    added, wished, problems = zip(*all_gather_object(own, manager.world_group), strict=True)
+    narrow = next(filter(None, problems), None) if any(wished) else ""
     if None in added:
         _say(
             f"{terms.name} is not rehearsed: its micro-batches, or entries of them, do not come "
             "from shard_global_batch, which takes a batch on its device too"
         )
-        return None, False
-    return sorted({name for names in added for name in names or ()}), any(wished) and all(fits)
+        return None, narrow
+    return sorted({name for names in added for name in names or ()}), narrow
 
 
 @contextmanager

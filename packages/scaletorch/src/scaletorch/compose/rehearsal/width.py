@@ -23,14 +23,17 @@ def is_narrow(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dtype in NARROW
 
 
-def wish_for_float32(model: DataParallelBucket, device: torch.device) -> tuple[bool, bool]:
-    """Return whether a model runs in 16 bits, and whether there is memory to run it in float32."""
+def wish_for_float32(model: DataParallelBucket, device: torch.device) -> tuple[bool, str]:
+    """Return whether a model runs in 16 bits, and why it cannot run in float32, if it cannot."""
     narrow = [p for p in model.parameters() if is_narrow(p)]
     travels = any(manager.reduction.dtype in NARROW for manager in model.bucket_managers)
     casts = torch.is_autocast_enabled(device.type)
     fits = _BYTES * sum(p.numel() for p in narrow) <= _free(device) // 2
     plain = all(type(p) is nn.Parameter for p in narrow)  # no class may say what its memory is
-    return bool(narrow) or travels or casts, fits and plain
+    problem = "" if fits else "for which a rank has too little memory"
+    if not plain:
+        problem = "which the class of its parameters may not be"
+    return bool(narrow) or travels or casts, problem
 
 
 def _free(device: torch.device) -> int:
