@@ -19,6 +19,7 @@ from own_losses import (
     teacher,
     tokens,
 )
+from sweeps import today
 
 from scaletorch.compose import (
     eval_step,
@@ -78,7 +79,7 @@ def every_loss(sizes, options):
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", today([*LAYOUTS], 2))
 def test_every_loss_is_one_process_s(layout, expected):
     sizes, options = LAYOUTS[layout]
     for rank in run_ranks(every_loss, math.prod(sizes.values()), sizes, options, timeout=200):

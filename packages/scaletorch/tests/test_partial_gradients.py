@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from sweeps import today
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -165,7 +166,9 @@ def steps_add_up(how):
         destroy_process_group_manager()
 
 
-@pytest.mark.parametrize("how", ["as usual", "no_sync", "late", "compiled", "run again"])
+@pytest.mark.parametrize(
+    "how", ["as usual", *today(["no_sync", "late", "compiled", "run again"], 2)]
+)
 def test_steps_that_add_up_on_four_ranks(how):
     run_ranks(steps_add_up, 4, how, timeout=200)
 

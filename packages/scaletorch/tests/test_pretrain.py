@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from sweeps import today
 
 from scaletorch.checkpoint import save
 from scaletorch.dist import RankFailedError, launch
@@ -121,7 +122,7 @@ def die_at(config, step, rank):
     train(config)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", today(range(3), 3))
 def test_killed_at_a_random_step_and_resumed(config, tmp_path, seed):
     draw = random.Random(seed)
     layout = draw.choice([{"dp": 2, "zero": 1}, {"dp": 2, "zero": 2}, {"pp": 2}, {"cp": 2}])

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from mutants import MUTANTS, hunt
+from sweeps import today
 from torch import nn
 
 from scaletorch.dist import get_rank
@@ -264,7 +265,7 @@ def uneven_batch(step):
     return default_batch(step, rows=4, length=15)
 
 
-@pytest.mark.parametrize("model_fn", [six_heads, two_key_heads, large_vocabulary])
+@pytest.mark.parametrize("model_fn", today([six_heads, two_key_heads, large_vocabulary], 3))
 def test_sizes_that_four_ranks_do_not_divide(model_fn):
     """Heads, vocabulary, key heads and, with sequence parallelism, the sequence."""
     options = {"sequence_parallel": ("off", "on")}
@@ -328,12 +329,15 @@ def test_missing_doubled_and_unsynchronised_parameters_are_named():
 
 @pytest.mark.parametrize(
     ("grid", "layout", "method"),
-    [
-        (Grid(tp=2, cp=2), "contiguous", "ring"),
-        (Grid(tp=2, cp=2), "zigzag", "ulysses"),
-        (Grid(cp=4), "zigzag", "all_gather"),
-        (Grid(cp=4), "stripe", "ring"),
-    ],
+    today(
+        [
+            (Grid(tp=2, cp=2), "contiguous", "ring"),
+            (Grid(tp=2, cp=2), "zigzag", "ulysses"),
+            (Grid(cp=4), "zigzag", "all_gather"),
+            (Grid(cp=4), "stripe", "ring"),
+        ],
+        2,
+    ),
 )
 def test_every_layout_of_the_sequence_trains_like_one_process(grid, layout, method):
     options = {"cp_layout": [layout], "cp_method": [method]}
@@ -346,7 +350,7 @@ def ragged_batch(step):
     return default_batch(step, length=13)
 
 
-@pytest.mark.parametrize("grid", [Grid(cp=2, pp=2), Grid(cp=4), Grid(tp=2, cp=2)])
+@pytest.mark.parametrize("grid", today([Grid(cp=2, pp=2), Grid(cp=4), Grid(tp=2, cp=2)], 3))
 def test_sequences_that_do_not_divide_train_like_one_process(grid):
     report = verify(batch_fn=ragged_batch, layouts=[grid], dtype="float64")
     assert report.passed, str(report)
