@@ -23,6 +23,7 @@ from document_blocks import (
 )
 from document_programs import run
 from tools.testing.suites import PACKAGES, closure
+from tools.testing.sweeps import today
 
 NAMESPACES = ("scaletorch", "scaletorch.parallel")
 BLOCKS = {page: blocks(page) for page in pages()}
@@ -32,9 +33,11 @@ RUNNING = [
     for block in found
     if block.language in RUN and page not in RUN_ELSEWHERE
 ]
+READMES = [each for each in RUNNING if each.id.partition(":")[0].endswith("README.md")]
+GUIDES = [each for each in RUNNING if each not in READMES]
 
 
-@pytest.mark.parametrize("block", RUNNING)
+@pytest.mark.parametrize("block", [*READMES, *today(GUIDES, 3)])
 def test_a_block_runs_and_prints_what_is_shown(block, tmp_path):
     if "from transformers" in block.code:
         pytest.importorskip("transformers")

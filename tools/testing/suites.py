@@ -115,12 +115,17 @@ def run(targets: list[str], options: list[str], measure: bool) -> tuple[list[str
             suites = [
                 *pool.map(lambda t: prepare(t, installed[t], Path(scratch), measure), targets)
             ]
-            parts = [part for suite in suites for part in suite.split()]
+            # By turns: parts of one package wait for the same things, and keep no core busy.
+            parts = sorted((p for suite in suites for p in suite.split()), key=_turn)
             passed = [*pool.map(lambda part: part.run(options, len(parts) > 1), parts)]
         failed = {part.target for part, good in zip(parts, passed, strict=True) if not good}
         measured = [s.target for s in suites if s.measuring]
         results = [covered.collect(name, site_packages(Path(scratch, name))) for name in measured]
         return [name for name in targets if name in failed], results
+
+
+def _turn(part: Suite) -> int:
+    return part.part if part.parts > 1 or part.target == EVERYTHING else max(PARTS.values())
 
 
 def in_order(first: list[str]) -> list[str]:
