@@ -235,7 +235,7 @@ def test_what_is_collected(pytester):
         "ranks()": "the marker needs numbers of ranks, such as ranks(2), and has ()",
         "ranks(2, 0)": "the marker needs numbers of ranks, such as ranks(2), and has (2, 0)",
         "ranks('2')": "the marker needs numbers of ranks, such as ranks(2), and has ('2')",
-        "ranks(2, size=3)": "the marker takes timeout, init, env, and has size",
+        "ranks(2, size=3)": "the marker takes timeout, init, env, backend, and has size",
     }
     form = "import pytest\n\n@pytest.mark.{}\ndef test_it():\n    pass\n"
     files = {f"test_wrong_{at}": form.format(marker) for at, marker in enumerate(wrong)}
