@@ -188,11 +188,11 @@ def tokens_beyond_a_capacity_dropped(combine: Any) -> Any:
     return dropping
 
 
-@fault("module:dispatch", layout="2x1x1x1-ep2", born="forward: *.experts")
+@fault("module:dispatch_along", layout="2x1x1x1-ep2", born="forward: *.experts")
 def scores_travel_in_bfloat16(dispatch: Any) -> Any:
     """Scores are rounded to bfloat16 on their way to the experts."""
-    return lambda hidden, index, weights, *more: dispatch(
-        hidden, index, weights.bfloat16().to(weights.dtype), *more
+    return lambda route, hidden, index, weights, *more: dispatch(
+        route, hidden, index, weights.bfloat16().to(weights.dtype), *more
     )
 
 
