@@ -10,6 +10,7 @@ import pytest
 sys.path += [
     str(Path(__file__).resolve().parent),
     str(Path(__file__).resolve().parents[1]),
+    str(Path(__file__).resolve().parents[1] / "packages/scaletorch/tests"),
 ]
 
 from document_blocks import (
@@ -22,8 +23,8 @@ from document_blocks import (
     prose,
 )
 from document_programs import run
+from sweeps import today
 from tools.testing.suites import PACKAGES, closure
-from tools.testing.sweeps import today
 
 NAMESPACES = ("scaletorch", "scaletorch.parallel")
 BLOCKS = {page: blocks(page) for page in pages()}

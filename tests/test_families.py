@@ -1,14 +1,17 @@
 """An eighth of the families, each day another one: no cell is worse than it was recorded."""
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
-sys.path.append(str(Path(__file__).resolve().parent.parent))
+sys.path += [
+    str(Path(__file__).resolve().parents[1]),
+    str(Path(__file__).resolve().parents[1] / "packages/scaletorch/tests"),
+]
 
+from sweeps import today
 from tools.families import page, record
 from tools.families.axes import AXES, SINGLE
 from tools.families.names import names
@@ -17,11 +20,9 @@ from tools.families.run import cells, run
 from tools.families.verdicts import DIFFERS, OBSCURE, REFUSED, SAME, Verdict, of_ranks, worse
 from tools.pools import Pools
 
-TODAY = int(time.time() // 86400) % 8
-
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("eighth", [TODAY])
+@pytest.mark.parametrize("eighth", today(range(8), 8))
 def test_no_family_is_worse_than_recorded(eighth):
     known = record.read().verdicts
     chosen = [name for name in names()[eighth::8] if name in known]

@@ -5,7 +5,6 @@ It shows which environment each rank has, which device, and what is said. Nothin
 
 import logging
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -35,12 +34,7 @@ def built():
         import build
     finally:
         sys.path.remove(str(STANDIN))
-    missing = build.missing_tool()
-    if missing:
-        pytest.skip(f"the stand-in device cannot be built: {missing}")
-    command = [sys.executable, str(STANDIN / "build.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
+    build.prepare()
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Tests import what lies beside them; ranks have what all tests' ranks import."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -33,10 +32,5 @@ def plugins():
         import build
     finally:
         sys.path.remove(str(STANDIN))
-    missing = build.missing_tool()
-    if missing:
-        pytest.skip(f"the stand-in device cannot be built: {missing}")
-    command = [sys.executable, str(STANDIN / "build.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
+    build.prepare()
     return str(STANDIN / "plugins")

@@ -82,7 +82,7 @@ def run_case(case: Case, subject: Subject, reference: str) -> RankReport:
 
 @functools.lru_cache(maxsize=8)
 def load_reference(path: str) -> Mapping[str, Any]:
-    """Return what one process left, on the CPU; nobody may change its tensors."""
+    """Load the reference of one process. Its tensors are shared, on the CPU: do not change them."""
     saved: Mapping[str, Any] = torch.load(path, weights_only=True, mmap=True)
     return saved
 

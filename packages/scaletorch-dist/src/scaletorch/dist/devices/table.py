@@ -46,9 +46,9 @@ class DeviceEntry:
             see other ranks.
         tags: Whether messages of one pair of ranks are told apart by their tags; if not, they are
             matched in the order of sending, and tags other than 0 are refused.
-        sharing: None if several ranks may be on one device, or nobody knows. Otherwise the backend
-            takes one rank a device, but for ranks with these variables, (name, value), where
-            `{rank}` stands for the rank; () if there is no way.
+        sharing: Environment variables, (name, value), with which several ranks can use one device
+            of a backend that otherwise takes one rank for each; `{rank}` in a value stands for the
+            rank. () if there is no way. None if the backend needs none, or if it is not known.
     """
 
     device: str

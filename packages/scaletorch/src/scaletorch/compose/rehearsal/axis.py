@@ -48,6 +48,9 @@ def axes_of(call: Call, ours: Tensor, joiner: Joiner, limit: float) -> tuple[str
         shows nothing.
     """
     left = [ROWS, POSITIONS, TOKENS, FEATURES]
+    whole = joiner.rows, joiner.sequences.layout.length
+    if any(x is None or x.shape[:2] != whole for x in (call.hidden, ours)):
+        return tuple(left)  # of other dims, whose shares are not known
     for axis, dim, shares in divisions(joiner):
         try:
             found = _by_shares(call, ours, dim, shares)

@@ -28,11 +28,11 @@ from .strips import Strip, hide_, strips
 
 
 class Size(NamedTuple):
-    """How large a tile is.
+    """The size of a tile.
 
     Attributes:
-        rows: Of a group's heads together.
-        scores: At most, unless these rows alone have more.
+        rows: Number of query rows, of all heads of a group together.
+        scores: Largest number of scores, unless these rows alone have more.
     """
 
     rows: int
