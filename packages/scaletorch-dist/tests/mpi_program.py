@@ -148,8 +148,10 @@ def check_handles(rank, size):
     assert all(work.is_completed() and work.is_success() for work in works)
     assert (data == size).all()
     work = c10d.all_reduce(data, async_op=True)
-    del work  # the call goes on
-    time.sleep(0.2)  # and this rank need not wait for it to end
+    del work  # the call goes on, and this rank need not wait for it to end
+    deadline = time.monotonic() + 30
+    while data[0] == size and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert data[0] == size * size
 
 
