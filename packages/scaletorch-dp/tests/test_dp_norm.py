@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import distributed, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaletorch.dist import InvalidArgumentError, NonFiniteError, StateError
 from scaletorch.dist.testing import run_ranks
@@ -178,6 +179,39 @@ def test_one_process():
             p.grad = torch.full_like(p, math.inf) if i != 1 else None
     with pytest.raises(NonFiniteError, match=r"layers.0.weight on rank 0; .*; and 2 more\."):
         clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+
+
+class Factors(TorchDispatchMode):
+    """Records the dtypes of tensors that multiply lists of gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.lists, self.slow = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "_amp_foreach" in str(func):
+            self.lists += 1
+        if "_foreach_mul_.Tensor" in str(func):
+            self.lists += 1
+            self.slow += any(each.dtype != args[1].dtype for each in args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_gradients_are_scaled_in_one_kernel_and_rounded_once(dtype):
+    """On a device a list times a factor of another dtype takes a kernel for each of its tensors."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(5, 7) for _ in range(4))).to(dtype)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    model[0].weight.grad = torch.randn(5, 7, dtype=dtype).t()
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    with Factors() as factors:
+        norm = clip_grad_norm_(model, CLIP)
+    factor = CLIP / (norm + 1e-6)
+    for parameter, was in zip(model.parameters(), before, strict=True):
+        assert parameter.grad.equal((was.to(norm.dtype) * factor).to(dtype))
+    assert (factors.lists, factors.slow) == (1, 0)
 
 
 def test_large_gradients_do_not_overflow():
