@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 VOCABULARY, LENGTH, LAYERS = 64, 16, 2
@@ -144,14 +145,26 @@ def tiny(config_class: type, model_type: str = "") -> Any:
     default = config_class()
     made = vars(default)  # asked by name, what differs by layer would be refused
     given: dict[str, Any] = {}
-    for field in fields(config_class):
-        value = _value(field.name, field.default, made.get(field.name))
+    for name, own in _fields(config_class).items():
+        value = _value(name, own, made.get(name))
         if value is not None:
-            given[field.name] = value
+            given[name] = value
     if "kv_lora_rank" in given:  # every head has keys of its own
         given |= {name: 4 for name in ("num_key_value_heads", "head_dim") if name in given}
-    _set_kinds({field.name: made.get(field.name) for field in fields(config_class)}, given)
+    _set_kinds({name: made.get(name) for name in _fields(config_class)}, given)
     return config_class(**{**given, **OTHERS.get(model_type, {})})
+
+
+def _fields(config_class: type) -> dict[str, Any]:
+    """Return the fields of a configuration and their defaults.
+
+    They are those of a dataclass, or in transformers 5.0 arguments of `__init__`.
+    """
+    if is_dataclass(config_class):
+        return {field.name: field.default for field in fields(config_class)}
+    arguments = inspect.signature(config_class.__init__).parameters.values()
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return {each.name: each.default for each in arguments if each.kind is kind}
 
 
 def _value(name: str, default: Any, made: Any) -> Any:

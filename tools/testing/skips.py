@@ -22,6 +22,7 @@ REASONS = {
     r"hatch env create (openmpi|mpich)|no usable mpi4py|no mpirun|only one MPI": "mpi",
     r"hatch env create ray": "ray",
     r"hatch env create deepspeed": "deepspeed",
+    r"hatch env create oldest": "oldest",
     r"no network namespaces|not installed: ip$": "namespaces",
     r"scontrol|not installed: .*(slurm|munge|srun|sbatch)": "slurm",
     r"only root can start it": "root",

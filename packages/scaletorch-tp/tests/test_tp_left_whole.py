@@ -112,6 +112,13 @@ def test_experts_are_cut_alike_whatever_version_s_plan_names_them(version):
     assert match.style.sharded == {"gate_up_proj": Slices(1, parts=2), "down_proj": Slices(2)}
 
 
+def test_a_plan_that_gives_ranks_whole_experts_is_none_of_tensor_parallelism():
+    model = nn.ModuleDict({"moe": nn.ModuleDict({"experts": Experts(2)})})
+    model._tp_plan = {f"moe.experts.{name}": "grouped_gemm" for name in STYLES}
+    model._tp_plan |= {"moe.experts": "gather", "head": "colwise_rep"}
+    assert find_own_plan(model) is None
+
+
 def test_local_stacks_that_lie_otherwise_are_refused():
     experts = Experts(2)
     experts.gate_up_proj = nn.Parameter(torch.zeros(3, HIDDEN, 2 * WIDTH))

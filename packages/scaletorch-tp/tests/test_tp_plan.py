@@ -208,6 +208,12 @@ def test_a_model_that_only_resembles_a_family_is_refused():
         block.mlp.down = block.mlp.__dict__["_modules"].pop("down_proj")
     refuse(model, None, 1, "Llama is the nearest of", r"nothing matches **.layers.*.mlp.down_proj")
     model = Model()
+    for block in model.layers:
+        block.mlp = nn.ModuleDict({"experts": nn.Linear(2, 2), "router": nn.Linear(2, 2)})
+    refuse(
+        model, None, 1, "gpt-oss is the nearest of", "layers.0.self_attn' has no parameter sinks"
+    )
+    model = Model()
     model.layers[1].self_attn.norms = nn.ModuleList([nn.LayerNorm(2)])
     refuse(model, None, 2, "'layers.1.self_attn.norms.0'", "['bias', 'weight']")
     model = Model()

@@ -162,7 +162,7 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def _foreign(model: nn.Module, family: Family, names: Sequence[str]) -> str | None:
-    """Return which module is not as in the family, though of the same names, or None."""
+    """Return which module of the family's names has other parts or parameters, or None."""
     patterns = {**dict.fromkeys(family.heads), **dict.fromkeys(family.complete)}
     for name in (n for pattern in patterns for n in matching(pattern, names)):
         module = model.get_submodule(name)
@@ -170,6 +170,12 @@ def _foreign(model: nn.Module, family: Family, names: Sequence[str]) -> str | No
         found = [each for each in sorted(family.foreign) if own.get(each, False) is not False]
         if found:
             return f"'{name}' has {', '.join(found)}: it computes otherwise"
+    for pattern, style in family.plan.items():
+        needed = {*getattr(style, "names", ()), *getattr(style, "sharded", ())}
+        for name in matching(pattern, names) if needed else ():
+            lacking = sorted(needed - {*model.get_submodule(name)._parameters})
+            if lacking:
+                return f"'{name}' has no parameter {', '.join(lacking)}"
     return None
 
 

@@ -13,6 +13,7 @@ EXPERTS = "moe_tp_experts"  # the module's style
 SUMMED = "all_reduce"  # and that of shared experts that are stacked
 GATHERED = "gather"  # in transformers 5.0, experts whose parameters have one of `_LOCAL`
 ROUTER = "ep_router"  # until 5.2 in these plans, too: a router is whole on every rank
+APART = "grouped_gemm"  # in 5.0: a rank has whole experts, which is no tensor parallelism
 _LOCAL = ("local_colwise", "local_rowwise")  # these do not tell which dim is the width
 
 # A parameter's style -> the dim of [experts, out, in] that it cuts, and how many parts are packed.

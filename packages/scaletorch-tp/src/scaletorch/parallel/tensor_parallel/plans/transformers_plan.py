@@ -25,7 +25,7 @@ from .transformers_attention import (
     per_head_of,
     shared_tail_of,
 )
-from .transformers_experts import EXPERTS, GATHERED, ROUTER, SUMMED, stacked_of
+from .transformers_experts import APART, EXPERTS, GATHERED, ROUTER, SUMMED, stacked_of
 
 # Their style -> ours; what is missing here cannot be done.
 TRANSFORMERS_STYLES: Mapping[str, Style] = {
@@ -55,7 +55,7 @@ def own_plan(model: nn.Module) -> dict[str, str]:
 
 
 def find_own_plan(model: nn.Module, divided: Collection[nn.Module] = ()) -> Recognised | None:
-    """Match the model's own plan; None if it has none, or one for its head alone.
+    """Match the model's own plan; None if it has none, or one for its head or for whole experts.
 
     Args:
         model: The whole model.
@@ -66,6 +66,8 @@ def find_own_plan(model: nn.Module, divided: Collection[nn.Module] = ()) -> Reco
         InvalidArgumentError: It gives a module an unknown style, or shards a single parameter.
     """
     plan = own_plan(model)
+    if APART in plan.values():
+        return None
     modules = dict(model.named_modules(remove_duplicate=False))
     modules = {name: module for name, module in modules.items() if module not in divided}
     matches = _match(plan, modules)
