@@ -162,7 +162,7 @@ def _fields(config_class: type) -> dict[str, Any]:
     """
     if is_dataclass(config_class):
         return {field.name: field.default for field in fields(config_class)}
-    arguments = inspect.signature(config_class.__init__).parameters.values()
+    arguments = inspect.signature(config_class).parameters.values()
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     return {each.name: each.default for each in arguments if each.kind is kind}
 

@@ -452,6 +452,51 @@ def test_16_bits_are_rehearsed_in_float32(how):
                 assert "output of layers.0 is off by" in said, (layout, said)
 
 
+class Embeddings(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(models.VOCAB, models.HIDDEN)
+        self.norm = nn.RMSNorm(models.HIDDEN)
+
+    def forward(self, input_ids):
+        return self.norm(self.tokens(input_ids))
+
+
+class ScaledLayer(models.Layer):
+    def forward(self, x, scale):
+        return super().forward(x) * scale
+
+
+class OfItsDtype(models.Plain):
+    """Every stage makes what its layers take in the dtype of what the first stage embeds."""
+
+    layer = ScaledLayer
+
+    def __init__(self, depth):
+        super().__init__(depth)
+        self.embed_tokens = Embeddings()
+
+    def forward(self, input_ids):
+        x = self.embed_tokens(input_ids)
+        scale = torch.linspace(0.3, 1, models.HIDDEN).to(x.dtype)
+        for layer in self.layers:
+            x = layer(x, scale)
+        return self.lm_head(self.norm(x))
+
+
+def of_its_dtype(layout):
+    return rehearsed(OfItsDtype, layout, torch.bfloat16, {}, casts=False)
+
+
+@pytest.mark.timeout(300)
+def test_what_other_stages_have_is_in_float32_too():
+    sizes = {"dp": 2, "pp": 2}
+    with RankPool(4, timeout=200) as pool:
+        for schedule in ("1f1b", "interleaved_1f1b", "zb_v"):
+            layout = Layout(sizes, {"schedule": schedule}, micro_batches=2)
+            assert "agree with one process to" in pool.run(of_its_dtype, layout)[0], schedule
+
+
 def test_too_little_memory_for_float32_is_told():
     line = run_ranks(without_memory, 2, timeout=200)[0]
     assert "in bfloat16, " in line

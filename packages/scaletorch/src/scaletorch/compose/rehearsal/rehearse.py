@@ -171,7 +171,7 @@ def _as_for_a_rehearsal(
     terms.seen = 0
     wait_for_parameters(model)
     try:
-        wider = in_float32(model, [stage, plain.model]) if wide else nullcontext()
+        wider = in_float32(model, plain.model) if wide else nullcontext()
         with rehearsing(), restored(stage), wider, without_zeros(stage), without_dropout():
             yield
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from ...dist import get_local_size
 from ...parallel.data_parallel import DataParallelBucket
 from ...parallel.data_parallel.building import NARROW, widened
+from ...parallel.pipeline_parallel.building import PassThrough, forms_cast
+from ..forward import pipeline_of
 from .quiet import buffers_in, without_autocast
 
 _BYTES = 8  # of each parameter: its value in float32, and its gradient
@@ -47,17 +49,23 @@ def _free(device: torch.device) -> int:
 
 
 @contextmanager
-def in_float32(model: DataParallelBucket, modules: Iterable[nn.Module]) -> Iterator[None]:
+def in_float32(model: DataParallelBucket, plain: nn.Module) -> Iterator[None]:
     """Let parameters, gradients, buffers and what travels be float32 for a while, without autocast.
+
+    So are the forms of what other stages have, of whose dtype a model's code makes rotations.
 
     Args:
         model: What `parallelize` returned.
-        modules: Of whose buffers those of 16 bits are widened.
+        plain: The plain model, of which the buffers are widened.
     """
     device = next(model.parameters(), torch.empty(0)).detach()
+    pipeline = pipeline_of(model)
+    passing = [each for each in pipeline.modules() if isinstance(each, PassThrough)]
+    passing.extend(pipeline.runtime.chunks.passing())
     with ExitStack() as undo:
         undo.enter_context(widened(model))
-        for module in modules:
+        for module in (pipeline.module, plain):
             undo.enter_context(buffers_in(module, torch.float32, NARROW))
+        undo.enter_context(forms_cast(passing, lambda x: x.float() if is_narrow(x) else x))
         undo.enter_context(without_autocast(device))
         yield

@@ -6,7 +6,7 @@ from ..splitting.balance import parameter_costs
 from ..splitting.split import parts_of
 from ..stages.adopting import adopt
 from ..stages.calls import release, surround
-from ..stages.cut import PassThrough
+from ..stages.cut import PassThrough, forms_cast
 from ..stages.pairs import run_pairs
 from ..stages.stand_ins import stands
 from ..steps.batches import read
@@ -17,6 +17,7 @@ __all__ = [
     "PassThrough",
     "adopt",
     "drawn",
+    "forms_cast",
     "parameter_costs",
     "parts_of",
     "read",

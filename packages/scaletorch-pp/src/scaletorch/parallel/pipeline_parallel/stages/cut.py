@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -221,6 +221,22 @@ class PassThrough(nn.Module):
         return self._where
 
 
+@contextmanager
+def forms_cast(passing: Iterable[PassThrough], fn: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Let forms of other stages' tensors be cast for a while, as `_apply` casts them for good."""
+    passing = list(passing)
+    modules = [module for each in passing for module in vars(each)["_twin"].modules()]
+    tensors = [own for module in modules for own in (module._parameters, module._buffers)]
+    before = [dict(own) for own in tensors]
+    try:
+        for each in passing:
+            each._apply(fn)
+        yield
+    finally:
+        for own, was in zip(tensors, before, strict=True):
+            own.update(was)
+
+
 def _has_dims_of(hidden: Tensor, ids: Tensor) -> bool:
     """Return whether hidden states have a position for each id; before these may be other dims."""
     starts = range(hidden.ndim - ids.ndim + 1)
@@ -256,6 +272,10 @@ class Chunks:
             for siblings, name, _, module, _ in self._switches:
                 siblings[name] = module
         self._all = True
+
+    def passing(self) -> Iterator[PassThrough]:
+        """Yield what stands for this rank's modules while another of its stages runs."""
+        return (passing for *_, passing in self._switches)
 
     def _take_up(self) -> None:
         """Take note of modules that were put in place of others since, such as adapters."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from typing import Any, Self
 
@@ -127,6 +127,13 @@ class PipelineParallel(ModuleWrapper):
             )
         memo[id(self.group)] = self.group
         return deep_copy(self, None, memo)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Cast what stands for this rank's modules in its other stages, too."""
+        for passing in self.runtime.chunks.passing():
+            passing._apply(fn)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     @property
     def is_first_stage(self) -> bool:
