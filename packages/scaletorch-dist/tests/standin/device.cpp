@@ -204,7 +204,8 @@ struct Start {
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> wrap(c10::intrusive_ptr<c10d::Backend> inner, std::string name);
+c10::intrusive_ptr<c10d::Backend> wrap(c10::intrusive_ptr<c10d::Backend> inner, std::string name,
+                                       std::vector<at::ScalarType> reduced, bool narrow);
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("current_device", [] { return int(current); });
