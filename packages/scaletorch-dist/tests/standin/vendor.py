@@ -46,6 +46,8 @@ def device_module(device, library):
     module.current_device = library.current_device
     module.set_device = lambda which: library.set_device(index_of(which))
     module.synchronize = lambda which=None: None
+    module.mem_get_info = lambda which=None: (1 << 30, 1 << 30)
+    module.memory_allocated = module.memory_reserved = lambda which=None: 0
     module.manual_seed = module.manual_seed_all = lambda seed: None
     module.get_rng_state = lambda which=None: torch.get_rng_state()
     module.set_rng_state = lambda state, which=None: torch.set_rng_state(state)
