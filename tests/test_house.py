@@ -1,5 +1,6 @@
 """How long files and functions may be, and how docstrings are written, of every package."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -39,6 +40,31 @@ def test_docstrings_are_plain(place):
         for line, reason in offences(path)
     ]
     assert not wrong, "\n".join(wrong)
+
+
+# What calls a backend's reductions itself: all else asks the table of devices for dtypes.
+DIST = "packages/scaletorch-dist/src/scaletorch/dist"
+RAW = {
+    f"{DIST}/transport/ways.py": "asks",
+    f"{DIST}/transport/neighbours.py": "an int64 of the host, on gloo",
+    f"{DIST}/mpi/group.py": "a backend",
+    f"{DIST}/world/hosts.py": "a float32 of the host, below the collectives",
+    "packages/scaletorch/src/scaletorch/plan/describing/world.py": "torch's own call, described",
+}
+REDUCTION = re.compile(
+    r"\b(?:c10d|torch\.distributed)\.(?:all_reduce|reduce|reduce_scatter)\w*\b"
+    r"|\b(?:raw_(?:all_)?reduce|reduce_scatter_single)\("
+)
+
+
+def test_every_reduction_asks_what_the_backend_takes():
+    found = set()
+    for package in PACKAGES:
+        for path in (folder(package) / "src").rglob("*.py"):
+            code = re.sub(r'"""[^"]*"""', "", path.read_text())
+            if REDUCTION.search(code):
+                found.add(str(path.relative_to(ROOT)))
+    assert found == set(RAW)
 
 
 DOCSTRINGS = {

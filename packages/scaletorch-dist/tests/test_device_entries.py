@@ -33,7 +33,7 @@ def test_an_entry_is_added_once_and_stands_before_the_cpu(fresh):
     register_device(TPU)
     entries = devices.device_entries()
     assert entries.count(TPU) == 1
-    assert [entry.device for entry in entries][:5] == ["cuda", "npu", "mlu", "musa", "tpu"]
+    assert [entry.device for entry in entries][:6] == ["cuda", "xpu", "npu", "mlu", "musa", "tpu"]
     assert devices.entry_of_backend("tccl") == TPU
     assert "torch_tpu is not installed; it comes from the maker's site" in devices.backend_problem(
         "tccl"
@@ -50,6 +50,8 @@ def test_an_entry_is_added_once_and_stands_before_the_cpu(fresh):
         (DeviceEntry("npu", "cpu:gloo"), "field 'backend' .* not 'cpu:gloo'"),
         (DeviceEntry("tpu", "tccl", lacks=frozenset({"al_gather"})), "'lacks' .*gather.*al_gather"),
         (DeviceEntry("tpu", "tccl", lacks="gather"), "field 'lacks' of the entry of 'tccl'"),
+        (DeviceEntry("tpu", "tccl", reduces={torch.int8}), "'reduces' .* a frozenset of dtypes"),
+        (DeviceEntry("tpu", "tccl", reduces=frozenset({"int8"})), "'reduces' .*frozenset.*'int8'"),
         (DeviceEntry("tpu", "tccl", activate="torch_tpu.go"), "'activate' .* must be a function"),
         (DeviceEntry("npu", "hccl"), "backend 'hccl' is in the table of devices already, as "),
     ],
@@ -169,5 +171,5 @@ def test_the_command_prints_the_table():
     assert done.stdout == backend_table() + "\n"
     for entry in DEVICES:
         assert f"| `{entry.backend}` | `{entry.device}` |" in done.stdout
-    assert "| `gloo` | `cpu` | torch's own wheels | nothing | yes |" in done.stdout
+    assert "| `gloo` | `cpu` | torch's own wheels | nothing | all | yes |" in done.stdout
     assert "- gather: by all_gather" in done.stdout

@@ -22,7 +22,7 @@ PLUGINS = [entry for entry in DEVICES if entry.plugin and entry.device != "cpu"]
 def test_the_table_names_every_backend_once():
     backends = [entry.backend for entry in device_entries()]
     assert len(set(backends)) == len(backends)
-    assert set(backends) == {"gloo", "nccl", "hccl", "cncl", "mccl", "mpi", "mpi4py"}
+    assert set(backends) == {"gloo", "nccl", "xccl", "hccl", "cncl", "mccl", "mpi", "mpi4py"}
     pairs = {(entry.device, entry.backend, entry.plugin) for entry in PLUGINS}
     assert pairs == {
         ("npu", "hccl", "torch_npu"),

@@ -1,9 +1,11 @@
 """Vendors' devices by a stand-in: PrivateUse1 on host memory, and gloo under the backend's name.
 
+It refuses the operations that a vendor's library lacks and, by the table, the dtypes of reductions.
 It shows that the plugin is imported late, the device chosen, the backend picked and its lacks gone
 round. It says nothing about the vendors' own libraries, on which none of this was run.
 """
 
+import os
 import sys
 from pathlib import Path
 from threading import get_ident
@@ -14,8 +16,9 @@ import torch
 import torch.distributed as c10d
 
 import scaletorch.dist as dist
-from scaletorch.dist import devices
+from scaletorch.dist import devices, functional
 from scaletorch.dist.building import prepare_backward
+from scaletorch.dist.devices import REDUCED, entry_of_backend
 from scaletorch.dist.testing import run_ranks
 
 FOLDER = Path(__file__).parent
@@ -110,6 +113,73 @@ def moves_data(device, backend):
 @every_vendor
 def test_data_goes_to_the_right_device(vendor):
     run_ranks(moves_data, 2, *vendor, init=False, timeout=200)
+
+
+FINE = [2.0**40 + 2.0**-8, float("nan")]  # more digits than float32 has
+
+
+def reduced(data, op):
+    """Each rank's data is reduced in every way that the package has."""
+    rank, size, everywhere = dist.get_rank(), dist.get_world_size(), data.clone()
+    dist.all_reduce(everywhere, op)
+    to_one = data.clone()
+    dist.reduce(to_one, 1, op)
+    assert torch.equal(to_one.cpu().isnan(), (everywhere if rank == 1 else data).cpu().isnan())
+    scattered = torch.empty_like(data)
+    dist.reduce_scatter(scattered, [data] * size, op)
+    for found in (scattered, to_one if rank == 1 else everywhere):
+        assert found.dtype == data.dtype
+        torch.testing.assert_close(found.cpu(), everywhere.cpu(), rtol=0, atol=0, equal_nan=True)
+    return everywhere.tolist()
+
+
+def reduces_every_dtype(device, backend):
+    own = join(device, backend)
+    rank = dist.get_rank()
+    taken = entry_of_backend(backend).reduces
+    for dtype in REDUCED:
+        data = torch.ones(2, dtype=dtype, device=own)
+        if dtype in taken:
+            c10d.all_reduce(data)
+            assert data.tolist() == [2, 2]
+            continue
+        with pytest.raises(RuntimeError, match=f"the stand-in's {backend} reduces no"):
+            c10d.all_reduce(data)
+    fine = torch.tensor(FINE, dtype=torch.float64, device=own) * (1 + rank)
+    assert [str(x) for x in reduced(fine, "sum")] == [str(3 * FINE[0]), "nan"]
+    assert [str(x) for x in reduced(fine, "max")] == [str(2 * FINE[0]), "nan"]
+    assert [str(x) for x in reduced(-fine, "min")] == [str(-2 * FINE[0]), "nan"]
+    assert reduced(torch.tensor([200 + rank], dtype=torch.uint8, device=own), "sum") == [145]
+    assert reduced(torch.tensor([rank == 1, False], device=own), "sum") == [True, False]
+    twos = torch.full((2,), 2.0, dtype=torch.bfloat16, device=own)
+    assert reduced(twos, "product") == [4.0, 4.0]
+    pair = torch.complex(fine[:1], fine[:1])
+    dist.all_reduce(pair)
+    assert pair.tolist() == [complex(3 * FINE[0], 3 * FINE[0])]
+
+
+@every_vendor
+def test_what_a_vendor_does_not_reduce_is_reduced_here(vendor):
+    run_ranks(reduces_every_dtype, 2, *vendor, init=False, timeout=300)
+
+
+def counts_on_the_host(device, backend):
+    os.environ["STANDIN_NARROW"] = "1"
+    own = join(device, backend)
+    group = c10d.new_group([0, 1], backend=f"{device}:{backend}")
+    counted = torch.tensor([2.0**30 + 1], dtype=torch.float64)
+    dist.all_reduce(counted, group=group)
+    assert counted.tolist() == [2.0**31 + 2]
+    dist.reduce(counted, 1, "max", group=group)
+    assert functional.all_reduce(counted, group).tolist() == [2.0**32 + 4]
+    narrow = torch.tensor([2.0**30 + 1], dtype=torch.float64, device=own)
+    dist.all_reduce(narrow)
+    assert narrow.tolist() == [2.0**31]  # so the device's own float64 are no wider than float32
+
+
+def test_sums_of_the_host_are_exact_on_a_device_without_float64(built, monkeypatch):
+    monkeypatch.syspath_prepend(STANDIN / "plugins")
+    run_ranks(counts_on_the_host, 2, "mlu", "cncl", init=False, timeout=200)
 
 
 def enters_devices(device, backend):

@@ -1,7 +1,9 @@
 // A collective backend for the stand-in device: its memory is the host's, so gloo can work on it.
-// It refuses what the vendors' libraries lack, so that tests show that nobody asks for it.
+// It refuses the operations, and by the table of devices the dtypes, that the vendors' libraries do
+// not reduce, so that tests show that nobody asks for them.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <ATen/ATen.h>
+#include <set>
 
 namespace {
 
@@ -10,40 +12,49 @@ using Tensors = std::vector<Tensor>;
 using Lists = std::vector<Tensors>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-Tensor on_host(const Tensor& data) {
-  TORCH_CHECK(data.is_privateuseone(), "the stand-in's backend got a tensor on ", data.device());
-  TORCH_CHECK(data.is_contiguous(), "the stand-in's backend needs contiguous tensors");
-  TORCH_CHECK(!data.is_complex(), "the stand-in's backend knows no complex numbers");
-  Tensor keep = data.detach();
-  return at::from_blob(data.data_ptr(), data.sizes(), data.strides(), [keep](void*) {},
-                       data.options().device(at::kCPU).requires_grad(false));
-}
-Tensors on_host(const Tensors& all) {
-  Tensors result;
-  for (const auto& data : all) result.push_back(on_host(data));
-  return result;
-}
-Lists on_host(const Lists& all) {
-  Lists result;
-  for (const auto& list : all) result.push_back(on_host(list));
-  return result;
-}
-
-void check(const c10d::ReduceOp& op) {
-  auto kind = op.op_;
-  using Kind = c10d::ReduceOp::RedOpType;
-  TORCH_CHECK(kind == Kind::SUM || kind == Kind::PRODUCT || kind == Kind::MIN || kind == Kind::MAX,
-              "the stand-in's backend has no such reduction");
-}
-
 struct Backend final : c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> inner;
   std::string name;
+  std::set<at::ScalarType> reduced;
+  bool narrow;
 
-  Backend(c10::intrusive_ptr<c10d::Backend> inner_, std::string name_)
+  Backend(c10::intrusive_ptr<c10d::Backend> inner_, std::string name_,
+          const std::vector<at::ScalarType>& reduced_, bool narrow_)
       : c10d::Backend(inner_->getRank(), inner_->getSize()),
         inner(std::move(inner_)),
-        name(std::move(name_)) {}
+        name(std::move(name_)),
+        reduced(reduced_.begin(), reduced_.end()),
+        narrow(narrow_) {}
+
+  Tensor on_host(const Tensor& data) const {
+    TORCH_CHECK(data.is_privateuseone(), "the stand-in's backend got a tensor on ", data.device());
+    TORCH_CHECK(data.is_contiguous(), "the stand-in's backend needs contiguous tensors");
+    TORCH_CHECK(!data.is_complex(), "the stand-in's backend knows no complex numbers");
+    Tensor keep = data.detach();
+    auto host = at::from_blob(data.data_ptr(), data.sizes(), data.strides(), [keep](void*) {},
+                              data.options().device(at::kCPU).requires_grad(false));
+    if (narrow && host.scalar_type() == at::kDouble) host.copy_(host.to(at::kFloat));
+    return host;
+  }
+  Tensors on_host(const Tensors& all) const {
+    Tensors result;
+    for (const auto& data : all) result.push_back(on_host(data));
+    return result;
+  }
+  Lists on_host(const Lists& all) const {
+    Lists result;
+    for (const auto& list : all) result.push_back(on_host(list));
+    return result;
+  }
+  void check(const c10d::ReduceOp& op, const Tensor& data) const {
+    auto kind = op.op_;
+    using Kind = c10d::ReduceOp::RedOpType;
+    TORCH_CHECK(kind == Kind::SUM || kind == Kind::PRODUCT || kind == Kind::MIN || kind == Kind::MAX,
+                "the stand-in's backend has no such reduction");
+    TORCH_CHECK(reduced.count(data.scalar_type()), "the stand-in's ", name, " reduces no ",
+                data.scalar_type());
+  }
+
   const std::string getBackendName() const override { return name; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return inner->getBackendOptions(); }
   void setSequenceNumberForGroup() override {}
@@ -54,17 +65,17 @@ struct Backend final : c10d::Backend {
     return inner->broadcast(host, o);
   }
   WorkPtr allreduce(Tensors& data, const c10d::AllreduceOptions& o) override {
-    check(o.reduceOp);
+    check(o.reduceOp, data[0]);
     auto host = on_host(data);
     return inner->allreduce(host, o);
   }
   WorkPtr allreduce_coalesced(Tensors& data, const c10d::AllreduceCoalescedOptions& o) override {
-    check(o.reduceOp);
+    check(o.reduceOp, data[0]);
     auto host = on_host(data);
     return inner->allreduce_coalesced(host, o);
   }
   WorkPtr reduce(Tensors& data, const c10d::ReduceOptions& o) override {
-    check(o.reduceOp);
+    check(o.reduceOp, data[0]);
     auto host = on_host(data);
     return inner->reduce(host, o);
   }
@@ -88,20 +99,20 @@ struct Backend final : c10d::Backend {
     return inner->scatter(to, from, o);
   }
   WorkPtr reduce_scatter(Tensors& out, Lists& in, const c10d::ReduceScatterOptions& o) override {
-    check(o.reduceOp);
+    check(o.reduceOp, out[0]);
     auto to = on_host(out);
     auto from = on_host(in);
     return inner->reduce_scatter(to, from, o);
   }
   WorkPtr _reduce_scatter_base(Tensor& out, Tensor& in,
                                const c10d::ReduceScatterOptions& o) override {
-    check(o.reduceOp);
+    check(o.reduceOp, in);
     auto to = on_host(out), from = on_host(in);
     return inner->_reduce_scatter_base(to, from, o);
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in,
                                           const c10d::ReduceScatterOptions& o) override {
-    check(o.reduceOp);
+    check(o.reduceOp, in[0]);
     auto to = on_host(out), from = on_host(in);
     return inner->reduce_scatter_tensor_coalesced(to, from, o);
   }
@@ -131,6 +142,7 @@ struct Backend final : c10d::Backend {
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> wrap(c10::intrusive_ptr<c10d::Backend> inner, std::string name) {
-  return c10::make_intrusive<Backend>(std::move(inner), std::move(name));
+c10::intrusive_ptr<c10d::Backend> wrap(c10::intrusive_ptr<c10d::Backend> inner, std::string name,
+                                       std::vector<at::ScalarType> reduced, bool narrow) {
+  return c10::make_intrusive<Backend>(std::move(inner), std::move(name), reduced, narrow);
 }

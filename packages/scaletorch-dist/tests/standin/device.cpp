@@ -1,6 +1,7 @@
 // A stand-in for a vendor's device: torch's PrivateUse1 on host memory, with the CPU's kernels, and
 // a collective backend for it that hands the same memory to another backend (gloo). For tests.
 #include <ATen/EmptyTensor.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -77,6 +78,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 struct Hooks final : at::PrivateUse1HooksInterface {
+  at::Generator getNewGenerator(c10::DeviceIndex) const override {
+    return at::detail::createCPUGenerator();
+  }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
@@ -204,7 +208,8 @@ struct Start {
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> wrap(c10::intrusive_ptr<c10d::Backend> inner, std::string name);
+c10::intrusive_ptr<c10d::Backend> wrap(c10::intrusive_ptr<c10d::Backend> inner, std::string name,
+                                       std::vector<at::ScalarType> reduced, bool narrow);
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("current_device", [] { return int(current); });

@@ -11,12 +11,15 @@ import torch.distributed as c10d
 sys.path.append(str(Path(__file__).parent))
 
 
-def install(device, backend, before=None):
+def install(device, backend, before=None, narrow=False):
     """Make the host's memory a device of torch, and gloo a backend for it.
 
-    `before(store, rank, size)` is called before a group is made.
+    `before(store, rank, size)` is called before a group is made. A `narrow` backend moves float64
+    as float32.
     """
     import build
+
+    from scaletorch.dist.devices import entry_of_backend
 
     library = build.load_library()
     torch.utils.rename_privateuse1_backend(device)
@@ -26,7 +29,8 @@ def install(device, backend, before=None):
     def create(store, rank, size, timeout):
         if before is not None:
             before(store, rank, size)
-        return library.wrap(c10d.ProcessGroupGloo(store, rank, size, timeout=timeout), backend)
+        inner = c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        return library.wrap(inner, backend, list(entry_of_backend(backend).reduces), narrow)
 
     c10d.Backend.register_backend(backend, create, devices=[device])
 
@@ -42,6 +46,8 @@ def device_module(device, library):
     module.current_device = library.current_device
     module.set_device = lambda which: library.set_device(index_of(which))
     module.synchronize = lambda which=None: None
+    module.mem_get_info = lambda which=None: (1 << 30, 1 << 30)
+    module.memory_allocated = module.memory_reserved = lambda which=None: 0
     module.manual_seed = module.manual_seed_all = lambda seed: None
     module.get_rng_state = lambda which=None: torch.get_rng_state()
     module.set_rng_state = lambda state, which=None: torch.set_rng_state(state)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as c10d
 
+from ..collectives.reduce import all_reduce
 from ..devices import get_comm_device, synchronize
 from ..errors import InvalidArgumentError
 from .cases import CASES, MESSAGES_THERE_AND_BACK, Place, Run
@@ -99,5 +100,5 @@ def _time(run: Run, calls: int, place: Place) -> float:
 def _slowest(seconds: float, place: Place) -> float:
     """Return the slowest rank's time, over the world: groups along an axis work side by side."""
     data = torch.tensor(seconds, dtype=torch.float64, device=get_comm_device())
-    c10d.all_reduce(data, c10d.ReduceOp.MAX)
+    all_reduce(data, "max")
     return float(data)

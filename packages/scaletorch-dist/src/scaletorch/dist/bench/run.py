@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as c10d
 
+from ..collectives.reduce import all_reduce
 from ..devices import get_comm_device
 from ..errors import InvalidArgumentError
 from ..world.hosts import get_local_size
@@ -88,5 +89,5 @@ def _conditions(options: Options, place: Place, most: int) -> dict[str, Any]:
 
 def _agreed_least(value: int) -> int:
     data = torch.tensor(value, dtype=torch.int64, device=get_comm_device())
-    c10d.all_reduce(data, c10d.ReduceOp.MIN)
+    all_reduce(data, "min")
     return int(data)

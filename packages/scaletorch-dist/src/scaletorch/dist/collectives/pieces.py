@@ -30,7 +30,7 @@ def total(x: Tensor, group: Group) -> Tensor:
         return x
     recipe = recipe_for("sum", x.dtype)
     _compare("all_reduce", x, members)
-    buffer = on_wire(x, members)
+    buffer = on_wire(x, members, reduced=True)
     if not recipe.plain:
         buffer = recipe.pack(buffer)
     if buffer.data_ptr() == x.data_ptr():

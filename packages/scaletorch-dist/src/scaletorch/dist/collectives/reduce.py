@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..transport.ways import arrived, way_of
-from ..wire.backend import on_wire, process_group
+from ..wire.backend import on_wire, process_group, route
 from ..wire.checks import checking, compare, tells_failure
 from ..wire.ops import Op
 from ..wire.recipes import Recipe, recipe_for
@@ -57,7 +57,8 @@ def all_reduce(
     size = members.size()
     if size == 1 or data.numel() == 0:
         return settled((), nothing, async_op)
-    buffer = on_wire(data, members)
+    recipe = _recipe_on(op, data, members)
+    buffer = on_wire(data, members, reduced=True)
     if not recipe.plain:
         buffer = recipe.pack(buffer)
     if recipe.plain and buffer.data_ptr() == data.data_ptr():
@@ -104,7 +105,8 @@ def reduce(
     if size == 1 or data.numel() == 0:
         return settled((), nothing, async_op)
     data = data.detach()
-    buffer = recipe.pack(on_wire(data, members))
+    recipe = _recipe_on(op, data, members)
+    buffer = recipe.pack(on_wire(data, members, reduced=True))
     way = way_of(buffer, members, async_op)
     if way.spoils and buffer.data_ptr() == data.data_ptr() and not mine:
         buffer = buffer.clone()  # backends leave partial results in it
@@ -157,6 +159,7 @@ def reduce_scatter(
     if members is None or size == 1:
         output.detach().copy_(input_list[0].detach())
         return settled((), nothing, async_op)
+    recipe = _recipe_on(op, output, members)
     entries = [on_wire(entry, members).view(-1) for entry in input_list]
     flat = as_one(entries)
     if flat.numel() == 0:
@@ -164,6 +167,11 @@ def reduce_scatter(
     counts = [entry.numel() for entry in input_list]
     done = partial(unpack_into, output.detach(), recipe, size)
     return way_of(flat, members, async_op).reduce_scatter(flat, counts, recipe, done, async_op)
+
+
+def _recipe_on(op: Op, data: Tensor, group: ProcessGroup) -> Recipe:
+    """Return how to reduce a tensor on a group, of which the backend may not know its dtype."""
+    return recipe_for(op, data.dtype, data.dtype in route(data, group).reduces)
 
 
 def _in_place(data: Tensor, reduced: Tensor) -> None:

@@ -17,11 +17,20 @@ from .probe import (
     require_plugin,
 )
 from .strings import backend_config, check_pair, resolve_backend
-from .table import DEVICES, FEATURES, DeviceEntry, device_entries, entry_of_backend, register_device
+from .table import (
+    DEVICES,
+    FEATURES,
+    REDUCED,
+    DeviceEntry,
+    device_entries,
+    entry_of_backend,
+    register_device,
+)
 
 __all__ = [
     "DEVICES",
     "FEATURES",
+    "REDUCED",
     "DeviceEntry",
     "backend_config",
     "backend_lacks",

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import torch
+
 from ..errors import InvalidArgumentError
 
 ENTRY_POINTS = "scaletorch.devices"  # group in which other packages name their entries
@@ -25,6 +27,14 @@ FEATURES = {
 }
 _BITS = ("band", "bor", "bxor")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+def _dtypes(names: str) -> frozenset[torch.dtype]:
+    return frozenset(getattr(torch, name) for name in names.split())
+
+
+# What NCCL, Gloo and most others add up, and all that the calls of this package ask of a backend.
+REDUCED = _dtypes("uint8 int8 int32 int64 float16 bfloat16 float32 float64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +59,9 @@ class DeviceEntry:
         sharing: Environment variables, (name, value), with which several ranks can use one device
             of a backend that otherwise takes one rank for each; `{rank}` in a value stands for the
             rank. () if there is no way. None if the backend needs none, or if it is not known.
+        reduces: Dtypes that the backend sums and takes minima and maxima of. Tensors of the others
+            in `REDUCED` are gathered, and each rank reduces them in rank order. So a float64 sum is
+            as exact as float64 is on the tensor's device; a tensor of the host is summed there.
     """
 
     device: str
@@ -63,6 +76,7 @@ class DeviceEntry:
     check: Callable[[int, int], None] | None = None
     tags: bool = True
     sharing: tuple[tuple[str, str], ...] | None = None
+    reduces: frozenset[torch.dtype] = REDUCED
 
 
 # Run on one H200 with NCCL 2.28.9: each rank is on a host of its own, and hosts are connected by
@@ -89,6 +103,18 @@ DEVICES: tuple[DeviceEntry, ...] = (
         source="torch's CUDA wheels",
         tags=False,
         sharing=_NCCL_SHARING,
+        # torch, csrc/distributed/c10d/NCCLUtils.cpp: getNcclDataType.
+        reduces=REDUCED,
+    ),
+    DeviceEntry(
+        "xpu",
+        "xccl",
+        lacks=frozenset({"avg", *_BITS}),
+        source="torch's XPU wheels",
+        tags=False,
+        # intel/torch-xpu-ops, src/xccl/ProcessGroupXCCL.cpp: xcclDatatypes, xcclOps; averages are
+        # there since oneCCL 2021.15 alone.
+        reduces=REDUCED,
     ),
     DeviceEntry(
         "npu",
@@ -99,6 +125,9 @@ DEVICES: tuple[DeviceEntry, ...] = (
         "/dev/davinci[0-9]*",
         tags=False,
         sharing=(),  # HCCL's documentation: no device twice in a communicator
+        # Ascend/pytorch, ProcessGroupHCCL.cpp: checkSupportedDataType; the documentation of
+        # HcclAllReduce, CANN 8.0 to 9.0: no int16 on the 910A, no product of int16 and bfloat16.
+        reduces=_dtypes("int8 int16 int32 int64 float16 bfloat16 float32"),
     ),
     DeviceEntry(
         "mlu",
@@ -108,6 +137,9 @@ DEVICES: tuple[DeviceEntry, ...] = (
         "Cambricon's own wheels with the Neuware SDK (developer.cambricon.com), from no registry",
         "/dev/cambricon_dev[0-9]*",
         tags=False,
+        # Cambricon/torch_mlu, process_group_cncl.cpp: cncl_data_type has float64 as cnclFloat, so
+        # that it would be added in float32 without a word. Older releases have int64 as int32.
+        reduces=_dtypes("uint8 int8 int32 int64 float16 bfloat16 float32"),
     ),
     DeviceEntry(
         "musa",
@@ -117,6 +149,8 @@ DEVICES: tuple[DeviceEntry, ...] = (
         "Moore Threads' own wheels with the MUSA SDK (developer.mthreads.com), from no registry",
         "/dev/mtgpu*[0-9]*",
         tags=False,
+        # MooreThreads/torch_musa, ProcessGroupMCCL.cpp: mcclDataType; bfloat16 where MCCL has it.
+        reduces=REDUCED,
     ),
     DeviceEntry("cpu", "gloo"),
     DeviceEntry(
@@ -125,6 +159,9 @@ DEVICES: tuple[DeviceEntry, ...] = (
         lacks=frozenset({"reduce_scatter", "avg", *_BITS}),
         source="a torch that was built from source against an MPI library; wheels have none",
         instead="mpi4py",
+        # torch, ProcessGroupMPI.cpp: mpiDatatype, without 16-bit floats; its int8 is MPI_CHAR,
+        # which the MPI standard knows as letters and adds up nowhere.
+        reduces=_dtypes("uint8 int16 int32 int64 float32 float64"),
     ),
 )
 
@@ -171,6 +208,13 @@ def _check(entry: DeviceEntry) -> None:
         raise InvalidArgumentError(
             f"field 'lacks' of the entry of {entry.backend!r} must be a frozenset of "
             f"{', '.join(FEATURES)}, not {entry.lacks!r}"
+        )
+    if not isinstance(entry.reduces, frozenset) or not all(
+        isinstance(dtype, torch.dtype) for dtype in entry.reduces
+    ):
+        raise InvalidArgumentError(
+            f"field 'reduces' of the entry of {entry.backend!r} must be a frozenset of dtypes, not "
+            f"{entry.reduces!r}"
         )
     for name, takes in (("activate", "without arguments"), ("check", "of rank and world size")):
         value = getattr(entry, name)

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Literal, TypeVar, overload
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..devices import get_comm_device
 from ..errors import StateError
 from ..wire.backend import (
     MOVABLE,
     Route,
     all_gather_single,
     all_to_all_single,
+    as_bytes,
     as_real,
     movable,
     raw_all_reduce,
@@ -124,11 +126,15 @@ class Way:
             raise StateError("the process group has been destroyed")
         return group
 
+    def lacks(self, recipe: Recipe, packed: Tensor) -> bool:
+        """Return whether the backend cannot reduce a tensor: not by this operation, or no such."""
+        return recipe.run in self.route.lacks or packed.dtype not in self.route.reduces
+
     def all_reduce(
         self, buffer: Tensor, recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
         """Reduce a tensor over the ranks; its own values may be used up."""
-        if recipe.run in self.route.lacks:
+        if self.lacks(recipe, buffer):
             return self.reduce_here(buffer, recipe, done, async_op)
         handle = raw_all_reduce(buffer, recipe.raw, self._known(), async_op)
         return Work((handle,), partial(done, buffer)) if async_op else done(buffer)
@@ -137,7 +143,7 @@ class Way:
         self, buffer: Tensor, dst: int, recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
         """Reduce a tensor to global rank `dst`; elsewhere `done` is given any values."""
-        if recipe.run in self.route.lacks:
+        if self.lacks(recipe, buffer):
             return self.reduce_here(buffer, recipe, done, async_op)
         handle = raw_reduce(as_real(buffer), dst, recipe.raw, self.group, async_op)
         return settled((handle,), partial(done, buffer), async_op)
@@ -156,9 +162,10 @@ class Way:
         """
         group = self.group
         own = counts[group.rank()]
-        native = self.route.backend != "gloo" and min(counts) == max(counts)
-        if native and self.route.lacks.isdisjoint((recipe.run, "reduce_scatter")):
-            packed = recipe.pack(data)
+        found = self.route
+        native = found.backend != "gloo" and "reduce_scatter" not in found.lacks
+        packed = recipe.pack(data) if native and min(counts) == max(counts) else None
+        if packed is not None and not self.lacks(recipe, packed):
             output = packed.new_empty(own)
             ends = as_real(output), as_real(packed)
             handle = reduce_scatter_single(*ends, recipe.raw, group, async_op)
@@ -268,11 +275,18 @@ class Way:
         For what a backend lacks, and for two ranks far apart: as many bytes, in one step of two.
         """
         size = self.group.size()
-        rows = buffer.new_empty(size * buffer.numel())
         flat = movable(buffer).view(-1)
-        handle = all_gather_single(movable(rows), flat, self.group, async_op)
-        finish = partial(_reduced_rows, rows.view(size, -1), recipe.run, done)
-        return settled((handle,), finish, async_op, keep=buffer)
+        if not self.route.native and buffer.is_cpu:  # as bytes, of which no device loses any
+            flat = as_bytes(buffer).to(get_comm_device(self.group))
+        rows = flat.new_empty(size * flat.numel())
+        handle = all_gather_single(rows, flat, self.group, async_op)
+        finish = partial(_reduced_gathered, rows, size, buffer, recipe.run, done)
+        return settled((handle,), finish, async_op, keep=flat)
+
+
+def _reduced_gathered(rows: Tensor, size: int, like: Tensor, run: str, done: Done[T]) -> T:
+    """Reduce the gathered tensors, each like this rank's, which may have come as bytes."""
+    return _reduced_rows(rows.to(like.device).view(like.dtype).view(size, -1), run, done)
 
 
 def _reduced(received: Tensor, size: int, recipe: Recipe, done: Done[T]) -> T:

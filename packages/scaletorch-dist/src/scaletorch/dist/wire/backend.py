@@ -12,7 +12,7 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..devices import comm_entry, entry_of_backend, get_comm_device
+from ..devices import REDUCED, comm_entry, entry_of_backend, get_comm_device
 from ..members import require_member
 from ..world.info import get_world_size, info_of, infos
 from . import port
@@ -82,11 +82,13 @@ class Route:
         backend: With which backend.
         lacks: Collectives and reductions that it lacks.
         native: Whether it takes them as they are; else they are copied to its device first.
+        reduces: Dtypes that it reduces; complex ones as pairs of real numbers.
     """
 
     backend: str
     lacks: frozenset[str]
     native: bool
+    reduces: frozenset[torch.dtype]
 
 
 def route(data: Tensor, group: ProcessGroup) -> Route:
@@ -106,14 +108,25 @@ def _find_route(device: str, group: ProcessGroup) -> Route:
     native = backend is not None and (device == "cpu" or backend != "gloo")
     backend = backend if native and backend else comm_entry(group)[1]
     entry = entry_of_backend(backend)
-    return Route(backend, frozenset() if entry is None else entry.lacks, native)
+    reduces = REDUCED if entry is None else entry.reduces
+    pairs = {part.to_complex() for part in (torch.float32, torch.float64) if part in reduces}
+    lacks = frozenset[str]() if entry is None else entry.lacks
+    return Route(backend, lacks, native, reduces | pairs)
 
 
-def on_wire(data: Tensor, group: ProcessGroup) -> Tensor:
-    """Return `data` detached, contiguous, on the group's device: the same memory if it is so."""
+def on_wire(data: Tensor, group: ProcessGroup, *, reduced: bool = False) -> Tensor:
+    """Return `data` detached, contiguous, on the group's device: the same memory if it is so.
+
+    Args:
+        data: Any tensor.
+        group: On which it travels.
+        reduced: Leave a tensor of the host there if the group's backend does not reduce its dtype:
+            the host then does, since devices may hold fewer digits (Cambricon's of a float64).
+    """
     if data.requires_grad:
         data = data.detach()
-    if not route(data, group).native:
+    found = route(data, group)
+    if not found.native and not (reduced and data.is_cpu and data.dtype not in found.reduces):
         data = data.to(get_comm_device(group))
     if data.is_conj():
         data = data.resolve_conj()

@@ -53,8 +53,13 @@ def _make(name: str, run: str, pack: Pack = _keep, unpack: Unpack = _keep) -> Re
 
 
 @cache
-def recipe_for(op: Op, dtype: torch.dtype) -> Recipe:
+def recipe_for(op: Op, dtype: torch.dtype, taken: bool = True) -> Recipe:
     """Return how to reduce a tensor of `dtype` with `op`.
+
+    Args:
+        op: The operation.
+        dtype: Of the tensor.
+        taken: Whether the backend reduces this dtype; else torch does, which loses no NaN.
 
     Raises:
         InvalidArgumentError: Unknown operation, or one without a meaning for the dtype.
@@ -62,9 +67,9 @@ def recipe_for(op: Op, dtype: torch.dtype) -> Recipe:
     name = op_name(op)
     check_dtype(name, dtype)
     if dtype == torch.bool:
-        return _make(name, _BOOL[name], pack=partial(_to, dtype=torch.uint8))
+        return _make(name, _BOOL[name], pack=partial(_to, dtype=torch.int8))
     if dtype in FLOATS or dtype in COMPLEX:
-        return _float_recipe(name, dtype)
+        return _float_recipe(name, dtype, taken)
     if name == "mean":
         pack = partial(_to, dtype=torch.int64)
         return _make(name, "sum", pack=pack, unpack=_truncated_mean)
@@ -86,12 +91,14 @@ _BOOL = {
 }
 
 
-def _float_recipe(name: str, dtype: torch.dtype) -> Recipe:
+def _float_recipe(name: str, dtype: torch.dtype, taken: bool) -> Recipe:
     if name == "mean":
         # The sum of float16 may leave its range where the mean does not.
         pack = partial(_to, dtype=torch.float32) if dtype == torch.float16 else _keep
         return _make(name, "sum", pack=pack, unpack=_mean)
-    if name in ("min", "max"):
+    if name == "product" and dtype == torch.bfloat16:  # HCCL has none
+        return _make(name, name, pack=partial(_to, dtype=torch.float32))
+    if name in ("min", "max") and taken:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         pack = partial(_to_keys, wide=wide, greatest=name == "max")
         return _make(name, name, pack=pack, unpack=partial(_from_keys, wide=wide))

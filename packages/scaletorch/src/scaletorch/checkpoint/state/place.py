@@ -9,7 +9,7 @@ import torch
 import torch.distributed as c10d
 from torch.distributed import ProcessGroup
 
-from ...dist import get_default_group, get_rank, get_timeout, get_world_size
+from ...dist import all_reduce, get_default_group, get_rank, get_timeout, get_world_size
 from ...parallel.pg_manager import Grid, ProcessGroupManager, axis_group, get_process_group_manager
 
 _control: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
@@ -76,6 +76,6 @@ def control_group() -> ProcessGroup | None:
         return None
     if world not in _control:
         group = c10d.new_group(backend="gloo", timeout=get_timeout())
-        c10d.all_reduce(torch.zeros(1), group=group)  # connects it before any rank goes on
+        all_reduce(torch.zeros(1), group=group)  # connects it before any rank goes on
         _control[world] = group
     return _control[world]
