@@ -291,13 +291,13 @@ def compiled(monkeypatch):
     torch.compiler.reset()
 
 
-STEPS = [(300, 500, (-30, 99), 3.0), (301, 444, CAUSAL, 5.0), (640, 900, FULL, 5.0)]
+STEPS = [(512, 512, CAUSAL, 5.0), (300, 500, (-30, 99), 3.0), (640, 900, FULL, 5.0)]
 
 
 def test_it_is_compiled_once(compiled):
     """One function, and two graphs: without gradients and with."""
     graphs, functions = compiled
-    for rows, keys, band, cap in [*STEPS, (400, 400, (None, -100), 7.0)]:
+    for rows, keys, band, cap in STEPS:
         tensors = _inputs(4, 2, rows, keys, 20)
         out, lse = flex.forward(*tensors[:3], cap / 10, band, cap)
         grads = flex.backward(Operands(tensors[3], *tensors[:3], out, lse), cap / 10, band, cap)

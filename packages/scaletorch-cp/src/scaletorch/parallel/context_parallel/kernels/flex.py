@@ -6,8 +6,8 @@ it fails to compile, one warning says so and the tile computes what it would hav
 
 It is compiled once for a process, with dynamic shapes. Bounds of a band, the scale and the cap are
 tensors, and operands are contiguous, so that neither a ring's steps nor other lengths compile it
-again: in training two graphs are enough, without gradients and with. A shape with a dim of 1, or
-queries as long as keys the first time only, makes one more.
+again: in training two graphs are enough, without gradients and with. A dim of 1, as of a batch
+or of the blocks of 128 rows or keys, makes others.
 
 Backward computes the block once more and goes back through it. With out and lse of the block, and
 O and LSE of all blocks merged, the block has the weight w = exp(lse - LSE) in each row, so its
@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx.experimental import _config as shapes
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ..masks.blocks import Band
@@ -76,7 +77,9 @@ def _forward(
     dtype, device = statistics_dtype(q.dtype), q.device
     numbers = [None if x is None else _constant(x, dtype, device) for x in (scale, cap)]
     mask = block_mask(q.shape[2], k.shape[2], band, device)
-    with torch._dynamo.config.patch(recompile_limit=GRAPHS):
+    # Else sizes that are equal by chance, as heads and blocks, are taken for the same ones.
+    apart = shapes.patch(use_duck_shape=False)
+    with apart, torch._dynamo.config.patch(recompile_limit=GRAPHS):
         attended: tuple[Tensor, Tensor] = _compiled()(
             q.contiguous(), k.contiguous(), v.contiguous(), mask, *numbers
         )
