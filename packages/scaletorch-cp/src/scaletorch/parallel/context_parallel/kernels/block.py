@@ -79,8 +79,8 @@ def without_unseeing_rows(lse: Tensor) -> Tensor:
 
 
 Fits = Callable[[Tensor, Tensor, Tensor, Band], bool]
-Forward = Callable[[Tensor, Tensor, Tensor, float, Band], tuple[Tensor, Tensor]]
-Backward = Callable[[Operands, float, Band], Gradients]
+Forward = Callable[..., tuple[Tensor, Tensor]]
+Backward = Callable[..., Gradients]
 
 
 class Kernel(NamedTuple):
@@ -91,12 +91,14 @@ class Kernel(NamedTuple):
         fits: Whether the kernel can compute these q, k, v and band.
         forward: (q, k, v, scale, band) -> out, lse.
         backward: (operands, scale, band) -> dq, dk, dv.
+        caps: Whether forward and backward take a cap of the scores as well, behind the band.
     """
 
     name: str
     fits: Fits
     forward: Forward
     backward: Backward
+    caps: bool = False
 
 
 def update_out_and_lse(

@@ -2,7 +2,7 @@
 
 The first kernel of the device that fits is taken, and the tile if none does. Any kernel can
 run the backward of blocks whose forward another one ran, since all share one form of `out` and
-`lse`. Scores that are capped the tile alone computes.
+`lse`. On CUDA and XPU devices what no fused operator takes goes to flex_attention.
 """
 
 from __future__ import annotations
@@ -10,32 +10,34 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..masks.blocks import Band
-from . import cpu_flash, cuda, tile, vendors
+from . import cpu_flash, cuda, flex, tile, vendors
 from .block import Gradients, Kernel, Operands
 
-TILE = Kernel("tile", lambda *_: True, tile.forward, tile.backward)
+TILE = Kernel("tile", lambda *_: True, tile.forward, tile.backward, caps=True)
+FLEX = Kernel("flex", flex.fits, flex.forward, flex.backward, caps=True)
 CPU_FLASH = Kernel("cpu flash", cpu_flash.fits, cpu_flash.forward, cpu_flash.backward)
 # Device type -> kernels, best first; the tile stands behind all of them.
 KERNELS: dict[str, tuple[Kernel, ...]] = {
     "cpu": (CPU_FLASH,),
-    "cuda": cuda.KERNELS,
+    "cuda": (*cuda.KERNELS, FLEX),
+    "xpu": (FLEX,),
     **dict.fromkeys(("privateuseone", "npu", "mlu", "musa"), vendors.KERNELS),
 }
 
 
-def kernel_for(q: Tensor, k: Tensor, v: Tensor, band: Band) -> Kernel:
+def kernel_for(q: Tensor, k: Tensor, v: Tensor, band: Band, cap: float | None = None) -> Kernel:
     """Return the kernel for a block: the device's first that fits, or the tile."""
-    kernels = KERNELS.get(q.device.type, ())
+    kernels = (each for each in KERNELS.get(q.device.type, ()) if each.caps or cap is None)
     return next((kernel for kernel in kernels if kernel.fits(q, k, v, band)), TILE)
 
 
-def takes_windows(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def takes_windows(q: Tensor, k: Tensor, v: Tensor, cap: float | None = None) -> bool:
     """Return whether a device's kernel takes blocks that a window cuts through as they are.
 
     The CPU's does, but takes less time for cut ones.
     """
     band = -q.shape[2], k.shape[2]
-    return q.device.type != "cpu" and kernel_for(q, k, v, band) is not TILE
+    return q.device.type != "cpu" and kernel_for(q, k, v, band, cap) is not TILE
 
 
 def forward(
@@ -46,7 +48,7 @@ def forward(
     Args:
         q: Queries [B, H, L, D].
         k: Keys [B, K, S, D]; K divides H.
-        v: Values [B, K, S, Dv]; the tile alone takes another Dv than D.
+        v: Values [B, K, S, Dv]; only flex_attention and the tile take another Dv than D.
         scale: Factor of the scores.
         band: Row i sees key j where lower <= j - i <= upper.
         cap: Scores s become cap · tanh(s / cap) before the softmax; None leaves them.
@@ -56,9 +58,8 @@ def forward(
         float32 (float64 for float64), but for the out of fused operators of devices, which is in
         q's dtype. Rows that see nothing have out 0 and lse −inf.
     """
-    if cap is not None:
-        return tile.forward(q, k, v, scale, band, cap)
-    return kernel_for(q, k, v, band).forward(q, k, v, scale, band)
+    caps = () if cap is None else (cap,)
+    return kernel_for(q, k, v, band, *caps).forward(q, k, v, scale, band, *caps)
 
 
 def backward(x: Operands, scale: float, band: Band, cap: float | None = None) -> Gradients:
@@ -75,6 +76,5 @@ def backward(x: Operands, scale: float, band: Band, cap: float | None = None) ->
     Returns:
         dq, dk, dv in the shapes of q, k, v, in float32 (float64 for float64), or as `forward`.
     """
-    if cap is not None:
-        return tile.backward(x, scale, band, cap)
-    return kernel_for(x.q, x.k, x.v, band).backward(x, scale, band)
+    caps = () if cap is None else (cap,)
+    return kernel_for(x.q, x.k, x.v, band, *caps).backward(x, scale, band, *caps)

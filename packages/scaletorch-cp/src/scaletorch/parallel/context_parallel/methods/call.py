@@ -78,9 +78,7 @@ class Call:
         return found[0] if [each[:2] for each in found] == [(whole, whole)] else None
 
     def _cuts(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        if self.mask.window is None or self.softcap is not None:
-            return True
-        return not takes_windows(q, k, v)
+        return self.mask.window is None or not takes_windows(q, k, v, self.softcap)
 
     def attend(
         self, source: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
