@@ -34,7 +34,8 @@ def install(device, backend, before=None):
 def device_module(device, library):
     """What torch expects as `torch.<device>`."""
     module = types.ModuleType(f"torch.{device}")
-    module.is_available = module.is_initialized = lambda: True
+    module.is_available = lambda: True
+    module.is_initialized = lambda: "STANDIN_UNUSED" not in os.environ
     module.init = module._lazy_init = lambda: None
     module._is_in_bad_fork = lambda: False
     module.device_count = lambda: int(os.environ.get("STANDIN_DEVICES", library.device_count()))
@@ -42,6 +43,8 @@ def device_module(device, library):
     module.current_device = library.current_device
     module.set_device = lambda which: library.set_device(index_of(which))
     module.synchronize = lambda which=None: None
+    module.memory_reserved = module.memory_allocated = lambda which=None: 0
+    module.mem_get_info = lambda which=None: (1 << 30, 1 << 30)
     module.manual_seed = module.manual_seed_all = lambda seed: None
     module.get_rng_state = lambda which=None: torch.get_rng_state()
     module.set_rng_state = lambda state, which=None: torch.set_rng_state(state)
