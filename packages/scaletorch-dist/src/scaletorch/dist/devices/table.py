@@ -49,6 +49,8 @@ class DeviceEntry:
         sharing: Environment variables, (name, value), with which several ranks can use one device
             of a backend that otherwise takes one rank for each; `{rank}` in a value stands for the
             rank. () if there is no way. None if the backend needs none, or if it is not known.
+        variables: Environment variables, (name, value), that each of several ranks gets before it
+            first uses its device, unless it has them.
     """
 
     device: str
@@ -63,6 +65,7 @@ class DeviceEntry:
     check: Callable[[int, int], None] | None = None
     tags: bool = True
     sharing: tuple[tuple[str, str], ...] | None = None
+    variables: tuple[tuple[str, str], ...] = ()
 
 
 # Run on one H200 with NCCL 2.28.9: each rank is on a host of its own, and hosts are connected by
@@ -81,6 +84,11 @@ _NCCL_SHARING = (
     ("NCCL_BUFFSIZE", "1048576"),
 )
 
+# By default CUDA loads a kernel when it is first launched, and may wait for the device to do all it
+# has to: also for a receive, whose sender may wait for this rank. See "Lazy loading" in NVIDIA's
+# CUDA programming guide, among the potential hazards.
+_CUDA_VARIABLES = (("CUDA_MODULE_LOADING", "EAGER"),)
+
 DEVICES: tuple[DeviceEntry, ...] = (
     DeviceEntry(
         "cuda",
@@ -89,6 +97,7 @@ DEVICES: tuple[DeviceEntry, ...] = (
         source="torch's CUDA wheels",
         tags=False,
         sharing=_NCCL_SHARING,
+        variables=_CUDA_VARIABLES,
     ),
     DeviceEntry(
         "npu",
