@@ -22,6 +22,7 @@ from scaletorch.dist.testing import run_ranks
 STANDIN = Path(__file__).parent / "standin"
 SHARING = dict(entry_of_backend("nccl").sharing)
 HOST = "NCCL_HOSTID"
+LOADING = "CUDA_MODULE_LOADING"
 ONE = {"STANDIN_DEVICES": "1", "STANDIN_REFUSES": "1"}
 
 pytestmark = pytest.mark.timeout(500)  # the first test may build the stand-in
@@ -186,3 +187,28 @@ def test_a_backend_without_a_way_to_share_says_what_else_there_is(built, monkeyp
     assert sorted(caught.value.failures) == [0, 1]
     assert "backend 'hccl' takes one rank a device" in str(caught.value)
     assert "Start fewer ranks, or take backend 'gloo'" in str(caught.value)
+
+
+def loading(joins):
+    """How a rank's kernels are loaded while it is in the group, and afterwards."""
+    if joins:
+        dist.init_dist("pytorch", backend="cardcl", timeout=60)
+    during = os.environ.get(LOADING)
+    if joins:
+        dist.cleanup_dist()
+    return during, os.environ.get(LOADING)
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_several_ranks_load_all_kernels_at_first_unless_told_otherwise(card, monkeypatch, joins):
+    monkeypatch.delenv(LOADING, raising=False)
+
+    def found(ranks=2, **env):
+        given = {} if joins else {"backend": "cardcl"}
+        (one,) = set(run_ranks(loading, ranks, joins, init=not joins, env=env, **given))
+        return one
+
+    assert found(STANDIN_UNUSED="1") == ("EAGER", None if joins else "EAGER")
+    assert found(STANDIN_UNUSED="1", CUDA_MODULE_LOADING="LAZY") == ("LAZY", "LAZY")
+    assert found(1, STANDIN_UNUSED="1") == (None, None)
+    assert found() == (None, None)  # the device is in use already

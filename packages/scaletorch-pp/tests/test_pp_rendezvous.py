@@ -15,12 +15,13 @@ from torch import nn
 
 from scaletorch.dist import RankFailedError
 from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.pg_manager import connecting
 from scaletorch.parallel.pipeline_parallel import (
     SCHEDULES,
     PipelineParallel,
     train_step_pipeline,
 )
-from scaletorch.parallel.pipeline_parallel.runtime import connections, posts, program
+from scaletorch.parallel.pipeline_parallel.runtime import posts, program
 from scaletorch.parallel.pipeline_parallel.schedules.messages import Send
 from scaletorch.parallel.pipeline_parallel.stages import ties
 
@@ -110,9 +111,10 @@ def pipeline(schedule, tied):
 
 def in_batches(exchange):
     """Patches that let messages go as on a device with streams."""
-    for module in (posts, connections, ties):
+    for module in (posts, connecting, ties):
         patch.object(module, "exchange", exchange).start()
-    patch.object(posts, "get_comm_device", lambda group: torch.device("meta")).start()
+    for module in (posts, connecting):
+        patch.object(module, "has_streams", lambda group: True).start()
 
 
 def train(exchange, schedule, tied):

@@ -38,7 +38,8 @@ def install(device, backend, before=None, narrow=False):
 def device_module(device, library):
     """What torch expects as `torch.<device>`."""
     module = types.ModuleType(f"torch.{device}")
-    module.is_available = module.is_initialized = lambda: True
+    module.is_available = lambda: True
+    module.is_initialized = lambda: "STANDIN_UNUSED" not in os.environ
     module.init = module._lazy_init = lambda: None
     module._is_in_bad_fork = lambda: False
     module.device_count = lambda: int(os.environ.get("STANDIN_DEVICES", library.device_count()))

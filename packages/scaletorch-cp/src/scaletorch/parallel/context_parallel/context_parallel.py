@@ -19,7 +19,7 @@ from ..pg_manager import describe_rank
 from ..pg_manager.building import refuse_generate
 from .agreement import as_autocast, check_inputs
 from .attention import Asked, attend, require_method
-from .cp_comms import ring_of
+from .cp_comms import connect_ring, ring_of
 from .kernels import update_out_and_lse
 from .layouts.layout import Layout, layout_of_whole, require_name
 from .layouts.order import order_of_shards
@@ -151,10 +151,13 @@ def apply_context_parallel(
     settings = Settings(layout, method, ring)
     mark(model, settings)
     body = find_undivided(model)
+    swaps = method not in ("ring", "all_gather")
     if body is None:
-        _divide(model, settings)
+        swaps = _divide(model, settings) or swaps
     else:
         _leave_whole(model, body, settings)
+        swaps = True
+    connect_ring(ring, around=method == "ring", swaps=swaps)
     return model
 
 
@@ -165,23 +168,30 @@ def _leave_whole(model: nn.Module, body: nn.Module, settings: Settings) -> None:
     install(model, without={*body.modules()} - {model})
 
 
-def _divide(model: nn.Module, settings: Settings) -> None:
-    """Let a model work on shards, but for attention, and what passes a state along."""
+def _divide(model: nn.Module, settings: Settings) -> bool:
+    """Let a model work on shards, but for attention, and what passes a state along.
+
+    Returns:
+        Whether some modules see whole sequences.
+    """
     counted = find_counted(model)
     settings.shows_masks = bool(counted)
     if settings.ring.size > 1:
         _adopt(model)
-    _see_whole(model, settings)
+    sees_whole = _see_whole(model, settings)
     give_positions(model, counted)
     install(model)
+    return sees_whole
 
 
-def _see_whole(model: nn.Module, settings: Settings) -> None:
+def _see_whole(model: nn.Module, settings: Settings) -> bool:
     """Let modules that pass a state along or compute attention see whole sequences of some rows."""
     computed = find_computed(model)
     settings.by_bias = takes_positions(computed)
-    keep_whole(find_whole(model, computed))
+    whole = find_whole(model, computed)
+    keep_whole(whole)
     attend_whole(computed)
+    return bool(whole or computed)
 
 
 def _adopt(model: nn.Module) -> None:

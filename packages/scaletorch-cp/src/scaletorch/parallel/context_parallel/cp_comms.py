@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -13,6 +14,7 @@ from torch.distributed import ProcessGroup
 from ...dist import all_gather, exchange, get_rank, group_ranks
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import axis_group, describe_rank
+from ..pg_manager.building import connect
 
 if TYPE_CHECKING:
     from ...dist import Work
@@ -112,6 +114,19 @@ def _all_ranks(part: Ring, across: Ring) -> tuple[int, ...]:
         mine = torch.tensor(part.ranks)
         known[part.ranks] = tuple(torch.cat(all_gather(mine, across.group)).tolist())
     return known[part.ranks]
+
+
+def connect_ring(ring: Ring, *, around: bool, swaps: bool) -> None:
+    """Connect the ranks of a ring before they attend; all ranks of its group call it.
+
+    Args:
+        ring: All ranks of its group.
+        around: Whether each passes something to the next one.
+        swaps: Whether each exchanges messages with all others.
+    """
+    places = range(ring.size)
+    pairs = [*pairwise(places), (0, ring.size - 1)] if around else []
+    connect(ring.group, combinations(places, 2) if swaps else set(pairs))
 
 
 class ContextCommunicate:

@@ -62,6 +62,8 @@ class DeviceEntry:
         reduces: Dtypes that the backend sums and takes minima and maxima of. Tensors of the others
             in `REDUCED` are gathered, and each rank reduces them in rank order. So a float64 sum is
             as exact as float64 is on the tensor's device; a tensor of the host is summed there.
+        variables: Environment variables, (name, value), that each of several ranks gets before it
+            first uses its device, unless it has them.
     """
 
     device: str
@@ -77,6 +79,7 @@ class DeviceEntry:
     tags: bool = True
     sharing: tuple[tuple[str, str], ...] | None = None
     reduces: frozenset[torch.dtype] = REDUCED
+    variables: tuple[tuple[str, str], ...] = ()
 
 
 # Run on one H200 with NCCL 2.28.9: each rank is on a host of its own, and hosts are connected by
@@ -95,6 +98,11 @@ _NCCL_SHARING = (
     ("NCCL_BUFFSIZE", "1048576"),
 )
 
+# By default CUDA loads a kernel when it is first launched, and may wait for the device to do all it
+# has to: also for a receive, whose sender may wait for this rank. See "Lazy loading" in NVIDIA's
+# CUDA programming guide, among the potential hazards.
+_CUDA_VARIABLES = (("CUDA_MODULE_LOADING", "EAGER"),)
+
 DEVICES: tuple[DeviceEntry, ...] = (
     DeviceEntry(
         "cuda",
@@ -105,6 +113,7 @@ DEVICES: tuple[DeviceEntry, ...] = (
         sharing=_NCCL_SHARING,
         # torch, csrc/distributed/c10d/NCCLUtils.cpp: getNcclDataType.
         reduces=REDUCED,
+        variables=_CUDA_VARIABLES,
     ),
     DeviceEntry(
         "xpu",

@@ -87,6 +87,21 @@ def asked_variables(config: str, placement: Placement) -> dict[str, str]:
     return sharing_variables(entry, placement.rank)
 
 
+def startup_variables(config: str, ranks: int) -> dict[str, str]:
+    """Return the variables of a rank's devices, but for those set, and those that come too late.
+
+    Args:
+        config: Of the default group, such as 'cpu:gloo,cuda:nccl'.
+        ranks: Size of the group; one rank alone waits for no other.
+    """
+    entries = [devices.entry_of_backend(name) for _, name in devices.resolve_backend(config)]
+    wanted: dict[str, str] = {}
+    for entry in entries if ranks > 1 else ():
+        if entry and entry.variables and not torch_module(entry.device).is_initialized():
+            wanted.update(entry.variables)
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
 def prepare_local_rank(
     backend: str | None, rank: int, ranks: int, *, warn: bool = True
 ) -> tuple[str, Notice | None]:
@@ -110,6 +125,7 @@ def prepare_local_rank(
             return backend, None
     config = choose_backend(backend, warn=warn and rank == 0)
     check_world(config, rank, ranks)
+    os.environ.update(startup_variables(config, ranks))
     devices.set_device(rank)
     entry = crowded(config, ranks)
     if entry is not None and entry.sharing:

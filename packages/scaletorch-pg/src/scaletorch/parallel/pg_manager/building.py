@@ -3,6 +3,7 @@
 Recorded and versioned like the rest: a patch release changes nothing here.
 """
 
+from .connecting import connect, has_streams
 from .divided import divided_modules, mark_divided
 from .generating import refuse_generate
 from .linear_layers import (
@@ -25,6 +26,7 @@ __all__ = [
     "Scope",
     "bias_gradient",
     "class_before",
+    "connect",
     "deep_copy",
     "divided_modules",
     "eagerly",
@@ -32,6 +34,7 @@ __all__ = [
     "first_unused_number",
     "forget_watchers",
     "groups_within",
+    "has_streams",
     "known_elementwise",
     "linear_output",
     "mark_divided",

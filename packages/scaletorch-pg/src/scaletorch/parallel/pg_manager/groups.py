@@ -8,9 +8,10 @@ from weakref import ReferenceType, ref
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
-from ...dist import get_backend, get_comm_device, get_default_group, get_timeout, group_ranks
+from ...dist import get_backend, get_default_group, get_timeout, group_ranks
 from ...dist.building import agree
 from ...dist.errors import InvalidArgumentError, StateError
+from .connecting import connect, has_streams
 from .experts import EXPERT_AXES
 from .grid import Grid, axis_names
 from .names import first_unused_number, numbered_from
@@ -75,6 +76,8 @@ class GroupSet:
         if failed >= 0:
             self.destroy()
             raise problem or StateError(_failure(rank, failed))
+        for group in dict.fromkeys(map(self.get, self._by_axis)):
+            connect(group)
 
     def get(self, axis: str) -> ProcessGroup | None:
         """Return the group of one of the `AXES`; None once it was destroyed."""
@@ -101,7 +104,7 @@ class GroupSet:
         for axis in AXES:
             members = self._grid.group(axis, self._rank)
             group = made.get(members)
-            if axis == "pp" and group is not None and len(members) > 1 and _has_streams():
+            if axis == "pp" and group is not None and len(members) > 1 and has_streams():
                 group = _new_group(self._grid, axis, members)
                 self._created.append(ref(group))
             if group is None and axis in EXPERT_AXES and len(members) == 1 and not _is_mpi():
@@ -131,11 +134,6 @@ def _failure(rank: int, failed: int) -> str:
 def _is_mpi() -> bool:
     """Return whether all ranks must make each group together."""
     return get_backend() == "mpi"
-
-
-def _has_streams() -> bool:
-    """Return whether streams of a device run the calls of a group."""
-    return get_comm_device().type != "cpu"
 
 
 def _new_group(grid: Grid, axis: str, members: tuple[int, ...]) -> ProcessGroup:

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ....dist import exchange, get_comm_device
+from ....dist import exchange
 from ....dist.building import Handle, Peer
+from ...pg_manager.building import has_streams
 from .early import IN_FLIGHT
 
 
 def goes_in_batches(group: ProcessGroup | None) -> bool:
     """Return whether a group's messages go in batches, since a stream of its device runs them."""
-    return group is not None and get_comm_device(group).type != "cpu"
+    return group is not None and has_streams(group)
 
 
 class Parcel(NamedTuple):

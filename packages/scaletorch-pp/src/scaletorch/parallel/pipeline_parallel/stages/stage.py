@@ -15,13 +15,14 @@ from ....dist.building import agree, prepare_backward, tensors_in
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import ModuleWrapper, axis_group, describe_rank
 from ...pg_manager.building import (
+    connect,
     deep_copy,
     first_unused_number,
     mark_staged,
     refuse_generate,
     show_output,
 )
-from ..runtime.connections import connect, groups_of_owners, neighbours
+from ..runtime.connections import groups_of_owners, neighbours
 from ..runtime.forms import facts_of
 from ..runtime.posts import goes_in_batches
 from ..schedules.choose import AnySchedule, stages_of

@@ -1,0 +1,145 @@
+"""All ranks make the calls of every communicator in one order, and open none in a step."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as c10d
+from group_calls import MOST, Recorder, faults
+from sweeps import today
+from test_host_waits import LAYOUTS, SMALL
+
+import scaletorch.dist as dist
+from scaletorch.compose import parallelize, shard_global_batch, train_step
+from scaletorch.dist import devices
+from scaletorch.dist.testing import run_ranks
+from scaletorch.models import Llama
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+from scaletorch.parallel.pipeline_parallel import SCHEDULES
+
+PLAIN = {"rehearse": False}
+OPTIONS = [
+    {},
+    PLAIN | {"sequence_parallel": True, "loss_parallel": True},
+    PLAIN | {"data_parallel": {"order": "rank"}},
+    *(PLAIN | {"cp_method": method} for method in ("all_gather", "ulysses", "hybrid", "auto")),
+]
+OF_EIGHT = [(2, 2, 1, 2), (1, 4, 2, 1), (2, 2, 2, 1), (1, 4, 1, 2), (2, 4, 1, 1), (1, 2, 2, 2)]
+TRAINING = [name for name in SCHEDULES if name != "forward_only"]
+
+pytestmark = pytest.mark.timeout(500)  # the first test may build the stand-in
+
+
+def calls_of(layout, plant=None, **options):
+    """This rank's calls while a model is built and takes two steps."""
+    dp, pp, cp, tp = layout
+    device, recorder = devices.current_device(), Recorder()
+    with recorder.recording():
+        manager = setup_process_group_manager(dp_size=dp, pp_size=pp, cp_size=cp, tp_size=tp)
+        torch.manual_seed(0)
+        config = replace(SMALL, tie_embeddings=pp > 1, num_layers=8 if pp == 4 else 4)
+        model = parallelize(Llama(config).to(device), manager, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recorder.late = True
+        ids = torch.randint(32, (8, 8)).to(device)
+        for _ in range(2):
+            optimizer.zero_grad()
+            train_step(model, shard_global_batch({"input_ids": ids, "labels": ids}, 2, model=model))
+            optimizer.step()
+        if plant is not None:
+            plant(manager, device)
+    destroy_process_group_manager()
+    return recorder.calls, recorder.most
+
+
+def calls_of_all(cases):
+    dist.init_dist("pytorch", backend="hccl", timeout=60)
+    return [calls_of(layout, **options) for layout, options in cases]
+
+
+def faults_of(cases, size):
+    """Return the faults of each case, as lines."""
+    answers = run_ranks(calls_of_all, size, cases, init=False, timeout=450)
+    return [
+        faults([SimpleNamespace(calls=calls, most=most) for calls, most in ranks])
+        for ranks in zip(*answers, strict=True)
+    ]
+
+
+def require_order(cases, size):
+    for case, found in zip(cases, faults_of(cases, size), strict=True):
+        assert not found, f"{case}:\n" + "\n".join(found)
+
+
+def test_every_layout_calls_in_one_order_on_what_is_open(plugins, monkeypatch):
+    monkeypatch.syspath_prepend(plugins)
+    require_order([(layout, PLAIN) for layout in LAYOUTS], 4)
+
+
+def test_other_options_call_in_one_order(plugins, monkeypatch):
+    monkeypatch.syspath_prepend(plugins)
+    cases = [
+        (layout, options)
+        for options in OPTIONS
+        for layout in LAYOUTS
+        if layout[2] > 1 or "cp_method" not in options
+    ]
+    require_order(today(cases, 10), 4)
+
+
+def test_every_schedule_of_eight_ranks_calls_in_one_order(plugins, monkeypatch):
+    monkeypatch.syspath_prepend(plugins)
+    cases = [(layout, PLAIN | {"schedule": name}) for name in TRAINING for layout in OF_EIGHT]
+    require_order(today(cases, 20), 8)
+
+
+def differ(manager, device):
+    """Make another collective on one rank, one round the grid in a circle, and one on one rank."""
+    rank, tp, dp = manager.global_rank, manager.tp_group, manager.dp_group
+    one = torch.ones(1, device=device)
+    c10d.all_reduce(one if rank else one.int(), group=tp)
+    order = (tp, dp) if rank in (1, 2) else (dp, tp)
+    for work in [c10d.all_reduce(one.clone(), group=group, async_op=True) for group in order]:
+        work.wait()
+    c10d.all_reduce(one, group=manager.cp_group)
+    c10d.new_group([rank, rank ^ 1], use_local_synchronization=True)
+
+
+def mismatch(manager, device):
+    """Send in another order than is received, send what is not received, and too many at once."""
+    first, group = manager.pp_rank == 0, manager.pp_group
+    (peer,) = set(c10d.get_process_group_ranks(group)) - {manager.global_rank}
+    one = torch.ones(1, device=device)
+    call = c10d.isend if first else c10d.irecv
+    for data in (one, one.int()) if first else (one.int(), one):
+        call(data, peer, group).wait()
+    if not first:
+        mismatch.kept = c10d.isend(one, peer, group)  # which never ends
+    many = [(one.clone(), peer) for _ in range(MOST + 1)]
+    dist.exchange(many if first else [], [] if first else many, group=group)
+
+
+def late(manager, device):
+    """Exchange a message with a rank that none was exchanged with before."""
+    peer = next(r for r in c10d.get_process_group_ranks(manager.tp_group) if r != dist.get_rank())
+    one = torch.ones(1, device=device)
+    dist.exchange([(one, peer)], [(one.clone(), peer)], group=manager.tp_group)
+
+
+PLANTED = [
+    ((2, 1, 1, 2), differ, ["collective", "in different orders", "of one rank", "made on"]),
+    ((2, 2, 1, 1), mismatch, ["in their order", "in their messages", "a batch of 129 messages"]),
+    ((1, 1, 2, 2), late, ["send on", "recv on", "is a first use, after construction"]),
+]
+
+
+def test_a_fault_of_each_kind_is_seen(plugins, monkeypatch):
+    monkeypatch.syspath_prepend(plugins)
+    cases = [(layout, PLAIN | {"plant": plant}) for layout, plant, _ in PLANTED]
+    for found, (layout, _, texts) in zip(faults_of(cases, 4), PLANTED, strict=True):
+        lines = "\n".join(found)
+        assert all(text in lines for text in texts), f"{layout}: {texts} in\n{lines}"
