@@ -78,7 +78,7 @@ def _forward(
     numbers = [None if x is None else _constant(x, dtype, device) for x in (scale, cap)]
     mask = block_mask(q.shape[2], k.shape[2], band, device)
     # Else sizes that are equal by chance, as heads and blocks, are taken for the same ones.
-    apart = shapes.patch(use_duck_shape=False)
+    apart = shapes.patch(use_duck_shape=False)  # type: ignore[attr-defined]
     with apart, torch._dynamo.config.patch(recompile_limit=GRAPHS):
         attended: tuple[Tensor, Tensor] = _compiled()(
             q.contiguous(), k.contiguous(), v.contiguous(), mask, *numbers
@@ -87,13 +87,13 @@ def _forward(
 
 
 def _backward(x: Operands, scale: float, band: Band, cap: float | None) -> Gradients:
-    leaves = [each.detach().contiguous().requires_grad_() for each in (x.q, x.k, x.v)]
+    q, k, v = (each.detach().contiguous().requires_grad_() for each in (x.q, x.k, x.v))
     with torch.enable_grad():
-        out, lse = _forward(*leaves, scale, band, cap)
+        out, lse = _forward(q, k, v, scale, band, cap)
     weights = torch.exp(lse.detach() - without_unseeing_rows(x.lse))
     grad_out = weights.unsqueeze(-1) * x.grad_out
     grad_lse = (grad_out * (out.detach() - x.out)).sum(-1)
-    dq, dk, dv = torch.autograd.grad((out, lse), leaves, (grad_out.to(out.dtype), grad_lse))
+    dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (grad_out.to(out.dtype), grad_lse))
     return dq, dk, dv
 
 
@@ -113,9 +113,10 @@ def _attended(
         return score if cap is None else cap * torch.tanh(score / cap)
 
     # The scale that it has itself becomes a symbol under dynamic shapes, which kernels cannot read.
-    out, rest = flex_attention(
+    attended: tuple[Tensor, Any] = flex_attention(
         q, k, v, modified, mask, 1.0, True, kernel_options=OPTIONS, return_aux=AuxRequest(lse=True)
     )
+    out, rest = attended
     return out, rest.lse
 
 
