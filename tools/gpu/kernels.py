@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ def blocks(checks: Checks, name: str) -> None:
     """Compare a kernel, forward and backward, in whatever it says that it fits."""
     kernels = (*table.KERNELS[checks.device], table.TILE)
     kernel = next((each for each in kernels if each.name == name), None)
-    cases = itertools.product(BOUNDS, HEADS, DIMS, (None,), SHAPES, BANDS)
+    cases: Iterable[Any] = itertools.product(BOUNDS, HEADS, DIMS, (None,), SHAPES, BANDS)
     if name == table.FLEX.name:  # it compiles for each dtype, head dim and number of heads
         cases = itertools.product(tuple(BOUNDS)[1:], HEADS[1:], (ODD, 128), CAPS, SHAPES, BANDS)
     for dtype, heads, dim, cap, shape, band in itertools.islice(cases, 3 if checks.quick else None):
