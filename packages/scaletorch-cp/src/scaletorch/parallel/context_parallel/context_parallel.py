@@ -151,21 +151,17 @@ def apply_context_parallel(
     settings = Settings(layout, method, ring)
     mark(model, settings)
     body = find_undivided(model)
-    swaps = method not in ("ring", "all_gather")
-    if body is None:
-        swaps = _divide(model, settings) or swaps
-    else:
-        _leave_whole(model, body, settings)
-        swaps = True
-    connect_ring(ring, around=method == "ring", swaps=swaps)
+    sees_whole = _divide(model, settings) if body is None else _leave_whole(model, body, settings)
+    connect_ring(ring, method, swaps=sees_whole)
     return model
 
 
-def _leave_whole(model: nn.Module, body: nn.Module, settings: Settings) -> None:
+def _leave_whole(model: nn.Module, body: nn.Module, settings: Settings) -> bool:
     """Let a module run on whole sequences; the model's own code beside it works on shards."""
     settings.undivided = True
     run_whole(body)
     install(model, without={*body.modules()} - {model})
+    return True
 
 
 def _divide(model: nn.Module, settings: Settings) -> bool:

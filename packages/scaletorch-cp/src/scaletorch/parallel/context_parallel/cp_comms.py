@@ -116,16 +116,17 @@ def _all_ranks(part: Ring, across: Ring) -> tuple[int, ...]:
     return known[part.ranks]
 
 
-def connect_ring(ring: Ring, *, around: bool, swaps: bool) -> None:
+def connect_ring(ring: Ring, method: str, *, swaps: bool) -> None:
     """Connect the ranks of a ring before they attend; all ranks of its group call it.
 
     Args:
         ring: All ranks of its group.
-        around: Whether each passes something to the next one.
-        swaps: Whether each exchanges messages with all others.
+        method: Name of the method by which they attend.
+        swaps: Whether each exchanges messages with all others, whatever the method.
     """
     places = range(ring.size)
-    pairs = [*pairwise(places), (0, ring.size - 1)] if around else []
+    pairs = [*pairwise(places), (0, ring.size - 1)] if method == "ring" else []
+    swaps = swaps or method not in ("ring", "all_gather")
     connect(ring.group, combinations(places, 2) if swaps else set(pairs))
 
 

@@ -29,13 +29,7 @@ from ..world.hosts import forget_local_group, get_local_rank, wait_for_connectio
 from ..world.info import expect_one_process
 from .creators import CREATORS, DEFAULT, choose_backend
 from .rendezvous import Meeting, agent_holds_store, find_meeting
-from .sharing import (
-    asked_variables,
-    crowded,
-    ranks_here,
-    refuse_shared_devices,
-    startup_variables,
-)
+from .sharing import crowded, rank_variables, ranks_here, refuse_shared_devices
 
 _group: weakref.ref[ProcessGroup] | None = None  # the default group that init_dist made or found
 _ours = False  # whether init_dist made it
@@ -90,8 +84,7 @@ def init_dist(
     meeting = _find_meeting(placement, port, init_method)
     warns = 0 in (placement.rank, placement.local_rank)  # for its machine
     options["backend"] = choose_backend(backend, warn=warns)
-    more = startup_variables(options["backend"], placement.world_size)
-    _export(placement, meeting, more | asked_variables(options["backend"], placement))
+    _export(placement, meeting, rank_variables(options["backend"], placement))
     try:
         if placement.local_rank is not None:
             devices.set_device(placement.local_rank)

@@ -87,6 +87,12 @@ def asked_variables(config: str, placement: Placement) -> dict[str, str]:
     return sharing_variables(entry, placement.rank)
 
 
+def rank_variables(config: str, placement: Placement) -> dict[str, str]:
+    """Return the variables that a launcher's rank gets before it uses its device."""
+    ranks = placement.world_size
+    return startup_variables(config, ranks) | asked_variables(config, placement)
+
+
 def startup_variables(config: str, ranks: int) -> dict[str, str]:
     """Return the variables of a rank's devices, but for those set, and those that come too late.
 

@@ -84,7 +84,7 @@ class Posts:
     def finish(self) -> None:
         """Wait until all that was sent is through."""
         while self._under_way:
-            self._under_way.popleft()[0].wait()
+            self._finish_first()
 
     def _gather(self, side: int, tensor: Tensor, peer: int) -> None:
         """Add a message to the batch, or to the next one if it has one of that rank already.
@@ -105,4 +105,9 @@ class Posts:
     def _hold(self, work: Handle, tensors: Sequence[Tensor]) -> None:
         self._under_way.append((work, tensors))
         if len(self._under_way) > IN_FLIGHT:
-            self._under_way.popleft()[0].wait()
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        work, kept = self._under_way.popleft()
+        work.wait()
+        del kept  # not before: the backend need not hold what it sends
