@@ -74,6 +74,12 @@ def process_group(group: ProcessGroup | None) -> ProcessGroup | None:
     return group
 
 
+def _with_complex(dtypes: frozenset[torch.dtype]) -> frozenset[torch.dtype]:
+    """Return dtypes with the complex ones whose parts are among them."""
+    parts = (torch.float32, torch.float64)
+    return dtypes | {part.to_complex() for part in parts if part in dtypes}
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """How tensors of one device travel on one group.
@@ -88,7 +94,7 @@ class Route:
     backend: str
     lacks: frozenset[str]
     native: bool
-    reduces: frozenset[torch.dtype]
+    reduces: frozenset[torch.dtype] = _with_complex(REDUCED)
 
 
 def route(data: Tensor, group: ProcessGroup) -> Route:
@@ -108,10 +114,9 @@ def _find_route(device: str, group: ProcessGroup) -> Route:
     native = backend is not None and (device == "cpu" or backend != "gloo")
     backend = backend if native and backend else comm_entry(group)[1]
     entry = entry_of_backend(backend)
-    reduces = REDUCED if entry is None else entry.reduces
-    pairs = {part.to_complex() for part in (torch.float32, torch.float64) if part in reduces}
-    lacks = frozenset[str]() if entry is None else entry.lacks
-    return Route(backend, lacks, native, reduces | pairs)
+    if entry is None:
+        return Route(backend, frozenset(), native)
+    return Route(backend, entry.lacks, native, _with_complex(entry.reduces))
 
 
 def on_wire(data: Tensor, group: ProcessGroup, *, reduced: bool = False) -> Tensor:
