@@ -93,6 +93,7 @@ def test_other_options_call_in_one_order(plugins, monkeypatch):
 
 def test_every_schedule_of_eight_ranks_calls_in_one_order(plugins, monkeypatch):
     monkeypatch.syspath_prepend(plugins)
+    monkeypatch.setenv("STANDIN_DEVICES", "8")
     cases = [(layout, PLAIN | {"schedule": name}) for name in TRAINING for layout in OF_EIGHT]
     require_order(today(cases, 20), 8)
 

@@ -23,7 +23,7 @@ using c10::DeviceIndex;
 using c10::DeviceType;
 using c10::Stream;
 constexpr auto kType = DeviceType::PrivateUse1;
-constexpr DeviceIndex kCount = 4;
+constexpr DeviceIndex kCount = 8;
 
 thread_local DeviceIndex current = 0;
 

@@ -42,7 +42,7 @@ def device_module(device, library):
     module.is_initialized = lambda: "STANDIN_UNUSED" not in os.environ
     module.init = module._lazy_init = lambda: None
     module._is_in_bad_fork = lambda: False
-    module.device_count = lambda: int(os.environ.get("STANDIN_DEVICES", library.device_count()))
+    module.device_count = lambda: int(os.environ.get("STANDIN_DEVICES", 4))
     module.get_device_properties = lambda which: types.SimpleNamespace(uuid=f"card-{which}")
     module.current_device = library.current_device
     module.set_device = lambda which: library.set_device(index_of(which))
