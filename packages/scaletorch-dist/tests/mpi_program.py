@@ -150,7 +150,7 @@ def check_handles(rank, size):
     work = c10d.all_reduce(data, async_op=True)
     del work  # the call goes on, and this rank need not wait for it to end
     deadline = time.monotonic() + 30
-    while data[0] == size and time.monotonic() < deadline:
+    while data[0] != size * size and time.monotonic() < deadline:
         time.sleep(0.01)
     assert data[0] == size * size
 
