@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from scaletorch.dist import StateError, get_comm_device
+from scaletorch.dist import StateError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.pg_manager import (
     Grid,
@@ -342,8 +342,8 @@ def test_a_rank_alone_among_experts_needs_nobody_else():
     assert run_ranks(alone_among_experts, 16, timeout=200) == [32.0] * 16
 
 
-def pipeline_of_all_ranks(device):
-    groups.get_comm_device = lambda: torch.device(device)
+def pipeline_of_all_ranks(streams):
+    has_streams, groups.has_streams = groups.has_streams, lambda: streams
     manager = setup_process_group_manager(pp_size=3)
     world, pipeline = torch_dist.group.WORLD, manager.pp_group
     assert torch_dist.get_process_group_ranks(pipeline) == [0, 1, 2]
@@ -362,10 +362,10 @@ def pipeline_of_all_ranks(device):
     del made, pipeline
     destroy_process_group_manager()
     assert (len(torch_dist.distributed_c10d._world.pg_names) == 1) == own
-    groups.get_comm_device = get_comm_device
+    groups.has_streams = has_streams
     return own
 
 
-@pytest.mark.parametrize(("device", "own"), [("cpu", False), ("meta", True)])
-def test_a_pipeline_of_all_ranks_has_a_group_beside_world_on_devices_with_streams(device, own):
-    assert run_ranks(pipeline_of_all_ranks, 3, device) == [own] * 3
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_pipeline_of_all_ranks_has_a_group_beside_world_on_devices_with_streams(streams):
+    assert run_ranks(pipeline_of_all_ranks, 3, streams) == [streams] * 3
