@@ -84,11 +84,15 @@ def _at(reference, place, device):
 
 @contextmanager
 def backend_that_keeps_nothing():
-    """Let every call run on copies of its tensors; yield the list of faults."""
-    faults = []
+    """Let every call run on copies of its tensors; yield the list of faults.
+
+    Finding no call at all is an error: then there was nothing to look at.
+    """
+    faults, seen = [], []
 
     def wrap(name, call):
         def run(group, *args, **options):
+            seen.append(name)
             return Kept(name, partial(call, group), args, options, faults)
 
         return run
@@ -96,6 +100,7 @@ def backend_that_keeps_nothing():
     with standing_before(wrap):
         yield faults
     gc.collect()
+    assert seen, "no call was seen"
 
 
 def kept_on(layout, options):

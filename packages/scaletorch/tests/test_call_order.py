@@ -64,6 +64,8 @@ def calls_of_all(cases):
 def faults_of(cases, size):
     """Return the faults of each case, as lines."""
     answers = run_ranks(calls_of_all, size, cases, init=False, timeout=450)
+    for calls, _ in (found for rank in answers for found in rank):
+        assert any(c.late for c in calls), "no call of a step was recorded"
     return [
         faults([SimpleNamespace(calls=calls, most=most) for calls, most in ranks])
         for ranks in zip(*answers, strict=True)

@@ -94,7 +94,9 @@ def rank_variables(config: str, placement: Placement) -> dict[str, str]:
 
 
 def startup_variables(config: str, ranks: int) -> dict[str, str]:
-    """Return the variables of a rank's devices, but for those set, and those that come too late.
+    """Return the environment variables that a rank needs for its devices and has not yet.
+
+    A device that is already in use would not read them any more, and adds none.
 
     Args:
         config: Of the default group, such as 'cpu:gloo,cuda:nccl'.

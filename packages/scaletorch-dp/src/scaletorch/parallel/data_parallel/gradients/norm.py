@@ -147,7 +147,8 @@ def _scale(tensors: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
         gradient = tensor.grad
         if gradient is None:
             continue
-        if gradient.dtype in (torch.bfloat16, torch.float16) and not gradient.is_sparse:
+        plain = type(gradient) is Tensor and not gradient.is_sparse
+        if plain and gradient.dtype in (torch.bfloat16, torch.float16):
             sixteen.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         else:
             others.append(tensor)
