@@ -33,7 +33,10 @@ from .training import Problem, on_grid, stepping
 
 GUILTY, WORLD, CALLS = 1, 3, 6
 BEFORE = 3  # calls before the fault
-KINDS = {"killed": "death", "frozen": "stopped", "mismatched": "mismatch"}
+SIGNALS = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
+KINDS = {
+    "killed": "death", "frozen": "stopped", "raised": "exception", "mismatched": "mismatch"
+}  # fmt: skip
 FREE = 15.0  # s after which a rank that still waits is not free
 
 
@@ -96,8 +99,7 @@ def rank_main(device: str, fault: str, folder: str) -> None:
             for number in range(CALLS):
                 if (rank, number) == (GUILTY, BEFORE):
                     began.touch()
-                    if fault != "mismatched":
-                        os.kill(os.getpid(), {"killed": signal.SIGKILL}.get(fault, signal.SIGSTOP))
+                    _fail(fault)
                 wrong = fault == "mismatched" and (rank, number) == (GUILTY, BEFORE)
                 shared = torch.ones(4, device=device)
                 dist.all_reduce(shared, "max" if wrong else "sum")
@@ -105,11 +107,21 @@ def rank_main(device: str, fault: str, folder: str) -> None:
                 float(shared[0])  # a loop that reads its loss
     except RankFaultError as error:
         heard = [error.kind, error.ranks, time.time() - began.stat().st_mtime]
+        dist.cleanup_dist()  # must end, too
         written = Path(folder, f"said-{rank}.new")
         written.write_text(json.dumps(heard))
         written.rename(Path(folder, f"said-{rank}"))
+    except ValueError:
+        time.sleep(2 * FREE)  # its end would free the others
     finally:
-        os._exit(0)  # a group that is broken need not be taken down
+        os._exit(0)
+
+
+def _fail(fault: str) -> None:
+    if fault == "raised":
+        raise ValueError(fault)
+    if fault in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[fault])
 
 
 Weights = dict[str, torch.Tensor]

@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <ATen/ATen.h>
 #include <set>
+#include "stream.h"
 
 namespace {
 
@@ -17,6 +18,7 @@ struct Backend final : c10d::Backend {
   std::string name;
   std::set<at::ScalarType> reduced;
   bool narrow;
+  Flag aborted = std::make_shared<std::atomic<bool>>(false);
 
   Backend(c10::intrusive_ptr<c10d::Backend> inner_, std::string name_,
           const std::vector<at::ScalarType>& reduced_, bool narrow_)
@@ -55,6 +57,21 @@ struct Backend final : c10d::Backend {
                 data.scalar_type());
   }
 
+  WorkPtr run(Issue issue) {
+    auto& stream = CallStream::get();
+    if (!stream.deferred) return issue();
+    return c10::make_intrusive<StreamWork>(stream.enqueue(std::move(issue), aborted));
+  }
+  // Ends what waits on the stream; a message that does not come in time breaks all of gloo's.
+  void abort() override {
+    *aborted = true;
+    Tensors none = {at::empty({1})};
+    try {
+      inner->recv(none, (getRank() + 1) % getSize(), 0xAB0)->wait(std::chrono::milliseconds(1));
+    } catch (const std::exception&) {
+    }
+  }
+
   const std::string getBackendName() const override { return name; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return inner->getBackendOptions(); }
   void setSequenceNumberForGroup() override {}
@@ -62,81 +79,81 @@ struct Backend final : c10d::Backend {
 
   WorkPtr broadcast(Tensors& data, const c10d::BroadcastOptions& o) override {
     auto host = on_host(data);
-    return inner->broadcast(host, o);
+    return run([=]() mutable { return inner->broadcast(host, o); });
   }
   WorkPtr allreduce(Tensors& data, const c10d::AllreduceOptions& o) override {
     check(o.reduceOp, data[0]);
     auto host = on_host(data);
-    return inner->allreduce(host, o);
+    return run([=]() mutable { return inner->allreduce(host, o); });
   }
   WorkPtr allreduce_coalesced(Tensors& data, const c10d::AllreduceCoalescedOptions& o) override {
     check(o.reduceOp, data[0]);
     auto host = on_host(data);
-    return inner->allreduce_coalesced(host, o);
+    return run([=]() mutable { return inner->allreduce_coalesced(host, o); });
   }
   WorkPtr reduce(Tensors& data, const c10d::ReduceOptions& o) override {
     check(o.reduceOp, data[0]);
     auto host = on_host(data);
-    return inner->reduce(host, o);
+    return run([=]() mutable { return inner->reduce(host, o); });
   }
   WorkPtr allgather(Lists& out, Tensors& in, const c10d::AllgatherOptions& o) override {
     auto to = on_host(out);
     auto from = on_host(in);
-    return inner->allgather(to, from, o);
+    return run([=]() mutable { return inner->allgather(to, from, o); });
   }
   WorkPtr _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& o) override {
     auto to = on_host(out), from = on_host(in);
-    return inner->_allgather_base(to, from, o);
+    return run([=]() mutable { return inner->_allgather_base(to, from, o); });
   }
   WorkPtr allgather_into_tensor_coalesced(Tensors& out, Tensors& in,
                                           const c10d::AllgatherOptions& o) override {
     auto to = on_host(out), from = on_host(in);
-    return inner->allgather_into_tensor_coalesced(to, from, o);
+    return run([=]() mutable { return inner->allgather_into_tensor_coalesced(to, from, o); });
   }
   WorkPtr scatter(Tensors& out, Lists& in, const c10d::ScatterOptions& o) override {
     auto to = on_host(out);
     auto from = on_host(in);
-    return inner->scatter(to, from, o);
+    return run([=]() mutable { return inner->scatter(to, from, o); });
   }
   WorkPtr reduce_scatter(Tensors& out, Lists& in, const c10d::ReduceScatterOptions& o) override {
     check(o.reduceOp, out[0]);
     auto to = on_host(out);
     auto from = on_host(in);
-    return inner->reduce_scatter(to, from, o);
+    return run([=]() mutable { return inner->reduce_scatter(to, from, o); });
   }
   WorkPtr _reduce_scatter_base(Tensor& out, Tensor& in,
                                const c10d::ReduceScatterOptions& o) override {
     check(o.reduceOp, in);
     auto to = on_host(out), from = on_host(in);
-    return inner->_reduce_scatter_base(to, from, o);
+    return run([=]() mutable { return inner->_reduce_scatter_base(to, from, o); });
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in,
                                           const c10d::ReduceScatterOptions& o) override {
     check(o.reduceOp, in[0]);
     auto to = on_host(out), from = on_host(in);
-    return inner->reduce_scatter_tensor_coalesced(to, from, o);
+    return run([=]() mutable { return inner->reduce_scatter_tensor_coalesced(to, from, o); });
   }
   WorkPtr alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& out_sizes,
                         std::vector<int64_t>& in_sizes, const c10d::AllToAllOptions& o) override {
     auto to = on_host(out), from = on_host(in);
-    return inner->alltoall_base(to, from, out_sizes, in_sizes, o);
+    return run([=]() mutable { return inner->alltoall_base(to, from, out_sizes, in_sizes, o); });
   }
   WorkPtr alltoall(Tensors& out, Tensors& in, const c10d::AllToAllOptions& o) override {
     auto to = on_host(out), from = on_host(in);
-    return inner->alltoall(to, from, o);
+    return run([=]() mutable { return inner->alltoall(to, from, o); });
   }
   WorkPtr send(Tensors& data, int dst, int) override {  // tags are ignored
     auto host = on_host(data);
-    return inner->send(host, dst, 0);
+    return run([=]() mutable { return inner->send(host, dst, 0); });
   }
   WorkPtr recv(Tensors& data, int src, int) override {
     auto host = on_host(data);
-    return inner->recv(host, src, 0);
+    return run([=]() mutable { return inner->recv(host, src, 0); });
   }
   WorkPtr barrier(const c10d::BarrierOptions& o) override {
     auto plain = o;
     plain.device_ids.clear();
-    return inner->barrier(plain);
+    return run([=]() mutable { return inner->barrier(plain); });
   }
 };
 

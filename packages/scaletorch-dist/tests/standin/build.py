@@ -13,6 +13,7 @@ import torch
 
 FOLDER = Path(__file__).parent
 SOURCES = [FOLDER / "device.cpp", FOLDER / "backend.cpp"]
+HEADERS = [FOLDER / "stream.h"]
 NAME = "scaletorch_standin"
 
 
@@ -26,7 +27,8 @@ def missing_tool():
 
 def cache_folder():
     """Where this source for this torch and Python is built."""
-    key = f"{torch.__version__} {sys.version} " + "".join(path.read_text() for path in SOURCES)
+    text = "".join(path.read_text() for path in SOURCES + HEADERS)
+    key = f"{torch.__version__} {sys.version} {text}"
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     return cache / "scaletorch-tests" / hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
 

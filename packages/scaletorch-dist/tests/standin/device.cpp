@@ -14,6 +14,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
+#include "stream.h"
 
 namespace {
 
@@ -44,7 +45,7 @@ struct Allocator final : c10::Allocator {
 };
 Allocator allocator;
 
-// ---- which device; there is one stream, and everything is done at once ----
+// ---- which device; there is one stream, and everything but deferred calls is done at once ----
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   DeviceType type() const override { return kType; }
@@ -67,9 +68,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   Stream getNewStream(Device d, int) const override { return Stream(Stream::DEFAULT, d); }
   Stream exchangeStream(Stream s) const override { return s; }
   DeviceIndex deviceCount() const noexcept override { return kCount; }
-  void record(void**, const Stream&, const DeviceIndex, const c10::EventFlag) const override {}
+  // An event is the number of calls that were in the stream when it was recorded.
+  void record(void** event, const Stream&, const DeviceIndex,
+              const c10::EventFlag) const override {
+    *event = reinterpret_cast<void*>(CallStream::get().last());
+  }
   void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
+  bool queryEvent(void* event) const override {
+    return CallStream::get().done(reinterpret_cast<uint64_t>(event));
+  }
   bool queryStream(const Stream&) const override { return true; }
   void synchronizeStream(const Stream&) const override {}
   void synchronizeEvent(void*) const override {}
@@ -135,6 +142,7 @@ Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool) {
   at::NoGradGuard no_grad;
+  CallStream::get().drain();
   on_host(to).copy_(on_host(from));
   return to;
 }
@@ -193,6 +201,7 @@ TORCH_LIBRARY_IMPL(aten, Negative, m) {
 }
 
 void by_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  CallStream::get().drain();
   at::native::cpu_fallback(op, stack);
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
@@ -216,4 +225,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_device", [](int index) { Guard().setDevice(Device(kType, DeviceIndex(index))); });
   m.def("device_count", [] { return int(kCount); });
   m.def("wrap", &wrap);
+  m.def("defer_calls", [] { CallStream::get().deferred = true; });
 }

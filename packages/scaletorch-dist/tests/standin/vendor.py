@@ -14,6 +14,8 @@ sys.path.append(str(Path(__file__).parent))
 def install(device, backend, before=None, narrow=False):
     """Make the host's memory a device of torch, and gloo a backend for it.
 
+    With `STANDIN_DEFERRED` its calls run on a stream: see `stream.h`.
+
     `before(store, rank, size)` is called before a group is made. A `narrow` backend moves float64
     as float32.
     """
@@ -22,6 +24,8 @@ def install(device, backend, before=None, narrow=False):
     from scaletorch.dist.devices import entry_of_backend
 
     library = build.load_library()
+    if "STANDIN_DEFERRED" in os.environ:
+        library.defer_calls()
     torch.utils.rename_privateuse1_backend(device)
     torch._register_device_module(device, device_module(device, library))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)

@@ -101,7 +101,9 @@ _NCCL_SHARING = (
 # By default CUDA loads a kernel when it is first launched, and may wait for the device to do all it
 # has to: also for a receive, whose sender may wait for this rank. See "Lazy loading" in NVIDIA's
 # CUDA programming guide, among the potential hazards.
-_CUDA_VARIABLES = (("CUDA_MODULE_LOADING", "EAGER"),)
+#
+# torch's flight recorder keeps the last calls, which the guard writes beside its ledgers.
+_CUDA_VARIABLES = (("CUDA_MODULE_LOADING", "EAGER"), ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"))
 
 DEVICES: tuple[DeviceEntry, ...] = (
     DeviceEntry(

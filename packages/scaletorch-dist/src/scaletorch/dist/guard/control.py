@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
+from ..devices import get_comm_device
 from ..errors import InvalidArgumentError, RankFaultError, StateError
 from ..world.info import get_default_group, get_rank, get_timeout, get_world_size
 from .listening import forget_in_fork, put_recorder
@@ -49,8 +50,8 @@ def start(
         label: This rank for people, such as `rank 5 (dp0 pp1 cp0 tp1)`, or a function that returns
             it.
         warn: Seconds of waiting after which a warning on rank 0 shows where the slow rank is.
-        patience: Seconds of waiting after which slowness is an error; the group's timeout by
-            default.
+        patience: Seconds of waiting after which slowness is an error; by default the group's
+            timeout, and nine tenths of it on devices, whose backend ends the process then.
         silence: Seconds after which a rank that others wait for, and that neither speaks nor works
             on data, counts as stopped: C code, or a regular expression, that keeps Python's lock.
 
@@ -61,7 +62,7 @@ def start(
     global _session
     if _session is not None:
         raise StateError("the guard is on already: stop() it first")
-    patience = get_timeout().total_seconds() if patience is None else patience
+    patience = _default_patience() if patience is None else patience
     limits = {"warn": warn, "patience": patience, "silence": silence}
     if not all(seconds > 0 for seconds in limits.values()):
         said = ", ".join(f"{name}={seconds}" for name, seconds in limits.items())
@@ -81,6 +82,11 @@ def start(
     _hook_once()
     _session = Session(group, agreed, name, keep=folder is not None, patience=patience)
     put_recorder(_session.recorder)
+
+
+def _default_patience() -> float:
+    seconds = get_timeout().total_seconds()
+    return seconds if get_comm_device().type == "cpu" else 0.9 * seconds
 
 
 def tell(error: BaseException) -> bool:

@@ -167,7 +167,7 @@ def _stalled(picture: Picture, now: float) -> Need | None:
 def _circle(picture: Picture, now: float) -> Verdict:
     """Find ranks that wait for one another, all at one moment: nothing can free them."""
     stuck = {rank for rank, report in picture.reports.items() if _blocked(picture, report, now)}
-    waits = _waits(picture)
+    waits = [found for found in _waits(picture) if not found[1].stream]
     while True:
         free = {
             report.rank
@@ -191,8 +191,8 @@ def _circle(picture: Picture, now: float) -> Verdict:
 
 def _name_circle(picture: Picture, stuck: set[int]) -> Fault:
     edges: dict[int, set[int]] = {rank: set() for rank in stuck}
-    for report, _, missing in _waits(picture):
-        if report.rank in stuck:
+    for report, wait, missing in _waits(picture):
+        if report.rank in stuck and not wait.stream:
             edges[report.rank] |= {other.rank for other in missing}
     core = {rank for rank in stuck if rank in _reachable(rank, edges)}
     waits = {rank: _of(picture, rank)[0] for rank in core}
@@ -263,12 +263,13 @@ def _too_slow(picture: Picture, ranks: tuple[int, ...], headline: str) -> Fault:
 
 def _blocked(picture: Picture, report: Report, now: float) -> bool:
     """Return whether all threads of a rank that make calls are known to wait in one."""
-    known = all(wait.channel in picture.channels for wait in report.waits)
-    return report.able(now) and bool(report.waits) and known and not report.free
+    known = all(wait.channel in picture.channels for wait in report.blocked)
+    return report.able(now) and bool(report.blocked) and known and not report.free
 
 
 def _of(picture: Picture, rank: int) -> list[Wait]:
-    return [wait for wait in picture.reports[rank].waits if wait.channel in picture.channels]
+    """Return the waits that hold up a thread of a rank, in channels that are known."""
+    return [wait for wait in picture.reports[rank].blocked if wait.channel in picture.channels]
 
 
 def _waits(picture: Picture) -> list[tuple[Report, Wait, list[Report]]]:
@@ -276,8 +277,10 @@ def _waits(picture: Picture) -> list[tuple[Report, Wait, list[Report]]]:
     missing: dict[tuple[str, int], list[Report]] = {}  # thousands may wait in one call
     found = []
     for report in picture.reports.values():
-        for wait in _of(picture, report.rank) if report.alive and report.waits else ():
+        for wait in report.waits if report.alive else ():
             place = (wait.channel, wait.seq)
+            if wait.channel not in picture.channels:
+                continue
             if place not in missing:
                 missing[place] = missing_members(picture, wait)
             found.append((report, wait, missing[place]))

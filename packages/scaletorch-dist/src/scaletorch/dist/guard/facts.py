@@ -41,12 +41,13 @@ class Entry(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A thread that waits in a call."""
+    """A thread that waits in a call, or a stream of a device while its host may do otherwise."""
 
     number: int  # differs from all other waits of its rank
     channel: str  # key of the channel
     seq: int  # the call's number in the channel
     seconds: float  # how long it had lasted when it was told
+    stream: bool = False
 
 
 class Sign(NamedTuple):
@@ -99,6 +100,11 @@ class Report:
 
     def __post_init__(self) -> None:
         self.label = self.label or f"rank {self.rank}"
+
+    @property
+    def blocked(self) -> list[Wait]:
+        """Its waits that hold up a thread."""
+        return [wait for wait in self.waits if not wait.stream]
 
     @property
     def alive(self) -> bool:

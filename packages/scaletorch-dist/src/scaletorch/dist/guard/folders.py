@@ -12,7 +12,7 @@ import tempfile
 from ..errors import InvalidArgumentError, StateError
 from .board import PREFIX as BOARD
 from .facts import Entry, Picture, Report, Wait
-from .ledger import read_ledger, read_owner, tails
+from .ledger import TRACE, read_ledger, read_owner, tails
 from .processes import host_number, process_state
 
 PREFIX = "scaletorch-guard-"
@@ -74,7 +74,7 @@ def _done(path: str) -> bool:
     try:
         if not _is_private(path):
             return False
-        names = [name for name in os.listdir(path) if not name.startswith(BOARD)]
+        names = [name for name in os.listdir(path) if not name.startswith((BOARD, TRACE))]
         ledgers = [name for name in names if name.endswith(".ledger")]
         if {*names} != {*ledgers, *(f"{name}.channels" for name in ledgers)} or not ledgers:
             return False

@@ -16,6 +16,7 @@ from typing import Any
 from .facts import Channel, Entry
 from .processes import host_number
 
+TRACE = "nccl_trace_rank_"  # by this name torch.distributed.flight_recorder looks for files
 CAPACITY = 4096  # entries
 _HEADER = struct.Struct("<8sIIQ64sI")  # magic, rank, capacity, pid, label, host
 _MAGIC = b"stledg2\n"

@@ -38,7 +38,7 @@ def _differing(key: str, picture: Picture) -> dict[int, Entry]:
 def _settled(key: str, entries: dict[int, Entry], picture: Picture, now: float) -> bool:
     """Return whether all members that may yet come to a call have done so."""
     missing = [report for report in picture.members(key) if report.rank not in entries]
-    if not any(report.alive and not report.waits for report in missing):
+    if not any(report.alive and not report.blocked for report in missing):
         return True
     seq = next(iter(entries.values())).seq
     since = [

@@ -15,12 +15,14 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..devices import comm_entry
 from ..wire.port import calling_thread
 from ..world.info import get_rank
 from .board import Board, channel_number
 from .calls import Descriptions, call_site, fact_key, group_label, message_label
 from .facts import Channel
 from .ledger import DONE, ISSUED, WAITING, Ledger
+from .streams import Streams
 from .verdict import Verdict
 
 MARK = 16  # every so many calls of a channel its checksum is kept, to be compared
@@ -43,12 +45,13 @@ class Track:
     """How far this rank is in one channel."""
 
     __slots__ = (
-        "channel", "count", "key", "marked", "marks", "number", "owner", "rolling", "sites", "tag",
-        "told",
+        "channel", "count", "device", "key", "marked", "marks", "number", "owner", "rolling",
+        "sites", "tag", "told",
     )  # fmt: skip
 
-    def __init__(self, key: str, channel: Channel, number: int) -> None:
+    def __init__(self, key: str, channel: Channel, number: int, device: str) -> None:
         self.key = key
+        self.device = device  # whose streams run the calls; "" for the CPU
         self.channel = channel
         self.number = number
         self.tag = channel_number(key)
@@ -102,6 +105,7 @@ class Recorder:
         self._last: dict[int, Note] = {}  # thread -> its last call
         self.tracks: dict[str, Track] = {}
         self.waits: dict[int, tuple[int, Note, float]] = {}  # thread -> its wait
+        self.streams: Streams[Note] = Streams()
         self.steps: deque[tuple[int, list[tuple[str, int, int]]]] = deque(maxlen=KEPT)
         self._waits = itertools.count(1)
 
@@ -173,9 +177,16 @@ class Recorder:
                 self.waits.pop(thread, None)
             else:
                 self.waits[thread] = before
+        if note.track.device:
+            self.streams.add(next(self._waits), note, note.track.device)
         done = result is None or result is True
         self.ledger.set_state(note.place, DONE if done else ISSUED)
         return result
+
+    @property
+    def on_device(self) -> bool:
+        """Whether calls of this process have been made on a device's streams."""
+        return any(track.device for track in list(self.tracks.values()))
 
     def end_step(self, number: int) -> None:
         """Keep the checksums of this thread's calls at the end of a step.
@@ -238,23 +249,24 @@ class Recorder:
 
     def _new_group(self, group: ProcessGroup) -> tuple[Track, int]:
         ranks = tuple(c10d.get_process_group_ranks(group))
-        track = self._new_track(group.group_name, Channel(group_label(group), ranks))
+        track = self._new_track(group, group.group_name, Channel(group_label(group), ranks))
         self._groups[group] = track, len(ranks)
         return track, len(ranks)
 
     def _new_path(self, group: ProcessGroup, peer: int, tag: int, sends: bool) -> Track:
         src, dst = (get_rank(), peer) if sends else (peer, get_rank())
         key = f"{group.group_name}:{src}>{dst}:{tag}"
-        track = self._new_track(
-            key, Channel(message_label(group, peer, tag, sends), (src, dst), True)
-        )
+        label = message_label(group, peer, tag, sends)
+        track = self._new_track(group, key, Channel(label, (src, dst), True))
         self._paths.setdefault(group, {})[peer, tag, sends] = track
         return track
 
-    def _new_track(self, key: str, channel: Channel) -> Track:
+    def _new_track(self, group: ProcessGroup, key: str, channel: Channel) -> Track:
+        device = comm_entry(group)[0]
         with self._lock:
             track = self.tracks.get(key)
             if track is None:
-                track = Track(key, channel, self.ledger.add_channel(key, channel))
+                number = self.ledger.add_channel(key, channel)
+                track = Track(key, channel, number, "" if device == "cpu" else device)
                 self.tracks[key] = track
         return track

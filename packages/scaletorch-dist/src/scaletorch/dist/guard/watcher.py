@@ -19,15 +19,16 @@ import traceback
 from . import messages
 from .facts import Fault, Wait, news_period
 from .folders import read_folder
-from .interrupt import break_gloo_groups
+from .interrupt import abort_device_groups, break_gloo_groups, dump_trace
 from .mismatch import find_mismatch
 from .processes import process_signs, process_state, thread_stack
-from .recorder import Recorder, Track
+from .recorder import Note, Recorder, Track
 from .wording import with_details
 
 LOOK = 0.1  # s between two looks at the waits of this process
 LAST = 1.0  # s that rank 0's process gets to end too, if the monitor has
 TAIL = 256  # entries that are sent
+BEHIND = 1.0  # s that a call is in a stream before others hear that the stream waits in it
 
 logger = logging.getLogger(__package__)
 
@@ -117,36 +118,50 @@ class Watcher(threading.Thread):
                 sent.set()
 
     def _send_with_news(self, message: messages.Message) -> None:
-        self._connection.send(self._news(), message)
+        self._connection.send(self._news(behind=0.0), message)
 
     def _waits_changed(self) -> bool:
         """Return whether this rank waits in other calls than the monitor knows of."""
-        return [number for number, _, _ in list(self._recorder.waits.values())] != self._shown
+        return [wait.number for wait in self._waits(self._recorder.waits.copy())] != self._shown
 
-    def _news(self) -> messages.News:
+    def _waits(
+        self, threads: dict[int, tuple[int, Note, float]], behind: float = BEHIND
+    ) -> list[Wait]:
+        """Return the waits of this process's threads, and the longest one of its streams."""
+        now = time.monotonic()
+        told = [
+            Wait(number, note.track.key, note.seq, round(now - begun, 2))
+            for number, note, begun in threads.values()
+        ]
+        call = self._recorder.streams.pending()
+        if call is not None and (now - call.begun >= behind or call.number in self._shown):
+            seconds = round(now - call.begun, 2)
+            told.append(Wait(call.number, call.note.track.key, call.note.seq, seconds, stream=True))
+        return told
+
+    def _news(self, behind: float = BEHIND) -> messages.News:
         """Return all that has changed here since the last news.
 
         Waits are read first, so that all they need is in what is read after them: the channel that
         a wait is in, and the calls that were made before it.
+
+        Args:
+            behind: Seconds that a stream must have waited in a call to be told of.
         """
-        waits = self._recorder.waits.copy()
-        free, foreign = self._recorder.free_threads(waits)
+        threads = self._recorder.waits.copy()
+        waits = self._waits(threads, behind)
+        free, foreign = self._recorder.free_threads(threads)
         steps = [step for step in list(self._recorder.steps) if step[0] > self._step]
         tracks = list(self._recorder.tracks.values())
         fresh = {track.key: list(track.channel) for track in tracks if track.told is None}
         counts = {track.key: track.count for track in tracks if track.count != track.told}
         marks = {track.key: found for track in tracks if (found := _new_marks(track))}
         self._step = steps[-1][0] if steps else self._step
-        self._shown = [number for number, _, _ in waits.values()]
+        self._shown = [wait.number for wait in waits]
         for track in tracks:
             track.told = counts.get(track.key, track.told)
             track.marked = marks[track.key][-1][0] if track.key in marks else track.marked
-        now = time.monotonic()
-        told = [
-            list(Wait(number, note.track.key, note.seq, round(now - begun, 2)))
-            for number, note, begun in waits.values()
-        ]
-        return messages.News(fresh, counts, marks, steps, told, free, foreign)
+        return messages.News(fresh, counts, marks, steps, [*map(list, waits)], free, foreign)
 
     def tail(self) -> messages.Tail:
         """Return the last entries of the ledger."""
@@ -214,12 +229,18 @@ class Watcher(threading.Thread):
     def _finish(self, fault: Fault | None) -> None:
         self._over = True
         self._recorder.verdict.conclude(fault)
-        if fault is not None:
-            for pause in (0.002, 0.01, 0.05, 0.2, 1.0):  # a call may have begun just before
-                break_gloo_groups()
-                time.sleep(pause)
-                if not self._recorder.waits:
-                    return
+        if fault is None:
+            return
+        if self._recorder.on_device:
+            # A backend's own watchdog may end this process before the error is raised.
+            logger.error("%s", fault.text.split("\n", 1)[0])
+            dump_trace(self._recorder.ledger.folder, self._rank)
+            abort_device_groups()
+        for pause in (0.002, 0.01, 0.05, 0.2, 1.0):  # a call may have begun just before
+            break_gloo_groups()
+            time.sleep(pause)
+            if not self._recorder.waits:
+                return
 
 
 def _new_marks(track: Track) -> list[tuple[int, int, int]]:

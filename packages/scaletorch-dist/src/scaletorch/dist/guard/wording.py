@@ -44,9 +44,12 @@ def _doing(report: Report, picture: Picture) -> str:
         missing = ", ".join(str(m.rank) for m in missing_members(picture, wait)[:8])
         label = picture.channels[wait.channel].label
         lacks = f", which rank(s) {missing} did not make" if missing else ""
-        parts.append(f"{what}, call {wait.seq + 1} in {label} ({wait.seconds:.1f} s){lacks}")
+        where = "on its device's stream in" if wait.stream else "in"
+        parts.append(
+            f"{where} {what}, call {wait.seq + 1} in {label} ({wait.seconds:.1f} s){lacks}"
+        )
     if parts:
-        return f"{report.label} waits{step} in {'; and in '.join(parts)}"
+        return f"{report.label} waits{step} {'; and '.join(parts)}"
     return f"{report.label} is in no call{step}{_last(report)}"
 
 
