@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..dist.errors import InvalidArgumentError
@@ -16,8 +18,6 @@ from .forward import terms_of
 from .row_dims import POSITIONS, RowDims, read_row_dims
 
 Batch = Mapping[str, Tensor]
-
-_WHAT = {False: "a global batch", True: "a data-parallel rank's share"}
 
 
 class Cut(NamedTuple):
@@ -41,11 +41,16 @@ class Cut(NamedTuple):
 
 
 class MicroBatch(dict[str, Tensor]):
-    """A mapping of tensors [b, L / cp] that remembers its `Cut`."""
+    """A mapping of tensors [b, L / cp] that remembers its `Cut`.
 
-    def __init__(self, entries: Batch, cut: Cut) -> None:
+    Attributes:
+        cut: How it was made.
+        is_empty: It got no row of the batch: its one row is computed and counts in no loss.
+    """
+
+    def __init__(self, entries: Batch, cut: Cut, *, is_empty: bool = False) -> None:
         super().__init__(entries)
-        self.cut = cut
+        self.cut, self.is_empty = cut, is_empty
 
 
 class Called(dict[str, Tensor]):
@@ -81,38 +86,39 @@ def shard_global_batch(
             sequences, whose columns go to cp. Numbers, tensors of dim 0 of size 1, and the starts
             of packed documents `cu_seq_lens_q` (0, a, ..., L) are passed whole to every
             micro-batch. Entries named `loss_...` are for a loss of your own alone.
-        num_micro_batches: Micro-batches per data-parallel rank; dp x this must divide B.
+        num_micro_batches: Micro-batches per data-parallel rank. Ranks, and a rank's micro-batches,
+            differ by at most one row, the first having more; one without rows computes a row
+            that does not count.
         manager: The grid; rows go to dp, columns to cp. By default the model's.
         model: What `parallelize` returned: columns are ordered as it was told. Without a model
             they are in the default order, which `train_step` refuses if it is not the model's.
         cp_layout: The order of columns, if no model says it. For "zigzag" any length will do:
             padding behind the end, without labels, is seen by no other position of causal
             attention.
-        own_rows: The batch is of this data-parallel rank's rows, [B / dp, L]; see `rows_of_step`.
+        own_rows: The batch is of this data-parallel rank's rows alone; see `rows_of_step`.
         row_dims: Dims that are rows, by the names of entries whose shapes do not tell; None for an
             entry that every micro-batch gets whole: `{"pixels": 1, "table": None}`.
 
     Returns:
-        `num_micro_batches` mappings of [B / dp / num_micro_batches, L / cp] tensors. They have
+        `num_micro_batches` mappings of [b, L / cp] tensors, with at least one row. They have
         `position_ids` if the batch has them, and if a model could not count them itself: of
         divided sequences and of packed documents.
 
     Raises:
-        InvalidArgumentError: No `input_ids` [B, L], less than one micro-batch, rows or columns that
-            do not divide, no grid, not the model's order, or an entry whose rows are not known.
+        InvalidArgumentError: No `input_ids` [B, L], less than one micro-batch, no rows, columns
+            that do not divide, no grid, not the model's order, or an entry whose rows are not
+            known.
     """
     manager, layout = _said(manager, model, cp_layout)
     rows, length = _shape(batch := _with_positions(batch, model))
     _require_count(num_micro_batches)
     place, ranks = (0, 1) if own_rows else (manager.dp_rank, manager.dp_size)
-    if rows % (shares := ranks * num_micro_batches) or not rows:
-        raise InvalidArgumentError(
-            f"{_WHAT[own_rows]} of {rows} sequences does not divide into {ranks} (dp) x "
-            f"{num_micro_batches} micro-batches = {shares}; use a multiple of {shares}"
-        )
+    if not rows and not own_rows:
+        raise InvalidArgumentError("a global batch of 0 rows has nothing to train on")
     dims = read_row_dims(batch, row_dims)
-    first = place * num_micro_batches
-    parts = [_rows(batch, dims, shares, i) for i in range(first, first + num_micro_batches)]
+    shares = [
+        _rows(batch, dims, share) for share in rows_of_ranks(rows, ranks, num_micro_batches)[place]
+    ]
     if layout != "zigzag":
         layout_of_whole(layout, length, manager.cp_size)  # refuses what would be padded
     documents = batch.get("cu_seq_lens_q")
@@ -121,10 +127,10 @@ def shard_global_batch(
     )
     counted = batch.get(POSITIONS) is None
     cut = Cut(layout, counted, batch, sequences, own_rows, dims)
-    return _sharded(parts, cut, counts=counted and manager.cp_size == 1 and documents is None)
+    return _sharded(shares, cut, counts=counted and manager.cp_size == 1 and documents is None)
 
 
-def _sharded(parts: Iterable[Batch], cut: Cut, *, counts: bool) -> list[Batch]:
+def _sharded(parts: Iterable[_Rows], cut: Cut, *, counts: bool) -> list[Batch]:
     """Return micro-batches with this rank's columns, and with what has no rows.
 
     Args:
@@ -135,10 +141,10 @@ def _sharded(parts: Iterable[Batch], cut: Cut, *, counts: bool) -> list[Batch]:
     whole = {n: cut.whole[n] for n, dim in cut.row_dims.items() if dim is None and n != POSITIONS}
     shards: list[Batch] = []
     for part in parts:
-        shard = cut.sequences.shard(part, shifted=True)
+        shard = cut.sequences.shard(part.entries, shifted=True)
         if counts:
             del shard[POSITIONS]
-        shards.append(MicroBatch(shard | whole, cut))
+        shards.append(MicroBatch(shard | whole, cut, is_empty=part.is_empty))
     return shards
 
 
@@ -195,13 +201,49 @@ def _require_count(num_micro_batches: int) -> None:
         )
 
 
-def _rows(
-    batch: Batch, dims: Mapping[str, int | None], shares: int, index: int
-) -> dict[str, Tensor]:
-    """Return one of equal shares of a batch's rows, with what is known to be for all rows."""
+def rows_of_ranks(rows: int, ranks: int, num_micro_batches: int) -> list[list[range]]:
+    """Return which rows of a batch each micro-batch of each data-parallel rank gets."""
+    return [_split(own, num_micro_batches) for own in _split(range(rows), ranks)]
+
+
+def _split(rows: range, shares: int) -> list[range]:
+    """Return consecutive shares that differ by at most one row, longer ones first."""
+    size, longer = divmod(len(rows), shares)
+    ends = [index * size + min(index, longer) for index in range(shares + 1)]
+    return [rows[start:end] for start, end in pairwise(ends)]
+
+
+class _Rows(NamedTuple):
+    """The rows of one micro-batch, with what is known to be for all rows."""
+
+    entries: Batch
+    is_empty: bool
+
+
+def _rows(batch: Batch, dims: Mapping[str, int | None], share: range) -> _Rows:
+    """Return a share of a batch's rows; for an empty one a row that has no labels."""
     known = {name: batch[name] for name in (POSITIONS, *CU_SEQLENS) if name in batch}
-    rows = {n: batch[n].chunk(shares, dim)[index] for n, dim in dims.items() if dim is not None}
-    return known | rows
+    found = {n: (batch[n], dim) for n, dim in dims.items() if dim is not None}
+    start, count = (share.start, len(share)) if share else (0, 1)
+    rows = {
+        name: entry.narrow(dim, start, count) if entry.shape[dim] else _made_row(name, entry, dim)
+        for name, (entry, dim) in found.items()
+    }
+    if not share and "labels" in rows:
+        rows["labels"] = torch.full_like(rows["labels"], IGNORED)
+    return _Rows(known | rows, not share)
+
+
+def _made_row(name: str, entry: Tensor, dim: int) -> Tensor:
+    """Return a row for an entry that has none: zeros, or a mask that hides nothing."""
+    shape = (*entry.shape[:dim], 1, *entry.shape[dim + 1 :])
+    return entry.new_ones(shape) if name == "attention_mask" else entry.new_zeros(shape)
+
+
+def counts_nothing(batch: Batch) -> bool:
+    """Return whether a micro-batch, or what a model is called with for it, got no row."""
+    source = batch.micro_batch if isinstance(batch, Called) else batch
+    return isinstance(source, MicroBatch) and source.is_empty
 
 
 def real_positions(batch: Batch) -> Tensor | None:
@@ -226,6 +268,8 @@ def real_tokens(batch: Batch, positions: Tensor | None) -> Tensor | None:
         positions: See `real_positions`.
     """
     ids, mask = batch["input_ids"], batch.get("attention_mask")
+    if counts_nothing(batch):
+        return torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
     if mask is None or mask.shape != ids.shape:
         return None if positions is None else positions.expand(ids.shape)
     return mask != 0 if positions is None else (mask != 0) & positions

@@ -46,6 +46,7 @@ class Terms:
         keeps_cache: Its config asks for a cache of keys and values, and its forward can be told not
             to keep one.
         real_positions: Which positions of this rank are no padding in the step; None is all.
+        counts_routing: The tokens of each forward that choose an expert are counted.
         looked: Ranks were found to hold the same batch, and to be able to attend.
         several: Some rank has several micro-batches in the step.
         seen: How far first steps have been looked at: 1 with one micro-batch, 2 with several.
@@ -70,6 +71,7 @@ class Terms:
     router_loss: RouterLoss | None = None
     keeps_cache: bool = False
     real_positions: Tensor | None = None
+    counts_routing: bool = False
     looked: bool = False
     several: bool = False
     seen: int = 0

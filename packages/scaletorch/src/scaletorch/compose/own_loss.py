@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..dist.building import agree, caught, tensors_in
 from ..dist.errors import InvalidArgumentError, MismatchError
 from ..parallel.pg_manager import IGNORED, ProcessGroupManager, describe_rank
-from .batches import Batch, Called, token_count
+from .batches import Batch, Called, counts_nothing, token_count
 from .forward import terms_of
 from .loss import find_sharded_head, require_labels_fit
 from .loss_batch import LossBatch
@@ -81,6 +81,8 @@ class OwnLoss:
 
     def count(self, batch: Batch) -> float:
         """Return how many losses a micro-batch has, from its entries alone."""
+        if counts_nothing(batch):
+            return 0
         seen = LossBatch(batch, self._head, self._manager)
         return checked_count(token_count(seen) if self._count_fn is None else self._count_fn(seen))
 
@@ -88,6 +90,8 @@ class OwnLoss:
         """Return the sum and the count of a micro-batch; nothing, with a graph, if it fails."""
         try:
             total, count = self._called(output, batch)
+            if counts_nothing(batch):
+                total, count = _nothing(output).to(total.dtype), 0
         except Exception as error:  # the other ranks are told at the end of the step
             nothing = _nothing(output)
             if self._trains and not nothing.requires_grad:  # there is no such end

@@ -16,7 +16,7 @@ from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pipeline_parallel.building import read
 from .balance import require_one_micro_batch
-from .batches import Batch, Called, MicroBatch, token_count
+from .batches import Batch, Called, MicroBatch, counts_nothing, token_count
 from .before.attending import require_attention
 from .before.batch_norm import require_whole_batches
 from .before.initial import require_one_batch
@@ -133,6 +133,11 @@ def _called(
             shares = terms.shares_sequences
             require_whole_batches(
                 model, len(batches), manager, recompute=terms.recomputes, shares=shares
+            )
+        if terms.counts_routing and any(map(counts_nothing, batches)):
+            raise InvalidArgumentError(
+                "a micro-batch has no row, and the tokens of the one in its place would be counted "
+                "as choosing experts: take fewer micro-batches, or more rows"
             )
         model.wrapped.refuse_others(model.module)
     pipeline = pipeline_of(model)

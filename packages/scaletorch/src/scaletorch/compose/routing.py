@@ -62,6 +62,7 @@ def count_routing(
         share = manager.tp_size, manager.tp_rank
         hook = partial(_count, count, terms, share)
         module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    terms.counts_routing = True
     somewhere = torch.tensor(len(counts))
     all_reduce(somewhere, group=manager.world_group)
     if not somewhere:

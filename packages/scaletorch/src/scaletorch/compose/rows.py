@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import ProcessGroupManager, get_process_group_manager
+from .batches import rows_of_ranks
 from .forward import require_manager
 
 _ROUNDS = 6
@@ -29,16 +30,17 @@ def rows_of_step(
     Args:
         step: 0-based; a checkpoint's number of steps done is the next one.
         rows: Rows of the data set.
-        batch_size: Rows of a global batch, a multiple of the data-parallel size.
+        batch_size: Rows of a global batch.
         seed: Of the order.
         manager: The grid; by default the current one, or one process.
 
     Returns:
-        This rank's `batch_size / dp` rows, in the order in which `shard_global_batch` would cut
-        them from the whole batch; the ranks of one dp coordinate have the same.
+        This rank's rows, in the order in which `shard_global_batch` would cut them from the whole
+        batch: `batch_size / dp`, and on the first ranks one more if that is no whole number. The
+        ranks of one dp coordinate have the same.
 
     Raises:
-        InvalidArgumentError: A number that is none or too small, or a batch that does not divide.
+        InvalidArgumentError: A number that is none or too small.
 
     Example:
         >>> steps = (rows_of_step(s, rows=len(data), batch_size=8) for s in range(done, total))
@@ -51,14 +53,9 @@ def rows_of_step(
     _require("rows", rows, 1)
     _require("batch_size", batch_size, 1)
     _require("seed", seed, None)
-    if batch_size % size:
-        raise InvalidArgumentError(
-            f"a global batch of {batch_size} rows does not divide over {size} data-parallel ranks; "
-            f"use a multiple of {size}"
-        )
-    share = batch_size // size
-    first = step * batch_size + place * share
-    return [_row(position, rows, seed) for position in range(first, first + share)]
+    (own,) = rows_of_ranks(batch_size, size, 1)[place]
+    first = step * batch_size
+    return [_row(first + index, rows, seed) for index in own]
 
 
 def _require(name: str, value: object, least: int | None) -> None:

@@ -14,7 +14,7 @@ from ...dist import all_gather_object
 from ...parallel.context_parallel import ShardedSequences
 from ...parallel.context_parallel.building import CU_SEQLENS
 from ...parallel.pg_manager import IGNORED, ProcessGroupManager
-from ..batches import Batch, Called, Cut, MicroBatch, shard_global_batch
+from ..batches import Batch, Called, Cut, MicroBatch, rows_of_ranks, shard_global_batch
 from ..forward import Terms
 from ..ready import as_called
 from ..row_dims import OF_LOSS, POSITIONS
@@ -132,28 +132,27 @@ def small_batch(
 def _rows_of(cut: Cut, count: int, kept: int, manager: ProcessGroupManager) -> dict[str, Any]:
     """Return the first rows of the first micro-batches of each data-parallel rank, joined."""
     ranks = 1 if cut.own else manager.dp_size
-    shares = ranks * count
-    rows = len(cut.whole["input_ids"]) // shares
     few = [
-        index * rows + row
-        for index in range(shares)
-        if index % count < kept
-        for row in range(min(rows, ROWS))
+        row
+        for shares in rows_of_ranks(len(cut.whole["input_ids"]), ranks, count)
+        for share in shares[:kept]
+        for row in share[:ROWS]
     ]
     picked = {
         name: x if cut.row_dims.get(name) is None else _pick(x, cut.row_dims[name] or 0, few)
         for name, x in cut.whole.items()
     }
-    if not cut.own or manager.dp_size == 1:
-        return picked
-    everyone = all_gather_object({n: _on(x, "cpu") for n, x in picked.items()}, manager.dp_group)
-    device = cut.whole["input_ids"].device
-    return {
-        name: x
-        if cut.row_dims.get(name) is None
-        else torch.cat([each[name] for each in everyone], cut.row_dims[name] or 0).to(device)
-        for name, x in picked.items()
-    }
+    dims = {name: dim for name, dim in cut.row_dims.items() if dim is not None}
+    if cut.own and manager.dp_size > 1:
+        shown = {n: _on(x, "cpu") for n, x in picked.items()}
+        everyone = all_gather_object(shown, manager.dp_group)
+        device = cut.whole["input_ids"].device
+        for name, dim in dims.items():
+            picked[name] = torch.cat([each[name] for each in everyone], dim).to(device)
+    # Rows come again until every micro-batch has as many.
+    have, shares = len(picked["input_ids"]), manager.dp_size * kept
+    filled = [index % have for index in range(-(-have // shares) * shares)]
+    return picked | {name: _pick(picked[name], dim, filled) for name, dim in dims.items()}
 
 
 def _pick(x: Tensor, dim: int, rows: Sequence[int]) -> Tensor:
