@@ -206,7 +206,10 @@ BAD = [
     (lambda m: shard_global_batch(global_batch(), -1, m), "at least 1; it is -1"),
     (lambda m: shard_global_batch(global_batch(), "2", m), "it is '2'"),
     (lambda m: shard_global_batch(global_batch(rows=0), 1, m), "batch of 0 rows"),
-    (lambda m: shard_global_batch({}, 1, m), r"with input_ids \[B, L\]"),
+    (
+        lambda m: shard_global_batch({}, 1, m),
+        r"dim 0 is rows, such as input_ids \[B, L\]; .* has nothing",
+    ),
     (lambda m: parallelize(llama(), Grid()), "manager must be a ProcessGroupManager.* Grid"),
     (lambda m: parallelize(3, m), "takes a plain nn.Module, got int"),
     (lambda m: parallelize(parallelize(llama(), m), m), "plain nn.Module, got DataParallelBucket"),

@@ -14,6 +14,7 @@ from ..dist.errors import InvalidArgumentError
 from ..parallel.context_parallel import ShardedSequences
 from ..parallel.context_parallel.building import CU_SEQLENS, DEFAULT, layout_of_whole
 from ..parallel.pg_manager import IGNORED, ProcessGroupManager
+from .entries import TOKENS, named_entries, row_count, sequence_shape
 from .forward import terms_of
 from .row_dims import POSITIONS, RowDims, read_row_dims
 
@@ -27,7 +28,8 @@ class Cut(NamedTuple):
         layout: Which columns each cp rank has.
         counted: Its `position_ids`, if it has any, were counted here, not given.
         whole: The global batch, or what of it this data-parallel rank has read.
-        sequences: Which positions this rank has, and where packed documents begin.
+        sequences: Which positions this rank has, and where packed documents begin; None of a batch
+            that is none of tokens.
         own: `whole` is what this data-parallel rank has read.
         row_dims: The dim of each entry that is rows; None if every micro-batch gets it whole.
     """
@@ -35,7 +37,7 @@ class Cut(NamedTuple):
     layout: str
     counted: bool
     whole: Batch
-    sequences: ShardedSequences
+    sequences: ShardedSequences | None
     own: bool = False
     row_dims: RowDims = MappingProxyType({})
 
@@ -68,7 +70,7 @@ class Called(dict[str, Tensor]):
 
 
 def shard_global_batch(
-    batch: Batch,
+    batch: Any,
     num_micro_batches: int,
     manager: ProcessGroupManager | None = None,
     *,
@@ -80,12 +82,13 @@ def shard_global_batch(
     """Return this rank's micro-batches of a global batch.
 
     Args:
-        batch: The same on every rank. `input_ids` [B, L]; `labels` [B, L] aligned with them, -100
-            for tokens that have none; `position_ids` [B, L], [1, L] or of several axes
-            [axes, B, L]. Any other entry has rows as dim 0, [B, ...], and those that are [B, L] are
-            sequences, whose columns go to cp. Numbers, tensors of dim 0 of size 1, and the starts
-            of packed documents `cu_seq_lens_q` (0, a, ..., L) are passed whole to every
-            micro-batch. Entries named `loss_...` are for a loss of your own alone.
+        batch: The same on every rank: a mapping, a dataclass, or with a model a tuple of what its
+            forward takes. Rows are dim 0 of every entry, [B, ...]. Numbers, tensors of dim 0 of
+            size 1, and the starts of packed documents `cu_seq_lens_q` (0, a, ..., L) are passed
+            whole to every micro-batch. Entries named `loss_...` are for a loss of your own alone.
+            Models of tokens have `input_ids` [B, L]; `labels` [B, L] aligned with them, -100 for
+            tokens that have none; `position_ids` [B, L], [1, L] or of several axes [axes, B, L];
+            entries that are [B, L] are sequences, whose columns go to cp.
         num_micro_batches: Micro-batches per data-parallel rank. Ranks, and a rank's micro-batches,
             differ by at most one row, the first having more; one without rows computes a row
             that does not count.
@@ -100,34 +103,46 @@ def shard_global_batch(
             entry that every micro-batch gets whole: `{"pixels": 1, "table": None}`.
 
     Returns:
-        `num_micro_batches` mappings of [b, L / cp] tensors, with at least one row. They have
+        `num_micro_batches` mappings of [b, L / cp] or [b, ...] tensors, b >= 1. They have
         `position_ids` if the batch has them, and if a model could not count them itself: of
         divided sequences and of packed documents.
 
     Raises:
-        InvalidArgumentError: No `input_ids` [B, L], less than one micro-batch, no rows, columns
-            that do not divide, no grid, not the model's order, or an entry whose rows are not
-            known.
+        InvalidArgumentError: Less than one micro-batch, no rows, columns that do not divide or are
+            not known, no grid, not the model's order, or an entry whose rows are not known.
     """
     manager, layout = _said(manager, model, cp_layout)
-    rows, length = _shape(batch := _with_positions(batch, model))
+    arguments = None if model is None else terms_of(model).arguments
+    entries = _with_positions(named_entries(batch, arguments), model)
     _require_count(num_micro_batches)
-    place, ranks = (0, 1) if own_rows else (manager.dp_rank, manager.dp_size)
+    dims = read_row_dims(entries, row_dims)
+    rows = row_count(entries, dims)
     if not rows and not own_rows:
         raise InvalidArgumentError("a global batch of 0 rows has nothing to train on")
-    dims = read_row_dims(batch, row_dims)
-    shares = [
-        _rows(batch, dims, share) for share in rows_of_ranks(rows, ranks, num_micro_batches)[place]
-    ]
-    if layout != "zigzag":
-        layout_of_whole(layout, length, manager.cp_size)  # refuses what would be padded
-    documents = batch.get("cu_seq_lens_q")
-    sequences = ShardedSequences(
-        length, layout=layout, cu_seqlens=documents, group=manager.cp_group
-    )
-    counted = batch.get(POSITIONS) is None
-    cut = Cut(layout, counted, batch, sequences, own_rows, dims)
-    return _sharded(shares, cut, counts=counted and manager.cp_size == 1 and documents is None)
+    place, ranks = (0, 1) if own_rows else (manager.dp_rank, manager.dp_size)
+    shares = rows_of_ranks(rows, ranks, num_micro_batches)[place]
+    sequences = _sequences(entries, layout, manager)
+    counted = entries.get(POSITIONS) is None
+    cut = Cut(layout, counted, entries, sequences, own_rows, dims)
+    counts = counted and manager.cp_size == 1 and entries.get("cu_seq_lens_q") is None
+    return _sharded((_rows(entries, dims, share) for share in shares), cut, counts=counts)
+
+
+def _sequences(batch: Batch, layout: str, manager: ProcessGroupManager) -> ShardedSequences | None:
+    """Return which positions of a batch of tokens this rank has; None of another batch."""
+    shape = sequence_shape(batch)
+    if shape is not None:
+        if layout != "zigzag":
+            layout_of_whole(layout, shape[1], manager.cp_size)  # refuses what would be padded
+        documents = batch.get("cu_seq_lens_q")
+        group = manager.cp_group
+        return ShardedSequences(shape[1], layout=layout, cu_seqlens=documents, group=group)
+    if manager.cp_size > 1:
+        raise InvalidArgumentError(
+            f"cp divides the positions of {TOKENS} [B, L], and this batch has none, only "
+            f"{', '.join(batch)}: take cp_size=1, and the ranks for dp, tp or pp"
+        )
+    return None
 
 
 def _sharded(parts: Iterable[_Rows], cut: Cut, *, counts: bool) -> list[Batch]:
@@ -141,9 +156,12 @@ def _sharded(parts: Iterable[_Rows], cut: Cut, *, counts: bool) -> list[Batch]:
     whole = {n: cut.whole[n] for n, dim in cut.row_dims.items() if dim is None and n != POSITIONS}
     shards: list[Batch] = []
     for part in parts:
-        shard = cut.sequences.shard(part.entries, shifted=True)
-        if counts:
-            del shard[POSITIONS]
+        if cut.sequences is None:
+            shard = dict(part.entries)
+        else:
+            shard = cut.sequences.shard(part.entries, shifted=True)
+            if counts:
+                del shard[POSITIONS]
         shards.append(MicroBatch(shard | whole, cut, is_empty=part.is_empty))
     return shards
 
@@ -171,26 +189,9 @@ def _said(
 def _with_positions(batch: Batch, model: nn.Module | None) -> Batch:
     """Return a batch with the positions that a model counts of whole rows, as it has to be told."""
     counting = None if model is None else terms_of(model).counting
-    if counting is None or batch.get(POSITIONS) is not None or "input_ids" not in batch:
+    if counting is None or batch.get(POSITIONS) is not None or sequence_shape(batch) is None:
         return batch
     return {**batch, POSITIONS: counting(batch["input_ids"])}
-
-
-def _shape(batch: Batch) -> tuple[int, int]:
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    if not isinstance(ids, Tensor) or ids.ndim != 2:
-        raise InvalidArgumentError(
-            f"a global batch is a mapping with input_ids [B, L]; what came {_came(batch, ids)}"
-        )
-    return ids.shape[0], ids.shape[1]
-
-
-def _came(batch: Batch, ids: object) -> str:
-    if isinstance(ids, Tensor):
-        return f"has them in the shape {list(ids.shape)}"
-    if isinstance(batch, Mapping):
-        return f"has {', '.join(map(str, batch)) or 'nothing'}"
-    return f"is a {type(batch).__name__}"
 
 
 def _require_count(num_micro_batches: int) -> None:
@@ -254,6 +255,8 @@ def real_positions(batch: Batch) -> Tensor | None:
     if not isinstance(batch, MicroBatch):
         return None
     sequences = batch.cut.sequences
+    if sequences is None:
+        return None
     length = sequences.layout.length
     if sequences.layout.padded_length == length:
         return None

@@ -23,7 +23,8 @@ class LossBatch(dict[str, Any]):
             whole.
         tp_size: How many ranks have the same positions.
         cp_group: The ranks that have the other positions of these sequences.
-        sequences: Which positions this rank has; None if the micro-batch was cut by hand.
+        sequences: Which positions this rank has; None if the micro-batch was cut by hand, or is
+            not of tokens.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class LossBatch(dict[str, Any]):
 def _sequences(batch: Batch, manager: ProcessGroupManager) -> ShardedSequences | None:
     if isinstance(batch, MicroBatch):
         return batch.cut.sequences
-    ids = batch["input_ids"]
+    ids = batch.get("input_ids")
     if manager.cp_size > 1 or not isinstance(ids, Tensor) or ids.ndim != 2:
         return None
     documents = batch.get("cu_seq_lens_q")
@@ -72,6 +73,7 @@ def require_sequences(batch: object, caller: str) -> ShardedSequences:
     if sequences is None:
         raise InvalidArgumentError(
             f"{caller} has to know which positions of the sequences this rank holds, and this "
-            "micro-batch was cut by hand: let shard_global_batch make it"
+            "micro-batch has no input_ids [B, L], or was cut by hand: let shard_global_batch make "
+            "it of a batch that has them"
         )
     return sequences

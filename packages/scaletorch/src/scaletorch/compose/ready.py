@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,13 @@ from .batches import Batch, Called, MicroBatch, counts_nothing, token_count
 from .before.attending import require_attention
 from .before.batch_norm import require_whole_batches
 from .before.initial import require_one_batch
+from .entries import OF_LOSS, TOKENS, first_entry, sequence_shape
 from .forward import Terms, pipeline_of, rehearses
 from .own_loss import Number, OwnLoss
-from .row_dims import OF_LOSS, POSITIONS
+from .row_dims import POSITIONS
 from .samples import samples_of
 
-_APART = ("input_ids", "labels")  # entries that are not passed on by name
+_APART = (TOKENS, "labels")  # entries that are not passed on by name
 _OTHERWISE = (
     "{} counts its positions otherwise than 0, 1, 2, ... where it is given none (from behind its "
     "padding index, perhaps), and where sequences are divided it has to be given them: put those "
@@ -125,7 +126,10 @@ def _called(
     """Return the micro-batches as the model is called with them; refuse what does not fit it."""
     if own is not None:
         own.require_functions()
-    batches = read(micro_batches, with_labels=own is None and trains)
+    first = TOKENS
+    if micro_batches and isinstance(micro_batches[0], Mapping):
+        first = first_entry(micro_batches[0], terms.arguments, terms.name)
+    batches = read(micro_batches, with_labels=own is None and trains, first=first)
     if trains:
         if terms.router_loss is not None:
             require_one_micro_batch(batches)
@@ -155,6 +159,8 @@ def _called(
 def as_called(batch: Batch, terms: Terms) -> Called:
     """Return a micro-batch with the entries that the model is to be called with.
 
+    The first argument of its forward, whatever that calls it, is `input_ids` of these.
+
     Raises:
         InvalidArgumentError: It was cut in another layout than the model's, or has entries that
             the model's forward does not take, or lacks positions that nobody else knows.
@@ -167,6 +173,13 @@ def as_called(batch: Batch, terms: Terms) -> Called:
             "shard_global_batch(..., model=model)"
         )
     entries: dict[str, Any] = {n: x for n, x in batch.items() if not n.startswith(OF_LOSS)}
+    of_tokens = sequence_shape(batch) is not None
+    if not of_tokens and terms.shares_sequences:
+        raise InvalidArgumentError(
+            f"sequence_parallel divides the positions of {TOKENS} [B, L], and this batch has none, "
+            f"only {', '.join(batch)}: do without it"
+        )
+    entries[TOKENS] = entries.pop(first_entry(batch, terms.arguments, terms.name))
     if terms.keeps_cache:  # no use in training, and a layer that runs again would add to it again
         entries.setdefault("use_cache", False)
     given = POSITIONS in entries and not (cut is not None and cut.counted)
@@ -181,8 +194,8 @@ def as_called(batch: Batch, terms: Terms) -> Called:
             f"argument of that name, only {', '.join(terms.arguments)}; leave it out of the batch, "
             f"or let forward take it; what a loss_fn alone is to see is named {OF_LOSS}..."
         )
-    if POSITIONS not in entries and _must_be_told(terms):
-        ids = entries["input_ids"]
+    if of_tokens and POSITIONS not in entries and _must_be_told(terms):
+        ids = entries[TOKENS]
         entries[POSITIONS] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
     return Called(entries, batch)
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from ..dist.errors import InvalidArgumentError
 from ..parallel.context_parallel.building import CU_SEQLENS
+from .entries import OF_LOSS, row_count, sequence_shape
 
 RowDims = Mapping[str, int | None]
 Shape = tuple[int, ...]
 
 POSITIONS = "position_ids"
-OF_LOSS = "loss_"  # entries whose names begin so are for a loss, not for the model
 _TOKENS = ("input_ids", "labels", "token_type_ids")  # [B, L], whatever B and L are
 _NUMBERS = bool | int | float | str | None
 
@@ -23,19 +23,15 @@ def read_row_dims(batch: Mapping[str, Any], told: RowDims | None) -> dict[str, i
     """Return for every entry of a global batch the dim that is rows, or None if it has no rows.
 
     Args:
-        batch: `input_ids` [B, L] and any other entries.
+        batch: Entries by name, such as `input_ids` [B, L].
         told: Dims that the caller names; they go before what shapes suggest.
 
     Raises:
         InvalidArgumentError: An entry's shape does not tell, or allows two readings; or the caller
             names an entry or a dim that does not exist.
     """
-    told, tokens = told or {}, tuple(batch["input_ids"].shape)
-    if not isinstance(told, Mapping):
-        raise InvalidArgumentError(
-            "row_dims is a mapping from names of entries to their dim of rows, or None, got "
-            f"{type(told).__name__}"
-        )
+    told = _checked(told)
+    tokens: Shape = sequence_shape(batch) or (row_count(batch, told),)
     if strangers := [name for name in told if name not in batch]:
         raise InvalidArgumentError(
             f"row_dims names {', '.join(map(str, strangers))}, and the batch has only "
@@ -49,9 +45,18 @@ def read_row_dims(batch: Mapping[str, Any], told: RowDims | None) -> dict[str, i
     }
 
 
+def _checked(told: RowDims | None) -> RowDims:
+    if not isinstance(told, Mapping | None):
+        raise InvalidArgumentError(
+            "row_dims is a mapping from names of entries to their dim of rows, or None, got "
+            f"{type(told).__name__}"
+        )
+    return told or {}
+
+
 def _told(name: str, entry: Any, dim: int | None, tokens: Shape) -> int | None:
     """Return the dim that the caller names, counted from the front."""
-    fixed = name in _TOKENS[:2]
+    fixed = name in _TOKENS[:2] and len(tokens) > 1
     if dim is None and not fixed:
         return None
     ndim = entry.ndim if isinstance(entry, Tensor) else 0
@@ -71,9 +76,9 @@ def _row_dim(name: str, entry: Any, tokens: Shape) -> int | None:
     if not isinstance(entry, Tensor):
         raise _unknown(name, entry, tokens)
     shape, rows = tuple(entry.shape), tokens[0]
-    if name == "labels":
+    if name == "labels" and len(tokens) > 1:
         _require_token_labels(shape, tokens)
-    if name == POSITIONS:
+    if name == POSITIONS and len(tokens) > 1:
         return _row_dim_of_positions(entry, tokens)
     if name.startswith(OF_LOSS):
         _require_rows_of_loss(name, shape, rows)
@@ -82,7 +87,7 @@ def _row_dim(name: str, entry: Any, tokens: Shape) -> int | None:
         return None
     if shape[0] != rows:
         raise _unknown(name, entry, tokens)
-    square = rows == tokens[1] > 1 and (len(shape) <= 2 or shape[1] == rows)
+    square = tokens[1:] == (rows,) and rows > 1 and (len(shape) <= 2 or shape[1] == rows)
     if square and name not in _TOKENS:
         raise _ambiguous(
             name, shape, f"dim 0 is the {rows} rows", f"dim 0 is the {rows} positions", 0, None

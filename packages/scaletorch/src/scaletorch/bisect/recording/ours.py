@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...compose.batches import MicroBatch
+from ...compose.batches import MicroBatch, rows_of_ranks
+from ...compose.entries import row_count
 from ...compose.forward import pipeline_of, terms_of
 from ...parallel.data_parallel import DataParallelBucket, parameter_shards
 from ...parallel.expert_parallel.building import find_expert_cuts
@@ -35,13 +36,16 @@ def describe_grid(
     if not isinstance(micro_batches[0], MicroBatch):
         raise TypeError(type(micro_batches[0]).__name__)
     found = Description(micro_batches=len(micro_batches))
-    each = len(micro_batches[0]["input_ids"])
-    total = len(cut.whole["input_ids"]) * (manager.dp_size if cut.own else 1)
-    first = manager.dp_rank * len(micro_batches) * each
-    starts = [first + number * each for number in range(len(micro_batches))]
-    found.axes["rows"] = Axis(total, [[(start, start + each)] for start in starts])
-    positions = cut.sequences.positions().tolist()
-    length = cut.whole["input_ids"].shape[1]
+    rows, count = row_count(cut.whole, cut.row_dims), len(micro_batches)
+    if cut.own:  # every rank has read as many
+        (own,) = rows_of_ranks(rows, 1, count)
+        first, rows = manager.dp_rank * rows, rows * manager.dp_size
+    else:
+        own, first = rows_of_ranks(rows, manager.dp_size, count)[manager.dp_rank], 0
+    shares = [(first + share.start, first + share.stop) for share in own]
+    found.axes["rows"] = Axis(rows, [[share] for share in shares])
+    length = 1 if cut.sequences is None else cut.sequences.layout.length
+    positions = [0] if cut.sequences is None else cut.sequences.positions().tolist()
     found.axes["positions"] = Axis(length, [as_ranges(positions)])
     if terms_of(model).shares_sequences:
         size, longer = divmod(len(positions), manager.tp_size)

@@ -15,7 +15,7 @@ from ...parallel.pg_manager.building import divided_modules
 from ...parallel.tensor_parallel import TensorParallelLayer
 from ..batches import Batch, MicroBatch
 from ..digests import written
-from ..row_dims import OF_LOSS
+from ..entries import OF_LOSS
 
 _SUBJECT = (
     "the values of the plain model that parallelize is to cut (build it from one seed, or load one "

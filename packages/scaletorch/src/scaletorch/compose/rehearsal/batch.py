@@ -15,9 +15,10 @@ from ...parallel.context_parallel import ShardedSequences
 from ...parallel.context_parallel.building import CU_SEQLENS
 from ...parallel.pg_manager import IGNORED, ProcessGroupManager
 from ..batches import Batch, Called, Cut, MicroBatch, rows_of_ranks, shard_global_batch
+from ..entries import OF_LOSS, row_count, sequence_shape
 from ..forward import Terms
 from ..ready import as_called
-from ..row_dims import OF_LOSS, POSITIONS
+from ..row_dims import POSITIONS
 from .width import is_narrow
 
 ROWS, LENGTH, TOKENS = 2, 512, 8192  # of a micro-batch, of a row, and at most of all rows
@@ -54,6 +55,8 @@ class SmallBatch:
         called: The whole as one process's model is called with it.
         alone: What stands for the grid of one process.
         is_short: Whether the step has more positions.
+        rows: The number of rows, over all ranks.
+        sequences: The positions that this rank holds: one, if the batch is none of tokens.
     """
 
     whole: Batch
@@ -61,16 +64,8 @@ class SmallBatch:
     called: Called
     alone: OneProcess
     is_short: bool
-
-    @property
-    def rows(self) -> int:
-        """The number of rows, over all ranks."""
-        return len(self.whole["input_ids"])
-
-    @property
-    def sequences(self) -> ShardedSequences:
-        """The positions that this rank holds."""
-        return cast(MicroBatch, self.micro_batches[0]).cut.sequences
+    rows: int
+    sequences: ShardedSequences
 
 
 def entries_added(micro_batches: Sequence[Batch]) -> set[str] | None:
@@ -111,13 +106,13 @@ def small_batch(
     whole = _rows_of(cut, count, kept, manager)
     if wide:
         whole = {n: x.float() if is_narrow(x) else x for n, x in whole.items()}
-    length = whole["input_ids"].shape[1]
-    ranks = 1 if cut.own else manager.dp_size
-    tokens = cut.whole["input_ids"].numel() // (ranks * manager.cp_size)
-    most = min(TOKENS, tokens // _SHARE)
-    short = _short(whole, length, most, cut.row_dims, manager) if shortens else whole
-    if not _counts(short):
-        short = whole
+    short, shape = whole, sequence_shape(cut.whole)
+    if shortens and shape is not None:
+        ranks = 1 if cut.own else manager.dp_size
+        tokens = shape[0] * shape[1] // (ranks * manager.cp_size)
+        short = _short(whole, shape[1], min(TOKENS, tokens // _SHARE), cut.row_dims, manager)
+        if not _counts(short):
+            short = whole
     told = {name: dim for name, dim in cut.row_dims.items() if name in short}
     parts = shard_global_batch(short, kept, model=model, row_dims=told)
     alone = OneProcess(_group_of_one(manager))
@@ -125,8 +120,13 @@ def small_batch(
     of_one = replace(
         terms, cp_layout=None, shares_sequences=False, counts_of_ids=False, counts_otherwise=False
     )
-    is_short = short["input_ids"].shape[1] < length
-    return SmallBatch(short, parts, as_called(plain, of_one), alone, is_short)
+    now = sequence_shape(short)
+    is_short = shape is not None and now is not None and now[1] < shape[1]
+    sequences = cast(MicroBatch, parts[0]).cut.sequences
+    if sequences is None:
+        sequences = ShardedSequences(1, group=manager.cp_group)
+    called, rows = as_called(plain, of_one), row_count(short, told)
+    return SmallBatch(short, parts, called, alone, is_short, rows, sequences)
 
 
 def _rows_of(cut: Cut, count: int, kept: int, manager: ProcessGroupManager) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _rows_of(cut: Cut, count: int, kept: int, manager: ProcessGroupManager) -> d
     ranks = 1 if cut.own else manager.dp_size
     few = [
         row
-        for shares in rows_of_ranks(len(cut.whole["input_ids"]), ranks, count)
+        for shares in rows_of_ranks(row_count(cut.whole, cut.row_dims), ranks, count)
         for share in shares[:kept]
         for row in share[:ROWS]
     ]
@@ -146,11 +146,11 @@ def _rows_of(cut: Cut, count: int, kept: int, manager: ProcessGroupManager) -> d
     if cut.own and manager.dp_size > 1:
         shown = {n: _on(x, "cpu") for n, x in picked.items()}
         everyone = all_gather_object(shown, manager.dp_group)
-        device = cut.whole["input_ids"].device
         for name, dim in dims.items():
-            picked[name] = torch.cat([each[name] for each in everyone], dim).to(device)
+            own = cut.whole[name]
+            picked[name] = torch.cat([each[name] for each in everyone], dim).to(own.device)
     # Rows come again until every micro-batch has as many.
-    have, shares = len(picked["input_ids"]), manager.dp_size * kept
+    have, shares = row_count(picked, cut.row_dims), manager.dp_size * kept
     filled = [index % have for index in range(-(-have // shares) * shares)]
     return picked | {name: _pick(picked[name], dim, filled) for name, dim in dims.items()}
 

@@ -71,7 +71,8 @@ def rehearse_step(
     began, plain = time.perf_counter(), cast(Plain, terms.plain)
     require_one_batch(micro_batches, manager)
     pipeline = pipeline_of(model)
-    device = next((p.device for p in model.parameters()), micro_batches[0]["input_ids"].device)
+    given = next(x for x in micro_batches[0].values() if isinstance(x, Tensor))
+    device = next((p.device for p in model.parameters()), given.device)
     added, narrow = _agreed(micro_batches, model, device, terms, manager)
     if added is None:
         return

@@ -105,14 +105,21 @@ class MicroBatches:
         return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
 
 
-def read(data_loader: Iterable[Batch], *, with_labels: bool) -> list[Batch]:
+def read(
+    data_loader: Iterable[Batch], *, with_labels: bool, first: str = "input_ids"
+) -> list[Batch]:
     """Return this step's micro-batches.
+
+    Args:
+        data_loader: Them.
+        with_labels: Whether each needs `labels`.
+        first: The entry that each needs: the first argument of the model's forward.
 
     Raises:
         InvalidArgumentError: None at all, or one that lacks an entry.
     """
     batches = list(data_loader)
-    needed = ("input_ids", "labels") if with_labels else ("input_ids",)
+    needed = (first, "labels") if with_labels else (first,)
     for index, batch in enumerate(batches):
         if not isinstance(batch, Mapping):
             message = f"micro-batch {index} must be a mapping, got {type(batch).__name__}"

@@ -1,0 +1,246 @@
+"""Models that are none of tokens: any first argument, any entries, rows as dim 0."""
+
+import dataclasses
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from scaletorch.compose import (
+    eval_step,
+    full_gradients,
+    full_state_dict,
+    parallelize,
+    shard_global_batch,
+    train_step,
+)
+from scaletorch.dist import RankFailedError
+from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.dist.testing import relative_error, run_ranks
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+
+ROWS = 7
+
+
+class DenoisingBlock(nn.Module):
+    """Attention and an MLP whose norms are scaled by a condition, as in a diffusion transformer."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.norm = nn.LayerNorm(size, elementwise_affine=False)
+        self.modulation = nn.Linear(size, 3 * size)
+        self.attention = nn.MultiheadAttention(size, 4, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(size, 2 * size), nn.GELU(), nn.Linear(2 * size, size))
+
+    def forward(self, x, condition):
+        scale, shift, gate = self.modulation(condition)[:, None].chunk(3, -1)
+        h = self.norm(x) * (1 + scale) + shift
+        x = x + gate * self.attention(h, h, h, need_weights=False)[0]
+        return x + self.mlp(self.norm(x))
+
+
+class Denoiser(nn.Module):
+    def __init__(self, size=32):
+        super().__init__()
+        self.inputs, self.time = nn.Linear(4, size), nn.Linear(1, size)
+        self.blocks = nn.ModuleList(DenoisingBlock(size) for _ in range(4))
+        self.head = nn.Linear(size, 4)
+
+    def forward(self, latents, time):
+        x, condition = self.inputs(latents), self.time(time[:, None])
+        for block in self.blocks:
+            x = block(x, condition)
+        return self.head(x)
+
+
+class Fourier(nn.Module):
+    """Layers of complex parameters."""
+
+    def __init__(self, size=16):
+        super().__init__()
+        self.inputs = nn.Linear(3, size)
+        drawn = [torch.randn(size, 5, dtype=torch.complex128) * 0.1 for _ in range(3)]
+        self.weights = nn.ParameterList(map(nn.Parameter, drawn))
+        self.head = nn.Linear(size, 1)
+
+    def forward(self, x):
+        h = self.inputs(x).transpose(1, 2)
+        for weight in self.weights:
+            modes = torch.fft.rfft(h)
+            modes = torch.cat([modes[..., :5] * weight, modes[..., 5:]], -1)
+            h = h + F.gelu(torch.fft.irfft(modes, n=h.shape[-1]))
+        return self.head(h.transpose(1, 2))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv1d(3, 16, 3, padding=1)
+        self.recurrent = nn.LSTM(16, 16, 2, batch_first=True)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, series):
+        return self.head(self.recurrent(self.convolution(series).transpose(1, 2))[0][:, -1])
+
+
+@dataclasses.dataclass
+class Series:
+    series: torch.Tensor
+    labels: torch.Tensor
+
+
+def drawn(step, *shape):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(ROWS, *shape, generator=generator, dtype=torch.float64)
+
+
+def noises(step):
+    time = drawn(step + 20).sigmoid()
+    return {"latents": drawn(step, 9, 4), "time": time, "loss_noise": drawn(step + 10, 9, 4)}
+
+
+def curves(step):
+    return {"x": drawn(step, 12, 3), "loss_y": drawn(step + 10, 12, 1)}
+
+
+def series(step):
+    labels = torch.randint(5, (ROWS,), generator=torch.Generator().manual_seed(step))
+    return Series(drawn(step, 3, 7), labels)
+
+
+def pairs(step):
+    return (series(step).series, series(step).labels)
+
+
+def of_noise(output, micro_batch):
+    return ((output - micro_batch["loss_noise"]) ** 2).mean((1, 2)).sum(), len(output)
+
+
+def of_curve(output, micro_batch):
+    return ((output - micro_batch["loss_y"]) ** 2).sum(), output.numel()
+
+
+def of_class(output, micro_batch):
+    return F.cross_entropy(output, micro_batch["labels"], reduction="sum"), len(output)
+
+
+def count_rows(micro_batch):
+    return len(micro_batch["time"])
+
+
+def count_points(micro_batch):
+    return micro_batch["loss_y"].numel()
+
+
+PLAN = {"blocks.*.mlp.0": "column", "blocks.*.mlp.2": "row"}
+DP = [{"dp_size": 4}]
+TP = [{"tp_size": 2, "dp_size": 2}, {"tp_size": 2, "pp_size": 2}]
+PP = [{"dp_size": 2, "pp_size": 2}, {"pp_size": 4}]
+MODELS = {  # batches, the loss, its count, and the layouts that the model is for
+    "denoiser": (Denoiser, noises, of_noise, count_rows, DP + PP + TP),
+    "fourier": (Fourier, curves, of_curve, count_points, DP),
+    "recurrent": (Recurrent, series, of_class, None, DP),
+    "recurrent, tuples": (Recurrent, pairs, of_class, None, [{"dp_size": 2}]),
+}
+CASES = [(name, sizes) for name, model in MODELS.items() for sizes in model[-1]]
+
+
+def trained(name, sizes, micro_batches):
+    """Losses and evaluations of three steps, the first gradients, and the weights."""
+    make, batch, loss_fn, count_fn, _ = MODELS[name]
+    manager = setup_process_group_manager(**sizes)
+    torch.manual_seed(0)
+    plan = PLAN if "tp_size" in sizes else None
+    model = parallelize(make().double(), manager, plan=plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, gradients = [], {}
+    for step in range(3):
+        cut = shard_global_batch(batch(step), micro_batches, model=model)
+        losses.append(train_step(model, cut, loss_fn=loss_fn, count_fn=count_fn).double())
+        gradients = gradients or {n: g.clone() for n, g in full_gradients(model).items()}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(eval_step(model, cut, loss_fn=loss_fn))
+    return {"loss": torch.stack(losses), **gradients}, full_state_dict(model)
+
+
+@functools.cache
+def in_one_process(name):
+    return run_ranks(trained, 1, name, {}, 1)[0]
+
+
+def apart(found, expected):
+    views = (torch.view_as_real(x) if x.is_complex() else x for x in (found, expected))
+    return relative_error(*views)
+
+
+@pytest.mark.parametrize(("name", "sizes"), CASES, ids=str)
+def test_any_model_trains_as_in_one_process(name, sizes):
+    expected = in_one_process(name)
+    ranks = math.prod(sizes.values())
+    for found in run_ranks(trained, ranks, name, sizes, 3):
+        for own, one in zip(found, expected, strict=True):
+            assert own.keys() == one.keys()
+            for each, tensor in one.items():
+                assert apart(own[each], tensor) < 1e-11, each
+
+
+REFUSED = [
+    ({"cp_size": 2}, {}, r"cp divides the positions of input_ids \[B, L\].* only latents, time"),
+    (
+        {"tp_size": 2},
+        {"plan": PLAN, "sequence_parallel": True},
+        r"sequence_parallel divides the positions of input_ids \[B, L\]",
+    ),
+]
+
+
+def refused(sizes, options):
+    manager = setup_process_group_manager(**sizes)
+    model = parallelize(Denoiser().double(), manager, **options)
+    cut = shard_global_batch(noises(0), 1, model=model)
+    train_step(model, cut, loss_fn=of_noise, count_fn=count_rows)
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: str(case[0]))
+def test_what_divides_positions_is_refused(case):
+    sizes, options, words = case
+    with pytest.raises(RankFailedError, match=words):
+        run_ranks(refused, 2, sizes, options)
+
+
+@pytest.fixture
+def alone():
+    yield setup_process_group_manager()
+    destroy_process_group_manager()
+
+
+def test_batches_that_do_not_fit_are_named(alone):
+    model = parallelize(Denoiser(), alone)
+    batch = {name: entry.float() for name, entry in noises(0).items()}
+
+    def step(batch, **told):
+        return train_step(model, shard_global_batch(batch, 1, alone), **told)
+
+    with pytest.raises(InvalidArgumentError, match="takes latents first, and the batch has time"):
+        step({"time": batch["time"]}, loss_fn=of_noise, count_fn=count_rows)
+    with pytest.raises(InvalidArgumentError, match="has no labels"):
+        step(batch)
+    with pytest.raises(InvalidArgumentError, match="needs model="):
+        shard_global_batch((batch["latents"], batch["time"]), 1, alone)
+    with pytest.raises(
+        InvalidArgumentError, match="of 4 entries does not fit a forward of latents"
+    ):
+        shard_global_batch((batch["time"],) * 4, 1, model=model)
+    with pytest.raises(InvalidArgumentError, match="a mapping of entries, a dataclass or a tuple"):
+        shard_global_batch(batch["latents"], 1, model=model)
+    with pytest.raises(InvalidArgumentError, match=r"input_ids has the shape \[7, 9, 4\]"):
+        shard_global_batch({"input_ids": batch["latents"]}, 1, model=model)
+    with pytest.raises(InvalidArgumentError, match=r"dim 0 is rows.* what came has scale"):
+        shard_global_batch({"scale": 2.0}, 1, model=model)
