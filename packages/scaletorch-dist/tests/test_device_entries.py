@@ -4,6 +4,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +54,11 @@ def test_an_entry_is_added_once_and_stands_before_the_cpu(fresh):
         (DeviceEntry("tpu", "tccl", reduces={torch.int8}), "'reduces' .* a frozenset of dtypes"),
         (DeviceEntry("tpu", "tccl", reduces=frozenset({"int8"})), "'reduces' .*frozenset.*'int8'"),
         (DeviceEntry("tpu", "tccl", activate="torch_tpu.go"), "'activate' .* must be a function"),
+        (DeviceEntry("tpu", "tccl", options={}), "'options' .* a function of the axes"),
+        (
+            DeviceEntry("tpu", "tccl", group_memory=-1),
+            "'group_memory' .* bytes, not -1",
+        ),
         (DeviceEntry("npu", "hccl"), "backend 'hccl' is in the table of devices already, as "),
     ],
 )
@@ -173,3 +179,22 @@ def test_the_command_prints_the_table():
         assert f"| `{entry.backend}` | `{entry.device}` |" in done.stdout
     assert "| `gloo` | `cpu` | torch's own wheels | nothing | all | yes |" in done.stdout
     assert "- gather: by all_gather" in done.stdout
+
+
+def test_hccls_groups_that_carry_little_have_small_buffers(monkeypatch):
+    options = type("Options", (), {})
+    group = SimpleNamespace(Options=options)
+    plugin = SimpleNamespace(
+        _C=SimpleNamespace(_distributed_c10d=SimpleNamespace(ProcessGroupHCCL=group))
+    )
+    monkeypatch.setitem(sys.modules, "torch_npu", plugin)
+    monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
+    entry = devices.entry_of_backend("hccl")
+    assert entry.group_memory == 400 * 2**20
+    assert entry.options(["dp", "pp_dp"]).hccl_config == {"hccl_buffer_size": 16}
+    assert entry.options(["dp", "cp_dp"]) is None
+    del group.Options  # as in a plugin without them
+    assert entry.options(["dp"]) is None
+    group.Options = options
+    monkeypatch.setenv("HCCL_BUFFSIZE", "120")  # the user's wish, which options would overrule
+    assert entry.options(["dp"]) is None

@@ -7,6 +7,7 @@ round. It says nothing about the vendors' own libraries, on which none of this w
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from threading import get_ident
 from unittest.mock import patch
@@ -17,7 +18,12 @@ import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch.dist import devices, functional
-from scaletorch.dist.building import prepare_backward
+from scaletorch.dist.building import (
+    all_reduce_flat,
+    even_parts,
+    prepare_backward,
+    reduce_scatter_flat,
+)
 from scaletorch.dist.devices import REDUCED, entry_of_backend
 from scaletorch.dist.testing import run_ranks
 
@@ -161,6 +167,53 @@ def reduces_every_dtype(device, backend):
 @every_vendor
 def test_what_a_vendor_does_not_reduce_is_reduced_here(vendor):
     run_ranks(reduces_every_dtype, 2, *vendor, init=False, timeout=300)
+
+
+def sums_of_16_bits(device, backend):
+    """Sum flat buffers; the backend's own sums of 16-bit floats are refused."""
+    own = join(device, backend)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    named = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single")
+    calls = {name: getattr(c10d, name) for name in named if hasattr(c10d, name)}
+
+    def refuse(call, *args, **options):
+        assert all(
+            x.dtype not in (torch.bfloat16, torch.float16) for x in args if hasattr(x, "dtype")
+        )
+        return call(*args, **options)
+
+    refused = {name: partial(refuse, call) for name, call in calls.items()}
+    for dtype in (torch.bfloat16, torch.float16):
+        rows = torch.randn(size, 12, generator=torch.Generator().manual_seed(0)).to(dtype)
+        exact = rows[0].float()
+        for row in rows[1:]:
+            exact += row
+        for op in ("sum", "mean"):
+            expected = exact if op == "sum" else exact / size
+            for elements in (12, 10):  # shards of one length, and not
+                data = rows[rank, :elements].to(own)
+                counts = even_parts(elements, size)
+                with patch.multiple(c10d, **refused):
+                    shard = reduce_scatter_flat(data, counts, op).wait()
+                    total = all_reduce_flat(data, op).wait()
+                assert (total.dtype, total.device) == (dtype, own)
+                assert torch.equal(total.cpu(), expected[:elements].to(dtype))
+                assert shard.dtype == torch.float32
+                assert torch.equal(shard.cpu(), expected[:elements].split(counts)[rank])
+    return torch.equal(rounding(rows), exact.to(dtype))
+
+
+def rounding(rows):
+    """Return the sum as a ring makes it that rounds at each rank."""
+    total = rows[0]
+    for row in rows[1:]:
+        total = total + row
+    return total
+
+
+@every_vendor
+def test_16_bits_of_gradients_are_summed_in_float32(vendor):
+    assert not any(run_ranks(sums_of_16_bits, 4, *vendor, init=False, timeout=200))
 
 
 def counts_on_the_host(device, backend):

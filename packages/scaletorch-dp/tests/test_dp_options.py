@@ -111,6 +111,38 @@ def test_main_gradients_of_bfloat16_parameters(ranks):
     run_ranks(check_main_gradients, ranks, ranks)
 
 
+def check_one_rounding(stage):
+    """Sums of 16-bit gradients are those of float32, rounded once or not at all."""
+    rank, ranks = c10d.get_rank(), c10d.get_world_size()
+    plain = net(torch.bfloat16)
+    model = wrap(copy.deepcopy(plain), bucket_size=40)
+    if stage:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        shard_optimizer(optimizer, model, stage=stage)
+    model(rows(rank, torch.bfloat16)).sum().backward()
+    sums = [torch.zeros_like(p, dtype=torch.float32) for p in plain.parameters()]
+    for each in range(ranks):
+        plain.zero_grad()
+        plain(rows(each, torch.bfloat16)).sum().backward()
+        for total, p in zip(sums, plain.parameters(), strict=True):
+            total += p.grad
+    if stage:
+        exact = dict(zip((name for name, _ in plain.named_parameters()), sums, strict=True))
+        for shard in model.optimizer_shards:
+            whole = exact[shard.name].view(-1)[shard.start : shard.stop]
+            assert torch.equal(shard.tensor.grad.view(-1), whole), shard.name
+        return
+    for parameter, total in zip(model.parameters(), sums, strict=True):
+        assert torch.equal(parameter.grad, total.bfloat16())
+
+
+@pytest.mark.parametrize("shared", ["0", "1"])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_sums_of_16_bit_gradients_are_rounded_once(stage, shared, monkeypatch):
+    monkeypatch.setenv("SCALETORCH_SHARED_MEMORY", shared)
+    run_ranks(check_one_rounding, 4, stage)
+
+
 def check_initial_values():
     rank = c10d.get_rank()
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as torch_dist
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scaletorch.dist import StateError
+from scaletorch.dist.devices import entry_of_backend
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.pg_manager import (
     Grid,
     ProcessGroupManager,
+    count_communicators,
     destroy_process_group_manager,
     groups,
     setup_process_group_manager,
@@ -369,3 +373,48 @@ def pipeline_of_all_ranks(streams):
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_pipeline_of_all_ranks_has_a_group_beside_world_on_devices_with_streams(streams):
     assert run_ranks(pipeline_of_all_ranks, 3, streams) == [streams] * 3
+
+
+def made_with_options(sizes):
+    """Return the axes of which options were asked, and what each group was made with."""
+    asked, made = [], {}
+
+    def options(axes):
+        asked.append(tuple(axes))
+        return None if "cp_dp" in axes else object()
+
+    entry = replace(entry_of_backend("gloo"), options=options)
+    plain = torch_dist.new_group
+
+    def noting(ranks, **given):
+        made[tuple(ranks)] = given.pop("pg_options", None) is not None
+        return plain(ranks, **given)
+
+    with (
+        patch.object(groups, "entry_of_backend", lambda name: entry),
+        patch.object(torch_dist, "new_group", noting),
+    ):
+        setup_process_group_manager(**sizes)
+    destroy_process_group_manager()
+    return asked, made
+
+
+def test_options_of_a_group_go_by_all_axes_that_share_it():
+    asked, made = run_ranks(made_with_options, 4, {"tp_size": 2, "dp_size": 2})[0]
+    assert asked == [("tp", "etp"), ("dp", "cp_dp", "pp_dp", "edp")]
+    assert made == {(0, 1): True, (0,): False, (0, 2): False}  # none is asked for one rank
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.tuples(*[st.integers(1, 4)] * 4), ep=st.sampled_from([1, 2, 3, 4, 6, 8]),
+    cut=st.booleans(),
+)  # fmt: skip
+def test_communicators_are_counted_as_groups_are_shared(sizes, ep, cut):
+    tp, cp, pp, dp = sizes
+    assume((tp * cp * dp) % (ep * (tp if cut else 1)) == 0)
+    grid = Grid(tp, cp, pp, dp, ep, tp if cut else 1)
+    for rank in {0, grid.world_size - 1}:
+        shared = {grid.group(axis, rank) for axis in groups.AXES if grid.size(axis) > 1}
+        own_pipeline = grid.world_size == pp > 1  # beside WORLD, on devices
+        assert count_communicators(grid) == len(shared) + own_pipeline

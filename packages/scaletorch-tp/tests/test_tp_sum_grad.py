@@ -1,6 +1,8 @@
 """Norms of the heads: each rank sees a part of the activations, the gradient is whole."""
 
 import copy
+from contextlib import ExitStack
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch.distributed import group
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from scaletorch.dist import all_reduce
 from scaletorch.dist.testing import relative_error, run_ranks
 from scaletorch.parallel.tensor_parallel import (
     apply_tensor_parallel,
@@ -17,6 +20,8 @@ from scaletorch.parallel.tensor_parallel import (
     shard_dims,
 )
 from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
+from scaletorch.parallel.tensor_parallel.regions import replicas
+from scaletorch.parallel.tensor_parallel.sharing import gradient_sums
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 16, 12, 4, 2, 6
 
@@ -230,3 +235,26 @@ def test_what_cannot_be_summed_is_refused():
     model.layers[0].self_attn.q_norm.bias = model.lm_head.weight
     with pytest.raises(ValueError, match="one tied parameter"):
         resolve(model, {"**.q_norm": "replicate", "lm_head": "column"}, 2)
+
+
+def dtypes_of_sums():
+    """Return the dtypes in which gradients of norms and of replicated heads are summed."""
+    model = apply_tensor_parallel(make().bfloat16(), group=group.WORLD)
+    found = {}
+    with ExitStack() as stack:
+        for module in (gradient_sums, replicas):
+            own = found[module.__name__.rpartition(".")[2]] = set()
+
+            def noting(data, group, own=own):
+                own.add(data.dtype)
+                all_reduce(data, group=group)
+
+            stack.enter_context(patch.object(module, "all_reduce", noting))
+        loss_of(model, 1).backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+    return found
+
+
+def test_gradients_of_16_bits_are_summed_in_float32():
+    for found in run_ranks(dtypes_of_sums, 4):
+        assert found == {"gradient_sums": {torch.float32}, "replicas": {torch.float32}}

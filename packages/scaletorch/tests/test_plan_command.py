@@ -183,14 +183,14 @@ def test_parameters_are_of_the_dtype_that_is_asked_for(run, folder):
 
 
 def test_a_plan_in_all_its_forms(run, folder):
-    said = run(f"{PLAN} --memory 1GiB --json p.json --html p.html")
-    assert "Llama: 8 rows of 16 tokens a step on 4 x A100-SXM-80GB, 1 GiB each" in said
+    said = run(f"{PLAN} --memory 2GiB --json p.json --html p.html")
+    assert "Llama: 8 rows of 16 tokens a step on 4 x A100-SXM-80GB, 2 GiB each" in said
     assert "note: No --device and no --cluster: figures are those of dgx-a100 nodes." in said
     content = json.loads((folder / "p.json").read_text())
     grids = {tuple(e["layout"]["grid"][a] for a in ("dp", "pp", "cp", "tp"))
              for e in content["estimates"]}  # fmt: skip
     assert {(4, 1, 1, 1), (2, 1, 1, 2), (2, 2, 1, 1)} <= grids
-    assert all(each["fits"] and each["peak"] < 2**30 for each in content["estimates"])
+    assert all(each["fits"] and each["peak"] < 2**31 for each in content["estimates"])
     assert "1x1x1x4" in str(content["refused"])  # it is not described with tp 4
     assert (folder / "p.html").read_text().startswith("<!doctype html>")
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from scaletorch.parallel.pg_manager import Grid
+from scaletorch.dist.devices import entry_of_backend
+from scaletorch.parallel.pg_manager import Grid, count_communicators
 from scaletorch.parallel.pipeline_parallel import SCHEDULES
 from scaletorch.plan import (
     Affine,
@@ -28,12 +29,14 @@ from scaletorch.plan import (
     Refused,
     Sent,
     Work,
+    cluster_named,
     legal,
     plan,
     search,
     time,
 )
 from scaletorch.plan.__main__ import main
+from scaletorch.plan.clusters import device_named, write_cluster
 from scaletorch.plan.holding import Holdings
 from scaletorch.plan.later import Later
 from scaletorch.plan.memory import peak
@@ -221,7 +224,10 @@ def test_a_table_counts_what_bounds_tell_and_a_file_what_peaks_do(
 ) -> None:
     write(model(), tmp_path / "model.json")
     given = ["--description", str(tmp_path / "model.json"), "--rows", "24", "--ranks", "8"]
-    given += ["--memory", "78KiB", "--device", "A100-SXM-80GB"]
+    device = replace(device_named("A100-SXM-80GB"), memory=78 * 2**10, group_memory=0)
+    nodes = replace(cluster_named("dgx-a100", 8), device=device)
+    write_cluster(nodes, tmp_path / "small.json")
+    given += ["--cluster", str(tmp_path / "small.json")]
     assert main([*given, "--top", "1"]) == 0
     assert "1 layouts fit at the least, 8 others may; 58 do not" in capsys.readouterr().out
     for more in (["--top", "1", "--json", str(tmp_path / "plan.json")], ["--top", "3"]):
@@ -274,3 +280,27 @@ def test_Peaks_all_cuts_at_once_are_those_of_each_alone() -> None:
         assert {
             tuple(own.total for own in e.memory) for e in again if e.layout == each.layout
         } == sizes
+
+
+def test_communicators_are_part_of_a_ranks_memory() -> None:
+    """Each distinct group of a layout holds memory, which the fewest groups leave to the model."""
+    nccl = entry_of_backend("nccl")
+    assert nccl is not None
+    assert device_named("A100-SXM-80GB").group_memory == nccl.group_memory
+    plain = plan(model(), 24, cluster(8, 2**30))
+    device = replace(cluster(8, 2**30).device, group_memory=2**26)
+    held = plan(model(), 24, replace(cluster(8, 2**30), device=device))
+    assert {each.layout for each in held.estimates} == {each.layout for each in plain.estimates}
+    assert {each.communicators for each in plain.estimates} == {0}
+    for each in held.estimates:
+        assert each.communicators == 2**26 * count_communicators(each.layout.grid)
+        assert each.peak == each.memory[each.fullest].total + each.communicators
+        assert each.as_json()["communicators"] == each.communicators
+    peaks = [each.peak for each in held.estimates]
+    assert peaks == sorted(peaks)
+    assert held.best().layout.grid.dp == 8  # one group
+    tight = replace(device, memory=2 * 2**26)  # room for one group, and not for three
+    few = plan(model(), 24, replace(cluster(8, 2**30), device=tight))
+    assert {count_communicators(each.layout.grid) for each in few.estimates} == {1}
+    assert any("before a step" in each.why for each in few.refused)
+    assert min(each.peak for each in few.over) > 2 * 2**26

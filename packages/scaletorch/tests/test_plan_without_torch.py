@@ -28,17 +28,19 @@ from dataclasses import replace
 from pathlib import Path
 from scaletorch.plan import cluster_named, plan, time
 from scaletorch.plan.__main__ import main
+from scaletorch.plan.clusters import write_cluster
 from scaletorch.plan.written import read
 
 known, cluster = read(Path("model.json")), cluster_named("dgx-a100", {RANKS})
-cluster = replace(cluster, device=replace(cluster.device, memory={MEMORY}))
+cluster = replace(cluster, device=replace(cluster.device, memory={MEMORY}, group_memory=0))
+write_cluster(cluster, Path("small.json"))
 for ranked in (None, time):
     found = plan(known, {ROWS}, cluster, time=ranked)
     best = found.best()
     print(len(found.estimates), len(found.refused), json.dumps(best.as_json()))
     print(*found.explain(), sep="\\n")
     print([each.peak for each in found.estimates[:50]])
-words = "--description model.json --ranks {RANKS} --rows {ROWS} --memory 32MiB".split()
+words = "--description model.json --ranks {RANKS} --rows {ROWS} --cluster small.json".split()
 assert main([*words, "--json", "p.json", "--html", "p.html"]) == 0
 grid = best.layout.grid
 assert main([*words, "--explain", f"{{grid.dp}}x{{grid.pp}}x{{grid.cp}}x{{grid.tp}}"]) == 0

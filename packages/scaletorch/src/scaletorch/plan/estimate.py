@@ -97,12 +97,14 @@ class Estimate:
             thousands of layouts few are.
         traffic: Of each rank of the pipeline; likewise.
         time: Of a step; None if no cluster's speed is known.
+        communicators: Bytes of every rank's communicators, beside `memory`.
     """
 
     layout: Layout
     memory: Sequence[Memory]
     traffic: Sequence[tuple[Traffic, ...]]
     time: Time | None = None
+    communicators: int = 0
 
     @property
     def fullest(self) -> int:
@@ -111,8 +113,8 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """Bytes of the fullest rank."""
-        return self.memory[self.fullest].total
+        """Bytes of the fullest rank, its communicators included."""
+        return self.memory[self.fullest].total + self.communicators
 
     def parallelize(
         self, model: nn.Module, manager: ProcessGroupManager, **options: Any

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..parallel.pg_manager import Grid, count_communicators
+from .clusters import Device
 from .description import Description
 from .holding import Holdings
 from .layout import Layout, Recompute
@@ -31,16 +33,40 @@ class Bounded(NamedTuple):
     less: tuple[Bounded, ...] = ()
 
 
+class Room:
+    """The memory of a rank, and what its communicators leave of it.
+
+    Args:
+        device: Of a rank.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.memory, self._group = device.memory, device.group_memory
+        self._held: dict[Grid, int] = {}
+
+    def held(self, layout: Layout) -> int:
+        """Return the bytes of a layout's communicators."""
+        if not self._group:
+            return 0
+        if layout.grid not in self._held:
+            self._held[layout.grid] = self._group * count_communicators(layout.grid)
+        return self._held[layout.grid]
+
+    def left(self, layout: Layout) -> int:
+        """Return the bytes for all else."""
+        return self.memory - self.held(layout)
+
+
 class Fits:
     """Tells whether layouts fit, and would not with less of what saves memory.
 
     Args:
         known: Of the model.
-        memory: Of a rank.
+        room: Of a rank.
     """
 
-    def __init__(self, known: Holdings, memory: int) -> None:
-        self.known, self._memory = known, memory
+    def __init__(self, known: Holdings, room: Room) -> None:
+        self.known, self.room = known, room
         self._peaks: dict[Layout, int] = {}
 
     def peak(self, own: Bounded) -> int:
@@ -51,9 +77,10 @@ class Fits:
 
     def __call__(self, own: Bounded) -> bool:
         """Return that of one; its peak is worked out only if bounds leave it open."""
-        fits = own.bounds.fits(self._memory)
+        left = self.room.left(own.layout)
+        fits = own.bounds.fits(left)
         if fits is None:
-            fits = self.peak(own) <= self._memory
+            fits = self.peak(own) <= left
         return fits and not any(map(self, own.less))
 
 
@@ -84,14 +111,14 @@ class Over(NamedTuple):
         bounds, layout = known_to_be(fits.peak(own)), own.layout
         return self._replace(bounds=bounds, recompute=layout.recompute, zero=layout.zero)
 
-    def refused(self, memory: int) -> Refused:
+    def refused(self, room: Room) -> Refused:
         """Return it with the reason."""
-        own, room = self.bounds, in_bytes(memory)
+        own, all_ = self.bounds.above(room.held(self.layout)), in_bytes(room.memory)
         how = f"with zero {self.zero}"
         if self.early:
-            why = f"needs {in_bytes(own.least)} of {room} before a step, {how}"
+            why = f"needs {in_bytes(own.least)} of {all_} before a step, {how}"
         else:
-            why = f"needs {_needs(own)} of {room}, {how} and recompute {self.recompute}"
+            why = f"needs {_needs(own)} of {all_}, {how} and recompute {self.recompute}"
         return Refused(self.layout.grid, why, self.bounded().layout)
 
 

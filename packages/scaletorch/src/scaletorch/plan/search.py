@@ -15,7 +15,7 @@ from ..dist.errors import InvalidArgumentError
 from .clusters import Cluster
 from .description import Description
 from .estimate import Estimate, Time
-from .fitting import Bounded, Fits, Over, fitting
+from .fitting import Bounded, Fits, Over, Room, fitting
 from .holding import Holdings, Optimizer
 from .later import Later
 from .layout import Layout
@@ -154,8 +154,8 @@ def _plan(
     time: Timer | None,
 ) -> Plan:
     known = Holdings(description, optimizer)
-    memory = cluster.device.memory
-    fits, sure = Fits(known, memory), 0
+    room = Room(cluster.device)
+    fits, sure = Fits(known, room), 0
     may: list[Bounded] = []
     unsure: list[tuple[Over, list[Bounded]]] = []
     over: list[Over] = []
@@ -164,10 +164,10 @@ def _plan(
         if isinstance(each, Refused):
             refused.append(each)
             continue
-        own, nearest = fitting(known, each, memory, chosen)
+        own, nearest = fitting(known, each, room.left(each), chosen)
         may += own
         if nearest is None:
-            sure += _sure(own, memory)
+            sure += _sure(own, room)
         elif own:
             unsure.append((nearest, own))
         else:
@@ -178,18 +178,18 @@ def _plan(
     estimates = Later(_fitting(fits, may, least, timed))
     estimates[:1]  # the best is found now
     late = Later(near.seen(fits, own) for near, own in unsure if not any(map(fits, own)))
-    why = (each.refused(memory) if isinstance(each, Over) else each for each in refused)
+    why = (each.refused(room) if isinstance(each, Over) else each for each in refused)
     return Plan(
         description, cluster, known.optimizer, estimates,
-        Later(chain(why, (each.refused(memory) for each in late))),
+        Later(chain(why, (each.refused(room) for each in late))),
         Later(_by_memory(fits, over, late, timed)),
         Sure(sure, len(refused), len(unsure)),
     )  # fmt: skip
 
 
-def _sure(own: Sequence[Bounded], memory: int) -> int:
+def _sure(own: Sequence[Bounded], room: Room) -> int:
     """Return how many of a layout's ways to fit are there whatever the peaks of the others are."""
-    alone = [each for each in own if not each.less and each.bounds.fits(memory)]
+    alone = [each for each in own if not each.less and each.bounds.fits(room.left(each.layout))]
     return len(alone) or len(own) > 0
 
 
@@ -207,7 +207,7 @@ def _fitting(
     """Yield those that fit; of the others no more is worked out than it takes to tell that."""
     for own, spent in _ranked(fits, may, least, timed):
         if fits(own):
-            yield _estimate(fits.known, own.layout, spent)
+            yield _estimate(fits, own.layout, spent)
 
 
 def _by_memory(
@@ -216,7 +216,7 @@ def _by_memory(
     """Yield estimates of what does not fit, with the least memory first, and their times."""
     bounded = [each.bounded() for each in (*over, *late)]
     for own, _ in _ranked(fits, bounded, [0.0] * len(bounded), None):
-        yield _estimate(fits.known, own.layout, timed.exact(own.layout) if timed else None)
+        yield _estimate(fits, own.layout, timed.exact(own.layout) if timed else None)
 
 
 def _ranked(
@@ -230,8 +230,9 @@ def _ranked(
         least: Seconds that each takes at the least.
         timed: By whose times they are ranked, and then by peaks; None is by peaks alone.
     """
+    held = [fits.room.held(own.layout) for own in layouts]
     queue = [
-        (low, UNKNOWN if timed else own.bounds.least, at)
+        (low, UNKNOWN if timed else own.bounds.least + held[at], at)
         for at, (low, own) in enumerate(zip(least, layouts, strict=True))
     ]
     heapify(queue)
@@ -246,16 +247,16 @@ def _ranked(
         exact.add(at)  # if it is the best is seen when its turn comes again
         if timed:
             times[at] = timed.exact(own.layout)
-            heappush(queue, (times[at].step, own.bounds.least, at))
+            heappush(queue, (times[at].step, own.bounds.least + held[at], at))
         else:
-            heappush(queue, (0.0, fits.peak(own), at))
+            heappush(queue, (0.0, fits.peak(own) + held[at], at))
 
 
-def _estimate(known: Holdings, layout: Layout, spent: Time | None) -> Estimate:
+def _estimate(fits: Fits, layout: Layout, spent: Time | None) -> Estimate:
     stages = layout.grid.pp
-    held = Later(_when_asked(ranks_hold, known, layout), stages)
-    sent = Later(_when_asked(ranks_send, known, layout), stages)
-    return Estimate(layout, held, sent, spent)
+    held = Later(_when_asked(ranks_hold, fits.known, layout), stages)
+    sent = Later(_when_asked(ranks_send, fits.known, layout), stages)
+    return Estimate(layout, held, sent, spent, fits.room.held(layout))
 
 
 def _when_asked(make: Callable[..., Iterable[T]], *arguments: Any) -> Iterator[T]:

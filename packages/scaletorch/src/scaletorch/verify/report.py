@@ -16,6 +16,7 @@ from ..compose.summation import ROOM
 from .cases import Case
 from .compare import Difference
 from .lost import DTYPE, FACTOR
+from .numbers import in_words
 from .runner import RankReport
 from .where import HERE, Where
 
@@ -134,6 +135,7 @@ class Report:
         named: Whether layouts were asked for by name: then none may be refused.
         command: What repeats a case when its own options are added.
         where: The kind of device and the backend.
+        numbers: The device's numeric settings during the proof, if it has any.
     """
 
     results: list[CaseResult]
@@ -141,6 +143,7 @@ class Report:
     named: bool = False
     command: str = field(default=f"python -m {__package__}")
     where: Where = HERE
+    numbers: dict[str, bool] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -189,6 +192,7 @@ class Report:
             f"{passed} of {asked} cases train like one process{self.where}{refused}: {tensors} "
             f"comparisons in {seconds:.0f} s; bound = machine epsilon x {ROOM:g} x root of "
             f"({self.chain} additions x step){self._lost()}{self._margins()}"
+            f"{in_words(self.numbers)}"
         )
 
     def _lost(self) -> str:
@@ -242,6 +246,7 @@ class Report:
         content = {
             "versions": versions(),
             **self.where._asdict(),
+            "numbers": self.numbers,
             "passed": self.passed,
             "chain": self.chain,
             "cases": cases,

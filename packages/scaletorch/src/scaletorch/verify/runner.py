@@ -20,6 +20,7 @@ from . import dropout
 from .cases import Case
 from .compare import Difference, compare_named
 from .experts import own_part
+from .numbers import full_precision
 from .problem import TORCH_DTYPES
 from .refusal import refusing
 from .routing import FLIP
@@ -64,7 +65,8 @@ def run_case(case: Case, subject: Subject, reference: str) -> RankReport:
     manager = setup_process_group_manager(grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp)
     try:
         saved = moved(load_reference(reference), device)
-        found = list(compare_case(case, subject, saved, manager))
+        with full_precision(subject.device):
+            found = list(compare_case(case, subject, saved, manager))
     finally:
         destroy_process_group_manager()
     found = [replace(difference, rank=get_rank()) for difference in found]

@@ -27,6 +27,7 @@ from . import lost
 from .bounds import blind, bound
 from .cases import DTYPES, Case, choose_layouts, enumerate_cases
 from .dropout import dropouts
+from .numbers import full_precision
 from .phases import PHASES, STEPS, Chosen, Phase, phases_of
 from .problem import (
     TORCH_DTYPES,
@@ -115,8 +116,10 @@ def verify(
     phases = _phases(optimizer, optimizer_args, model)
     subject = Subject(locate(model_fn), plan, split, phases, where.device)
     save = partial(save_reference, model_fn=model_fn, batch_fn=batch_fn, row_dims=row_dims)
-    results = list(_shown(_judged(cases, chain, subject, save, timeout, where.backend), progress))
-    return Report(results, chain, layouts is not None, repeating(device, backend), where)
+    with full_precision(where.device) as numbers:
+        judged = _judged(cases, chain, subject, save, timeout, where.backend)
+        results = list(_shown(judged, progress))
+    return Report(results, chain, layouts is not None, repeating(device, backend), where, numbers)
 
 
 def _named(dtype: str | Sequence[str]) -> tuple[str, ...]:

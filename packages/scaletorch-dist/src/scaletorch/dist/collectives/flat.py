@@ -17,7 +17,7 @@ from ..transport.ways import way_of
 from ..wire.backend import bring_home, on_wire, process_group
 from ..wire.checks import checking, compare, tells_failure
 from ..wire.recipes import Recipe, recipe_for
-from ..wire.sums import even_parts, fold, parts_of
+from ..wire.sums import even_parts, fold, parts_of, sum_dtype
 from ..wire.work import Work, given, nothing, settled
 from .reduce import unpack_into
 
@@ -30,6 +30,9 @@ def all_reduce_flat(
     start: Tensor | None = None, buffers: FlatBuffers | None = None,
 ) -> Work[Tensor]:  # fmt: skip
     """Sum a flat buffer over the ranks, in place and asynchronously.
+
+    16-bit floats are summed in float32 and rounded once on every backend, where NCCL's and Gloo's
+    all-reduce round at each rank. As many bytes travel; half of them after `wait()` is called.
 
     Args:
         data: Flat contiguous tensor, floating-point or complex.
@@ -52,12 +55,13 @@ def all_reduce_flat(
     size = 1 if members is None else members.size()
     wire = data if members is None else on_wire(data, members)
     way = None if members is None else way_of(wire, members, True, buffers)
-    if ordered or isinstance(way, NodeMemory):
+    folded = ordered or (size > 1 and data.numel() > 0 and _is_narrow(wire))
+    if folded or isinstance(way, NodeMemory):
         counts = even_parts(data.numel(), size)
         own = parts_of(counts)[0 if members is None else members.rank()]
         first = None if start is None else start[own.start : own.stop]
         if members is None or not isinstance(way, NodeMemory):
-            shard = reduce_scatter_flat(data, counts, op, group, ordered=True, start=first)
+            shard = reduce_scatter_flat(data, counts, op, group, ordered=ordered, start=first)
             return Work((shard,), partial(_put_together, data, counts, own, group, shard))
         if checking():
             compare(members, "all_reduce_flat", data, op)
@@ -78,6 +82,8 @@ def reduce_scatter_flat(
     ordered: bool = False, start: Tensor | None = None, buffers: FlatBuffers | None = None,
 ) -> Work[Tensor]:  # fmt: skip
     """Sum each rank's part of a flat buffer over the ranks, asynchronously.
+
+    16-bit floats are summed in float32 on every backend.
 
     Args:
         data: Flat floating-point or complex tensor; read until the work is waited for.
@@ -111,7 +117,8 @@ def reduce_scatter_flat(
     if not ordered:
         done = partial(_summed, data.device, start, divisor, 1, True)
         recipe = recipe_for("sum", wire.dtype)
-        return cast(Work[Tensor], way.reduce_scatter(wire, counts, recipe, done, True))
+        call = way.fold_scatter if _is_narrow(wire) else way.reduce_scatter
+        return cast(Work[Tensor], call(wire, counts, recipe, done, True))
     done = partial(_summed, data.device, start, divisor, size, False)
     return cast(Work[Tensor], way.exchange(wire, counts, [counts[rank]] * size, done, True))
 
@@ -158,6 +165,11 @@ def _check(data: Tensor, counts: Sequence[int], size: int, call: str) -> None:
             f"{call} takes a flat tensor and its elements for each of {size} ranks, got shape "
             f"{tuple(data.shape)} and {list(counts)}"
         )
+
+
+def _is_narrow(data: Tensor) -> bool:
+    """Return whether a backend may round a sum of such numbers at each rank."""
+    return sum_dtype(data.dtype) is not data.dtype
 
 
 def _is_mean(op: str) -> bool:

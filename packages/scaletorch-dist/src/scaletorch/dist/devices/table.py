@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -64,6 +66,9 @@ class DeviceEntry:
             as exact as float64 is on the tensor's device; a tensor of the host is summed there.
         variables: Environment variables, (name, value), that each of several ranks gets before it
             first uses its device, unless it has them.
+        group_memory: Bytes of device memory that one communicator holds, by default.
+        options: Called with the axes of the grid that a new group serves, its names in the manager:
+            it returns `pg_options` for `new_group`, or None for the backend's defaults.
     """
 
     device: str
@@ -80,6 +85,8 @@ class DeviceEntry:
     sharing: tuple[tuple[str, str], ...] | None = None
     reduces: frozenset[torch.dtype] = REDUCED
     variables: tuple[tuple[str, str], ...] = ()
+    group_memory: int = 0
+    options: Callable[[Collection[str]], Any] | None = None
 
 
 # Run on one H200 with NCCL 2.28.9: each rank is on a host of its own, and hosts are connected by
@@ -105,6 +112,29 @@ _NCCL_SHARING = (
 # torch's flight recorder keeps the last calls, which the guard writes beside its ledgers.
 _CUDA_VARIABLES = (("CUDA_MODULE_LOADING", "EAGER"), ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"))
 
+# NVIDIA/nccl#964: 544 and 688 MB for each group on an A100. Of RCCL and others none is known.
+NCCL_GROUP = 512 * 2**20
+
+# HCCL_BUFFSIZE in CANN's documentation: 200 MB by default, and each communicator holds two such
+# buffers. Over dp beside cp, and over pp_dp, few and small tensors go; gradients go over cp_dp.
+_HCCL_GROUP = 2 * 200 * 2**20
+_HCCL_SMALL = frozenset({"dp", "pp_dp"})
+_HCCL_SMALL_MB = 16
+
+
+def _hccl_options(axes: Collection[str]) -> Any:
+    """Return small buffers for a group whose calls carry little, unless the user says a size."""
+    if not set(axes) <= _HCCL_SMALL or "HCCL_BUFFSIZE" in os.environ:
+        return None
+    plugin = importlib.import_module("torch_npu")
+    try:
+        options = plugin._C._distributed_c10d.ProcessGroupHCCL.Options()
+        options.hccl_config = {"hccl_buffer_size": _HCCL_SMALL_MB}
+    except AttributeError:  # a release without them
+        return None
+    return options
+
+
 DEVICES: tuple[DeviceEntry, ...] = (
     DeviceEntry(
         "cuda",
@@ -116,6 +146,7 @@ DEVICES: tuple[DeviceEntry, ...] = (
         # torch, csrc/distributed/c10d/NCCLUtils.cpp: getNcclDataType.
         reduces=REDUCED,
         variables=_CUDA_VARIABLES,
+        group_memory=NCCL_GROUP,
     ),
     DeviceEntry(
         "xpu",
@@ -139,6 +170,8 @@ DEVICES: tuple[DeviceEntry, ...] = (
         # Ascend/pytorch, ProcessGroupHCCL.cpp: checkSupportedDataType; the documentation of
         # HcclAllReduce, CANN 8.0 to 9.0: no int16 on the 910A, no product of int16 and bfloat16.
         reduces=_dtypes("int8 int16 int32 int64 float16 bfloat16 float32"),
+        group_memory=_HCCL_GROUP,
+        options=_hccl_options,
     ),
     DeviceEntry(
         "mlu",
@@ -227,7 +260,17 @@ def _check(entry: DeviceEntry) -> None:
             f"field 'reduces' of the entry of {entry.backend!r} must be a frozenset of dtypes, not "
             f"{entry.reduces!r}"
         )
-    for name, takes in (("activate", "without arguments"), ("check", "of rank and world size")):
+    if type(entry.group_memory) is not int or entry.group_memory < 0:
+        raise InvalidArgumentError(
+            f"field 'group_memory' of the entry of {entry.backend!r} must be a number of bytes, "
+            f"not {entry.group_memory!r}"
+        )
+    functions = {
+        "activate": "without arguments",
+        "check": "of rank and world size",
+        "options": "of the axes of a group",
+    }
+    for name, takes in functions.items():
         value = getattr(entry, name)
         if value is not None and not callable(value):
             raise InvalidArgumentError(

@@ -39,6 +39,13 @@ def _declared() -> object:
     return {name: state for name, state in states.items() if state}
 
 
+def _matmul_precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # set by its newer name, after which torch refuses the older one
+        return str(torch.backends.cuda.matmul.fp32_precision)
+
+
 _PROBES: dict[str, Callable[[], object]] = {
     "process groups": _groups,
     "state that modules declare": _declared,
@@ -48,7 +55,7 @@ _PROBES: dict[str, Callable[[], object]] = {
     "anomaly mode": torch.is_anomaly_enabled,
     "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
     "number of threads": torch.get_num_threads,
-    "float32 matmul precision": torch.get_float32_matmul_precision,
+    "float32 matmul precision": _matmul_precision,
     "environment": environment,
     "current folder": os.getcwd,
     "sys.path": lambda: list(sys.path),

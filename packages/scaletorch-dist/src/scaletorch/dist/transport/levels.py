@@ -149,6 +149,12 @@ class LevelsWay(Way):
         stages = [(INSIDE, inside), (ACROSS, across)]
         return self._make(stages, lambda: done(found.pop()), async_op)
 
+    def fold_scatter(
+        self, data: Tensor, counts: Sequence[int], recipe: Recipe, done: Done[T], async_op: bool
+    ) -> T | Work[T]:
+        """Reduce as `reduce_scatter` does, which adds 16-bit floats in float32 at both levels."""
+        return self.reduce_scatter(data, counts, recipe, done, async_op)
+
     def all_gather(self, own: Tensor, done: Done[T], async_op: bool) -> T | Work[T]:
         """Collect the tensors of all ranks: across nodes, then inside each."""
         found: list[Tensor] = []

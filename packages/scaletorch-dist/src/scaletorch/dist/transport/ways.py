@@ -163,6 +163,7 @@ class Way:
         group = self.group
         own = counts[group.rank()]
         found = self.route
+        # Gloo's is a direct exchange, then one pass over what came: quicker on TCP.
         native = found.backend != "gloo" and "reduce_scatter" not in found.lacks
         packed = recipe.pack(data) if native and min(counts) == max(counts) else None
         if packed is not None and not self.lacks(recipe, packed):
@@ -170,7 +171,16 @@ class Way:
             ends = as_real(output), as_real(packed)
             handle = reduce_scatter_single(*ends, recipe.raw, group, async_op)
             return settled((handle,), partial(done, output), async_op, keep=packed)
-        # Direct exchange, then one pass over what came: quicker on TCP, and in rank order.
+        return self.fold_scatter(data, counts, recipe, done, async_op)
+
+    def fold_scatter(
+        self, data: Tensor, counts: Sequence[int], recipe: Recipe, done: Done[T], async_op: bool
+    ) -> T | Work[T]:
+        """Reduce as `reduce_scatter` does, but 16-bit floats in float32 on every backend.
+
+        Each rank is sent its shard of everybody's tensor, and reduces them in rank order.
+        """
+        own = counts[self.group.rank()]
         finish = partial(_reduced, size=len(counts), recipe=recipe, done=done)
         return self.exchange(data, counts, [own] * len(counts), finish, async_op)
 

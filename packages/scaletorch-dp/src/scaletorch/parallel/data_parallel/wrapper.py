@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from ...dist.building import FlatBuffers, agree, caught
 from ...dist.errors import InvalidArgumentError, NonFiniteError, StateError
 from ..pg_manager import ModuleWrapper, axis_group
+from ..pg_manager.building import connect_all
 from .buckets.bucket import Bucket
 from .buckets.failures import failures_held, raise_failed
 from .buckets.hooks import GradientSync, refuse_taken
@@ -104,6 +105,8 @@ class _DataParallel(ModuleWrapper):
         error = caught(refuse_taken, [(n, each) for n, each in parameters if each.requires_grad])
         agree("the model to wrap", describe(parameters, named), group, error=error)
         sync_initial_values([*parameters, *module.named_buffers()], settings.init_sync, group)
+        if any(reduction.folds(settings.grad_type or each.dtype) for _, each in parameters):
+            connect_all(group)
         if overlap and settings.reduce_dtype is None:  # else copies of the buffers travel
             return replace(reduction, buffers=FlatBuffers(group))
         return reduction

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from ...dist.errors import InvalidArgumentError
+from .communicators import AXES
 from .experts import EXPERT_AXES
 from .grid import ORDER, Grid
-from .groups import AXES
 from .layouts import place_text, short_ranks
 
 MAX_RANKS = 10_000_000

@@ -3,7 +3,7 @@
 Recorded and versioned like the rest: a patch release changes nothing here.
 """
 
-from .connecting import connect, has_streams
+from .connecting import connect, connect_all, has_streams
 from .divided import divided_modules, mark_divided
 from .generating import refuse_generate
 from .linear_layers import (
@@ -27,6 +27,7 @@ __all__ = [
     "bias_gradient",
     "class_before",
     "connect",
+    "connect_all",
     "deep_copy",
     "divided_modules",
     "eagerly",

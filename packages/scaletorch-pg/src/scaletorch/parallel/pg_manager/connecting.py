@@ -13,6 +13,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ...dist import all_reduce, exchange, get_comm_device, get_rank, group_ranks
+from ...dist.building import all_to_all_flat
 
 
 def has_streams(group: ProcessGroup | None = None) -> bool:
@@ -40,3 +41,13 @@ def connect(group: ProcessGroup | None, pairs: Iterable[tuple[int, int]] = ()) -
             peer = ranks[low + high - own]
             sent, received = torch.zeros(1, device=device), torch.empty(1, device=device)
             exchange([(sent, peer)], [(received, peer)], group)
+
+
+def connect_all(group: ProcessGroup | None) -> None:
+    """Connect all pairs of a group's ranks, for its all-to-alls; all ranks call it."""
+    if group is None or group.size() == 1 or not has_streams(group):
+        return
+    ones = [1] * group.size()
+    all_to_all_flat(
+        torch.zeros(group.size(), device=get_comm_device(group)), ones, ones, group
+    ).wait()

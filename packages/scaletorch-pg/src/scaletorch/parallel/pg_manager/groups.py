@@ -10,15 +10,14 @@ from torch.distributed import ProcessGroup
 
 from ...dist import get_backend, get_default_group, get_timeout, group_ranks
 from ...dist.building import agree
+from ...dist.devices import entry_of_backend
 from ...dist.errors import InvalidArgumentError, StateError
+from .communicators import AXES
 from .connecting import connect, has_streams
 from .experts import EXPERT_AXES
 from .grid import Grid, axis_names
 from .names import first_unused_number, numbered_from
 from .within import destroy_within
-
-# The axes a manager has groups for, in the order in which every rank makes them.
-AXES = ("tp", "cp", "pp", "dp", "cp_dp", "pp_dp", "ep", "edp", "etp", "world")
 
 _AXIS_OF = {axis_names(axis): axis for axis in AXES}
 
@@ -138,6 +137,11 @@ def _is_mpi() -> bool:
 
 def _new_group(grid: Grid, axis: str, members: tuple[int, ...]) -> ProcessGroup:
     options: dict[str, Any] = {"timeout": get_timeout(), "group_desc": f"scaletorch_{axis}"}
+    backend = get_backend()
+    entry = None if backend is None else entry_of_backend(backend)
+    if entry is not None and entry.options is not None and len(members) > 1:
+        alike = [each for each in AXES if grid.group(each, members[0]) == members]
+        options["pg_options"] = entry.options(alike)
     group: ProcessGroup
     if not _is_mpi():
         group = torch_dist.new_group(list(members), use_local_synchronization=True, **options)

@@ -12,8 +12,9 @@ from ...dist import get_default_group, get_local_rank, get_rank, get_world_size
 from ...dist.errors import InvalidArgumentError, StateError
 from .agreement import agree_on_layout
 from .attributes import AxisAttributes
+from .communicators import AXES
 from .grid import Grid
-from .groups import AXES, GroupSet, grouped_axis
+from .groups import GroupSet, grouped_axis
 from .layouts import wrong_product
 from .mesh import make_device_mesh, make_expert_mesh
 from .names import first_unused_number

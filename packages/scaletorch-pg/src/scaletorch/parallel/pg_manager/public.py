@@ -2,6 +2,7 @@
 
 from ._version import __version__
 from .axis import axis_group, describe_rank
+from .communicators import count_communicators
 from .experts import ExpertCoordinates
 from .grid import Coordinates, Grid, PipelineNeighbours, RingNeighbours
 from .layouts import layout_name, legal_layouts, nearest_layouts, parse_layout
@@ -27,6 +28,7 @@ __all__ = [
     "__version__",
     "as_mpu",
     "axis_group",
+    "count_communicators",
     "describe_rank",
     "destroy_process_group_manager",
     "get_process_group_manager",

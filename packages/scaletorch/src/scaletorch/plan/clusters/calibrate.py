@@ -9,11 +9,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ...dist import launch
+from ...dist.devices import entry_of_backend
 from ...dist.errors import InvalidArgumentError
 from .cluster import Cluster, Device, Link, Shares
 from .files import read_bench
@@ -46,7 +48,9 @@ def calibrate(
     if ranks < 1:
         raise InvalidArgumentError(f"at least 1 rank is to be measured, got {ranks}")
     found = launch(measure, ranks, seconds, dtype, backend=backend)
-    device = _device([*found], dtype, ranks)
+    entry = entry_of_backend(backend)
+    held = 0 if entry is None else entry.group_memory
+    device = replace(_device([*found], dtype, ranks), group_memory=held)
     cores = (os.cpu_count() or 1) if found[0]["device"] == "cpu" else 0
     links = (_links(ranks, seconds, backend),) if ranks > 1 else ()
     return Cluster(ranks, device, links, cores)

@@ -54,6 +54,8 @@ class Device:
             cores do both.
         spread: By which share times of computation may be off either way.
         source: Where the figures are from: a data sheet, or what was measured.
+        group_memory: Bytes that each communicator holds of `memory`, as the table of
+            `scaletorch.dist.devices` has it.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Device:
     hides: float = 1.0
     spread: float = 0.1
     source: str = ""
+    group_memory: int = 0
 
     def peak(self, dtype: str) -> float:
         """Return operations a second of matrix products of a dtype.

@@ -21,6 +21,7 @@ ASSUMED: dict[str, Shares] = {
 }
 _OVERHEAD = 3e-6  # seconds between two kernels; assumed as well
 _SPREAD = 0.3
+_NCCL_GROUP = 512 * 2**20  # of each communicator, as in the table of devices
 
 
 def _device(name: str, gib: int, half: float, single: float, moving: float, source: str) -> Device:
@@ -29,7 +30,7 @@ def _device(name: str, gib: int, half: float, single: float, moving: float, sour
         del flops["bfloat16"]
     return Device(
         name, gib * GIB, flops, moving, _OVERHEAD, ASSUMED, spread=_SPREAD,
-        source=f"{source}; shares of the peaks are assumed",
+        source=f"{source}; shares of the peaks are assumed", group_memory=_NCCL_GROUP,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from .units import BYTES, BYTES_A_SECOND, FLOPS, SECONDS, quantity
 _CALLS = {"send_recv": "send"}
 _DEVICE = {
     "name", "memory", "flops", "moving", "overhead", "efficiency", "updating", "hides", "spread",
-    "source",
+    "source", "group_memory",
 }  # fmt: skip
 _DOUBTFUL = 1.0  # constants with a larger relative error are noise
 
@@ -112,6 +112,9 @@ def device_of(given: Any, where: str) -> Device:
         _share(given.get("hides", 1.0), f"{where}: hides"),
         _share(given.get("spread", 0.1), f"{where}: spread"),
         str(given.get("source", "")),
+        int(quantity(given["group_memory"], BYTES, f"{where}: group_memory"))
+        if given.get("group_memory")
+        else 0,
     )
 
 

@@ -53,6 +53,10 @@ class Bounds(NamedTuple):
             return True
         return False if self.least > memory else None
 
+    def above(self, more: int) -> Bounds:
+        """Return the bounds of what is more by so many bytes."""
+        return Bounds(self.least + more, None if self.most is None else self.most + more)
+
 
 def known_to_be(peak: int) -> Bounds:
     """Return bounds of a peak that is known."""

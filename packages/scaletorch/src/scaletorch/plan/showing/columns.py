@@ -60,6 +60,8 @@ def held(listed: Sequence[Estimate]) -> list[Column]:
     for sort, heading in SHORT.items():
         sizes = [getattr(memory, sort) for memory in fullest]
         columns.append(Column(f"GiB {heading}" if sort == SORTS[0] else heading, map(gib, sizes)))
+    if any(each.communicators for each in listed):
+        columns.append(Column("groups", [gib(each.communicators) for each in listed]))
     total = [sum(own.values()) for own in sent]
     columns.append(Column("MiB sent", [f"{size / MIB:,.0f}" for size in total]))
     for axis in AXES:

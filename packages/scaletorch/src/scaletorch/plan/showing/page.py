@@ -105,7 +105,7 @@ def _layout(shown: Shown, estimate: Estimate, place: int) -> Iterator[str]:
     yield f"<h2>{'The first in full' if place == 0 else 'The next'}</h2>" if place < 2 else ""
     opened = ' open=""' if place == 0 else ""
     yield f"<details{opened}><summary>{escape(said)}</summary>"
-    memory = bars(estimate, shown.cluster.device.memory)
+    memory = bars(estimate, shown.cluster.device.memory - estimate.communicators)
     yield _figure("Memory of each rank of the pipeline", memory)
     if layout.grid.pp > 1:
         words = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
+from ...parallel.pg_manager import count_communicators
 from ..estimate import Estimate
 from ..units import in_bytes, in_seconds, in_short
 from .columns import LEFT, Column, common, gib, held, ranked
@@ -49,6 +50,9 @@ def explained(shown: Shown, estimate: Estimate) -> str:
         f"{in_bytes(estimate.peak)} on the fullest rank: {verdict} {in_bytes(memory)}",
         "", *_memories(estimate),
     ]  # fmt: skip
+    if estimate.communicators:
+        count, size = count_communicators(layout.grid), in_bytes(estimate.communicators)
+        lines += ["", f"communicators of each rank: {count}, which hold {size}"]
     if shown.lines is not None:
         named = [(name, size) for name, size in shown.lines(layout) if size]
         wide = max((len(name) for name, _ in named), default=0)

@@ -42,13 +42,17 @@ def fill_buckets(
         current[key].append(slot)
         room[key] -= elements
     members.sort(key=lambda entry: place[entry[1][-1].index])
-    return [Bucket(each, dtype, reduction.multiple) for dtype, each in members]
+    return [Bucket(each, dtype, reduction.multiple(dtype)) for dtype, each in members]
 
 
 def one_each(slots: Iterable[Slot], reduction: Reduction) -> list[Bucket]:
     """Give every parameter a bucket of its own, in registration order."""
     ordered = sorted(slots, key=lambda slot: slot.index)
-    return [Bucket([slot], slot.parameter.dtype, reduction.multiple) for slot in ordered]
+    dtypes = [slot.parameter.dtype for slot in ordered]
+    return [
+        Bucket([slot], dtype, reduction.multiple(dtype))
+        for slot, dtype in zip(ordered, dtypes, strict=True)
+    ]
 
 
 def _buffer_dtype(slot: Slot, grad_type: torch.dtype | None) -> torch.dtype:

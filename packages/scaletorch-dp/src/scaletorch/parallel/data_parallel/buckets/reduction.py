@@ -17,6 +17,7 @@ from ....dist.building import (
     all_reduce_flat,
     even_parts,
     reduce_scatter_flat,
+    sum_dtype,
 )
 from ....dist.errors import InvalidArgumentError
 
@@ -74,10 +75,17 @@ class Reduction:
             return 3
         return 4 if self.buffers.staged else 8
 
-    @property
-    def multiple(self) -> int:
-        """Of which number a buffer's length is a multiple, so that each rank can have its shard."""
-        return self.size if self.ordered else 1
+    def folds(self, dtype: torch.dtype) -> bool:
+        """Return whether each rank adds up its shard of a buffer of `dtype`, and sends it to all.
+
+        16-bit floats are then added in float32 and rounded once, on every backend.
+        """
+        travels = dtype if self.dtype is None or not dtype.is_floating_point else self.dtype
+        return self.size > 1 and (self.ordered or sum_dtype(travels) is not travels)
+
+    def multiple(self, dtype: torch.dtype) -> int:
+        """Return of which number a buffer's length is a multiple, so that shards are even."""
+        return self.size if self.folds(dtype) else 1
 
     def gather(self, data: Tensor, counts: list[int]) -> Work[Any]:
         """Start filling a flat tensor, of which each rank has its shard, with the shards of all."""

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ....dist import all_reduce
+from ....dist.building import sum_dtype
 from ..cuts.cut import Cut
 from .uncompiled import uncompiled
 
@@ -59,14 +60,15 @@ def sum_parts(x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> Ten
     """Return the sum of `x` over the ranks that hold the same part.
 
     Of packed parts those that are replicated are summed, in one collective: others stay here.
+    16-bit floats are summed in float32.
     """
     shares = list(x.split([part.sizes[rank] for part in cut.packed]))
     shared = [number for number, part in enumerate(cut.packed) if part.replicated]
     lengths = [cut.packed[number].whole for number in shared]
-    whole = x.new_zeros((sum(lengths), *x.shape[1:]))
+    whole = x.new_zeros((sum(lengths), *x.shape[1:]), dtype=sum_dtype(x.dtype))
     for number, part in zip(shared, whole.split(lengths), strict=True):
         mine = cut.packed[number].take(part, 0, rank)
         mine.copy_(shares[number])
         shares[number] = mine
     all_reduce(whole, group=group)
-    return torch.cat(shares)
+    return torch.cat([share.to(x.dtype) for share in shares])

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ....dist import all_reduce
-from ....dist.building import tensors_in
+from ....dist.building import sum_dtype, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import forget_watchers, runs_as_stages, watch_outputs
@@ -183,9 +183,10 @@ class GradientSums:
             self.refuse_hidden(f"shape {tuple(gradient.shape)}")
         if self.deferred or reach is not Reach.PARTIAL:
             return None
-        total = gradient.clone(memory_format=torch.contiguous_format)
+        dtype = sum_dtype(gradient.dtype)  # backends may round a sum of 16 bits at each rank
+        total = gradient.to(dtype, copy=True, memory_format=torch.contiguous_format)
         all_reduce(total, group=self.group)
-        return total
+        return total.to(gradient.dtype)
 
 
 def infer_sums(model: nn.Module, group: ProcessGroup | None) -> None:
