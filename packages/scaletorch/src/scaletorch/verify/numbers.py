@@ -46,7 +46,7 @@ def full_precision(device: str) -> Iterator[dict[str, bool]]:
 
 
 def in_words(settings: dict[str, bool]) -> str:
-    """Return what a report says of the settings; nothing where there are none."""
+    """Return what a report says of the settings; nothing if it has none."""
     if not settings:
         return ""
     deterministic = "on" if settings["deterministic"] else "off"

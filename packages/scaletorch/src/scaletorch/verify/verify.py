@@ -79,8 +79,7 @@ def verify(
 ) -> Report:
     """Train a plain module on many layouts and compare everything with one process.
 
-    Two steps of unclipped SGD with momentum and two of clipped AdamW, or four of another optimizer;
-    loss, every gradient, their norm and all weights are compared on every rank after each step.
+    Loss, gradients, their norm and all weights are compared on every rank after each of four steps.
 
     Args:
         model_fn: Module-level function that makes the plain module, on the CPU.
@@ -89,11 +88,12 @@ def verify(
         world_size: Ranks, where `layouts` is None.
         ep: Expert parallel sizes to cross the layouts with; None is what `layouts` say, or all.
         dtype: 'float64', 'float32' (both by default), 'bfloat16', or several of them.
-        options: Values to try of `cases.OPTIONS`; an option that is absent keeps its default.
+        options: Values to try of `cases.OPTIONS`; what is absent keeps its default.
         plan: As for `parallelize`; None recognises the model's family and its experts.
         split: Pipeline split; None infers it from the module.
         row_dims: As for `shard_global_batch`.
-        optimizer: Module-level class or function of parameters; see `phases.Chosen`.
+        optimizer: Module-level class or function of parameters, see `phases.Chosen`; None is SGD
+            with momentum for two steps, then AdamW with clipping.
         optimizer_args: What it is made with beside them.
         timeout: Seconds for one case.
         device: 'cpu', or the kind of this machine's accelerator, which None takes if there is one.
@@ -105,9 +105,6 @@ def verify(
 
     Raises:
         InvalidArgumentError: no layouts, unknown options, a wrong ep, no such optimizer or device.
-
-    Example:
-        >>> assert verify(world_size=2, dtype="float64").passed
     """
     where, model = choose_where(device, backend), _loaded(model_fn)
     grids = choose_layouts(layouts, world_size, ep, count_experts(model, plan))
@@ -115,10 +112,10 @@ def verify(
     chain = chain_length(model, batch_fn(0)["input_ids"])
     phases = _phases(optimizer, optimizer_args, model)
     subject = Subject(locate(model_fn), plan, split, phases, where.device)
+    subject = Subject(locate(model_fn), plan, split, phases, where.device)
     save = partial(save_reference, model_fn=model_fn, batch_fn=batch_fn, row_dims=row_dims)
     with full_precision(where.device) as numbers:
-        judged = _judged(cases, chain, subject, save, timeout, where.backend)
-        results = list(_shown(judged, progress))
+        results = [*_shown(_judged(cases, chain, subject, save, timeout, where.backend), progress)]
     return Report(results, chain, layouts is not None, repeating(device, backend), where, numbers)
 
 

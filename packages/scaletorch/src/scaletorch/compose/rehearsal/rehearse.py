@@ -71,8 +71,7 @@ def rehearse_step(
     began, plain = time.perf_counter(), cast(Plain, terms.plain)
     require_one_batch(micro_batches, manager)
     pipeline = pipeline_of(model)
-    given = next(x for x in micro_batches[0].values() if isinstance(x, Tensor))
-    device = next((p.device for p in model.parameters()), given.device)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     added, narrow = _agreed(micro_batches, model, device, terms, manager)
     if added is None:
         return
