@@ -24,6 +24,7 @@ from scaletorch.plan import (
     Device,
     Layout,
     Link,
+    Optimizer,
     Options,
     Parameter,
     Refused,
@@ -39,7 +40,7 @@ from scaletorch.plan.__main__ import main
 from scaletorch.plan.clusters import device_named, write_cluster
 from scaletorch.plan.holding import Holdings
 from scaletorch.plan.later import Later
-from scaletorch.plan.memory import peak
+from scaletorch.plan.memory import peak, ranks_hold
 from scaletorch.plan.options import ladder
 from scaletorch.plan.search import Timer
 from scaletorch.plan.timing import step, timers
@@ -304,3 +305,17 @@ def test_communicators_are_part_of_a_ranks_memory() -> None:
     assert {count_communicators(each.layout.grid) for each in few.estimates} == {1}
     assert any("before a step" in each.why for each in few.refused)
     assert min(each.peak for each in few.over) > 2 * 2**26
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_sums_of_16_bits_come_whole_on_every_backend(zero: int) -> None:
+    """A rank takes all that others send of them; of float32 a native backend gives it its shard."""
+    layout = Layout(Grid(dp=4), zero=zero, micro_batches=2)
+    totals = {}
+    for item, native in product((2, 4), (True, False)):
+        known = Holdings(model(), Optimizer(sum_item=item, native=native))
+        (held,) = ranks_hold(known, layout)
+        totals[item, native] = held.total
+        assert peak(known, layout) == held.total
+    assert totals[2, True] == totals[2, False]
+    assert totals[4, True] < totals[4, False]

@@ -2,10 +2,10 @@
 
 As `DataParallelBucket` has them: a bucket's memory is there from its first gradient, and with its
 last one it leaves, in the order of all, into memory for what other ranks send: on gloo of the same
-length, else of a shard. Both go, and this rank's share stays, once it is summed: that is taken to
-be when the next one leaves. What is left over leaves when backward ends. With ZeRO 1 all leave in
-the last backward, and stay from step to step, which is counted elsewhere; with ZeRO 2 those leave
-that a backward may reach.
+length, as for sums of 16-bit floats, else of a shard. Both go, and this rank's share stays, once it
+is summed: that is taken to be when the next one leaves. What is left over leaves when backward
+ends. With ZeRO 1 all leave in the last backward, and stay from step to step, which is counted
+elsewhere; with ZeRO 2 those leave that a backward may reach.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ MADE = {"B": (False, True), "I": (False,), "W": (True,)}
 ANY = -1  # block, of what is tied
 PARTS = COMES, TAKEN, LATER = range(3)  # of the time from a gradient to the next: as `made` has it
 Slot = tuple[int, int, int]  # of a parameter: its axis, which of the buckets, and its place there
-Numbers = tuple[float, ...]  # bytes that are filled, and of each axis all that comes, and of shards
+# Bytes that are filled, that come whole, and of each axis all that comes in shards, and of shards.
+Numbers = tuple[float, ...]
+NOTHING: Numbers = (0.0,) * 7
 
 
 class Filled(NamedTuple):
@@ -48,7 +50,7 @@ class Filled(NamedTuple):
 class _Moments:
     """What is there now, and at each moment so far."""
 
-    now: Numbers = (0.0,) * 5
+    now: Numbers = NOTHING
     at: tuple[int, str, int] = 0, "", LATER
     each: list[tuple[int, str, int, Numbers]] = field(default_factory=list)
 
@@ -126,9 +128,10 @@ def bytes_of(known: Holdings, layout: Layout, number: int, kind: str, chunk: int
     key = grid.tp, grid.ep, grid.etp, ranks, layout.zero, number, kind, chunk
     found: list[float] | None = known.filled.get(key)
     if found is None:
-        native = known.optimizer.native
-        coming = [(1 / n if native else 1) * (n > 1) for n in ranks]
-        weights = [float(layout.zero == 2), *coming, *(1 / n for n in ranks)]
+        whole = [float(n > 1) for n in ranks]
+        shares = [1 / n for n in ranks]
+        coming = [share * some for share, some in zip(shares, whole, strict=True)]
+        weights = [float(layout.zero == 2), *whole, *coming, *shares]
         each = filled(known, layout, number, kind, chunk).bytes
         found = known.filled[key] = [sum(map(mul, own, weights)) for own in each]
     return found
@@ -149,10 +152,9 @@ def _followed(known: Holdings, layout: Layout, number: int, kind: str, chunk: in
         for at, names in gradients_in(known, layout, number, kind, chunk)
     ]
     last = {slot: (at, name) for at, own in each for name, slot in own}
-    nothing = (0.0,) * 5
     for place, (at, own) in enumerate(each):
         total.at = place, "", LATER
-        total.add(nothing)
+        total.add(NOTHING)
         for name, slot in own:
             if slot is not None:
                 axis, bucket = slot[0], places[slot[0]][slot[1]]
@@ -162,9 +164,9 @@ def _followed(known: Holdings, layout: Layout, number: int, kind: str, chunk: in
                         groups[axis].open(bucket)
                     elif part == TAKEN:
                         groups[axis].come(bucket, last=last[slot] == (at, name))
-                total.add(nothing)
+                total.add(NOTHING)
     total.at = len(each), "", LATER
-    total.add(nothing)
+    total.add(NOTHING)
     for group in groups:
         group.finish()
     return Filled(*zip(*total.each, strict=True))
@@ -173,12 +175,16 @@ def _followed(known: Holdings, layout: Layout, number: int, kind: str, chunk: in
 def _sizes(known: Holdings, bucket: Bucket, axis: int) -> tuple[Numbers, Numbers, Numbers]:
     whole = float(bucket.elements * bucket.sum_item(known.optimizer))
     masters = float(bucket.elements * bucket.master_item(1))
-    first = axis == 0
+    here = bucket.summed_here(known.optimizer)
     return (
-        (whole, 0.0, 0.0, 0.0, 0.0),
-        (0.0, whole * first, whole * (not first), 0.0, 0.0),
-        (0.0, 0.0, 0.0, masters * first, masters * (not first)),
+        _placed(whole, 0),
+        _placed(whole, axis + (1 if here else 3)),
+        _placed(masters, axis + 5),
     )
+
+
+def _placed(size: float, place: int) -> Numbers:
+    return tuple(size if at == place else 0.0 for at in range(len(NOTHING)))
 
 
 def gradients_in(

@@ -47,7 +47,10 @@ def _most_of(
         sums = [b.padded(ranks) * b.sum_item(known.optimizer) for b, _ in own]
         found = sum(b.padded(ranks) // ranks * b.master_item(1) * times for b, times in own)
         if sums and ranks > 1:
-            found += 2 * max(sums) // (ranks if known.optimizer.native else 1)
+            found += max(
+                2 * size // (1 if b.summed_here(known.optimizer) else ranks)
+                for size, (b, _) in zip(sums, own, strict=True)
+            )
         if zero == 2:
             found += _most_open(own, sums, *action)
         known.most[key] = found

@@ -24,8 +24,8 @@ class Optimizer:
         sum_item: Bytes of the elements of summed gradients; None is as those of parameters. 4 is
             `grad_type=torch.float32`.
         bucket_size: As for `parallelize`.
-        native: Whether the backend sums shards by itself, as NCCL does; gloo takes all that other
-            ranks send.
+        native: Whether the backend sums shards by itself, as NCCL does, but of 16-bit floats, which
+            are summed here; gloo takes all that other ranks send.
     """
 
     name: str = "AdamW"
@@ -112,6 +112,10 @@ class Bucket:
     def sum_item(self, optimizer: Optimizer) -> int:
         """Return the bytes of an element of its gradients' sum."""
         return optimizer.sum_item or self.item
+
+    def summed_here(self, optimizer: Optimizer) -> bool:
+        """Return whether a rank takes all that others send for its shard, and adds it up."""
+        return not optimizer.native or self.sum_item(optimizer) == 2
 
     def master_item(self, zero: int) -> int:
         """Return those of a shard: float32 at least; `fully_shard`'s are as parameters are."""
