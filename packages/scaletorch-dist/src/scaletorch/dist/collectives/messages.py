@@ -24,6 +24,7 @@ from ..wire.port import note, post
 from ..wire.work import Work, nothing
 from ..world.info import get_rank
 from .arguments import check_member, check_tag, check_target, check_tensor
+from .batches import MOST, batches
 
 Message = tuple[Tensor, int]
 
@@ -110,7 +111,8 @@ def exchange(
 ) -> Work[None] | None:
     """Send and receive a batch of messages at once, in no order that could deadlock.
 
-    A message to this rank itself is copied to its own receive, the first to the first.
+    A message to this rank itself is copied to its own receive, the first to the first. More than
+    128 messages go in several batches, one after another.
 
     Args:
         sends: `(tensor, dst)` pairs; the tensors are not changed and must not be until done.
@@ -169,7 +171,13 @@ def _start(
         operations.append(P2POp(c10d.irecv, buffer, src, members))
         agreements.append(agreement)
         finishes.append(finish)
-    handles = post(c10d.batch_isend_irecv, (operations,), *notes)
+    if len(operations) <= MOST:
+        handles = post(c10d.batch_isend_irecv, (operations,), *notes)
+    else:
+        handles = []
+        for batch in batches(operations, members.rank(), members.size()):
+            chosen = [operations[i] for i in batch]
+            handles += post(c10d.batch_isend_irecv, (chosen,), *(notes[i] for i in batch))
     return Work((*handles, *agreements), partial(_finish_all, finishes), keep=operations)
 
 
