@@ -55,7 +55,7 @@ def bodies(checks: Checks) -> None:
     sys.path.insert(0, str(ROOT / DIST))
     every_backend = importlib.import_module("every_backend")
     calls = [(file, *call) for file, some in every_backend.BODIES.items() for call in some]
-    calls += [("", "train_with_ddp"), ("", "use_device_mesh")]
+    calls += [("", "train_with_ddp"), ("", "use_device_mesh"), ("", "train_with_dtensors")]
     for file, name, *args in calls[: 3 if checks.quick else None]:
         checks.run(f"{name}{tuple(args) or ''}", _body, checks, file, name, args)
 

@@ -11,7 +11,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as c10d
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
@@ -140,3 +145,30 @@ def use_device_mesh(device):
     rank = dist.get_rank()
     pair = c10d.new_group([rank - rank % 2, rank - rank % 2 + 1], use_local_synchronization=True)
     assert dist.all_gather_object(rank, pair) == list(c10d.get_process_group_ranks(pair))
+
+
+def train_with_dtensors(device):
+    """Partial sums become whole and sharded, and an MLP cut by columns, then rows, trains."""
+    rank, size = dist.get_dist_info()
+    mesh = c10d.init_device_mesh(device, (size,))
+    own = torch.arange(2.0 * size, device=device) + rank
+    total = torch.arange(2.0 * size) * size + sum(range(size))
+    partial = DTensor.from_local(own, mesh, [Partial()])
+    assert torch.equal(partial.redistribute(mesh, [Replicate()]).to_local().cpu(), total)
+    shard = partial.redistribute(mesh, [Shard(0)])
+    assert torch.equal(shard.to_local().cpu(), total.view(size, 2)[rank])
+    assert torch.equal(shard.redistribute(mesh, [Replicate()]).to_local().cpu(), total)
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 4 * size), torch.nn.ReLU(), torch.nn.Linear(4 * size, 2)
+    )
+    inputs = torch.randn(3, 4, requires_grad=True)
+    expected = torch.autograd.grad(model(inputs).square().sum(), [*model.parameters(), inputs])
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    model = parallelize_module(model.to(device), mesh, plan)
+    there = inputs.detach().to(device).requires_grad_()
+    model(there).square().sum().backward()
+    found = [*(parameter.grad.full_tensor() for parameter in model.parameters()), there.grad]
+    for gradient, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient.cpu(), wanted)

@@ -1,10 +1,12 @@
 """Vendors' devices by a stand-in: PrivateUse1 on host memory, and gloo under the backend's name.
 
-It refuses the operations that a vendor's library lacks and, by the table, the dtypes of reductions.
-It shows that the plugin is imported late, the device chosen, the backend picked and its lacks gone
-round. It says nothing about the vendors' own libraries, on which none of this was run.
+Its memory is at addresses that the host cannot use. It refuses the operations that a vendor's
+library lacks and, by the table, the dtypes of reductions. It shows that the plugin is imported
+late, the device chosen, the backend picked and its lacks gone round. It says nothing about the
+vendors' own libraries, on which none of this was run.
 """
 
+import ctypes
 import os
 import sys
 from functools import partial
@@ -15,9 +17,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as c10d
+from torch.nn.parallel import DistributedDataParallel
 
 import scaletorch.dist as dist
-from scaletorch.dist import devices, functional
+from scaletorch.dist import RankFailedError, devices, functional
 from scaletorch.dist.building import (
     all_reduce_flat,
     even_parts,
@@ -77,7 +80,7 @@ def does_everything(device, backend):
 
     own = join(device, backend)
     done = every_backend.run_all(own)
-    for name in ("train_with_ddp", "use_device_mesh"):
+    for name in ("train_with_ddp", "use_device_mesh", "train_with_dtensors"):
         getattr(every_backend, name)(device)
         done.append((name, 0.0))
     dist.barrier()
@@ -256,6 +259,50 @@ def enters_devices(device, backend):
 def test_autograds_thread_enters_the_device_once(built, monkeypatch):
     monkeypatch.syspath_prepend(STANDIN / "plugins")
     run_ranks(enters_devices, 2, *VENDORS[0], init=False, timeout=200)
+
+
+def uses_pinned_memory(device, backend):
+    own = join(device, backend)
+    data = torch.arange(6.0).view(2, 3)
+    pinned = data.pin_memory()
+    assert pinned.is_pinned()
+    assert pinned[1].is_pinned()
+    assert not data.is_pinned()
+    assert torch.empty(0).pin_memory().numel() == 0
+    there = pinned.t().to(own, non_blocking=True)
+    back = torch.empty(3, 2, pin_memory=True)
+    back.copy_(there, non_blocking=True)
+    devices.synchronize()
+    assert torch.equal(back, data.t())
+    there.untyped_storage().resize_(4 * there.nbytes)
+    assert torch.equal(there.cpu(), data.t())
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).to(own)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)  # what is used is pinned
+    wrapped(torch.ones(1, 2, device=own)).sum().backward()
+    loader = torch.utils.data.DataLoader(data, batch_size=2, pin_memory=True)
+    assert [batch.is_pinned() for batch in loader] == [True]
+
+
+@every_vendor
+def test_pinned_memory_is_copied_without_waiting(vendor):
+    run_ranks(uses_pinned_memory, 2, *vendor, init=False, timeout=200)
+
+
+def touches_by_address(device, backend, write):
+    own = join(device, backend)
+    data = torch.ones(4, device=own)
+    assert data.tolist() == [1.0] * 4
+    if write:
+        ctypes.memset(data.data_ptr(), 0, 4)
+    else:
+        ctypes.string_at(data.data_ptr(), 4)
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_a_host_that_uses_an_address_of_the_device_dies(built, monkeypatch, write):
+    monkeypatch.syspath_prepend(STANDIN / "plugins")
+    with pytest.raises(RankFailedError, match="was killed by SIGSEGV"):
+        run_ranks(touches_by_address, 2, *VENDORS[0], write, init=False, timeout=200)
 
 
 def launched(device, backend):

@@ -47,6 +47,7 @@ class Called(NamedTuple):
         facts: What all members have alike, or both ends.
         peer: The other end of a message; None for a collective.
         late: Whether construction had ended.
+        sizes: Of an uneven exchange: elements from each rank, and for each.
     """
 
     where: tuple[str, tuple[int, ...], str]
@@ -54,6 +55,7 @@ class Called(NamedTuple):
     facts: tuple
     peer: int | None
     late: bool
+    sizes: tuple[tuple[int, ...], ...] | None = None
 
 
 class Recorder:
@@ -98,15 +100,16 @@ class Recorder:
                 facts = tensors[0].numel(), str(tensors[0].dtype), args[2]
             else:
                 facts = _facts(name, tensors, [*args, *options.values()])
-            self._note(group, device, name, facts, peer)
+            sizes = _sizes(group, args) if name == "alltoall_base" else None
+            self._note(group, device, name, facts, peer, sizes)
             return call(group, *args, **options)
 
         return noted
 
-    def _note(self, group, device, name, facts, peer):
+    def _note(self, group, device, name, facts, peer, sizes=None):
         where = group.group_name, tuple(c10d.get_process_group_ranks(group)), device
         with self._lock:
-            self.calls.append(Called(where, name, facts, peer, self.late))
+            self.calls.append(Called(where, name, facts, peer, self.late, sizes))
 
 
 def _facts(name, tensors, args):
@@ -118,6 +121,16 @@ def _facts(name, tensors, args):
         facts += [str(options.reduceOp.op)] if hasattr(options, "reduceOp") else []
         facts += [options.rootRank] if hasattr(options, "rootRank") else []
     return tuple(facts)
+
+
+def _sizes(group, args):
+    """Return the elements that come from each rank and go to each, of an exchange of one tensor."""
+    output, given, comes, goes = args[:4]
+    count = group.size()
+    even = [[x.numel() // count] * count for x in (output, given)]
+    rows = [x[0].numel() if len(x) else 0 for x in (output, given)]
+    told = [[n * row for n in each] for each, row in zip((comes, goes), rows, strict=True)]
+    return tuple(tuple(each or one) for each, one in zip(told, even, strict=True))
 
 
 def faults(ranks):
@@ -162,6 +175,17 @@ def _collectives(calls):
             if len(set(row)) > 1:
                 yield f"{where}: collective {place} differs between members: {row}"
                 break
+        else:
+            yield from _exchanges(where, [by_rank[rank] for rank in where[1]])
+
+
+def _exchanges(where, rows):
+    """Find exchanges of which a member sends another number than the other one expects."""
+    for place, calls in enumerate(zip(*rows, strict=True)):
+        if all(call.sizes for call in calls):
+            comes, goes = zip(*(call.sizes for call in calls), strict=True)
+            if list(zip(*goes, strict=True)) != list(comes):
+                yield f"{where}: collective {place} sends {goes} where {comes} is expected"
 
 
 def _messages(calls):

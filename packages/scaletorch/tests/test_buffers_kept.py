@@ -2,14 +2,13 @@
 
 import gc
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as c10d
 from group_calls import standing_before
-from test_host_waits import LAYOUTS, SMALL
+from test_host_waits import LAYOUTS, small_model
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
@@ -18,7 +17,6 @@ import scaletorch.dist as dist
 from scaletorch.compose import parallelize, shard_global_batch, train_step
 from scaletorch.dist import devices
 from scaletorch.dist.testing import run_ranks
-from scaletorch.models import Llama
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
@@ -106,13 +104,14 @@ def backend_that_keeps_nothing():
 def kept_on(layout, options):
     """Return the faults of two steps, and whether they gave the same as without the stand-in."""
     dp, pp, cp, tp = layout
-    manager = setup_process_group_manager(dp_size=dp, pp_size=pp, cp_size=cp, tp_size=tp)
+    ep, options = options.get("ep", 1), {k: v for k, v in options.items() if k != "ep"}
+    manager = setup_process_group_manager(tp, cp, pp, dp, ep)
     device = devices.current_device()
     ids = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0)).to(device)
 
     def train():
         torch.manual_seed(0)
-        model = Llama(replace(SMALL, tie_embeddings=pp > 1)).to(device)
+        model = small_model(ep > 1, tie_embeddings=pp > 1).to(device)
         model = parallelize(model, manager, rehearse=False, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if dp > 1:
@@ -140,6 +139,9 @@ ON_DEVICES = [
     *((layout, {}) for layout in LAYOUTS),
     *(((1, 1, 4, 1), {"cp_method": method}) for method in ("all_gather", "hybrid")),
     ((1, 2, 1, 2), {"schedule": "zb_v"}),
+    ((4, 1, 1, 1), {"ep": 4}),
+    ((2, 1, 1, 2), {"ep": 2}),
+    ((2, 2, 1, 1), {"ep": 2}),
 ]
 ON_CPU = [
     *((layout, {}) for layout in LAYOUTS if layout[1] > 1),  # messages of pipelines go one by one

@@ -1,20 +1,19 @@
 """All ranks make the calls of every communicator in one order, and open none in a step."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as c10d
-from group_calls import MOST, Recorder, faults
+from group_calls import MOST, Called, Recorder, faults
 from sweeps import today
-from test_host_waits import LAYOUTS, SMALL
+from test_host_waits import LAYOUTS, small_model
 
 import scaletorch.dist as dist
 from scaletorch.compose import parallelize, shard_global_batch, train_step
 from scaletorch.dist import devices
+from scaletorch.dist.building import all_to_all_flat
 from scaletorch.dist.testing import run_ranks
-from scaletorch.models import Llama
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
@@ -28,21 +27,29 @@ OPTIONS = [
     PLAIN | {"data_parallel": {"order": "rank"}},
     *(PLAIN | {"cp_method": method} for method in ("all_gather", "ulysses", "hybrid", "auto")),
 ]
+EXPERTS = [
+    ((4, 1, 1, 1), {"ep": 4}),
+    ((2, 1, 1, 2), {"ep": 2}),
+    ((2, 1, 1, 2), {"ep": 4, "sequence_parallel": True}),
+    ((2, 2, 1, 1), {"ep": 2}),
+    ((2, 1, 2, 1), {"ep": 4}),
+    ((4, 1, 1, 1), {"ep": 2, "recompute": True}),
+]
 OF_EIGHT = [(2, 2, 1, 2), (1, 4, 2, 1), (2, 2, 2, 1), (1, 4, 1, 2), (2, 4, 1, 1), (1, 2, 2, 2)]
 TRAINING = [name for name in SCHEDULES if name != "forward_only"]
 
 pytestmark = pytest.mark.timeout(500)  # the first test may build the stand-in
 
 
-def calls_of(layout, plant=None, **options):
+def calls_of(layout, plant=None, ep=1, **options):
     """This rank's calls while a model is built and takes two steps."""
     dp, pp, cp, tp = layout
     device, recorder = devices.current_device(), Recorder()
     with recorder.recording():
-        manager = setup_process_group_manager(dp_size=dp, pp_size=pp, cp_size=cp, tp_size=tp)
+        manager = setup_process_group_manager(tp, cp, pp, dp, ep)
         torch.manual_seed(0)
-        config = replace(SMALL, tie_embeddings=pp > 1, num_layers=8 if pp == 4 else 4)
-        model = parallelize(Llama(config).to(device), manager, **options)
+        model = small_model(ep > 1, tie_embeddings=pp > 1, num_layers=8 if pp == 4 else 4)
+        model = parallelize(model.to(device), manager, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         recorder.late = True
         ids = torch.randint(32, (8, 8)).to(device)
@@ -93,6 +100,11 @@ def test_other_options_call_in_one_order(plugins, monkeypatch):
     require_order(today(cases, 10), 4)
 
 
+def test_experts_exchange_in_one_order(plugins, monkeypatch):
+    monkeypatch.syspath_prepend(plugins)
+    require_order([(layout, PLAIN | options) for layout, options in EXPERTS], 4)
+
+
 def test_every_schedule_of_eight_ranks_calls_in_one_order(plugins, monkeypatch):
     monkeypatch.syspath_prepend(plugins)
     monkeypatch.setenv("STANDIN_DEVICES", "8")
@@ -122,8 +134,9 @@ def mismatch(manager, device):
         call(data, peer, group).wait()
     if not first:
         mismatch.kept = c10d.isend(one, peer, group)  # which never ends
-    many = [(one.clone(), peer) for _ in range(MOST + 1)]
-    dist.exchange(many if first else [], [] if first else many, group=group)
+    many = [c10d.P2POp(call, one.clone(), peer, group) for _ in range(MOST + 1)]
+    for work in c10d.batch_isend_irecv(many):
+        work.wait()
 
 
 def late(manager, device):
@@ -133,16 +146,45 @@ def late(manager, device):
     dist.exchange([(one, peer)], [(one.clone(), peer)], group=manager.tp_group)
 
 
+def swap_exchanges(manager, device):
+    """Start two exchanges of experts, on one rank in the other order."""
+    parts = [1] * manager.ep_size
+    ones = torch.ones(manager.ep_size, device=device)
+    order = (ones.int(), ones) if manager.ep_rank == 1 else (ones, ones.int())
+    for work in [all_to_all_flat(each, parts, parts, manager.ep_group) for each in order]:
+        work.wait()
+
+
 PLANTED = [
     ((2, 1, 1, 2), differ, ["collective", "in different orders", "of one rank", "made on"]),
     ((2, 2, 1, 1), mismatch, ["in their order", "in their messages", "a batch of 129 messages"]),
     ((1, 1, 2, 2), late, ["send on", "recv on", "is a first use, after construction"]),
+    ((2, 1, 1, 2), swap_exchanges, ["collective", "alltoall_base", "differs between members"]),
 ]
 
 
 def test_a_fault_of_each_kind_is_seen(plugins, monkeypatch):
     monkeypatch.syspath_prepend(plugins)
-    cases = [(layout, PLAIN | {"plant": plant}) for layout, plant, _ in PLANTED]
+    cases = [
+        (layout, PLAIN | {"plant": plant, "ep": 2 if plant is swap_exchanges else 1})
+        for layout, plant, _ in PLANTED
+    ]
     for found, (layout, _, texts) in zip(faults_of(cases, 4), PLANTED, strict=True):
         lines = "\n".join(found)
         assert all(text in lines for text in texts), f"{layout}: {texts} in\n{lines}"
+
+
+def test_an_exchange_whose_ends_expect_other_sizes_is_seen():
+    where = "ep", (0, 1), "npu"
+
+    def found(*sizes):
+        made = Called(where, "made", (), None, False)
+        calls = [
+            [made, Called(where, "alltoall_base", ("float32",), None, False, each)]
+            for each in sizes
+        ]
+        return faults([SimpleNamespace(calls=each, most=0) for each in calls])
+
+    assert found(((2, 1), (2, 3)), ((3, 4), (1, 4))) == []
+    (line,) = found(((2, 1), (2, 3)), ((4, 3), (1, 4)))
+    assert "sends ((2, 3), (1, 4)) where ((2, 1), (4, 3)) is expected" in line

@@ -10,16 +10,17 @@ import scaletorch.dist as dist
 from scaletorch.compose import parallelize, shard_global_batch, train_step
 from scaletorch.dist import devices
 from scaletorch.dist.testing import run_ranks
-from scaletorch.models import Llama, LlamaConfig
+from scaletorch.models import Llama, Mixture, MixtureConfig
 from scaletorch.parallel.context_parallel import ShardedSequences
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
 
-SMALL = LlamaConfig(
-    vocab_size=32, hidden_size=16, intermediate_size=16, num_layers=4, num_heads=4, num_kv_heads=4
-)
+SMALL = MixtureConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=16, num_layers=4, num_heads=4, num_kv_heads=4,
+    num_experts=4,
+)  # fmt: skip
 # dp, pp, cp, tp
 LAYOUTS = [
     (4, 1, 1, 1), (1, 4, 1, 1), (1, 1, 4, 1), (1, 1, 1, 4), (2, 2, 1, 1),
@@ -29,14 +30,19 @@ LAYOUTS = [
 pytestmark = pytest.mark.timeout(500)  # the first test may build the stand-in
 
 
+def small_model(mixture=False, **sizes):
+    """A model of a few thousand parameters; a mixture has experts."""
+    return (Mixture if mixture else Llama)(replace(SMALL, **sizes))
+
+
 def waits_of(layout):
     """The waits of a warm step, and of one whose backward has a read in it."""
     dp, pp, cp, tp = layout
     manager = setup_process_group_manager(dp_size=dp, pp_size=pp, cp_size=cp, tp_size=tp)
     device = devices.current_device()
     torch.manual_seed(0)
-    config = replace(SMALL, tie_embeddings=pp > 1)  # whose gradients two stages exchange
-    model = parallelize(Llama(config).to(device), manager, rehearse=False)
+    model = small_model(tie_embeddings=pp > 1)  # whose gradients two stages exchange
+    model = parallelize(model.to(device), manager, rehearse=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ids = torch.randint(32, (8, 8)).to(device)
     batch = {"input_ids": ids, "labels": ids}

@@ -1,5 +1,7 @@
 // A stand-in for a vendor's device: torch's PrivateUse1 on host memory, with the CPU's kernels, and
 // a collective backend for it that hands the same memory to another backend (gloo). For tests.
+// The memory is mapped twice. A tensor's address is in a mapping that nobody may touch, and only
+// kernels and the backend know the other one: code of the host that uses the address dies.
 #include <ATen/EmptyTensor.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -16,6 +18,13 @@
 #include <torch/library.h>
 #include "stream.h"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <map>
+#include <mutex>
+#include <unordered_map>
+
 namespace {
 
 using at::Tensor;
@@ -30,20 +39,106 @@ thread_local DeviceIndex current = 0;
 
 // ---- memory ----
 
+// One file, whose pages come into being when they are written. A block's size is a power of two;
+// freed blocks are used again and never given back.
+struct Arena {
+  static constexpr size_t kBytes = size_t(1) << 36, kSmallest = 64;
+  std::mutex mutex;
+  char *shown, *used, *next;
+  std::unordered_map<void*, size_t> sizes;
+  std::unordered_map<size_t, std::vector<void*>> freed;
+
+  Arena() {
+    int file = memfd_create("standin", MFD_CLOEXEC);
+    TORCH_CHECK(file >= 0 && !ftruncate(file, kBytes), "the stand-in gets no memory");
+    next = shown = map(file, PROT_NONE);
+    used = map(file, PROT_READ | PROT_WRITE);
+    close(file);
+  }
+  static char* map(int file, int access) {
+    void* data = mmap(nullptr, kBytes, access, MAP_SHARED | MAP_NORESERVE, file, 0);
+    TORCH_CHECK(data != MAP_FAILED, "the stand-in gets no memory");
+    madvise(data, kBytes, MADV_DONTFORK);  // as a device's, it is of one process
+    return static_cast<char*>(data);
+  }
+  void* take(size_t bytes) {
+    size_t size = kSmallest;
+    while (size < bytes) size *= 2;
+    std::lock_guard<std::mutex> lock(mutex);
+    auto& free = freed[size];
+    if (free.empty()) {
+      TORCH_CHECK_WITH(OutOfMemoryError, size <= size_t(shown + kBytes - next), "it is full");
+      free.push_back(next);
+      next += size;
+    }
+    void* data = free.back();
+    free.pop_back();
+    sizes[data] = size;
+    return data;
+  }
+  void give_back(void* data) {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto found = sizes.find(data);
+    freed[found->second].push_back(data);
+    sizes.erase(found);
+  }
+};
+Arena& arena = *new Arena;  // tensors may outlive the library's own objects
+
+}  // namespace
+
+// Where kernels and the backend find what a tensor's address stands for.
+void* kernels_address(const void* data) {
+  if (!data) return nullptr;
+  size_t place = static_cast<const char*>(data) - arena.shown;
+  TORCH_CHECK(place < Arena::kBytes, "a tensor on the stand-in has memory of the host");
+  return arena.used + place;
+}
+
+namespace {
+
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
-    void* data = bytes ? c10::GetAllocator(c10::kCPU)->raw_allocate(bytes) : nullptr;
+    void* data = bytes ? arena.take(bytes) : nullptr;
     return {data, data, &release, Device(kType, current)};
   }
   static void release(void* data) {
-    if (data) c10::GetAllocator(c10::kCPU)->raw_deallocate(data);
+    if (data) arena.give_back(data);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    if (bytes) default_copy_data(kernels_address(to), kernels_address(from), bytes);
+  }
+};
+Allocator allocator;
+
+// The host's memory that a device could read by itself.
+struct Pinned final : c10::Allocator {
+  static inline auto& mutex = *new std::mutex;
+  static inline auto& ends = *new std::map<const void*, const void*>;
+
+  c10::DataPtr allocate(size_t bytes) override {
+    void* data = c10::GetAllocator(c10::kCPU)->raw_allocate(std::max(bytes, Arena::kSmallest));
+    std::lock_guard<std::mutex> lock(mutex);
+    ends[data] = static_cast<char*>(data) + std::max<size_t>(bytes, 1);
+    return {data, data, &release, Device(c10::kCPU)};
+  }
+  static void release(void* data) {
+    std::lock_guard<std::mutex> lock(mutex);
+    ends.erase(data);
+    c10::GetAllocator(c10::kCPU)->raw_deallocate(data);
+  }
+  static bool holds(const void* data) {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto after = ends.upper_bound(data);
+    return after != ends.begin() && data < std::prev(after)->second;
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
     default_copy_data(to, from, bytes);
   }
 };
-Allocator allocator;
+Pinned pinned;
 
 // ---- which device; there is one stream, and everything but deferred calls is done at once ----
 
@@ -100,10 +195,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return old;
   }
   DeviceIndex maybeExchangeDevice(DeviceIndex d) const override { return exchangeDevice(d); }
-  bool isPinnedPtr(const void*) const override { return false; }
+  bool isPinnedPtr(const void* data) const override { return Pinned::holds(data); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     auto data = allocator.allocate(bytes);
-    std::memcpy(data.get(), storage.data(), std::min(bytes, storage.nbytes()));
+    allocator.copy_data(data.get(), storage.data(), std::min(bytes, storage.nbytes()));
     storage.set_data_ptr_noswap(std::move(data));
     storage.set_nbytes(bytes);
   }
@@ -116,7 +212,8 @@ Hooks hooks;
 Tensor on_host(const Tensor& data) {
   if (!data.is_privateuseone()) return data;
   Tensor keep = data.detach();
-  Tensor host = at::from_blob(data.data_ptr(), data.sizes(), data.strides(), [keep](void*) {},
+  Tensor host = at::from_blob(kernels_address(data.data_ptr()), data.sizes(), data.strides(),
+                              [keep](void*) {},
                               data.options().device(at::kCPU).requires_grad(false));
   host._set_conj(data.is_conj());
   host._set_neg(data.is_neg());
