@@ -251,7 +251,7 @@ WRONG = {
     f"{MODEL} plannable:with_values": "cannot be built without data",
     f"{MODEL} plannable:model --plan plannable:nothing": "'plannable:nothing' is not package",
     f"{MODEL} plannable:Own --batch plannable:of_images": "has pixels, and the forward of Own",
-    f"{MODEL} plannable:Own --batch plannable:without_ids": "input_ids first, and the batch has pixels",
+    f"{MODEL} plannable:Own --batch plannable:without_ids": "and the batch has pixels: name",
     f"{MODEL} plannable:broken": "the model cannot run on the batch: RuntimeError: ",
     f"{MODEL} plannable:model --dtype bfloat17": "dtype 'bfloat17' is none of torch's",
     f"{MODEL} empty": "the folder empty has no config.json",
