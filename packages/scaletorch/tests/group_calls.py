@@ -100,7 +100,7 @@ class Recorder:
                 facts = tensors[0].numel(), str(tensors[0].dtype), args[2]
             else:
                 facts = _facts(name, tensors, [*args, *options.values()])
-            sizes = _sizes(group, args) if name == "alltoall_base" else None
+            sizes = _sizes(group, args) if name in ("alltoall_base", "all_to_all_single") else None
             self._note(group, device, name, facts, peer, sizes)
             return call(group, *args, **options)
 

@@ -159,7 +159,7 @@ PLANTED = [
     ((2, 1, 1, 2), differ, ["collective", "in different orders", "of one rank", "made on"]),
     ((2, 2, 1, 1), mismatch, ["in their order", "in their messages", "a batch of 129 messages"]),
     ((1, 1, 2, 2), late, ["send on", "recv on", "is a first use, after construction"]),
-    ((2, 1, 1, 2), swap_exchanges, ["collective", "alltoall_base", "differs between members"]),
+    ((2, 1, 1, 2), swap_exchanges, ["collective", "all_to_all_single", "differs between members"]),
 ]
 
 

@@ -65,12 +65,12 @@ def dump_trace(folder: str, rank: int) -> None:
 
 def _backends() -> Iterator[Any]:
     """Yield the backends of all groups that this rank is in, each once, oldest group first."""
-    seen = set()
+    seen: list[Any] = []  # kept, since torch makes the objects anew once they are gone
     for group in list(c10d.distributed_c10d._world.pg_map):
         for device in group._device_types if group.rank() >= 0 else ():
             backend = group._get_backend(device)
-            if id(backend) not in seen:
-                seen.add(id(backend))
+            if not any(backend is other for other in seen):
+                seen.append(backend)
                 yield backend
 
 
