@@ -226,10 +226,10 @@ def _inside_is_left():
     """Check that what a model runs inside of ends with the context, and is one at a time."""
     world = c10d.group.WORLD
     model = apply_context_parallel(_model(causal=False), world, layout="zigzag")
-    sequences = ShardedSequences(16, group=world)
-    batch = sequences.shard({"input_ids": torch.arange(16)[None]})
+    sequences = ShardedSequences(15, group=world)
+    batch = sequences.shard({"input_ids": torch.arange(15)[None]})
     args = batch["input_ids"], batch["position_ids"]
-    with pytest.raises(InvalidArgumentError, match="full attention in a zigzag layout"):
+    with pytest.raises(InvalidArgumentError, match="full attention would see the padding"):
         model(*args)
     other, apart = ShardedSequences(17, group=world), nn.Sequential(model)
     with sequences.inside(apart):
@@ -237,11 +237,11 @@ def _inside_is_left():
         with pytest.raises(StateError, match="Model runs inside other sequences already"):
             other.inside(model).__enter__()
         assert torch.equal(model(*args), kept)
-        with pytest.raises(InvalidArgumentError, match="full attention in a zigzag layout"):
+        with pytest.raises(InvalidArgumentError, match="full attention would see the padding"):
             copy.deepcopy(model)(*args)
     with pytest.raises(IndexError), sequences.inside(model):
         model(args[0] + VOCAB, args[1])
-    with pytest.raises(InvalidArgumentError, match="full attention in a zigzag layout"):
+    with pytest.raises(InvalidArgumentError, match="full attention would see the padding"):
         model(*args)
     with pytest.raises(StateError, match=r"Model is not context parallel; call apply_context"):
         sequences.inside(_model()).__enter__()
@@ -252,6 +252,27 @@ def _inside_is_left():
 
 def test_inside_ends_with_its_context():
     run_ranks(_inside_is_left, 2)
+
+
+def _full_attention():
+    """Return errors of full attention over zigzag shards: without padding, then behind some."""
+    world = c10d.group.WORLD
+    plain = _model(causal=False)
+    model = apply_context_parallel(copy.deepcopy(plain), world, layout="zigzag")
+    ids = torch.arange(16)[None]
+    sequences = ShardedSequences(16, group=world)
+    batch = sequences.shard({"input_ids": ids})
+    found = sequences.unshard(model(batch["input_ids"], batch["position_ids"]))
+    error = relative_error(found, plain(ids, torch.arange(16)[None]))
+    ShardedSequences(15, group=world).shard({"input_ids": ids[:, :15]})
+    batch = sequences.shard({"input_ids": ids})
+    with pytest.raises(InvalidArgumentError, match=r"that 2 x 2 divides, or layout='contiguous'"):
+        model(batch["input_ids"], batch["position_ids"])
+    return error
+
+
+def test_full_attention_needs_shards_without_padding():
+    assert max(run_ranks(_full_attention, 2)) < 1e-12
 
 
 def _with_manager():

@@ -24,8 +24,24 @@ from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
+from scaletorch.parallel.tensor_parallel import Divide
 
 ROWS = 7
+
+
+class Attention(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.num_heads = 4
+        self.q, self.k, self.v = (nn.Linear(size, size, bias=False) for _ in range(3))
+        self.out = nn.Linear(size, size)
+
+    def forward(self, x):
+        q, k, v = (
+            linear(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for linear in (self.q, self.k, self.v)
+        )
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class DenoisingBlock(nn.Module):
@@ -35,13 +51,12 @@ class DenoisingBlock(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(size, elementwise_affine=False)
         self.modulation = nn.Linear(size, 3 * size)
-        self.attention = nn.MultiheadAttention(size, 4, batch_first=True)
+        self.attention = Attention(size)
         self.mlp = nn.Sequential(nn.Linear(size, 2 * size), nn.GELU(), nn.Linear(2 * size, size))
 
     def forward(self, x, condition):
         scale, shift, gate = self.modulation(condition)[:, None].chunk(3, -1)
-        h = self.norm(x) * (1 + scale) + shift
-        x = x + gate * self.attention(h, h, h, need_weights=False)[0]
+        x = x + gate * self.attention(self.norm(x) * (1 + scale) + shift)
         return x + self.mlp(self.norm(x))
 
 
@@ -102,7 +117,7 @@ def drawn(step, *shape):
 
 def noises(step):
     time = drawn(step + 20).sigmoid()
-    return {"latents": drawn(step, 9, 4), "time": time, "loss_noise": drawn(step + 10, 9, 4)}
+    return {"latents": drawn(step, 8, 4), "time": time, "loss_noise": drawn(step + 10, 8, 4)}
 
 
 def curves(step):
@@ -119,7 +134,7 @@ def pairs(step):
 
 
 def of_noise(output, micro_batch):
-    return ((output - micro_batch["loss_noise"]) ** 2).mean((1, 2)).sum(), len(output)
+    return ((output - micro_batch["loss_noise"]) ** 2).sum(), output.numel()
 
 
 def of_curve(output, micro_batch):
@@ -130,20 +145,37 @@ def of_class(output, micro_batch):
     return F.cross_entropy(output, micro_batch["labels"], reduction="sum"), len(output)
 
 
-def count_rows(micro_batch):
-    return len(micro_batch["time"])
+def count_noises(micro_batch):
+    return micro_batch["loss_noise"].numel()
 
 
 def count_points(micro_batch):
     return micro_batch["loss_y"].numel()
 
 
-PLAN = {"blocks.*.mlp.0": "column", "blocks.*.mlp.2": "row"}
+PLAN = {
+    "blocks.*": "sequence_layer",
+    "blocks.*.attention": Divide("num_heads"),
+    **dict.fromkeys((f"blocks.*.attention.{name}" for name in "qkv"), "column"),
+    "blocks.*.attention.out": "row",
+    "blocks.*.mlp.0": "column",
+    "blocks.*.mlp.2": "row",
+}
+POSITIONS = {"latents": 1, "loss_noise": 1}
+SHARED = {"sequence_parallel": True}
 DP = [{"dp_size": 4}]
 TP = [{"tp_size": 2, "dp_size": 2}, {"tp_size": 2, "pp_size": 2}]
 PP = [{"dp_size": 2, "pp_size": 2}, {"pp_size": 4}]
+CP = [
+    {"cp_size": 4},
+    {"cp_size": 2, "dp_size": 2},
+    {"cp_size": 2, "pp_size": 2},
+    {"cp_size": 2, "tp_size": 2, **SHARED},
+    {"tp_size": 4, **SHARED},
+    {"tp_size": 2, "dp_size": 2, **SHARED},
+]
 MODELS = {  # batches, the loss, its count, and the layouts that the model is for
-    "denoiser": (Denoiser, noises, of_noise, count_rows, DP + PP + TP),
+    "denoiser": (Denoiser, noises, of_noise, count_noises, DP + PP + TP + CP),
     "fourier": (Fourier, curves, of_curve, count_points, DP),
     "recurrent": (Recurrent, series, of_class, None, DP),
     "recurrent, tuples": (Recurrent, pairs, of_class, None, [{"dp_size": 2}]),
@@ -154,14 +186,16 @@ CASES = [(name, sizes) for name, model in MODELS.items() for sizes in model[-1]]
 def trained(name, sizes, micro_batches):
     """Losses and evaluations of three steps, the first gradients, and the weights."""
     make, batch, loss_fn, count_fn, _ = MODELS[name]
-    manager = setup_process_group_manager(**sizes)
+    options = {each: sizes[each] for each in SHARED if each in sizes}
+    manager = setup_process_group_manager(**{n: x for n, x in sizes.items() if n not in SHARED})
     torch.manual_seed(0)
     plan = PLAN if "tp_size" in sizes else None
-    model = parallelize(make().double(), manager, plan=plan)
+    model = parallelize(make().double(), manager, plan=plan, **options)
+    dims = POSITIONS if name == "denoiser" else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, gradients = [], {}
     for step in range(3):
-        cut = shard_global_batch(batch(step), micro_batches, model=model)
+        cut = shard_global_batch(batch(step), micro_batches, model=model, sequence_dims=dims)
         losses.append(train_step(model, cut, loss_fn=loss_fn, count_fn=count_fn).double())
         gradients = gradients or {n: g.clone() for n, g in full_gradients(model).items()}
         optimizer.step()
@@ -183,7 +217,7 @@ def apart(found, expected):
 @pytest.mark.parametrize(("name", "sizes"), CASES, ids=str)
 def test_any_model_trains_as_in_one_process(name, sizes):
     expected = in_one_process(name)
-    ranks = math.prod(sizes.values())
+    ranks = math.prod(size for axis, size in sizes.items() if axis not in SHARED)
     for found in run_ranks(trained, ranks, name, sizes, 3):
         for own, one in zip(found, expected, strict=True):
             assert own.keys() == one.keys()
@@ -192,27 +226,38 @@ def test_any_model_trains_as_in_one_process(name, sizes):
 
 
 REFUSED = [
-    ({"cp_size": 2}, {}, r"cp divides the positions of input_ids \[B, L\].* only latents, time"),
+    ({"cp_size": 2}, {}, None, r"cp divides .* nobody says where this batch of latents, time"),
     (
         {"tp_size": 2},
-        {"plan": PLAN, "sequence_parallel": True},
-        r"sequence_parallel divides the positions of input_ids \[B, L\]",
+        {"plan": PLAN, **SHARED},
+        None,
+        r"sequence_parallel divides .* nobody says where this batch of latents, time.*latents': 1",
     ),
+    (
+        {"cp_size": 2},
+        {},
+        {"latents": 1},
+        r"cp divides 8 positions, and loss_noise is \[7, 8, 4\].*{'loss_noise': 1} or .*: None}",
+    ),
+    ({"cp_size": 2}, {}, {"x": 1}, "sequence_dims names x, and the batch's tensors are latents"),
+    ({"cp_size": 2}, {}, {"latents": 3}, r"'latents': 3} does not fit: latents is \[7, 8, 4\]"),
+    ({"cp_size": 2}, {}, {"latents": 1, "loss_noise": 2}, "dims of 8 of latents, 4 of loss_noise"),
+    ({"cp_size": 4}, {}, {"latents": 2, "loss_noise": 2}, "4 positions .* zigzag"),
 ]
 
 
-def refused(sizes, options):
+def refused(sizes, options, dims):
     manager = setup_process_group_manager(**sizes)
     model = parallelize(Denoiser().double(), manager, **options)
-    cut = shard_global_batch(noises(0), 1, model=model)
-    train_step(model, cut, loss_fn=of_noise, count_fn=count_rows)
+    cut = shard_global_batch(noises(0), 1, model=model, sequence_dims=dims)
+    train_step(model, cut, loss_fn=of_noise, count_fn=count_noises)
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: str(case[0]))
+@pytest.mark.parametrize("case", REFUSED, ids=str)
 def test_what_divides_positions_is_refused(case):
-    sizes, options, words = case
+    sizes, options, dims, words = case
     with pytest.raises(RankFailedError, match=words):
-        run_ranks(refused, 2, sizes, options)
+        run_ranks(refused, math.prod(sizes.values()), sizes, options, dims)
 
 
 @pytest.fixture
@@ -229,7 +274,7 @@ def test_batches_that_do_not_fit_are_named(alone):
         return train_step(model, shard_global_batch(batch, 1, alone), **told)
 
     with pytest.raises(InvalidArgumentError, match="takes latents first, and the batch has time"):
-        step({"time": batch["time"]}, loss_fn=of_noise, count_fn=count_rows)
+        step({"time": batch["time"]}, loss_fn=of_noise, count_fn=count_noises)
     with pytest.raises(InvalidArgumentError, match="has no labels"):
         step(batch)
     with pytest.raises(InvalidArgumentError, match="needs model="):
@@ -240,7 +285,25 @@ def test_batches_that_do_not_fit_are_named(alone):
         shard_global_batch((batch["time"],) * 4, 1, model=model)
     with pytest.raises(InvalidArgumentError, match="a mapping of entries, a dataclass or a tuple"):
         shard_global_batch(batch["latents"], 1, model=model)
-    with pytest.raises(InvalidArgumentError, match=r"input_ids has the shape \[7, 9, 4\]"):
+    with pytest.raises(InvalidArgumentError, match=r"input_ids has the shape \[7, 8, 4\]"):
         shard_global_batch({"input_ids": batch["latents"]}, 1, model=model)
     with pytest.raises(InvalidArgumentError, match=r"dim 0 is rows.* what came has scale"):
         shard_global_batch({"scale": 2.0}, 1, model=model)
+
+
+def teacher_of_own_positions():
+    """Return what a cp rank gets of an entry [B, L, V] beside tokens, and what it should."""
+    manager = setup_process_group_manager(cp_size=2)
+    teacher, ids = drawn(0, 13, 5), torch.arange(13).expand(ROWS, 13)
+    batch = {"input_ids": ids, "labels": ids, "loss_teacher": teacher, "loss_kept": ids}
+    dims = {"loss_teacher": 1, "loss_kept": None, "labels": 1}
+    (cut,) = shard_global_batch(batch, 1, manager, sequence_dims=dims)
+    places = cut["position_ids"][0]
+    padded = F.pad(teacher, (0, 0, 0, 16 - 13))[:, places]
+    assert torch.equal(cut["labels"], torch.where(places < 13, places, -100).expand(ROWS, -1))
+    assert torch.equal(cut["loss_kept"], ids)
+    return torch.equal(cut["loss_teacher"], padded)
+
+
+def test_named_positions_of_tokens_are_divided():
+    assert run_ranks(teacher_of_own_positions, 2) == [True, True]

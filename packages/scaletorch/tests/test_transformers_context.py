@@ -332,7 +332,6 @@ REFUSED = {
     "cache": (_decode, "12 queries from position 12 on and 24 keys: neither decoding"),
     "attentions": (_calls(output_attentions=True), "for output_attentions, which cannot"),
     "unknown": (_calls(position_bias=ONES), "for position_bias, which cannot be computed"),
-    "full": (_calls(is_causal=False), "full attention in a zigzag layout .* by name"),
     "keys": (
         _calls(cu_seq_lens_q=TOLD, cu_seq_lens_k=torch.tensor([0, 24])),
         "cu_seq_lens_k must equal cu_seq_lens_q",

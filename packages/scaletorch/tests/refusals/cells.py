@@ -98,7 +98,9 @@ def train(case: Case, layout: Layout) -> tuple[list[Any], dict[str, torch.Tensor
         shard_optimizer(optimizer, parallel, stage=layout.zero)
     found: list[Any] = []
     for step in steps(case):
-        told = {"manager": manager, **cut} if (cut := case.cut()) else {"model": parallel}
+        told: dict[str, Any] = {"model": parallel, **case.cut()}
+        if "cp_layout" in told:  # which contradicts the model
+            told = {**told, "manager": manager, "model": None}
         batches = shard_global_batch(case.batch(step), layout.micro_batches, **told)
         change = case.later if step and get_rank() == 1 else nothing
         with change(parallel, batches):

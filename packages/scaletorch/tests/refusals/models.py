@@ -93,6 +93,21 @@ class Plain(nn.Module):
         return self.top(self.embed_tokens(input_ids))
 
 
+def drawn(seed, shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class OfVectors(Plain):
+    """Takes vectors [B, L, H] in place of tokens."""
+
+    def __init__(self, depth):
+        super().__init__(depth)
+        self.embed_tokens = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, vectors):
+        return self.top(self.embed_tokens(vectors))
+
+
 # Positions.
 
 

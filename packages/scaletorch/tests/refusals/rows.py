@@ -68,6 +68,21 @@ class Case:
     later: Callable[[nn.Module, list[Batch]], AbstractContextManager[Any]] = nothing
 
 
+def vectors(step: int) -> Batch:
+    """Return vectors [B, L, H] in place of tokens."""
+    found = batch(step)
+    ids = found.pop("input_ids")
+    return {"vectors": models.drawn(step, (*ids.shape, models.HIDDEN)), **found}
+
+
+def plan_of_vectors() -> Mapping[str, Any]:
+    return {"plan": {**models.PLAN, "embed_tokens": "replicate", "layers.*": "sequence_layer"}}
+
+
+def dims_of_vectors() -> Mapping[str, Any]:
+    return {"sequence_dims": {"vectors": 1}}
+
+
 def with_positions(step: int) -> Batch:
     return {**batch(step), "position_ids": torch.arange(2, LENGTH + 2).expand(ROWS, LENGTH)}
 
@@ -116,6 +131,18 @@ def mixes(make: Callable[[int], nn.Module]) -> Case:
 # The beginning of each row of the table -> its models.
 CASES: Mapping[str, Mapping[str, Case]] = {
     "takes `input_ids` alone": {"plain": Case(models.Plain)},
+    "takes something else first": {
+        "without dims": Case(
+            models.OfVectors,
+            on(*DIVIDED),
+            "nobody says where this batch of vectors",
+            batch=vectors,
+            options=plan_of_vectors,
+        ),
+        "with dims": Case(
+            models.OfVectors, batch=vectors, options=plan_of_vectors, cut=dims_of_vectors
+        ),
+    },
     "counts its own positions": {
         "counts": Case(models.Counts, on("cp"), MIXES),
         "counts from zeros": Case(models.CountsFromZeros, on("cp"), MIXES),

@@ -17,6 +17,7 @@ from ..parallel.pg_manager import IGNORED, ProcessGroupManager
 from .entries import TOKENS, named_entries, row_count, sequence_shape
 from .forward import terms_of
 from .row_dims import POSITIONS, RowDims, read_row_dims
+from .sequence_dims import Positions, read_sequence_dims, require_all_told
 
 Batch = Mapping[str, Tensor]
 
@@ -28,10 +29,11 @@ class Cut(NamedTuple):
         layout: Which columns each cp rank has.
         counted: Its `position_ids`, if it has any, were counted here, not given.
         whole: The global batch, or what of it this data-parallel rank has read.
-        sequences: Which positions this rank has, and where packed documents begin; None of a batch
-            that is none of tokens.
+        sequences: Which positions this rank has, and where packed documents begin; None if nobody
+            has said which dims of the batch are positions.
         own: `whole` is what this data-parallel rank has read.
         row_dims: The dim of each entry that is rows; None if every micro-batch gets it whole.
+        sequence_dims: The dims of positions, as the caller has named them.
     """
 
     layout: str
@@ -40,6 +42,7 @@ class Cut(NamedTuple):
     sequences: ShardedSequences | None
     own: bool = False
     row_dims: RowDims = MappingProxyType({})
+    sequence_dims: RowDims = MappingProxyType({})
 
 
 class MicroBatch(dict[str, Tensor]):
@@ -78,6 +81,7 @@ def shard_global_batch(
     cp_layout: str | None = None,
     own_rows: bool = False,
     row_dims: RowDims | None = None,
+    sequence_dims: RowDims | None = None,
 ) -> list[Batch]:
     """Return this rank's micro-batches of a global batch.
 
@@ -101,6 +105,9 @@ def shard_global_batch(
         own_rows: The batch is of this data-parallel rank's rows alone; see `rows_of_step`.
         row_dims: Dims that are rows, by the names of entries whose shapes do not tell; None for an
             entry that every micro-batch gets whole: `{"pixels": 1, "table": None}`.
+        sequence_dims: Dims that are positions, by the names of entries; None for one that has none:
+            `{"latents": 1, "loss_noise": 1}`. cp divides them. Those of `input_ids`, of entries
+            that are [B, L] beside it, and of `inputs_embeds` [B, L, H] are known.
 
     Returns:
         `num_micro_batches` mappings of [b, L / cp] or [b, ...] tensors, b >= 1. They have
@@ -121,49 +128,75 @@ def shard_global_batch(
         raise InvalidArgumentError("a global batch of 0 rows has nothing to train on")
     place, ranks = (0, 1) if own_rows else (manager.dp_rank, manager.dp_size)
     shares = rows_of_ranks(rows, ranks, num_micro_batches)[place]
-    sequences = _sequences(entries, layout, manager)
+    positions = read_sequence_dims(entries, sequence_dims)
+    sequences = _sequences(entries, positions, layout, manager)
     counted = entries.get(POSITIONS) is None
-    cut = Cut(layout, counted, entries, sequences, own_rows, dims)
+    cut = Cut(layout, counted, entries, sequences, own_rows, dims, sequence_dims or {})
     counts = counted and manager.cp_size == 1 and entries.get("cu_seq_lens_q") is None
-    return _sharded((_rows(entries, dims, share) for share in shares), cut, counts=counts)
+    return _sharded((_rows(entries, dims, s) for s in shares), cut, positions, counts=counts)
 
 
-def _sequences(batch: Batch, layout: str, manager: ProcessGroupManager) -> ShardedSequences | None:
-    """Return which positions of a batch of tokens this rank has; None of another batch."""
-    shape = sequence_shape(batch)
-    if shape is not None:
-        if layout != "zigzag":
-            layout_of_whole(layout, shape[1], manager.cp_size)  # refuses what would be padded
-        documents = batch.get("cu_seq_lens_q")
-        group = manager.cp_group
-        return ShardedSequences(shape[1], layout=layout, cu_seqlens=documents, group=group)
-    if manager.cp_size > 1:
+def _sequences(
+    batch: Batch, positions: Positions | None, layout: str, manager: ProcessGroupManager
+) -> ShardedSequences | None:
+    """Return which positions of a batch this rank has; None if nobody says where they are."""
+    if positions is None:
+        if manager.cp_size == 1:
+            return None
         raise InvalidArgumentError(
-            f"cp divides the positions of {TOKENS} [B, L], and this batch has none, only "
-            f"{', '.join(batch)}: take cp_size=1, and the ranks for dp, tp or pp"
+            f"cp divides the positions of sequences, and nobody says where this batch of "
+            f"{', '.join(batch)} has them: name their dims, shard_global_batch(..., "
+            f"sequence_dims={{{next(iter(batch))!r}: 1}}), or take cp_size=1 and the ranks for "
+            "dp, tp or pp"
         )
-    return None
+    of_tokens = sequence_shape(batch) is not None
+    if layout != "zigzag" or not of_tokens:  # which is padded, without labels
+        layout_of_whole(layout, positions.length, manager.cp_size)
+    if manager.cp_size > 1 and not of_tokens:
+        require_all_told(batch, positions)
+    documents, group = batch.get("cu_seq_lens_q"), manager.cp_group
+    return ShardedSequences(positions.length, layout=layout, cu_seqlens=documents, group=group)
 
 
-def _sharded(parts: Iterable[_Rows], cut: Cut, *, counts: bool) -> list[Batch]:
-    """Return micro-batches with this rank's columns, and with what has no rows.
+def _sharded(
+    parts: Iterable[_Rows], cut: Cut, positions: Positions | None, *, counts: bool
+) -> list[Batch]:
+    """Return micro-batches with this rank's positions, and with what has no rows.
 
     Args:
         parts: The rows of each.
         cut: How they are made.
+        positions: Of the batch, which are divided.
         counts: The model counts positions as it does in one process, from wherever.
     """
     whole = {n: cut.whole[n] for n, dim in cut.row_dims.items() if dim is None and n != POSITIONS}
     shards: list[Batch] = []
     for part in parts:
-        if cut.sequences is None:
-            shard = dict(part.entries)
-        else:
-            shard = cut.sequences.shard(part.entries, shifted=True)
-            if counts:
-                del shard[POSITIONS]
-        shards.append(MicroBatch(shard | whole, cut, is_empty=part.is_empty))
+        shard = part.entries | whole
+        if positions is not None and cut.sequences is not None:
+            shard |= _own_positions(part.entries, shard, cut.sequences, positions)
+        if counts:
+            shard.pop(POSITIONS, None)
+        shards.append(MicroBatch(shard, cut, is_empty=part.is_empty))
     return shards
+
+
+def _own_positions(
+    rows: Batch, entries: Batch, sequences: ShardedSequences, positions: Positions
+) -> dict[str, Tensor]:
+    """Return this rank's positions of the entries that have any.
+
+    Args:
+        rows: The entries that have rows, of a micro-batch.
+        entries: All of its entries.
+        sequences: The sequences.
+        positions: Where the entries have them.
+    """
+    named = {n: sequences.shard_tensor(entries[n], dim) for n, dim in positions.dims.items()}
+    if TOKENS not in rows:
+        return named
+    known = {n: x for n, x in rows.items() if n not in positions.dims.keys() | positions.whole}
+    return sequences.shard(known, shifted=True) | named
 
 
 def _said(
@@ -217,7 +250,7 @@ def _split(rows: range, shares: int) -> list[range]:
 class _Rows(NamedTuple):
     """The rows of one micro-batch, with what is known to be for all rows."""
 
-    entries: Batch
+    entries: dict[str, Tensor]
     is_empty: bool
 
 

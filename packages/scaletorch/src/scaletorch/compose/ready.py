@@ -149,8 +149,9 @@ def _called(
     called = [as_called(batch, terms) for batch in batches]
     if manager.cp_size > 1:
         cut = next((batch.cut for batch in batches if isinstance(batch, MicroBatch)), None)
-        if cut is not None:  # others may have been sharded since, for another model
-            note_shards(pipeline.module, cut.layout)
+        if cut is not None and cut.sequences is not None:
+            # Others may have been sharded since, for another model.
+            note_shards(pipeline.module, cut.sequences.layout)
         for batch in called:
             require_computable(pipeline.module, batch)
     return called
@@ -174,10 +175,11 @@ def as_called(batch: Batch, terms: Terms) -> Called:
         )
     entries: dict[str, Any] = {n: x for n, x in batch.items() if not n.startswith(OF_LOSS)}
     of_tokens = sequence_shape(batch) is not None
-    if not of_tokens and terms.shares_sequences:
+    if terms.shares_sequences and cut is not None and cut.sequences is None:
         raise InvalidArgumentError(
-            f"sequence_parallel divides the positions of {TOKENS} [B, L], and this batch has none, "
-            f"only {', '.join(batch)}: do without it"
+            "sequence_parallel divides the positions of sequences, and nobody says where this "
+            f"batch of {', '.join(batch)} has them: name their dims, shard_global_batch(..., "
+            f"sequence_dims={{{next(iter(batch))!r}: 1}}), or do without it"
         )
     entries[TOKENS] = entries.pop(first_entry(batch, terms.arguments, terms.name))
     if terms.keeps_cache:  # no use in training, and a layer that runs again would add to it again

@@ -19,7 +19,13 @@ from .attention import attention
 from .cp_comms import ring_of
 from .layouts.layout import named_layout
 from .layouts.order import DEFAULT
-from .layouts.sharding import batch_shape, is_sequence, shard_batch, unshard_sequence
+from .layouts.sharding import (
+    batch_shape,
+    is_sequence,
+    own_shard,
+    shard_batch,
+    unshard_sequence,
+)
 from .masks.documents import CU_SEQLENS, Documents, read_documents
 from .models.settings import Told, telling
 from .models.transformers_attention import adopted
@@ -115,6 +121,31 @@ class ShardedSequences:
             for name, value in whole.items()
         }
         return shard_batch(padded, self.ring.group, layout=self.layout)
+
+    def shard_tensor(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's shard of one whole tensor, as `unshard` joins it.
+
+        Args:
+            x: The same on every rank, with all positions along `dim`; any dtype.
+            dim: The sequence dim.
+
+        Returns:
+            A new tensor, `padded length / N` long along `dim`; padding is 0.
+
+        Raises:
+            InvalidArgumentError: No such dim, or one of another length than the sequences'.
+        """
+        length = self.layout.length
+        if not -x.ndim <= dim < x.ndim or x.shape[dim] != length:
+            message = (
+                f"{describe_rank()}: these are sequences of {length} positions, and dim {dim} of "
+                f"a tensor {list(x.shape)} has not as many"
+            )
+            raise InvalidArgumentError(message)
+        dim %= x.ndim
+        behind = [0, 0] * (x.ndim - 1 - dim)
+        padded = F.pad(x, (*behind, 0, self.layout.padded_length - length))
+        return own_shard(padded, dim, self.layout, self.ring.index).contiguous()
 
     @contextmanager
     def inside(self, model: nn.Module) -> Iterator[None]:

@@ -114,9 +114,10 @@ def small_batch(
         if not _counts(short):
             short = whole
     told = {name: dim for name, dim in cut.row_dims.items() if name in short}
-    parts = shard_global_batch(short, kept, model=model, row_dims=told)
+    dims = {"row_dims": told, "sequence_dims": cut.sequence_dims}
+    parts = shard_global_batch(short, kept, model=model, **dims)
     alone = OneProcess(_group_of_one(manager))
-    (plain,) = shard_global_batch(short, 1, cast(Any, alone), row_dims=told)
+    (plain,) = shard_global_batch(short, 1, cast(Any, alone), **dims)
     of_one = replace(
         terms, cp_layout=None, shares_sequences=False, counts_of_ids=False, counts_otherwise=False
     )

@@ -30,24 +30,46 @@ class _Sharded:
 
     Attributes:
         calls: For each order the call that sharded in it.
+        padded: The orders in which any shards so far had padding behind a sequence's end.
         taken: Whether a call has used them since: what is sharded next replaces these.
     """
 
     calls: dict[str, str] = field(default_factory=dict)
+    padded: set[str] = field(default_factory=set)
     taken: bool = False
 
 
 _sharded: WeakKeyDictionary[ProcessGroup, _Sharded] = WeakKeyDictionary()
 
 
-def note_order(order: str, ring: Ring, call: str) -> None:
-    """Note that a call has sharded sequences in this order over the ranks of `ring`."""
+def note_order(layout: Layout, ring: Ring, call: str, *, used_next: bool = False) -> None:
+    """Note that a call has sharded sequences in this layout over the ranks of `ring`.
+
+    Args:
+        layout: Of the sequences.
+        ring: The ranks.
+        call: The call's name, for error messages.
+        used_next: The next call is given these shards, whatever others there are.
+    """
     if ring.group is None or ring.size == 1:
         return
     found = _sharded.setdefault(ring.group, _Sharded())
     if found.taken:
         found.calls, found.taken = {}, False
-    found.calls[order] = call
+    found.calls[layout.name] = call
+    if used_next:
+        found.padded.discard(layout.name)
+    if layout.padded_length > layout.length:
+        found.padded.add(layout.name)
+
+
+def is_padded(order: str, ring: Ring) -> bool:
+    """Return whether shards in this order may have padding behind a sequence's end.
+
+    Shards that no call has noted may have some.
+    """
+    found = None if ring.group is None else _sharded.get(ring.group)
+    return found is None or order not in found.calls or order in found.padded
 
 
 def order_of_shards(

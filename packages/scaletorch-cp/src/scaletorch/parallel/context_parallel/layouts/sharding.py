@@ -47,7 +47,7 @@ def shard_sequence(
     found = layout_of_whole(layout, x.shape[dim], ring.size)
     if ring.size == 1:
         return x
-    note_order(found.name, ring, "shard_sequence")
+    note_order(found, ring, "shard_sequence")
     if not _in_order(found):
         shards = [found.positions(rank, x.device) for rank in range(ring.size)]
         x = x.index_select(dim, torch.cat(shards))
@@ -149,7 +149,7 @@ def shard_batch(
     ring = ring_of(group)
     shape = batch_shape(batch)
     found = layout_of_whole(layout, shape[1], ring.size)
-    note_order(found.name, ring, "shard_batch")
+    note_order(found, ring, "shard_batch")
     whole = dict(batch)
     if whole.get("position_ids") is None:
         ids = torch.arange(shape[1], device=whole["input_ids"].device)

@@ -20,7 +20,7 @@ from ...pg_manager import describe_rank
 from ..attention import Asked, attend
 from ..cp_comms import Ring
 from ..layouts.layout import Layout, named_layout
-from ..layouts.order import note_order, order_of_shards
+from ..layouts.order import is_padded, note_order, order_of_shards
 from ..masks.documents import Documents
 
 _OUTSIDE = -1  # the id of no backward
@@ -115,8 +115,8 @@ class Settings:
         """Attend to the whole sequence as the model asks, by its method and in its order.
 
         Raises:
-            InvalidArgumentError: Full attention by the name "zigzag", documents other than those
-                told, and all that `attention` refuses.
+            InvalidArgumentError: Full attention over zigzag shards that may be padded, documents
+                other than those told, and all that `attention` refuses.
         """
         documents: Any = asked.cu_seqlens
         if self.told is None:
@@ -148,12 +148,12 @@ class Settings:
         return layout
 
     def _require_causal(self, causal: bool) -> None:
-        if not causal and self.said == "zigzag":
+        if not causal and self.said == "zigzag" and is_padded("zigzag", self.ring):
             raise refusal(
-                "full attention in a zigzag layout that is given by name: contiguous shards are "
-                "balanced for it already, and padding at a sequence's end would be seen. Use "
-                "layout='contiguous', or run the model within ShardedSequences.inside, which "
-                "knows the padding"
+                "full attention would see the padding behind a sequence's end, which zigzag shards "
+                f"may have. Take a length that 2 x {self.ring.size} divides, or "
+                "layout='contiguous' (in parallelize cp_layout='contiguous'), or run the model "
+                "within ShardedSequences.inside, which knows the padding"
             )
 
 
@@ -184,14 +184,14 @@ def asked(model: nn.Module, *, before: bool = True) -> None:
         settings.asked, settings.unasked = before, None
 
 
-def note_shards(model: nn.Module, order: str) -> None:
-    """Note the order of the shards that a model is about to be called with.
+def note_shards(model: nn.Module, layout: Layout) -> None:
+    """Note the layout of the shards that a model is about to be called with.
 
     For batches that know their order, if others may have been sharded since over the same group.
     """
     settings = settings_of(model)
     if settings is not None:
-        note_order(order, settings.ring, "shard_global_batch")
+        note_order(layout, settings.ring, "shard_global_batch", used_next=True)
 
 
 def mark(model: nn.Module, settings: Settings) -> None:
