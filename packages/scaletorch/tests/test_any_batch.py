@@ -145,14 +145,6 @@ def of_class(output, micro_batch):
     return F.cross_entropy(output, micro_batch["labels"], reduction="sum"), len(output)
 
 
-def count_noises(micro_batch):
-    return micro_batch["loss_noise"].numel()
-
-
-def count_points(micro_batch):
-    return micro_batch["loss_y"].numel()
-
-
 PLAN = {
     "blocks.*": "sequence_layer",
     "blocks.*.attention": Divide("num_heads"),
@@ -174,18 +166,18 @@ CP = [
     {"tp_size": 4, **SHARED},
     {"tp_size": 2, "dp_size": 2, **SHARED},
 ]
-MODELS = {  # batches, the loss, its count, and the layouts that the model is for
-    "denoiser": (Denoiser, noises, of_noise, count_noises, DP + PP + TP + CP),
-    "fourier": (Fourier, curves, of_curve, count_points, DP),
-    "recurrent": (Recurrent, series, of_class, None, DP),
-    "recurrent, tuples": (Recurrent, pairs, of_class, None, [{"dp_size": 2}]),
+MODELS = {  # batches, the loss, and the layouts that the model is for
+    "denoiser": (Denoiser, noises, of_noise, DP + PP + TP + CP),
+    "fourier": (Fourier, curves, of_curve, DP),
+    "recurrent": (Recurrent, series, of_class, DP),
+    "recurrent, tuples": (Recurrent, pairs, of_class, [{"dp_size": 2}]),
 }
 CASES = [(name, sizes) for name, model in MODELS.items() for sizes in model[-1]]
 
 
 def trained(name, sizes, micro_batches):
     """Losses and evaluations of three steps, the first gradients, and the weights."""
-    make, batch, loss_fn, count_fn, _ = MODELS[name]
+    make, batch, loss_fn, _ = MODELS[name]
     options = {each: sizes[each] for each in SHARED if each in sizes}
     manager = setup_process_group_manager(**{n: x for n, x in sizes.items() if n not in SHARED})
     torch.manual_seed(0)
@@ -196,7 +188,7 @@ def trained(name, sizes, micro_batches):
     losses, gradients = [], {}
     for step in range(3):
         cut = shard_global_batch(batch(step), micro_batches, model=model, sequence_dims=dims)
-        losses.append(train_step(model, cut, loss_fn=loss_fn, count_fn=count_fn).double())
+        losses.append(train_step(model, cut, loss_fn=loss_fn).double())
         gradients = gradients or {n: g.clone() for n, g in full_gradients(model).items()}
         optimizer.step()
         optimizer.zero_grad()
@@ -250,7 +242,7 @@ def refused(sizes, options, dims):
     manager = setup_process_group_manager(**sizes)
     model = parallelize(Denoiser().double(), manager, **options)
     cut = shard_global_batch(noises(0), 1, model=model, sequence_dims=dims)
-    train_step(model, cut, loss_fn=of_noise, count_fn=count_noises)
+    train_step(model, cut, loss_fn=of_noise)
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)
@@ -274,7 +266,7 @@ def test_batches_that_do_not_fit_are_named(alone):
         return train_step(model, shard_global_batch(batch, 1, alone), **told)
 
     with pytest.raises(InvalidArgumentError, match="takes latents first, and the batch has time"):
-        step({"time": batch["time"]}, loss_fn=of_noise, count_fn=count_noises)
+        step({"time": batch["time"]}, loss_fn=of_noise)
     with pytest.raises(InvalidArgumentError, match="has no labels"):
         step(batch)
     with pytest.raises(InvalidArgumentError, match="needs model="):
@@ -298,7 +290,7 @@ def teacher_of_own_positions():
     batch = {"input_ids": ids, "labels": ids, "loss_teacher": teacher, "loss_kept": ids}
     dims = {"loss_teacher": 1, "loss_kept": None, "labels": 1}
     (cut,) = shard_global_batch(batch, 1, manager, sequence_dims=dims)
-    places = cut["position_ids"][0]
+    places = cut.cut.sequences.positions()
     padded = F.pad(teacher, (0, 0, 0, 16 - 13))[:, places]
     assert torch.equal(cut["labels"], torch.where(places < 13, places, -100).expand(ROWS, -1))
     assert torch.equal(cut["loss_kept"], ids)

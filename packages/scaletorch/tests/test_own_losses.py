@@ -168,6 +168,10 @@ def miscounted(output, batch):
     return output.sum(), tokens(batch) + 1
 
 
+def counts_apart(output, batch):
+    return output.sum(), torch.ones(2)
+
+
 def on_one_rank(output, batch):
     """Wrong on one rank of the last stage alone."""
     return "nothing" if torch.distributed.get_rank() == 3 else (output.sum(), tokens(batch))
@@ -199,7 +203,11 @@ WRONG = {
     "no_number": ({"loss_fn": no_number}, "finite number of at least 0, got nan"),
     "no_scalar": ({"loss_fn": no_scalar}, "one floating-point element, got a tensor of shape"),
     "detached": ({"loss_fn": detached}, "the sum has no gradient"),
-    "miscounted": ({"loss_fn": miscounted}, "labels other than -100 gave .* pass.*count_fn="),
+    "miscounted": (
+        {"loss_fn": miscounted, "count_fn": tokens},
+        "loss_fn counted .* and count_fn gave .* pass.*count_fn=",
+    ),
+    "no one count": ({"loss_fn": counts_apart}, r"count is a number, got a tensor of shape \[2\]"),
     "fails": ({"loss_fn": fails}, "nothing of that name"),
     "on one rank": ({"loss_fn": on_one_rank}, "must return .sum of the losses.* returned str"),
     "unlike": ({"loss_fn": unlike}, "on rank 3 and .* on rank 2.* in tp alone: .*vocabulary_sums"),

@@ -320,8 +320,9 @@ def token_count(batch: Any) -> int | Tensor:
     labels = batch.get("labels")
     if labels is None:
         raise InvalidArgumentError(
-            "a micro-batch without labels does not say how many losses it has: pass "
-            "train_step(..., count_fn=), a function of the micro-batch that returns that"
+            "a micro-batch without labels does not say how many losses it has, which has to be "
+            "known before where gradients of several steps add up or a router's auxiliary loss is "
+            "added: pass train_step(..., count_fn=), a function of the micro-batch that returns it"
         )
     if labels.is_floating_point() or labels.is_complex():
         raise InvalidArgumentError(f"labels must be integer tensors, got {labels.dtype}")

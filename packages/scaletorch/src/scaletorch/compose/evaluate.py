@@ -8,19 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dist import all_reduce, get_comm_device
 from ..dist.building import agree
 from ..dist.errors import InvalidArgumentError
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager
-from ..parallel.pg_manager.building import evaluating
-from ..parallel.pipeline_parallel import pipeline_forward
 from .batches import Batch, token_count
-from .forward import manager_of, terms_of
+from .forward import manager_of
+from .forwards import forwards, totals
 from .loss import find_sharded_head, require_logits_alone
 from .loss_batch import LossBatch
-from .own_loss import LossFunction, Number, OwnLoss
-from .ready import look_first, ready
+from .own_loss import NOTHING_COUNTS, LossFunction, Number
 from .token_values import token_losses
 
 
@@ -49,23 +46,10 @@ def eval_step(
         MismatchError: As in `train_step`.
     """
     manager = manager_of(model, manager)
-    own = OwnLoss(loss_fn or _of_tokens, None, model, manager, trains=False)
-    device = get_comm_device(manager.world_group)
-
-    def part(output: Any, batch: Any) -> Tensor:
-        return torch.stack(
-            [torch.as_tensor(x).double().to(device) for x in own.call(output, batch)]
-        )
-
-    parts = _forwards(model, micro_batches, manager, part, own)
-    total = sum(parts, torch.zeros(2, dtype=torch.float64, device=device))
-    own.settle(total[0])
-    if manager.tp_rank:
-        total.zero_()
-    all_reduce(total, group=manager.world_group)
-    if not total[1]:
-        raise InvalidArgumentError("no rank's micro-batches have anything that the loss counts")
-    return total[0] / total[1]
+    total, count, _ = totals(model, micro_batches, manager, loss_fn or _of_tokens)
+    if not count:
+        raise InvalidArgumentError(NOTHING_COUNTS)
+    return total / count
 
 
 def forward_step(
@@ -103,26 +87,11 @@ def forward_step(
             problem.append(error)
             return torch.zeros(())
 
-    found: list[Tensor | None] = [*_forwards(model, micro_batches, manager, result)]
+    found: list[Tensor | None] = [*forwards(model, micro_batches, manager, result)]
     del problem[1:]
     # Taken out of the list, since its traceback has this frame.
     agree("this forward_step", [], manager.world_group, error=problem.pop() if problem else None)
     return found or [None] * len(micro_batches)
-
-
-def _forwards(
-    model: DataParallelBucket,
-    micro_batches: Sequence[Batch],
-    manager: ProcessGroupManager,
-    each: Callable[[Any, Any], Tensor],
-    own: OwnLoss | None = None,
-) -> list[Tensor]:
-    """Return what `each` makes of every output, on ranks of the last stage."""
-    terms = terms_of(model)
-    with evaluating(model), torch.no_grad():
-        called, _ = ready(model, micro_batches, manager, terms, own, False)
-        look_first(model, micro_batches, called, manager, terms)
-        return pipeline_forward(model, called, group=manager.pp_group, each=each)
 
 
 def _of_tokens(output: Any, batch: Any) -> tuple[Tensor, Number]:

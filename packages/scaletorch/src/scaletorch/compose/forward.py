@@ -49,6 +49,8 @@ class Terms:
         counts_routing: The tokens of each forward that choose an expert are counted.
         looked: Ranks were found to hold the same batch, and to be able to attend.
         several: Some rank has several micro-batches in the step.
+        counted: How many losses a loss_fn has counted lately for each token of a batch, or row of
+            another; None before the first step.
         seen: How far first steps have been looked at: 1 with one micro-batch, 2 with several.
         outline: Of the plain model, for adapters that come later; None if put together by hand.
         wrapping: How its stage is wrapped, beside the groups.
@@ -74,6 +76,7 @@ class Terms:
     counts_routing: bool = False
     looked: bool = False
     several: bool = False
+    counted: float | None = None
     seen: int = 0
     outline: nn.Module | None = None
     wrapping: Mapping[str, Any] = field(default_factory=dict)

@@ -36,6 +36,7 @@ _SHARES = (
     "of each token) is of this rank's share of the tokens: sum it over tp by "
     "scaletorch.dist.functional.reduce, or do without sequence_parallel"
 )
+NOTHING_COUNTS = "no rank's micro-batches have anything that the loss counts"
 _PAIR = "loss_fn(output, micro_batch) must return (sum of the losses, how many they are)"
 
 
@@ -48,6 +49,11 @@ class OwnLoss:
         model: What `parallelize` returned.
         manager: The grid.
         trains: Whether there is a backward.
+
+    Attributes:
+        function: The loss_fn.
+        counts_later: Gradients are divided by an estimate of the count, and corrected when all
+            losses have been counted.
     """
 
     def __init__(
@@ -59,9 +65,10 @@ class OwnLoss:
         *,
         trains: bool,
     ) -> None:
-        self._loss_fn, self._count_fn = loss_fn, count_fn
+        self.function, self._count_fn = loss_fn, count_fn
         self._model, self._head = model, find_sharded_head(model)
         self._manager, self._trains = manager, trains
+        self.counts_later = False
         self._first = not terms_of(model).seen
         self._counts: list[tuple[Number, Number]] = []
         self._coarsest = 0  # of the dtypes that the loss was computed in
@@ -73,7 +80,7 @@ class OwnLoss:
         Raises:
             InvalidArgumentError: It is no function.
         """
-        for name, function in (("loss_fn", self._loss_fn), ("count_fn", self._count_fn)):
+        for name, function in (("loss_fn", self.function), ("count_fn", self._count_fn)):
             if function is not None and not callable(function):
                 raise InvalidArgumentError(
                     f"{name} must be a function, got {type(function).__name__}"
@@ -109,7 +116,7 @@ class OwnLoss:
         words = Words(manager, sharded=self._head is not None)
         with words if self._first and manager.tp_size > 1 else nullcontext():
             try:
-                found = self._loss_fn(output, seen)
+                found = self.function(output, seen)
             except (RuntimeError, ValueError, LookupError):
                 self._require_tokens(output, seen)
                 raise
@@ -143,6 +150,17 @@ class OwnLoss:
         shares = terms_of(self._model).shares_sequences
         _require_alike([_read(each) for each in notes], self._manager, shares_sequences=shares)
 
+    def counted(self, device: torch.device) -> Tensor:
+        """Return how many losses this rank has counted in the step, 0-d float64, where it may be.
+
+        The host does not wait for counts that are tensors.
+        """
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        total = torch.zeros((), dtype=wide, device=device)
+        for count, _ in self._counts:
+            total += count.reshape(()).to(device) if isinstance(count, Tensor) else count
+        return total
+
     def _found(self) -> Exception | None:
         """Return the problem, which is held no longer: its traceback has frames that hold this."""
         problem, self._problem = self._problem, None
@@ -152,7 +170,9 @@ class OwnLoss:
         for count, expected in self._counts:
             found = checked_count(count)
             expected = checked_count(expected)
-            if self._trains and not math.isclose(found, expected, rel_tol=1e-6):
+            if self.counts_later or not self._trains:
+                continue
+            if not math.isclose(found, expected, rel_tol=1e-6):
                 said = "count_fn" if self._count_fn else f"counting labels other than {IGNORED}"
                 raise InvalidArgumentError(
                     f"loss_fn counted {found:g} losses in a micro-batch, and {said} gave "
@@ -171,7 +191,7 @@ def checked_count(count: Any) -> float:
     one = isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex()
     value = count.item() if one else count
     if not isinstance(value, int | float) or not 0 <= value < math.inf:
-        came = f"a tensor {list(count.shape)}" if isinstance(value, Tensor) else repr(value)
+        came = _shown(value) if isinstance(value, Tensor) else repr(value)
         raise InvalidArgumentError(
             f"a count of losses must be a finite number of at least 0, got {came}"
         )
@@ -185,16 +205,20 @@ def _checked_pair(found: Any, *, trains: bool) -> tuple[Tensor, Number]:
         raise InvalidArgumentError(f"{_PAIR}; it returned {came}")
     total, count = found
     if not isinstance(total, Tensor) or total.numel() != 1 or not total.is_floating_point():
-        came = type(total).__name__
-        if isinstance(total, Tensor):
-            came = f"a tensor of shape {list(total.shape)}, {total.dtype}"
+        came = _shown(total) if isinstance(total, Tensor) else type(total).__name__
         raise InvalidArgumentError(f"{_PAIR}: the sum is one floating-point element, got {came}")
     if trains and not total.requires_grad:
         raise InvalidArgumentError(f"{_PAIR}: the sum has no gradient; do not detach it")
     if not isinstance(count, int | float | Tensor):
         raise InvalidArgumentError(f"{_PAIR}: the count is a number, got {type(count).__name__}")
+    if isinstance(count, Tensor) and (count.numel() != 1 or count.is_complex()):
+        raise InvalidArgumentError(f"{_PAIR}: the count is a number, got {_shown(count)}")
     wide = torch.promote_types(total.dtype, torch.float32)
     return total.reshape(()).to(wide), count.detach() if isinstance(count, Tensor) else count
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"a tensor of shape {list(tensor.shape)}, {tensor.dtype}"
 
 
 def _nothing(output: Any) -> Tensor:

@@ -12,7 +12,7 @@ from ..dist import all_reduce, get_comm_device
 from ..dist.building import agree
 from ..dist.errors import InvalidArgumentError, MismatchError
 from ..parallel.context_parallel.building import note_shards, require_computable
-from ..parallel.data_parallel import DataParallelBucket
+from ..parallel.data_parallel import DataParallelBucket, parameter_shards
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pipeline_parallel.building import read
 from .balance import require_one_micro_batch
@@ -45,12 +45,13 @@ def ready(
 ) -> tuple[list[Called], Number]:
     """Return the micro-batches as the model is called with them, and the global batch's count.
 
-    One all-reduce of 64 bytes over all ranks counts tokens, or a loss_fn's losses, and says whether
+    One all-reduce of 72 bytes over all ranks counts tokens, or a loss_fn's losses, and says whether
     a rank cannot go on: if one rank alone refused something (its batch, a new parameter, a gradient
     that is not synchronised), the others would wait for it in the middle of the step. It also says
     whether the sample of the last step was the same wherever ranks hold the same parameters. It
     goes from host to host; tokens whose labels an accelerator has are counted there, by another
     one, since the host would wait for all that is queued before: their count is a 0-d tensor.
+    Losses that a loss_fn counts later are estimated by the size of the batch.
 
     Raises:
         ScaletorchError: This rank has to refuse something.
@@ -65,6 +66,8 @@ def ready(
     try:
         called = _called(model, micro_batches, manager, terms, own, trains)
         if trains:
+            if own is not None and own.counts_later and _has_gradients(model):
+                own.counts_later = False  # a correction would be one of older gradients too
             count = _counted(called, own, pipeline_of(model).is_last_stage)
         if samples is not None:
             samples.look()
@@ -75,10 +78,13 @@ def ready(
     facts = [count if counts and not there else 0, there]
     facts += [bool(failed), alone, has_own, len(micro_batches) > 1]
     facts += [samples is not None and not samples.settled, samples.residue() if samples else 0]
+    facts += [own is not None and own.counts_later]
     # Whole numbers are exact in it up to 2**53, and a loss_fn may count in fractions.
     told = torch.tensor(facts, dtype=torch.float64)
     all_reduce(told, group=manager.world_group)
-    total, elsewhere, failures, unsynchronised, owners, several, unsettled, residues = told.tolist()
+    (
+        total, elsewhere, failures, unsynchronised, owners, several, unsettled, residues, later
+    ) = told.tolist()  # fmt: skip
     terms.several = several > 0
     if failures:  # taken out of the list, since a traceback has this frame
         agree("this step", [], manager.world_group, error=failed.pop() if failed else None)
@@ -90,6 +96,8 @@ def ready(
         _refuse_unlike("the loss, which has the same function everywhere", line, manager)
     if samples is not None:
         samples.compare(residues, unsettled)
+    if 0 < later < manager.world_size and own is not None:
+        total = _count_now(model, called, own, manager)
     number = int(total) if total.is_integer() else total
     return called, _with_counts(number, count if counts else 0, manager) if elsewhere else number
 
@@ -223,12 +231,47 @@ def _counted(called: Sequence[Called], own: OwnLoss | None, computes: bool) -> f
 
     Args:
         called: The micro-batches.
-        own: Counts otherwise than by labels.
+        own: Counts otherwise than by labels, or later.
         computes: Whether this rank computes the loss: others need not have what that takes.
     """
     for batch in called if own is None or computes else ():
-        batch.count = token_count(batch) if own is None else own.count(batch.micro_batch)
+        if own is None:
+            batch.count = token_count(batch)
+        else:
+            batch.count = size_of(batch) if own.counts_later else own.count(batch.micro_batch)
     return sum(batch.count for batch in called)
+
+
+def _count_now(
+    model: DataParallelBucket, called: Sequence[Called], own: OwnLoss, manager: ProcessGroupManager
+) -> float:
+    """Return the count of the global batch, where some ranks cannot correct theirs later.
+
+    Raises:
+        InvalidArgumentError: The batch does not say it, and there is no count_fn.
+        MismatchError: That is so on another rank.
+    """
+    own.counts_later, is_last, failed = False, pipeline_of(model).is_last_stage, list[Exception]()
+    count: float | Tensor = 0.0
+    try:
+        count = _counted(called, own, is_last)
+    except Exception as error:  # the others would wait in the all-reduce
+        failed.append(error)
+    agree("this step", [], manager.world_group, error=failed.pop() if failed else None)
+    told = torch.tensor(float(count) if is_last and not manager.tp_rank else 0.0).double()
+    all_reduce(told, group=manager.world_group)
+    return float(told)
+
+
+def _has_gradients(model: DataParallelBucket) -> bool:
+    return any(shard.tensor.grad is not None for shard in parameter_shards(model))
+
+
+def size_of(batch: Called) -> int:
+    """Return the number of tokens of a micro-batch, or of rows if it is none of tokens."""
+    entry = batch[TOKENS]
+    of_tokens = entry.ndim == 2 and not entry.is_floating_point()
+    return 0 if counts_nothing(batch) else max(1, entry.numel() if of_tokens else len(entry))
 
 
 def _refuse_unlike(subject: str, line: str, manager: ProcessGroupManager) -> None:

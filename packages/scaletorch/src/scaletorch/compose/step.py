@@ -15,20 +15,23 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from ..dist import all_gather_object, all_reduce
+from ..dist import all_gather_object, all_reduce, get_comm_device
 from ..dist.errors import InvalidArgumentError, NonFiniteError, StateError
 from ..parallel.data_parallel import DataParallelBucket
+from ..parallel.data_parallel.building import scale_gradients
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel import train_step_pipeline
 from .balance import router_loss
 from .batches import Batch, Called, real_positions, real_tokens, token_count
 from .before.changes import changes_followed
 from .before.failures import failures_named
-from .forward import Terms, manager_of, rehearses, terms_of
+from .forward import Terms, manager_of, pipeline_of, rehearses, terms_of
+from .forwards import losses_per_item
 from .loss import find_sharded_head, require_labels_fit, require_logits_alone, token_loss_sum
-from .own_loss import CountFunction, LossFunction, Number, OwnLoss
+from .own_loss import NOTHING_COUNTS, CountFunction, LossFunction, Number, OwnLoss
 from .partial_gradients import summed_once
 from .ready import look_first, ready
+from .rehearsal.quiet import restored
 from .rehearsal.rehearse import rehearse_step
 from .samples import take_sample
 from .updates import forget_gradients, note_gradients
@@ -56,9 +59,10 @@ def train_step(
         loss_fn: `loss_fn(output, micro_batch)` returns the sum of the losses of this rank's rows
             and positions, a 0-d tensor, and their number; ranks that differ in tp alone return the
             same. It is called on the last stage. None is the cross entropy of tokens.
-        count_fn: `count_fn(micro_batch)` returns the same count from the micro-batch alone, since
-            gradients are divided by the global one while forwards are still to come; None counts
-            labels other than -100. It may be a fraction, such as a sum of weights.
+        count_fn: `count_fn(micro_batch)` returns the same count from the micro-batch alone. It is
+            needed only where gradients of several steps add up, or a router's auxiliary loss is
+            added, and None counts labels other than -100 there. Elsewhere gradients are divided by
+            an estimate, and corrected by the count that loss_fn has returned.
         scaler: Multiplies all gradients by its scale, but not the loss that is returned; for
             float16, see `scaletorch.parallel.data_parallel.GradScaler`.
 
@@ -78,13 +82,19 @@ def train_step(
     terms, own = terms_of(model), None
     if loss_fn is not None:
         own = OwnLoss(loss_fn, count_fn, model, manager, trains=True)
+        own.counts_later = _counts_later(count_fn, terms) and model.require_backward_grad_sync
     elif count_fn is not None:
         raise InvalidArgumentError("count_fn counts what a loss_fn sums: pass that too")
     if terms.rehearses and not _has_gradients(model):
         rehearse(model, micro_batches, manager, loss_fn=loss_fn, count_fn=count_fn)
     called, count = ready(model, micro_batches, manager, terms, own)
     if own is not None and not count:
-        raise InvalidArgumentError("no rank's micro-batches have anything that the loss counts")
+        raise InvalidArgumentError(NOTHING_COUNTS)
+    if own is not None and own.counts_later:
+        if terms.counted is None:
+            with restored(pipeline_of(model).module):
+                terms.counted = losses_per_item(model, micro_batches, manager, own.function)
+        count = float(count) * terms.counted
     terms.real_positions = real_positions(called[0].micro_batch)
     if terms.seen > terms.several:
         return _step(model, called, count, manager, terms, scaler, own)
@@ -146,11 +156,20 @@ def rehearse(
             "already: call it before the first step, or after zero_grad"
         )
     step = partial(train_step, model, manager=manager, loss_fn=loss_fn, count_fn=count_fn)
-    rehearse_step(model, micro_batches, terms, manager, step, loss_fn)
+    estimate = loss_fn is not None and _counts_later(count_fn, terms)
+    rehearse_step(model, micro_batches, terms, manager, step, loss_fn, estimates=estimate)
 
 
 def _has_gradients(model: DataParallelBucket) -> bool:
     return any(parameter.grad is not None for parameter in model.parameters())
+
+
+def _counts_later(count_fn: CountFunction | None, terms: Terms) -> bool:
+    """Return whether gradients may be corrected by the count, when that is known.
+
+    Those of a router's auxiliary loss are not divided by it.
+    """
+    return count_fn is None and terms.router_loss is None
 
 
 def _step(
@@ -182,11 +201,22 @@ def _step(
         forget_gradients(model)
     with summed_once(model, manager), _refused_together(model, manager):
         loss = train_step_pipeline(model, micro_batches, loss_fn=loss_fn, group=manager.pp_group)
+    counted = None
+    if own is not None and own.counts_later:
+        counted = _summed(own.counted(get_comm_device(manager.world_group)), manager)
+        scale_gradients(model, count / counted)
     note_gradients(model)
     take_sample(model)
     if own is not None:
         own.settle(loss)
-    return _summed(loss, manager)
+    total = _summed(loss, manager)
+    if counted is None:
+        return total
+    found = float(counted)  # behind `settle`, which has waited for the loss
+    if not found:
+        raise InvalidArgumentError(NOTHING_COUNTS)
+    terms.counted = (terms.counted or 1.0) * found / float(count)
+    return total * (float(count) / found)
 
 
 def _mean(total: Tensor, count: Number) -> Tensor:

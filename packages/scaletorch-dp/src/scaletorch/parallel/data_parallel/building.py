@@ -5,7 +5,7 @@ Recorded and versioned like the rest: a patch release changes nothing here.
 
 from .culprits import name_culprits
 from .gradients.nonfinite import found_on_ranks
-from .gradients.norm import clip_by, norm_over
+from .gradients.norm import clip_by, norm_over, scale_gradients
 from .sharding.gradient import ShardedGradient
 from .sharding.shards import Shard, is_sharded, settled_shards
 from .widening import NARROW, widened
@@ -19,6 +19,7 @@ __all__ = [
     "is_sharded",
     "name_culprits",
     "norm_over",
+    "scale_gradients",
     "settled_shards",
     "widened",
 ]

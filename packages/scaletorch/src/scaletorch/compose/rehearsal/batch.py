@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -114,10 +115,10 @@ def small_batch(
         if not _counts(short):
             short = whole
     told = {name: dim for name, dim in cut.row_dims.items() if name in short}
-    dims = {"row_dims": told, "sequence_dims": cut.sequence_dims}
-    parts = shard_global_batch(short, kept, model=model, **dims)
+    again = partial(shard_global_batch, short, row_dims=told, sequence_dims=cut.sequence_dims)
+    parts = again(kept, model=model)
     alone = OneProcess(_group_of_one(manager))
-    (plain,) = shard_global_batch(short, 1, cast(Any, alone), **dims)
+    (plain,) = again(1, cast(Any, alone))
     of_one = replace(
         terms, cp_layout=None, shares_sequences=False, counts_of_ids=False, counts_otherwise=False
     )

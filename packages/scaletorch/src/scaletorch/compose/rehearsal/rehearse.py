@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...dist import all_gather_object, get_rank
 from ...dist.errors import InvalidArgumentError, RehearsalError
-from ...parallel.context_parallel.building import asked, without_zeros
+from ...parallel.context_parallel.building import asked
 from ...parallel.data_parallel import DataParallelBucket
 from ...parallel.pg_manager import ProcessGroupManager, describe_rank
 from ...parallel.pg_manager.building import eagerly
 from ..balance import router_loss
 from ..batches import Batch, Called, real_positions, real_tokens
 from ..before.initial import require_one_batch
-from ..forward import Terms, pipeline_of, rehearsing, wait_for_parameters
+from ..forward import Terms, pipeline_of
 from ..loss import token_loss_sum
 from ..loss_batch import LossBatch
 from ..plain import Plain
@@ -34,11 +34,11 @@ from .axis import FEATURES, POSITIONS, ROWS, STAGES, TOKENS, advice
 from .batch import SmallBatch, entries_added, small_batch
 from .joining import Joiner
 from .judging import Finding, Judge
-from .quiet import restored, without_dropout
+from .quiet import restored
 from .ranks import PartedError, Ranks
-from .recording import Records, recorded
 from .replay import Replay
-from .width import in_float32, wish_for_float32
+from .training import as_for_a_rehearsal, count_losses, trained
+from .width import wish_for_float32
 
 _ALL_AT_ONCE = 2**28  # bytes of weights that a rank may hold beside its own, if need be
 
@@ -52,6 +52,8 @@ def rehearse_step(
     manager: ProcessGroupManager,
     step: Step,
     loss_fn: Callable[[Any, Any], Any] | None,
+    *,
+    estimates: bool,
 ) -> None:
     """Train a small batch of a step's rows, and compare everything with the plain model.
 
@@ -64,6 +66,7 @@ def rehearse_step(
         manager: The grid.
         step: `train_step` of the model, but for its micro-batches.
         loss_fn: The user's, as in `train_step`.
+        estimates: Whether steps estimate the count of losses first; the small batch's is counted.
 
     Raises:
         RehearsalError: The layout computes something else than one process; on every rank.
@@ -82,8 +85,9 @@ def rehearse_step(
     hooks_changed = plain.follow(pipeline.module, device)
 
     def compared(*, wide: bool) -> tuple[Replay, _Found, str]:
-        with _as_for_a_rehearsal(model, plain, terms, wide=wide):
-            small, loss, records = _trained(partial(cut, wide=wide), model, plain, step)
+        with as_for_a_rehearsal(model, plain, terms, wide=wide):
+            counted = partial(count_losses, model, terms, manager, loss_fn if estimates else None)
+            small, loss, records = trained(partial(cut, wide=wide), model, plain, step, counted)
             joiner = Joiner(manager, small.sequences, small.rows, len(small.micro_batches), device)
             ranks = Ranks(model, manager, plain, joiner, records)
             ranks.exchange(hooks_changed=hooks_changed)
@@ -155,51 +159,6 @@ def _agreed(
         )
         return None, narrow
     return sorted({name for names in added for name in names or ()}), narrow
-
-
-@contextmanager
-def _as_for_a_rehearsal(
-    model: DataParallelBucket, plain: Plain, terms: Terms, *, wide: bool
-) -> Iterator[None]:
-    """Let a step be a rehearsal, in float32 or not, and all be as before it in the end.
-
-    It counts no tokens, sums gradients, also in `no_sync`, and drops nothing; no parameter is zero,
-    as a gate or a branch's last projection may be, behind which nothing would show.
-    """
-    before, model.require_backward_grad_sync = model.require_backward_grad_sync, True
-    stage = pipeline_of(model).module
-    terms.seen = 0
-    wait_for_parameters(model)
-    try:
-        wider = in_float32(model, plain.model) if wide else nullcontext()
-        with rehearsing(), restored(stage), wider, without_zeros(stage), without_dropout():
-            yield
-    finally:
-        model.reset()
-        model.require_backward_grad_sync = before
-
-
-def _trained(
-    cut: Callable[..., SmallBatch], model: DataParallelBucket, plain: Plain, step: Step
-) -> tuple[SmallBatch, Tensor, Records]:
-    """Train a small batch, on all positions if few of them fail.
-
-    Returns:
-        The batch, the loss, and the calls of units.
-    """
-
-    def train(small: SmallBatch) -> tuple[SmallBatch, Tensor, Records]:
-        with recorded(pipeline_of(model), plain.names_of_units()) as records:
-            return small, step(small.micro_batches), records
-
-    small = cut(shortens=True)
-    try:
-        return train(small)
-    except Exception as error:  # it may be made for one length
-        if not small.is_short or isinstance(error, torch.OutOfMemoryError):
-            raise
-        model.reset()
-    return train(cut(shortens=False))
 
 
 def _replayed(

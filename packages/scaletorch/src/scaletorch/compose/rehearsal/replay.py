@@ -85,6 +85,8 @@ class Replay(Both):
     def _add_penalties(self, loss: Tensor) -> bool:
         """Add gradients of weights that a loss has read itself, of the layout's model, if any."""
         held = self.ranks.trained_here()
+        if not held:  # of a stage that is frozen
+            return False
         found = torch.autograd.grad(loss, [*held.values()], retain_graph=True, allow_unused=True)
         for name, gradient in zip(held, found, strict=True):
             if gradient is not None:

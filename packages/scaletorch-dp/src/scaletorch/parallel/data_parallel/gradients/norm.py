@@ -13,7 +13,7 @@ from ....dist import all_reduce, get_comm_device, get_rank, group_ranks
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import axis_group, describe_rank
 from ..culprits import Found
-from ..sharding.shards import check_module, is_sharded, settled_shards
+from ..sharding.shards import check_module, is_sharded, parameter_shards, settled_shards
 from .nonfinite import found_on_ranks, refuse_nonfinite
 
 
@@ -141,22 +141,51 @@ def _scale(tensors: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     float32, which the norm of gradients of 16 bits is, costs a kernel for each of them. The
     operator of `GradScaler` multiplies any list by a float32.
     """
-    sixteen: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    others = []
-    for tensor in tensors:
-        gradient = tensor.grad
+    found = [tensor for tensor in tensors if tensor.grad is not None]
+    sixteen = [tensor for tensor in found if _has_16_bits(tensor.grad)]
+    others = [tensor for tensor in found if not _has_16_bits(tensor.grad)]
+    torch.nn.utils.clip_grads_with_norm_(others, max_norm, norm)
+    _multiply((tensor.grad for tensor in sixteen), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+
+def _has_16_bits(gradient: Tensor | None) -> bool:
+    if gradient is None or type(gradient) is not Tensor or gradient.is_sparse:
+        return False
+    return gradient.dtype in (torch.bfloat16, torch.float16)
+
+
+def scale_gradients(model: nn.Module, factor: Tensor) -> None:
+    """Multiply the gradients that a step would take by one factor, in place.
+
+    Args:
+        model: A data-parallel wrapper whose gradients are synchronised, or any module.
+        factor: 0-d, the same on every rank; the host does not wait for it.
+
+    Raises:
+        StateError: A gradient that lies in shards has not been synchronised.
+    """
+    settled_shards(model)
+    _multiply((shard.tensor.grad for shard in parameter_shards(model)), factor)
+
+
+@torch.no_grad()
+def _multiply(gradients: Iterable[Tensor | None], factor: Tensor) -> None:
+    """Multiply tensors in place, those of one device and dtype in one kernel."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
         if gradient is None:
             continue
-        plain = type(gradient) is Tensor and not gradient.is_sparse
-        if plain and gradient.dtype in (torch.bfloat16, torch.float16):
-            sixteen.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        if type(gradient) is Tensor and not gradient.is_sparse:
+            kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         else:
-            others.append(tensor)
-    torch.nn.utils.clip_grads_with_norm_(others, max_norm, norm)
-    for (device, _), same in sixteen.items():
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(device, torch.float32)
-        unread = torch.zeros(1, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(same, unread, factor)
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+    for (device, dtype), same in kinds.items():
+        if dtype in (torch.bfloat16, torch.float16):
+            unread = torch.zeros(1, device=device)
+            exact = factor.to(device, torch.float32)
+            torch._amp_foreach_non_finite_check_and_unscale_(same, unread, exact)
+        else:
+            torch._foreach_mul_(same, factor.to(device, dtype))
 
 
 def _divided_over(model: nn.Module, group: ProcessGroup | None) -> list[ProcessGroup | None]:

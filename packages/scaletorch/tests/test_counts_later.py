@@ -1,0 +1,195 @@
+"""A loss counts as it goes: gradients are divided by an estimate, and corrected by the count."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from scaletorch.compose import (
+    clip_grad_norm_,
+    full_gradients,
+    full_state_dict,
+    parallelize,
+    shard_global_batch,
+    train_step,
+)
+from scaletorch.dist.errors import InvalidArgumentError, MismatchError
+from scaletorch.dist.testing import RankPool, relative_error
+from scaletorch.models import Llama, LlamaConfig
+from scaletorch.parallel.data_parallel import shard_optimizer
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+
+LAYOUTS = {
+    "dp 4": {"dp_size": 4},
+    "dp 4, ZeRO 1": {"dp_size": 4, "stage": 1},
+    "dp 4, ZeRO 2": {"dp_size": 4, "stage": 2},
+    "dp 2 x tp 2": {"dp_size": 2, "tp_size": 2},
+    "dp 2 x pp 2": {"dp_size": 2, "pp_size": 2},
+    "dp 2 x cp 2": {"dp_size": 2, "cp_size": 2},
+    "pp 2 x tp 2": {"pp_size": 2, "tp_size": 2},
+    "cp 2 x pp 2": {"cp_size": 2, "pp_size": 2},
+    "tp 4": {"tp_size": 4},
+    "cp 4": {"cp_size": 4},
+    "pp 4": {"pp_size": 4},
+}
+ROWS = (7, 2, 5)  # of the steps
+
+
+def batch(step, rows):
+    drawn = torch.randint(64, (rows, 17), generator=torch.Generator().manual_seed(step))
+    labels = drawn[:, 1:].clone()
+    labels[:, : step + 1] = -100
+    return {"input_ids": drawn[:, :-1], "labels": labels}
+
+
+def weighted(size, output, micro_batch):
+    """Return a loss whose count depends on what the model returns, in tokens of some size."""
+    logits = getattr(output, "logits", output)
+    weights = size * torch.sigmoid(logits.detach().logsumexp(-1))
+    weights = weights * (micro_batch["labels"] != -100)
+    return ((logits**2).mean(-1) * weights).sum(), weights.sum()
+
+
+def trained(sizes, micro_batches, size):
+    """Losses, norms, the first gradients, and the weights after three steps."""
+    sizes = dict(sizes)
+    stage = sizes.pop("stage", None)
+    manager = setup_process_group_manager(**sizes)
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=4)
+    model = parallelize(Llama(config).double(), manager)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if stage:
+        shard_optimizer(optimizer, model, stage=stage)
+    found, gradients = [], {}
+    for step, rows in enumerate(ROWS):
+        cut = shard_global_batch(batch(step, rows), micro_batches, manager)
+        loss = train_step(model, cut, loss_fn=functools.partial(weighted, size))
+        gradients = gradients or {n: g.clone() for n, g in full_gradients(model).items()}
+        found += [loss.double(), torch.as_tensor(clip_grad_norm_(model, 1.0)).double()]
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = full_state_dict(model)
+    destroy_process_group_manager()
+    return torch.stack(found), gradients, weights
+
+
+def plain(size):
+    """Return the same of a loop in plain torch, one row at a time."""
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=4)
+    model = Llama(config).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found, gradients = [], {}
+    for step, rows in enumerate(ROWS):
+        whole = batch(step, rows)
+        total, count = weighted(size, model(whole["input_ids"]), whole)
+        loss = total / count
+        loss.backward()
+        named = dict(model.named_parameters())
+        gradients = gradients or {n: p.grad.clone() for n, p in named.items()}
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        found += [loss.detach(), norm.double()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(found), gradients, model.state_dict()
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with RankPool(4, timeout=120) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("layout", "size"),
+    [
+        *((name, 1.0) for name in LAYOUTS),
+        *((name, size) for name in ("dp 4, ZeRO 2", "pp 2 x tp 2") for size in (1e-4, 3e4)),
+    ],
+)
+def test_steps_are_those_of_one_process(ranks, layout, size):
+    numbers, gradients, weights = plain(size)
+    for own_numbers, own_gradients, own_weights in ranks.run(trained, LAYOUTS[layout], 2, size):
+        assert relative_error(own_numbers, numbers) < 1e-11
+        for name, gradient in gradients.items():
+            assert relative_error(own_gradients[name], gradient) < 1e-11, name
+        for name, weight in weights.items():
+            assert relative_error(own_weights[name], weight) < 1e-9, name
+
+
+class Pixels(nn.Module):
+    def __init__(self, frozen=False):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(2))
+        self.layers[1].requires_grad_(not frozen)
+
+    def forward(self, images):
+        for layer in self.layers:
+            images = layer(images)
+        return images
+
+
+def of_pixels(output, micro_batch):
+    wide = output.float() - micro_batch["loss_target"].float()
+    return (wide**2).sum(), wide.numel()
+
+
+def images(step, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(step)
+    drawn = torch.randn(2, 8, 3, 64, 64, generator=generator).to(dtype)
+    return {"images": drawn[0], "loss_target": drawn[1]}
+
+
+def in_16_bits():
+    """Return whether the first step's gradients are finite where a row has 12,288 losses."""
+    manager = setup_process_group_manager(dp_size=4)
+    torch.manual_seed(0)
+    model = parallelize(Pixels().half(), manager, rehearse=False)
+    cut = shard_global_batch(images(0, torch.float16), 2, model=model)
+    train_step(model, cut, loss_fn=of_pixels)
+    found = [g.abs().max().item() for g in full_gradients(model).values()]
+    destroy_process_group_manager()
+    return max(found)
+
+
+def test_float16_does_not_overflow(ranks):
+    assert all(0 < found < 10 for found in ranks.run(in_16_bits))
+
+
+def added_up(sizes, frozen):
+    """Add the gradients of two steps up; return them."""
+    manager = setup_process_group_manager(**sizes)
+    torch.manual_seed(0)
+    model = parallelize(Pixels(frozen).double(), manager)
+    cuts = [shard_global_batch(images(step), 2, model=model) for step in range(2)]
+    train_step(model, cuts[0], loss_fn=of_pixels)
+    with pytest.raises((InvalidArgumentError, MismatchError), match=r"several steps add up|rank 3"):
+        train_step(model, cuts[1], loss_fn=of_pixels)
+    model.zero_grad()
+    for cut in cuts:
+        train_step(model, cut, loss_fn=of_pixels, count_fn=lambda b: b["images"].numel())
+    found = full_gradients(model)
+    destroy_process_group_manager()
+    return found
+
+
+# A rank of a frozen stage has no gradients of the step before, and hears of the others'.
+@pytest.mark.parametrize(
+    ("sizes", "frozen"), [({"dp_size": 4}, False), ({"dp_size": 2, "pp_size": 2}, True)], ids=str
+)
+def test_gradients_of_several_steps_need_the_count_before(ranks, sizes, frozen):
+    torch.manual_seed(0)
+    model = Pixels(frozen).double()
+    for step in range(2):
+        whole = images(step)
+        total, count = of_pixels(model(whole["images"]), whole)
+        (total / count).backward()
+    for found in ranks.run(added_up, sizes, frozen):
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                assert relative_error(found[name], parameter.grad) < 1e-6, name
