@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..compose.naming import parse_layout
-from ..verify.__main__ import ROW_DIMS, add_where, problem_of, report_of, training_of
+from ..verify.__main__ import add_learning, add_where, problem_of, report_of, training_of
 from ..verify.cases import KNOWN_DTYPES, OPTIONS
 from ..verify.phases import STEPS
 from .between import bisect
@@ -34,7 +34,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     one.add_argument("--model", help="package.module:function that makes the plain module")
     one.add_argument("--batch", help="package.module:function of a step, the global batch")
     one.add_argument("--plan", help="package.module:name of a tensor parallel plan")
-    one.add_argument("--row-dims", nargs="+", default=[], help=ROW_DIMS)
+    add_learning(one)
     one.add_argument("--optimizer", help="package.module:Class, or one of torch.optim")
     one.add_argument("--optimizer-args", nargs="+", default=[], help="such as lr=0.02")
     one.add_argument("--dtype", default="float64", choices=KNOWN_DTYPES)

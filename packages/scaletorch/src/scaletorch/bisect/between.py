@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from torch.optim import Optimizer
 
 from ..compose.naming import parse_layout
+from ..compose.one_process import entries_for
+from ..compose.own_loss import LossFunction
 from ..compose.row_dims import RowDims
 from ..dist import RankPool
 from ..dist.building import locate as locator
@@ -21,7 +24,15 @@ from ..verify.cases import Case
 from ..verify.dropout import dropouts
 from ..verify.lost import off
 from ..verify.phases import PHASES, STEPS, Chosen, Phase, phases_of
-from ..verify.problem import TORCH_DTYPES, BatchFn, ModelFn, default_batch, default_model
+from ..verify.problem import (
+    PLAIN,
+    TORCH_DTYPES,
+    BatchFn,
+    Learning,
+    ModelFn,
+    default_batch,
+    default_model,
+)
 from ..verify.routing import doubtful
 from ..verify.training import Subject
 from ..verify.where import choose_where, moved
@@ -64,6 +75,8 @@ def bisect(
     plan: Mapping[str, Any] | None = None,
     split: Split | None = None,
     row_dims: RowDims | None = None,
+    sequence_dims: RowDims | None = None,
+    loss_fn: LossFunction | None = None,
     optimizer: Callable[..., Optimizer] | None = None,
     optimizer_args: Mapping[str, Any] | None = None,
     steps: int = STEPS,
@@ -83,6 +96,8 @@ def bisect(
         plan: As for `parallelize`.
         split: As there.
         row_dims: As for `shard_global_batch`: the dims of rows of entries whose shapes do not tell.
+        sequence_dims: As there: the dims of positions of entries that are none of tokens.
+        loss_fn: Module-level function, as for `train_step`; None is the cross entropy of tokens.
         optimizer: Module-level class or function of parameters; None is those of `verify`.
         optimizer_args: What it is made with beside them.
         steps: How many are compared, 1 to 4.
@@ -108,10 +123,12 @@ def bisect(
     phases: Sequence[Phase] = PHASES
     if optimizer is not None:
         phases = phases_of(Chosen(locator(optimizer), dict(optimizer_args or {})))
-    subject = Subject(locator(model_fn), plan, split, phases, where.device)
+    loss = None if loss_fn is None else locator(loss_fn)
+    subject = Subject(locator(model_fn), plan, split, phases, where.device, loss)
+    learning = Learning(row_dims, sequence_dims, loss_fn)
     with tempfile.TemporaryDirectory(prefix="scaletorch-bisect-") as own:
         place = Path(own if folder is None else folder)
-        prepared = prepare(place, model_fn, batch_fn, dtype, steps, phases, row_dims, where.device)
+        prepared = prepare(place, model_fn, batch_fn, dtype, steps, phases, learning, where.device)
         with RankPool(grid.world_size, backend=where.backend, timeout=timeout, seed=0) as pool:
             return locate(case, subject, prepared, pool, place / "layout")
 
@@ -123,7 +140,7 @@ def prepare(
     dtype: str,
     steps: int = STEPS,
     phases: Sequence[Phase] = PHASES,
-    row_dims: RowDims | None = None,
+    learning: Learning = PLAIN,
     device: str = "cpu",
 ) -> Prepared:
     """Run and record a model in one process, in float64 and in a lower dtype, on a device."""
@@ -131,14 +148,15 @@ def prepare(
     model = model_fn().to(device, TORCH_DTYPES[dtype])
     saved: dict[str, Any] = {
         "state": {name: tensor.clone() for name, tensor in model.state_dict().items()},
-        "batches": [moved(batch_fn(step), device) for step in range(steps)],
+        "batches": [moved(entries_for(model, batch_fn(step)), device) for step in range(steps)],
         "dropout": bool(dropouts(model)),
-        "row_dims": dict(row_dims or {}),
+        **learning.dims,
     }
     low = LOW if dtype == EXACT else dtype
-    rounded = record_plain(folder / "noise", model_fn, low, saved, steps, phases)
+    again = partial(record_plain, model_fn=model_fn, saved=saved, steps=steps, phases=phases)
+    rounded = again(folder / "noise", dtype=low, learning=learning)
     made = [] if dtype == EXACT else [choice for step in rounded for choice in step.choices]
-    exact = record_plain(folder / "exact", model_fn, EXACT, saved, steps, phases, made)
+    exact = again(folder / "exact", dtype=EXACT, learning=learning, choices=made)
     limits = [off(r.choices, e.choices) for r, e in zip(rounded, exact, strict=True)]
     saved["doubtful"] = [  # in float64 no choice is taken for rounding; by_scores looks around
         [tuple(c) for c in doubtful(step.choices, 4 * limit)] if made else []

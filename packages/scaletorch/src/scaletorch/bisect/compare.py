@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ..compose.entries import TOKENS
 from ..compose.summation import ROOM
 from ..dist.errors import InvalidArgumentError
 from ..verify.bounds import LARGEST
@@ -149,7 +150,7 @@ def require_one_batch(reference: Run, run: Run) -> None:
     """
     for key, theirs in reference.held.items():
         first = theirs[0].line
-        tokens = key.name == "input_ids" if key.kind == DATA else key[1:3] == (FORWARD, "")
+        tokens = key.name == TOKENS if key.kind == DATA else key[1:3] == (FORWARD, "")
         if not tokens or first.dtype not in ("int64", "int32") or len(first.shape) != 2:
             continue
         ours = run.held.get(key)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compose import local_gradients, train_step
+from ..compose.entries import TOKENS
 from ..compose.forward import pipeline_of
 from ..compose.row_dims import POSITIONS
 from ..compose.samples import train_unsampled
@@ -20,12 +21,12 @@ from ..verify import dropout
 from ..verify.cases import Case
 from ..verify.phases import PHASES, Phase, phase_at
 from ..verify.precision import model_precision
-from ..verify.problem import TORCH_DTYPES, ModelFn, Put, Step, one_process
+from ..verify.problem import PLAIN, TORCH_DTYPES, Learning, ModelFn, Put, Step, one_process
 from ..verify.replay import by_scores, decided, in_order
 from ..verify.routing import Choice
 from ..verify.runner import load_reference
 from ..verify.training import Subject, build, compare_dropout, divide, norm_of, optimizers_of
-from ..verify.where import moved, rank_device
+from ..verify.where import device_of, in_dtype, moved, rank_device
 from .recording.described import Description
 from .recording.ours import describe_grid, moments_of, places_of
 from .recording.tape import record
@@ -39,6 +40,7 @@ def record_plain(
     steps: int,
     phases: Sequence[Phase] = PHASES,
     choices: Sequence[Choice] = (),
+    learning: Learning = PLAIN,
 ) -> list[Step]:
     """Record steps of the plain model in one process, whole batches at once, and return them.
 
@@ -50,23 +52,25 @@ def record_plain(
         steps: How many.
         phases: The optimizers.
         choices: Of experts, those of all calls; none lets the model choose.
+        learning: How batches are read, and the loss.
     """
-    device = saved["batches"][0]["input_ids"].device
+    device = device_of(saved["batches"][0])
     model = model_fn().to(device, TORCH_DTYPES[dtype])
     model.load_state_dict(saved["state"])
 
+    batches = [in_dtype(batch, TORCH_DTYPES[dtype]) for batch in saved["batches"][:steps]]
+
     @contextmanager
     def watch(step: int) -> Iterator[Put]:
-        batch = dict(saved["batches"][step])
         with record(folder, model, step=step) as tape:
-            tape.batch(_with_positions(batch))
+            tape.batch(_with_positions(batches[step]))
             yield tape.put
 
     with record(folder, model, step=-1) as tape:
         tape.weights()
 
     with decided(in_order(choices) if choices else None):
-        return one_process(model, saved["batches"][:steps], phases, watch)
+        return one_process(model, batches, phases, watch, learning)
 
 
 class Ran(NamedTuple):
@@ -120,7 +124,7 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
                 near = [Choice(*each) for each in saved["doubtful"][step]]
                 replay = by_scores(near, saved["limits"][step], ran.sent) if near else None
                 with model_precision(dtype), decided(replay):
-                    tape.put("loss", train_step(model, batches, manager))
+                    tape.put("loss", train_step(model, batches, manager, loss_fn=subject.loss))
                 tape.put_all("gradient", local_gradients(model))
                 tape.norm(norm_of(model, manager, clips=phase.clips))
                 for optimizer in optimizers:
@@ -130,7 +134,8 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
                 for optimizer in optimizers:
                     optimizer.zero_grad()
         if saved["dropout"]:
-            found = list(compare_dropout(case, model, manager, {**saved, "steps": range(steps)}))
+            numbered = {**saved, "steps": range(steps)}
+            found = list(compare_dropout(case, model, manager, numbered, subject))
             ran.dropped.extend((e.what.partition(" ")[2], e.note) for e in found if e.failed)
         return ran
     finally:
@@ -139,7 +144,9 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
 
 def _with_positions(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return a batch with the positions that a model takes where nobody says them."""
-    tokens = batch["input_ids"]
+    tokens = batch.get(TOKENS)
+    if tokens is None:
+        return batch
     return {POSITIONS: torch.arange(tokens.shape[1], device=tokens.device)[None], **batch}
 
 

@@ -41,6 +41,8 @@ from .where import where_named
 R = TypeVar("R")
 
 ROW_DIMS = "dims of rows of entries whose shapes do not tell, as pixels=1 table=None"
+SEQUENCE_DIMS = "dims of positions of entries, which cp divides, as latents=1"
+LOSS = "package.module:function of an output and a micro-batch, as train_step's loss_fn"
 BISECTED = 3  # failing cases of which the fault is looked for
 
 
@@ -60,7 +62,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help="package.module:function that makes the plain module")
     parser.add_argument("--batch", help="package.module:function of a step, the global batch")
     parser.add_argument("--plan", help="package.module:name of a tensor parallel plan")
-    parser.add_argument("--row-dims", nargs="+", default=[], help=ROW_DIMS)
+    add_learning(parser)
     parser.add_argument(
         "--optimizer", help="package.module:Class, or one of torch.optim: four steps of that one"
     )
@@ -80,6 +82,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         kind = type(values[0])
         parser.add_argument(f"--{name.replace('_', '-')}", nargs="+", type=kind, help=shown)
     return parser.parse_args(arguments)
+
+
+def add_learning(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say how a batch is read, and the loss; see `problem.Learning`."""
+    parser.add_argument("--loss", help=LOSS)
+    parser.add_argument("--row-dims", nargs="+", default=[], help=ROW_DIMS)
+    parser.add_argument("--sequence-dims", nargs="+", default=[], help=SEQUENCE_DIMS)
 
 
 def add_where(parser: argparse.ArgumentParser) -> None:
@@ -133,6 +142,8 @@ def training_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "plan": load(arguments.plan) if arguments.plan else None,
         "row_dims": dict(map(read_argument, arguments.row_dims)),
+        "sequence_dims": dict(map(read_argument, arguments.sequence_dims)),
+        "loss_fn": load(arguments.loss) if arguments.loss else None,
         "optimizer": optimizer_of(arguments),
         "optimizer_args": dict(map(read_argument, arguments.optimizer_args)),
         "timeout": arguments.timeout,
@@ -207,8 +218,9 @@ def name_of(function: Any) -> str:
 def again(arguments: argparse.Namespace) -> list[str]:
     """Return what a command that repeats a case says of training, beside model and batch."""
     found = [f"--plan {arguments.plan}"] * bool(arguments.plan)
+    found += [f"--loss {arguments.loss}"] * bool(arguments.loss)
     found += [f"--optimizer {arguments.optimizer}"] * bool(arguments.optimizer)
-    for option in ("optimizer_args", "row_dims"):
+    for option in ("optimizer_args", "row_dims", "sequence_dims"):
         given = shlex.join(getattr(arguments, option))
         found += [f"--{option.replace('_', '-')} {given}"] * bool(given)
     return found

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..compose.naming import parse_layout
+from ..compose.own_loss import LossFunction
 from ..compose.row_dims import RowDims
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import Grid
@@ -31,6 +32,8 @@ def assert_trains_alike(
     plan: Mapping[str, Any] | None = None,
     split: Split | None = None,
     row_dims: RowDims | None = None,
+    sequence_dims: RowDims | None = None,
+    loss_fn: LossFunction | None = None,
     optimizer: Callable[..., Optimizer] | None = None,
     optimizer_args: Mapping[str, Any] | None = None,
     timeout: float = 120.0,
@@ -49,6 +52,8 @@ def assert_trains_alike(
         plan: As for `parallelize`; None recognises the model's family.
         split: Pipeline split; None infers it from the module.
         row_dims: As for `shard_global_batch`.
+        sequence_dims: As for `shard_global_batch`.
+        loss_fn: As for `verify`.
         optimizer: Module-level class or function of parameters; None is SGD, then AdamW.
         optimizer_args: What it is made with beside them.
         timeout: Seconds for one layout.
@@ -71,26 +76,32 @@ def assert_trains_alike(
         model,
         batch if callable(batch) else lambda step: batch,
         layouts=_grids(layouts), dtype=dtype, options=options, plan=plan, split=split,
-        row_dims=row_dims, optimizer=optimizer, optimizer_args=optimizer_args, timeout=timeout,
-        device=device, backend=backend,
+        row_dims=row_dims, sequence_dims=sequence_dims, loss_fn=loss_fn, optimizer=optimizer,
+        optimizer_args=optimizer_args, timeout=timeout, device=device, backend=backend,
     )  # fmt: skip
     if report.passed:
         return report
-    named = {"model": model, "batch": batch, "plan": plan, "optimizer": optimizer}
-    command = _command(report.command, named, optimizer_args or {}, row_dims or {})
+    named = {
+        "model": model, "batch": batch, "plan": plan, "loss": loss_fn, "optimizer": optimizer,
+    }  # fmt: skip
+    values = {
+        "optimizer-args": optimizer_args, "row-dims": row_dims, "sequence-dims": sequence_dims,
+    }  # fmt: skip
+    command = _command(report.command, named, values)
     raise AssertionError(f"{_name(model)}\n{replace(report, command=command)}")
 
 
 def _command(
     begin: str,
     named: Mapping[str, Any],
-    optimizer_args: Mapping[str, Any],
-    row_dims: RowDims,
+    values: Mapping[str, Mapping[str, Any] | None],
 ) -> str:
     """Return the command that does the same, but for the layout and its options."""
     words = [f"--{option} {_name(thing)}" for option, thing in named.items() if thing is not None]
-    for option, values in (("--optimizer-args", optimizer_args), ("--row-dims", row_dims)):
-        words += [" ".join([option, *(f"{n}={v}" for n, v in values.items())])] * bool(values)
+    for option, given in values.items():
+        words += (
+            [" ".join([f"--{option}", *(f"{n}={v}" for n, v in given.items())])] if given else []
+        )
     return " ".join([begin, *words])
 
 

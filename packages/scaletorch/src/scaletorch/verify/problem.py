@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from ..compose.one_process import call_plain, plain_loss
+from ..compose.own_loss import LossFunction
+from ..compose.row_dims import RowDims
 from ..models import Llama, LlamaConfig, Mixture, MixtureConfig
 from . import dropout
 from .balance import router_loss
@@ -19,17 +22,39 @@ from .phases import MAX_NORM, PHASES, Phase, phase_at
 from .precision import model_precision
 from .routing import Choice, watched
 
-Batch = Mapping[str, Tensor]
+Batch = Mapping[str, Any]
 ModelFn = Callable[[], nn.Module]
 Put = Callable[[str, Tensor], None]  # hears of 'loss' and 'norm'
 Watch = Callable[[int], AbstractContextManager[Put]]  # the number of a step -> what surrounds it
-BatchFn = Callable[[int], Batch]
+BatchFn = Callable[[int], Any]
 
 TORCH_DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
 }
+
+
+class Learning(NamedTuple):
+    """What is to be learned: how batches are read, and the loss.
+
+    Attributes:
+        row_dims: As for `shard_global_batch`.
+        sequence_dims: As there.
+        loss_fn: As for `train_step`; None is the cross entropy of tokens.
+    """
+
+    row_dims: RowDims | None = None
+    sequence_dims: RowDims | None = None
+    loss_fn: LossFunction | None = None
+
+    @property
+    def dims(self) -> dict[str, RowDims]:
+        """How `shard_global_batch` is to read batches."""
+        return {name: dict(getattr(self, name) or {}) for name in ("row_dims", "sequence_dims")}
+
+
+PLAIN = Learning()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +155,7 @@ def one_process(
     batches: Sequence[Batch],
     phases: Sequence[Phase] = PHASES,
     watch: Watch = lambda _step: nullcontext(lambda _what, _value: None),
+    learning: Learning = PLAIN,
 ) -> list[Step]:
     """Train the plain model in plain PyTorch, whole batches at once, dropout switched off."""
     dropout.switch(model, on=False)
@@ -139,18 +165,24 @@ def one_process(
         if first:
             optimizers = phase.make(model.parameters())
         with watch(number) as put:
-            steps.append(_one_step(model, batch, phase, optimizers, put))
+            steps.append(_one_step(model, batch, phase, optimizers, put, learning))
     return steps
 
 
 def _one_step(
-    model: nn.Module, batch: Batch, phase: Phase, optimizers: Sequence[Optimizer], put: Put
+    model: nn.Module,
+    batch: Batch,
+    phase: Phase,
+    optimizers: Sequence[Optimizer],
+    put: Put,
+    learning: Learning,
 ) -> Step:
-    labels, ids = batch["labels"], batch["input_ids"]  # the first argument, whatever its name
-    inputs = {name: x for name, x in batch.items() if name not in ("labels", "input_ids")}
     with model_precision(next(model.parameters()).dtype), watched() as choices:
-        output = model(ids, **inputs)
-        loss = mean_loss(output, labels)
+        output = call_plain(model, batch)
+        if learning.loss_fn is None:
+            loss = mean_loss(output, batch["labels"])
+        else:
+            loss = plain_loss(learning.loss_fn, output, batch, **learning.dims)
         loss = loss + router_loss(model, output, batch.get("attention_mask"))
     put("loss", loss)
     with model_precision(next(model.parameters()).dtype):

@@ -25,7 +25,7 @@ from .problem import TORCH_DTYPES
 from .refusal import refusing
 from .routing import FLIP
 from .training import Subject, build, compare_dropout, divide, train_and_compare
-from .where import moved, rank_device
+from .where import device_of, moved, rank_device
 
 SHOWN = 3  # failures that a rank reports
 
@@ -93,7 +93,7 @@ def compare_case(
     case: Case, subject: Subject, saved: Mapping[str, Any], manager: ProcessGroupManager
 ) -> Iterator[Difference]:
     """Build the model, compare its initial weights, its training and its dropout."""
-    device = saved["batches"][0]["input_ids"].device
+    device = device_of(saved["batches"][0])
     model = subject.model_fn.find()().to(device, TORCH_DTYPES[case.dtype])
     part = own_part(model)
     yield from compare_named("initial weight", 0, model.state_dict(), saved["state"], 0.0, part)
@@ -102,6 +102,6 @@ def compare_case(
         parallel = build(case, model, subject, manager)
         divide(case, saved, 0, parallel)
     dropout.switch(parallel, on=False)
-    sound = yield from train_and_compare(case, parallel, manager, saved, subject.phases)
+    sound = yield from train_and_compare(case, parallel, manager, saved, subject)
     if sound and saved["dropout"]:
-        yield from compare_dropout(case, parallel, manager, saved)
+        yield from compare_dropout(case, parallel, manager, saved, subject)

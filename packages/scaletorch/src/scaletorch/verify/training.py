@@ -22,6 +22,7 @@ from ..compose import (
     train_step,
     whole_matrices,
 )
+from ..compose.own_loss import LossFunction
 from ..dist import all_gather_object
 from ..dist.building import Locator
 from ..parallel.data_parallel import DataParallelBucket, shard_optimizer
@@ -39,7 +40,7 @@ from .refusal import refusing
 from .replay import by_scores, decided, replayed
 from .replicas import doubled, missing, unlike
 from .routing import Choice, flips, watched
-from .where import moved
+from .where import in_dtype, moved
 
 RECOMPUTE: Mapping[str, bool | str] = {
     "none": False, "layers": True, "selective": "selective", "offload": "offload",
@@ -65,6 +66,7 @@ class Subject:
         split: Pipeline split; None infers it.
         phases: The optimizers.
         device: The kind of device that ranks compute on, such as 'cuda'.
+        loss_fn: As for `train_step`; None is the cross entropy of tokens.
     """
 
     model_fn: Locator
@@ -72,6 +74,12 @@ class Subject:
     split: Split | None
     phases: Sequence[Phase] = PHASES
     device: str = "cpu"
+    loss_fn: Locator | None = None
+
+    @property
+    def loss(self) -> LossFunction | None:
+        """The function itself."""
+        return None if self.loss_fn is None else self.loss_fn.find()
 
 
 def build(
@@ -99,8 +107,9 @@ def divide(
     case: Case, saved: Mapping[str, Any], step: int, model: DataParallelBucket
 ) -> list[Mapping[str, Tensor]]:
     """Return this rank's micro-batches of a step."""
-    batch, row_dims = saved["batches"][step], saved["row_dims"]
-    return shard_global_batch(batch, case.micro_batches, model=model, row_dims=row_dims)
+    dims = {name: saved[name] for name in ("row_dims", "sequence_dims")}
+    batch = in_dtype(saved["batches"][step], TORCH_DTYPES[case.dtype])
+    return shard_global_batch(batch, case.micro_batches, model=model, **dims)
 
 
 def train_and_compare(
@@ -108,7 +117,7 @@ def train_and_compare(
     model: DataParallelBucket,
     manager: ProcessGroupManager,
     saved: Mapping[str, Any],
-    phases: Sequence[Phase] = PHASES,
+    subject: Subject,
 ) -> Generator[Difference, None, bool]:
     """Train; compare this rank's part after each step, and the whole at the end.
 
@@ -120,7 +129,7 @@ def train_and_compare(
     yield from doubled(stages, model.tied_parameters, saved["limits"][0])
     for step, theirs in enumerate(saved["steps"]):
         limit, exact = saved["limits"][step], saved["exact"][step]
-        phase, first = phase_at(step, phases)
+        phase, first = phase_at(step, subject.phases)
         may_refuse = refusing if step == 0 else nullcontext
         if first:
             with may_refuse():
@@ -130,7 +139,8 @@ def train_and_compare(
         replay = by_scores(near, limit, sent) if near and exact else None
         watch = watched(on=bool(near) and not exact)
         with may_refuse(), model_precision(dtype), watch as choices, decided(replay):
-            loss = train_step(model, divide(case, saved, step, model), manager)
+            batches = divide(case, saved, step, model)
+            loss = train_step(model, batches, manager, loss_fn=subject.loss)
         found = [compare_number("loss", step, loss, theirs["loss"], limit, exact)]
         found += replayed(sent, step, limit) if exact else flips(choices, near, step, limit)
         found += compare_gradients(step, model, theirs, stages, limit, manager, exact)
@@ -202,10 +212,11 @@ def compare_dropout(
     model: DataParallelBucket,
     manager: ProcessGroupManager,
     saved: Mapping[str, Any],
+    subject: Subject,
 ) -> Iterator[Difference]:
     """Run one more step with dropout and compare what the ranks drop."""
     dropout.switch(model, on=True)
     seed_ranks(0, manager)
     with dropout.recorded(model, (manager.dp_rank, manager.cp_rank)) as draws:
-        train_step(model, divide(case, saved, 0, model), manager)
+        train_step(model, divide(case, saved, 0, model), manager, loss_fn=subject.loss)
     yield from dropout.judge(draws, len(saved["steps"]))

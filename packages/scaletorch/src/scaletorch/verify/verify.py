@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..compose.experts import count_experts
+from ..compose.one_process import entries_for
+from ..compose.own_loss import LossFunction
 from ..compose.row_dims import RowDims
 from ..compose.summation import chain_length
 from ..dist import RankFailedError, RankPool
@@ -30,8 +32,10 @@ from .dropout import dropouts
 from .numbers import full_precision
 from .phases import PHASES, STEPS, Chosen, Phase, phases_of
 from .problem import (
+    PLAIN,
     TORCH_DTYPES,
     BatchFn,
+    Learning,
     ModelFn,
     Step,
     as_saved,
@@ -45,7 +49,7 @@ from .report import CaseResult, Report
 from .routing import doubtful, smallest
 from .runner import RankReport, run_case
 from .training import Subject
-from .where import choose_where, moved, repeating
+from .where import choose_where, in_dtype, moved, repeating
 
 Progress = Callable[[CaseResult], None]
 
@@ -70,6 +74,8 @@ def verify(
     plan: Mapping[str, Any] | None = None,
     split: Split | None = None,
     row_dims: RowDims | None = None,
+    sequence_dims: RowDims | None = None,
+    loss_fn: LossFunction | None = None,
     optimizer: Callable[..., Optimizer] | None = None,
     optimizer_args: Mapping[str, Any] | None = None,
     timeout: float = 120.0,
@@ -83,7 +89,8 @@ def verify(
 
     Args:
         model_fn: Module-level function that makes the plain module, on the CPU.
-        batch_fn: Returns a step's batch: input_ids, labels [B, L] (aligned, -100 for none), others.
+        batch_fn: Returns a step's batch: input_ids, labels [B, L] (aligned, -100 for none), others;
+            or what else `shard_global_batch` takes.
         layouts: The grids to try; None is every layout of `world_size`.
         world_size: Ranks, where `layouts` is None.
         ep: Expert parallel sizes to cross the layouts with; None is what `layouts` say, or all.
@@ -92,6 +99,8 @@ def verify(
         plan: As for `parallelize`; None recognises the model's family and its experts.
         split: Pipeline split; None infers it from the module.
         row_dims: As for `shard_global_batch`.
+        sequence_dims: As for `shard_global_batch`.
+        loss_fn: Module-level function, as for `train_step`; None is the cross entropy of tokens.
         optimizer: Module-level class or function of parameters, see `phases.Chosen`; None is SGD
             with momentum for two steps, then AdamW with clipping.
         optimizer_args: What it is made with beside them.
@@ -109,11 +118,12 @@ def verify(
     where, model = choose_where(device, backend), _loaded(model_fn)
     grids = choose_layouts(layouts, world_size, ep, count_experts(model, plan))
     cases = list(enumerate_cases(grids, _named(dtype), options or {}))
-    chain = chain_length(model, batch_fn(0)["input_ids"])
+    chain = chain_length(model, _first(entries_for(model, batch_fn(0))))
     phases = _phases(optimizer, optimizer_args, model)
-    subject = Subject(locate(model_fn), plan, split, phases, where.device)
-    subject = Subject(locate(model_fn), plan, split, phases, where.device)
-    save = partial(save_reference, model_fn=model_fn, batch_fn=batch_fn, row_dims=row_dims)
+    loss = None if loss_fn is None else locate(loss_fn)
+    subject = Subject(locate(model_fn), plan, split, phases, where.device, loss)
+    learning = Learning(row_dims, sequence_dims, loss_fn)
+    save = partial(save_reference, model_fn=model_fn, batch_fn=batch_fn, learning=learning)
     with full_precision(where.device) as numbers:
         results = [*_shown(_judged(cases, chain, subject, save, timeout, where.backend), progress)]
     return Report(results, chain, layouts is not None, repeating(device, backend), where, numbers)
@@ -192,7 +202,7 @@ def save_reference(
     batch_fn: BatchFn,
     dtype: str,
     phases: Sequence[Phase] = PHASES,
-    row_dims: RowDims | None = None,
+    learning: Learning = PLAIN,
     device: str = "cpu",
 ) -> str:
     """Write the plain checkpoint, the batches and one process's steps; return the file's name.
@@ -202,17 +212,17 @@ def save_reference(
     torch.manual_seed(0)
     model = model_fn().to(device, TORCH_DTYPES[dtype])
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    batches = [moved(batch_fn(step), device) for step in range(STEPS)]
-    chain = chain_length(model, batches[0]["input_ids"])
+    batches = [moved(entries_for(model, batch_fn(step)), device) for step in range(STEPS)]
+    chain = chain_length(model, _first(batches[0]))
     drops = bool(dropouts(model))
-    steps = one_process(model, batches, phases)
+    steps = one_process(model, _in(batches, dtype), phases, learning=learning)
     limits = [bound(TORCH_DTYPES[dtype], chain, step) for step in range(STEPS)]
     exact: list[Step] = []
     if dtype == lost.DTYPE:
         twin = model_fn().to(device, torch.float64)
         twin.load_state_dict(state)
         with decided(in_order([choice for step in steps for choice in step.choices])):
-            exact = one_process(twin, batches, phases)
+            exact = one_process(twin, _in(batches, "float64"), phases, learning=learning)
         limits = [lost.off(s.choices, e.choices) for s, e in zip(steps, exact, strict=True)]
     wide = 4 if exact else 1  # by_scores looks around them
     near = [doubtful(s.choices, wide * limit) for s, limit in zip(steps, limits, strict=True)]
@@ -221,12 +231,20 @@ def save_reference(
         "state": state, "batches": batches, "steps": as_saved(steps), "limits": limits,
         "exact": [*as_saved(exact)] or STEPS * [None], "dropout": drops,
         "margin": smallest(chosen) if chosen else None,
-        "row_dims": dict(row_dims or {}),
+        **learning.dims,
         # In float64 no flip is taken for rounding.
         "doubtful": [[tuple(c) for c in each] if dtype != "float64" else [] for each in near],
     }  # fmt: skip
     torch.save(moved(saved, "cpu"), path)
     return str(path)
+
+
+def _in(batches: Sequence[Mapping[str, Any]], dtype: str) -> list[dict[str, Any]]:
+    return [in_dtype(batch, TORCH_DTYPES[dtype]) for batch in batches]
+
+
+def _first(entries: Mapping[str, Any]) -> Tensor:
+    return next(x for x in entries.values() if isinstance(x, Tensor))
 
 
 def run_all(tasks: Iterable[Task], timeout: float, backend: str = "gloo") -> Iterator[CaseResult]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..dist import devices, get_local_rank
 from ..dist.building import map_tensors
@@ -63,6 +64,22 @@ def where_named(device: str | None, backend: str | None) -> list[str]:
 def rank_device(device: str) -> torch.device:
     """Return the device of this rank, of a kind, and make it the current one."""
     return torch.device("cpu") if device == "cpu" else devices.set_device(get_local_rank())
+
+
+def device_of(batch: Mapping[str, Any]) -> torch.device:
+    """Return the device of a batch's tensors."""
+    return next(x.device for x in batch.values() if isinstance(x, Tensor))
+
+
+def in_dtype(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return a batch whose floating entries have the model's dtype; complex ones as precise."""
+
+    def cast(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
+            return x
+        return x.to(dtype.to_complex() if x.is_complex() else dtype)
+
+    return {name: cast(x) for name, x in batch.items()}
 
 
 def moved(data: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:

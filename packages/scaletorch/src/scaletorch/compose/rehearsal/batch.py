@@ -18,32 +18,13 @@ from ...parallel.pg_manager import IGNORED, ProcessGroupManager
 from ..batches import Batch, Called, Cut, MicroBatch, rows_of_ranks, shard_global_batch
 from ..entries import OF_LOSS, row_count, sequence_shape
 from ..forward import Terms
+from ..one_process import OneProcess
 from ..ready import as_called
 from ..row_dims import POSITIONS
 from .width import is_narrow
 
 ROWS, LENGTH, TOKENS = 2, 512, 8192  # of a micro-batch, of a row, and at most of all rows
 _SHARE, _FEW = 2, 64  # of a rank's tokens of the step, one in two; but rows are not cut further
-
-
-@dataclass(frozen=True, slots=True)
-class OneProcess:
-    """The grid of one process: this rank is all of each axis."""
-
-    group: ProcessGroup | None
-    tp_size: int = 1
-    cp_size: int = 1
-    pp_size: int = 1
-    dp_size: int = 1
-    ep_size: int = 1
-    dp_rank: int = 0
-    tp_rank: int = 0
-
-    def __getattr__(self, name: str) -> ProcessGroup | None:
-        """Return the group of an axis."""
-        if name.endswith("_group"):
-            return self.group
-        raise AttributeError(name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...compose.own_loss import LossFunction
 from ...compose.row_dims import RowDims
 from ...dist.errors import InvalidArgumentError, ScaletorchError
 from ...parallel.pipeline_parallel import Split, meta_parameters
@@ -31,6 +32,8 @@ def describe(
     plan: Mapping[str, Any] | None = None,
     split: Split | None = None,
     row_dims: RowDims | None = None,
+    sequence_dims: RowDims | None = None,
+    loss_fn: LossFunction | None = None,
     name: str = "",
 ) -> Description:
     """Describe a model for planning; nothing is computed, and no memory of its size is taken.
@@ -41,12 +44,14 @@ def describe(
 
     Args:
         build: Makes the plain module; its parameters are put on the meta device as they are made.
-        length: Tokens of a sequence.
+        length: Tokens of a sequence, or positions of another; 1 of rows that have none.
         cuts: Ways to cut it; None is `usual_cuts(8)`.
         batch: `batch(rows)`, the batch as `train_step` wants it; None is ids and labels.
         plan: As for `parallelize`.
         split: As for `parallelize`.
         row_dims: As for `shard_global_batch`.
+        sequence_dims: As for `shard_global_batch`.
+        loss_fn: As for `train_step`; None is the cross entropy of tokens.
         name: Of the model; by default that of its class.
 
     Raises:
@@ -58,7 +63,8 @@ def describe(
     known: dict[Cut, tuple[Behaviour, ...]] = {}
     refused: dict[Cut, str] = {}
     given = batch or _tokens(length)
-    job = Job(partial(_built, build), model, blocks, chosen, given, plan, split, row_dims)
+    dims = {"row_dims": row_dims, "sequence_dims": sequence_dims}
+    job = Job(partial(_built, build), model, blocks, chosen, given, plan, split, dims, loss_fn)
     for cut in dict.fromkeys((Cut(), *(usual_cuts(8) if cuts is None else cuts))):
         try:
             # Torch sets new context variables at each call of its own settings, and leaves them.

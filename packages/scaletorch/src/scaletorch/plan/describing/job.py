@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from ...compose import parallelize, shard_global_batch, train_step
 from ...compose.experts import expert_names
 from ...compose.forward import terms_of
-from ...compose.row_dims import RowDims
+from ...compose.own_loss import LossFunction
 from ...parallel.context_parallel.building import asked
 from ...parallel.pg_manager import Grid, ProcessGroupManager
 from ...parallel.pipeline_parallel import Split
@@ -46,7 +46,8 @@ class Job:
         batch: Makes what `train_step` takes, of so many rows.
         plan: As for `parallelize`.
         split: As for `parallelize`.
-        row_dims: As for `shard_global_batch`.
+        dims: How `shard_global_batch` is to read batches.
+        loss_fn: As for `train_step`.
     """
 
     build: Callable[[], nn.Module]
@@ -56,7 +57,8 @@ class Job:
     batch: Callable[[int], Mapping[str, Tensor]]
     plan: Mapping[str, Any] | None
     split: Split | None
-    row_dims: RowDims | None
+    dims: Mapping[str, Any]
+    loss_fn: LossFunction | None
 
     def measure(self, cut: Cut) -> tuple[Behaviour, ...]:
         """Return how each kind behaves in a cut.
@@ -106,9 +108,16 @@ class Job:
             batch = self.batch(rows * manager.dp_size)
             watched = watch(model, seen, self.chosen, like)
             with parallel.no_sync(), _ties_told(model, seen), watched:
-                parts = shard_global_batch(batch, 1, manager, row_dims=self.row_dims)
-                train_step(parallel, parts, manager)
+                parts = shard_global_batch(batch, 1, manager, model=parallel, **self.dims)
+                train_step(parallel, parts, manager, **self._loss())
         return seen, model
+
+    def _loss(self) -> dict[str, Any]:
+        """Return what `train_step` is told of the loss: a count that has no value is not read."""
+        function = self.loss_fn
+        if function is None:
+            return {}
+        return {"loss_fn": lambda x, batch: (function(x, batch)[0], 1), "count_fn": lambda _: 1}
 
     def _parameters(self, model: nn.Module, cut: Cut) -> dict[int, list[Parameter]]:
         """Return by kind what this rank holds, and what the other tp ranks do."""

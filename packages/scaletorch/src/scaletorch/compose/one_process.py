@@ -1,0 +1,82 @@
+"""A plain model in one process: how it is called with a batch, and a loss_fn of its output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from .batches import shard_global_batch
+from .entries import LABELS, OF_LOSS, first_entry, named_entries
+from .forward import read_terms
+from .loss_batch import LossBatch
+from .row_dims import RowDims
+
+
+@dataclass(frozen=True, slots=True)
+class OneProcess:
+    """The grid of one process: this rank is all of each axis."""
+
+    group: ProcessGroup | None
+    tp_size: int = 1
+    cp_size: int = 1
+    pp_size: int = 1
+    dp_size: int = 1
+    ep_size: int = 1
+    dp_rank: int = 0
+    tp_rank: int = 0
+
+    def __getattr__(self, name: str) -> ProcessGroup | None:
+        """Return the group of an axis."""
+        if name.endswith("_group"):
+            return self.group
+        raise AttributeError(name)
+
+
+def entries_for(model: nn.Module, batch: Any) -> dict[str, Any]:
+    """Return a batch's entries by name, the one that the plain model is given first in front.
+
+    Raises:
+        InvalidArgumentError: It has no such entry, or is no batch.
+    """
+    terms = read_terms(model)
+    entries = named_entries(batch, terms.arguments)
+    first = first_entry(entries, terms.arguments, terms.name)
+    return {first: entries.pop(first), **entries}
+
+
+def call_plain(model: nn.Module, entries: Mapping[str, Any]) -> Any:
+    """Return the output of a plain model for a whole batch.
+
+    Args:
+        model: The plain model.
+        entries: What `entries_for` returned; labels and entries of a loss are not passed.
+    """
+    first, *others = (n for n in entries if n != LABELS and not n.startswith(OF_LOSS))
+    return model(entries[first], **{name: entries[name] for name in others})
+
+
+def plain_loss(
+    loss_fn: Any,
+    output: Any,
+    entries: Mapping[str, Any],
+    row_dims: RowDims | None = None,
+    sequence_dims: RowDims | None = None,
+) -> Tensor:
+    """Return a loss_fn's sum over its count, of the whole batch.
+
+    Args:
+        loss_fn: As for `train_step`.
+        output: Of the plain model.
+        entries: The batch.
+        row_dims: As for `shard_global_batch`.
+        sequence_dims: As there.
+    """
+    alone = cast(Any, OneProcess(None))
+    told: Any = {"row_dims": row_dims, "sequence_dims": sequence_dims}
+    (batch,) = shard_global_batch(entries, 1, alone, **told)
+    total, count = loss_fn(output, LossBatch(batch, None, alone))
+    return cast(Tensor, total / count)
