@@ -103,6 +103,7 @@ def parallelize(
         _KEEPING[recompute](model, split)
     cut = agreed_split(model, split, manager)
     stage = PipelineParallel(model, cut, manager.pp_group, schedule=schedule)
+    stage.runtime.steps_alone = True
     hide_exchanges(stage, manager)
     if terms.outline is not None:
         keep_whole_state(stage.module, terms.outline, manager)

@@ -189,7 +189,7 @@ class PipelineParallel(ModuleWrapper):
         """
         if self.num_stages == 1:
             return self.module(*inputs, **kwargs)
-        if len(inputs) != 1:
+        if len(inputs) != 1 or (self.runtime.steps_alone and not self.runtime.in_step):
             raise InvalidArgumentError(_called_whole(self.num_stages, len(inputs), kwargs))
         (input_or_hidden,) = inputs
         runtime = self.runtime
@@ -303,9 +303,9 @@ class PipelineParallel(ModuleWrapper):
 
 def _called_whole(num_stages: int, count: int, kwargs: Iterable[str]) -> str:
     return (
-        f"{describe_rank()}: a stage, one of {num_stages} of a pipeline, takes one positional "
-        f"argument, input_ids or what the stage before returned, and was called with {count} and "
-        f"{', '.join(kwargs) or 'no others'}. For the whole model, call on every rank "
+        f"{describe_rank()}: this is one of {num_stages} stages of a pipeline, which takes one "
+        f"argument, input_ids or what the stage before returned, and was called as the whole model "
+        f"({count} by place, {', '.join(kwargs) or 'none'} by name). Call on every rank "
         "train_step(model, micro_batches), or for outputs alone eval_step or forward_step (all of "
         "scaletorch.compose), or train_step_pipeline and pipeline_forward with batches of input_ids"
     )

@@ -45,6 +45,8 @@ class RuntimeState:
         examined: The kinds of forwards that have been examined.
         reached: The stages, with the signature of a micro-batch, whose input has got a gradient.
         ids: The `input_ids` of the forward that comes, on any stage; None if they are no tensor.
+        steps_alone: A stage may be called by steps alone, since callers take it for a whole model.
+        in_step: A step calls the stage.
         serials: Numbers for the steps.
         timed: Wraps a step's actions so that their times are noted; None unless it is recorded.
         parted: Is told of two actions that have run together how long the first had the rank.
@@ -65,6 +67,8 @@ class RuntimeState:
     examined: set[Hashable] = field(default_factory=set)
     reached: set[Hashable] = field(default_factory=set)
     ids: Tensor | None = None
+    steps_alone: bool = False
+    in_step: bool = False
     serials: Iterator[int] = field(default_factory=count)
     timed: Callable[[Schedule, Run], Run] | None = None
     parted: Callable[[float], None] | None = None

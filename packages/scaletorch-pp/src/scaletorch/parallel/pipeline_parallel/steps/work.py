@@ -54,11 +54,11 @@ class Stages:
         self.pipeline.select(task.action.chunk)
         first, entries = self.inputs.inputs(task.action.micro_batch, hidden)
         runtime = self.pipeline.runtime
-        runtime.ids = self.inputs.ids(task.action.micro_batch)
+        runtime.ids, runtime.in_step = self.inputs.ids(task.action.micro_batch), True
         try:
             output = self.model(first, **entries)
         finally:
-            runtime.ids = None
+            runtime.ids, runtime.in_step = None, False
         if task.makes is not None:
             output = self.inputs.checked(output)
             self.mail.put(task.makes, output)
