@@ -18,7 +18,7 @@ from scaletorch.compose import (
     train_step,
 )
 from scaletorch.dist import RankFailedError
-from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.dist.errors import InvalidArgumentError, RehearsalError
 from scaletorch.dist.testing import relative_error, run_ranks
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
@@ -281,6 +281,24 @@ def test_batches_that_do_not_fit_are_named(alone):
         shard_global_batch({"input_ids": batch["latents"]}, 1, model=model)
     with pytest.raises(InvalidArgumentError, match=r"dim 0 is rows.* what came has scale"):
         shard_global_batch({"scale": 2.0}, 1, model=model)
+
+
+class Centred(Recurrent):
+    """Mixes the rows of a batch."""
+
+    def forward(self, series):
+        return super().forward(series - series.mean(0, keepdim=True))
+
+
+def test_micro_batches_of_one_process_are_rehearsed(alone):
+    for make in (Recurrent, Centred):
+        model = parallelize(make().double(), alone)
+        cut = shard_global_batch(series(0), 2, model=model)
+        if make is Recurrent:
+            train_step(model, cut, loss_fn=of_class)
+            continue
+        with pytest.raises(RehearsalError, match=r"Centred .* micro-batches divide rows"):
+            train_step(model, cut, loss_fn=of_class)
 
 
 def teacher_of_own_positions():

@@ -74,17 +74,13 @@ def bisect(
     options: Mapping[str, str | int] | None = None,
     plan: Mapping[str, Any] | None = None,
     split: Split | None = None,
-    row_dims: RowDims | None = None,
-    sequence_dims: RowDims | None = None,
+    row_dims: RowDims | None = None, sequence_dims: RowDims | None = None,
     loss_fn: LossFunction | None = None,
     optimizer: Callable[..., Optimizer] | None = None,
     optimizer_args: Mapping[str, Any] | None = None,
-    steps: int = STEPS,
-    folder: str | Path | None = None,
-    timeout: float = 120.0,
-    device: str | None = None,
-    backend: str | None = None,
-) -> Report:
+    steps: int = STEPS, folder: str | Path | None = None,
+    timeout: float = 120.0, device: str | None = None, backend: str | None = None,
+) -> Report:  # fmt: skip
     """Train a plain module in one process and on a layout, and find the tensor at which they part.
 
     Args:
@@ -95,8 +91,8 @@ def bisect(
         options: Values of `verify.OPTIONS`, such as `{"schedule": "zb_h1"}`.
         plan: As for `parallelize`.
         split: As there.
-        row_dims: As for `shard_global_batch`: the dims of rows of entries whose shapes do not tell.
-        sequence_dims: As there: the dims of positions of entries that are none of tokens.
+        row_dims: As for `shard_global_batch`.
+        sequence_dims: As for `shard_global_batch`.
         loss_fn: Module-level function, as for `train_step`; None is the cross entropy of tokens.
         optimizer: Module-level class or function of parameters; None is those of `verify`.
         optimizer_args: What it is made with beside them.
@@ -120,12 +116,10 @@ def bisect(
     where = choose_where(device, backend)
     grid = parse_layout(layout) if isinstance(layout, str) else layout
     case = Case(grid, dtype=dtype, **{str(k): v for k, v in (options or {}).items()})  # type: ignore[arg-type]
-    phases: Sequence[Phase] = PHASES
-    if optimizer is not None:
-        phases = phases_of(Chosen(locator(optimizer), dict(optimizer_args or {})))
-    loss = None if loss_fn is None else locator(loss_fn)
-    subject = Subject(locator(model_fn), plan, split, phases, where.device, loss)
+    chosen = None if optimizer is None else Chosen(locator(optimizer), dict(optimizer_args or {}))
+    phases = PHASES if chosen is None else phases_of(chosen)
     learning = Learning(row_dims, sequence_dims, loss_fn)
+    subject = Subject(locator(model_fn), plan, split, phases, where.device, learning.located)
     with tempfile.TemporaryDirectory(prefix="scaletorch-bisect-") as own:
         place = Path(own if folder is None else folder)
         prepared = prepare(place, model_fn, batch_fn, dtype, steps, phases, learning, where.device)

@@ -119,8 +119,7 @@ def shard_global_batch(
             not known, no grid, not the model's order, or an entry whose rows are not known.
     """
     manager, layout = _said(manager, model, cp_layout)
-    arguments = None if model is None else terms_of(model).arguments
-    entries = _with_positions(named_entries(batch, arguments), model)
+    entries = _entries(batch, model)
     _require_count(num_micro_batches)
     dims = read_row_dims(entries, row_dims)
     rows = row_count(entries, dims)
@@ -132,14 +131,13 @@ def shard_global_batch(
     sequences = _sequences(entries, positions, layout, manager)
     counted = entries.get(POSITIONS) is None
     cut = Cut(layout, counted, entries, sequences, own_rows, dims, sequence_dims or {})
-    counts = counted and manager.cp_size == 1 and entries.get("cu_seq_lens_q") is None
-    return _sharded((_rows(entries, dims, s) for s in shares), cut, positions, counts=counts)
+    return _sharded((_rows(entries, dims, share) for share in shares), cut, positions)
 
 
 def _sequences(
     batch: Batch, positions: Positions | None, layout: str, manager: ProcessGroupManager
 ) -> ShardedSequences | None:
-    """Return which positions of a batch this rank has; None if nobody says where they are."""
+    """Return which positions of a batch this rank has; None if they are not known."""
     if positions is None:
         if manager.cp_size == 1:
             return None
@@ -158,17 +156,17 @@ def _sequences(
     return ShardedSequences(positions.length, layout=layout, cu_seqlens=documents, group=group)
 
 
-def _sharded(
-    parts: Iterable[_Rows], cut: Cut, positions: Positions | None, *, counts: bool
-) -> list[Batch]:
+def _sharded(parts: Iterable[_Rows], cut: Cut, positions: Positions | None) -> list[Batch]:
     """Return micro-batches with this rank's positions, and with what has no rows.
 
     Args:
         parts: The rows of each.
         cut: How they are made.
         positions: Of the batch, which are divided.
-        counts: The model counts positions as it does in one process, from wherever.
     """
+    divided = cut.sequences is not None and cut.sequences.ring.size > 1
+    # A model counts positions as it does in one process, from wherever.
+    counts = cut.counted and not divided and cut.whole.get("cu_seq_lens_q") is None
     whole = {n: cut.whole[n] for n, dim in cut.row_dims.items() if dim is None and n != POSITIONS}
     shards: list[Batch] = []
     for part in parts:
@@ -219,9 +217,11 @@ def _said(
     return manager, told or cp_layout or DEFAULT
 
 
-def _with_positions(batch: Batch, model: nn.Module | None) -> Batch:
-    """Return a batch with the positions that a model counts of whole rows, as it has to be told."""
-    counting = None if model is None else terms_of(model).counting
+def _entries(given: Any, model: nn.Module | None) -> Batch:
+    """Return a batch by names, with positions that a model counts of whole rows, if it does."""
+    terms = None if model is None else terms_of(model)
+    batch = named_entries(given, None if terms is None else terms.arguments)
+    counting = None if terms is None else terms.counting
     if counting is None or batch.get(POSITIONS) is not None or sequence_shape(batch) is None:
         return batch
     return {**batch, POSITIONS: counting(batch["input_ids"])}

@@ -151,7 +151,7 @@ class OwnLoss:
         _require_alike([_read(each) for each in notes], self._manager, shares_sequences=shares)
 
     def counted(self, device: torch.device) -> Tensor:
-        """Return how many losses this rank has counted in the step, 0-d float64, where it may be.
+        """Return how many losses this rank has counted in the step, 0-d, in float64 if possible.
 
         The host does not wait for counts that are tensors.
         """

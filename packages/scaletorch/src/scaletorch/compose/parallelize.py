@@ -103,7 +103,6 @@ def parallelize(
         _KEEPING[recompute](model, split)
     cut = agreed_split(model, split, manager)
     stage = PipelineParallel(model, cut, manager.pp_group, schedule=schedule)
-    stage.runtime.steps_alone = True
     hide_exchanges(stage, manager)
     if terms.outline is not None:
         keep_whole_state(stage.module, terms.outline, manager)
@@ -113,6 +112,7 @@ def parallelize(
 
 def wrap(stage: PipelineParallel, terms: Terms, manager: ProcessGroupManager) -> DataParallelBucket:
     """Sum a stage's gradients, when only this rank's parameters remain, in buckets of their own."""
+    stage.runtime.steps_alone = True
     groups = expert_groups(stage, manager)
     parallel = DataParallelBucket(stage, group=manager.cp_dp_group, groups=groups, **terms.wrapping)
     if manager.pp_size > 1:
@@ -185,7 +185,7 @@ def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _How) -> Te
         )
     shares = manager.tp_size > 1 and bool(settings.sequence_parallel)
     balance = read_router_loss(model, manager)
-    plain = copy_plain(model) if settings.rehearse and manager.world_size > 1 else None
+    plain = copy_plain(model) if settings.rehearse else None
     synchronise_batch_norms(model, manager, recompute=settings.recompute is True, shares=shares)
     terms = read_terms(model)
     terms.plain, terms.rehearses = plain, plain is not None

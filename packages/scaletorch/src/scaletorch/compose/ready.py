@@ -88,12 +88,7 @@ def ready(
     terms.several = several > 0
     if failures:  # taken out of the list, since a traceback has this frame
         agree("this step", [], manager.world_group, error=failed.pop() if failed else None)
-    if 0 < unsynchronised < manager.world_size:
-        line = f"gradients {'stay on this rank (no_sync)' if alone else 'are summed over ranks'}"
-        _refuse_unlike("no_sync(), which all enter and leave alike", line, manager)
-    if 0 < owners < manager.world_size:
-        line = "a loss_fn of its own" if has_own else "the loss of tokens"
-        _refuse_unlike("the loss, which has the same function everywhere", line, manager)
+    _require_alike(unsynchronised, owners, manager, alone=alone, has_own=has_own)
     if samples is not None:
         samples.compare(residues, unsettled)
     if 0 < later < manager.world_size and own is not None:
@@ -272,6 +267,23 @@ def size_of(batch: Called) -> int:
     entry = batch[TOKENS]
     of_tokens = entry.ndim == 2 and not entry.is_floating_point()
     return 0 if counts_nothing(batch) else max(1, entry.numel() if of_tokens else len(entry))
+
+
+def _require_alike(
+    unsynchronised: float,
+    owners: float,
+    manager: ProcessGroupManager,
+    *,
+    alone: bool,
+    has_own: bool,
+) -> None:
+    """Refuse ranks of which some alone are within `no_sync`, or have a loss_fn."""
+    if 0 < unsynchronised < manager.world_size:
+        line = f"gradients {'stay on this rank (no_sync)' if alone else 'are summed over ranks'}"
+        _refuse_unlike("no_sync(), which all enter and leave alike", line, manager)
+    if 0 < owners < manager.world_size:
+        line = "a loss_fn of its own" if has_own else "the loss of tokens"
+        _refuse_unlike("the loss, which has the same function everywhere", line, manager)
 
 
 def _refuse_unlike(subject: str, line: str, manager: ProcessGroupManager) -> None:

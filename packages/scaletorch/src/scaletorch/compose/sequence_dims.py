@@ -32,7 +32,7 @@ class Positions(NamedTuple):
 def read_sequence_dims(
     entries: Mapping[str, Any], told: Mapping[str, int | None] | None
 ) -> Positions | None:
-    """Return the positions of a batch; None if nobody says where they are.
+    """Return the positions of a batch; None if they are not known.
 
     Args:
         entries: By name.

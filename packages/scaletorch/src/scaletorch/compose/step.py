@@ -79,22 +79,12 @@ def train_step(
         NonFiniteError: A gradient is not finite, and the model checks them (`check_finite`).
     """
     manager = manager_of(model, manager)
-    terms, own = terms_of(model), None
-    if loss_fn is not None:
-        own = OwnLoss(loss_fn, count_fn, model, manager, trains=True)
-        own.counts_later = _counts_later(count_fn, terms) and model.require_backward_grad_sync
-    elif count_fn is not None:
-        raise InvalidArgumentError("count_fn counts what a loss_fn sums: pass that too")
+    terms, own = terms_of(model), _own_loss(model, manager, loss_fn, count_fn)
     if terms.rehearses and not _has_gradients(model):
         rehearse(model, micro_batches, manager, loss_fn=loss_fn, count_fn=count_fn)
     called, count = ready(model, micro_batches, manager, terms, own)
-    if own is not None and not count:
-        raise InvalidArgumentError(NOTHING_COUNTS)
-    if own is not None and own.counts_later:
-        if terms.counted is None:
-            with restored(pipeline_of(model).module):
-                terms.counted = losses_per_item(model, micro_batches, manager, own.function)
-        count = float(count) * terms.counted
+    if own is not None:
+        count = _divisor(count, own, model, micro_batches, manager)
     terms.real_positions = real_positions(called[0].micro_batch)
     if terms.seen > terms.several:
         return _step(model, called, count, manager, terms, scaler, own)
@@ -142,7 +132,7 @@ def rehearse(
         StateError: The model's structure was not kept, or it has gradients.
     """
     manager, terms = manager_of(model, manager), terms_of(model)
-    if manager.world_size == 1:
+    if manager.world_size * len(micro_batches) == 1:
         return
     terms.rehearses = False
     if terms.plain is None:
@@ -156,20 +146,59 @@ def rehearse(
             "already: call it before the first step, or after zero_grad"
         )
     step = partial(train_step, model, manager=manager, loss_fn=loss_fn, count_fn=count_fn)
-    estimate = loss_fn is not None and _counts_later(count_fn, terms)
-    rehearse_step(model, micro_batches, terms, manager, step, loss_fn, estimates=estimate)
+    rehearse_step(model, micro_batches, terms, manager, step, loss_fn)
 
 
 def _has_gradients(model: DataParallelBucket) -> bool:
     return any(parameter.grad is not None for parameter in model.parameters())
 
 
-def _counts_later(count_fn: CountFunction | None, terms: Terms) -> bool:
-    """Return whether gradients may be corrected by the count, when that is known.
+def _own_loss(
+    model: DataParallelBucket,
+    manager: ProcessGroupManager,
+    loss_fn: LossFunction | None,
+    count_fn: CountFunction | None,
+) -> OwnLoss | None:
+    """Return a user's loss; None is that of tokens."""
+    if loss_fn is None:
+        if count_fn is None:
+            return None
+        raise InvalidArgumentError("count_fn counts what a loss_fn sums: pass that too")
+    own = OwnLoss(loss_fn, count_fn, model, manager, trains=True)
+    # Gradients of a router's auxiliary loss are not divided by the count, nor may be corrected.
+    alone = terms_of(model).router_loss is None and model.require_backward_grad_sync
+    own.counts_later = count_fn is None and alone
+    return own
 
-    Those of a router's auxiliary loss are not divided by it.
+
+def _divisor(
+    count: Number,
+    own: OwnLoss,
+    model: DataParallelBucket,
+    micro_batches: Sequence[Batch],
+    manager: ProcessGroupManager,
+) -> Number:
+    """Return what gradients are divided by: the count, or an estimate of it.
+
+    Args:
+        count: Of the losses, or of tokens or rows if losses are counted later.
+        own: The loss.
+        model: What `parallelize` returned.
+        micro_batches: This rank's.
+        manager: The grid.
+
+    Raises:
+        InvalidArgumentError: Nothing counts.
     """
-    return count_fn is None and terms.router_loss is None
+    if not count:
+        raise InvalidArgumentError(NOTHING_COUNTS)
+    if not own.counts_later:
+        return count
+    terms = terms_of(model)
+    if terms.counted is None:
+        with restored(pipeline_of(model).module):
+            terms.counted = losses_per_item(model, micro_batches, manager, own.function)
+    return float(count) * terms.counted
 
 
 def _step(

@@ -31,15 +31,12 @@ def assert_trains_alike(
     options: Mapping[str, Sequence[str | int]] | None = None,
     plan: Mapping[str, Any] | None = None,
     split: Split | None = None,
-    row_dims: RowDims | None = None,
-    sequence_dims: RowDims | None = None,
+    row_dims: RowDims | None = None, sequence_dims: RowDims | None = None,
     loss_fn: LossFunction | None = None,
     optimizer: Callable[..., Optimizer] | None = None,
     optimizer_args: Mapping[str, Any] | None = None,
-    timeout: float = 120.0,
-    device: str | None = None,
-    backend: str | None = None,
-) -> Report:
+    timeout: float = 120.0, device: str | None = None, backend: str | None = None,
+) -> Report:  # fmt: skip
     """Assert that a plain model trains on these layouts as in one process; see `verify`.
 
     Args:
@@ -81,13 +78,9 @@ def assert_trains_alike(
     )  # fmt: skip
     if report.passed:
         return report
-    named = {
-        "model": model, "batch": batch, "plan": plan, "loss": loss_fn, "optimizer": optimizer,
-    }  # fmt: skip
-    values = {
-        "optimizer-args": optimizer_args, "row-dims": row_dims, "sequence-dims": sequence_dims,
-    }  # fmt: skip
-    command = _command(report.command, named, values)
+    named = {"model": model, "batch": batch, "plan": plan, "loss": loss_fn, "optimizer": optimizer}
+    told = {"optimizer-args": optimizer_args, "row-dims": row_dims, "sequence-dims": sequence_dims}
+    command = _command(report.command, named, told)
     raise AssertionError(f"{_name(model)}\n{replace(report, command=command)}")
 
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..compose.one_process import call_plain, plain_loss
 from ..compose.own_loss import LossFunction
 from ..compose.row_dims import RowDims
+from ..dist.building import Locator, locate
 from ..models import Llama, LlamaConfig, Mixture, MixtureConfig
 from . import dropout
 from .balance import router_loss
@@ -47,6 +48,11 @@ class Learning(NamedTuple):
     row_dims: RowDims | None = None
     sequence_dims: RowDims | None = None
     loss_fn: LossFunction | None = None
+
+    @property
+    def located(self) -> Locator | None:
+        """The loss_fn as ranks find it."""
+        return None if self.loss_fn is None else locate(self.loss_fn)
 
     @property
     def dims(self) -> dict[str, RowDims]:

@@ -79,18 +79,15 @@ def verify(
     optimizer: Callable[..., Optimizer] | None = None,
     optimizer_args: Mapping[str, Any] | None = None,
     timeout: float = 120.0,
-    device: str | None = None,
-    backend: str | None = None,
-    progress: Progress | None = None,
-) -> Report:
+    device: str | None = None, backend: str | None = None, progress: Progress | None = None,
+) -> Report:  # fmt: skip
     """Train a plain module on many layouts and compare everything with one process.
 
     Loss, gradients, their norm and all weights are compared on every rank after each of four steps.
 
     Args:
         model_fn: Module-level function that makes the plain module, on the CPU.
-        batch_fn: Returns a step's batch: input_ids, labels [B, L] (aligned, -100 for none), others;
-            or what else `shard_global_batch` takes.
+        batch_fn: Returns a step's batch, as `shard_global_batch` takes it; labels are aligned.
         layouts: The grids to try; None is every layout of `world_size`.
         world_size: Ranks, where `layouts` is None.
         ep: Expert parallel sizes to cross the layouts with; None is what `layouts` say, or all.
@@ -101,8 +98,7 @@ def verify(
         row_dims: As for `shard_global_batch`.
         sequence_dims: As for `shard_global_batch`.
         loss_fn: Module-level function, as for `train_step`; None is the cross entropy of tokens.
-        optimizer: Module-level class or function of parameters, see `phases.Chosen`; None is SGD
-            with momentum for two steps, then AdamW with clipping.
+        optimizer: Module-level, see `phases.Chosen`; None is SGD for two steps, then AdamW.
         optimizer_args: What it is made with beside them.
         timeout: Seconds for one case.
         device: 'cpu', or the kind of this machine's accelerator, which None takes if there is one.
@@ -120,9 +116,8 @@ def verify(
     cases = list(enumerate_cases(grids, _named(dtype), options or {}))
     chain = chain_length(model, _first(entries_for(model, batch_fn(0))))
     phases = _phases(optimizer, optimizer_args, model)
-    loss = None if loss_fn is None else locate(loss_fn)
-    subject = Subject(locate(model_fn), plan, split, phases, where.device, loss)
     learning = Learning(row_dims, sequence_dims, loss_fn)
+    subject = Subject(locate(model_fn), plan, split, phases, where.device, learning.located)
     save = partial(save_reference, model_fn=model_fn, batch_fn=batch_fn, learning=learning)
     with full_precision(where.device) as numbers:
         results = [*_shown(_judged(cases, chain, subject, save, timeout, where.backend), progress)]

@@ -52,12 +52,8 @@ def rehearse_step(
     manager: ProcessGroupManager,
     step: Step,
     loss_fn: Callable[[Any, Any], Any] | None,
-    *,
-    estimates: bool,
 ) -> None:
     """Train a small batch of a step's rows, and compare everything with the plain model.
-
-    Gradients, buffers, random generators and plain attributes are as before afterwards.
 
     Args:
         model: What `parallelize` returned.
@@ -66,7 +62,6 @@ def rehearse_step(
         manager: The grid.
         step: `train_step` of the model, but for its micro-batches.
         loss_fn: The user's, as in `train_step`.
-        estimates: Whether steps estimate the count of losses first; the small batch's is counted.
 
     Raises:
         RehearsalError: The layout computes something else than one process; on every rank.
@@ -86,7 +81,7 @@ def rehearse_step(
 
     def compared(*, wide: bool) -> tuple[Replay, _Found, str]:
         with as_for_a_rehearsal(model, plain, terms, wide=wide):
-            counted = partial(count_losses, model, terms, manager, loss_fn if estimates else None)
+            counted = partial(count_losses, model, terms, manager, loss_fn)
             small, loss, records = trained(partial(cut, wide=wide), model, plain, step, counted)
             joiner = Joiner(manager, small.sequences, small.rows, len(small.micro_batches), device)
             ranks = Ranks(model, manager, plain, joiner, records)
