@@ -346,6 +346,9 @@ class Calls(nn.Module):
     def forward(self, q):
         return self.call(self, q)
 
+    def attend(self, q, **options):
+        return self.mha(q[0], q[0], q[0], **options)
+
 
 class Attends(torch.autograd.Function):
     """Would attend in its backward again, outside of the model."""
@@ -364,13 +367,23 @@ def _sdpa(q, k=None, **options):
     return F.scaled_dot_product_attention(q, k, k, **options)
 
 
+def heads_of(q):  # arguments of torch's attention
+    own = torch.eye(4)
+    return q[0], q[0], q[0], 4, 2, own.repeat(3, 1), None, None, None, False, 0.0, own, None
+
+
+KEYS = "mha (nn.MultiheadAttention) is given a key_padding_mask"
+MASK = "mha (nn.MultiheadAttention) is given an attn_mask, which is of this rank's shard"
+
 REFUSED = {
     "mask": (lambda _, q: _sdpa(q, attn_mask=torch.ones(3, 3)), "attn_mask must be None"),
     "dropout": (lambda _, q: _sdpa(q, dropout_p=0.1), "dropout_p must be 0, and is 0.1"),
     "heads": (lambda _, q: _sdpa(q, q[:, :1]), "2 query heads and 1 key heads need enable_gqa"),
     "cache": (lambda _, q: _sdpa(q[:, :, :1], q), "neither decoding with a cache nor cross"),
     "three dims": (lambda _, q: _sdpa(q[0]), "must be [B, heads, L, D]"),
-    "torch": (lambda self, q: self.mha(q[0], q[0], q[0]), "nn.MultiheadAttention computes"),
+    "padding": (lambda self, q: self.attend(q, key_padding_mask=q[0, ..., 0] > 0), KEYS),
+    "a mask of torch's": (lambda self, q: self.attend(q, attn_mask=torch.ones(3, 3)), MASK),
+    "weights": (lambda _, q: F.multi_head_attention_forward(*heads_of(q)), "is asked for weights"),
     "function": (
         lambda _, q: checkpoint(_sdpa, q, use_reentrant=False),
         "let it call the module around the attention",
@@ -383,7 +396,6 @@ REFUSED = {
         lambda _, q: Attends.apply(q),
         "let it call the module around the attention",
     ),
-    "nothing": (lambda _, q: q * 2, "Calls.forward never called F.scaled_dot_product_attention"),
 }
 
 

@@ -22,13 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ....dist.errors import StateError
-from ...pg_manager import describe_rank
 from ..alone import alone
 from ..attention import Asked
 from ..masks.documents import CU_SEQLENS, Documents, read_documents
 from .calls import require_documents_kept, require_no_labels
 from .mixing import require_apart, warn_unasked
+from .multihead import FUNCTION, attend_projected
 from .settings import Settings, note_backward, refusal, settings_of
 
 
@@ -47,8 +46,8 @@ _require_apart = torch.compiler.disable(require_apart)  # a compiled model is as
 def install(model: nn.Module, without: Container[nn.Module] = ()) -> None:
     """Route the calls of scaled_dot_product_attention in a marked model, in place.
 
-    Modules of torch.nn itself call no attention of their own (but nn.MultiheadAttention, which
-    the mode refuses), so they are left alone; modules within them are not.
+    Modules of torch.nn itself call no attention of their own but nn.MultiheadAttention, so the
+    others are left alone; modules within them are not.
 
     Args:
         model: The model.
@@ -57,7 +56,8 @@ def install(model: nn.Module, without: Container[nn.Module] = ()) -> None:
     for module in list(model.modules()):
         if module in without:
             continue
-        if module is model or not type(module).__module__.startswith("torch.nn."):
+        attends = isinstance(module, nn.MultiheadAttention)
+        if module is model or attends or not type(module).__module__.startswith("torch.nn."):
             wrapped = _overriding(module, outermost=module is model)
             # Bound to the module, so that a deep copy of the model calls itself, not this one.
             module.forward = MethodType(wrapped, module)
@@ -96,11 +96,8 @@ class AttentionOverride(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             _refuse_bare_function(sys._getframe(1))
             return self._sdpa(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            raise refusal(
-                "nn.MultiheadAttention computes its attention inside torch; use a module that "
-                "calls F.scaled_dot_product_attention"
-            )
+        if func is FUNCTION:
+            return attend_projected(self._sdpa_of_heads, *args, **kwargs)
         return func(*args, **kwargs)
 
     @contextmanager
@@ -143,6 +140,9 @@ class AttentionOverride(TorchFunctionMode):
         if given is not None:
             return self.documents(given)
         return None if told is None else told.documents
+
+    def _sdpa_of_heads(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        return self.attend(q, k, v, Asked(bool(is_causal)))
 
     def _sdpa(
         self,
@@ -198,10 +198,8 @@ def _overriding(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
                 _require_apart(self, inner, (args, kwargs), settings, _turned_on)
         else:
             settings.require_told_alike()
-        with _turned_on(settings, kwargs) as override:
+        with _turned_on(settings, kwargs):
             result = inner(self, *args, **kwargs)
-        if outermost and not override.calls:
-            raise _unseen(self)
         if outermost:
             note_backward(result, settings)
             warn_unasked(self, settings)
@@ -249,12 +247,3 @@ def _refuse_bare_function(frame: Any) -> None:
                 "around the attention"
             )
         frame = frame.f_back
-
-
-def _unseen(model: nn.Module) -> StateError:
-    message = (
-        f"apply_context_parallel on {describe_rank()}: {type(model).__name__}.forward never called "
-        "F.scaled_dot_product_attention, so whatever attention it has saw this rank's shard "
-        "alone; select the model's 'sdpa' attention, or call ring_attention in it"
-    )
-    return StateError(message)
