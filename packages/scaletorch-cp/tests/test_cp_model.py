@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
+import warnings
 from functools import partial
 from itertools import pairwise
 
@@ -25,6 +26,7 @@ from scaletorch.parallel.context_parallel import (
 )
 from scaletorch.parallel.context_parallel.methods import METHODS
 from scaletorch.parallel.context_parallel.models import transformers_mask
+from scaletorch.parallel.context_parallel.models.override import running_override
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
@@ -411,6 +413,26 @@ def test_what_cannot_be_exact_is_refused_by_name(name):
     for rank, message in enumerate(run_ranks(_refuse, 2, name)):
         assert f"on rank {rank}" in message
         assert REFUSED[name][1] in message
+
+
+def _sees_whole():
+    """Torch's attention within what runs on whole sequences, where padding is known."""
+    padding = torch.tensor([[False, False, True], [False, True, True]])
+
+    def call(self, q):
+        with running_override().left_alone():
+            return self.attend(q, key_padding_mask=padding)
+
+    plain = Calls(call)
+    q = torch.randn(1, 2, 3, 4)
+    expected = plain.attend(q, key_padding_mask=padding)
+    with warnings.catch_warnings(action="ignore"):  # with four dims it cannot be asked
+        found = apply_context_parallel(plain, c10d.new_group())(q)
+    return [torch.equal(*pair) for pair in zip(found, expected, strict=True)]
+
+
+def test_attention_on_whole_sequences_is_torchs_own():
+    assert run_ranks(_sees_whole, 2) == [[True, True]] * 2
 
 
 def _own_forward():

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from .multihead import require_known
-from .override import unbound
+from .override import running_override, unbound
 from .settings import settings_of
 
 _FORWARD = inspect.signature(nn.MultiheadAttention.forward)
@@ -34,7 +34,8 @@ def _without_weights(name: str, inner: Callable[..., Any]) -> Callable[..., Any]
     @functools.wraps(inner)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         settings = settings_of(self)
-        if settings is None or not settings.active:
+        running = None if settings is None else running_override(settings)
+        if settings is None or not settings.active or (running is not None and running.whole):
             return inner(self, *args, **kwargs)
         bound = _FORWARD.bind(self, *args, **kwargs)
         bound.apply_defaults()

@@ -71,6 +71,7 @@ class AttentionOverride(TorchFunctionMode):
         given: Keyword arguments of the forward that turned it on.
         position_ids: What the innermost forward that has this argument was given.
         calls: How many calls of attention it has seen.
+        whole: What runs sees whole sequences, and its attention is its own.
     """
 
     def __init__(self, settings: Settings, given: Mapping[str, Any]) -> None:
@@ -79,7 +80,7 @@ class AttentionOverride(TorchFunctionMode):
         self.given = given
         self.position_ids = given.get("position_ids")
         self.calls = 0
-        self._whole = False  # what runs sees whole sequences
+        self.whole = False
         self._read: list[tuple[object, Documents]] = []  # kept, as reading waits for the device
 
     def __torch_function__(
@@ -91,7 +92,7 @@ class AttentionOverride(TorchFunctionMode):
     ) -> Any:
         """Replace attention, refuse calls that hide it, and leave all else as it is."""
         kwargs = kwargs or {}
-        if self._whole:
+        if self.whole:
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             _refuse_bare_function(sys._getframe(1))
@@ -103,11 +104,11 @@ class AttentionOverride(TorchFunctionMode):
     @contextmanager
     def left_alone(self) -> Iterator[None]:
         """Let attention be the model's own for a while: it is called with whole sequences."""
-        before, self._whole = self._whole, True
+        before, self.whole = self.whole, True
         try:
             yield
         finally:
-            self._whole = before
+            self.whole = before
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
         """Attend by the model's settings, and count the call."""
