@@ -202,16 +202,16 @@ def test_heads_are_counted_also_where_the_module_has_no_counts():
 
 def test_a_model_that_only_resembles_a_family_is_refused():
     far = nn.Sequential(nn.Linear(2, 2))
-    refuse(far, None, 1, "is of no known model family; pass plan=", "'row' for layers that take")
+    refuse(far, None, 4, "is of no known model family; print(explain(model, 4)) of", "pass it as")
     model = Model()
     for block in model.layers:
         block.mlp.down = block.mlp.__dict__["_modules"].pop("down_proj")
-    refuse(model, None, 1, "Llama is the nearest of", r"nothing matches **.layers.*.mlp.down_proj")
+    refuse(model, None, 1, "is of no known model family; print(explain(model, 1)) of")
     model = Model()
     for block in model.layers:
         block.mlp = nn.ModuleDict({"experts": nn.Linear(2, 2), "router": nn.Linear(2, 2)})
     refuse(
-        model, None, 1, "gpt-oss is the nearest of", "layers.0.self_attn' has no parameter sinks"
+        model, None, 1, "gpt-oss has such names, but 'layers.0.self_attn' has no parameter sinks"
     )
     model = Model()
     model.layers[1].self_attn.norms = nn.ModuleList([nn.LayerNorm(2)])

@@ -149,12 +149,20 @@ def refused():
     for kind, options, message in (
         ("bloom", {**SLICED, "n_head": 4, "n_layer": 1}, "mlp' has slow_but_exact: it computes o"),
         # Of these nobody trains a model any more; a user may, with a plan.
-        ("ctrl", {**SMALL, "dff": 48}, "is of no known model family; pass plan={'pattern of"),
-        ("xlnet", {"d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 48}, "; pass plan="),
-        ("rwkv", {"attention_hidden_size": 32}, "of no known model family; pass plan="),
-        ("persimmon", {}, "of no known model family; pass plan="),
-        ("bitnet", {}, "Llama is the nearest of .* has attn_sub_norm.*; pass plan="),
-        ("trocr", {**DECODER, "d_model": 32}, "BART is the nearest of .* has kdim.*; pass plan="),
+        ("ctrl", {**SMALL, "dff": 48}, "is of no known model family; print.explain"),
+        (
+            "xlnet",
+            {"d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 48},
+            ": complete it, and pass it as plan=",
+        ),
+        ("rwkv", {"attention_hidden_size": 32}, "of no known model family; print.explain"),
+        ("persimmon", {}, "of no known model family; print.explain"),
+        ("bitnet", {}, "Llama has such names, but .* has attn_sub_norm.* pass it as plan="),
+        (
+            "trocr",
+            {**DECODER, "d_model": 32},
+            "BART has such names, but .* has kdim.* pass it as plan=",
+        ),
     ):
         for sequence_parallel in (False, True):
             with pytest.raises(InvalidArgumentError, match=message):

@@ -24,6 +24,7 @@ from .kernels import update_out_and_lse
 from .layouts.layout import Layout, layout_of_whole, require_name
 from .layouts.order import order_of_shards
 from .layouts.sharding import own_shard
+from .models.by_heads import attend_by_heads
 from .models.computed import find_computed
 from .models.counted_positions import find_counted, give_positions
 from .models.override import install
@@ -106,7 +107,8 @@ def apply_context_parallel(
     """Make every attention inside `model` attend to the whole sequence.
 
     That is every `F.scaled_dot_product_attention`, whose `is_causal`, `scale` and `enable_gqa`
-    keep their meaning over the whole sequence; and the attention of models of `transformers`,
+    keep their meaning over the whole sequence; every `nn.MultiheadAttention`, which returns no
+    weights; and the attention of models of `transformers`,
     which get an implementation of their own: no mask is built, `sliding_window` is kept, and
     `cu_seq_lens_q` in the model's call says where documents of the whole sequence begin.
 
@@ -121,12 +123,12 @@ def apply_context_parallel(
     whole sequences of some rows, and so does a model of which nothing can be given a shard. Others
     that mix positions by more than attention (pooling too) would see this rank's shard alone: the
     first forward that is given ids, or other integers [B, L], runs twice more for that, and refuses
-    it; not so positions that it counts itself.
+    it; not so positions that it counts itself. A model without attention may be one that computes
+    each position by itself.
 
     Refused when they are met: masks, dropout, `generate`, decoding and cross attention, full
-    attention if `layout` says "zigzag" (but within `ShardedSequences.inside`),
-    nn.MultiheadAttention, attention in a checkpointed or autograd function that calls no module
-    around it, and a forward without attention.
+    attention if `layout` says "zigzag" (but within `ShardedSequences.inside`), and attention in a
+    checkpointed or autograd function that calls no module around it.
 
     Args:
         model: Any module; plain `nn.Module` code that knows nothing of this.
@@ -176,6 +178,7 @@ def _divide(model: nn.Module, settings: Settings) -> bool:
         _adopt(model)
     sees_whole = _see_whole(model, settings)
     give_positions(model, counted)
+    attend_by_heads(model)
     install(model)
     return sees_whole
 

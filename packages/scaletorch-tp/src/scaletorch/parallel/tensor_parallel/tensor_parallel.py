@@ -14,6 +14,7 @@ from ..pg_manager.building import divided_modules
 from .layers.base import Memo, TensorParallelLayer
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
+from .layers.multihead import leave_fast_paths
 from .optimizers import watch
 from .plans.head_counts import find_splitters
 from .plans.plan import Plan
@@ -56,10 +57,11 @@ def apply_tensor_parallel(
         model: The whole model, equal on every rank.
         plan: Pattern of module names -> style. `*` stands for any text inside one component of a
             name, a component `**` for any number of them; "" is the root. Styles are "column",
-            "column_gather", "row", "row_split", "vocab", "replicate", "sequence", "sharded",
-            "sequence_join", "sequence_layer", "sequence_whole", "sequence_positions", `Fused`,
-            `Stacked`, `PerHead`, `SharedTail` and `Divide`. None is the model's own plan
-            (transformers) or its family's, but for experts divided already.
+            "column_gather", "row", "row_split", "vocab", "attention", "replicate", "sequence",
+            "sharded", "sequence_join", "sequence_layer", "sequence_whole", "sequence_positions",
+            `Fused`, `Stacked`, `PerHead`, `SharedTail` and `Divide`. None is the model's own plan
+            (transformers), its family's or that of layers of `torch.nn`, but for experts divided
+            already.
         group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
         sequence_parallel: Between sharded layers each rank holds its share of every sequence.
 
@@ -110,6 +112,7 @@ def _apply(
             surround(match.module, match.mixin, group)
             vars(match.module).update({} if match.layer else match.options)
     watch(model)
+    leave_fast_paths(model)
     for module in resolved.regions:
         # A model is called with ids, not with a share of hidden states.
         if module is not model or not sequence_parallel:

@@ -22,13 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ....dist.errors import StateError
-from ...pg_manager import describe_rank
 from ..alone import alone
 from ..attention import Asked
 from ..masks.documents import CU_SEQLENS, Documents, read_documents
 from .calls import require_documents_kept, require_no_labels
 from .mixing import require_apart, warn_unasked
+from .multihead import FUNCTION, attend_projected
 from .settings import Settings, note_backward, refusal, settings_of
 
 
@@ -47,8 +46,8 @@ _require_apart = torch.compiler.disable(require_apart)  # a compiled model is as
 def install(model: nn.Module, without: Container[nn.Module] = ()) -> None:
     """Route the calls of scaled_dot_product_attention in a marked model, in place.
 
-    Modules of torch.nn itself call no attention of their own (but nn.MultiheadAttention, which
-    the mode refuses), so they are left alone; modules within them are not.
+    Modules of torch.nn itself call no attention of their own but nn.MultiheadAttention, so the
+    others are left alone; modules within them are not.
 
     Args:
         model: The model.
@@ -57,7 +56,8 @@ def install(model: nn.Module, without: Container[nn.Module] = ()) -> None:
     for module in list(model.modules()):
         if module in without:
             continue
-        if module is model or not type(module).__module__.startswith("torch.nn."):
+        attends = isinstance(module, nn.MultiheadAttention)
+        if module is model or attends or not type(module).__module__.startswith("torch.nn."):
             wrapped = _overriding(module, outermost=module is model)
             # Bound to the module, so that a deep copy of the model calls itself, not this one.
             module.forward = MethodType(wrapped, module)
@@ -71,6 +71,7 @@ class AttentionOverride(TorchFunctionMode):
         given: Keyword arguments of the forward that turned it on.
         position_ids: What the innermost forward that has this argument was given.
         calls: How many calls of attention it has seen.
+        whole: What runs sees whole sequences, and its attention is its own.
     """
 
     def __init__(self, settings: Settings, given: Mapping[str, Any]) -> None:
@@ -79,7 +80,7 @@ class AttentionOverride(TorchFunctionMode):
         self.given = given
         self.position_ids = given.get("position_ids")
         self.calls = 0
-        self._whole = False  # what runs sees whole sequences
+        self.whole = False
         self._read: list[tuple[object, Documents]] = []  # kept, as reading waits for the device
 
     def __torch_function__(
@@ -91,26 +92,23 @@ class AttentionOverride(TorchFunctionMode):
     ) -> Any:
         """Replace attention, refuse calls that hide it, and leave all else as it is."""
         kwargs = kwargs or {}
-        if self._whole:
+        if self.whole:
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             _refuse_bare_function(sys._getframe(1))
             return self._sdpa(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            raise refusal(
-                "nn.MultiheadAttention computes its attention inside torch; use a module that "
-                "calls F.scaled_dot_product_attention"
-            )
+        if func is FUNCTION:
+            return attend_projected(self._sdpa_of_heads, *args, **kwargs)
         return func(*args, **kwargs)
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
         """Let attention be the model's own for a while: it is called with whole sequences."""
-        before, self._whole = self._whole, True
+        before, self.whole = self.whole, True
         try:
             yield
         finally:
-            self._whole = before
+            self.whole = before
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
         """Attend by the model's settings, and count the call."""
@@ -143,6 +141,9 @@ class AttentionOverride(TorchFunctionMode):
         if given is not None:
             return self.documents(given)
         return None if told is None else told.documents
+
+    def _sdpa_of_heads(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        return self.attend(q, k, v, Asked(bool(is_causal)))
 
     def _sdpa(
         self,
@@ -198,10 +199,8 @@ def _overriding(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
                 _require_apart(self, inner, (args, kwargs), settings, _turned_on)
         else:
             settings.require_told_alike()
-        with _turned_on(settings, kwargs) as override:
+        with _turned_on(settings, kwargs):
             result = inner(self, *args, **kwargs)
-        if outermost and not override.calls:
-            raise _unseen(self)
         if outermost:
             note_backward(result, settings)
             warn_unasked(self, settings)
@@ -249,12 +248,3 @@ def _refuse_bare_function(frame: Any) -> None:
                 "around the attention"
             )
         frame = frame.f_back
-
-
-def _unseen(model: nn.Module) -> StateError:
-    message = (
-        f"apply_context_parallel on {describe_rank()}: {type(model).__name__}.forward never called "
-        "F.scaled_dot_product_attention, so whatever attention it has saw this rank's shard "
-        "alone; select the model's 'sdpa' attention, or call ring_attention in it"
-    )
-    return StateError(message)

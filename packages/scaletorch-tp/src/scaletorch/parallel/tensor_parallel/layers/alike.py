@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 _HARMLESS = frozenset({"forward", "__module__", "__doc__", "__qualname__", "__firstlineno__",
                        "__static_attributes__", "__annotations__", "__parameters__"})  # fmt: skip
@@ -21,7 +22,7 @@ def computes_as_linear(module: nn.Module) -> bool:
     does not; nor does one that clips.
     """
     kind = type(module)
-    if kind is nn.Linear:
+    if kind in (nn.Linear, NonDynamicallyQuantizableLinear):
         return True
     if not issubclass(kind, nn.Linear):
         return False

@@ -14,6 +14,7 @@ from ....dist import get_rank, get_world_size
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import axis_group, describe_rank
 from ..cuts.cut import Cut, require_shares, share_cut
+from ..cuts.fused import fuse
 from ..optimizers import watch
 from ..regions.region import leave
 from ..regions.sequence_shares import SequenceShares
@@ -44,6 +45,7 @@ class TensorParallelLayer(nn.Module):
     plain_class: ClassVar[type[nn.Module]]  # what it is a shard of
     sharded_size: ClassVar[str]  # the attribute of it that is divided over the ranks
     shard_dims: ClassVar[Mapping[str, int]]  # parameter -> dim; others are whole on every rank
+    packed: ClassVar[Mapping[str, int]] = {}  # parameter -> its equal parts, if there are several
     replicable: ClassVar[bool] = False  # whether several ranks may have one part
     options: ClassVar[Mapping[str, Any]]  # further attributes and their defaults
 
@@ -131,11 +133,18 @@ class TensorParallelLayer(nn.Module):
         """Return why `module` cannot become this layer, or None if it can."""
         if not cls.takes(module):
             return f"it is a {type(module).__name__}, not a {cls.plain_class.__name__} itself"
+        if not {"weight"} <= set(module._parameters) <= _OWN:
+            return f"its parameters are {sorted(module._parameters)}, not a plain weight and bias"
+        return cls._misfit_of_parameters(module, _OWN)
+
+    @staticmethod
+    def _misfit_of_parameters(module: nn.Module, known: Collection[str]) -> str | None:
         if "forward" in vars(module):
             return "its forward was replaced on the instance"
-        if not {"weight"} <= set(module._parameters) <= {"weight", "bias"}:
-            return f"its parameters are {sorted(module._parameters)}, not a plain weight and bias"
-        for name, parameter in module.named_parameters():
+        own = {name: p for name, p in module._parameters.items() if p is not None}
+        if not own or not own.keys() <= {*known}:
+            return f"its parameters are {sorted(own)}, of which {sorted(known)} are known"
+        for name, parameter in own.items():
             if type(parameter) is not nn.Parameter:
                 return f"its {name} is a {type(parameter).__name__}, not an nn.Parameter"
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
@@ -201,7 +210,12 @@ class TensorParallelLayer(nn.Module):
 
     def cut_of(self, name: str) -> Cut:
         """Return how the parameter of that name is cut along its dim."""
-        return self.cut
+        return self.cut_of_parts(self.cut, name)
+
+    @classmethod
+    def cut_of_parts(cls, cut: Cut, name: str) -> Cut:
+        """Return how the parameter of that name is cut, given how each of its parts is."""
+        return fuse([cut] * cls.packed.get(name, 1))
 
     def _shard_parameter(
         self, name: str, dim: int, whole: nn.Parameter, memo: Memo
@@ -258,8 +272,8 @@ class TensorParallelLayer(nn.Module):
 
         `weight_norm`, `spectral_norm` and pruning would take the norm of this rank's part.
         """
-        known = "weight" in self._parameters and self._parameters.keys() <= _OWN
-        if (not known or "parametrizations" in self._modules) and self.tp_size > 1:
+        plain = self._knows_parameters() and "parametrizations" not in self._modules
+        if not plain and self.tp_size > 1:
             own = ", ".join(name for name, _ in self.named_parameters())
             raise StateError(
                 f"{describe_rank()}: a parameter of this {type(self).__name__} is computed from "
@@ -268,6 +282,9 @@ class TensorParallelLayer(nn.Module):
                 "them, or give the layer the style 'replicate' and put them on before "
                 "apply_tensor_parallel"
             )
+
+    def _knows_parameters(self) -> bool:
+        return "weight" in self._parameters and self._parameters.keys() <= _OWN
 
     def _check_input(self, x: Tensor, length: int, way_out: str) -> None:
         self._check_parameters()

@@ -13,6 +13,7 @@ from torch import nn
 from ..cuts.cut import Cut, head_cuts
 from ..cuts.fused import fuse
 from ..layers.base import TensorParallelLayer
+from ..layers.multihead import ParallelMultiheadAttention
 from ..regions.surround import own_class
 from .plan import Matches, children_of
 
@@ -211,6 +212,10 @@ def _attention(name: str, module: nn.Module, matches: Matches, by_config: bool) 
     mine = children_of(module, matches)
     rows = [match for match in mine if match.is_row]
     columns = [match for match in mine if match.is_column]
+    if module in matches and matches[module].becomes(ParallelMultiheadAttention):
+        ends = {match.module: match.lengths for match in rows}
+        number = int(vars(module)["num_heads"])
+        return Attention(name, module, int(vars(module)["head_dim"]), number, number, ends)
     if len(rows) != 1 or not columns or len(mine) > 1 + len(columns):
         return None
     total = sum(rows[0].lengths)

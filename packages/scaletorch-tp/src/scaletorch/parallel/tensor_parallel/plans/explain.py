@@ -11,14 +11,17 @@ from ....dist.errors import InvalidArgumentError
 from ..cuts.fused import Fused
 from ..cuts.stacked import Stacked
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
+from ..layers.multihead import ParallelMultiheadAttention
 from ..sharing.adapters import without_adapters
 from ..sharing.joining import JoinSequence
 from ..sharing.sequence import until_joined
 from ..sharing.sequence_layers import SequenceLayer, inside_layers
 from ..sharing.shared_tail import SharedTail
 from .explanation import Communication, ExplainedParameter, Explanation
+from .families import UnplannedError
 from .plan import Match, Plan, children_of
 from .resolve import Resolved, resolve
+from .skeleton import skeleton
 
 
 def explain(
@@ -31,7 +34,8 @@ def explain(
     wide are taken to share one input, whose gradient is summed once; with sequence parallelism it
     is gathered once. An embedding is taken to be looked up for each token of the batch.
     The router's weights that experts are called with, a few for each token, are not counted, nor
-    are low-rank adapters.
+    are low-rank adapters. Of a model that has no plan, a plan to complete is explained: what `str`
+    returns is Python, a dict to be passed as `plan`.
 
     Args:
         model: The whole model; its parameters may be on the meta device. It is not changed.
@@ -48,7 +52,10 @@ def explain(
     if type(tp) is not int or tp < 1:
         raise InvalidArgumentError(f"tp is a number of ranks, at least 1, got {tp!r}")
     with without_adapters(model):
-        resolved = resolve(model, plan, tp, sequence_parallel=sequence_parallel)
+        try:
+            resolved = resolve(model, plan, tp, sequence_parallel=sequence_parallel)
+        except UnplannedError:
+            return Explanation(tp, (), (), skeleton(model))
         parameters = tuple(_parameters(model, resolved, tp))
         sent = tuple(_communications(model, resolved, sequence_parallel)) if tp > 1 else ()
     return Explanation(tp, parameters, sent)
@@ -170,6 +177,9 @@ def _of_layer(name: str, match: Match, sequence_parallel: bool) -> Iterator[Comm
     if match.becomes(ColumnParallelLinear):
         yield from _of_column(name, match)
         return
+    if match.becomes(ParallelMultiheadAttention):  # its output is a row of its own
+        yield from _beginning(name, [match], sequence_parallel)
+        return
     if isinstance(match.style, Stacked):
         if match.style.enters:
             yield from _beginning(name, [match], sequence_parallel)
@@ -234,6 +244,9 @@ def _width(match: Match, side: Literal["in", "out"]) -> int:
     """Return the whole width of a layer's input or output."""
     if isinstance(match.style, Stacked):
         return match.style.hidden(match.module)
-    names = {"in": ("in_features", "nx"), "out": ("out_features", "nf", "embedding_dim")}[side]
+    names = {
+        "in": ("in_features", "nx", "embed_dim"),
+        "out": ("out_features", "nf", "embedding_dim"),
+    }[side]
     found = (getattr(match.module, name, None) for name in names)
     return next(width for width in found if isinstance(width, int))

@@ -75,11 +75,14 @@ class Explanation:
         tp: Number of ranks.
         parameters: In the model's order.
         communications: Of one forward and backward, in the model's order.
+        skeleton: A plan to complete, of a model that has none: the text of a dict. Nothing else is
+            known of such a model.
     """
 
     tp: int
     parameters: tuple[ExplainedParameter, ...]
     communications: tuple[Communication, ...]
+    skeleton: str = ""
 
     def bytes(self, tokens: int, element_size: int) -> int:
         """Return the bytes of all communicated tensors, each whole, of one forward and backward.
@@ -116,6 +119,8 @@ class Explanation:
         }
 
     def __str__(self) -> str:
+        if self.skeleton:
+            return self.skeleton
         held = [
             (_generic(p.name), p.style or "-", _sizes(p.shape), _local(p)) for p in self.parameters
         ]

@@ -179,55 +179,48 @@ def _foreign(model: nn.Module, family: Family, names: Sequence[str]) -> str | No
     return None
 
 
-def find_family(model: nn.Module) -> Recognised:
-    """Find the known family whose names the model has, and match its plan.
+class UnplannedError(InvalidArgumentError):
+    """A model for which no plan was given has none of its own, and is of no known family."""
 
-    Raises:
-        InvalidArgumentError: No family is recognised.
-    """
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    missing: dict[
-        str, tuple[float, str]
-    ] = {}  # how much a model shares with a family, and what not
+
+def find_family(model: nn.Module) -> Recognised | None:
+    """Find the known family whose names the model has, and match its plan, if there is one."""
+    names = _names(model)
     for family in FAMILIES:
-        absent = [p for p in family.plan if p not in family.may_lack and not matching(p, names)]
-        foreign = _foreign(model, family, names) if not absent else None
-        if foreign is not None or absent:
-            why = foreign or f"nothing matches {', '.join(absent)}"
-            missing[family.name] = (_shared(family, absent), why)
-            continue
-        matches = match_plan(model, family.plan, family.may_lack)
-        complete = tuple(n for pattern in family.complete for n in matching(pattern, names))
-        heads = {n: own for p, own in family.heads.items() for n in matching(p, names)}
-        return Recognised(f"the {family.name} family", matches, complete, heads)
-    raise InvalidArgumentError(_unknown(model, missing))
+        if not _absent(family, names) and _foreign(model, family, names) is None:
+            matches = match_plan(model, family.plan, family.may_lack)
+            complete = tuple(n for pattern in family.complete for n in matching(pattern, names))
+            heads = {n: own for p, own in family.heads.items() for n in matching(p, names)}
+            return Recognised(f"the {family.name} family", matches, complete, heads)
+    return None
 
 
-def _shared(family: Family, absent: Sequence[str]) -> float:
-    """Return which part of the patterns that a model of a family must match is there."""
-    needed = [pattern for pattern in family.plan if pattern not in family.may_lack]
-    return 1 - len(absent) / len(needed)
+def _names(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_modules(remove_duplicate=False)]
 
 
-def _unknown(model: nn.Module, missing: Mapping[str, tuple[float, str]]) -> str:
-    """Return why a model has no plan, given how near it is to each family and what it lacks."""
-    name = type(model).__name__
-    states = state_layers(model)
+def _absent(family: Family, names: Sequence[str]) -> bool:
+    needed = (pattern for pattern in family.plan if pattern not in family.may_lack)
+    return any(not matching(pattern, names) for pattern in needed)
+
+
+def unplanned(model: nn.Module, tp_size: int) -> InvalidArgumentError:
+    """Return the error of a model that has no plan, which says how to get one."""
+    name, states, names = type(model).__name__, state_layers(model), _names(model)
     if states:
-        return (
+        return InvalidArgumentError(
             f"{name} has nothing that tensor parallelism divides, no attention and no MLP: its "
             f"layers ({', '.join(states)}) keep a state, which every rank would need whole; leave "
             "tp_size at 1 and use the other axes, or pass a plan of your own"
         )
-    nearest = max(missing, key=lambda family: missing[family][0])
-    shared, why = missing[nearest]
-    near = f": {nearest} is the nearest of {len(missing)}, but {why}" if shared > 0.5 else ""
-    return (
+    alike = next((family for family in FAMILIES if not _absent(family, names)), None)
+    other = "" if alike is None else f": {alike.name} has such names, but "
+    other += "" if alike is None else str(_foreign(model, alike, names))
+    return UnplannedError(
         f"{name} has no plan of its own for its layers (_tp_plan of transformers), and is of no "
-        f"known model family{near}; pass plan={{'pattern of module names': style}}, with 'column' "
-        "for layers that make heads or inner features (queries, keys, values, gate and up), 'row' "
-        "for layers that take these as input (output, down), 'vocab' for embeddings of tokens and "
-        "'column_gather' for the head"
+        f"known model family{other}; print(explain(model, {tp_size})) of "
+        "scaletorch.parallel.tensor_parallel writes a plan of its layers: complete it, and pass it "
+        "as plan="
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager.building import matching, no_match
@@ -20,6 +21,7 @@ from ..layers.embedding import ScaledVocabParallelEmbedding, VocabParallelEmbedd
 from ..layers.experts import ParallelExperts
 from ..layers.heads import HeadParameters
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
+from ..layers.multihead import ParallelMultiheadAttention
 from ..regions.random import CommonRandom, ShardedRandom
 from ..regions.surround import Surrounded
 from ..sharing.joining import JoinSequence
@@ -65,6 +67,7 @@ STYLES: Mapping[
     "row": (RowParallelLinear, {}),
     "row_split": (RowParallelLinear, {"input_is_parallel": False}),
     "vocab": (VocabParallelEmbedding, {}),
+    "attention": (ParallelMultiheadAttention, {}),
     "replicate": None,
     "sequence": None,  # what sequence parallelism makes of every module it is not told about
     "sequence_join": JoinSequence,
@@ -138,11 +141,11 @@ class Match:
 
     def cut_of(self, name: str) -> Cut | None:
         """Return how its parameter of that name is cut; None if it is not, or not yet known."""
-        if self.cut is None or name not in self.dims:
+        if self.cut is None or self.layer is None or name not in self.dims:
             return None
-        return (
-            self.style.sharded[name].cut(self.cut) if isinstance(self.style, Stacked) else self.cut
-        )
+        if isinstance(self.style, Stacked):
+            return self.style.sharded[name].cut(self.cut)
+        return self.layer.cut_of_parts(self.cut, name)
 
     @property
     def computes(self) -> bool:
@@ -182,13 +185,37 @@ def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:
     wanted, settings = meaning
     layer = next((each for each in VARIANTS.get(wanted, ()) if each.takes(module)), wanted)
     lengths = ()
-    misfit = layer.misfit(module)
+    misfit = layer.misfit(module) or _of_multihead(module, layer)
     if misfit is None:
         length = int(getattr(module, layer.sharded_size))
         misfit = style.misfit(length) if isinstance(style, Fused) else None
         if misfit is None:
             lengths = style.lengths(length) if isinstance(style, Fused) else (length,)
     return Match(name, module, pattern, style, layer, settings, None, lengths, misfit)
+
+
+def _of_multihead(module: nn.Module, layer: type[TensorParallelLayer]) -> str | None:
+    """Return why a linear layer that torch's attention reads cannot be sharded by itself."""
+    if type(module) is not NonDynamicallyQuantizableLinear:
+        return None
+    return (
+        "it is the out_proj of an nn.MultiheadAttention, which reads its weight itself: give that "
+        "module the style 'attention', which is for both"
+    )
+
+
+def with_outputs(matches: Mapping[nn.Module, Match]) -> dict[nn.Module, Match]:
+    """Return the matches, and beside each `nn.MultiheadAttention` its output as a row."""
+    found = dict(matches)
+    for match in matches.values():
+        if match.becomes(ParallelMultiheadAttention) and match.misfit is None:
+            module = match.module.get_submodule("out_proj")
+            name, misfit = f"{match.name}.out_proj".lstrip("."), RowParallelLinear.misfit(module)
+            lengths = () if misfit else (int(module.in_features),)  # type: ignore[arg-type]
+            found[module] = Match(
+                name, module, match.pattern, "row", RowParallelLinear, {}, None, lengths, misfit
+            )
+    return found
 
 
 def children_of(module: nn.Module, matches: Matches) -> list[Match]:
@@ -219,6 +246,7 @@ def match_plan(model: nn.Module, plan: Plan, may_lack: frozenset[str] = frozense
                     f"two patterns of the plan match module '{name}': '{other.pattern}' "
                     f"({other.style}) and '{pattern}' ({style}); make them exclude each other"
                 )
+    matches = with_outputs(matches)
     return [matches[module] for module in model.modules() if module in matches]
 
 

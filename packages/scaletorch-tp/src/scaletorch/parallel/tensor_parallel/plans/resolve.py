@@ -14,10 +14,11 @@ from ....dist.errors import InvalidArgumentError
 from ..layers.base import TensorParallelLayer
 from ..layers.heads import HeadParameters
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
+from ..layers.multihead import ParallelMultiheadAttention
 from ..regions.region import Region
 from ..regions.surround import cannot_surround
 from .attention import Attention, find_attentions, find_whole
-from .families import check_complete, find_family
+from .families import check_complete, find_family, unplanned
 from .plan import SEQUENCE_WHOLE, Divide, Match, Matches, Plan, children_of, match_plan, with_mixins
 from .sequences import (
     check_in_attention,
@@ -37,7 +38,10 @@ from .sizes import (
     local_attributes,
     with_cuts,
 )
+from .torch_layers import find_torch_layers
 from .transformers_plan import find_own_plan
+
+_ATTENTION = (HeadParameters, ParallelMultiheadAttention)
 
 
 class Resolved(NamedTuple):
@@ -69,19 +73,20 @@ def resolve(
     Args:
         model: The whole model; it is not changed.
         plan: Pattern of module names -> style; None looks for a plan of the model's own
-            (transformers), then for a known family.
+            (transformers), then for a known family, then for the layers of `torch.nn`.
         tp_size: Number of ranks it will be sharded over; none need exist.
         sequence_parallel: Whether sequences will be sharded between the sharded layers.
         divided: Modules that another strategy has divided over these ranks: no plan of the
             model's own names them.
 
     Raises:
+        UnplannedError: No plan was given, and none is known for the model.
         InvalidArgumentError: The plan does not match the model, a style does not fit its module,
             a size has no share for each rank, an attribute does not divide, a tied parameter
             would be sharded in two ways, the model is not quite of its family, or would compute
             something else on shards of its sequences.
     """
-    found, named, heads = _match(model, plan, divided, sequence_parallel=sequence_parallel)
+    found, named, heads = _match(model, plan, divided, tp_size, sequence_parallel=sequence_parallel)
     matches = {match.module: match for match in with_mixins(_checked_styles(found))}
     _check_mixins(matches.values())
     attentions = find_attentions(model, matches, named)
@@ -100,7 +105,8 @@ def resolve(
     if sequence_parallel:
         earlier = [module for module in model.modules() if isinstance(module, Region)]
         styled = [m.module for m in matches.values() if m.style == SEQUENCE_WHOLE]
-        whole = [*styled, *find_whole(model, [*regions, *earlier, *styled])]
+        gathers = [m.module for m in matches.values() if m.becomes(ParallelMultiheadAttention)]
+        whole = [*styled, *find_whole(model, [*regions, *earlier, *styled, *gathers])]
         check_in_attention(matches.values(), regions, whole)
         if plan is None:
             matches = kept_whole_on_shares(matches, [*regions, *whole])
@@ -111,6 +117,7 @@ def _match(
     model: nn.Module,
     plan: Plan | None,
     divided: Collection[nn.Module],
+    tp_size: int,
     *,
     sequence_parallel: bool,
 ) -> tuple[list[Match], set[nn.Module], list[Length]]:
@@ -120,6 +127,9 @@ def _match(
         _check_divided(found, divided)
         return found, set(), []
     known = find_own_plan(model, divided) or find_family(model)
+    known = known or find_torch_layers(model, divided)
+    if known is None:
+        raise unplanned(model, tp_size)
     modules = dict(model.named_modules(remove_duplicate=False))
     check_complete(modules, known)
     heads = list(head_counts(modules, known.heads))
@@ -169,7 +179,7 @@ def _is_region(module: nn.Module, matches: Matches, *, ends: bool) -> bool:
             columns += 1
         elif any(issubclass(kind, RowParallelLinear) for kind in found):
             rows += 1
-        elif any(issubclass(kind, HeadParameters) for kind in found):
+        elif any(issubclass(kind, _ATTENTION) for kind in found):
             return False  # attention, which has more within
         elif any(issubclass(kind, TensorParallelLayer) for kind in found):
             continue

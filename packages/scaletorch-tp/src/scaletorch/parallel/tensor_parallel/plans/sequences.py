@@ -9,6 +9,7 @@ from torch import nn
 
 from ....dist.errors import InvalidArgumentError
 from ..layers.heads import HeadParameters
+from ..layers.multihead import ParallelMultiheadAttention
 from ..sharing.sequence import until_joined
 from ..sharing.sequence_layers import OF_TOKENS, WHOLE_IDS, inside_layers
 from ..sharing.shared_tail import TailShared
@@ -137,6 +138,13 @@ def check_sequences(model: nn.Module, matches: Sequence[Match]) -> None:
     if joins:
         before = {*shared}
         _check_joined(joins[0], [match for match in matches if match.module not in before])
+    for match in (m for m in matches if m.becomes(ParallelMultiheadAttention)):
+        if not vars(match.module)["batch_first"]:
+            raise InvalidArgumentError(
+                f"{match.place} takes sequences as [L, B, E], of which sequence parallelism would "
+                "divide the batch; build it with batch_first=True, or do without sequence "
+                "parallelism"
+            )
     for name, module in model.named_modules():
         if getattr(module, "layerdrop", 0):
             raise InvalidArgumentError(

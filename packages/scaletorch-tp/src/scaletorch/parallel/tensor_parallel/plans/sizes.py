@@ -14,6 +14,7 @@ from ....dist.errors import InvalidArgumentError
 from ..cuts.cut import Cut, legal_sizes, share_cut
 from ..cuts.fused import fuse
 from ..layers.heads import HeadParameters
+from ..layers.multihead import ParallelMultiheadAttention
 from .attention import SHARED_KEYS, Attention, has_heads, head_length_of, latent_heads, out_features
 from .plan import Divide, Match, Matches, children_of
 
@@ -98,7 +99,8 @@ def with_cuts(matches: Matches, attentions: Attentions, tp_size: int) -> dict[nn
     result = dict(matches)
     for match in (m for m in matches.values() if m.layer is not None):
         cut = cuts.get(match.module) or fuse([share_cut(n, tp_size) for n in match.lengths])
-        if match.becomes(HeadParameters):  # of each head they may have several elements
+        if match.becomes(HeadParameters) or match.becomes(ParallelMultiheadAttention):
+            # Of each head they may have several elements.
             cut = cut.times(match.lengths[0] // cut.whole)
         result[match.module] = replace(match, cut=cut)
         _check_replicas(result[match.module], cut)

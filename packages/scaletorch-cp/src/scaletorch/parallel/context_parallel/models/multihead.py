@@ -1,0 +1,92 @@
+"""The function of torch's `nn.MultiheadAttention`, whose attention no mode sees."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .settings import refusal
+
+FUNCTION = F.multi_head_attention_forward
+_project_packed, _project = vars(F)["_in_projection_packed"], vars(F)["_in_projection"]
+_SIGNATURE = inspect.signature(FUNCTION)
+
+
+def require_known(name: str, given: Mapping[str, Any], dropout: float, added: bool) -> None:
+    """Refuse what attention over shards does not compute, and say how to do without.
+
+    Raises:
+        InvalidArgumentError: Padding, a mask that is not said to be causal, dropout, or keys that
+            are no token's.
+    """
+    if given["key_padding_mask"] is not None:
+        raise refusal(
+            f"{name} is given a key_padding_mask: leave it out, and padding to labels of -100 "
+            "behind a causal mask, or keep sequences whole"
+        )
+    if given["attn_mask"] is not None and not given["is_causal"]:
+        raise refusal(
+            f"{name} is given an attn_mask, which is of this rank's shard: pass is_causal=True "
+            "beside it if it is causal, else keep sequences whole"
+        )
+    if dropout:
+        raise refusal(f"{name} drops attention weights: set its dropout to 0, which is {dropout}")
+    if added:
+        raise refusal(
+            f"{name} adds a key that is no token's: build it without add_bias_kv and add_zero_attn"
+        )
+
+
+def attend_projected(sdpa: Callable[..., Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """Compute `F.multi_head_attention_forward` with another attention.
+
+    Args:
+        sdpa: Takes query, key and value [B, H, L, D] and `is_causal`.
+        args: Of that function, by place.
+        kwargs: Of that function, by name.
+
+    Raises:
+        InvalidArgumentError: It is asked for weights, or for what `nn.MultiheadAttention` is
+            refused.
+    """
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    name = FUNCTION.__name__
+    added = given["bias_k"] is not None or given["add_zero_attn"]
+    dropout = given["dropout_p"] if given["training"] else 0.0
+    require_known(name, given, dropout, added or given["static_k"] is not None)
+    if given["need_weights"]:
+        raise refusal(f"{name} is asked for weights, of which no rank has all: need_weights=False")
+    query: Tensor = given["query"]
+    batched = query.dim() == 3
+    out = sdpa(*map(_by_head(given["num_heads"]), _projections(given)), given["is_causal"])
+    out = F.linear(
+        out.permute(2, 0, 1, 3).flatten(2), given["out_proj_weight"], given["out_proj_bias"]
+    )
+    return (out if batched else out[:, 0]), None
+
+
+def _projections(given: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """Return queries, keys and values, each [L, B, E] or [L, E]."""
+    inputs = [given[name] for name in ("query", "key", "value")]
+    if not given["use_separate_proj_weight"]:
+        packed = _project_packed(*inputs, given["in_proj_weight"], given["in_proj_bias"])
+        return tuple(packed)
+    weights = [given[f"{name}_proj_weight"] for name in "qkv"]
+    biases = [None] * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
+    made: tuple[Tensor, ...] = _project(*inputs, *weights, *biases)
+    return made
+
+
+def _by_head(heads: int) -> Callable[[Tensor], Tensor]:
+    def split(x: Tensor) -> Tensor:
+        x = x if x.dim() == 3 else x[:, None]
+        by_head: Tensor = x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
+        return by_head
+
+    return split

@@ -1,0 +1,201 @@
+"""torch's `nn.MultiheadAttention`, of whose heads each rank has its share."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import describe_rank
+from ..regions.random import sharded_random
+from ..regions.region import enter
+from ..regions.uncompiled import around_compiled, gather, reduce
+from .base import TensorParallelLayer
+
+
+class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
+    """`nn.MultiheadAttention` whose heads are divided over the ranks.
+
+    Of its packed projection each rank has the rows of its heads of queries, of keys and of values.
+    Its `out_proj` becomes a row-parallel layer of its own. `embed_dim` and `num_heads` stay the
+    whole's; its own forward, unlike torch's, calls `out_proj`, and takes no fast path.
+    """
+
+    plain_class = nn.MultiheadAttention
+    sharded_size = "embed_dim"
+    shard_dims: ClassVar[dict[str, int]] = dict.fromkeys(
+        ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"), 0
+    )
+    packed: ClassVar[dict[str, int]] = {"in_proj_weight": 3, "in_proj_bias": 3}
+    options: ClassVar[dict[str, bool]] = {}
+
+    @classmethod
+    def misfit(cls, module: nn.Module) -> str | None:
+        """Return why `module` cannot become this layer, or None if it can."""
+        if type(module) is not nn.MultiheadAttention:
+            return f"it is a {type(module).__name__}, not an nn.MultiheadAttention itself"
+        if module.bias_k is not None or module.add_zero_attn:
+            return (
+                "add_bias_kv and add_zero_attn add a key that is no token's; leave them out, or "
+                "give it the style 'replicate'"
+            )
+        return cls._misfit_of_parameters(module, {*cls.shard_dims})
+
+    def _knows_parameters(self) -> bool:
+        own = {name for name, parameter in self._parameters.items() if parameter is not None}
+        apart = {"q_proj_weight", "k_proj_weight", "v_proj_weight"}
+        return ("in_proj_weight" in own or apart <= own) and own <= self.shard_dims.keys()
+
+    @around_compiled
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend as torch's own forward does, given the same whole tensors on every rank.
+
+        Args:
+            query: [B, L, E], or [L, B, E] without `batch_first`, or [L, E]; with sequence
+                parallelism this rank's share of the tokens.
+            key: [B, S, kdim], as `query`.
+            value: [B, S, vdim], as `query`.
+            key_padding_mask: [B, S], of the whole batch.
+            need_weights: Return the weights too, gathered from all ranks.
+            attn_mask: [L, S], or [B * num_heads, L, S] of all heads.
+            average_attn_weights: Return their mean over all heads.
+            is_causal: As of torch: a hint that `attn_mask` is causal.
+
+        Raises:
+            InvalidArgumentError: A mask of another shape, or a second sequence with sequence
+                parallelism.
+        """
+        if self.tp_size == 1:
+            return nn.MultiheadAttention.forward(
+                self, query, key, value, key_padding_mask, need_weights, attn_mask,
+                average_attn_weights, is_causal,
+            )  # fmt: skip
+        self._check_parameters()
+        batched = query.dim() == 3
+        q, k, v = self._projected(query, key, value)
+        causal = is_causal and key_padding_mask is None and not need_weights
+        if is_causal and attn_mask is None:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: nn.MultiheadAttention needs an attn_mask beside is_causal, "
+                "which is a hint alone: pass nn.Transformer.generate_square_subsequent_mask(L)"
+            )
+        mask = None if causal else self._mask(key_padding_mask, attn_mask, q, k.shape[2])
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        with sharded_random(self.group) if dropout else nullcontext():
+            if need_weights:
+                weights = self._weights(q, k, mask, dropout)
+                out = weights @ v
+            else:
+                out = functional.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
+            out = out.transpose(1, 2).flatten(2)
+            if not (batched and self.batch_first):
+                out = out.transpose(0, 1) if batched else out[0]
+            out = self.out_proj(out)
+        return out, self._of_all_heads(weights, average_attn_weights, batched)
+
+    def _projected(self, *given: Tensor) -> list[Tensor]:
+        """Return queries, keys and values of this rank's heads, each [B, heads, L, D]."""
+        entered = {id(x): x for x in given}
+        if self.sequence is not None and len(entered) > 1:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: with sequence parallelism nn.MultiheadAttention must be "
+                "called with one tensor as query, key and value, as of a second one it is not "
+                "known whether it is a share of tokens; do without sequence parallelism"
+            )
+        entered = {own: self._entered(x) for own, x in entered.items()}
+        query, key, value = (entered[id(x)] for x in given)
+        if self.in_proj_weight is not None and query is key is value:
+            made = functional.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        else:
+            biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            made = tuple(map(functional.linear, (query, key, value), self._matrices(), biases))
+        return [self._by_head(x) for x in made]
+
+    def _entered(self, x: Tensor) -> Tensor:
+        return enter(x, self.group) if self.sequence is None else self.sequence.enter(x)
+
+    def _matrices(self) -> tuple[Tensor, ...]:
+        if self.in_proj_weight is not None:
+            return self.in_proj_weight.chunk(3)
+        return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        if x.dim() == 2:
+            x = x[None]
+        elif not self.batch_first:
+            x = x.transpose(0, 1)
+        by_head: Tensor = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return by_head
+
+    def _mask(
+        self, padding: Tensor | None, mask: Tensor | None, q: Tensor, keys: int
+    ) -> Tensor | None:
+        """Return what is added to the scores of this rank's heads, [B or 1, heads or 1, L, S]."""
+        batch, _, length, _ = q.shape
+        none_or_dtype = functional._none_or_dtype
+        padding = functional._canonical_mask(
+            padding, "key_padding_mask", none_or_dtype(mask), "attn_mask", q.dtype
+        )
+        added = functional._canonical_mask(mask, "attn_mask", None, "", q.dtype, False)
+        if added is not None:
+            whole = (batch * self.num_heads, length, keys)
+            if tuple(added.shape) not in (whole, whole[1:]):
+                raise InvalidArgumentError(
+                    f"{describe_rank()}: expected an attn_mask of shape {list(whole[1:])}, or "
+                    f"{list(whole)} of all heads, got {list(added.shape)}"
+                )
+            if added.dim() == 3:  # a mask of each head
+                first = self.cut.start(self.tp_rank) // self.head_dim
+                added = added.view(batch, -1, length, keys).narrow(1, first, q.shape[1])
+        if padding is not None:
+            padding = padding.view(batch, 1, 1, keys)
+            return padding if added is None else added + padding
+        return added
+
+    def _weights(self, q: Tensor, k: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+        scores = q * self.head_dim**-0.5 @ k.transpose(-2, -1)
+        weights = torch.softmax(scores if mask is None else scores + mask, -1)
+        return functional.dropout(weights, dropout) if dropout else weights
+
+    def _of_all_heads(self, weights: Tensor | None, average: bool, batched: bool) -> Tensor | None:
+        """Return the weights of all heads, [B, heads, L, S], or their mean, given this rank's."""
+        if weights is None:
+            return None
+        if average:
+            weights = reduce(weights.sum(1), self.group) / self.num_heads
+        else:
+            sizes = [size // self.head_dim for size in self.shard_sizes]
+            weights = gather(weights, 1, self.group, sizes=sizes)
+        return weights if batched else weights[0]
+
+    def extra_repr(self) -> str:
+        """Describe the whole layer and its division."""
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, tp={self.tp_size}"
+
+
+def leave_fast_paths(model: nn.Module) -> None:
+    """Let torch's encoder layers call their sharded layers in eval mode too, in place.
+
+    Their fast path would multiply by this rank's weights and add up nothing.
+    """
+    for module in model.modules():
+        slow = {nn.TransformerEncoderLayer: "activation_relu_or_gelu",
+                nn.TransformerEncoder: "use_nested_tensor"}  # fmt: skip
+        names = [name for kind, name in slow.items() if isinstance(module, kind)]
+        if names and any(isinstance(m, TensorParallelLayer) for m in module.modules()):
+            vars(module).update(dict.fromkeys(names, 0))
