@@ -98,6 +98,15 @@ def test_own_attention_in_float64():
             torch.testing.assert_close(other[name], gradient, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.parametrize("name", ["vision_transformer", "diffusion_transformer", "recurrent"])
+def test_models_that_read_no_tokens(name, tmp_path):
+    one, *layouts = [line[-8:] for line in run(f"examples/{name}.py", tmp_path)]
+    assert len(one) == 8  # steps
+    assert len(layouts) == 2
+    assert all(losses == pytest.approx(one, abs=1.1e-8) for losses in layouts)
+    assert one[-1] < one[0]
+
+
 def test_finetune_transformers(tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("safetensors")

@@ -17,6 +17,7 @@ from .towers import find_towers
 from .whole_attention import find_attention, takes_positions
 from .whole_sequences import find_whole
 
+_TOKENS = "input_ids"  # what a model is given first, if it says nothing else
 _POOLING = ("ForSequenceClassification", "ForMultipleChoice", "ForQuestionAnswering")
 # Models that attend between tokens and patches of them, which end where tokens say.
 _OF_PATCHES = ("blt",)
@@ -82,6 +83,12 @@ def require_divisible(part: Any) -> None:
         if config.model_type == "falcon" and config.alibi:
             raise undivided(f"{name} adds ALiBi to its masks, which would be of this rank's shard")
     if not passes_states and not _told_positions(part):
+        taken = getattr(part, "main_input_name", _TOKENS)
+        if taken != _TOKENS:
+            raise undivided(
+                f"{name} takes {taken}, and cp divides the positions of tokens: take cp_size=1, "
+                "and the ranks for dp, tp or pp"
+            )
         raise undivided(
             f"{name} takes no position_ids and would count its positions from 0 on every rank"
         )

@@ -171,18 +171,22 @@ def _filled(container: Container, tensors: Iterator[Tensor]) -> Any:
     return CONTAINERS[kind](_filled(entry, tensors) for entry in entries)
 
 
+def blank(form: Form | None) -> Any:
+    """Return what has a form, on the meta device."""
+    tensors = [
+        torch.empty(t.shape, dtype=t.dtype, device="meta", requires_grad=t.requires_grad)
+        for t in (form or NOTHING).tensors
+    ]
+    return None if form is None else contained(tensors, form)
+
+
 def to_header(form: Form | None) -> Tensor:
     """Write a form into a message of `HEADER_BYTES` bytes; None says that there is none to come.
 
     Raises:
         InvalidArgumentError: Too many tensors, or names too long.
     """
-    fields = form and {
-        "tensors": [(t.shape, str(t.dtype).removeprefix("torch."), t.requires_grad)
-                    for t in form.tensors],
-        "container": form.container,
-    }  # fmt: skip
-    text = json.dumps(fields).encode()
+    text = to_text(form).encode()
     if len(text) > HEADER_BYTES:
         raise InvalidArgumentError(
             f"{describe_rank()}: what a stage passes on takes {len(text)} bytes to describe, more "
@@ -193,7 +197,22 @@ def to_header(form: Form | None) -> Tensor:
 
 def from_header(header: Tensor) -> Form | None:
     """Read a form that `to_header` wrote."""
-    fields = json.loads(bytes(header.cpu().tolist()))
+    return from_text(bytes(header.cpu().tolist()).decode())
+
+
+def to_text(form: Form | None) -> str:
+    """Write a form; None says that there is none."""
+    fields = form and {
+        "tensors": [(t.shape, str(t.dtype).removeprefix("torch."), t.requires_grad)
+                    for t in form.tensors],
+        "container": form.container,
+    }  # fmt: skip
+    return json.dumps(fields)
+
+
+def from_text(text: str) -> Form | None:
+    """Read a form that `to_text` wrote."""
+    fields = json.loads(text)
     if fields is None:
         return None
     return Form(

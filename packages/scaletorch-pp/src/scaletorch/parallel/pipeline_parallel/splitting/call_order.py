@@ -31,6 +31,18 @@ def calls_around(module: nn.Module, child: str) -> tuple[frozenset[str], frozens
         module: Whose forward.
         child: Name of the child, such as the list of layers.
     """
+    before, after = _calls(module, child)
+    return before - after - {child}, after - before - {child}
+
+
+def calls_on_both_sides(module: nn.Module, child: str) -> frozenset[str]:
+    """Return which children a forward calls both before it comes to one of them and after it."""
+    before, after = _calls(module, child)
+    return (before & after) - {child}
+
+
+def _calls(module: nn.Module, child: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return all children that a forward calls before one of them, and all after it."""
     events = _Events(module)
     events.read(type(module).forward)
     found = [(kind, index) for index, (name, kind) in enumerate(events.found) if name == child]
@@ -41,7 +53,7 @@ def calls_around(module: nn.Module, child: str) -> tuple[frozenset[str], frozens
     calls = [(index, name) for index, (name, kind) in enumerate(events.found) if kind is Use.CALL]
     before = {name for index, name in calls if index < places[-1]}
     after = {name for index, name in calls if index > places[-1]}
-    return frozenset(before - after - {child}), frozenset(after - before - {child})
+    return frozenset(before), frozenset(after)
 
 
 def called_by_index(module: nn.Module) -> list[str]:

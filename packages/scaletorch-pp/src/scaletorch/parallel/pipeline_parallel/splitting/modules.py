@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
-from .call_order import called_by_index, calls_around, loop_around
+from .call_order import called_by_index, calls_around, calls_on_both_sides, loop_around
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 Parts = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
@@ -35,8 +35,13 @@ def is_placed(module: nn.Module) -> bool:
 
     It does if it has parameters or is one of torch's own layers (dropout, a norm without weights).
     """
-    own_layer = type(module).__module__.startswith("torch.nn.") and not module._modules
-    return has_parameters(module) or (own_layer and not isinstance(module, CONTAINERS))
+    return has_parameters(module) or is_plain_layer(module)
+
+
+def is_plain_layer(module: nn.Module) -> bool:
+    """Return whether a module is one of torch's own layers, such as a convolution or a norm."""
+    own = type(module).__module__.startswith("torch.nn.") and not module._modules
+    return own and not isinstance(module, CONTAINERS)
 
 
 def called_modules(name: str, module: nn.Module) -> Iterator[str]:
@@ -112,21 +117,38 @@ def find_parts(model: nn.Module) -> Parts:
     Raises:
         InvalidArgumentError: No such list, or several.
     """
-    outer = _lists(model)
+    outer = block_lists(model)
     if len(outer) != 1:
         outer = _of_decoder(model, outer)
     lists = outer if len(outer) == 1 else _in_step(model, outer)
     if not lists:
         raise InvalidArgumentError(_ambiguous(model, outer))
+    own = [name.rpartition(".")[2] for name in lists]
+    first, last = around(model, lists[0].rpartition(".")[0], own)
+    return tuple(first), tuple(lists), tuple(last)
+
+
+def around(
+    model: nn.Module, parent: str, inside: list[str], top: str = ""
+) -> tuple[list[str], list[str]]:
+    """Return what is called before and after modules, beside them and beside what is around them.
+
+    Args:
+        model: The whole model.
+        parent: The module that holds them.
+        inside: Their names in it, in the order of their calls.
+        top: The outermost module whose children are looked at.
+    """
+    path = parent.split(".") if parent else []
     first: list[str] = []
     last: list[str] = []
-    *path, _ = lists[0].split(".")
-    own = [name.rpartition(".")[2] for name in lists]
-    for depth in range(len(path) + 1):
-        before, after = _siblings(model, path[:depth], own if depth == len(path) else [path[depth]])
+    for depth in range(len(top.split(".")) if top else 0, len(path) + 1):
+        before, after = _siblings(
+            model, path[:depth], inside if depth == len(path) else [path[depth]]
+        )
         first += before
         last = after + last  # what encloses the layers comes after what is beside them
-    return tuple(first), tuple(lists), tuple(last)
+    return first, last
 
 
 def _ambiguous(model: nn.Module, lists: list[str]) -> str:
@@ -169,7 +191,7 @@ def _in_step(model: nn.Module, lists: list[str]) -> list[str]:
     )
 
 
-def _lists(model: nn.Module) -> list[str]:
+def block_lists(model: nn.Module) -> list[str]:
     """Return the names of the outermost lists with parameters."""
     lists = [
         name
@@ -254,12 +276,15 @@ def _siblings(
     holder = model.get_submodule(".".join(parent))
     earlier, later = calls_around(holder, inside[0])[0], calls_around(holder, inside[-1])[1]
     beside = children(holder, prefix)
+    # One dropout may be called on both sides; without parameters every stage can have it.
+    both = calls_on_both_sides(holder, inside[0])
+    twice = {name for name in both if not has_parameters(holder.get_submodule(name))}
     position = list(beside).index(prefix + inside[0])
     before: list[str] = []
     after: list[str] = []
     for index, (name, module) in enumerate(beside.items()):
         own = name.removeprefix(prefix)
-        if own not in inside and is_placed(module):
+        if own not in inside and is_placed(module) and own not in twice:
             first = own in earlier or (own not in later and index < position)
             (before if first else after).append(name)
     return before, after

@@ -15,6 +15,7 @@ from .call_order import loop_around
 from .loops import Visits, too_few, units_of
 from .modules import Parts, called_modules, check_parts, children, find_parts, within
 from .points import cut_at
+from .stacks import find_stacks, spread
 
 __all__ = ["Placement", "Split", "distribute_layers", "infer_split", "layers_of", "place", "within"]
 
@@ -122,6 +123,9 @@ def place(
         return _place_by_points(model, split, num_stages)
     if num_stages == 1 and not split.describes():  # nothing is cut, whatever the model is like
         return Placement(split, ((),))
+    stacks = find_stacks(model) if not split.describes() and split.costs is None else []
+    if stacks:
+        return Placement(split, tuple(_called(model, own) for own in spread(stacks, num_stages)))
     parts = _parts(model, split)
     first, *layers, last = parts_of(model, split)
     costs = _costs(model, split, (first, *layers, last))

@@ -8,6 +8,7 @@ first forward of a kind finds; later ones look at the same arguments.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -20,9 +21,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
+from ..runtime.forms import blank, form_of, from_text, to_text
 from .stand_ins import OF_FORM_ALONE, StandIn
 
 _HIDDEN, _TENSORS, _PLACES, _VISITS = "hidden states", "beside them", "for", "visit"
+_FORMS = "forms"  # of what layers of other lists return, such as an encoder's
 _CARRIED = "carried"
 _MANY = 4096  # kinds of forwards that are remembered at most
 
@@ -49,6 +52,7 @@ class Beside:
 
     Attributes:
         visit: Which call of the last module of the stage before returned the hidden states.
+        forms: What layers of earlier stages return, by their list, on the meta device.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -56,6 +60,7 @@ class Beside:
         self._known: dict[Hashable, set[Place]] = {}  # by the kind of forward
         self._kind: Hashable = None
         self.examined, self.visit = False, 1
+        self.forms: dict[str, Any] = {}
         self.made: WeakTensorKeyDictionary | None = None  # while a forward is examined
         self._received: dict[Place, Tensor] = {}
         self._leaving: dict[Place, tuple[Tensor, int]] = {}
@@ -80,7 +85,7 @@ class Beside:
             if len(self._known) > _MANY:
                 self._known.clear()
             self._known[kind] = set()
-        given, self._received, self.visit = _opened(given)
+        given, self._received, self.visit, self.forms = _opened(given)
         numbers = {self._numbers[name] for name in own}
         self._leaving = {
             place: (tensor, version_of(tensor))
@@ -131,17 +136,18 @@ class Beside:
 
         return map_tensors(taken, given)
 
-    def leave(self, hidden: Any, visit: int) -> Any:
+    def leave(self, hidden: Any, visit: int, samples: Mapping[str, Any]) -> Any:
         """Return what a stage passes on: hidden states, and what travels with them.
 
         Args:
             hidden: The hidden states.
             visit: Which call of the stage's last module has returned them.
+            samples: What layers of other lists have returned, in containers: their forms travel.
 
         Raises:
             InvalidArgumentError: It was written to since a module was given it.
         """
-        if not self._leaving and visit == 1:
+        if not self._leaving and visit == 1 and not samples:
             return hidden
         if any(version_of(tensor) != version for tensor, version in self._leaving.values()):
             raise InvalidArgumentError(
@@ -159,7 +165,9 @@ class Beside:
             places.append((*place, list(stacks).index(form), at))
         text = " ".join(".".join(map(str, each)) for each in places)
         tensors = [torch.stack(alike) for alike in stacks.values()]
-        return {_HIDDEN: hidden, _TENSORS: tensors, _PLACES: text, _VISITS: visit}
+        forms = json.dumps({name: to_text(form_of(each)) for name, each in samples.items()})
+        beside = {_TENSORS: tensors, _PLACES: text, _VISITS: visit, _FORMS: forms}
+        return {_HIDDEN: hidden, **beside}
 
     def require_seen(self, model: nn.Module) -> None:
         """Check that what is to travel will be seen in later forwards too.
@@ -194,15 +202,16 @@ def again(value: Any) -> Any:
     return map_tensors(lambda tensor: getattr(tensor, _CARRIED, tensor), value)
 
 
-def _opened(given: Any) -> tuple[Any, dict[Place, Tensor], int]:
-    """Return hidden states, what has travelled with them, and which visit's they are."""
-    if type(given) is not dict or set(given) != {_HIDDEN, _TENSORS, _PLACES, _VISITS}:
-        return given, {}, 1
+def _opened(given: Any) -> tuple[Any, dict[Place, Tensor], int, dict[str, Any]]:
+    """Return hidden states, what has travelled with them, which visit's they are, and forms."""
+    if type(given) is not dict or set(given) != {_HIDDEN, _TENSORS, _PLACES, _VISITS, _FORMS}:
+        return given, {}, 1, {}
     found = {}
     for each in given[_PLACES].split():
         *place, stack, at = map(int, each.split("."))
         found[Place(*place)] = given[_TENSORS][stack][at]
-    return given[_HIDDEN], found, given[_VISITS]
+    forms = {name: blank(from_text(text)) for name, text in json.loads(given[_FORMS]).items()}
+    return given[_HIDDEN], found, given[_VISITS], forms
 
 
 class Following(TorchFunctionMode):

@@ -15,9 +15,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ..runtime.forms import PLAIN
-from ..splitting.modules import has_parameters, siblings_of
+from ..splitting.modules import has_parameters, is_plain_layer, siblings_of
 from ..splitting.split import Placement
-from .passage import Passage
+from .passage import Passage, kind_of
 from .stand_ins import StandIn, first_trained, standing, standing_like, stands
 from .twins import cast, is_data, runs_alike, twin_of
 
@@ -61,6 +61,9 @@ class PassThrough(nn.Module):
         self._stage, self._siblings, self._ends = stage, siblings, ends
         self._passage = passage or Passage()
         self._counts = has_parameters(replaced)
+        self._kind = kind_of(replaced)
+        # Of what another rank waits for, no form is computed.
+        self._plain = is_plain_layer(replaced) and not isinstance(replaced, nn.SyncBatchNorm)
         self._where, self._name = where, where.partition(" ")[0]
         self._embeds = hasattr(replaced, "num_embeddings") and hasattr(replaced, "embedding_dim")
         self._linear = isinstance(replaced, nn.Linear)
@@ -105,6 +108,8 @@ class PassThrough(nn.Module):
     def _stand_in(self, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         passage = self._passage
         sample, received = passage.samples.get(self._siblings), passage.source[1]
+        if sample is None and self._stage > passage.source[0]:  # what is alike returns the like
+            sample = passage.kinds.get(self._kind)
         known = passage.left if passage.over else received
         of = first_trained(value, known)
         if of is None:
@@ -124,7 +129,8 @@ class PassThrough(nn.Module):
         if self._linear and isinstance(value, Tensor):
             shape = (*value.shape[:-1], self.out_features)
             return standing(shape, value.dtype, passage, of, trained=True)
-        if not any(tensor.is_floating_point() for tensor in tensors_in(value)):
+        of_ids = not any(tensor.is_floating_point() for tensor in tensors_in(value))
+        if of_ids or self._plain:
             with suppress(Exception):  # it may read what has no values, or wait for other ranks
                 return self._made(args, kwargs, of)
         if value is passage.first or next(tensors_in(value), None) is None:

@@ -7,14 +7,15 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
+from ..runtime.forms import is_hidden
 from .beside import again
 from .calls import is_surrounded, release, surround
-from .passage import Passage
+from .passage import Passage, kind_of
 from .stand_ins import stands
 
 _BESIDE = (
@@ -76,6 +77,21 @@ class Gates:
         for module in self.modules.values():
             yield from module.parameters()
 
+    def other_samples(self) -> dict[str, Any]:
+        """Return what layers of other lists than the stage's last one have returned in containers.
+
+        The next stage has what the last one returned, and later ones cannot tell what others do.
+        """
+        last = self._gates[-1][1].siblings if self._gates else ""
+        return {
+            name: sample
+            for name, sample in self.passage.samples.items()
+            if name not in self.modules
+            and name != last
+            and not isinstance(sample, Tensor)
+            and is_hidden(sample)
+        }
+
     def runs(self) -> bool:
         """Return whether the forward that runs is the stage's."""
         return self.passage.active and self.passage.source[0] == self.stage
@@ -91,7 +107,7 @@ class _Gate:
     """
 
     def __init__(self, gates: Gates, name: str, siblings: str) -> None:
-        self._gates, self._name, self._siblings = gates, name, siblings
+        self._gates, self._name, self.siblings = gates, name, siblings
         self._where = f"{name} is on stage {gates.stage} of the pipeline"
         names = list(gates.modules)
         self._later = [gates.modules[other] for other in names[names.index(name) + 1 :]]
@@ -144,7 +160,9 @@ class _Gate:
         if stands(output):  # it came by another way than an argument
             raise InvalidArgumentError(f"{describe_rank()}: {self._name} computes with {_BESIDE}")
         if self._gates.leave is not None:
-            passage.left = passage.samples[self._siblings] = output
+            passage.left = passage.samples[self.siblings] = output
+            if self.siblings != self._name:
+                passage.kinds[kind_of(module)] = output
             passage.over = all(map(_changes_nothing, self._later))
             if not passage.over:
                 passage.beside.note(output)

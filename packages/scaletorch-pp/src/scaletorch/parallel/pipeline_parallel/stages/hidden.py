@@ -71,7 +71,9 @@ class HiddenFlow:
         if self._hooks != _hooks_on(tensors_in(left)):
             raise InvalidArgumentError(_gradient_message())
         self._refuse_collected(output, left, _collected_message)
-        hidden: Hidden = passage.beside.leave(left, max(self._visits, 1))
+        hidden: Hidden = passage.beside.leave(
+            left, max(self._visits, 1), self.gates.other_samples()
+        )
         return hidden
 
     def reset(self) -> None:

@@ -32,6 +32,7 @@ class Passage:
         delivered: Whether what was passed on has been returned to the model's code.
         latest: What the module of an earlier stage that was called last has returned.
         samples: What a layer has returned, by the list that it is in.
+        kinds: What a layer of this stage has returned, by its class.
         inside: How many modules of this stage are running, one in another.
         left: The output of the one that was called last.
         over: Whether the rest is another stage's.
@@ -52,6 +53,7 @@ class Passage:
         self.latest: Any = None
         self.left: Any = None
         self.samples: dict[str, Any] = {}
+        self.kinds: dict[str, Any] = {}
         self._copy: Any = None  # of what was passed on, given to the model's code
         self._written: set[int] = set()  # stages at which code writes to what it is given
         self._skipping: set[int] = set()  # stages before which the last module is left out
@@ -70,7 +72,7 @@ class Passage:
         """
         self.active, self.furthest, self.inside, self._visits = True, 0, 0, 0
         self.source, self.gradients = (stage, received), torch.is_grad_enabled()
-        self.samples = {} if stage == 0 else {siblings: received}
+        self.samples = {} if stage == 0 else {**self.beside.forms, siblings: received}
         self.examined, self.followed = examined, followed
         self.delivered, self.over = stage == 0, False
 
@@ -81,7 +83,7 @@ class Passage:
         self.active = self.examined = self.over = False
         self.source = self.source[0], None
         self.first = self.latest = self.left = self._copy = None
-        self.samples = {}
+        self.samples, self.kinds = {}, {}
         self.beside.reset()
 
     @property
@@ -177,6 +179,11 @@ class Passage:
             )
         if stage > self.furthest:
             self.furthest, self._met = stage, where
+
+
+def kind_of(module: nn.Module) -> str:
+    """Return the name of a module's class, also if its calls are surrounded."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def versions(value: Any) -> list[int]:

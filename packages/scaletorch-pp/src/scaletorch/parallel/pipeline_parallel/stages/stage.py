@@ -28,13 +28,14 @@ from ..runtime.posts import goes_in_batches
 from ..schedules.choose import AnySchedule, stages_of
 from ..splitting.modules import parameter_facts, siblings_of, takes
 from ..splitting.split import Placement, Split, place
+from .beside import again
 from .cut import cut
 from .examination import examining
 from .gates import check_output
 from .hidden import HiddenFlow
 from .passage import Passage
 from .spanning import watch_spanning
-from .stand_ins import UnknownValueError, standing, standing_like
+from .stand_ins import UnknownValueError, standing, standing_like, stands
 from .state import MANY_FORMS, RuntimeState, name_of_next
 from .ties import Tie, TiedGradients, find_ties
 from .visits import visits_of
@@ -230,7 +231,8 @@ class PipelineParallel(ModuleWrapper):
             if stage < self.num_stages - 1:
                 output = flow.passed_on(output)
                 passage.require_seen(self.module)
-            else:
+            elif stands(output):  # some of it may have come to a layer of this stage
+                output = again(output)
                 check_output(output)
         finally:
             flow.reset()

@@ -1,4 +1,4 @@
-"""The vocabulary-parallel embedding."""
+"""The vocabulary-parallel embedding, and tables whose columns are of heads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from ....dist.errors import InvalidArgumentError
-from .base import TensorParallelLayer
+from ..cuts.cut import Cut
+from .base import Group, Memo, Options, TensorParallelLayer
+from .linear import ColumnParallelLinear
+
+_OF_ROWS = ("scale_grad_by_freq", "sparse", "max_norm")
 
 
 class VocabParallelEmbedding(TensorParallelLayer):
@@ -124,3 +128,48 @@ class ScaledVocabParallelEmbedding(VocabParallelEmbedding):
         scale = self.embed_scale
         rows = super().forward(ids)
         return rows * (scale.to(self.weight.dtype) if isinstance(scale, Tensor) else scale)
+
+
+class ColumnParallelEmbedding(ColumnParallelLinear):
+    """`nn.Embedding` whose columns are divided over the ranks; each looks up its own.
+
+    T5 has such a table of biases of attention, [buckets, heads].
+    """
+
+    plain_class = nn.Embedding  # type: ignore[assignment]
+    sharded_size = "embedding_dim"
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 1}
+
+    num_embeddings: int
+    embedding_dim: int
+    padding_idx: int | None
+
+    @classmethod
+    def takes(cls, module: nn.Module) -> bool:
+        """Return whether `module` is torch's own embedding."""
+        return type(module) is nn.Embedding
+
+    @classmethod
+    def misfit(cls, module: nn.Module) -> str | None:
+        """Return why `module` cannot become this layer, or None if it can."""
+        used = [n for n in _OF_ROWS if getattr(module, n, None)]
+        if used and cls.takes(module):
+            return f"it uses {', '.join(used)}, which is not supported on shards of rows"
+        return super().misfit(module)
+
+    def _shard(self, group: Group, memo: Memo, options: Options, cut: Cut) -> None:
+        sizes = {"in_features": self.num_embeddings, "out_features": self.embedding_dim}
+        vars(self).update(sizes, bias=None)
+        super()._shard(group, memo, options, cut)
+
+    def _matrix(self) -> Tensor:
+        return self.weight.t()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Look up this rank's columns of rows: ids of any shape to [..., embedding_dim / tp]."""
+        self._check_parameters()
+        return functional.embedding(x, self.operands()[0].t(), self.padding_idx)
+
+    def extra_repr(self) -> str:
+        """Describe the whole table and its division."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.tp_size}"

@@ -166,4 +166,66 @@ LFM2 = Family(
     heads={"**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj")},
 )
 
-DENSE = (ROFORMER, BERT, MUSICGEN, BART, GPT_J, GPT_NEO, MODERN_BERT, LFM2)
+VIT = Family(
+    name="ViT",
+    plan={
+        "**.layers.*.attention": Divide("num_attention_heads", "num_heads", optional=True),
+        "**.layers.*.attention.q_proj": "column",
+        "**.layers.*.attention.k_proj": "column",
+        "**.layers.*.attention.v_proj": "column",
+        "**.layers.*.attention.o_proj": "row",
+        "**.layers.*.mlp.fc1": "column",
+        "**.layers.*.mlp.fc2": "row",
+    },
+    complete=("**.layers.*.attention", "**.layers.*.mlp"),
+    heads={"**.layers.*.attention": ("q_proj", "k_proj", "v_proj")},
+)
+
+CLIP = Family(
+    name="CLIP",
+    plan={
+        "**.token_embedding": "vocab",
+        "**.layers.*.self_attn": Divide("num_heads", "embed_dim", optional=True),
+        "**.layers.*.self_attn.q_proj": "column",
+        "**.layers.*.self_attn.k_proj": "column",
+        "**.layers.*.self_attn.v_proj": "column",
+        "**.layers.*.self_attn.out_proj": "row",
+        "**.layers.*.mlp.fc1": "column",
+        "**.layers.*.mlp.fc2": "row",
+        "**.final_layer_norm": "sequence_join",  # what follows takes one token of the whole
+    },
+    may_lack=frozenset({"**.token_embedding", "**.final_layer_norm"}),
+    complete=("**.layers.*.self_attn", "**.layers.*.mlp"),
+    heads={"**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj")},
+)
+
+# Biases of attention, one for each head, are the first layer's, which passes them on.
+_OF_T5 = tuple(f"**.block.*.layer.*.{name}" for name in ("SelfAttention", "EncDecAttention"))
+_BIAS = "relative_attention_bias"
+_MLP = "**.block.*.layer.*.DenseReluDense"
+T5 = Family(
+    name="T5",
+    plan={
+        "**.shared": "vocab",
+        "**.embed_tokens": "vocab",
+        **dict.fromkeys(_OF_T5, Divide("n_heads", "inner_dim")),
+        **{f"{attention}.{name}": "column" for attention in _OF_T5 for name in "qkv"},
+        **{f"{attention}.o": "row" for attention in _OF_T5},
+        **{f"{attention}.{_BIAS}": "column_embedding" for attention in _OF_T5},
+        **{f"{_MLP}.{name}": "column" for name in ("wi", "wi_0", "wi_1")},
+        f"{_MLP}.wo": "row",
+        "**.lm_head": "column_gather",
+    },
+    may_lack=frozenset(
+        {
+            *("**.shared", "**.embed_tokens", "**.lm_head"),
+            *(f"{attention}.{_BIAS}" for attention in _OF_T5),
+            *(_OF_T5[1], *(f"{_OF_T5[1]}.{name}" for name in "qkvo")),  # an encoder has none
+            *(f"{_MLP}.{name}" for name in ("wi", "wi_0", "wi_1")),
+        }
+    ),
+    complete=(*_OF_T5, _MLP),
+    heads=dict.fromkeys(_OF_T5, ("q", "k", "v")),
+)
+
+DENSE = (ROFORMER, BERT, MUSICGEN, BART, GPT_J, GPT_NEO, MODERN_BERT, LFM2, VIT, CLIP, T5)

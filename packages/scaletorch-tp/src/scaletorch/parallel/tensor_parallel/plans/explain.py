@@ -111,7 +111,7 @@ def _communications(
             partial = module in inside or (on_shares and not region)
             yield from _of_whole(name, module, match, on_shares and not region, partial=partial)
         elif match.computes:
-            if match.becomes(ColumnParallelLinear) and module not in entered:
+            if match.enters and module not in entered:
                 yield from _beginning(name, [match], on_shares)
             yield from _of_layer(name, match, on_shares)
         if on_shares and module in layers[:1]:
@@ -143,7 +143,7 @@ def _inputs(region: nn.Module, resolved: Resolved, sequence_parallel: bool) -> l
     if not _is_called(region):
         return []
     mine = children_of(region, resolved.matches)
-    columns = [match for match in mine if match.becomes(ColumnParallelLinear)]
+    columns = [match for match in mine if match.enters]
     if sequence_parallel:  # the region gathers what it is called with, for all of them
         return [columns] if columns else []
     sharing: dict[int, list[Match]] = {}

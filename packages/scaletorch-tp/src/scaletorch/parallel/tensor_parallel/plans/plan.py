@@ -17,7 +17,11 @@ from ..cuts.per_head import PerHead
 from ..cuts.stacked import Stacked
 from ..layers.base import TensorParallelLayer
 from ..layers.conv1d import ColumnParallelConv1D, RowParallelConv1D
-from ..layers.embedding import ScaledVocabParallelEmbedding, VocabParallelEmbedding
+from ..layers.embedding import (
+    ColumnParallelEmbedding,
+    ScaledVocabParallelEmbedding,
+    VocabParallelEmbedding,
+)
 from ..layers.experts import ParallelExperts
 from ..layers.heads import HeadParameters
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -64,6 +68,7 @@ STYLES: Mapping[
 ] = {
     "column": (ColumnParallelLinear, {"async_all_reduce": True}),
     "column_gather": (ColumnParallelLinear, {"async_all_reduce": True, "gather_output": True}),
+    "column_embedding": (ColumnParallelEmbedding, {}),
     "row": (RowParallelLinear, {}),
     "row_split": (RowParallelLinear, {"input_is_parallel": False}),
     "vocab": (VocabParallelEmbedding, {}),
@@ -123,6 +128,12 @@ class Match:
     def is_column(self) -> bool:
         """Whether it becomes a column-parallel layer whose output is a shard."""
         return self.becomes(ColumnParallelLinear) and not self.options.get("gather_output")
+
+    @property
+    def enters(self) -> bool:
+        """Whether hidden states enter a region in it; what a table looks up are ids."""
+        table = self.becomes(ColumnParallelEmbedding)
+        return self.becomes(ColumnParallelLinear) and not table
 
     @property
     def is_row(self) -> bool:
