@@ -236,7 +236,7 @@ _ROWS = (
 )
 _TOWERS = {
     "sp": r"text_model.final_layer_norm.* joins .*do without sequence parallelism",
-    "pp": r"the model's forward returns a tensor with a gradient.*let layers pass it on",
+    "pp": r"the model's own code between its layers fails where modules are another stage's",
     "cp": r"CLIPVisionModel is run, and text alone can be divided.*keep sequences whole",
 }
 
