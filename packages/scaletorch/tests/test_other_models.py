@@ -29,7 +29,7 @@ pytest.importorskip("transformers")
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 preload(*(f"transformers.models.{n}.modeling_{n}" for n in ("vit", "clip", "whisper", "t5")))
 
-STEPS, DAYS = 3, 6
+STEPS, DAYS = 3, 8
 WRONG = 1e-11
 
 
