@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from test_any_batch import Denoiser, count_rows, noises, of_noise
+from test_any_batch import POSITIONS, Denoiser, noises, of_noise
 from torch import nn
 
 from scaletorch.compose import (
@@ -88,6 +88,40 @@ class Patches(nn.Module):
         return self.head(self.encoder(x)[:, 0])
 
 
+class ByTorch(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(size, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x, x, x, need_weights=False)[0]
+
+
+def denoiser():
+    model = Denoiser()
+    for block in model.blocks:
+        block.attention = ByTorch(32)
+    return model
+
+
+class ByHand(nn.Module):
+    """Attention that calls none of torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(SIZE, SIZE) for _ in range(3))
+
+    def forward(self, x):
+        return x + (self.q(x) @ self.k(x).mT).softmax(-1) @ self.v(x)
+
+
+class Layers(Tokens):
+    def within(self, x):
+        for layer in self.between:
+            x = layer(x)
+        return x
+
+
 class Sums(nn.Module):
     def forward(self, x):
         return x.cumsum(1)
@@ -108,13 +142,14 @@ MODELS = {
     "sequence first": lambda: SequenceFirst(encoder(batch_first=False)),
     "bare": Bare,
     "patches": Patches,
-    "denoiser": Denoiser,
+    "denoiser": denoiser,
+    "by hand": lambda: Layers(nn.ModuleList(ByHand() for _ in range(2))),
     "pointwise": lambda: Tokens(mlp()),
     "sums": lambda: Tokens(nn.Sequential(mlp(), Sums())),
     "slides": lambda: Tokens(nn.Sequential(mlp(), Slides(SIZE, SIZE, 3, padding=1))),
 }
 DENOISER = {
-    "blocks.*.attention": "attention",
+    "blocks.*.attention.inner": "attention",
     "blocks.*.mlp.0": "column",
     "blocks.*.mlp.2": "row",
 }
@@ -137,7 +172,7 @@ def of_class(output, micro_batch):
 
 
 LOSSES = {
-    "denoiser": {"loss_fn": of_noise, "count_fn": count_rows},
+    "denoiser": {"loss_fn": of_noise},
     "patches": {"loss_fn": of_class},
 }
 
@@ -151,10 +186,12 @@ def trained(name, sizes, micro_batches=1, **options):
         for parameter in model.parameters():  # biases of attention are zeros in a new one
             nn.init.normal_(parameter, std=0.2)
         model = parallelize(model, manager, **options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4 if name == "denoiser" else 0.1)
         losses, found, told = [], {}, LOSSES.get(name, {})
         for step in range(3):
-            cut = shard_global_batch(batch_of(name, step), micro_batches, model=model)
+            dims = POSITIONS if name == "denoiser" else None
+            whole = batch_of(name, step)
+            cut = shard_global_batch(whole, micro_batches, model=model, sequence_dims=dims)
             losses.append(train_step(model, cut, **told).double())
             found = found or {n: g.clone() for n, g in full_gradients(model).items()}
             optimizer.step()
@@ -188,6 +225,7 @@ CASES = [
     ("bare", CP[0], SPREAD),
     ("patches", TP[1], {}),
     ("denoiser", TP[2], {"plan": DENOISER}),
+    ("denoiser", CP[1], SPREAD),
     *(("pointwise", sizes, {}) for sizes in CP),
 ]
 REHEARSED = "pointwise", "bare"  # the others would take twice as long
@@ -208,3 +246,14 @@ def test_layouts_train_as_one_process(name, sizes, options):
 def test_what_mixes_positions_is_refused_in_the_first_step(name, sizes):
     with pytest.raises(RankFailedError, match=r"computes something else|computes a position from"):
         run_ranks(trained, 4, name, sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rehearses"),
+    [(BOTH | {"tp_size": 1, "pp_size": 2}, False), (CP[0], False), (CP[1], True)],
+    ids=str,
+)
+def test_attention_by_hand_is_refused_with_and_without_a_rehearsal(sizes, rehearses):
+    words = r"called no F.scaled_dot|computes a position from|computes something else"
+    with pytest.raises(RankFailedError, match=words):
+        run_ranks(trained, 4, "by hand", sizes, 2, rehearse=rehearses)

@@ -116,7 +116,8 @@ def wrap(stage: PipelineParallel, terms: Terms, manager: ProcessGroupManager) ->
     groups = expert_groups(stage, manager)
     parallel = DataParallelBucket(stage, group=manager.cp_dp_group, groups=groups, **terms.wrapping)
     if manager.pp_size > 1:
-        asked(stage.module)  # no stage can be asked alone whether it mixes positions
+        # No stage can be asked alone whether it mixes positions.
+        asked(stage.module, must_attend=terms.plain is None)
     keep_terms(parallel, terms)
     watch(parallel, manager)
     return parallel

@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ....dist.errors import StateError
+from ...pg_manager import describe_rank
 from ..alone import alone
 from ..attention import Asked
 from ..masks.documents import CU_SEQLENS, Documents, read_documents
@@ -199,8 +201,10 @@ def _overriding(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
                 _require_apart(self, inner, (args, kwargs), settings, _turned_on)
         else:
             settings.require_told_alike()
-        with _turned_on(settings, kwargs):
+        with _turned_on(settings, kwargs) as override:
             result = inner(self, *args, **kwargs)
+        if outermost and settings.must_attend and not override.calls:
+            raise _unseen(self)
         if outermost:
             note_backward(result, settings)
             warn_unasked(self, settings)
@@ -248,3 +252,13 @@ def _refuse_bare_function(frame: Any) -> None:
                 "around the attention"
             )
         frame = frame.f_back
+
+
+def _unseen(model: nn.Module) -> StateError:
+    message = (
+        f"{describe_rank()}: {type(model).__name__}.forward called no "
+        "F.scaled_dot_product_attention, so whatever attention it has saw this rank's shard alone, "
+        "and a stage without a rehearsal is not asked otherwise: select the model's 'sdpa' "
+        "attention, call ring_attention in it, or leave rehearse=False out"
+    )
+    return StateError(message)

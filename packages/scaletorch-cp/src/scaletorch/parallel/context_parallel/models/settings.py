@@ -50,6 +50,8 @@ class Settings:
         asked: Whether the model was asked if it mixes positions outside of attention, or a warning
             has said that it could not be.
         unasked: Why it could not be asked; None if no warning is due.
+        must_attend: Whether a forward without attention is refused: nothing else would find one
+            that cannot be seen.
         shows_masks: Whether attention gets a mask that says no more than that it is causal: its
             module may say otherwise.
         by_bias: Whether the model knows positions by what its attention adds to scores alone.
@@ -63,7 +65,7 @@ class Settings:
         self.ring = ring
         self.told: Told | None = None
         self.unasked: str | None = None
-        self.asked = self.shows_masks = self.by_bias = self.undivided = False
+        self.asked = self.must_attend = self.shows_masks = self.by_bias = self.undivided = False
         self._of_backward: tuple[int, Told | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
@@ -177,11 +179,17 @@ def settings_of(module: nn.Module) -> Settings | None:
     return found
 
 
-def asked(model: nn.Module, *, before: bool = True) -> None:
-    """Note whether a model was asked before if it mixes positions, or is asked in its forward."""
+def asked(model: nn.Module, *, before: bool = True, must_attend: bool = False) -> None:
+    """Note whether a model was asked before if it mixes positions, or is asked in its forward.
+
+    Args:
+        model: A context-parallel model, or any.
+        before: It was asked, or cannot be.
+        must_attend: A forward without attention is refused, since nothing else finds one by hand.
+    """
     settings = settings_of(model)
     if settings is not None:
-        settings.asked, settings.unasked = before, None
+        settings.asked, settings.unasked, settings.must_attend = before, None, must_attend
 
 
 def note_shards(model: nn.Module, layout: Layout) -> None:
