@@ -227,7 +227,7 @@ _ZERO3 = r"stage must be 1 \(.*\) or 2 \(.*\), got 3; for sharded parameters use
 _NO_PLAN = r"{} has no plan of its own .* pass plan="
 _NO_LAYERS = r"cannot tell which modules are the layers: .*{} has .*; pass Split\("
 _CP = r"cp divides .* nobody says where this batch .* take cp_size=1 and the ranks for dp, tp or pp"
-_SP = r"sequence_parallel divides .* nobody says where this batch .* do without it"
+_SP = r"sequence_parallel divides .* style the layers 'sequence_layer' .* or do without it"
 _OF_IMAGES = r"{} takes pixel_values, and cp divides .*: take cp_size=1"
 _TWO = r"T5\w+ was called with .*encoder_hidden_states|T5Attention was called with two sequences"
 _ROWS = (
@@ -252,7 +252,7 @@ def _whole(name):
 
 # What is refused, by the beginnings of names of layouts, in words; all else is right.
 REFUSED = {
-    "vit": {"sp": _SP, "cp": _OF_IMAGES.format("ViTForImageClassification")},
+    "vit": {"cp": _OF_IMAGES.format("ViTForImageClassification")},
     "clip": {**_TOWERS, "": _ROWS},
     "clip, one micro-batch": {**_TOWERS, "tp4": RIGHT, "": _ROWS},
     "clip_vision": {"sp": _SP, "cp": _OF_IMAGES.format("CLIPVisionModel")},

@@ -134,10 +134,18 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     "takes something else first": {
         "without dims": Case(
             models.OfVectors,
-            on(*DIVIDED),
+            on("cp"),
             "nobody says where this batch of vectors",
             batch=vectors,
             options=plan_of_vectors,
+        ),
+        "without layers": Case(
+            models.OfVectors,
+            on("sequence_parallel"),
+            "style the layers 'sequence_layer'",
+            batch=vectors,
+            options=lambda: {"plan": {**models.PLAN, "embed_tokens": "replicate"}},
+            cut=dims_of_vectors,
         ),
         "with dims": Case(
             models.OfVectors, batch=vectors, options=plan_of_vectors, cut=dims_of_vectors

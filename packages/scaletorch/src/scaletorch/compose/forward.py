@@ -38,6 +38,7 @@ class Terms:
         cp_layout: The order of positions over cp ranks; None if there is one rank.
         manager: The grid; None if the model was put together by hand.
         shares_sequences: Each tp rank holds a shard of every sequence between layers.
+        shares_in_layers: That is so between the layers that its plan names, and nowhere else.
         counts_of_ids: It counts positions itself, of whole ids.
         counts_otherwise: Its own positions, where sequences are divided, are not 0, 1, 2, ...
         counting: How it counts those of whole rows of ids, if that is known.
@@ -66,6 +67,7 @@ class Terms:
     cp_layout: str | None = None
     manager: ProcessGroupManager | None = None
     shares_sequences: bool = False
+    shares_in_layers: bool = False
     counts_of_ids: bool = False
     counts_otherwise: bool = False
     counting: Counting | None = None

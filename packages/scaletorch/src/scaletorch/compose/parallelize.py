@@ -17,7 +17,7 @@ from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ModuleWrapper, ProcessGroupManager
 from ..parallel.pipeline_parallel import AnySchedule, PipelineParallel, Split
 from ..parallel.tensor_parallel import apply_tensor_parallel, joins_sequences
-from ..parallel.tensor_parallel.building import counts_of_ids
+from ..parallel.tensor_parallel.building import counts_of_ids, shares_in_layers
 from .balance import read_router_loss
 from .before.batch_norm import synchronise_batch_norms
 from .before.initial import require_one_model
@@ -97,7 +97,7 @@ def parallelize(
     terms = _checked(model, manager, settings, (data_parallel or {}).get("init_sync", "check"))
     layers = divide_experts(model, manager, plan, shares_sequences=terms.shares_sequences)
     if manager.tp_size > 1:  # while all layers are there; one rank needs no plan
-        _shard_layers(model, manager, layers, settings)
+        _shard_layers(model, manager, layers, settings, terms)
     apply_context_parallel(model, manager.cp_group, layout=cp_layout, method=cp_method)
     if recompute:  # around all that a layer does, communication included
         _KEEPING[recompute](model, split)
@@ -142,6 +142,7 @@ def _shard_layers(
     manager: ProcessGroupManager,
     plan: Mapping[str, Any] | None,
     settings: _How,
+    terms: Terms,
 ) -> None:
     """Shard the layers over tp, in place; refuse a plan that no pipeline can follow."""
     apply_tensor_parallel(
@@ -157,6 +158,7 @@ def _shard_layers(
         keep_logits_sharded(model)
     if settings.sequence_parallel:
         settle_tokens(model, manager)
+        terms.shares_in_layers = shares_in_layers(model)
 
 
 def _checked(

@@ -178,11 +178,11 @@ def as_called(batch: Batch, terms: Terms) -> Called:
         )
     entries: dict[str, Any] = {n: x for n, x in batch.items() if not n.startswith(OF_LOSS)}
     of_tokens = sequence_shape(batch) is not None
-    if terms.shares_sequences and cut is not None and cut.sequences is None:
+    if terms.shares_sequences and not (of_tokens or terms.shares_in_layers):
         raise InvalidArgumentError(
-            "sequence_parallel divides the positions of sequences, and nobody says where this "
-            f"batch of {', '.join(batch)} has them: name their dims, shard_global_batch(..., "
-            f"sequence_dims={{{next(iter(batch))!r}: 1}}), or do without it"
+            f"sequence_parallel divides the positions of {TOKENS}, and this batch has none: style "
+            "the layers 'sequence_layer' in the plan, between which it divides hidden states, or "
+            "do without it"
         )
     entries[TOKENS] = entries.pop(first_entry(batch, terms.arguments, terms.name))
     if terms.keeps_cache:  # no use in training, and a layer that runs again would add to it again

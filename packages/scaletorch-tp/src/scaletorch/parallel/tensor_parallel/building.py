@@ -7,7 +7,7 @@ from .regions.region import ADAPTED, layer_of, summed_outside
 from .sharing.adapters import Adapter, check_adapters, shard_adapters
 from .sharing.gradient_paths import Reach
 from .sharing.gradient_sums import GradientSums, find_sums, whole_parameters
-from .sharing.sequence import counts_of_ids
+from .sharing.sequence import counts_of_ids, shares_in_layers
 from .sharing.whole_sequence import WholeSequence
 from .state.whole import ParameterCut, find_cuts
 
@@ -24,6 +24,7 @@ __all__ = [
     "find_sums",
     "layer_of",
     "shard_adapters",
+    "shares_in_layers",
     "summed_outside",
     "whole_parameters",
 ]

@@ -48,10 +48,10 @@ def axes_of(call: Call, ours: Tensor, joiner: Joiner, limit: float) -> tuple[str
         shows nothing.
     """
     left = [ROWS, POSITIONS, TOKENS, FEATURES]
-    whole = joiner.rows, joiner.sequences.layout.length
+    whole = joiner.rows, joiner.layout_of(ours.shape).length
     if any(x is None or x.shape[:2] != whole for x in (call.hidden, ours)):
         return tuple(left)  # of other dims, whose shares are not known
-    for axis, dim, shares in divisions(joiner):
+    for axis, dim, shares in divisions(joiner, ours.shape):
         try:
             found = _by_shares(call, ours, dim, shares)
         except Exception:  # of a module that is not ours, on sizes that it may not take
@@ -77,9 +77,14 @@ def advice(axes: Sequence[str] | None, divided: Sequence[str]) -> str:
     return text
 
 
-def divisions(joiner: Joiner) -> Iterator[tuple[str, int, Sequence[Tensor]]]:
-    """Yield each division of hidden states, the dim, and the indices of each share along it."""
-    manager, layout, device = joiner.manager, joiner.sequences.layout, joiner.device
+def divisions(joiner: Joiner, shape: torch.Size) -> Iterator[tuple[str, int, Sequence[Tensor]]]:
+    """Yield each division of hidden states, the dim, and the indices of each share along it.
+
+    Args:
+        joiner: Knows the shares of the ranks.
+        shape: Of the hidden states, [rows, positions, ...].
+    """
+    manager, layout, device = joiner.manager, joiner.layout_of(shape), joiner.device
     rows = torch.arange(joiner.rows, device=device).split(joiner.rows_of_a_part)
     if len(rows) > 1:
         yield ROWS, 0, rows

@@ -38,7 +38,7 @@ class SmallBatch:
         alone: What stands for the grid of one process.
         is_short: Whether the step has more positions.
         rows: The number of rows, over all ranks.
-        sequences: The positions that this rank holds: one, if the batch is none of tokens.
+        sequences: The positions that this rank holds; None if they are not known.
     """
 
     whole: Batch
@@ -47,7 +47,7 @@ class SmallBatch:
     alone: OneProcess
     is_short: bool
     rows: int
-    sequences: ShardedSequences
+    sequences: ShardedSequences | None
 
 
 def entries_added(micro_batches: Sequence[Batch]) -> set[str] | None:
@@ -106,8 +106,6 @@ def small_batch(
     now = sequence_shape(short)
     is_short = shape is not None and now is not None and now[1] < shape[1]
     sequences = cast(MicroBatch, parts[0]).cut.sequences
-    if sequences is None:
-        sequences = ShardedSequences(1, group=manager.cp_group)
     called, rows = as_called(plain, of_one), row_count(short, told)
     return SmallBatch(short, parts, called, alone, is_short, rows, sequences)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...dist import all_gather
-from ...parallel.context_parallel import ShardedSequences
+from ...parallel.context_parallel import Layout, ShardedSequences, contiguous
 from ...parallel.pg_manager import ProcessGroupManager
 from ..state import of_all_stages
 
@@ -37,14 +37,14 @@ class Joiner:
 
     Attributes:
         manager: The grid.
-        sequences: Which positions this rank has.
+        sequences: Which positions this rank has; None if they are not known.
         rows: Of the whole batch.
         micro_batches: Of each data-parallel rank.
         device: Where whole tensors are to be.
     """
 
     manager: ProcessGroupManager
-    sequences: ShardedSequences
+    sequences: ShardedSequences | None
     rows: int
     micro_batches: int
     device: torch.device
@@ -83,7 +83,7 @@ class Joiner:
 
     def _form(self, part: torch.Size, whole: torch.Size) -> _Form | None:
         """Return how parts make up a whole of this shape."""
-        layout, dims = self.sequences.layout, range(len(whole))
+        layout, dims = self.layout_of(whole), range(len(whole))
         rows, own = self.rows_of_a_part, layout.local_length
         shares = {own: False}
         if self.manager.tp_size > 1 and own % self.manager.tp_size == 0:
@@ -105,6 +105,12 @@ class Joiner:
                 return _Form(0, None, flat=True, shared=shared)
         return next((_Form(r, None) for r in dims if fits({r: (rows, self.rows)})), None)
 
+    def layout_of(self, hidden: torch.Size) -> Layout:
+        """Return how positions of hidden states [B, L, ...] lie; undivided if nobody has said."""
+        if self.sequences is not None:
+            return self.sequences.layout
+        return contiguous(hidden[1] if len(hidden) > 2 else 1, 1)
+
     @property
     def rows_of_a_part(self) -> int:
         """The number of rows in one micro-batch of a rank."""
@@ -118,7 +124,7 @@ class Joiner:
         whole = torch.cat(parts, rows)
         if form.shared:
             whole = torch.cat(all_gather(whole, manager.tp_group), positions or 0)
-        if positions is not None and manager.cp_size > 1:
+        if positions is not None and self.sequences is not None and manager.cp_size > 1:
             whole = self.sequences.unshard(whole, positions)
         if manager.dp_size > 1:
             whole = torch.cat(all_gather(whole.contiguous(), manager.dp_group), rows)

@@ -169,6 +169,7 @@ LFM2 = Family(
 VIT = Family(
     name="ViT",
     plan={
+        "**.layers.*": "sequence_layer",  # what is before and behind them takes patches apart
         "**.layers.*.attention": Divide("num_attention_heads", "num_heads", optional=True),
         "**.layers.*.attention.q_proj": "column",
         "**.layers.*.attention.k_proj": "column",

@@ -150,6 +150,11 @@ def sequence_share(model: nn.Module, length: int) -> int:
     return shard_sizes(length, get_world_size(group))[get_rank(group)]
 
 
+def shares_in_layers(model: nn.Module) -> bool:
+    """Return whether a plan names the layers between which alone sequences are shared out."""
+    return bool(layers_of(model))
+
+
 def joins_sequences(model: nn.Module) -> bool:
     """Return whether a sequence-parallel model works on whole sequences behind its blocks."""
     ends = (m for m in model.modules() if isinstance(m, JoinSequence))
