@@ -224,7 +224,7 @@ LAYOUTS = {
 }
 RIGHT = ""
 _ZERO3 = r"stage must be 1 \(.*\) or 2 \(.*\), got 3; for sharded parameters use fully_shard"
-_NO_PLAN = r"{} has no plan of its own .* pass plan="
+_NO_PLAN = r"{} has no plan of its own .* writes a plan of its layers: complete it"
 _NO_LAYERS = r"cannot tell which modules are the layers: .*{} has .*; pass Split\("
 _CP = r"cp divides .* nobody says where this batch .* take cp_size=1 and the ranks for dp, tp or pp"
 _SP = r"sequence_parallel divides .* style the layers 'sequence_layer' .* or do without it"
@@ -265,7 +265,7 @@ REFUSED = {
     },
     "unet": _whole("UNet"),
     "denoiser": {},
-    "fourier": _whole("Fourier"),
+    "fourier": {**_whole("Fourier"), "pp": RIGHT},
     "recurrent": _whole("Recurrent"),
 }
 # test_any_batch has the others, by a plan; no model gets as far as to a third stage of ZeRO.

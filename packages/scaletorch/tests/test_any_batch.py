@@ -74,23 +74,30 @@ class Denoiser(nn.Module):
         return self.head(x)
 
 
-class Fourier(nn.Module):
-    """Layers of complex parameters."""
+class Spectral(nn.Module):
+    """A layer of complex parameters."""
 
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size, 5, dtype=torch.complex128) * 0.1)
+
+    def forward(self, h):
+        modes = torch.fft.rfft(h.transpose(1, 2))
+        modes = torch.cat([modes[..., :5] * self.weight, modes[..., 5:]], -1)
+        return h + F.gelu(torch.fft.irfft(modes, n=h.shape[1]).transpose(1, 2))
+
+
+class Fourier(nn.Module):
     def __init__(self, size=16):
         super().__init__()
-        self.inputs = nn.Linear(3, size)
-        drawn = [torch.randn(size, 5, dtype=torch.complex128) * 0.1 for _ in range(3)]
-        self.weights = nn.ParameterList(map(nn.Parameter, drawn))
-        self.head = nn.Linear(size, 1)
+        self.inputs, self.head = nn.Linear(3, size), nn.Linear(size, 1)
+        self.layers = nn.ModuleList(Spectral(size) for _ in range(4))
 
     def forward(self, x):
-        h = self.inputs(x).transpose(1, 2)
-        for weight in self.weights:
-            modes = torch.fft.rfft(h)
-            modes = torch.cat([modes[..., :5] * weight, modes[..., 5:]], -1)
-            h = h + F.gelu(torch.fft.irfft(modes, n=h.shape[-1]))
-        return self.head(h.transpose(1, 2))
+        h = self.inputs(x)
+        for layer in self.layers:
+            h = layer(h)
+        return self.head(h)
 
 
 class Recurrent(nn.Module):
@@ -168,7 +175,7 @@ CP = [
 ]
 MODELS = {  # batches, the loss, and the layouts that the model is for
     "denoiser": (Denoiser, noises, of_noise, DP + PP + TP + CP),
-    "fourier": (Fourier, curves, of_curve, DP),
+    "fourier": (Fourier, curves, of_curve, DP + PP),
     "recurrent": (Recurrent, series, of_class, DP),
     "recurrent, tuples": (Recurrent, pairs, of_class, [{"dp_size": 2}]),
 }

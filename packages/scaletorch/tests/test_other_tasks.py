@@ -2,12 +2,23 @@
 
 import pytest
 import torch
-from test_any_batch import PLAN, POSITIONS, Denoiser, Recurrent, of_class, of_noise
+from test_any_batch import (
+    PLAN,
+    POSITIONS,
+    Denoiser,
+    Fourier,
+    Recurrent,
+    of_class,
+    of_curve,
+    of_noise,
+)
 
 from scaletorch.bisect import bisect
 from scaletorch.plan import Cut, describe
 from scaletorch.verify import assert_trains_alike
 from scaletorch.verify.__main__ import main
+from scaletorch.verify.compare import compare_tensor
+from scaletorch.verify.where import placed
 
 DENOISING = {"plan": PLAN, "sequence_dims": POSITIONS, "loss_fn": of_noise}
 
@@ -41,6 +52,24 @@ def test_the_proof_takes_any_batch():
     )
     assert len(report.results) == 4
     assert_trains_alike(Recurrent, pairs, "dp2", loss_fn=of_class)
+
+
+def curves(step):
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "x": torch.randn(8, 12, 3, generator=generator),
+        "loss_y": torch.randn(8, 12, 1, generator=generator),
+    }
+
+
+def test_complex_weights_stay_complex():
+    report = assert_trains_alike(Fourier, curves, "dp2-pp2", loss_fn=of_curve)
+    assert len(report.results) == 1
+    found = placed(Fourier(), "cpu", torch.float32).layers[0].weight
+    assert found.dtype == torch.complex64
+    off = torch.complex(found.real.detach(), found.imag.detach() * 1.001)
+    assert compare_tensor("weight", 0, off, found.detach(), 1e-6).failed
+    assert bisect(Fourier, curves, layout="dp2-pp2", steps=1, loss_fn=of_curve).sound
 
 
 def test_the_proof_sees_what_counts_positions():

@@ -35,7 +35,7 @@ from ..verify.problem import (
 )
 from ..verify.routing import doubtful
 from ..verify.training import Subject
-from ..verify.where import choose_where, moved
+from ..verify.where import choose_where, moved, placed
 from .compare import compare_runs
 from .comparing.births import Birth
 from .comparing.judge import BAD, INFINITE, Judged, measure
@@ -139,7 +139,7 @@ def prepare(
 ) -> Prepared:
     """Run and record a model in one process, in float64 and in a lower dtype, on a device."""
     torch.manual_seed(0)
-    model = model_fn().to(device, TORCH_DTYPES[dtype])
+    model = placed(model_fn(), device, TORCH_DTYPES[dtype])
     saved: dict[str, Any] = {
         "state": {name: tensor.clone() for name, tensor in model.state_dict().items()},
         "batches": [moved(entries_for(model, batch_fn(step)), device) for step in range(steps)],

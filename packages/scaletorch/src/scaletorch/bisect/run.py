@@ -26,7 +26,7 @@ from ..verify.replay import by_scores, decided, in_order
 from ..verify.routing import Choice
 from ..verify.runner import load_reference
 from ..verify.training import Subject, build, compare_dropout, divide, norm_of, optimizers_of
-from ..verify.where import device_of, in_dtype, moved, rank_device
+from ..verify.where import device_of, in_dtype, moved, placed, rank_device
 from .recording.described import Description
 from .recording.ours import describe_grid, moments_of, places_of
 from .recording.tape import record
@@ -55,7 +55,7 @@ def record_plain(
         learning: How batches are read, and the loss.
     """
     device = device_of(saved["batches"][0])
-    model = model_fn().to(device, TORCH_DTYPES[dtype])
+    model = placed(model_fn(), device, TORCH_DTYPES[dtype])
     model.load_state_dict(saved["state"])
 
     batches = [in_dtype(batch, TORCH_DTYPES[dtype]) for batch in saved["batches"][:steps]]
@@ -104,7 +104,7 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
     manager = setup_process_group_manager(grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp)
     try:
         dtype = TORCH_DTYPES[case.dtype]
-        plain = subject.model_fn.find()().to(device, dtype)
+        plain = placed(subject.model_fn.find()(), device, dtype)
         with record(folder, plain, describe=Description(places=places_of(plain)), step=-1) as tape:
             tape.weights()
         load_full_state_dict(plain, saved["state"])

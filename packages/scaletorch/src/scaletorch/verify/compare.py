@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..compose.summation import root_mean_square, scale_of
+from ..compose.summation import root_mean_square, scale_of, widest
 
 INFINITE = float("inf")
 Shard = Callable[[str, Tensor], Tensor]
@@ -74,7 +74,7 @@ def compare_tensor(
         return Difference(what, step, INFINITE, bound, note=note)
     if torch.equal(ours, theirs):
         return Difference(what, step, 0.0, bound, bitwise=True)
-    gap = ours.double() - theirs.double()
+    gap = widest(ours) - widest(theirs)
     scale = scale_of(theirs, 0.0) if scale is None else scale
     error = float(torch.linalg.vector_norm(gap)) / scale if scale else INFINITE
     note = "" if error <= bound else _largest_gap(gap, ours, theirs)
@@ -104,5 +104,5 @@ def compare_named(
 def _largest_gap(gap: Tensor, ours: Tensor, theirs: Tensor) -> str:
     at = gap.abs().nan_to_num(nan=INFINITE).argmax()
     place = [int(i) for i in torch.unravel_index(at, gap.shape)]
-    values = float(ours.flatten()[at]), float(theirs.flatten()[at])
+    values = ours.flatten()[at].item(), theirs.flatten()[at].item()
     return f"largest at {place}: {values[0]:.9g}, one process {values[1]:.9g}"

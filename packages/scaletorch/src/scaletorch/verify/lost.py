@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compose.summation import root_mean_square, scale_of
+from ..compose.summation import root_mean_square, scale_of, widest
 from .compare import (
     INFINITE,
     Difference,
@@ -81,7 +81,7 @@ def compare_all(
         if part is None or (part.shape, part.dtype) != (tensor.shape, tensor.dtype):
             yield Difference(f"{kind} {name}", step, INFINITE, limit, note="not one process's")
             continue
-        true, scale = shard(name, exact[name]).double(), scale_of(exact[name], typical)
+        true, scale = widest(shard(name, exact[name])), scale_of(exact[name], typical)
         ours_lost += _distance(tensor, true, scale) ** 2
         theirs_lost += _distance(part, true, scale) ** 2
     note = "of all together, what rounding loses against float64; the bound is what it may"
@@ -91,7 +91,7 @@ def compare_all(
 
 
 def _distance(tensor: Tensor, true: Tensor, scale: float) -> float:
-    return float(torch.linalg.vector_norm(tensor.double() - true)) / scale if scale else 0.0
+    return float(torch.linalg.vector_norm(widest(tensor) - true)) / scale if scale else 0.0
 
 
 def off(choices: Sequence[Choice], exact: Sequence[Choice]) -> float:

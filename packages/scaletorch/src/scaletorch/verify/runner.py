@@ -25,7 +25,7 @@ from .problem import TORCH_DTYPES
 from .refusal import refusing
 from .routing import FLIP
 from .training import Subject, build, compare_dropout, divide, train_and_compare
-from .where import device_of, moved, rank_device
+from .where import device_of, moved, placed, rank_device
 
 SHOWN = 3  # failures that a rank reports
 
@@ -94,7 +94,7 @@ def compare_case(
 ) -> Iterator[Difference]:
     """Build the model, compare its initial weights, its training and its dropout."""
     device = device_of(saved["batches"][0])
-    model = subject.model_fn.find()().to(device, TORCH_DTYPES[case.dtype])
+    model = placed(subject.model_fn.find()(), device, TORCH_DTYPES[case.dtype])
     part = own_part(model)
     yield from compare_named("initial weight", 0, model.state_dict(), saved["state"], 0.0, part)
     load_full_state_dict(model, saved["state"])

@@ -49,7 +49,7 @@ from .report import CaseResult, Report
 from .routing import doubtful, smallest
 from .runner import RankReport, run_case
 from .training import Subject
-from .where import choose_where, in_dtype, moved, repeating
+from .where import choose_where, in_dtype, moved, placed, repeating
 
 Progress = Callable[[CaseResult], None]
 
@@ -205,7 +205,7 @@ def save_reference(
     The steps are computed on a device of the kind that ranks compute on, whose rounding counts.
     """
     torch.manual_seed(0)
-    model = model_fn().to(device, TORCH_DTYPES[dtype])
+    model = placed(model_fn(), device, TORCH_DTYPES[dtype])
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     batches = [moved(entries_for(model, batch_fn(step)), device) for step in range(STEPS)]
     chain = chain_length(model, _first(batches[0]))
@@ -214,7 +214,7 @@ def save_reference(
     limits = [bound(TORCH_DTYPES[dtype], chain, step) for step in range(STEPS)]
     exact: list[Step] = []
     if dtype == lost.DTYPE:
-        twin = model_fn().to(device, torch.float64)
+        twin = placed(model_fn(), device, torch.float64)
         twin.load_state_dict(state)
         with decided(in_order([choice for step in steps for choice in step.choices])):
             exact = one_process(twin, _in(batches, "float64"), phases, learning=learning)

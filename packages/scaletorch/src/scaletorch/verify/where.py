@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..dist import devices, get_local_rank
 from ..dist.building import map_tensors
@@ -73,13 +73,19 @@ def device_of(batch: Mapping[str, Any]) -> torch.device:
 
 def in_dtype(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Return a batch whose floating entries have the model's dtype; complex ones as precise."""
+    return {n: _cast(x, dtype) if isinstance(x, Tensor) else x for n, x in batch.items()}
 
-    def cast(x: Any) -> Any:
-        if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
-            return x
-        return x.to(dtype.to_complex() if x.is_complex() else dtype)
 
-    return {name: cast(x) for name, x in batch.items()}
+def placed(model: nn.Module, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+    """Return a model on a device and in a dtype; complex weights, which stay so, as precise."""
+    model._apply(lambda x: _cast(x, dtype).to(device))
+    return model
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if x.is_complex():
+        return x.to(torch.promote_types(dtype, torch.float32).to_complex())
+    return x.to(dtype) if x.is_floating_point() else x
 
 
 def moved(data: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:

@@ -59,6 +59,7 @@ def _factor(key: Key, run: Run, reference: Run) -> float:
 
 def _multiple(ours: Tensor, theirs: Tensor) -> float | None:
     """Return what number a tensor is of another; 1 if both are zero, None if it is of no such."""
+    ours, theirs = (torch.view_as_real(x) if x.is_complex() else x for x in (ours, theirs))
     ours, theirs = ours.double(), theirs.double()
     size = torch.linalg.vector_norm(theirs)
     if not size:
