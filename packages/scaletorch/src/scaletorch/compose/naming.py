@@ -1,7 +1,8 @@
-"""Layouts and functions as command lines name them."""
+"""Layouts, functions and values as command lines name them."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import layout_name, parse_layout
 
-__all__ = ["layout_name", "load", "parse_layout"]
+__all__ = ["layout_name", "load", "parse_layout", "read_argument"]
 
 
 def load(name: str) -> Any:
@@ -29,3 +30,12 @@ def load(name: str) -> Any:
     except Exception as error:  # of the module's own code, or a relative name
         told = f"{type(error).__name__}: {error}"
         raise InvalidArgumentError(f"{name!r} cannot be imported: {told}") from error
+
+
+def read_argument(text: str) -> tuple[str, Any]:
+    """Read `name=value`, of which the value is a Python literal or else a word."""
+    name, _, value = text.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value

@@ -126,6 +126,7 @@ def description_of(arguments: Any) -> Description:
     if arguments.length is None:
         raise InvalidArgumentError("say --length: how many tokens a sequence has")
     # Torch, and all that runs models: a plan of a description has no need of it.
+    from ..compose.naming import read_argument
     from ..parallel.pipeline_parallel import Split
     from .describing import describe, experts_of, named
 
@@ -134,6 +135,9 @@ def description_of(arguments: Any) -> Description:
         build, arguments.length, cuts=cuts_of(arguments, experts_of(build)),
         batch=_loaded(arguments, "batch", Callable), plan=_loaded(arguments, "plan", Mapping),
         split=_loaded(arguments, "split", Split), name=name,
+        loss_fn=_loaded(arguments, "loss", Callable),
+        row_dims=dict(map(read_argument, arguments.row_dims)),
+        sequence_dims=dict(map(read_argument, arguments.sequence_dims)),
     )  # fmt: skip
 
 

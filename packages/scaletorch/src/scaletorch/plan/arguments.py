@@ -102,6 +102,9 @@ def _model(parser: argparse.ArgumentParser) -> None:
     _say("--length", type=_count, metavar="N", help="tokens of a sequence")
     _say("--dtype", help="of parameters, such as bfloat16; else as the model is built")
     _say("--batch", help="package.module:function of rows, what `train_step` takes of a model")
+    _say("--loss", help="package.module:function of an output and a micro-batch, its loss_fn")
+    _say("--row-dims", nargs="+", default=[], help="dims of rows, such as pixels=1 table=None")
+    _say("--sequence-dims", nargs="+", default=[], help="dims of positions, such as latents=1")
     _say("--plan", help="package.module:name of a tensor parallel plan")
     _say("--split", help="package.module:name of a Split, if the layers are not one nn.ModuleList")
 

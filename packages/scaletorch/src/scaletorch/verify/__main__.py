@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..compose.experts import count_experts
-from ..compose.naming import load, parse_layout
+from ..compose.naming import load, parse_layout, read_argument
 from ..dist.errors import InvalidArgumentError, ScaletorchError
 from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import SCHEDULES
@@ -111,15 +110,6 @@ def optimizer_of(arguments: argparse.Namespace) -> Any:
     """
     name = arguments.optimizer
     return None if name is None else load(name if ":" in name else f"torch.optim:{name}")
-
-
-def read_argument(text: str) -> tuple[str, Any]:
-    """Read `name=value`, of which the value is a Python literal or else a word."""
-    name, _, value = text.partition("=")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
 
 
 def problem_of(arguments: argparse.Namespace, layouts: list[Grid]) -> tuple[ModelFn, BatchFn]:
