@@ -162,7 +162,7 @@ def mixed(sizes, micro_batches):
     if manager.pp_size == 1:
         assert model(input_ids=pieces[0]["input_ids"]).shape[-1] == VOCAB
     else:
-        with pytest.raises(InvalidArgumentError, match=r"with 0 and input_ids\. For the"):
+        with pytest.raises(InvalidArgumentError, match=r"0 by place, input_ids by name\). Call on"):
             model(input_ids=pieces[0]["input_ids"])
     destroy_process_group_manager()
 

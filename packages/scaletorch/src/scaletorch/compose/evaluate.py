@@ -46,7 +46,7 @@ def eval_step(
         MismatchError: As in `train_step`.
     """
     manager = manager_of(model, manager)
-    total, count, _ = totals(model, micro_batches, manager, loss_fn or _of_tokens)
+    total, count = totals(model, micro_batches, manager, loss_fn or _of_tokens)
     if not count:
         raise InvalidArgumentError(NOTHING_COUNTS)
     return total / count

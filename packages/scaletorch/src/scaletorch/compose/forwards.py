@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -10,14 +11,13 @@ import torch
 from torch import Tensor
 
 from ..dist import all_reduce, get_comm_device
-from ..dist.errors import InvalidArgumentError
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pg_manager.building import evaluating
 from ..parallel.pipeline_parallel import pipeline_forward
 from .batches import Batch
 from .forward import terms_of
-from .own_loss import NOTHING_COUNTS, LossFunction, OwnLoss
+from .own_loss import LossFunction, OwnLoss
 from .ready import look_first, ready, size_of
 
 
@@ -29,16 +29,12 @@ def losses_per_item(
 ) -> float:
     """Return how many losses a loss_fn counts for each token of a batch, or row of another.
 
-    The model is called in its own mode, and may change itself and the random generators.
-
-    Raises:
-        InvalidArgumentError: As `eval_step`.
-        MismatchError: As `eval_step`.
+    The model is called in its own mode, and may change itself and the random generators. A mistake
+    in the loss is left to the step, and counts as one for each.
     """
-    _, count, size = totals(model, micro_batches, manager, loss_fn, evaluates=False)
-    if not count:
-        raise InvalidArgumentError(NOTHING_COUNTS)
-    return float(count) / float(size)
+    own = OwnLoss(loss_fn, None, model, manager, trains=False)
+    _, count, size = _summed(model, micro_batches, manager, own, evaluates=False).tolist()
+    return count / size if 0 < count < math.inf else 1.0
 
 
 def totals(
@@ -46,11 +42,30 @@ def totals(
     micro_batches: Sequence[Batch],
     manager: ProcessGroupManager,
     loss_fn: LossFunction,
-    *,
-    evaluates: bool = True,
 ) -> list[Tensor]:
-    """Return the sum of a global batch's losses, their count, and its size, in float64."""
+    """Return the sum of a global batch's losses and their count, in float64.
+
+    Raises:
+        InvalidArgumentError: The loss_fn's return does not do.
+        MismatchError: Another rank has raised, or its sum differs.
+    """
     own = OwnLoss(loss_fn, None, model, manager, trains=False)
+    total, count, _ = _summed(model, micro_batches, manager, own, evaluates=True)
+    return [total, count]
+
+
+def _summed(
+    model: DataParallelBucket,
+    micro_batches: Sequence[Batch],
+    manager: ProcessGroupManager,
+    own: OwnLoss,
+    *,
+    evaluates: bool,
+) -> Tensor:
+    """Return the sum of all ranks' losses, their count, and the batch's size; [3], float64.
+
+    Mistakes in the loss are raised on every rank if it is evaluated.
+    """
     device = get_comm_device(manager.world_group)
 
     def part(output: Any, batch: Any) -> Tensor:
@@ -59,11 +74,12 @@ def totals(
 
     parts = forwards(model, micro_batches, manager, part, own, evaluates=evaluates)
     total = sum(parts, torch.zeros(3, dtype=torch.float64, device=device))
-    own.settle(total[0])
+    if evaluates:
+        own.settle(total[0])
     if manager.tp_rank:
         total.zero_()
     all_reduce(total, group=manager.world_group)
-    return [*total]
+    return total
 
 
 def forwards(
