@@ -225,7 +225,7 @@ def test_any_model_trains_as_in_one_process(name, sizes):
 
 
 REFUSED = [
-    ({"cp_size": 2}, {}, None, r"cp divides .* nobody says where this batch of latents, time"),
+    ({"cp_size": 2}, {}, None, r"cp divides .* it is not known where this batch of latents, time"),
     (
         {"tp_size": 2},
         {"plan": {n: style for n, style in PLAN.items() if n != "blocks.*"}, **SHARED},
@@ -320,6 +320,18 @@ def teacher_of_own_positions():
     assert torch.equal(cut["labels"], torch.where(places < 13, places, -100).expand(ROWS, -1))
     assert torch.equal(cut["loss_kept"], ids)
     return torch.equal(cut["loss_teacher"], padded)
+
+
+def embeddings():
+    """Return the shapes that a cp rank gets of embeddings and labels, whose dims are known."""
+    manager = setup_process_group_manager(cp_size=2)
+    batch = {"inputs_embeds": drawn(0, 8, 4), "labels": torch.zeros(ROWS, 8, dtype=torch.long)}
+    (cut,) = shard_global_batch(batch, 1, manager)
+    return [tuple(entry.shape) for entry in cut.values()]
+
+
+def test_positions_of_embeddings_are_known():
+    assert run_ranks(embeddings, 2) == [[(ROWS, 4, 4), (ROWS, 4)]] * 2
 
 
 def test_named_positions_of_tokens_are_divided():

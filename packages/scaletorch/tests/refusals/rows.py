@@ -135,7 +135,7 @@ CASES: Mapping[str, Mapping[str, Case]] = {
         "without dims": Case(
             models.OfVectors,
             on("cp"),
-            "nobody says where this batch of vectors",
+            "it is not known where this batch of vectors",
             batch=vectors,
             options=plan_of_vectors,
         ),

@@ -29,8 +29,8 @@ class Cut(NamedTuple):
         layout: Which columns each cp rank has.
         counted: Its `position_ids`, if it has any, were counted here, not given.
         whole: The global batch, or what of it this data-parallel rank has read.
-        sequences: Which positions this rank has, and where packed documents begin; None if nobody
-            has said which dims of the batch are positions.
+        sequences: This rank's positions, and where packed documents begin; None if the dims of
+            positions are not known.
         own: `whole` is what this data-parallel rank has read.
         row_dims: The dim of each entry that is rows; None if every micro-batch gets it whole.
         sequence_dims: The dims of positions, as the caller has named them.
@@ -142,7 +142,7 @@ def _sequences(
         if manager.cp_size == 1:
             return None
         raise InvalidArgumentError(
-            f"cp divides the positions of sequences, and nobody says where this batch of "
+            f"cp divides the positions of sequences, and it is not known where this batch of "
             f"{', '.join(batch)} has them: name their dims, shard_global_batch(..., "
             f"sequence_dims={{{next(iter(batch))!r}: 1}}), or take cp_size=1 and the ranks for "
             "dp, tp or pp"

@@ -69,9 +69,9 @@ def read_sequence_dims(
 
 
 def require_all_told(entries: Mapping[str, Any], found: Positions) -> None:
-    """Refuse an entry of as many positions in some dim of which nobody says whether it has them.
+    """Refuse an unnamed entry that has a dim as long as the sequences.
 
-    It would stay whole beside outputs of this rank's positions.
+    If that dim is positions, the entry would stay whole beside outputs of this rank's positions.
 
     Raises:
         InvalidArgumentError: There is one.

@@ -37,7 +37,7 @@ TORCH_DTYPES = {
 
 
 class Learning(NamedTuple):
-    """What is to be learned: how batches are read, and the loss.
+    """The dims of batches, and the loss.
 
     Attributes:
         row_dims: As for `shard_global_batch`.
@@ -56,7 +56,7 @@ class Learning(NamedTuple):
 
     @property
     def dims(self) -> dict[str, RowDims]:
-        """How `shard_global_batch` is to read batches."""
+        """The dims to pass to `shard_global_batch`."""
         return {name: dict(getattr(self, name) or {}) for name in ("row_dims", "sequence_dims")}
 
 

@@ -106,7 +106,7 @@ class Joiner:
         return next((_Form(r, None) for r in dims if fits({r: (rows, self.rows)})), None)
 
     def layout_of(self, hidden: torch.Size) -> Layout:
-        """Return how positions of hidden states [B, L, ...] lie; undivided if nobody has said."""
+        """Return the layout of positions of hidden states [B, L, ...]; one shard if unknown."""
         if self.sequences is not None:
             return self.sequences.layout
         return contiguous(hidden[1] if len(hidden) > 2 else 1, 1)

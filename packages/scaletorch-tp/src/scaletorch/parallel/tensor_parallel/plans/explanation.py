@@ -75,8 +75,8 @@ class Explanation:
         tp: Number of ranks.
         parameters: In the model's order.
         communications: Of one forward and backward, in the model's order.
-        skeleton: A plan to complete, of a model that has none: the text of a dict. Nothing else is
-            known of such a model.
+        skeleton: For a model without a plan, the text of a dict to complete and to pass as one;
+            parameters and communications are empty then.
     """
 
     tp: int

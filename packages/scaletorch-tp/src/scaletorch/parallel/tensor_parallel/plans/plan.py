@@ -131,7 +131,7 @@ class Match:
 
     @property
     def enters(self) -> bool:
-        """Whether hidden states enter a region in it; what a table looks up are ids."""
+        """Whether it is a column-parallel linear layer; an embedding's input needs no gradient."""
         table = self.becomes(ColumnParallelEmbedding)
         return self.becomes(ColumnParallelLinear) and not table
 

@@ -13,7 +13,7 @@ from ...pg_manager.building import matching
 from ..layers.alike import computes_as_linear
 from .attention import has_heads, out_features
 
-OPEN = "replicate"  # the style of a layer of which nobody has said anything yet
+OPEN = "replicate"  # the style of a layer that is left to the reader
 
 _POINTWISE = ("torch.nn.modules.activation", "torch.nn.modules.dropout")
 
