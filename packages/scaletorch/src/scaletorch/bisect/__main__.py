@@ -74,7 +74,11 @@ def run(arguments: argparse.Namespace) -> Report:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run the command; 1 where two runs part, 2 for what cannot be compared."""
+    """Run the command and return its exit status.
+
+    0: the runs agree. 1: they part. 2: they cannot be compared. 3: not judged, since results of the
+    training could not be compared, and the others agree.
+    """
     arguments = parse(given)
     report = report_of(run, arguments)
     if report is None:
@@ -86,7 +90,7 @@ def main(given: Sequence[str] | None = None) -> int:
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "report.json").write_text(report.to_json())
         (arguments.out / "report.svg").write_text(report.to_svg())
-    return 0 if report.sound else 1
+    return 1 if report.found else 3 * bool(report.unjudged)
 
 
 if __name__ == "__main__":

@@ -7,20 +7,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from torch import Tensor
-
 from ..compose.entries import TOKENS
 from ..compose.summation import ROOM
 from ..dist.errors import InvalidArgumentError
 from ..verify.bounds import LARGEST
 from .comparing.births import Birth, find_births
+from .comparing.how import how
 from .comparing.judge import coarsest, judge_all, measure, meet
-from .comparing.places import ALIKE, GIVEN, WHOLE, Way
 from .comparing.runs import Run, load, require_comparable
 from .comparing.weight import settle_weight
 from .comparing.whole import assemble
-from .keys import BACKWARD, DATA, FORWARD, GRADIENT, Key
-from .patterns import explain
+from .keys import DATA, FORWARD, GRADIENT, Key
 from .report import Found, Report, modules_of
 
 
@@ -70,7 +67,7 @@ def compare_runs(reference: Run, run: Run, lost: Mapping[Key, float]) -> Report:
     settle_weight(run, reference)
     judged = judge_all(run, reference, lost, chain)
     births = find_births(judged, run, reference)
-    found = [Found(b, _how(b, run, reference), _calls(b, run)) for b in births]
+    found = [Found(b, how(b, run, reference), _calls(b, run)) for b in births]
     return Report(found, judged, list(modules_of(reference.held)))
 
 
@@ -88,40 +85,6 @@ def chain_of(run: Run) -> int:
             parts = [math.prod(each.line.shape[:2]) for each in held]
             tokens = sum(parts)
     return sizes + 2 * tokens
-
-
-def _how(birth: Birth, run: Run, reference: Run) -> list[str]:
-    key = birth.judged.key
-    ours, theirs = run.held.get(key, []), reference.held[key]
-    met = meet(ours, theirs, weighed=key.kind == BACKWARD) if ours else None
-    if met is None:
-        return []
-    axes = [_word(way) for way in met.ways]
-    groups = {
-        name: [tuple(ranks) for ranks in found]
-        for name, found in ours[0].recording.header["groups"].items()
-    }
-    return explain(
-        met.pieces, met.whole, birth.judged.bound, axes=axes, groups=groups,
-        others=_others(key, reference, met.whole.shape),
-    )  # fmt: skip
-
-
-def _word(way: Way) -> str:
-    """Return what a reader calls the indices of a dim; '' if they have no name."""
-    if way.name in (ALIKE, GIVEN, WHOLE):
-        return ""
-    if " x " in way.name:
-        return "tokens"
-    return {"shares": "positions"}.get(way.name, way.name.partition(" ")[0])
-
-
-def _others(key: Key, reference: Run, shape: object) -> dict[str, Tensor]:
-    """Return whole tensors that one may be a stale copy of."""
-    before = reference.held.get(key._replace(step=key.step - 1))
-    if before is None or len(before) != 1 or before[0].tensor.shape != shape:
-        return {}
-    return {"the step before's": before[0].tensor}
 
 
 def _calls(birth: Birth, run: Run) -> list[str]:

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 FORWARD, BACKWARD = "forward", "backward"
 GRADIENT, NORM, MOMENT, WEIGHT, LOSS = "gradient", "norm", "moment", "weight", "loss"
-DATA, TERM, SHARE = "data", "term", "share"
-FINAL = (LOSS, GRADIENT, NORM, WEIGHT)  # what training comes to: faults without these are none
+START, DATA, TERM, SHARE = "start", "data", "term", "share"
+FINAL = (START, LOSS, GRADIENT, NORM, WEIGHT)  # what training comes to, and what it began with
+UNGRADED = " under no_grad"  # behind the items of calls that nothing is learned from
 
 
 class Key(NamedTuple):
@@ -16,9 +17,10 @@ class Key(NamedTuple):
     Attributes:
         step: 0-based.
         kind: FORWARD for what goes into a module or comes out of it, BACKWARD for the gradient of
-            that, GRADIENT, MOMENT and WEIGHT of a parameter, NORM and LOSS, DATA for an entry of
-            the batch, TERM for what a module adds to a rank's gradient of a parameter, SHARE for
-            what it adds to that of a tensor: the user is in `item`, behind a blank.
+            that, GRADIENT, MOMENT and WEIGHT of a parameter, START for its value before the step,
+            NORM and LOSS, DATA for an entry of the batch, TERM for what a module adds to a rank's
+            gradient of a parameter, SHARE for what it adds to that of a tensor: the user is in
+            `item`, behind a blank.
         name: The module's or the parameter's; '' is the model.
         item: Which of a module's tensors, 'in.0', 'in.mask', 'out'; which moment of a parameter.
         call: Which call of the module in one forward.
@@ -36,6 +38,8 @@ class Key(NamedTuple):
             return f"the {self.kind}"
         if self.kind == DATA:
             return f"{self.name} of the batch"
+        if self.kind == START:
+            return f"{self.name} before the step"
         if self.kind not in (FORWARD, BACKWARD):
             return f"{self.kind} {self.item + ' of ' if self.item else ''}{self.name}"
         side, _, which = self.item.partition(".")

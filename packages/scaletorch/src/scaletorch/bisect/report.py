@@ -10,7 +10,7 @@ from typing import Any
 
 from .comparing.births import UPDATE, Birth
 from .comparing.judge import BAD, GOOD, UNSEEN, Judged
-from .keys import BACKWARD, FORWARD, GRADIENT, Key
+from .keys import BACKWARD, FINAL, FORWARD, GRADIENT, Key
 from .picture import Drawn, svg
 
 SHOWN = 3  # births, inputs and calls that the text names
@@ -84,8 +84,16 @@ class Report:
 
     @property
     def sound(self) -> bool:
-        """Whether no result of the training differs by more than rounding explains."""
-        return not self.found
+        """Whether all results of the training agree to what rounding explains."""
+        return not self.found and not self.unjudged
+
+    @property
+    def unjudged(self) -> list[str]:
+        """What of the training's results was not compared, with the reason."""
+        results = [each for each in self.judged.values() if each.key.kind in FINAL]
+        if not any(each.key.kind == GRADIENT for each in results):
+            return ["no gradient was recorded: record a backward, and the model that it trains"]
+        return [f"{each.key}: {each.why}" for each in results if each.state == UNSEEN]
 
     def count(self, state: str) -> int:
         """Return how many tensors are in a state."""
@@ -96,6 +104,13 @@ class Report:
         lines = [f"{number + 1}. {each}" for number, each in enumerate(self.found[:SHOWN])]
         if len(self.found) > SHOWN:
             lines.append(f"and {len(self.found) - SHOWN} more in the same step")
+        if unjudged := self.unjudged:
+            lines.insert(
+                0,
+                f"not judged, {len(unjudged)} of the training's results: "
+                + "; ".join(unjudged[:SHOWN])
+                + _dots(unjudged),
+            )
         return "\n".join([*lines, self.summary(), *self.notes, self.command]).rstrip()
 
     def summary(self) -> str:
@@ -105,7 +120,8 @@ class Report:
         if unseen:
             reason = next(e for e in self.judged.values() if e.state == UNSEEN)
             text += f", {unseen} not ({reason.key}: {reason.why}{', …' if unseen > 1 else ''})"
-        if self.sound:
+        if not self.found:
+            text += f" ({len(self.unjudged)} results among them)" * bool(self.unjudged)
             return f"{text}: no result of the training differs by more than rounding explains"
         return f"{text}; {self.count(BAD)} are wrong, born so or computed from what is"
 
@@ -113,6 +129,7 @@ class Report:
         """Return everything as JSON; not-a-number and infinity as strings."""
         content = {
             "sound": self.sound,
+            "unjudged": self.unjudged,
             "compared": len(self.judged) - self.count(UNSEEN),
             "wrong": self.count(BAD),
             "found": [_plain(each) for each in self.found],

@@ -66,8 +66,8 @@ def record_plain(
             tape.batch(_with_positions(batches[step]))
             yield tape.put
 
-    with record(folder, model, step=-1) as tape:
-        tape.weights()
+    with record(folder, model, step=-1):
+        pass
 
     with decided(in_order(choices) if choices else None):
         return one_process(model, batches, phases, watch, learning)
@@ -105,8 +105,8 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
     try:
         dtype = TORCH_DTYPES[case.dtype]
         plain = placed(subject.model_fn.find()(), device, dtype)
-        with record(folder, plain, describe=Description(places=places_of(plain)), step=-1) as tape:
-            tape.weights()
+        with record(folder, plain, describe=Description(places=places_of(plain)), step=-1):
+            pass
         load_full_state_dict(plain, saved["state"])
         model = build(case, plain, subject, manager)
         train_unsampled(model)  # a fault may part replicas, and is to be seen

@@ -28,7 +28,7 @@ def model_precision(dtype: torch.dtype) -> Iterator[None]:
     What this library casts is left alone: it must be right in float64 by itself. Methods are
     replaced, since a mode of torch's is off while a backward recomputes.
     """
-    if dtype != torch.float64:
+    if dtype != torch.float64 or hasattr(Tensor.float, "__wrapped__"):  # or it is so already
         yield
         return
     own = {name: vars(Tensor).get(name) for name in CASTS}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from ..keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, WEIGHT, Key
+from ..keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, START, WEIGHT, Key
 from .places import Held
 from .runs import Run
 
@@ -96,7 +96,7 @@ def _sources(
     if key.kind in (FORWARD, LOSS):
         yield from run.parents.get(key, ())
         for name in run.uses.get(key, ()):
-            yield Key(step - 1, WEIGHT, name)
+            yield Key(step, START, name)
     elif key.kind == BACKWARD:
         yield from _passed_back(_used_by(key._replace(kind=FORWARD), run, children), run)
     elif key.kind == GRADIENT:
@@ -105,7 +105,10 @@ def _sources(
         yield from _passed_back(own, run)
     elif key.kind == NORM:
         yield from (k for k in run.held if k.step == step and k.kind == GRADIENT)
+    elif key.kind == START:
+        yield Key(step - 1, WEIGHT, key.name)
     elif key.kind in (MOMENT, WEIGHT):
+        yield Key(step, START, key.name)
         yield Key(step, GRADIENT, key.name)
         yield Key(step, NORM, "")
         if key.kind == WEIGHT:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from ..keys import (
     BACKWARD,
     DATA,
@@ -15,13 +17,15 @@ from ..keys import (
     MOMENT,
     NORM,
     SHARE,
+    START,
     TERM,
     WEIGHT,
     Key,
 )
 from .ancestors import ancestors
-from .judge import BAD, NEAR, UNSEEN, Judged, adds_up
+from .judge import BAD, NEAR, UNSEEN, Judged, adds_up, meet
 from .runs import Run
+from .whole import assemble
 
 JUMP = 8.0  # times what the inputs are off by: less is what a computation makes of them
 SYNCHRONISATION, UPDATE = "synchronisation", "update"
@@ -51,15 +55,14 @@ def find_births(judged: Mapping[Key, Judged], run: Run, reference: Run) -> list[
     """Return the tensors at which faults begin, of the first step that has any, in its order.
 
     There are none if no result of the training is wrong: what differs then is meant to, such as
-    the terms of a sum that ranks have before they add them up.
+    the terms of a sum that ranks have before they add them up. Where there is one, what was meant
+    so is not blamed either: see `_absorbed`.
     """
     sources = _seen_sources(ancestors(reference), judged)
-    mattering = _mattering(sources, judged)
-    born = [
-        key
-        for key in judged
-        if key in mattering and all(judged[source].state != BAD for source in sources[key])
-    ]
+    wrong = {key for key, each in judged.items() if each.state == BAD}
+    wrong -= _absorbed(wrong, sources)
+    mattering = _mattering(sources, wrong)
+    born = [key for key in judged if key in mattering and not wrong.intersection(sources[key])]
     born = born or [key for key in judged if key in mattering][:1]  # each is a source of another
     clear = [key for key in born if _jumps(judged[key], sources[key], judged)] or born
     first = [key for key in clear if key.step == min(each.step for each in clear)]
@@ -94,13 +97,30 @@ def _seen_sources(
     return found
 
 
-def _mattering(sources: Mapping[Key, list[Key]], judged: Mapping[Key, Judged]) -> set[Key]:
+def _absorbed(wrong: set[Key], sources: Mapping[Key, list[Key]]) -> set[Key]:
+    """Return the wrong tensors of a forward from which nothing but right ones are computed.
+
+    Such are scores that each rank masks for the experts that it has.
+    """
+    users: dict[Key, list[Key]] = {}
+    for key, own in sources.items():
+        for source in own if key.kind in (FORWARD, LOSS) else ():
+            users.setdefault(source, []).append(key)
+    found: set[Key] = set()
+    for key in reversed(list(sources)):  # from the loss back
+        used = users.get(key, []) if key.kind == FORWARD and key in wrong else []
+        if used and not (wrong - found).intersection(used):
+            found.add(key)
+    return found
+
+
+def _mattering(sources: Mapping[Key, list[Key]], wrong: set[Key]) -> set[Key]:
     """Return what is wrong and makes a result of the training wrong."""
-    waiting = [key for key, each in judged.items() if each.state == BAD and key.kind in FINAL]
+    waiting = [key for key in sources if key in wrong and key.kind in FINAL]
     found = set(waiting)
     while waiting:
         for source in sources[waiting.pop()]:
-            if judged[source].state == BAD and source not in found:
+            if source in wrong and source not in found:
                 found.add(source)
                 waiting.append(source)
     return found
@@ -109,9 +129,9 @@ def _mattering(sources: Mapping[Key, list[Key]], judged: Mapping[Key, Judged]) -
 def _blame(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]:
     """Return the direction and the modules whose code computed a tensor."""
     if key.kind in (NORM, MOMENT, WEIGHT):
-        if key.step < 0:
-            return FORWARD, [key.name.rpartition(".")[0]]
         return UPDATE, [key.kind if key.kind == NORM else f"{key.kind}s"]
+    if key.kind == START:
+        return FORWARD, [key.name.rpartition(".")[0]]
     if key.kind == DATA:
         return DATA, [key.name]
     if key.kind == LOSS:
@@ -147,16 +167,26 @@ def _blame_gradient(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]
         for term in terms
         if term in run.held and not adds_up(run.held[term], reference.held[term], NEAR)
     ]
-    if terms and not wrong and (not unknown or _of_stages(key, name, tied, run, reference)):
+    if terms and not wrong and (not unknown or untied(key, run, reference)):
         return SYNCHRONISATION, []
     return BACKWARD, wrong or unknown or [name.rpartition(".")[0]]
 
 
-def _of_stages(key: Key, name: str, tied: Mapping[str, str], run: Run, reference: Run) -> bool:
-    """Return whether the gradients that ranks have under other names add up to a tied one."""
-    names = [name, *(other for other, first in tied.items() if first == name)]
-    held = [each for n in names for each in run.held.get(key._replace(name=n), ())]
-    return len(names) > 1 and adds_up(held, reference.held[key], NEAR)
+def untied(key: Key, run: Run, reference: Run) -> list[str]:
+    """Return the names of a weight whose gradients, each on its own, add up to the tied one."""
+    tied = reference.steps[key.step][0].header["tied"]
+    first = tied.get(key.name, key.name)
+    names = [first, *(other for other, same in tied.items() if same == first)]
+    held = [run.held.get(key._replace(name=name), []) for name in names]
+    if len(names) < 2 or not all(held):
+        return []
+    met = [meet(each, reference.held[key]) for each in held]
+    if any(each is None for each in met):
+        return []
+    total = torch.stack([assemble(each.pieces, each.ways) for each in met if each]).sum(0)
+    whole = met[0].whole if met[0] else total
+    off = float(torch.linalg.vector_norm(total - whole))
+    return names if off <= NEAR * float(torch.linalg.vector_norm(whole)) else []
 
 
 def _travels(key: Key, run: Run, reference: Run) -> bool:

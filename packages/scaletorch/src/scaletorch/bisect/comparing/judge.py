@@ -13,13 +13,14 @@ from ...compose.summation import ROOM, root_mean_square
 from ..keys import BACKWARD, DATA, FINAL, FORWARD, GRADIENT, SHARE, TERM, WEIGHT, Key
 from ..patterns import Piece
 from .places import Held, Way, in_terms, ways
-from .runs import Run
+from .runs import Run, calling
 from .whole import assemble, part_of, pieces_of
 
 GOOD, BAD, UNSEEN = "good", "bad", "unseen"
 MEASURED = 4.0  # how much more than one process's rounding a layout's may come to
 NEAR = 1e-6  # parts so near to what they should be are in their places
 INFINITE = math.inf
+EXTRA = "the reference has no gradient of it"
 BEYOND = 1e30  # no results are so large
 
 
@@ -120,9 +121,23 @@ def judge_all(run: Run, reference: Run, lost: Mapping[Key, float], chain: int) -
             may_lack = key.kind in (SHARE, TERM) or (key.kind == DATA and key not in run.held)
             if key.step == step and not may_lack:
                 found[key] = _judge(key, run, reference, measured, chain, typical)
+        found |= {
+            key: Judged(key, BAD, INFINITE, why=EXTRA) for key in _extra(step, run, reference)
+        }
         if any(each.state == BAD and key.kind in FINAL for key, each in found.items()):
             break  # what follows from it tells nothing new
     return found
+
+
+def _extra(step: int, run: Run, reference: Run) -> list[Key]:
+    """Return gradients that are not zero, of parameters that the reference does not train."""
+    return [
+        key
+        for key, held in run.held.items()
+        if key[:2] == (step, GRADIENT)
+        and key not in reference.held
+        and any(bool(each.tensor.any()) for each in held)
+    ]
 
 
 def meet(
@@ -159,7 +174,7 @@ def _judge(
     key: Key, run: Run, reference: Run, measured: Measured, chain: int, typical: float
 ) -> Judged:
     theirs, ours = reference.held[key], run.held.get(key, [])
-    if reason := run.uncounted.get(key.name) or reference.uncounted.get(key.name):
+    if reason := run.uncounted.get(calling(key)) or reference.uncounted.get(calling(key)):
         return Judged(key, UNSEEN, why=reason)
     if not ours:
         state = BAD if key.kind == GRADIENT else UNSEEN

@@ -8,7 +8,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...dist.errors import InvalidArgumentError
-from ..keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, SHARE, TERM, WEIGHT, Key
+from ..keys import (
+    BACKWARD,
+    DATA,
+    FORWARD,
+    GRADIENT,
+    LOSS,
+    MOMENT,
+    NORM,
+    SHARE,
+    START,
+    TERM,
+    UNGRADED,
+    WEIGHT,
+    Key,
+)
 from ..recording.folder import Line, Recording, read
 from .places import Held
 
@@ -53,7 +67,7 @@ def load(folder: str | Path) -> Run:
 
 def _turn(key: Key, held: Held) -> tuple[int, int, int]:
     """Return when in a step a tensor has its turn; stages run from the last to the first back."""
-    turns = (DATA, FORWARD, LOSS, BACKWARD, SHARE, TERM, GRADIENT, NORM, MOMENT, WEIGHT)
+    turns = (DATA, START, FORWARD, LOSS, BACKWARD, SHARE, TERM, GRADIENT, NORM, MOMENT, WEIGHT)
     rank = held.recording.rank
     return turns.index(key.kind), -rank if key.kind == BACKWARD else rank, held.number
 
@@ -88,10 +102,10 @@ def _keys(run: Run, step: int, recording: Recording) -> list[tuple[Key, int] | N
     found: list[tuple[Key, int] | None] = []
     for line in recording.lines:
         if line.kind in (FORWARD, BACKWARD, SHARE):
-            if line.name in run.uncounted:
+            if calling(line) in run.uncounted:
                 found.append(None)
                 continue
-            micro_batch, call = divmod(line.call, per[line.name])
+            micro_batch, call = divmod(line.call, per[calling(line)])
             found.append((Key(step, line.kind, line.name, line.item, call), micro_batch))
             continue
         first = recording.header["tied"].get(line.name, line.name)
@@ -106,13 +120,18 @@ def _calls(run: Run, recording: Recording) -> dict[str, int]:
     calls: Counter[str] = Counter()
     for line in recording.lines:
         if line.kind == FORWARD:
-            calls[line.name] = max(calls[line.name], line.call + 1)
+            calls[calling(line)] = max(calls[calling(line)], line.call + 1)
     several = int(recording.header["micro_batches"])
     for name, made in calls.items():
         if made % several:
             reason = f"rank {recording.rank} called it {made} times in {several} micro-batches"
             run.uncounted[name] = reason
     return {name: made // several for name, made in calls.items()}
+
+
+def calling(line: Line | Key) -> str:
+    """Return a module's name; calls under no_grad are counted apart."""
+    return line.name + UNGRADED * (UNGRADED in line.item)
 
 
 def _note(run: Run, key: Key, parents: Sequence[Key], line: Line) -> None:

@@ -51,7 +51,8 @@ def _factor(key: Key, run: Run, reference: Run) -> float:
     ours, theirs = run.held[key], reference.held[key]
     for way in ways([*theirs, *ours]):
         whole = assemble(pieces_of(theirs, way), way)
-        found = {_multiple(p.tensor, part_of(whole, p)) for p in pieces_of(ours, way)} - {1.0}
+        pieces = [p for p in pieces_of(ours, way) if p.tensor.any()]  # what was dropped is none
+        found = {_multiple(p.tensor, part_of(whole, p)) for p in pieces} - {1.0}
         if len(found) == 1 and (factor := found.pop()) is not None:
             return factor
     return 1.0

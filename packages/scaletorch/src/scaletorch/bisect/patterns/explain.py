@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .exchanged import exchanged
-from .factors import scaled
+from .factors import each_scaled, scaled
 from .fits import fitted
 from .moved import reordered, shifted, transposed
 from .parts import FINEST, HUGE, Case, Finding, Part, Piece, beside, misfit, norm, plain, same_index
@@ -27,6 +27,7 @@ GUESSES: Sequence[Callable[[Case], Iterator[Finding]]] = (
     exchanged,
     copies,
     scaled,
+    each_scaled,
     sums,
     zeros,
     rounded,

@@ -9,9 +9,9 @@ from itertools import combinations
 
 from torch import Tensor
 
-from ...compose.words import listed
+from ...compose.words import RUNS, listed
 from .parts import Case, Finding, Part
-from .words import told
+from .words import has, number, told, who
 
 CANDIDATES = 8  # factors that are tried
 NEAR = 0.05  # relative: a factor that means something is tried if one as near fits best
@@ -34,6 +34,26 @@ def scaled(case: Case) -> Iterator[Finding]:
             holds = partial(test, case, each, 0 if each in near else 1)
             why = _meaning(each, known)
             yield from told(case, _times(each, case.bound), holds, f"{besides}{why}")
+
+
+def each_scaled(case: Case) -> Iterator[Finding]:
+    """Find factors that differ from part to part, as where each is divided by a size of its own."""
+    factors = {i: _factor(part) for i, part in enumerate(case.wrong)}
+    covers = [i for i, f in factors.items() if _is_scaled(case, f, 1, case.wrong[i])]
+    if len(covers) < 2:
+        return
+    said: dict[str, list[Part]] = {}
+    for i in covers:
+        said.setdefault(number(factors[i]), []).append(case.wrong[i])
+    if len(said) > 1:
+        each = [f"{who(case, parts)} {factor}" for factor, parts in said.items()]
+        more = ", and so on" if len(each) > RUNS else ""
+        parts = [case.wrong[i] for i in covers]
+        yield Finding(
+            frozenset(covers),
+            f"{has(who(case, parts))} the right values times a factor of its own "
+            f"({listed(each[:RUNS])}{more}): divided by a count or a norm of its own part alone?",
+        )
 
 
 def _factor(part: Part) -> float:

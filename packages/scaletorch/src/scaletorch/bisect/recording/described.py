@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...dist.errors import InvalidArgumentError
@@ -110,23 +111,34 @@ def description_of(given: Mapping[str, Any] | Description | None) -> Description
 def local_part(tensor: Tensor) -> tuple[Tensor, Place | None, bool]:
     """Return what a rank has of a tensor, and what a DTensor says of it.
 
-    That is its place, and whether it is one of several that have to be added up.
+    That is its place, and whether it is one of several that have to be added up. A dim that the
+    DTensor does not divide has no place: it may be the rows of this rank.
     """
     module = sys.modules.get("torch.distributed.tensor")
     if module is None or not isinstance(tensor, module.DTensor):
         return _settled(tensor), None, False
-    local = _settled(tensor.to_local())
-    mesh, placements = tensor.device_mesh, tensor.placements
-    place: Place = []
-    for dim, length in enumerate(tensor.shape):
-        start, stop = 0, int(length)
-        for axis, placement in enumerate(placements):
-            if placement.is_shard(dim):
-                step = -(-(stop - start) // mesh.size(axis))
-                begin = min(start + step * mesh.get_local_rank(axis), stop)
-                start, stop = begin, min(begin + step, stop)
-        place.append([int(length), (start, stop)])
+    local, placements = _settled(tensor.to_local()), tensor.placements
+    place: Place = [None] * tensor.ndim
+    for axis, placement in enumerate(placements):
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            length = int(tensor.shape[dim])
+            held = torch.arange(length) if place[dim] is None else _flat(place[dim][1:])
+            own = _share(held, placement, tensor.device_mesh, axis)
+            place[dim] = [length, *as_ranges(own.tolist())]
     return local, place, any(placement.is_partial() for placement in placements)
+
+
+def _share(held: Tensor, placement: Any, mesh: Any, axis: int) -> Tensor:
+    """Return which of the indices of a divided dim a rank has; packed weights are strided."""
+    factor = getattr(placement, "split_factor", 1)
+    groups = held.chunk(factor) if factor > 1 else (held,)
+    ranks, own = mesh.size(axis), mesh.get_local_rank(axis)
+    return torch.cat([c for g in groups for c in g.chunk(ranks)[own : own + 1]] or [held[:0]])
+
+
+def _flat(ranges: Sequence[tuple[int, int]]) -> Tensor:
+    return torch.cat([torch.arange(start, stop) for start, stop in ranges] or [torch.arange(0)])
 
 
 def _settled(tensor: Tensor) -> Tensor:

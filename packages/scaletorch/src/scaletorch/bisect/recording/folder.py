@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...dist.errors import InvalidArgumentError
 
-VERSION = 1
+VERSION = 2
 _ALIGNED = 64  # bytes, so that any dtype may be looked at where it lies
 _WAITING = 2**28  # bytes of copies that may wait to be written
 

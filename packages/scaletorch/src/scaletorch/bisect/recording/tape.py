@@ -20,7 +20,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...dist import get_rank, get_world_size, guard
 from ...dist.errors import InvalidArgumentError
-from ..keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, SHARE, TERM, WEIGHT
+from ...verify.precision import model_precision
+from ..keys import (
+    BACKWARD,
+    DATA,
+    FORWARD,
+    GRADIENT,
+    LOSS,
+    MOMENT,
+    NORM,
+    SHARE,
+    START,
+    TERM,
+    UNGRADED,
+    WEIGHT,
+)
 from .described import (
     Description,
     Place,
@@ -39,13 +53,18 @@ from .updates import followed
 class Tape:
     """Takes down what a rank has of a step; made by `record`."""
 
-    def __init__(self, writer: Writer, model: nn.Module | None, said: Description) -> None:
-        self._writer, self._said = writer, said
+    def __init__(
+        self, writer: Writer, model: nn.Module | None, said: Description, patches: ExitStack
+    ) -> None:
+        self._writer, self._said, self._patches = writer, said, patches
         self._model: nn.Module | None = None
         self._names: dict[nn.Module, str] = {}
         self._parameters: dict[int, str] = {}
         self._calls: Counter[tuple[str, int]] = Counter()
         self._stack: list[str] = []
+        self._ungraded = ""  # see `keys.UNGRADED`
+        self._unlinked: list[list[int]] = [[]]  # of each running call, see `_unlinked`
+        self._owned: dict[str, list[str]] = {}
         self._seen: set[int] = set()  # lines whose gradient came
         self._lineage = Lineage()
         self._done: set[str] = set()
@@ -59,19 +78,32 @@ class Tape:
             model = model.module
         self._model, self._names = model, {m: name for name, m in model.named_modules()}
         self._parameters = {id(p): name for name, p in model.named_parameters()}
+        for name in self._parameters.values():
+            self._owned.setdefault(name.rpartition(".")[0], []).append(name)
+        dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
+        self._patches.enter_context(model_precision(next(dtypes, torch.float32)))
+        self.put_all(START, dict(model.named_parameters(remove_duplicate=False)))
 
-    def put(self, kind: str, tensor: Tensor, name: str = "", item: str = "") -> None:
-        """Take down the loss or the norm: `put("loss", loss)`; the same on every rank.
+    def put(self, kind: str, tensor: Tensor) -> None:
+        """Take down the loss or the norm of all gradients; the same on every rank.
 
-        A loss that ranks have parts of is the global one here, however they add it up.
+        Args:
+            kind: `"loss"` or `"norm"`.
+            tensor: A number. A loss that ranks have parts of is the global one here, however
+                they add it up.
+
+        Raises:
+            InvalidArgumentError: Another kind, or no tensor.
         """
+        if kind not in (LOSS, NORM):
+            raise InvalidArgumentError(f'put takes "{LOSS}" or "{NORM}", not {kind!r}')
         if not isinstance(tensor, Tensor):
             came = type(tensor).__name__
             raise InvalidArgumentError(f'put("{kind}", ...) takes a tensor, not a {came}')
         if kind == NORM:
             self.gradients()
         self._done.add(kind)
-        self._add(Line(kind, name, item, 0, "", []), tensor)
+        self._add(Line(kind, "", "", 0, "", []), tensor)
 
     def batch(self, entries: Mapping[str, Any], micro_batch: int = 0) -> None:
         """Take down a micro-batch, as this rank has it, so that a fault of the data is told."""
@@ -136,36 +168,45 @@ class Tape:
         name = self._names.get(module)
         if name is None or torch._C._current_graph_task_id() != -1:
             return original(module, *args, **kw)  # of no name, or run again in backward
-        if not self._stack and not torch.is_grad_enabled():
-            return original(module, *args, **kw)
+        if not self._stack:
+            self._ungraded = "" if torch.is_grad_enabled() else UNGRADED
         chunk = self._said.chunk()
-        call = self._calls[name, chunk]
-        self._calls[name, chunk] += 1
+        call = self._calls[name + self._ungraded, chunk]
+        self._calls[name + self._ungraded, chunk] += 1
         for own, parameter in module._parameters.items():  # FSDP2's are others during a call
             self._parameters.setdefault(id(parameter), f"{name}.{own}".lstrip("."))
         with self._lineage.call():
+            inputs: list[tuple[Tensor, int]] = []
             if (name, "in", chunk) not in self._said.unseen:
-                self._see(name, call, arguments_of(module, args, kw))
+                inputs = self._see(name, call, arguments_of(module, args, kw), self._unlinked[-1])
             self._stack.append(name)
+            self._unlinked.append(_unlinked(inputs))
             try:
                 output = original(module, *args, **kw)
             finally:
                 self._stack.pop()
+                inside = self._unlinked.pop()
             if (name, "out", chunk) in self._said.unseen:
                 return output
-            results = self._see(name, call, tensors_of(output, "out"))
+            results = self._see(name, call, tensors_of(output, "out"), inside)
         for tensor, number in results:
             self._lineage.note(tensor, number)  # it goes by this name behind the call
+        self._unlinked[-1] += _unlinked(results)
         return output
 
-    def _see(self, name: str, call: int, tensors: Any) -> list[tuple[Tensor, int]]:
+    def _see(
+        self, name: str, call: int, tensors: Any, unlinked: list[int]
+    ) -> list[tuple[Tensor, int]]:
+        """Take down tensors, those first that others of them are computed from."""
+        seen = [(i, t) for i, t in tensors if t.dtype != torch.bool and is_seen(t)]
+        seen.sort(key=lambda each: getattr(each[1].grad_fn, "_sequence_nr", int)())
+        lines = [Line(FORWARD, name, item + self._ungraded, call, "", []) for item, _ in seen]
         return [
-            (tensor, self._see_one(Line(FORWARD, name, item, call, "", []), tensor))
-            for item, tensor in tensors
-            if tensor.dtype != torch.bool and is_seen(tensor)
+            (tensor, self._see_one(line, tensor, unlinked))
+            for line, (_, tensor) in zip(lines, seen, strict=True)
         ]
 
-    def _see_one(self, line: Line, tensor: Tensor) -> int:
+    def _see_one(self, line: Line, tensor: Tensor, unlinked: list[int]) -> int:
         line.inside = self._stack[-1] if self._stack else None
         line.same = self._lineage.line_of(tensor)
         if line.same >= 0:
@@ -173,6 +214,8 @@ class Tape:
             number = self._add(line, None)
         else:
             self._follow_uses(line, tensor)
+            if tensor.grad_fn is not None or not tensor.requires_grad:  # else it came to this rank
+                line.parents = list(dict.fromkeys([*line.parents, *unlinked]))
             number = self._add(line, tensor)
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 follow_gradient(tensor, partial(self._came, number))
@@ -184,6 +227,8 @@ class Tape:
         user = line.name if line.item.startswith("out") else line.inside or ""
         lines, parameters = self._lineage.parents(tensor)
         line.parents = list(dict.fromkeys(use.of for use in lines))
+        if not tensor.requires_grad and line.item.startswith("out"):
+            line.uses += self._owned.get(line.name, [])
         for use in lines:
             of = self._writer.lines[use.of]
             share = Line(SHARE, of.name, f"{of.item} {user}", of.call, "", [])
@@ -227,6 +272,7 @@ class Tape:
             return self._writer.add(line, None)
         if line.kind == LOSS and tensor.requires_grad:
             line.parents = [use.of for use in self._lineage.parents(tensor)[0]]
+            line.parents += self._unlinked[0]
         local, own_place, is_term = local_part(tensor.detach())
         line.sums |= is_term
         line.place = place if own_place is None else own_place
@@ -235,6 +281,11 @@ class Tape:
             line.place = None
         line.dtype, line.shape = str(local.dtype).removeprefix("torch."), list(local.shape)
         return self._writer.add(line, local)
+
+
+def _unlinked(seen: Iterable[tuple[Tensor, int]]) -> list[int]:
+    """Return the lines of tensors that autograd does not know, so that anything may use them."""
+    return [n for t, n in seen if t.is_floating_point() and not t.requires_grad]
 
 
 @contextmanager
@@ -247,8 +298,9 @@ def record(
 ) -> Iterator[Tape]:
     """Write down a training step of this rank.
 
-    That is every tensor that enters or leaves a module, the gradients of these and of the
-    parameters, and what an optimizer makes of them.
+    That is the weights before the step, every tensor that enters or leaves a module, the gradients
+    of these and of the parameters, and what an optimizer makes of them. While it lasts a model
+    in float64 computes in float64 what it casts to float32 for precision.
 
     Args:
         folder: One for all ranks of a run; made if it is missing.
@@ -272,9 +324,10 @@ def record(
         "axes": {name: [axis.total, axis.parts] for name, axis in said.axes.items()},
     }  # fmt: skip
     writer = Writer(Path(folder), get_rank(), header)
-    tape = Tape(writer, model, said)
     try:
         with ExitStack() as stack:
+            tape = Tape(writer, model, said, stack)
+            stack.callback(tape._forget)
             stack.enter_context(calls_to(tape.called))
             stack.enter_context(guard.listening(writer.heard.append))
             stack.enter_context(followed(tape))
@@ -283,6 +336,4 @@ def record(
     except BaseException as error:
         writer.close(f"{type(error).__name__}: {error}"[:500] or "stopped")
         raise
-    finally:
-        tape._forget()
     writer.close()
