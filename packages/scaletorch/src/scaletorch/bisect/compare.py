@@ -14,10 +14,13 @@ from ..verify.bounds import LARGEST
 from .comparing.births import Birth, find_births
 from .comparing.how import how
 from .comparing.judge import coarsest, judge_all, measure, meet
+from .comparing.own_loss import settle_losses
+from .comparing.rows import infer_rows, take_rows
 from .comparing.runs import Run, load, require_comparable
 from .comparing.weight import settle_weight
 from .comparing.whole import assemble
 from .keys import DATA, FORWARD, GRADIENT, Key
+from .recording.folder import read
 from .report import Found, Report, modules_of
 
 
@@ -46,12 +49,16 @@ def compare(
     Example:
         >>> print(compare("one", "two"))
     """
-    theirs, ours = load(reference), load(run)
-    lost = {} if noise is None else measure(load(noise), theirs)
+    steps, others = read(Path(reference)), read(Path(run))
+    notes = infer_rows(steps, others)
+    theirs, ours = load(reference, steps), load(run, others)
+    lost = {}
+    if noise is not None:
+        lost = measure(load(noise, take_rows(steps, read(Path(noise)))), theirs)
     require_comparable(theirs, ours)
     command = f"again: python -m {__package__} compare {reference} {run}"
     command += f" --noise {noise}" if noise is not None else ""
-    return replace(compare_runs(theirs, ours, lost), command=command)
+    return replace(compare_runs(theirs, ours, lost), command=command, notes=notes)
 
 
 def compare_runs(reference: Run, run: Run, lost: Mapping[Key, float]) -> Report:
@@ -64,6 +71,7 @@ def compare_runs(reference: Run, run: Run, lost: Mapping[Key, float]) -> Report:
             "one process in float64 as the reference, and one in this dtype as `noise`"
         )
     require_one_batch(reference, run)
+    settle_losses(run, reference)
     settle_weight(run, reference)
     judged = judge_all(run, reference, lost, chain)
     births = find_births(judged, run, reference)

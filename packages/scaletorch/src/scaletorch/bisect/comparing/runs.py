@@ -51,13 +51,13 @@ class Run:
     uncounted: dict[str, str] = field(default_factory=dict)
 
 
-def load(folder: str | Path) -> Run:
-    """Return a run that was recorded into a folder.
+def load(folder: str | Path, steps: Mapping[int, Sequence[Recording]] | None = None) -> Run:
+    """Return a run that was recorded into a folder, of which `read` may have read the steps.
 
     Raises:
         InvalidArgumentError: See `folder.read`.
     """
-    run = Run(Path(folder), read(Path(folder)))
+    run = Run(Path(folder), read(Path(folder)) if steps is None else steps)
     for step, recordings in run.steps.items():
         found = [each for recording in recordings for each in _keyed(run, step, recording)]
         for key, held in sorted(found, key=lambda each: _turn(*each)):
@@ -98,11 +98,11 @@ def _keyed(run: Run, step: int, recording: Recording) -> Iterator[tuple[Key, Hel
 
 def _keys(run: Run, step: int, recording: Recording) -> list[tuple[Key, int] | None]:
     """Return of each line which tensor it is, and of which micro-batch; None if nobody knows."""
-    per = _calls(run, recording)
+    per, cut = _calls(run, recording), _cut(run.steps[step])
     found: list[tuple[Key, int] | None] = []
     for line in recording.lines:
         if line.kind in (FORWARD, BACKWARD, SHARE):
-            if calling(line) in run.uncounted:
+            if calling(line) in run.uncounted or _is_between(line, cut):
                 found.append(None)
                 continue
             micro_batch, call = divmod(line.call, per[calling(line)])
@@ -113,6 +113,22 @@ def _keys(run: Run, step: int, recording: Recording) -> list[tuple[Key, int] | N
         micro_batch = line.call if line.kind == DATA else 0
         found.append((Key(step, line.kind, name, line.item), micro_batch))
     return found
+
+
+def _cut(recordings: Sequence[Recording]) -> dict[str, set[int]]:
+    """Return the stages of a pipeline in which a module runs, for those of several."""
+    found: dict[str, set[int]] = {}
+    for recording in recordings:
+        for line in recording.lines if "pipeline" in recording.header else ():
+            if line.kind == FORWARD:
+                found.setdefault(line.name, set()).add(line.stage)
+    return {name: stages for name, stages in found.items() if len(stages) > 1}
+
+
+def _is_between(line: Line, cut: Mapping[str, set[int]]) -> bool:
+    """Return whether a tensor of a module that was cut is what its stages exchange."""
+    stages = cut.get(line.name, {line.stage})
+    return line.stage != (min if line.item.startswith("in") else max)(stages)
 
 
 def _calls(run: Run, recording: Recording) -> dict[str, int]:
@@ -159,6 +175,7 @@ def require_comparable(ours: Run, theirs: Run) -> None:
                 f"these are runs of unlike models: {key.name} has shape {shapes[0]} in "
                 f"{ours.folder} and {shapes[-1]} in {theirs.folder}"
             )
+    _require_names_of_stages(ours, theirs)
     named = [{k.name for k in run.held if k.kind == GRADIENT} for run in (ours, theirs)]
     if named[0] != named[1]:
         only = [sorted(a - b)[:3] for a, b in (named, named[::-1])]
@@ -167,6 +184,17 @@ def require_comparable(ours: Run, theirs: Run) -> None:
                 f"these are runs of unlike models: {ours.folder} alone has gradients of {only[0]}, "
                 f"{theirs.folder} alone of {only[1]}"
             )
+
+
+def _require_names_of_stages(ours: Run, theirs: Run) -> None:
+    known = {key.name for key in theirs.held}
+    lacking = sorted({k.name for k in ours.held if k.kind == GRADIENT} - known)
+    if lacking and any("pipeline" in each[0].header for each in theirs.steps.values()):
+        raise InvalidArgumentError(
+            f"no stage in {theirs.folder} has {lacking[:3]}, which the model in {ours.folder} has; "
+            f"they have {sorted(k.name for k in theirs.held if k.kind == GRADIENT)[:3]}: a stage "
+            "has the whole model's names if it is that model without the layers of other stages"
+        )
 
 
 def _alone(run: Run) -> bool:

@@ -48,6 +48,7 @@ class Line:
             the description of the rank has to say it.
         sums: Ranks' tensors have to be added up.
         heard: How many calls of the ranks had been made.
+        stage: Whose code was running, of a pipeline.
     """
 
     kind: str
@@ -64,6 +65,7 @@ class Line:
     place: list[Any] | None = None
     sums: bool = False
     heard: int = 0
+    stage: int = 0
 
 
 class Writer:

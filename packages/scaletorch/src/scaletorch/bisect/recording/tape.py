@@ -35,6 +35,7 @@ from ..keys import (
     UNGRADED,
     WEIGHT,
 )
+from . import stages
 from .described import (
     Description,
     Place,
@@ -47,6 +48,7 @@ from .described import (
 from .folder import Line, Writer
 from .hooks import calls_to, follow_gradient
 from .lineage import Lineage, Use
+from .losses import backward_to
 from .updates import followed
 
 
@@ -70,6 +72,7 @@ class Tape:
         self._done: set[str] = set()
         self._followed: set[tuple[Any, int]] = set()
         self._uses = Counter[int]({-1: 2})  # of each tensor; of parameters all count
+        self._loss: tuple[Tensor | None, list[int]] = None, []  # that was gone back from, so far
         if model is not None:
             self._know(model)
 
@@ -150,6 +153,25 @@ class Tape:
         for name, item, value in found:
             self._add(Line(MOMENT, name, item, 0, "", []), value, self._said.places.get(name))
 
+    def backwarded(self, loss: Tensor) -> None:
+        """Add to the loss of this rank, see `losses`."""
+        total, parents = self._loss
+        parents = [
+            *parents,
+            *(use.of for use in self._lineage.parents(loss)[0]),
+            *self._unlinked[0],
+        ]
+        own = loss.detach().clone()
+        self._loss = own if total is None else total + own, list(dict.fromkeys(parents))
+
+    def own_loss(self) -> bool:
+        """Take down the loss of this rank, unless the program has put one; say whether."""
+        loss, parents = self._loss
+        if LOSS in self._done or loss is None:
+            return False
+        self._add(Line(LOSS, "", "", 0, "", [], parents=parents), loss)
+        return True
+
     def tied(self) -> dict[str, str]:
         """Return name -> first name, for parameters that have several."""
         model = self._model or nn.Module()
@@ -208,7 +230,10 @@ class Tape:
 
     def _see_one(self, line: Line, tensor: Tensor, unlinked: list[int]) -> int:
         line.inside = self._stack[-1] if self._stack else None
-        line.same = self._lineage.line_of(tensor)
+        line.stage = self._said.chunk()
+        received = line.stage > 0 and not self._stack and line.item.startswith("in")
+        # Another rank's tensor is new, though it may come into the same memory each time.
+        line.same = -1 if received else self._lineage.line_of(tensor)
         if line.same >= 0:
             line.parents = [line.same]
             number = self._add(line, None)
@@ -291,7 +316,7 @@ def _unlinked(seen: Iterable[tuple[Tensor, int]]) -> list[int]:
 @contextmanager
 def record(
     folder: str | Path,
-    model: nn.Module | None = None,
+    model: Any = None,
     *,
     describe: Mapping[str, Any] | Description | None = None,
     step: int = 0,
@@ -305,6 +330,8 @@ def record(
     Args:
         folder: One for all ranks of a run; made if it is missing.
         model: The module whose names count, wrapped or not; None is the first that is called.
+            For `torch.distributed.pipelining` this rank's stage, a list of its stages, or the
+            schedule that has them.
         describe: Which part of the whole batch this rank has, if it has not all: name of an axis
             -> (indices, total), such as `{"rows": (range(4, 8), 8)}`; for several
             micro-batches a list of such indices. DTensors say their places themselves.
@@ -316,22 +343,31 @@ def record(
     Raises:
         InvalidArgumentError: `describe` is no such mapping.
     """
-    said = description_of(describe)
-    header = {
+    said, model = description_of(describe), stages.stages_of(model)
+    header: dict[str, Any] = {
         "step": step, "world_size": get_world_size(), "torch": torch.__version__,
         "micro_batches": said.micro_batches, "groups": said.groups, "weight": said.weight,
         "shared": said.shared,
         "axes": {name: [axis.total, axis.parts] for name, axis in said.axes.items()},
     }  # fmt: skip
+    if isinstance(model, stages.Stages):
+        said = replace(said, chunk=lambda: model.running)
+        header |= model.header
     writer = Writer(Path(folder), get_rank(), header)
     try:
         with ExitStack() as stack:
             tape = Tape(writer, model, said, stack)
             stack.callback(tape._forget)
-            stack.enter_context(calls_to(tape.called))
+            if isinstance(model, stages.Stages):
+                stack.enter_context(model.followed(tape.backwarded))
+                stack.enter_context(calls_to(model.heard(tape.called)))
+            else:
+                stack.enter_context(backward_to(tape.backwarded))
+                stack.enter_context(calls_to(tape.called))
             stack.enter_context(guard.listening(writer.heard.append))
             stack.enter_context(followed(tape))
             yield tape
+            writer.header["own_loss"] = tape.own_loss()
         writer.header["tied"] = tape.tied()
     except BaseException as error:
         writer.close(f"{type(error).__name__}: {error}"[:500] or "stopped")

@@ -1,0 +1,91 @@
+"""Stages of `torch.distributed.pipelining`, recorded under the names of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Stages(nn.Module):
+    """The modules of a rank's stages, each by the name that it has in its stage's module.
+
+    Attributes:
+        running: Index of the stage whose forward runs; -1 if none does, as while torch finds out
+            the shapes of what stages exchange.
+    """
+
+    def __init__(self, stages: list[Any]) -> None:
+        super().__init__()
+        self.running = -1
+        self._stages = sorted(stages, key=lambda stage: int(stage.stage_index))
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """The ranks of the pipeline, for the recording."""
+        group = self._stages[0].group or dist.group.WORLD
+        return {"pipeline": sorted(dist.get_process_group_ranks(group))}
+
+    def _modules_of_stages(self) -> Iterator[nn.Module]:
+        for stage in self._stages:
+            module = stage.submod
+            while isinstance(module, DistributedDataParallel):
+                module = module.module
+            yield module
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules of all stages."""
+        for module in self._modules_of_stages():
+            yield from module.named_modules(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of all stages."""
+        for module in self._modules_of_stages():
+            yield from module.named_parameters(*args, **kwargs)
+
+    @contextmanager
+    def followed(self, backwarded: Callable[[Tensor], None]) -> Iterator[None]:
+        """Know the stage that runs, and hear of the losses that the last one goes back from."""
+
+        def forward(stage: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self.running = int(stage.stage_index)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.running = -1
+
+        def backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if isinstance(loss := kwargs.get("loss"), Tensor):
+                backwarded(loss)
+            return original(*args, **kwargs)
+
+        for stage in self._stages:
+            stage.forward_one_chunk = partial(forward, stage, stage.forward_one_chunk)
+            stage.backward_one_chunk = partial(backward, stage.backward_one_chunk)
+        try:
+            yield
+        finally:
+            for stage in self._stages:
+                del stage.forward_one_chunk, stage.backward_one_chunk
+
+    def heard(self, called: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `called` for calls of modules within a stage's forward; others are not heard."""
+
+        def call(original: Callable[..., Any], module: nn.Module, *args: Any, **kw: Any) -> Any:
+            if self.running < 0:
+                return original(module, *args, **kw)
+            return called(original, module, *args, **kw)
+
+        return call
+
+
+def stages_of(model: Any) -> Any:
+    """Return a module as it is; for stages of a pipeline, or its schedule, a module of all."""
+    found = getattr(model, "_stages", None) or getattr(model, "_stage", None) or model
+    stages = list(found) if isinstance(found, (list, tuple)) else [found]
+    return Stages(stages) if all(hasattr(stage, "submod") for stage in stages) else model
