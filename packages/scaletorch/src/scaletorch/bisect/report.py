@@ -10,9 +10,10 @@ from typing import Any
 
 from .comparing.births import UPDATE, Birth
 from .comparing.judge import BAD, GOOD, UNSEEN, Judged
-from .keys import BACKWARD, FINAL, FORWARD, GRADIENT, Key
+from .keys import BACKWARD, FINAL, FORWARD, GRADIENT, START, Key
 from .picture import Drawn, svg
 
+_BORN = {START: "before the step, where weights are made, loaded or divided"}
 SHOWN = 3  # births, inputs and calls that the text names
 
 
@@ -38,7 +39,8 @@ class Found:
         lines = [
             f"{own.key}, step {own.key.step}: off by {_figure(own.error)}, and rounding explains "
             f"{_figure(own.bound)}",
-            f"  born in {birth.direction}" + (f": {where}{more}" if where else ""),
+            f"  born {_BORN.get(birth.direction, 'in ' + birth.direction)}"
+            + (f": {where}{more}" if where else ""),
         ]
         if own.wrong:
             ranks = sorted({rank for rank, _ in own.wrong})
@@ -150,7 +152,7 @@ class Report:
                 if states.get((name, side)) != "downstream":
                     states[name, side] = wrong
         for found in self.found:
-            side = FORWARD if found.birth.direction == FORWARD else BACKWARD
+            side = FORWARD if found.birth.direction in (START, FORWARD) else BACKWARD
             if found.birth.direction != UPDATE:
                 states |= {(name, side): "born" for name in found.birth.modules}
         drawn = [

@@ -38,7 +38,7 @@ class Birth:
 
     Attributes:
         judged: How it compares.
-        direction: FORWARD, BACKWARD, SYNCHRONISATION of gradients, UPDATE or DATA.
+        direction: START, FORWARD, BACKWARD, SYNCHRONISATION of gradients, UPDATE or DATA.
         modules: Whose code lies between it and what it was computed from, innermost.
         inputs: What it was computed from, as it compares.
         others: Further tensors that were born wrong the same way.
@@ -60,7 +60,11 @@ def find_births(judged: Mapping[Key, Judged], run: Run, reference: Run) -> list[
     """
     sources = _seen_sources(ancestors(reference), judged)
     wrong = {key for key, each in judged.items() if each.state == BAD}
-    wrong -= _absorbed(wrong, sources)
+    meant = _absorbed(wrong, sources)
+    for key in [k for each in meant if (k := each._replace(kind=BACKWARD)) in wrong]:
+        if adds_up(run.held[key], reference.held[key], NEAR):
+            meant.add(key)
+    wrong -= meant
     mattering = _mattering(sources, wrong)
     born = [key for key in judged if key in mattering and not wrong.intersection(sources[key])]
     born = born or [key for key in judged if key in mattering][:1]  # each is a source of another
@@ -68,11 +72,15 @@ def find_births(judged: Mapping[Key, Judged], run: Run, reference: Run) -> list[
     first = [key for key in clear if key.step == min(each.step for each in clear)]
     return _gathered(
         [
-            Birth(judged[key], *_blame(key, run, reference), [judged[s] for s in sources[key]])
+            Birth(judged[key], *_blame(key, run, reference), _agreeing(sources[key], judged))
             for key in first
         ],
         judged,
     )
+
+
+def _agreeing(sources: Iterable[Key], judged: Mapping[Key, Judged]) -> list[Judged]:
+    return [each for each in map(judged.__getitem__, sources) if each.state != BAD]
 
 
 def _jumps(own: Judged, sources: Iterable[Key], judged: Mapping[Key, Judged]) -> bool:
@@ -131,7 +139,7 @@ def _blame(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]:
     if key.kind in (NORM, MOMENT, WEIGHT):
         return UPDATE, [key.kind if key.kind == NORM else f"{key.kind}s"]
     if key.kind == START:
-        return FORWARD, [key.name.rpartition(".")[0]]
+        return START, [key.name.rpartition(".")[0]]
     if key.kind == DATA:
         return DATA, [key.name]
     if key.kind == LOSS:
@@ -254,7 +262,7 @@ def _gathered(births: list[Birth], judged: Mapping[Key, Judged]) -> list[Birth]:
     found: dict[tuple[str, str, float | None], Birth] = {}
     for birth in sorted(births, key=lambda b: len(b.modules) if b.direction == BACKWARD else 0):
         kind = birth.judged.key.kind
-        together = birth.direction in (SYNCHRONISATION, UPDATE)
+        together = birth.direction in (START, SYNCHRONISATION, UPDATE)
         known = found.setdefault(
             (birth.direction, kind, None if together else birth.judged.error), birth
         )

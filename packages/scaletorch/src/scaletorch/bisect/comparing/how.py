@@ -17,7 +17,7 @@ from .places import ALIKE, GIVEN, WHOLE, Held, Way
 from .runs import Run
 from .whole import assemble, part_of, pieces_of
 
-ZEROS = " all zeros"
+ZEROS, UNEXPLAINED = " all zeros", " values that differ"
 STALE = ": does the optimizer hold other tensors than those that are trained?"
 DROPPED = ": was that left out of the loss?"
 
@@ -33,18 +33,18 @@ def how(birth: Birth, run: Run, reference: Run) -> list[str]:
             f"{listed(list(_named(names, key, run)))} have parts that add up to the right one: "
             "the gradients of a tied weight are not summed"
         ]
-    said: list[str] = []
     if key.kind == WEIGHT and (start := reference.held.get(key._replace(kind=START))):
         before = assemble(pieces_of(start, met.ways), met.ways)
         moved = [replace(p, tensor=p.tensor - part_of(before, p)) for p in met.pieces]
         size = float(torch.linalg.vector_norm(met.whole))
         change = replace(met, pieces=moved, whole=met.whole - before)
-        for each in _explained(key, change, bound, run, reference, size):
-            said.append(f"of its change in the step {each}" + STALE * (ZEROS in each))
-        return said
-    if key.kind == GRADIENT and birth.direction == SYNCHRONISATION:
-        said = list(_counted(key, met, run, reference))
-    said = said or _explained(key, met, bound, run, reference)
+        return [
+            f"of its change in the step {each}" + STALE * (ZEROS in each)
+            for each in _explained(key, change, bound, run, reference, size)
+        ]
+    said = _explained(key, met, bound, run, reference)
+    if birth.direction == SYNCHRONISATION and any(UNEXPLAINED in each for each in said):
+        said = list(_counted(key, met, run, reference)) or said
     if key.kind == BACKWARD and birth.modules == [LOSS]:
         return [each + DROPPED * (ZEROS in each) for each in said]
     for parent in reference.parents.get(key, ()) if key.kind == LOSS else ():
@@ -119,7 +119,7 @@ def _counted(key: Key, met: Met, run: Run, reference: Run) -> Iterator[str]:
             have = _solved(own, piece.tensor.flatten())
             if due is None or have is None or float((due - due[0]).abs().max()) > NEAR:
                 break
-            counts = [round(float(c), 4) for c in have / due]
+            counts = [round(float(c), 4) + 0.0 for c in have / due]
             if len(set(counts)) > 1:
                 yield _in_words(word, owners, counts)
                 return
