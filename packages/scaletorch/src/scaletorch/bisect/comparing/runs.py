@@ -110,7 +110,7 @@ def _keys(run: Run, step: int, recording: Recording) -> list[tuple[Key, int] | N
             continue
         first = recording.header["tied"].get(line.name, line.name)
         name = first if line.kind == TERM else line.name
-        micro_batch = line.call if line.kind == DATA else 0
+        micro_batch = line.call if line.kind == DATA else line.call // (per.get("") or 1)
         found.append((Key(step, line.kind, name, line.item), micro_batch))
     return found
 

@@ -36,7 +36,7 @@ class Line:
         kind: See `keys.Key`; `name` and `item` too.
         name: As there.
         item: As there.
-        call: How often the module had been called in this step.
+        call: How often the module had been called in this step; the model, for a TERM.
         dtype: Without 'torch.'.
         shape: Of this rank's tensor.
         offset: Where its bytes begin; -1 if it is the tensor of line `same`.

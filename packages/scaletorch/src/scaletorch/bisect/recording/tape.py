@@ -261,7 +261,8 @@ class Tape:
         for use in parameters:
             if name := self._parameters.get(id(use.of)):
                 line.uses.append(name)
-                self._follow(use, Line(TERM, name, user, 0, "", []), self._said.places.get(name))
+                term = Line(TERM, name, user, max(self._calls["", line.stage] - 1, 0), "", [])
+                self._follow(use, term, self._said.places.get(name))
 
     def _follow(self, use: Use, line: Line, place: Place | None) -> None:
         if (use.node, use.place) in self._followed:

@@ -1,0 +1,113 @@
+"""Faults in others' programs are told, each in words that fit, on every layout of four ranks."""
+
+import pytest
+import torch
+from tests.bisect_faults import FAULTS, LAYOUTS, MIXED, mixed, step, train_all
+from torch import nn
+
+from scaletorch.bisect import compare, record
+from scaletorch.bisect.__main__ import main
+from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.dist.testing import preload, run_ranks
+
+preload(
+    "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "scaletorch.bisect",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("faults")
+    plain = step(folder / "one")
+    mixed(folder / "mixed-one")
+    return folder, plain, run_ranks(train_all, 4, folder, timeout=300)
+
+
+def told(report):
+    """Return what the first birth is: direction, modules, tensor, how."""
+    first = report.found[0]
+    return (
+        first.birth.direction,
+        first.birth.modules,
+        first.birth.judged.key.name,
+        "; ".join(first.how),
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_right_programs_are_right_and_completely_compared(runs, layout):
+    folder, plain, ranks = runs
+    for found in ranks:
+        for name, gradient in plain.items():
+            torch.testing.assert_close(found[layout, ""][name], gradient, rtol=1e-12, atol=1e-14)
+    report = compare(folder / "one", folder / f"{layout}")
+    assert report.sound, report
+    assert not report.count("unseen"), report
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_told_in_words_that_fit(runs, fault, layout):
+    folder, *_ = runs
+    direction, module, tensor, words = FAULTS[fault]
+    found = told(compare(folder / "one", folder / f"{layout}{fault}"))
+    assert found[0] == direction, found
+    assert module in found[1] or not module, found
+    assert found[2] == tensor, found
+    assert words in found[3], found
+
+
+def test_masked_scores_side_outputs_and_teachers_are_right(runs):
+    folder, *_ = runs
+    report = compare(folder / "mixed-one", folder / "mixed")
+    assert report.sound, report
+    assert not report.count("unseen"), report
+    assert any("under no_grad" in str(key) for key in report.judged)
+
+
+@pytest.mark.parametrize("fault", MIXED)
+def test_what_masks_on_purpose_is_not_blamed(runs, fault):
+    folder, *_ = runs
+    direction, module, tensor, words = MIXED[fault]
+    found = told(compare(folder / "mixed-one", folder / f"mixed{fault}"))
+    assert found[:3] == (direction, [module], tensor), found
+    assert words in found[3], found
+
+
+def small_step(folder, *, frozen=False, learns=True):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    model[1].weight.requires_grad_(not frozen)
+    with record(folder, model) as tape:
+        loss = model(torch.ones(2, 4).double()).square().sum()
+        if learns:
+            loss.backward()
+        tape.put("loss", loss)
+
+
+def test_a_gradient_that_the_reference_has_not_is_wrong(tmp_path):
+    small_step(tmp_path / "one", frozen=True)
+    small_step(tmp_path / "two")
+    report = compare(tmp_path / "one", tmp_path / "two")
+    assert [f.birth.judged.key.name for f in report.found] == ["1.weight"]
+    assert "the reference has no gradient of it" in str(report)
+
+
+def test_without_gradients_nothing_is_judged(tmp_path, capsys):
+    for name in ("one", "two"):
+        small_step(tmp_path / name, learns=False)
+    assert not compare(tmp_path / "one", tmp_path / "two").sound
+    assert main(["compare", str(tmp_path / "one"), str(tmp_path / "two")]) == 3
+    assert capsys.readouterr().out.startswith(
+        "not judged, 1 of the training's results: no gradient"
+    )
+
+
+def test_put_takes_the_names_that_it_says(tmp_path):
+    with (
+        pytest.raises(
+            InvalidArgumentError, match=r"put takes \"loss\" or \"norm\", not 'gradient no"
+        ),
+        record(tmp_path / "one") as tape,
+    ):
+        tape.put("gradient norm", torch.ones(()))
