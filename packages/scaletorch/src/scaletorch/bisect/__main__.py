@@ -47,7 +47,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         flag, kind = f"--{name.replace('_', '-')}", type(values[0])
         one.add_argument(flag, type=kind, default=values[0], help=shown)
     for each in (one, two):
-        each.add_argument("--out", type=Path, help="folder for report.json and report.svg")
+        each.add_argument("--out", type=Path, help="folder for report.json")
     return parser.parse_args(arguments)
 
 
@@ -89,7 +89,6 @@ def main(given: Sequence[str] | None = None) -> int:
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "report.json").write_text(report.to_json())
-        (arguments.out / "report.svg").write_text(report.to_svg())
     return 1 if report.found else 3 * bool(report.unjudged)
 
 

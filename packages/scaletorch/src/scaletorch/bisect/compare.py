@@ -21,7 +21,7 @@ from .comparing.weight import settle_weight
 from .comparing.whole import assemble
 from .keys import DATA, FORWARD, GRADIENT, Key
 from .recording.folder import read
-from .report import Found, Report, modules_of
+from .report import Found, Report
 
 
 def compare(
@@ -76,7 +76,7 @@ def compare_runs(reference: Run, run: Run, lost: Mapping[Key, float]) -> Report:
     judged = judge_all(run, reference, lost, chain)
     births = find_births(judged, run, reference)
     found = [Found(b, how(b, run, reference), _calls(b, run)) for b in births]
-    return Report(found, judged, list(modules_of(reference.held)))
+    return Report(found, judged)
 
 
 def chain_of(run: Run) -> int:

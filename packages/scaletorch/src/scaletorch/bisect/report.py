@@ -1,17 +1,16 @@
-"""What was found: as text, as JSON, as a picture of the model."""
+"""What was found: as text and as JSON."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .comparing.births import UPDATE, Birth
-from .comparing.judge import BAD, GOOD, UNSEEN, Judged
-from .keys import BACKWARD, FINAL, FORWARD, GRADIENT, START, Key
-from .picture import Drawn, svg
+from .comparing.births import Birth
+from .comparing.judge import BAD, UNSEEN, Judged
+from .keys import FINAL, GRADIENT, START, Key
 
 _BORN = {START: "before the step, where weights are made, loaded or divided"}
 SHOWN = 3  # births, inputs and calls that the text names
@@ -74,13 +73,11 @@ class Report:
     Attributes:
         found: Where faults were born, in the order of the computation; none on a sound run.
         judged: Every tensor.
-        modules: Names of the model's modules, in the order of their calls.
         command: Repeats it.
     """
 
     found: list[Found]
     judged: Mapping[Key, Judged]
-    modules: Sequence[str]
     command: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -141,32 +138,6 @@ class Report:
         }
         return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
-    def to_svg(self) -> str:
-        """Return a picture of the model's modules: right, wrong, and which gave birth to it."""
-        states: dict[tuple[str, str], str] = {}
-        for key, each in self.judged.items():
-            side = _side(key)
-            if side is not None and each.state != UNSEEN:
-                name = key.name.rpartition(".")[0] if key.kind == GRADIENT else key.name
-                wrong = "downstream" if each.state == BAD else GOOD
-                if states.get((name, side)) != "downstream":
-                    states[name, side] = wrong
-        for found in self.found:
-            side = FORWARD if found.birth.direction in (START, FORWARD) else BACKWARD
-            if found.birth.direction != UPDATE:
-                states |= {(name, side): "born" for name in found.birth.modules}
-        drawn = [
-            Drawn(name, *(states.get((name, side), UNSEEN) for side in (FORWARD, BACKWARD)))
-            for name in self.modules
-        ]
-        return svg(drawn, self.summary())
-
-
-def _side(key: Key) -> str | None:
-    if key.kind == GRADIENT:
-        return BACKWARD
-    return key.kind if key.kind in (FORWARD, BACKWARD) else None
-
 
 def _plain(found: Found) -> dict[str, Any]:
     own = found.birth.judged
@@ -199,16 +170,3 @@ def _figure(value: float) -> str:
 
 def _dots(items: Sequence[Any]) -> str:
     return ", …" if len(items) > SHOWN else ""
-
-
-def modules_of(keys: Mapping[Key, Any]) -> Iterator[str]:
-    """Yield the names of modules, each behind what it lies in."""
-    seen: set[str] = set()
-    for key in keys:
-        if key.kind == FORWARD:
-            parts = key.name.split(".") if key.name else []
-            for length in range(len(parts) + 1):
-                name = ".".join(parts[:length])
-                if name not in seen:
-                    seen.add(name)
-                    yield name

@@ -147,6 +147,8 @@ def _in_words(word: str, owners: Sequence[int], counts: Sequence[float]) -> str:
     alike: dict[float, list[int]] = {}
     for owner, count in zip(owners, counts, strict=True):
         alike.setdefault(count, []).append(owner)
-    said = [f"{count:g} times what comes of {word}{PLURAL[word] * (len(own) > 1)} {ranges(own)}"
-        for count, own in alike.items()]
+    said = [
+        f"{count:g} times what comes of {word}{PLURAL[word] * (len(own) > 1)} {ranges(own)}"
+        for count, own in alike.items()
+    ]
     return f"it has {listed(said[:RUNS])}: divided, summed or left out once too often?"
