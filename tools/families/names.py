@@ -31,10 +31,15 @@ def module_of(name: str) -> str | None:
         return None
 
 
-def plain_model(name: str) -> nn.Module:
-    """Return a family's model, tiny and untrained."""
+def config_of(name: str) -> Any:
+    """Return the configuration of a family's tiny model."""
     kind, config = model_class(name), tiny(CONFIG_MAPPING[name], name)
     if not isinstance(config, kind.config_class) and name == config.model_type:
         config = config.get_text_config(decoder=True)  # as AutoModelForCausalLM does
-    model: nn.Module = kind(config)
+    return config
+
+
+def plain_model(name: str) -> nn.Module:
+    """Return a family's model, tiny and untrained."""
+    model: nn.Module = model_class(name)(config_of(name))
     return model

@@ -1,0 +1,1 @@
+"""Families under transformers' own tensor parallelism, recorded and compared: `__main__`."""
