@@ -14,6 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from tools.pages.bug_reports import rounded
+
 from scaletorch.bisect import compare, record
 from scaletorch.bisect.__main__ import main
 from scaletorch.dist.functional import gather
@@ -38,19 +42,10 @@ SOUND = {  # name -> what it is compared with, the program, its options
 }
 BUGS = {
     "no-sync": ("one", "with_ddp", {"synchronised": False}),
-    "local-mean": ("one", "with_fsdp2", {"local_mean": True}),
-    "no-final-norm": ("one", "with_dtensor", {"sequence": True, "final_norm": False}),
-    "as-reported": ("plain-mixture", "mixture", {"as_reported": True}),
 }
 PLACES = {  # direction, modules, the tensor, and how it is wrong
     "no-sync": ("synchronisation", [], "embed.weight", "a mean over all ranks is missing"),
-    "local-mean": ("forward", ["loss"], "", ""),
-    "no-final-norm": ("synchronisation", [], "norm.weight", "a sum over all ranks is missing"),
-    "as-reported": (
-        "backward", ["layers.1.mlp.experts"], "layers.1.mlp.experts",
-        "a sum over all ranks is missing",
-    ),
-}  # fmt: skip
+}
 
 
 def train(folder, program, options):
@@ -195,14 +190,6 @@ def test_the_guide_shows_these_reports(page, runs, monkeypatch, capsys):
     for command, shown in found:
         main(command.split())
         assert rounded(capsys.readouterr().out) == rounded(shown), command
-
-
-def rounded(text):
-    """Leave out which right tensors are the farthest apart, and how far: that is rounding.
-
-    It differs between machines.
-    """
-    return re.sub(r"(?<= in all), .* to \d\S+", "", text)
 
 
 def test_transformers_by_its_own_tensor_parallelism(tmp_path):

@@ -1,9 +1,7 @@
-"""Experts cut over tensor-parallel ranks, with the gate of pytorch/torchtitan#2387.
+"""Experts cut over tensor-parallel ranks by hand.
 
-``python mixture.py runs/one`` and ``torchrun --nproc-per-node=2 mixture.py runs/tp``; with
-``--as-reported`` the gate hands its scores on as torchtitan's `NoParallel` did then. Each rank has
-a slice of every expert, so the gradient that comes back to the scores is a part of a sum; a bare
-`to_local()` says that it is whole. Forward is right, the loss falls, and ranks' gates drift apart.
+``python mixture.py runs/one`` and ``torchrun --nproc-per-node=2 mixture.py runs/tp``. Each rank has
+a slice of every expert, so that the gradient that comes back to the scores is a part of a sum.
 """
 
 from __future__ import annotations
@@ -61,15 +59,14 @@ def routed() -> Decoder:
     return model
 
 
-def parallelize(mixture: Mixture, mesh: DeviceMesh, *, as_reported: bool) -> None:
+def parallelize(mixture: Mixture, mesh: DeviceMesh) -> None:
     """Cut experts over the ranks; the gate is the same on all of them."""
 
     def enter(_module: nn.Module, inputs: Any, _mesh: DeviceMesh) -> Any:
         return (DTensor.from_local(inputs[0], mesh, [Replicate()]),)
 
     def leave(_module: nn.Module, output: Any, _mesh: DeviceMesh) -> Tensor:
-        parts = None if as_reported else [Partial()]
-        local: Tensor = output.to_local(grad_placements=parts)
+        local: Tensor = output.to_local(grad_placements=[Partial()])
         return local
 
     distribute_module(mixture.gate, mesh, None, enter, leave)  # type: ignore[arg-type]
@@ -90,14 +87,14 @@ def parallelize(mixture: Mixture, mesh: DeviceMesh, *, as_reported: bool) -> Non
     experts.register_forward_hook(summed)
 
 
-def step(folder: str, *, as_reported: bool = False) -> Decoder:
+def step(folder: str) -> Decoder:
     """Train one step of the whole batch, recorded."""
     model = routed()
     if dist.is_initialized():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for module in model.modules():
             if isinstance(module, Mixture):
-                parallelize(module, mesh, as_reported=as_reported)
+                parallelize(module, mesh)
     ids, labels = batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with bisect.record(folder, model=model) as tape:
@@ -111,6 +108,6 @@ def step(folder: str, *, as_reported: bool = False) -> Decoder:
 if __name__ == "__main__":
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
-    step(sys.argv[1], as_reported="--as-reported" in sys.argv)
+    step(sys.argv[1])
     if dist.is_initialized():
         dist.destroy_process_group()

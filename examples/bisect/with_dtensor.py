@@ -1,8 +1,6 @@
 """Tensor parallelism by DTensor, and with ``--sequence`` sequence parallelism beside it.
 
-``torchrun --nproc-per-node=2 with_dtensor.py runs/dtensor``. With ``--sequence --no-final-norm``
-the plan forgets the last norm, of which each rank then keeps the gradient of its share of the
-sequence: what NVIDIA/Megatron-LM#1446 saw, made with DTensor.
+``torchrun --nproc-per-node=2 with_dtensor.py runs/dtensor``.
 """
 
 from __future__ import annotations
@@ -53,11 +51,10 @@ SHARED_LAYER: dict[str, ParallelStyle] = {
 }
 
 
-def step(folder: str, *, sequence: bool = False, final_norm: bool = True) -> Decoder:
+def step(folder: str, *, sequence: bool = False) -> Decoder:
     """Train one step of the whole batch, recorded."""
     model, mesh = build(), init_device_mesh("cpu", (dist.get_world_size(),))
-    plan = SHARED if sequence else WHOLE
-    parallelize_module(model, mesh, {n: p for n, p in plan.items() if final_norm or n != "norm"})
+    parallelize_module(model, mesh, SHARED if sequence else WHOLE)
     for layer in model.layers:
         parallelize_module(layer, mesh, SHARED_LAYER if sequence else WHOLE_LAYER)
     ids, labels = batch()
@@ -72,7 +69,5 @@ def step(folder: str, *, sequence: bool = False, final_norm: bool = True) -> Dec
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    step(
-        sys.argv[1], sequence="--sequence" in sys.argv, final_norm="--no-final-norm" not in sys.argv
-    )
+    step(sys.argv[1], sequence="--sequence" in sys.argv)
     dist.destroy_process_group()

@@ -1,8 +1,6 @@
 """FSDP2: parameters, gradients and the optimizer's state sharded, each rank with its rows.
 
-``torchrun --nproc-per-node=2 with_fsdp2.py runs/fsdp2``, and with ``--local-mean`` the loss that
-pytorch/torchtitan#1842 is about: each rank's mean over its own tokens, which FSDP2 averages over
-the ranks. It trains, and tokens of a rank that has few of them count for more than they should.
+``torchrun --nproc-per-node=2 with_fsdp2.py runs/fsdp2``.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from scaletorch import bisect
 
 
-def step(folder: str, *, local_mean: bool = False) -> Decoder:
+def step(folder: str) -> Decoder:
     """Train one step of every other row, recorded."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model, mesh = build(), init_device_mesh("cpu", (ranks,))
@@ -27,8 +25,6 @@ def step(folder: str, *, local_mean: bool = False) -> Decoder:
     ids, labels = batch()
     rows = list(range(rank, len(ids), ranks))
     count = (labels != -100).sum()
-    if local_mean:
-        count = (labels[rows] != -100).sum() * ranks
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with bisect.record(folder, model=model, describe={"rows": (rows, len(ids))}) as tape:
         loss = loss_sum(model(ids[rows]), labels[rows]) / count * ranks
@@ -41,5 +37,5 @@ def step(folder: str, *, local_mean: bool = False) -> Decoder:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    step(sys.argv[1], local_mean="--local-mean" in sys.argv)
+    step(sys.argv[1])
     dist.destroy_process_group()

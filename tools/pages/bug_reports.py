@@ -74,6 +74,14 @@ def shown(text: str) -> dict[str, str]:
     return {program: report for _, program, report in _SHOWN.findall(text)}
 
 
+def rounded(report: str) -> str:
+    """Return a report without the right tensor that is farthest off, and how far.
+
+    That is rounding, which differs between machines.
+    """
+    return re.sub(r"(?<= in all), .* to \d\S+", "", report)
+
+
 def main() -> None:
     """Write the pages."""
     with tempfile.TemporaryDirectory() as folder:

@@ -1,31 +1,51 @@
-"""Train every causal family under transformers' own tensor parallelism, and compare."""
+"""Train every causal family under transformers' own tensor parallelism, and compare.
+
+python -m tools.families.own_tp               all, and writes docs/families_own_tp.json
+                                              and the pages
+python -m tools.families.own_tp apertus llama these alone
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
 from ..names import names
+from . import page
+from .record import FILE, keep, read
 from .run import families
+from .verdicts import WRONG, Family
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Run what the command line says; 1 if a family is reported otherwise than it is."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("families", nargs="*", metavar="NAME")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, default=FILE, help="where verdicts are kept")
     given = parser.parse_args()
-    began, kept = time.monotonic(), {}
+    began, mistakes, count = time.monotonic(), 0, 0
     for name, found in families(given.families or names()):
-        kept[name] = found.plain()
-        apart = " ".join(f"{k} {e:.0e} {w}" for k, (e, w) in found.apart.items() if e > 1e-9)
-        words = [found.word, found.words] if found.word else [
-            part for d, j in found.by_dtype.items() for part in (d, j.word, j.words, j.born if j.word=="wrong" else "", *j.how)]
-        print(f"{name:24} {found.cut:.0%} {time.monotonic()-began:.0f}s {apart} | {' '.join(words)}", flush=True)
-        if given.json:
-            given.json.write_text(json.dumps(kept, indent=1))
-    return 0
+        keep(given.json, name, found)
+        print(f"{name:24} {_line(found)}", flush=True)
+        mistakes += found.false_alarm or found.missed
+        count += 1
+    if given.json == FILE:
+        page.write(read())
+    print(f"{count} families in {time.monotonic() - began:.0f} s, {mistakes} of them misjudged")
+    return int(mistakes > 0)
+
+
+def _line(found: Family) -> str:
+    if found.word:
+        return f"{found.word}: {found.words}"
+    said = (
+        f"{dtype} {each.word}{': ' + each.words if each.word == WRONG else ''}"
+        for dtype, each in found.by_dtype.items()
+    )
+    return f"{found.error:.0e}, {', '.join(said)}"
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from exactly import Exact
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers.distributed import DistributedConfig
 
 from scaletorch import bisect
 from scaletorch.dist.testing import relative_error
-from scaletorch.verify.precision import model_precision
 
 from ...gaps import gap
 from ...groups import own_groups
@@ -75,7 +75,7 @@ def whole_tensors(name: str, folder: Path) -> dict[str, dict[str, Tensor]]:
     """Return the weights, the loss and the gradients of a step that nobody records, all whole."""
     model = load(name, folder, torch.float64)
     weights = {n: _whole(p.detach()) for n, p in model.named_parameters()}
-    with model_precision(torch.float64):
+    with Exact():
         loss = loss_of(model)
         loss.backward()
     named = model.named_parameters()

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from scaletorch.bisect import compare
-from scaletorch.bisect.keys import FINAL
 from scaletorch.dist.errors import RankFailedError, ScaletorchError
 from scaletorch.dist.testing import preload
 
@@ -47,7 +46,6 @@ def try_one(pools: Pools, name: str, folder: Path) -> Family:
         [as_written] = on(1, keep_plain)
         if not as_written:
             return Family(ALONE, "it reads other weights than it wrote")
-        on(1, recorded, "one")
     except RankFailedError as error:
         return Family(ALONE, _short(error))
     try:
@@ -60,6 +58,7 @@ def try_one(pools: Pools, name: str, folder: Path) -> Family:
         apart={kind: (float(f"{error:.1e}"), where) for kind, (error, where) in apart.items()},
     )
     try:
+        on(1, recorded, "one")
         on(2, recorded, "two")
     except RankFailedError as error:
         return found.judged(dict.fromkeys(("float64", "float32"), Judgement(RAISES, _short(error))))
@@ -77,14 +76,12 @@ def judge(folder: Path, dtype: str, *, noise: bool = False) -> Judgement:
         return Judgement(UNJUDGED, described(error))
     except Exception as error:
         return Judgement(UNJUDGED, f"compare raises {described(error)}")
-    if not report.sound:
+    if report.found:
         first = report.found[0]
-        lines = str(first).splitlines()
-        return Judgement(WRONG, lines[0], lines[1].strip(), first.how)
-    unseen = [e for k, e in report.judged.items() if e.state == "unseen" and k.kind in FINAL]
-    if unseen:
-        words = f"{len(unseen)} results not compared: {unseen[0].key}: {unseen[0].why}"
-        return Judgement(UNJUDGED, words)
+        line, born = str(first).splitlines()[:2]
+        return Judgement(WRONG, line, born.strip(), first.how)
+    if report.unjudged:
+        return Judgement(UNJUDGED, f"{len(report.unjudged)} results: {report.unjudged[0]}")
     return Judgement(RIGHT, f"{len(report.judged)} tensors, {report.count('unseen')} not compared")
 
 
