@@ -7,6 +7,7 @@ from .keys import Key
 from .recording.described import Axis, Description
 from .recording.ours import describe_grid
 from .recording.tape import Tape, record
+from .recording.trainer import trainer_callback
 from .report import Found, Report
 
 __all__ = [
@@ -21,4 +22,5 @@ __all__ = [
     "compare",
     "describe_grid",
     "record",
+    "trainer_callback",
 ]

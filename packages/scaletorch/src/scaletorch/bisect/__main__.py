@@ -1,6 +1,7 @@
 """`python -m scaletorch.bisect run --layout 1x1x1x2`: where does a layout part from one process?
 
-`python -m scaletorch.bisect compare ONE OTHER` asks it of two recorded runs.
+`python -m scaletorch.bisect compare ONE OTHER` asks it of two recorded runs, and
+`python -m scaletorch.bisect doctor train.py --nproc 2` of a script alone and on ranks.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from ..verify.cases import KNOWN_DTYPES, OPTIONS
 from ..verify.phases import STEPS
 from .between import bisect
 from .compare import compare
+from .doctor import doctor
 from .report import Report
 
 
@@ -46,15 +49,29 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         shown = f"of {', '.join(map(str, values))}; {values[0]} by default"
         flag, kind = f"--{name.replace('_', '-')}", type(values[0])
         one.add_argument(flag, type=kind, default=values[0], help=shown)
-    for each in (one, two):
+    own = commands.add_parser("doctor", help="a script on ranks beside itself", allow_abbrev=False)
+    own.add_argument("script", type=Path, help="with its arguments; behind -- all are its own")
+    own.add_argument("--nproc", type=int, default=2, help="number of ranks")
+    own.add_argument("--keep", type=Path, help="folder for the recordings and outputs")
+    for each in (one, two, own):
         each.add_argument("--out", type=Path, help="folder for report.json")
-    return parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    end = words.index("--") if "--" in words else len(words)
+    parsed, others = parser.parse_known_args(words[:end])
+    parsed.words = [*others, *words[end + 1 :]]
+    if parsed.words and parsed.command != "doctor":
+        parser.error(f"unrecognized arguments: {shlex.join(parsed.words)}")
+    return parsed
 
 
 def run(arguments: argparse.Namespace) -> Report:
     """Compare what the command line asks for."""
     if arguments.command == "compare":
         return compare(arguments.reference, arguments.run, noise=arguments.noise)
+    if arguments.command == "doctor":
+        with tempfile.TemporaryDirectory(prefix="scaletorch-doctor-") as own:
+            folder = Path(arguments.keep or own).resolve()
+            return doctor(arguments.script, arguments.words, arguments.nproc, folder)
     grid = parse_layout(arguments.layout)
     named = argparse.Namespace(
         model=arguments.model, batch=arguments.batch, every_option=False, ep=None,

@@ -1,0 +1,238 @@
+"""A training script on ranks beside itself alone, without a line of it changed.
+
+The script runs as it is, in a process of its own, with hooks around its first step: it is recorded
+from the first call of the model that its optimizer trains until that optimizer has made a step.
+Then the process ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import runpy
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ..dist.errors import InvalidArgumentError
+from ..verify.bounds import LARGEST
+from .compare import compare
+from .comparing.judge import coarsest, measure
+from .comparing.runs import load
+from .keys import FINAL, FORWARD, START
+from .recording.hooks import calls_to
+from .recording.tape import record
+from .report import Report
+
+SHOWN = 25  # lines of a script's output that an error has
+PATIENCE = 60.0  # seconds for which a rank waits for the recordings of others
+_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_DRAWS = "draws"  # a file of this name says that the step drew random numbers
+
+
+def doctor(script: Path, arguments: Sequence[str], nproc: int, folder: Path) -> Report:
+    """Compare the first step of a script on ranks with that of the script alone.
+
+    Args:
+        script: A training script that `python` and `torchrun` start.
+        arguments: What it is called with.
+        nproc: Number of ranks.
+        folder: Where recordings and outputs go.
+
+    Raises:
+        InvalidArgumentError: The script fails, makes no step, or differs from itself when it runs
+            alone twice.
+    """
+    words = [str(script), *arguments]
+    alone, again, ranks = (folder / name for name in ("alone", "again", "ranks"))
+    launched = 0
+    if failure := _run(alone, words, 0):
+        launched = 1  # scripts that torchrun has to start
+        _require_run("alone", _run(alone, words, 1) and failure)
+    _require_run(f"on {nproc} ranks", _run(ranks, words, nproc))
+    _require_run("alone again", _run(again, words, launched, perturbed=True))
+    _require_the_same(alone, again)
+    report = compare(alone, ranks, noise=again)
+    if (ranks / _DRAWS).exists() and report.found:
+        report.notes.append(
+            "the step draws random numbers, as dropout does, and ranks draw others than one "
+            "process: turn that off to see other differences"
+        )
+    return replace(report, command="")
+
+
+def _run(folder: Path, words: Sequence[str], ranks: int, *, perturbed: bool = False) -> str:
+    """Run a script with hooks, alone or by torchrun; return what it said if it fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in (*folder.glob("step0.rank*"), *folder.glob(_DRAWS)):
+        old.unlink()
+    start = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    child = [f"{__package__}.doctor", str(folder), str(int(perturbed)), *words]
+    kept = {name: value for name, value in os.environ.items() if name not in _RANKS}
+    command = [sys.executable, "-m", *(start if ranks else []), *child]
+    said = folder / "output"
+    with said.open("w") as output:
+        status = subprocess.run(
+            command, env=kept, stdout=output, stderr=subprocess.STDOUT, check=False
+        ).returncode
+    return said.read_text(errors="replace") or f"exit status {status}" if status else ""
+
+
+def _require_run(how: str, failure: str) -> None:
+    if failure:
+        own = re.split(r"^E\d{4} .*torch/distributed/elastic", failure, maxsplit=1, flags=re.M)[0]
+        shown = "\n".join(own.rstrip().splitlines()[-SHOWN:])
+        raise InvalidArgumentError(f"the script failed when it ran {how}:\n{shown}")
+
+
+def _require_the_same(alone: Path, again: Path) -> None:
+    """Refuse scripts of which two runs alone differ by more than what their weights did."""
+    reference, other = load(alone), load(again)
+    eps, lost = coarsest(other), measure(other, reference)
+    for key, error in lost.items():
+        given = key[1:3] == (FORWARD, "") and key.item.startswith("in")
+        limit = {START: 4.0}.get(key.kind, 0.0 if given else max(LARGEST / eps, 64.0))
+        if (given or key.kind in FINAL) and error > limit:
+            raise InvalidArgumentError(
+                f"two runs of the script alone differ: {key} by {error * eps:.1e}. Seed it "
+                "(torch.manual_seed, the order of the data) and turn off what draws at random; if "
+                "that is done, rounding alone does this, and would hide faults: use float64"
+            )
+
+
+class _FirstStep:
+    """Records a script's first step, then ends the process."""
+
+    def __init__(self, folder: Path, *, perturbed: bool) -> None:
+        self._folder, self._perturbed = folder, perturbed
+        self._stack, self._calls, self._steps = ExitStack(), 0, 0
+        self._drawn: Tensor | None = None
+        self._known: set[int] = set()
+
+    def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kw: Any) -> Any:
+        """Begin at the first call of the model that is trained."""
+        waits = self._drawn is None and not self._calls and torch.is_grad_enabled()
+        if waits and (model := trained_model(module)) is not None:
+            self._begin(model)
+            return module(*args, **kw)
+        self._calls += 1
+        try:
+            return original(module, *args, **kw)
+        finally:
+            self._calls -= 1
+
+    def _begin(self, model: Any) -> None:
+        if self._perturbed:
+            _perturb(model)
+        self._drawn = torch.get_rng_state()
+        modules = [each.submod for each in model] if isinstance(model, list) else [model]
+        self._known = {id(p) for module in modules for p in module.parameters()}
+        self._stack.enter_context(record(self._folder, model))
+        for hook in (
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._behind),
+        ):
+            self._stack.callback(hook.remove)
+
+    def _before(self, *_: Any) -> None:
+        self._steps += 1
+
+    def _behind(self, *_: Any) -> None:
+        self._steps -= 1
+        if self._steps:
+            return  # an optimizer within another
+        if any(
+            p.grad is not None and id(p) not in self._known
+            for p in chain(*_groups(gc.get_objects()))
+        ):
+            raise SystemExit(
+                "optimizers train more than the model that is called, and no module holds all of "
+                "it: put what is trained into one nn.Module"
+            )
+        self._stack.close()
+        if self._drawn is not None and not torch.equal(self._drawn, torch.get_rng_state()):
+            (self._folder / _DRAWS).touch()
+        ranks, until = int(os.environ.get("WORLD_SIZE", "1")), time.monotonic() + PATIENCE
+        while len(list(self._folder.glob("step0.rank*.json"))) < ranks and time.monotonic() < until:
+            time.sleep(0.02)  # a rank that leaves early breaks what others still send
+        leave()
+
+
+def leave() -> None:
+    """End the process, whatever the script would still do."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def trained_model(called: nn.Module) -> Any:
+    """Return the model, or the stages of a pipeline, that optimizers train; None if not by a call.
+
+    Args:
+        called: The module that a script calls.
+    """
+    alive = gc.get_objects()
+    stages = [each for each in alive if hasattr(type(each), "forward_one_chunk")]
+    if any(called in stage.submod.modules() for stage in stages):
+        return stages
+    own = {id(p) for p in called.parameters() if p.requires_grad}
+    trained = {id(p) for group in _groups(alive) if own & set(map(id, group)) for p in group}
+    if not own or not trained:
+        return None
+    modules = [each for each in alive if issubclass(type(each), nn.Module)]
+    holders = [m for m in modules if trained <= {id(p) for p in m.parameters()}]
+    if trained <= own or not holders:
+        return called
+    return min(holders, key=lambda module: len(list(module.modules())))
+
+
+def _groups(alive: Sequence[Any]) -> list[list[Tensor]]:
+    """Return what each optimizer trains."""
+    optimizers = [each for each in alive if issubclass(type(each), Optimizer)]
+    return [
+        [p for group in each.param_groups for p in group["params"] if p.requires_grad]
+        for each in optimizers
+    ]
+
+
+@torch.no_grad()
+def _perturb(model: nn.Module) -> None:
+    """Change weights by up to an epsilon of their dtype, as rounding would."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        if own.is_floating_point():
+            noise = torch.rand(own.shape, generator=generator, dtype=torch.float64) * 2 - 1
+            eps = torch.finfo(own.dtype).eps
+            own.copy_((own.double() * (1 + eps * noise.to(own.device))).to(own.dtype))
+
+
+def follow(folder: Path, script: str, arguments: Sequence[str], *, perturbed: bool) -> None:
+    """Run a script as `python script` would, and record its first step.
+
+    Raises:
+        SystemExit: It ended, and no optimizer made a step.
+    """
+    sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
+    with calls_to(_FirstStep(folder, perturbed=perturbed).called):
+        runpy.run_path(script, run_name="__main__")
+    raise SystemExit(f"{script} ended, and no optimizer made a step for a model that was called")
+
+
+if __name__ == "__main__":
+    follow(Path(sys.argv[1]), sys.argv[3], sys.argv[4:], perturbed=sys.argv[2] == "1")
