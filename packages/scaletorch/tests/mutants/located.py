@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-DIRECTIONS = ("forward", "backward", "synchronisation", "update", "data")
+DIRECTIONS = ("start", "forward", "backward", "synchronisation", "update", "data")
 
 
 def matches(born: str, direction: str, modules: Sequence[str], parameters: Sequence[str]) -> bool:
@@ -14,7 +14,8 @@ def matches(born: str, direction: str, modules: Sequence[str], parameters: Seque
     Args:
         born: Where a hunter must be led, such as `"backward: *.q_norm | *.k_norm ; update: norm"`:
             a direction, and patterns over names of the plain model. A fault that honestly sits in
-            several places has them all. 'forward' means that an output is wrong though the inputs
+            several places has them all. 'start' means that a weight is wrong before the step;
+            'forward' that an output is wrong though the inputs
             are right; 'backward' that the gradient of an input or a parameter is, though that of
             the output is right; 'synchronisation' that ranks' right gradients become a wrong one;
             'update' what is made of right gradients; 'data' which part of the batch a rank has.

@@ -144,7 +144,9 @@ def _as_rank(own: Any, choose: Any) -> Any:
     return other
 
 
-@fault("layers.base:TensorParallelLayer._own", layout="1x1x1x2", born=ROW)
+@fault(
+    "layers.base:TensorParallelLayer._own", layout="1x1x1x2", born=ROW.replace("forward", "start")
+)
 def row_shards_in_wrong_order(own: Any) -> Any:
     """A row-parallel weight's shards are dealt in another order than its inputs."""
     return _as_rank(own, lambda rank, size, dim: (rank + dim) % size)
@@ -154,7 +156,7 @@ def row_shards_in_wrong_order(own: Any) -> Any:
     "layers.base:TensorParallelLayer._own",
     layout="1x1x1x2",
     model="sharded",
-    born="forward: up | down",
+    born="start: up | down",
 )
 def shards_initialised_alike(own: Any) -> Any:
     """Every rank draws the same shard of a new layer."""

@@ -3,7 +3,7 @@
 Recorded and versioned like the rest: a patch release changes nothing here.
 """
 
-from .alone import each_alone
+from .alone import alone, each_alone
 from .layouts.layout import layout_of_whole
 from .layouts.order import DEFAULT
 from .masks.documents import CU_SEQLENS
@@ -15,6 +15,7 @@ from .models.undivided import find_undivided
 __all__ = [
     "CU_SEQLENS",
     "DEFAULT",
+    "alone",
     "apart",
     "asked",
     "each_alone",

@@ -28,6 +28,7 @@ from .runs import Run
 from .whole import assemble
 
 JUMP = 8.0  # times what the inputs are off by: less is what a computation makes of them
+ABSORBED = 1e3  # times as far off as what is computed from it
 SYNCHRONISATION, UPDATE = "synchronisation", "update"
 MOST = 0.5  # if more of all gradients are born wrong, it is not the modules
 
@@ -60,7 +61,7 @@ def find_births(judged: Mapping[Key, Judged], run: Run, reference: Run) -> list[
     """
     sources = _seen_sources(ancestors(reference), judged)
     wrong = {key for key, each in judged.items() if each.state == BAD}
-    meant = _absorbed(wrong, sources)
+    meant = _absorbed(wrong, sources, judged)
     for key in [k for each in meant if (k := each._replace(kind=BACKWARD)) in wrong]:
         if adds_up(run.held[key], reference.held[key], NEAR):
             meant.add(key)
@@ -105,10 +106,13 @@ def _seen_sources(
     return found
 
 
-def _absorbed(wrong: set[Key], sources: Mapping[Key, list[Key]]) -> set[Key]:
+def _absorbed(
+    wrong: set[Key], sources: Mapping[Key, list[Key]], judged: Mapping[Key, Judged]
+) -> set[Key]:
     """Return the wrong tensors of a forward from which nothing but right ones are computed.
 
-    Such are scores that each rank masks for the experts that it has.
+    Such are scores that each rank masks for the experts that it has. What a residual makes smaller
+    is none.
     """
     users: dict[Key, list[Key]] = {}
     for key, own in sources.items():
@@ -117,7 +121,8 @@ def _absorbed(wrong: set[Key], sources: Mapping[Key, list[Key]]) -> set[Key]:
     found: set[Key] = set()
     for key in reversed(list(sources)):  # from the loss back
         used = users.get(key, []) if key.kind == FORWARD and key in wrong else []
-        if used and not (wrong - found).intersection(used):
+        left = [judged[user].error for user in used if user not in found]
+        if used and max(left, default=0.0) < judged[key].error / ABSORBED:
             found.add(key)
     return found
 
