@@ -16,6 +16,7 @@ TENSOR = Catalogue("parallel.tensor_parallel")
 fault = TENSOR.fault
 COLUMN = "backward: *.q_proj | *.k_proj | *.v_proj | *.gate_proj | *.up_proj | lm_head"
 ROW = "forward: *.o_proj | *.down_proj"
+CUT = "start: *.o_proj | *.down_proj"
 SUMMED = "forward: embed_tokens | *.o_proj | *.down_proj"
 
 
