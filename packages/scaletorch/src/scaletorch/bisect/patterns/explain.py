@@ -10,11 +10,10 @@ from torch import Tensor
 
 from .exchanged import exchanged
 from .factors import each_scaled, scaled
-from .fits import fitted
-from .moved import reordered, shifted, transposed
+from .moved import reordered, shifted
 from .parts import FINEST, HUGE, Case, Finding, Part, Piece, beside, misfit, norm, plain, same_index
 from .sums import sums
-from .values import copies, masks, rounded, rounded_inside, zeros
+from .values import biased, copies, rounded, zeros
 from .words import has, number, one, rank_list, some, where, who
 
 SENTENCES = 3
@@ -31,12 +30,11 @@ GUESSES: Sequence[Callable[[Case], Iterator[Finding]]] = (
     sums,
     zeros,
     rounded,
-    transposed,
     shifted,
     reordered,
 )
-# These fit much, so they are asked only if those do not explain everything.
-LOOSE: Sequence[Callable[[Case], Iterator[Finding]]] = (fitted, masks, rounded_inside)
+# This fits much, so it is asked only if those do not explain everything.
+LOOSE: Sequence[Callable[[Case], Iterator[Finding]]] = (biased,)
 
 
 def explain(

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import combinations
 
-from torch import Tensor
-
 from ...compose.words import RUNS, listed
 from .parts import Case, Finding, Part
 from .words import has, number, told, who
@@ -20,20 +18,14 @@ MOST_DIGITS = 12
 
 
 def scaled(case: Case) -> Iterator[Finding]:
-    """Find one factor for all elements, or for all but a bias: one that means something first."""
+    """Find one factor for all elements, one that means something first."""
     known = _sizes(case)
-    but = ", but for a vector that is the same everywhere (a bias)"
-    for test, factor, besides in (
-        (_is_scaled, _factor, ""),
-        (_is_scaled_and_biased, _factor_and_bias, but),
-    ):
-        fits = [factor(part) for part in case.wrong]
-        exact = [c for n in known for c in (float(n), 1 / n)] + [-1.0, 2.0, 0.5]
-        near = [c for c in exact if any(abs(c - fit) <= NEAR * abs(c) for fit in fits)]
-        for each in list(dict.fromkeys([*near, *fits]))[:CANDIDATES]:
-            holds = partial(test, case, each, 0 if each in near else 1)
-            why = _meaning(each, known)
-            yield from told(case, _times(each, case.bound), holds, f"{besides}{why}")
+    fits = [_factor(part) for part in case.wrong]
+    exact = [c for n in known for c in (float(n), 1 / n)] + [-1.0, 2.0, 0.5]
+    near = [c for c in exact if any(abs(c - fit) <= NEAR * abs(c) for fit in fits)]
+    for each in list(dict.fromkeys([*near, *fits]))[:CANDIDATES]:
+        holds = partial(_is_scaled, case, each, 0 if each in near else 1)
+        yield from told(case, _times(each, case.bound), holds, _meaning(each, known))
 
 
 def each_scaled(case: Case) -> Iterator[Finding]:
@@ -63,26 +55,6 @@ def _factor(part: Part) -> float:
 
 def _is_scaled(case: Case, factor: float, fitted: int, part: Part) -> bool:
     return factor != 0 and case.agrees(part.had, factor * part.due, part.due, fitted)
-
-
-def _centred(tensor: Tensor) -> Tensor:
-    """Return a tensor without its mean over all dims but the last."""
-    rest = list(range(tensor.ndim - 1))
-    return tensor - tensor.mean(rest, keepdim=True) if rest else tensor
-
-
-def _factor_and_bias(part: Part) -> float:
-    have, want = (_centred(t) for t in (part.have, part.want))
-    square = float((want * want).sum())
-    return float((have * want).sum()) / square if square else 0.0
-
-
-def _is_scaled_and_biased(case: Case, factor: float, fitted: int, part: Part) -> bool:
-    if part.have.ndim < 2 or abs(factor - 1) < NEAR or factor == 0:
-        return False
-    rest = factor * part.want - part.have
-    guess = part.have + _centred(rest)
-    return case.agrees(part.have, guess, part.want, fitted + part.have.shape[-1])
 
 
 def _sizes(case: Case) -> dict[int, list[str]]:

@@ -1,10 +1,9 @@
-"""Guesses that slices stand in the wrong places: shifted, in another order, exchanged dims."""
+"""Guesses that slices stand in the wrong places: shifted, or in another order."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import combinations
 from typing import NamedTuple
 
 import torch
@@ -36,21 +35,6 @@ class Slices(NamedTuple):
     want: Tensor
     pool: Tensor
     apart: Tensor
-
-
-def transposed(case: Case) -> Iterator[Finding]:
-    """Find parts that hold the right tensor with two dims exchanged."""
-    for a, b in combinations(range(case.whole.ndim), 2):
-        if case.whole.shape[a] != case.whole.shape[b]:
-            continue
-        other = case.whole.transpose(a, b)
-        covers = [
-            i for i, p in enumerate(case.wrong) if case.agrees(p.have, pick(other, p.index), p.want)
-        ]
-        if covers:
-            parts = [case.wrong[i] for i in covers]
-            what = f"{plural(case, a)} and {plural(case, b)} exchanged (transposed)"
-            yield Finding(frozenset(covers), f"{has(who(case, parts))} {what}{where(case, parts)}")
 
 
 def shifted(case: Case) -> Iterator[Finding]:

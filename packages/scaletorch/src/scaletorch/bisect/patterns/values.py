@@ -1,4 +1,4 @@
-"""Guesses about each element by itself: zeros, a copy, rounding."""
+"""Guesses about values: zeros, a copy, rounding, a bias."""
 
 from __future__ import annotations
 
@@ -33,15 +33,6 @@ def zeros(case: Case) -> Iterator[Finding]:
     )
 
 
-def masks(case: Case) -> Iterator[Finding]:
-    """Find zeros in other places than those of the right tensor."""
-    yield from told(
-        case,
-        "zeros in other places than the right ones (another mask?)",
-        lambda p: not bool((p.have * p.want)[p.mask].any()),
-    )
-
-
 def copies(case: Case) -> Iterator[Finding]:
     """Find values of another tensor, in place of the right ones or added to them."""
     for name, other in case.others.items():
@@ -56,11 +47,19 @@ def rounded(case: Case) -> Iterator[Finding]:
         yield from told(case, f"values rounded to {name}", partial(_is_rounded, case, dtype))
 
 
-def rounded_inside(case: Case) -> Iterator[Finding]:
-    """Find differences as large as a dtype's rounding, spread evenly."""
-    for name, dtype in ROUNDINGS.items():
-        what = f"differences everywhere as large as {name} rounds: computed in {name}?"
-        yield from told(case, what, partial(_is_noise_of, case, dtype))
+def biased(case: Case) -> Iterator[Finding]:
+    """Find a vector that is added everywhere, or left out."""
+    what = "the same vector added at every other place"
+    why = ": a bias added once too often, or left out?"
+    yield from told(case, what, partial(_is_biased, case), why)
+
+
+def _is_biased(case: Case, part: Part) -> bool:
+    if part.have.ndim < 2:
+        return False
+    rest = list(range(part.have.ndim - 1))
+    bias = (part.have - part.want).mean(rest, keepdim=True)
+    return case.agrees(part.have, part.want + bias, part.want, bias.numel())
 
 
 def _is_copy(case: Case, other: Tensor, part: Part) -> bool:
@@ -80,14 +79,3 @@ def _is_rounded(case: Case, dtype: torch.dtype, part: Part) -> bool:
     return bool(((have - want).abs() <= room).all()) and norm(have - want) <= rounds.eps * norm(
         want
     )
-
-
-def _is_noise_of(case: Case, dtype: torch.dtype, part: Part) -> bool:
-    have, want = part.have.flatten(), part.want.flatten()
-    gap, typical = have - want, 0.2 * torch.finfo(dtype).eps * norm(want)
-    if typical <= 4 * case.allowed(len(have), norm(want)):  # nobody could tell
-        return False
-    if not 0.3 < norm(gap) / max(typical, 1e-300) < 4 or int(part.mask.sum()) * 2 < len(gap):
-        return False
-    even = float(gap.abs().max()) <= 10 * norm(gap) / len(gap) ** 0.5
-    return len(gap) >= 16 and even and abs(float(gap @ want)) <= 0.3 * norm(gap) * norm(want)
