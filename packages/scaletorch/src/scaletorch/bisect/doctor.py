@@ -1,8 +1,8 @@
 """A training script on ranks beside itself alone, without a line of it changed.
 
-The script runs as it is, in a process of its own, with hooks around its first step: it is recorded
-from the first call of the model that its optimizer trains until that optimizer has made a step.
-Then the process ends.
+The script runs in a process of its own, with hooks around its first step: that is recorded from the
+first call of the model that its optimizer trains until the optimizer has made a step. Then the
+process ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from .comparing.judge import coarsest, measure
 from .comparing.runs import load
 from .keys import FINAL, FORWARD, START
 from .recording.hooks import calls_to
+from .recording.stages import Stages
 from .recording.tape import record
 from .report import Report
 
@@ -60,10 +60,9 @@ def doctor(script: Path, arguments: Sequence[str], nproc: int, folder: Path) -> 
     """
     words = [str(script), *arguments]
     alone, again, ranks = (folder / name for name in ("alone", "again", "ranks"))
-    launched = 0
-    if failure := _run(alone, words, 0):
-        launched = 1  # scripts that torchrun has to start
-        _require_run("alone", _run(alone, words, 1) and failure)
+    failure = _run(alone, words, 0)
+    launched = 1 if failure else 0  # torchrun has to start some scripts
+    _require_run("alone", failure and _run(alone, words, 1) and failure)
     _require_run(f"on {nproc} ranks", _run(ranks, words, nproc))
     _require_run("alone again", _run(again, words, launched, perturbed=True))
     _require_the_same(alone, again)
@@ -73,7 +72,7 @@ def doctor(script: Path, arguments: Sequence[str], nproc: int, folder: Path) -> 
             "the step draws random numbers, as dropout does, and ranks draw others than one "
             "process: turn that off to see other differences"
         )
-    return replace(report, command="")
+    return report
 
 
 def _run(folder: Path, words: Sequence[str], ranks: int, *, perturbed: bool = False) -> str:
@@ -83,13 +82,11 @@ def _run(folder: Path, words: Sequence[str], ranks: int, *, perturbed: bool = Fa
         old.unlink()
     start = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     child = [f"{__package__}.doctor", str(folder), str(int(perturbed)), *words]
-    kept = {name: value for name, value in os.environ.items() if name not in _RANKS}
     command = [sys.executable, "-m", *(start if ranks else []), *child]
+    kept = {name: value for name, value in os.environ.items() if name not in _RANKS}
     said = folder / "output"
-    with said.open("w") as output:
-        status = subprocess.run(
-            command, env=kept, stdout=output, stderr=subprocess.STDOUT, check=False
-        ).returncode
+    with said.open("w") as out:
+        status = subprocess.run(command, env=kept, stdout=out, stderr=out, check=False).returncode
     return said.read_text(errors="replace") or f"exit status {status}" if status else ""
 
 
@@ -106,7 +103,7 @@ def _require_the_same(alone: Path, again: Path) -> None:
     eps, lost = coarsest(other), measure(other, reference)
     for key, error in lost.items():
         given = key[1:3] == (FORWARD, "") and key.item.startswith("in")
-        limit = {START: 4.0}.get(key.kind, 0.0 if given else max(LARGEST / eps, 64.0))
+        limit = {START: 4.0, FORWARD: 0.0}.get(key.kind, max(LARGEST / eps, 64.0))
         if (given or key.kind in FINAL) and error > limit:
             raise InvalidArgumentError(
                 f"two runs of the script alone differ: {key} by {error * eps:.1e}. Seed it "
@@ -121,12 +118,12 @@ class _FirstStep:
     def __init__(self, folder: Path, *, perturbed: bool) -> None:
         self._folder, self._perturbed = folder, perturbed
         self._stack, self._calls, self._steps = ExitStack(), 0, 0
-        self._drawn: Tensor | None = None
-        self._known: set[int] = set()
+        self._known: set[int] = set()  # parameters of the model, once the step has begun
+        self._random = torch.get_rng_state()
 
     def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kw: Any) -> Any:
         """Begin at the first call of the model that is trained."""
-        waits = self._drawn is None and not self._calls and torch.is_grad_enabled()
+        waits = not self._known and not self._calls and torch.is_grad_enabled()
         if waits and (model := trained_model(module)) is not None:
             self._begin(model)
             return module(*args, **kw)
@@ -136,17 +133,14 @@ class _FirstStep:
         finally:
             self._calls -= 1
 
-    def _begin(self, model: Any) -> None:
+    def _begin(self, model: nn.Module) -> None:
+        self._known = {id(parameter) for parameter in model.parameters()}
         if self._perturbed:
             _perturb(model)
-        self._drawn = torch.get_rng_state()
-        modules = [each.submod for each in model] if isinstance(model, list) else [model]
-        self._known = {id(p) for module in modules for p in module.parameters()}
+        self._random = torch.get_rng_state()
         self._stack.enter_context(record(self._folder, model))
-        for hook in (
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._behind),
-        ):
+        register = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+        for hook in (register[0](self._before), register[1](self._behind)):
             self._stack.callback(hook.remove)
 
     def _before(self, *_: Any) -> None:
@@ -156,16 +150,14 @@ class _FirstStep:
         self._steps -= 1
         if self._steps:
             return  # an optimizer within another
-        if any(
-            p.grad is not None and id(p) not in self._known
-            for p in chain(*_groups(gc.get_objects()))
-        ):
+        self._stack.close()
+        others = (p for p in chain(*_trained(gc.get_objects())) if id(p) not in self._known)
+        if any(parameter.grad is not None for parameter in others):
             raise SystemExit(
                 "optimizers train more than the model that is called, and no module holds all of "
                 "it: put what is trained into one nn.Module"
             )
-        self._stack.close()
-        if self._drawn is not None and not torch.equal(self._drawn, torch.get_rng_state()):
+        if not torch.equal(self._random, torch.get_rng_state()):
             (self._folder / _DRAWS).touch()
         ranks, until = int(os.environ.get("WORLD_SIZE", "1")), time.monotonic() + PATIENCE
         while len(list(self._folder.glob("step0.rank*.json"))) < ranks and time.monotonic() < until:
@@ -180,34 +172,29 @@ def leave() -> None:
     os._exit(0)
 
 
-def trained_model(called: nn.Module) -> Any:
-    """Return the model, or the stages of a pipeline, that optimizers train; None if not by a call.
+def trained_model(called: nn.Module) -> nn.Module | None:
+    """Return the model, or the stages of a pipeline, that optimizers train; None if it is another.
 
     Args:
-        called: The module that a script calls.
+        called: The module that a script calls; it may be a part of the model.
     """
     alive = gc.get_objects()
     stages = [each for each in alive if hasattr(type(each), "forward_one_chunk")]
     if any(called in stage.submod.modules() for stage in stages):
-        return stages
+        return Stages(stages)
     own = {id(p) for p in called.parameters() if p.requires_grad}
-    trained = {id(p) for group in _groups(alive) if own & set(map(id, group)) for p in group}
-    if not own or not trained:
-        return None
-    modules = [each for each in alive if issubclass(type(each), nn.Module)]
+    trained = {id(p) for each in _trained(alive) if own & set(map(id, each)) for p in each}
+    modules: list[nn.Module] = [each for each in alive if issubclass(type(each), nn.Module)]
     holders = [m for m in modules if trained <= {id(p) for p in m.parameters()}]
     if trained <= own or not holders:
-        return called
+        return called if trained else None
     return min(holders, key=lambda module: len(list(module.modules())))
 
 
-def _groups(alive: Sequence[Any]) -> list[list[Tensor]]:
+def _trained(alive: Sequence[Any]) -> list[list[Tensor]]:
     """Return what each optimizer trains."""
-    optimizers = [each for each in alive if issubclass(type(each), Optimizer)]
-    return [
-        [p for group in each.param_groups for p in group["params"] if p.requires_grad]
-        for each in optimizers
-    ]
+    groups = [each.param_groups for each in alive if issubclass(type(each), Optimizer)]
+    return [[p for group in own for p in group["params"] if p.requires_grad] for own in groups]
 
 
 @torch.no_grad()

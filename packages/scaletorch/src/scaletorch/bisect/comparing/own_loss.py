@@ -2,65 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from ..keys import LOSS
 from .places import Held
 from .runs import Run
 
-ROUGH = 0.05  # so near to a multiple a loss is meant to be that one; if it is, others decide
-
-
-@dataclass(frozen=True, slots=True)
-class Told(Held):
-    """A loss as it counts in the whole: what its rank's own comes to."""
-
-    value: Tensor
-
-    @property
-    def tensor(self) -> Tensor:
-        """What the ranks' losses come to."""
-        return self.value
+ROUGH = 0.05  # a loss so near to a multiple is meant to be that one; the bound decides if it is
 
 
 def settle_losses(run: Run, reference: Run) -> None:
     """Put in the place of ranks' own losses what they come to.
 
-    That is the mean of all ranks that have one, times a divisor of the number of ranks or of
-    micro-batches, or over one: sums, and means of what is added up or averaged later. Nothing is
-    replaced if each is the reference's.
+    That is the mean of all ranks that have one, times a divisor of the number of ranks and
+    micro-batches, or over one: they may be sums, or means that are added up later.
     """
-    for key, held in run.held.items():
-        if key.kind != LOSS or key not in reference.held or any(e.line.sums for e in held):
+    for key, theirs in reference.held.items():
+        if key.kind != LOSS:
             continue
-        whole = _mean(reference.held[key])
-        if any(e.recording.header.get("own_loss") for e in reference.held[key]):
-            reference.held[key] = [_told(e, whole) for e in reference.held[key]]
-        if not all(e.recording.header.get("own_loss") for e in held):
-            continue
-        mean, right = _mean(held), float(whole)
-        if any(abs(float(e.tensor) - right) > ROUGH * abs(right) for e in held):
-            most = _most(held)
-            divisors = [n for n in range(1, most + 1) if most % n == 0]
-            factors = [factor for n in divisors for factor in (n, 1 / n)]
-            best = min(factors, key=lambda factor: abs(float(mean) * factor - right))
-            mean *= best if abs(float(mean) * best - right) <= ROUGH * abs(right) else 1.0
-        run.held[key] = [_told(e, mean) for e in held]
+        right = _settle(theirs, 1.0)
+        ours = run.held.get(key, [])
+        if ours and all(abs(_value(each) - right) <= ROUGH * abs(right) for each in ours):
+            _settle(ours, 1.0)
+        elif ours:
+            header, mean = ours[0].recording.header, sum(map(_value, ours)) / len(ours)
+            most = int(header["world_size"] * header["micro_batches"])
+            factors = [f for n in range(1, most + 1) if most % n == 0 for f in (n, 1 / n)]
+            best = min(factors, key=lambda factor: abs(mean * factor - right))
+            _settle(ours, best if abs(mean * best - right) <= ROUGH * abs(right) else 1.0)
 
 
-def _most(held: list[Held]) -> int:
-    header = held[0].recording.header
-    return int(header["world_size"] * header["micro_batches"])
+def _value(held: Held) -> float:
+    return float(held.tensor)
 
 
-def _mean(held: list[Held]) -> Tensor:
-    return torch.stack([each.tensor.double().reshape(()) for each in held]).mean()
-
-
-def _told(held: Held, value: Tensor) -> Any:
-    tensor = value.to(held.tensor.dtype).reshape(held.line.shape)
-    return Told(held.recording, held.number, held.micro_batch, tensor)
+def _settle(held: list[Held], factor: float) -> float:
+    """Let each be the mean times a factor, if all are ranks' own; return it."""
+    mean = sum(map(_value, held)) / len(held) * factor
+    if all(h.recording.header.get("own_loss") and not h.line.sums for h in held):
+        for each in held:
+            value = torch.full(each.line.shape, mean, dtype=each.tensor.dtype)
+            each.recording.settled[each.number] = value
+    return mean

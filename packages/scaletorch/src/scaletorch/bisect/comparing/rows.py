@@ -17,15 +17,14 @@ from ..recording.described import as_ranges
 from ..recording.folder import Recording
 
 Steps = Mapping[int, Sequence[Recording]]
-Calls = list[Tensor]  # what one input of the model was in each of its calls
-_ABSENT, _ALIKE = -1, -2  # no row of the reference, or several
+_ABSENT, _SEVERAL = -1, -2  # of rows: the reference has none like it, or several
 
 
 def infer_rows(reference: Steps, run: Steps) -> list[str]:
-    """Note in the headers of recordings which rows each call of the model had.
+    """Note in the headers of recordings which rows each call of the model had, and where.
 
-    Nothing is noted where a program has described its ranks, where every call had what that of the
-    reference had, and where rows of the reference are alike.
+    Calls are micro-batches. Nothing is noted where a program has described its ranks, where every
+    call had what that of the reference had, and where the reference has equal rows.
 
     Returns:
         Which rows no rank has.
@@ -35,17 +34,19 @@ def infer_rows(reference: Steps, run: Steps) -> list[str]:
     """
     notes: list[str] = []
     for step in sorted(set(reference) & set(run)):
-        theirs, ours = reference[step], run[step]
-        said = any(e.header["axes"] or e.header["micro_batches"] > 1 for e in (*theirs, *ours))
-        fed = _fed(theirs[0]) if len(theirs) == 1 and not said else {}
-        for item, whole in list(fed.items())[:1]:
-            calls = {each.rank: _fed(each).get(item, []) for each in ours}
-            calls = {rank: own for rank, own in calls.items() if own}
-            coarse = max((t.dtype for t in chain(whole, *calls.values())), key=_coarseness)
-            whole = [each.to(coarse) for each in whole]
-            calls = {rank: [each.to(coarse) for each in own] for rank, own in calls.items()}
-            if len(ours) > 1 or any(len(own) != len(whole) for own in calls.values()):
-                notes += _infer(whole, calls, theirs[0], ours)
+        alone, ours = reference[step][0], run[step]
+        said = any(e.header["axes"] or e.header["micro_batches"] > 1 for e in (alone, *ours))
+        for item, own in [] if said or len(reference[step]) > 1 else list(_fed(alone).items())[:1]:
+            fed = {-1: own, **{each.rank: _fed(each).get(item, []) for each in ours}}
+            coarse = max((t.dtype for t in chain(*fed.values())), key=_coarseness)
+            calls = {rank: [t.to(coarse) for t in own] for rank, own in fed.items() if own}
+            own = calls.pop(-1)
+            equal = all(
+                len(c) == len(own) and all(map(torch.equal, c, own)) for c in calls.values()
+            )
+            one = len(ours) == 1 and len(calls.get(0, own)) == len(own)
+            if not equal and not one and len({t.shape[1:] for t in own}) == 1:
+                notes += _infer(own, calls, alone, ours)
     return notes
 
 
@@ -57,9 +58,9 @@ def take_rows(reference: Steps, noise: Steps) -> Steps:
     return noise
 
 
-def _fed(recording: Recording) -> dict[str, Calls]:
+def _fed(recording: Recording) -> dict[str, list[Tensor]]:
     """Return what the model took in each call by input, whole numbers first."""
-    found: dict[str, Calls] = {}
+    found: dict[str, list[Tensor]] = {}
     for number, line in enumerate(recording.lines):
         whose = line.kind, line.name, line.stage
         if whose == (FORWARD, "", 0) and line.item.startswith("in.") and " " not in line.item:
@@ -73,99 +74,63 @@ def _coarseness(dtype: torch.dtype) -> float:
 
 
 def _infer(
-    whole: Calls, calls: Mapping[int, Calls], reference: Recording, ours: Sequence[Recording]
+    theirs: list[Tensor],
+    calls: Mapping[int, list[Tensor]],
+    alone: Recording,
+    ours: Sequence[Recording],
 ) -> list[str]:
-    if len({each.shape[1:] for each in whole}) > 1 or all(
-        len(own) == len(whole) and all(map(torch.equal, own, whole)) for own in calls.values()
-    ):
+    whole, found, others = torch.cat(theirs), {}, {}
+    for rank, own in calls.items():
+        ways = [(cut, [_rows(t, whole, cut) for t in own]) for cut in _cuts(whole, own[0])]
+        sure = [(cut, rows) for cut, rows in ways if min(chain(*rows)) >= 0]
+        if len(sure) == 1:
+            found[rank] = sure[0]
+        elif len(ways) == 1 and _ABSENT in chain(*ways[0][1]):
+            others[rank] = list(chain(*ways[0][1])).count(_ABSENT)
+    if others:
+        had = {tuple(row) for t in chain(*calls.values()) for row in t.flatten(1).tolist()}
+        raise InvalidArgumentError(
+            f"these steps are of other global batches: {len(whole)} rows in {alone.path.parent}, "
+            f"{len(had)} on {len(ours)} ranks, and of those of ranks {list(others)} "
+            f"{list(others.values())} are not among the former. Give one process the whole batch, "
+            "as by a batch size on ranks that is divided by WORLD_SIZE; and if all ranks are to "
+            "have the same rows, these ranks have others"
+        )
+    if len(found) < len(calls):
         return []
-    together = [torch.cat(whole)]
-    found = {rank: _places(own, whole) for rank, own in calls.items()}
-    one_batch = all(
-        len(calls[rank]) == len(whole) and places and all(own == places[1][0] for own in places[1])
-        for rank, places in found.items()
-    )
-    if not one_batch:  # calls are micro-batches, those of the reference too
-        found = {rank: _places(own, together * len(own)) for rank, own in calls.items()}
-    if not all(found.values()):
-        _refuse_others(together[0], calls, reference, len(ours))
-        return []
-    total, length = len((whole if one_batch else together)[0]), whole[0].shape[1]
-    for recording in ours:
-        peer = _peer(recording, found)
-        if (places := found.get(peer)) is None:
-            continue
-        cut, rows = places
-        parts = [as_ranges(each) for each in (rows[:1] if one_batch else rows)]
-        recording.header["axes"]["rows"] = [total, parts]
-        if len(cut) < length:
-            recording.header["axes"]["positions"] = [length, [as_ranges(cut)]]
-        recording.header["micro_batches"] = len(parts)
-    if not one_batch and len(whole) > 1:
-        ends = torch.tensor([len(each) for each in whole]).cumsum(0).tolist()
-        parts = [[(end - len(each), end)] for each, end in zip(whole, ends, strict=True)]
-        reference.header["axes"]["rows"] = [total, parts]
-        reference.header["micro_batches"] = len(parts)
-    had = {row for places in found.values() if places for rows in places[1] for row in rows}
-    lacking = as_ranges(row for row in range(total) if row not in had)
-    return [f"of the {total} rows of the batch no rank has {lacking}"] if lacking else []
+    for recording in ours:  # later stages of a pipeline have what the first has
+        peers = [recording.rank, *recording.header.get("pipeline", ())]
+        for cut, rows in [found[peer] for peer in peers if peer in found][:1]:
+            _note(recording, len(whole), rows)
+            if len(cut) < whole.shape[1]:
+                recording.header["axes"]["positions"] = [whole.shape[1], [as_ranges(cut)]]
+    _note(alone, len(whole), [list(c) for c in torch.arange(len(whole)).split([*map(len, theirs)])])
+    lacking = set(range(len(whole))) - {r for _, rows in found.values() for r in chain(*rows)}
+    named = as_ranges(sorted(lacking))
+    return [f"of the {len(whole)} rows of the batch no rank has {named}"] if lacking else []
 
 
-def _peer(recording: Recording, found: Mapping[int, object]) -> int:
-    """Return the rank whose rows a rank has: its own, or that of its pipeline's first stage."""
-    ranks = recording.header.get("pipeline", found)
-    return recording.rank if recording.rank in found else next((r for r in ranks if r in found), -1)
-
-
-def _places(own: Calls, whole: Calls) -> tuple[Sequence[int], list[list[int]]] | None:
-    """Return the positions that a rank has, and the rows of each call; None if none are sure."""
-    ways = [
-        (cut, [_rows(each, other, cut) for each, other in zip(own, whole, strict=False)])
-        for cut in _cuts(whole[0], own[0])
-    ]
-    sure = [(cut, rows) for cut, rows in ways if min(chain(*rows), default=_ABSENT) >= 0]
-    return sure[0] if len(sure) == 1 else None
+def _note(recording: Recording, total: int, rows: list[list[int]]) -> None:
+    recording.header["axes"]["rows"] = [total, [as_ranges(map(int, each)) for each in rows]]
+    recording.header["micro_batches"] = len(rows)
 
 
 def _cuts(whole: Tensor, own: Tensor) -> Iterator[Sequence[int]]:
-    """Yield the positions that a rank may have: all, or equal shards as they are usually cut."""
+    """Yield the positions that a rank may have: all, or a contiguous or a zigzag shard."""
     length, size = whole.shape[1], own.shape[1]
-    if size == length:
+    if whole.shape[1:] == own.shape[1:]:
         yield range(length)
-    elif whole.ndim == 2 and length % size == 0:
-        shards, half = length // size, size // 2
-        for shard in range(shards):
-            last = length - (shard + 1) * half
+    elif whole.ndim == own.ndim == 2 and size and length % size == 0:
+        for shard in range(length // size):
+            begin, last = shard * (size // 2), length - (shard + 1) * (size // 2)
             yield range(shard * size, (shard + 1) * size)
-            yield range(shard, length, shards)
-            if size == 2 * half:
-                yield [*range(shard * half, (shard + 1) * half), *range(last, last + half)]
+            if size % 2 == 0:
+                yield [*range(begin, begin + size // 2), *range(last, last + size // 2)]
 
 
 def _rows(own: Tensor, whole: Tensor, cut: Sequence[int]) -> list[int]:
-    """Return which row each row is; `_ABSENT` if there is none, `_ALIKE` if there are several."""
-    if own.shape[1:] != whole[:1, list(cut)].shape[1:]:
-        return [_ABSENT]
+    """Return which row of the whole each row is, `_ABSENT` or `_SEVERAL`."""
     known: dict[tuple[float, ...], int] = {}
     for number, row in enumerate(whole[:, list(cut)].flatten(1).tolist()):
-        known[tuple(row)] = _ALIKE if tuple(row) in known else number
+        known[tuple(row)] = _SEVERAL if tuple(row) in known else number
     return [known.get(tuple(row), _ABSENT) for row in own.flatten(1).tolist()]
-
-
-def _refuse_others(
-    whole: Tensor, calls: Mapping[int, Calls], reference: Recording, ranks: int
-) -> None:
-    """Raise if ranks have whole rows that are not in the reference."""
-    every = range(whole.shape[1])
-    if any(each.shape[1:] != whole.shape[1:] for each in chain(*calls.values())):
-        return
-    found = {r: list(chain(*(_rows(o, whole, every) for o in own))) for r, own in calls.items()}
-    if others := {rank: rows.count(_ABSENT) for rank, rows in found.items() if _ABSENT in rows}:
-        rows = {tuple(row) for each in chain(*calls.values()) for row in each.flatten(1).tolist()}
-        raise InvalidArgumentError(
-            f"these steps are of other global batches: {len(whole)} rows in "
-            f"{reference.path.parent}, {len(rows)} on {ranks} ranks, and of the rows of ranks "
-            f"{list(others)} {list(others.values())} are not among those. Give one process the "
-            "whole batch, as by a batch size on ranks that is divided by WORLD_SIZE; and if all "
-            "ranks are to have the same rows, these ranks have others"
-        )

@@ -153,6 +153,7 @@ class Recording:
         path: The file of the tensors.
         number: No other recording of this process has it.
         known: What others have worked out of it.
+        settled: Tensors of lines that stand for more than this rank's.
     """
 
     header: dict[str, Any]
@@ -161,6 +162,7 @@ class Recording:
     path: Path
     number: int = field(default_factory=itertools.count().__next__)
     known: dict[Any, Any] = field(default_factory=dict)
+    settled: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -169,6 +171,8 @@ class Recording:
 
     def tensor(self, number: int) -> Tensor:
         """Return the tensor of a line, read from the file."""
+        if number in self.settled:
+            return self.settled[number]
         line = self.lines[number]
         while line.same >= 0:
             line = self.lines[line.same]

@@ -39,3 +39,24 @@ def follow_gradient(tensor: Tensor, came: Callable[[Tensor | None], None]) -> No
         tensor.register_hook(came)
     else:
         node.register_prehook(lambda gradients: came(gradients[number]))
+
+
+@contextmanager
+def backward_to(backwarded: Callable[[Tensor], None]) -> Iterator[None]:
+    """Tell of each number that a program goes back from; `Tensor.backward` comes by here too."""
+    original = torch.autograd.backward
+
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:  # not within a backward
+            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            given = grad_tensors if isinstance(grad_tensors, (list, tuple)) else [grad_tensors]
+            for root, weight in zip(roots, [*given, *[None] * len(roots)], strict=False):
+                if isinstance(root, Tensor) and root.numel() == 1 and weight is None:
+                    backwarded(root)
+        original(tensors, grad_tensors, *args, **kwargs)
+
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = original

@@ -22,31 +22,25 @@ class Stages(nn.Module):
 
     def __init__(self, stages: list[Any]) -> None:
         super().__init__()
-        self.running = -1
-        self._stages = sorted(stages, key=lambda stage: int(stage.stage_index))
+        self.running, self._stages = -1, sorted(stages, key=lambda each: int(each.stage_index))
 
     @property
-    def header(self) -> dict[str, Any]:
-        """The ranks of the pipeline, for the recording."""
-        group = self._stages[0].group or dist.group.WORLD
-        return {"pipeline": sorted(dist.get_process_group_ranks(group))}
+    def ranks(self) -> list[int]:
+        """The ranks of the pipeline."""
+        return sorted(dist.get_process_group_ranks(self._stages[0].group or dist.group.WORLD))
 
-    def _modules_of_stages(self) -> Iterator[nn.Module]:
-        for stage in self._stages:
-            module = stage.submod
-            while isinstance(module, DistributedDataParallel):
-                module = module.module
-            yield module
+    def _chained(self, named: str, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        for module in (stage.submod for stage in self._stages):
+            own = module.module if isinstance(module, DistributedDataParallel) else module
+            yield from getattr(own, named)(*args, **kwargs)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules of all stages."""
-        for module in self._modules_of_stages():
-            yield from module.named_modules(*args, **kwargs)
+        return self._chained("named_modules", *args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of all stages."""
-        for module in self._modules_of_stages():
-            yield from module.named_parameters(*args, **kwargs)
+        return self._chained("named_parameters", *args, **kwargs)
 
     @contextmanager
     def followed(self, backwarded: Callable[[Tensor], None]) -> Iterator[None]:
@@ -73,19 +67,11 @@ class Stages(nn.Module):
             for stage in self._stages:
                 del stage.forward_one_chunk, stage.backward_one_chunk
 
-    def heard(self, called: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `called` for calls of modules within a stage's forward; others are not heard."""
-
-        def call(original: Callable[..., Any], module: nn.Module, *args: Any, **kw: Any) -> Any:
-            if self.running < 0:
-                return original(module, *args, **kw)
-            return called(original, module, *args, **kw)
-
-        return call
-
 
 def stages_of(model: Any) -> Any:
     """Return a module as it is; for stages of a pipeline, or its schedule, a module of all."""
+    if isinstance(model, nn.Module):
+        return model
     found = getattr(model, "_stages", None) or getattr(model, "_stage", None) or model
     stages = list(found) if isinstance(found, (list, tuple)) else [found]
     return Stages(stages) if all(hasattr(stage, "submod") for stage in stages) else model

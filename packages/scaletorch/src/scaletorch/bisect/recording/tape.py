@@ -35,7 +35,6 @@ from ..keys import (
     UNGRADED,
     WEIGHT,
 )
-from . import stages
 from .described import (
     Description,
     Place,
@@ -46,9 +45,9 @@ from .described import (
     tensors_of,
 )
 from .folder import Line, Writer
-from .hooks import calls_to, follow_gradient
+from .hooks import backward_to, calls_to, follow_gradient
 from .lineage import Lineage, Use
-from .losses import backward_to
+from .stages import Stages, stages_of
 from .updates import followed
 
 
@@ -72,7 +71,7 @@ class Tape:
         self._done: set[str] = set()
         self._followed: set[tuple[Any, int]] = set()
         self._uses = Counter[int]({-1: 2})  # of each tensor; of parameters all count
-        self._loss: tuple[Tensor | None, list[int]] = None, []  # that was gone back from, so far
+        self._losses: list[tuple[Tensor, list[int]]] = []  # gone back from, with their parents
         if model is not None:
             self._know(model)
 
@@ -154,23 +153,17 @@ class Tape:
             self._add(Line(MOMENT, name, item, 0, "", []), value, self._said.places.get(name))
 
     def backwarded(self, loss: Tensor) -> None:
-        """Add to the loss of this rank, see `losses`."""
-        total, parents = self._loss
-        parents = [
-            *parents,
-            *(use.of for use in self._lineage.parents(loss)[0]),
-            *self._unlinked[0],
-        ]
-        own = loss.detach().clone()
-        self._loss = own if total is None else total + own, list(dict.fromkeys(parents))
+        """Add to the loss of this rank, see `hooks.backward_to`."""
+        parents = [*(use.of for use in self._lineage.parents(loss)[0]), *self._unlinked[0]]
+        self._losses.append((loss.detach().clone(), parents))
 
     def own_loss(self) -> bool:
         """Take down the loss of this rank, unless the program has put one; say whether."""
-        loss, parents = self._loss
-        if LOSS in self._done or loss is None:
-            return False
-        self._add(Line(LOSS, "", "", 0, "", [], parents=parents), loss)
-        return True
+        losses, parents = zip(*self._losses, strict=True) if self._losses else ((), ())
+        if own := bool(losses) and LOSS not in self._done:
+            line = Line(LOSS, "", "", 0, "", [], parents=sorted({p for e in parents for p in e}))
+            self._add(line, sum(losses[1:], losses[0]))
+        return own
 
     def tied(self) -> dict[str, str]:
         """Return name -> first name, for parameters that have several."""
@@ -188,7 +181,7 @@ class Tape:
         if not self._stack and self._model is None and module not in self._names:
             self._know(module)
         name = self._names.get(module)
-        if name is None or torch._C._current_graph_task_id() != -1:
+        if name is None or self._said.chunk() < 0 or torch._C._current_graph_task_id() != -1:
             return original(module, *args, **kw)  # of no name, or run again in backward
         if not self._stack:
             self._ungraded = "" if torch.is_grad_enabled() else UNGRADED
@@ -344,27 +337,23 @@ def record(
     Raises:
         InvalidArgumentError: `describe` is no such mapping.
     """
-    said, model = description_of(describe), stages.stages_of(model)
+    said, model = description_of(describe), stages_of(model)
     header: dict[str, Any] = {
         "step": step, "world_size": get_world_size(), "torch": torch.__version__,
         "micro_batches": said.micro_batches, "groups": said.groups, "weight": said.weight,
         "shared": said.shared,
         "axes": {name: [axis.total, axis.parts] for name, axis in said.axes.items()},
     }  # fmt: skip
-    if isinstance(model, stages.Stages):
-        said = replace(said, chunk=lambda: model.running)
-        header |= model.header
+    if isinstance(model, Stages):
+        said, header["pipeline"] = replace(said, chunk=lambda: model.running), model.ranks
     writer = Writer(Path(folder), get_rank(), header)
     try:
         with ExitStack() as stack:
             tape = Tape(writer, model, said, stack)
             stack.callback(tape._forget)
-            if isinstance(model, stages.Stages):
-                stack.enter_context(model.followed(tape.backwarded))
-                stack.enter_context(calls_to(model.heard(tape.called)))
-            else:
-                stack.enter_context(backward_to(tape.backwarded))
-                stack.enter_context(calls_to(tape.called))
+            back = model.followed if isinstance(model, Stages) else backward_to
+            stack.enter_context(back(tape.backwarded))
+            stack.enter_context(calls_to(tape.called))
             stack.enter_context(guard.listening(writer.heard.append))
             stack.enter_context(followed(tape))
             yield tape
