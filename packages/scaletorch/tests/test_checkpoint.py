@@ -53,8 +53,8 @@ class Program:
         options = {"scheduler": self.scheduler} | options
         return save(folder, self.model, self.optimizer, step=step, **options)
 
-    def load(self, folder):
-        return load(folder, self.model, self.optimizer, scheduler=self.scheduler)
+    def load(self, folder, **options):
+        return load(folder, self.model, self.optimizer, scheduler=self.scheduler, **options)
 
     def state(self):
         moments = list(self.optimizer.state.values())
@@ -193,7 +193,10 @@ def test_a_damaged_checkpoint_is_refused_or_passed_over(tmp_path, kind):
     with pytest.raises(DamagedCheckpointError, match=message):
         second.load(folder)
     assert_equal(second.state(), before)
-    with pytest.warns(UserWarning, match=message):
+    with pytest.raises(DamagedCheckpointError, match=rf"{message}[\s\S]*takes step-00000001"):
+        second.load(tmp_path, fall_back=False)
+    assert_equal(second.state(), before)
+    with pytest.warns(UserWarning, match=rf"back to step 1: step-00000002 is .*{message}"):
         assert second.load(tmp_path).step == 1
     assert_equal(second.state(), expected)
     shutil.rmtree(tmp_path / "step-00000001")
@@ -285,8 +288,8 @@ def test_only_old_checkpoints_of_ours_are_removed(tmp_path):
         (tmp_path / f"step-{step:08d}" / "mine.txt").write_text(str(step)) if step == 2 else None
     program.save(tmp_path, 5, keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "notes", "step-00000000", "step-00000002.removed", "step-00000004", "step-00000005",
-        "step-00000007",
+        "notes", "scaletorch.lock", "step-00000000", "step-00000002.removed", "step-00000004",
+        "step-00000005", "step-00000007",
     ]  # fmt: skip
     left = [p.name for p in (tmp_path / "step-00000002.removed").iterdir()]
     assert left == ["mine.txt"]

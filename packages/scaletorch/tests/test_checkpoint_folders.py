@@ -21,6 +21,7 @@ from scaletorch.checkpoint import (
     load,
     save,
 )
+from scaletorch.checkpoint.format.lock import LOCK
 from scaletorch.dist import get_rank, launch
 from scaletorch.parallel.pg_manager import setup_process_group_manager
 
@@ -32,7 +33,7 @@ def filled(value):
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
 
 
 def write_slowly(monkeypatch, seconds):
@@ -225,19 +226,21 @@ def test_ranks_that_return_finish_the_writing_first(tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        (".metadata", "torch.distributed.checkpoint .*dcp_to_torch_save"),
-        ("__0_0.distcp", "torch.distributed.checkpoint .*dcp_to_torch_save"),
-        (
-            "model-00001-of-00002.safetensors",
-            "save_pretrained of transformers .*import_safetensors",
-        ),
-        ("pytorch_model.bin", "save_pretrained of transformers .*from_pretrained"),
+        (".metadata", "torch.distributed.checkpoint .*import_dcp"),
+        ("step-100/__0_0.distcp", "torch.distributed.checkpoint .*step-100.*import_dcp"),
+        ("model-00001-of-00002.safetensors", "save_pretrained .*import_safetensors"),
+        ("pytorch_model.bin", "save_pretrained .*from_pretrained"),
         ("adapter_model.safetensors", "an adapter .*PeftModel.from_pretrained"),
-        ("checkpoint-500", "transformers' Trainer"),
+        ("checkpoint-500/trainer_state.json", "transformers' Trainer"),
+        ("global_step10/mp_rank_00_model_states.pt", "DeepSpeed .*zero_to_fp32"),
         ("epoch=1-step=2.ckpt", "Lightning"),
+        ("weights.pth", "what torch.save writes"),
+        ("logs/state.npz", "no log .*logs/state.npz.*import_safetensors"),
+        ("latest", "no log"),
     ],
 )
-def test_another_librarys_folder_is_no_empty_one(tmp_path, name, words):
+def test_a_folder_of_other_files_is_no_empty_one(tmp_path, name, words):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).touch()
     with pytest.raises(CheckpointError, match=f"has no checkpoint that .*{words}"):
         load(tmp_path, filled(1.0))
@@ -245,9 +248,12 @@ def test_another_librarys_folder_is_no_empty_one(tmp_path, name, words):
     assert load(tmp_path, filled(1.0)).step == 3
 
 
-def test_an_empty_folder_and_one_of_a_runs_other_files_have_no_checkpoint(tmp_path):
+def test_a_first_run_may_have_logs_and_what_killed_saves_left(tmp_path):
     assert load(tmp_path / "new", filled(1.0)) is None
     assert load(tmp_path, filled(1.0)) is None
-    for name in ("log.jsonl", "config.json", "train.bin", "tokenizer.json"):
+    for name in ("train.log", "config.json", "tensorboard/events.out.tfevents.1.host.2", LOCK,
+                 "step-00000001.unfinished/rank-00000.safetensors", ".gitignore"):  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert load(tmp_path, filled(1.0)) is None
+    assert names(tmp_path / "step-00000001.unfinished") == ["rank-00000.safetensors"]

@@ -5,6 +5,7 @@ from .exporting import export_safetensors
 from .exporting_adapters import export_adapter
 from .format.folders import latest
 from .importing import import_safetensors
+from .importing_dcp import import_dcp
 from .loading import Loaded, load
 from .saving import Saving, save
 
@@ -15,6 +16,7 @@ __all__ = [
     "Saving",
     "export_adapter",
     "export_safetensors",
+    "import_dcp",
     "import_safetensors",
     "latest",
     "load",

@@ -1,37 +1,44 @@
-"""Weights in: a plain safetensors folder, of which each rank reads its own part."""
+"""Weights in: folders of other programs, of which each rank reads its own part."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from ..dist import all_gather_object
-from ..parallel.data_parallel import Shard
 from ..parallel.pg_manager import ProcessGroupManager
 from .errors import CheckpointError, DamagedCheckpointError
 from .exporting import INDEX, WHOLE
 from .format.files import read_header
-from .format.metadata import Stored
+from .format.metadata import from_json
 from .format.reader import CheckpointReader
-from .saving import wait_for_last
-from .state.entries import Entry
-from .state.fitting import all_names, check_fit, plan_masters, plan_model, saved_shapes
-from .state.held import Held, find_held, find_shards, find_ties, refresh_shards
-from .state.place import Place, control_group, find_place
+from .format.values import dtype_name
+from .loading import Plan, Program, describe
+from .state.fitting import all_names
+from .state.held import Held, find_ties
+from .state.place import Place, control_group
 from .together import all_or_none, on_first_rank, read_together
 
-# Name of a tensor -> dtype, shape, file, first byte, bytes; and the files' sizes.
-Found = tuple[dict[str, tuple[torch.dtype, tuple[int, ...], str, int, int]], dict[str, int]]
+
+class Whole(NamedTuple):
+    """The whole model, as all ranks have it together.
+
+    Attributes:
+        firsts: Each of its names -> the one that the tensor is saved by.
+        ties: The name that a tied tensor is saved by -> all its names.
+        optimizer: The program's own, if it is to get its state.
+        groups: The names of what each of its groups updates.
+    """
+
+    firsts: dict[str, str]
+    ties: dict[str, list[str]]
+    optimizer: torch.optim.Optimizer | None
+    groups: list[set[str]]
 
 
 def import_safetensors(
@@ -53,37 +60,42 @@ def import_safetensors(
             loaded.
         DamagedCheckpointError: Files are missing or broken.
     """
-    group, root, what = control_group(), Path(folder), f"{folder}"
-    place, held, shards = all_or_none(what, lambda: _describe(model, manager), group)
-    found, sizes = on_first_rank(lambda: _find(root), group)
-    names, ties = all_names(held.values(), place), _all_ties(held, place)
-    metadata = all_or_none(what, lambda: _as_metadata(found, ties), group)
-    targets = all_or_none(what, lambda: _plan(held, shards, metadata, names, ties), group)
-    read_together(targets, CheckpointReader(root, metadata, sizes), group, what)
-    refresh_shards(shards)
+    read_folder(Path(folder), model, None, manager, _describe_files, CheckpointReader)
 
 
-def _describe(
-    model: nn.Module, manager: ProcessGroupManager | None
-) -> tuple[Place, dict[int, Held], list[Shard]]:
-    wait_for_last()
-    place = find_place(manager)
-    held = find_held(model, place)
-    return place, held, find_shards(model, held, None)
+def read_folder(
+    root: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    manager: ProcessGroupManager | None,
+    find: Callable[[Path, Whole], dict[str, Any]],
+    reader: type[CheckpointReader],
+) -> None:
+    """Load a folder that another program wrote.
 
+    Args:
+        root: The folder.
+        model: What `parallelize` returned, or any module.
+        optimizer: Gets its state too.
+        manager: The grid; None is the current one, or one process.
+        find: Describes the folder as `metadata.json` does; runs on rank 0.
+        reader: Reads its files.
 
-def _plan(
-    held: dict[int, Held],
-    shards: list[Shard],
-    metadata: Metadata,
-    names: set[str],
-    ties: dict[str, list[str]],
-) -> dict[str, Entry]:
-    saved = saved_shapes(metadata)
-    check_fit(held.values(), names, saved, ties)
-    targets = plan_model(held.values(), shards, saved, cast=True)
-    plan_masters(shards, held, saved, targets)
-    return targets
+    Raises:
+        CheckpointError: On every rank, with nothing changed.
+    """
+    group, what = control_group(), f"{root}"
+    program = all_or_none(what, lambda: describe(model, optimizer, None, manager, group), group)
+    names = all_names(program.held.values(), program.place)
+    ties = _all_ties(program.held, program.place)
+    firsts = {name: name for name in names}
+    firsts |= {alias: first for first, tied in ties.items() for alias in tied}
+    whole = Whole(firsts, ties, optimizer, _group_names(program))
+    document = on_first_rank(lambda: find(root, whole), group) | {"ties": ties}
+    metadata = from_json(document["entries"])
+    plan = all_or_none(what, lambda: Plan(program, document, metadata, names, cast=True), group)
+    read_together(plan.targets, reader(root, metadata, document["files"]), group, what)
+    plan.install()
 
 
 def _all_ties(held: dict[int, Held], place: Place) -> dict[str, list[str]]:
@@ -94,13 +106,27 @@ def _all_ties(held: dict[int, Held], place: Place) -> dict[str, list[str]]:
     return {name: names for stage in stages for name, names in stage.items()}
 
 
-def _find(root: Path) -> Found:
-    """Read the headers of all files.
+def _group_names(program: Program) -> list[set[str]]:
+    """Return the names of what each group of the optimizer updates, on any rank."""
+    if program.optimizer is None:
+        return []
+    shards = [(shard, program.held[id(shard.parameter)]) for shard in program.shards]
+    names = {id(shard.tensor): own.name for shard, own in shards + program.wholes}
+    groups = [group["params"] for group in program.optimizer.param_groups]
+    own = [sorted({names[id(t)] for t in each if id(t) in names}) for each in groups]
+    every = [own] if program.group is None else all_gather_object(own, program.group)
+    return [set().union(*ranks) for ranks in zip(*every, strict=True)]
+
+
+def _describe_files(root: Path, whole: Whole) -> dict[str, Any]:
+    """Read the headers of all files, and describe each tensor as one chunk.
 
     Raises:
+        CheckpointError: Two tensors are one in the model.
         DamagedCheckpointError: There are none, or they are not as they should be.
     """
-    found, sizes = {}, {}
+    entries: dict[str, Any] = {}
+    sizes = {}
     for file, names in _files(root).items():
         header = read_header(root / file)
         sizes[file] = (root / file).stat().st_size
@@ -110,8 +136,17 @@ def _find(root: Path) -> Found:
             dtype, shape, start, length = header[name]
             if length != torch.Size(shape).numel() * dtype.itemsize or min(start, length) < 0:
                 raise DamagedCheckpointError(f"{root / file} has {length} bytes for {name}")
-            found[name] = dtype, shape, file, start, length
-    return found, sizes
+            chunk = {"at": [0] * len(shape), "shape": shape, "file": file, "offset": start}
+            chunk |= {"length": length, "crc32": None}
+            entry = {"shape": shape, "dtype": dtype_name(dtype), "chunks": [chunk]}
+            first = whole.firsts.get(name, name)
+            if f"model.{first}" in entries:
+                raise CheckpointError(
+                    f"{root} has more than one of {' and '.join(whole.ties[first])}, which are one "
+                    "tensor in the model: untie them, or leave one out"
+                )
+            entries[f"model.{first}"] = entry
+    return {"entries": entries, "files": sizes, "groups": None}
 
 
 def _files(root: Path) -> dict[str, list[str] | None]:
@@ -131,25 +166,3 @@ def _files(root: Path) -> dict[str, list[str] | None]:
         message = f"{root / INDEX} has no weight_map of names and files: {error!r}"
         raise DamagedCheckpointError(message) from error
     return dict(files)
-
-
-def _as_metadata(
-    found: dict[str, tuple[torch.dtype, tuple[int, ...], str, int, int]],
-    ties: dict[str, list[str]],
-) -> Metadata:
-    """Describe each tensor as one chunk, by the name that the model saves it by."""
-    for first, names in ties.items():
-        if len(there := [name for name in names if name in found]) > 1:
-            raise CheckpointError(
-                f"it has {' and '.join(there)}, which are one tensor in the model ({first}): "
-                "untie them, or leave one out"
-            )
-    firsts = {alias: first for first, names in ties.items() for alias in names}
-    entries, stored = {}, {}
-    for name, (dtype, shape, file, start, length) in found.items():
-        entry, zeros = f"model.{firsts.get(name, name)}", torch.Size([0] * len(shape))
-        chunk = ChunkStorageMetadata(zeros, torch.Size(shape))
-        size = torch.Size(shape)
-        entries[entry] = TensorStorageMetadata(TensorProperties(dtype), size, [chunk])
-        stored[MetadataIndex(entry, zeros)] = Stored(file, start, length, None)
-    return Metadata(dict(entries), storage_data=stored)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ..dist import is_main_process
 from ..parallel.data_parallel import Shard
 from ..parallel.pg_manager import ProcessGroupManager
 from .errors import DamagedCheckpointError
@@ -58,7 +57,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class _Program:
+class Program:
     """What a checkpoint is loaded into."""
 
     model: nn.Module
@@ -79,12 +78,13 @@ def load(
     *,
     scheduler: Any = None,
     check: Callable[[dict[str, Any]], None] | None = None,
+    fall_back: bool = True,
 ) -> Loaded | None:
     """Load the newest checkpoint, saved on whatever layout; all ranks call it.
 
     Everything is checked on all ranks before anything changes: the description, the sizes of the
     files, the checksum of every block that is read. A damaged checkpoint is passed over for the
-    one before, with a warning. Nothing is unpickled.
+    one before, with a warning on every rank. Nothing is unpickled.
 
     On the layout that saved, each rank's random generators go on as they were; on another one they
     are seeded anew (`seed_ranks`) from what was saved.
@@ -97,51 +97,57 @@ def load(
         manager: The grid; None is the current one, or one process.
         scheduler: Anything with `load_state_dict`.
         check: Gets `extra` before anything changes, and raises what is to be raised.
+        fall_back: Pass over a damaged checkpoint; False raises in its place.
 
     Returns:
-        What it was; None if there is no checkpoint at all, nor one of another library.
+        What it was; None if there is nothing but what killed saves left and a run's logs.
 
     Raises:
-        CheckpointError: The checkpoint is of another model, or lacks what is asked for, or another
-            library wrote it.
+        CheckpointError: The checkpoint is of another model, or lacks what is asked for; or the
+            folder has files of another library, or unknown ones, and no checkpoint.
         DamagedCheckpointError: It is not what was saved, nor is any before it.
     """
     group, root = control_group(), Path(folder).absolute()
     program = all_or_none(
         "what a checkpoint is loaded into",
-        lambda: _describe(model, optimizer, scheduler, manager, group),
+        lambda: describe(model, optimizer, scheduler, manager, group),
         group,
     )
     found = on_first_rank(lambda: candidates(root), group)
-    damage: list[str] = []
-    for candidate in found:
+    damage: dict[str, str] = {}
+    for candidate in found if fall_back else found[:1]:
         try:
-            return _load_one(candidate, program, check)
+            loaded = _load_one(candidate, program, check)
         except DamagedCheckpointError as error:
-            damage.append(str(error))
-            if len(found) > 1 and is_main_process():
-                warnings.warn(f"passing over a damaged checkpoint: {error}", stacklevel=2)
+            damage[candidate.name] = str(error)
+            continue
+        for name, text in damage.items():
+            said = f"going back to step {loaded.step}: {name} is damaged and passed over: {text}"
+            warnings.warn(said, stacklevel=2)
+        return loaded
     if damage:
-        raise DamagedCheckpointError("\n".join(damage))
+        before = f"; fall_back=True takes {found[1].name}" if len(damage) < len(found) else ""
+        raise DamagedCheckpointError("\n".join(damage.values()) + before)
     return None
 
 
-def _describe(
+def describe(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     scheduler: Any,
     manager: ProcessGroupManager | None,
     group: ProcessGroup | None,
-) -> _Program:
+) -> Program:
+    """Return what a checkpoint is loaded into, without asking other ranks."""
     wait_for_last()
     place = find_place(manager)
     held = find_held(model, place)
     shards, wholes = find_shards(model, held, optimizer), find_wholes(optimizer, held, place)
-    return _Program(model, optimizer, scheduler, place, held, shards, wholes, group)
+    return Program(model, optimizer, scheduler, place, held, shards, wholes, group)
 
 
 def _load_one(
-    folder: Path, program: _Program, check: Callable[[dict[str, Any]], None] | None
+    folder: Path, program: Program, check: Callable[[dict[str, Any]], None] | None
 ) -> Loaded:
     """Load one checkpoint, or raise with nothing changed."""
     group, what = program.group, f"{folder}"
@@ -151,7 +157,7 @@ def _load_one(
         all_or_none(what, lambda: check(extra), group)
     metadata = from_json(document["entries"])
     names = all_names(program.held.values(), program.place)
-    plan = all_or_none(what, lambda: _Plan(program, document, metadata, names), group)
+    plan = all_or_none(what, lambda: Plan(program, document, metadata, names), group)
     reader = CheckpointReader(folder, metadata, document["files"])
     read_together(plan.random_targets, reader, group, what)  # before all else: it may not fit
     all_or_none(what, plan.rehearse, group)
@@ -173,18 +179,24 @@ def read_document(folder: Path) -> dict[str, Any]:
     return document
 
 
-class _Plan:
+class Plan:
     """What is read of a checkpoint, and what is done with it afterwards."""
 
     def __init__(
-        self, program: _Program, document: dict[str, Any], metadata: Metadata, names: set[str]
+        self,
+        program: Program,
+        document: dict[str, Any],
+        metadata: Metadata,
+        names: set[str],
+        *,
+        cast: bool = False,
     ) -> None:
         self._program, self._document = program, document
         saved = saved_shapes(metadata)
         check_parts(document, program.optimizer, program.scheduler)
         held = program.held.values()
         check_fit(held, names, saved, document["ties"])
-        self.targets = plan_model(held, program.shards, saved)
+        self.targets = plan_model(held, program.shards, saved, cast=cast)
         plan_masters(program.shards, program.held, saved, self.targets)
         plan_wholes(program.wholes, self.targets)
         self._state: list[tuple[Tensor, dict[str, Any]]] = []
@@ -200,7 +212,7 @@ class _Plan:
         self._random: dict[str, Tensor] | None = None
         self.random_targets: dict[str, Entry] = {}
         grid = program.place.grid
-        if document["grid"] == {"dp": grid.dp, "pp": grid.pp, "cp": grid.cp, "tp": grid.tp}:
+        if document.get("grid") == {"dp": grid.dp, "pp": grid.pp, "cp": grid.cp, "tp": grid.tp}:
             self._random = find_random(saved, program.place, self.random_targets)
 
     def _plan_optimizer(self, optimizer: torch.optim.Optimizer, saved: Any) -> None:
@@ -241,5 +253,5 @@ class _Plan:
             program.scheduler.load_state_dict(self._schedule)
         if self._random is not None:
             restore_random(self._random, self._device)
-        else:
+        elif "seed" in self._document:
             seed_anew(self._document["seed"], program.place)

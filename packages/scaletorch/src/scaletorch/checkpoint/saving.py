@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..dist import get_default_group
 from ..dist.building import agree
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import ProcessGroupManager
 from .format.folders import check_keep, step_folder
+from .format.lock import hold
 from .format.values import canonical, encode, kind_of
 from .format.writer import CheckpointWriter
 from .planner import PartsSavePlanner
@@ -24,7 +26,7 @@ from .state.generators import record_random, seed_material
 from .state.held import find_held, find_shards, find_ties, find_wholes
 from .state.optimizer import encode_groups, record_shard
 from .state.place import Place, control_group, find_place
-from .together import write_together
+from .together import on_first_rank, write_together
 
 _buffers: weakref.WeakKeyDictionary[nn.Module, dict[Index, Tensor]] = weakref.WeakKeyDictionary()
 _last: Saving | None = None
@@ -104,6 +106,7 @@ def save(
 
     It becomes `folder/step-<step>` once everything is on the disk; until then nothing is there
     by that name. A second save waits for a first one in the background, and raises its error.
+    From the first save until this job ends, no other job can save into the folder.
 
     Args:
         folder: Holds the checkpoints; shared by all machines.
@@ -123,7 +126,7 @@ def save(
         InvalidArgumentError: State that a checkpoint cannot hold.
         MismatchError: Ranks were given different steps, extra or hyperparameters, or another rank
             cannot take part.
-        CheckpointError: A rank could not write; the same on every rank.
+        CheckpointError: A rank could not write, or another job does; the same on every rank.
     """
     group, root = control_group(), Path(folder).absolute()
     lines: list[str] = []
@@ -141,6 +144,7 @@ def save(
     except Exception as error:  # of whatever kind: the others must know
         failed = error
     agree("the checkpoint to save", lines, group, error=failed)
+    on_first_rank(lambda: hold(root, next(model.parameters(), model), get_default_group()), group)
     saving = Saving(step_folder(root, step))
     planner, writer = PartsSavePlanner(record.notes), CheckpointWriter(root, step, keep, document)
     write = partial(write_together, entries, planner, writer, group, f"saving {saving.folder}")

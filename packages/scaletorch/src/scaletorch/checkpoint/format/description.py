@@ -39,7 +39,7 @@ def check_document(document: Mapping[str, Any], folder: Path) -> None:
                 shown = repr(document[name])[:60]
                 raise DamagedCheckpointError(f"{folder}: its {name} is {shown}, as none is saved")
     _check_sizes(document, folder)
-    _check_entries(document["entries"], folder)
+    check_entries(document["entries"], folder)
     _check_state(document, folder)
 
 
@@ -161,7 +161,12 @@ def _check_sizes(document: Mapping[str, Any], folder: Path) -> None:
             )
 
 
-def _check_entries(entries: Mapping[str, Any], folder: Path) -> None:
+def check_entries(entries: Mapping[str, Any], folder: Path) -> None:
+    """Refuse tensors that their chunks do not make up.
+
+    Raises:
+        DamagedCheckpointError: The first of them.
+    """
     for name, entry in entries.items():
         boxes = [(tuple(chunk["at"]), tuple(chunk["shape"])) for chunk in entry["chunks"]]
         dims = len(entry["shape"])

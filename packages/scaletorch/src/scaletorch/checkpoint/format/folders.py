@@ -52,7 +52,7 @@ def candidates(root: Path) -> list[Path]:
     and before it named the new one; it is named now.
 
     Raises:
-        CheckpointError: It is a file, or the folder of another library's checkpoint.
+        CheckpointError: It is a file, or holds no checkpoint and what may be another library's.
     """
     if root.is_file():
         raise CheckpointError(f"{root} is a file; pass the folder of a checkpoint, or of several")

@@ -79,9 +79,7 @@ class CheckpointReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copy this rank's parts into their places."""
         for item in plan.items:
-            entry = self._entry(item)
-            memory = self._bytes(self._metadata.storage_data[item.storage_index])
-            chunk = view_as(memory, entry.properties.dtype, _saved_shape(item, entry))
+            chunk = self._chunk(item, self._entry(item))
             for dim, (start, length) in enumerate(
                 zip(item.storage_offsets, item.lengths, strict=True)
             ):
@@ -97,6 +95,10 @@ class CheckpointReader(StorageReader):
         if not isinstance(entry, TensorStorageMetadata):
             raise DamagedCheckpointError(f"{item.storage_index.fqn} is no tensor")
         return entry
+
+    def _chunk(self, item: ReadItem, entry: TensorStorageMetadata) -> Tensor:
+        memory = self._bytes(self._metadata.storage_data[item.storage_index])
+        return view_as(memory, entry.properties.dtype, _saved_shape(item, entry))
 
     def _bytes(self, stored: Stored) -> Tensor:
         if stored.file not in self._files:

@@ -18,7 +18,7 @@ from .held import Held
 from .rectangles import Part
 
 # How an optimizer computes is the running program's to say.
-_KNOBS = {
+KNOBS = {
     "params", "param_names", "foreach", "fused", "capturable", "differentiable",
     "decoupled_weight_decay",
 }  # fmt: skip
@@ -31,7 +31,7 @@ def encode_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         InvalidArgumentError: One is NaN, or nothing that a checkpoint holds.
     """
     for number, group in enumerate(optimizer.param_groups):
-        if wrong := [key for key, value in group.items() if key not in _KNOBS and is_nan(value)]:
+        if wrong := [key for key, value in group.items() if key not in KNOBS and is_nan(value)]:
             raise InvalidArgumentError(
                 f"{wrong[0]} of the optimizer's group {number} is {group[wrong[0]]}: nobody could "
                 "go on training from there"
@@ -40,7 +40,7 @@ def encode_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         {
             key: encode(value, f"{key} of the optimizer's group {number}")
             for key, value in group.items()
-            if key not in _KNOBS
+            if key not in KNOBS
         }
         for number, group in enumerate(optimizer.param_groups)
     ]

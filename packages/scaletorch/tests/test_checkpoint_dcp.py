@@ -1,0 +1,335 @@
+"""What FSDP2 and DTensor programs saved by torch.distributed.checkpoint goes on in any layout."""
+
+import copy
+import functools
+import os
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from scaletorch.checkpoint import CheckpointError, DamagedCheckpointError, import_dcp
+from scaletorch.compose import parallelize, shard_global_batch, train_step
+from scaletorch.dist import RankPool
+from scaletorch.dist.testing import preload
+from scaletorch.models import Llama, LlamaConfig
+from scaletorch.parallel.data_parallel import shard_optimizer
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+
+STEPS, BOUND = 2, 1e-12
+preload("torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp")
+
+
+@pytest.fixture(scope="module")
+def four():
+    with RankPool(4, seed=0) as pool:
+        yield pool
+
+
+def build(seed, vocab_size=31, tied=False, layers=2):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=40, num_layers=layers,
+        num_heads=8, num_kv_heads=2, tie_embeddings=tied,
+    )  # fmt: skip
+    model = Llama(config).double()
+    for parameter in model.parameters():
+        parameter.data.mul_(6.0 if parameter.ndim == 2 else 1.0)
+    return model
+
+
+def optimizer_of(model, lr=1e-2):
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim != 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, eps=1e-3, foreach=False)
+
+
+def batch(step):
+    tokens = torch.randint(30, (8, 17), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].clone()}
+
+
+def train(model, optimizer, steps):
+    """Train as a program of torch alone does, every rank on the whole batch."""
+    losses = []
+    for step in steps:
+        data = batch(step)
+        logits = model(data["input_ids"]).flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, data["labels"].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def rate(optimizer):  # what a scheduler would have come to
+    for number, group in enumerate(optimizer.param_groups):
+        group["lr"] = 5e-3 / (1 + number)
+
+
+@functools.cache
+def uninterrupted(tied):
+    model = build(3, 32, tied)
+    optimizer = optimizer_of(model)
+    train(model, optimizer, range(STEPS))
+    rate(optimizer)
+    return train(model, optimizer, range(STEPS, STEPS + 2))
+
+
+# Name of a folder -> the mesh (fsdp, tp), what the state is called, and whether it is flattened.
+SOURCES = {
+    "fsdp": ((4, 1), lambda model, state: {"app": {"model": model, "optim": state}}, False),
+    "tp and fsdp": ((2, 2), lambda model, state: {"model": model, "optimizer": state}, True),
+    "root": (
+        (2, 2),
+        lambda model, state: {**model, "optimizer": state, "train": {"step": 2}},
+        True,
+    ),
+    "tied": ((2, 2), lambda model, state: {"model": model, "optim": state}, False),
+    "replicated": ((1, 4), lambda model, state: {"model": model, "optim": state}, False),
+}
+
+
+def save_by_torch(root, source):
+    (fsdp, tp), called, flat = SOURCES[source]
+    model = build(3, 32, source == "tied")
+    mesh = init_device_mesh("cpu", (fsdp, tp), mesh_dim_names=("fsdp", "tp"))
+    columns = {"mlp.up_proj": ColwiseParallel(), "mlp.gate_proj": ColwiseParallel()}
+    for layer in model.layers:
+        if tp > 1:
+            parallelize_module(layer, mesh["tp"], {**columns, "mlp.down_proj": RowwiseParallel()})
+        if fsdp > 1:
+            fully_shard(layer, mesh=mesh["fsdp"])
+    if fsdp > 1:
+        fully_shard(model, mesh=mesh["fsdp"])
+    optimizer = optimizer_of(model)
+    train(model, optimizer, range(STEPS))
+    rate(optimizer)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    dcp.save(
+        called(*get_state_dict(model, optimizer, options=options)), checkpoint_id=root / source
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(four, tmp_path_factory):
+    root = tmp_path_factory.mktemp("dcp")
+    for source in SOURCES:
+        four.run(save_by_torch, root, source)
+    return root
+
+
+def go_on(root, layout, stage, sources):
+    """Return the losses of two more steps from each source."""
+    dp, pp, cp, tp = layout
+    manager = setup_process_group_manager(tp_size=tp, cp_size=cp, pp_size=pp, dp_size=dp)
+    found = {}
+    for source in sources:
+        model = parallelize(build(8, 32, source == "tied"), manager, rehearse=False)
+        optimizer = optimizer_of(model, lr=9.0)
+        if stage:
+            shard_optimizer(optimizer, model, stage=stage)
+        import_dcp(model, root / source, optimizer)
+        found[source] = []
+        for step in range(STEPS, STEPS + 2):
+            optimizer.zero_grad()
+            loss = train_step(model, shard_global_batch(batch(step), 1, manager), manager)
+            found[source].append(loss.item())
+            optimizer.step()
+    destroy_process_group_manager()
+    return found
+
+
+def assert_as_uninterrupted(found):
+    for source, losses in found.items():
+        expected = uninterrupted(source == "tied")
+        for got, want in zip(losses, expected, strict=True):
+            assert abs(got - want) <= BOUND, f"{source}: {got - want}"
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage"),
+    [((2, 1, 1, 2), 0), ((2, 2, 1, 1), 1), ((4, 1, 1, 1), 0), ((1, 1, 2, 2), 2)],
+)
+def test_training_goes_on_in_layouts_of_ours(four, saved, layout, stage):
+    for found in four.run(go_on, saved, layout, stage, list(SOURCES)):
+        assert_as_uninterrupted(found)
+
+
+def test_training_goes_on_in_one_process(saved):
+    assert_as_uninterrupted(go_on(saved, (1, 1, 1, 1), 0, list(SOURCES)))
+
+
+# What is refused, on every rank, with nothing changed.
+
+
+def plain_state(tied=False, layers=2):
+    model = build(3, 32, tied, layers)
+    optimizer = optimizer_of(model)
+    train(model, optimizer, range(1))
+    return get_state_dict(model, optimizer)
+
+
+def without_a_moment(state):
+    del state["optim"]["state"]["layers.1.mlp.up_proj.weight"]["exp_avg_sq"]
+
+
+def other_groups(state):
+    decay, rest = state["optim"]["param_groups"]
+    rest["params"].append(decay["params"].pop())
+
+
+def of_sgd(state):
+    for group in state["optim"]["param_groups"]:
+        group["dampening"] = 0.0
+
+
+def by_number(state):
+    state["optim"]["state"] = dict(enumerate(state["optim"]["state"].values()))
+
+
+def twice(state):
+    state["average"] = state["model"]
+
+
+def untied(state):
+    state["model"]["lm_head.weight"] = state["model"]["lm_head.weight"] + 1
+
+
+def elsewhere(state):
+    state["model"] = {f"body.{name}x": tensor for name, tensor in state["model"].items()}
+
+
+STATES = {
+    "moment": (without_a_moment, "no exp_avg_sq of the optimizer for layers.1.mlp.up_proj.weight"),
+    "groups": (other_groups, "another one, or has other groups.*AdamW"),
+    "class": (of_sgd, "another one.*dampening"),
+    "number": (by_number, r"no exp_avg, exp_avg_sq, step of the optimizer for .*get_state_dict"),
+    "twice": (twice, r"more than once: pass prefix=, one of \['average.', 'model.'\]"),
+    "untied": (untied, "other values for model.lm_head.weight"),
+    "elsewhere": (elsewhere, "has another model"),
+    "model alone": (lambda state: state.pop("optim"), "saved without an optimizer"),
+    "larger": (lambda state: state.update(model=plain_state(layers=3)[0]), "no layers.2."),
+    "smaller": (lambda state: state.update(model=plain_state(layers=1)[0]), "has no layers.1."),
+}
+
+
+def spoil_metadata(folder, change):
+    found = pickle.loads((folder / ".metadata").read_bytes())
+    change(found)
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
+
+
+def move_a_chunk(found):
+    key = "model.norm.weight"
+    (chunk,) = found.state_dict_metadata[key].chunks
+    at = next(index for index in found.storage_data if index.fqn == key)
+    info = found.storage_data.pop(at)
+    chunk.offsets = torch.Size([8])
+    found.storage_data[dcp.metadata.MetadataIndex(key, chunk.offsets)] = info
+
+
+def swap_bytes(found):
+    """Let two tensors of other shapes have each other's bytes."""
+    one, other = (
+        next(index for index in found.storage_data if index.fqn == f"model.{name}.weight")
+        for name in ("norm", "layers.0.self_attn.q_proj")
+    )
+    data = found.storage_data
+    data[one], data[other] = data[other], data[one]
+
+
+def flip(folder):
+    data = bytearray((folder / "__0_0.distcp").read_bytes())
+    found = pickle.loads((folder / ".metadata").read_bytes())
+    at = next(info for index, info in found.storage_data.items()
+              if index.fqn == "model.norm.weight")  # fmt: skip
+    data[at.offset + at.length // 2] ^= 1
+    (folder / "__0_0.distcp").write_bytes(data)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("echo run > /dev/null",)
+
+
+FILES = {
+    "offset": (
+        lambda f: spoil_metadata(f, move_a_chunk),
+        "chunks of model.norm.weight do not",
+    ),
+    "bytes": (lambda f: spoil_metadata(f, swap_bytes), "which is not that of model"),
+    "flipped": (flip, "checksum is another|cannot be read at byte"),
+    "truncated": (lambda f: os.truncate(f / "__0_0.distcp", 9000), "cannot be read at byte"),
+    "no file": (lambda f: (f / "__0_0.distcp").unlink(), "cannot be read"),
+    "no metadata": (lambda f: (f / ".metadata").unlink(), "one finished checkpoint"),
+    "evil": (lambda f: (f / ".metadata").write_bytes(pickle.dumps(Evil())), "names .*system"),
+}
+
+
+@pytest.fixture(scope="module")
+def spoiled(tmp_path_factory):
+    """Folders that are refused, and the words."""
+    root, words = tmp_path_factory.mktemp("spoiled"), {}
+    states = {tied: dict(zip(("model", "optim"), plain_state(tied), strict=True))
+              for tied in (False, True)}  # fmt: skip
+    for name, (change, said) in STATES.items():
+        state = copy.deepcopy(states[name == "untied"])
+        change(state)
+        save_alone(state, root / name)
+        words[name] = said
+    for name, (change, said) in FILES.items():
+        save_alone(states[False], root / name)
+        change(root / name)
+        words[name] = said
+    return root, words
+
+
+def save_alone(state, folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+def refuse(root, words, sizes):
+    manager = setup_process_group_manager(**sizes)
+    models = {}
+    for tied in (False, True):
+        model = parallelize(build(8, 32, tied), manager, rehearse=False)
+        models[tied] = model, optimizer_of(model)
+    for name, said in words.items():
+        model, optimizer = models[name == "untied"]
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        with pytest.raises(CheckpointError, match=said) as caught:
+            import_dcp(model, root / name, optimizer)
+        assert isinstance(caught.value, DamagedCheckpointError) == (name in FILES), name
+        torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before)
+    model, optimizer = models[False]
+    import_dcp(model, root / "twice", prefix="average.")  # the way out
+    import_dcp(model, root / "number")
+    destroy_process_group_manager()
+
+
+@pytest.mark.parametrize("sizes", [{"dp_size": 2, "tp_size": 2}, {"pp_size": 2, "cp_size": 2}])
+def test_what_does_not_fit_is_refused_on_every_rank(four, spoiled, sizes):
+    four.run(refuse, *spoiled, sizes)
+
+
+def test_what_does_not_fit_is_refused_in_one_process(spoiled):
+    refuse(*spoiled, {})
