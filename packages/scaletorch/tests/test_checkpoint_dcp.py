@@ -165,10 +165,10 @@ def assert_as_uninterrupted(found):
 
 @pytest.mark.parametrize(
     ("layout", "stage"),
-    [((2, 1, 1, 2), 0), ((2, 2, 1, 1), 1), ((4, 1, 1, 1), 0), ((1, 1, 2, 2), 2)],
+    [((2, 1, 1, 2), 0), ((2, 2, 1, 1), 1), ((4, 1, 1, 1), 0)],
 )
 def test_training_goes_on_in_layouts_of_ours(four, saved, layout, stage):
-    for found in four.run(go_on, saved, layout, stage, list(SOURCES)):
+    for found in four.run(go_on, saved, layout, stage, ["fsdp", "tp and fsdp", "tied"]):
         assert_as_uninterrupted(found)
 
 

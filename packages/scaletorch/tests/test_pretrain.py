@@ -129,7 +129,7 @@ def test_killed_at_a_random_step_and_resumed(config, tmp_path, seed):
     config = replace(config, **layout, steps=8, save_every=1, keep=2, dtype="float32")
     config = replace(config, micro_batches=2)
     whole = pretrain(replace(config, out=tmp_path / "whole")).losses
-    kept = sorted(path.name for path in (tmp_path / "whole" / "checkpoints").iterdir())
+    kept = sorted(path.name for path in (tmp_path / "whole" / "checkpoints").glob("step-*"))
     assert kept == ["step-00000007", "step-00000008"]
     with pytest.raises(RankFailedError):
         launch(die_at, 2, config, draw.randrange(2, 8), draw.randrange(2))

@@ -153,7 +153,7 @@ def test_a_norm_that_is_not_finite_stops_before_anything_is_saved(config, monkey
         NonFiniteError, match=r"step 3: the loss is \d.*finite: norm.weight on dp0 pp0 cp0 tp0;"
     ):
         train(config)
-    kept = [path.name for path in (config.out / "checkpoints").iterdir()]
+    kept = [path.name for path in (config.out / "checkpoints").glob("step-*")]
     assert kept == ["step-00000002"]
     assert list(logged_losses(config.out)) == [1, 2]
 
@@ -172,7 +172,7 @@ def test_weights_that_are_not_finite_are_not_saved(config, monkeypatch):
     config = replace(config, save_every=1, keep=1)
     with pytest.raises(NonFiniteError, match=r"after step 3 the weight \S+ is not finite"):
         train(config)
-    kept = [path.name for path in (config.out / "checkpoints").iterdir()]
+    kept = [path.name for path in (config.out / "checkpoints").glob("step-*")]
     assert kept == ["step-00000002"]
 
 
@@ -243,7 +243,7 @@ def test_a_finished_run_goes_on_at_its_lowest_rate(config):
 
 def test_the_last_step_is_saved_too(config):
     train(replace(config, save_every=3))
-    kept = sorted(path.name for path in (config.out / "checkpoints").iterdir())
+    kept = sorted(path.name for path in (config.out / "checkpoints").glob("step-*"))
     assert kept == ["step-00000003", "step-00000004"]
 
 
