@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from scaletorch.checkpoint import CheckpointError, load, save
+from scaletorch.checkpoint.format import lock
 from scaletorch.checkpoint.format.lock import LOCK
 from scaletorch.dist import RankPool
 from scaletorch.dist.testing import preload
@@ -108,6 +109,17 @@ def test_a_job_of_another_host_is_believed_as_long_as_it_gives_signs_of_life(tmp
     os.utime(tmp_path / LOCK, (time.time() - 400,) * 2)
     save(tmp_path, model, step=1)
     assert f"process {os.getpid()} " in (tmp_path / LOCK).read_text()
+
+
+def test_a_job_gives_signs_of_life(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_BEAT", 0.05)
+    model = nn.Linear(2, 2)
+    save(tmp_path, model, step=1)
+    os.utime(tmp_path / LOCK, (0, 0))
+    limit = time.monotonic() + 20
+    while (tmp_path / LOCK).stat().st_mtime < 1:
+        assert time.monotonic() < limit
+        time.sleep(0.05)
 
 
 def leave(root):
