@@ -16,7 +16,7 @@ PLACES = {  # direction, modules, a word of how it is wrong
     "hrm_text": ("start", ["model.L_module.layers.0.self_attn.q_proj"], "nothing in common"),
     "mean_of_means": ("forward", ["loss"], "divided by a count or a norm of its own part alone"),
     "norm_of_a_share": ("synchronisation", [], MISSING),
-    "scaled_twice": ("synchronisation", [], "differ, by 0.18"),
+    "scaled_twice": ("synchronisation", [], "0.5 times what comes of micro-batches 0 and 1"),
     "scores_of_experts": ("backward", ["experts"], MISSING),
     "strided_gather": ("backward", ["loss"], "at slices 16-47 of dim 2"),
 }

@@ -15,7 +15,7 @@ from scaletorch.dist.testing import preload
 
 from ...pools import Pools
 from ..names import module_of
-from ..verdicts import described, of_failure
+from ..verdicts import HANGS, described, of_failure
 from .ranks import gaps, keep_plain, recorded, save
 from .verdicts import ALONE, NO_PLAN, RAISES, RIGHT, UNJUDGED, WRONG, Family, Judgement
 
@@ -87,4 +87,4 @@ def judge(folder: Path, dtype: str, *, noise: bool = False) -> Judgement:
 
 def _short(error: RankFailedError) -> str:
     verdict = of_failure(error)
-    return f"{verdict.word}: {verdict.words}" if verdict.word == "HANGS" else verdict.words
+    return f"{verdict.word}: {verdict.words}" if verdict.word == HANGS else verdict.words.strip()
