@@ -22,18 +22,24 @@ CASTS = ("float", "to", "type", "softmax", "log_softmax", "mean", "sum")  # meth
 
 
 @contextmanager
-def model_precision(dtype: torch.dtype) -> Iterator[None]:
+def model_precision(
+    dtype: torch.dtype, unless: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
     """Leave out a float64 model's casts to float32; other models compute as they say.
 
     What this library casts is left alone: it must be right in float64 by itself. Methods are
     replaced, since a mode of torch's is off while a backward recomputes.
+
+    Args:
+        dtype: The model's.
+        unless: Says of a cast whether it is to be made, as where weights are in float32.
     """
     if dtype != torch.float64 or hasattr(Tensor.float, "__wrapped__"):  # or it is so already
         yield
         return
     own = {name: vars(Tensor).get(name) for name in CASTS}
     for name in CASTS:
-        setattr(Tensor, name, _keeping(getattr(Tensor, name)))
+        setattr(Tensor, name, _keeping(getattr(Tensor, name), unless))
     try:
         yield
     finally:
@@ -44,14 +50,14 @@ def model_precision(dtype: torch.dtype) -> Iterator[None]:
                 setattr(Tensor, name, method)
 
 
-def _keeping(method: Callable[..., Any]) -> Callable[..., Any]:
+def _keeping(method: Callable[..., Any], unless: Callable[[], bool]) -> Callable[..., Any]:
     """Return a method of tensors that keeps float64 if torch would make float32."""
     always = method.__name__ == "float"
 
     @functools.wraps(method)
     def keeping(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         narrows = always or _names_float32(args) or _names_float32(kwargs.values())
-        if not narrows or self.dtype != torch.float64 or _called_by_library():
+        if not narrows or self.dtype != torch.float64 or unless() or _called_by_library():
             return method(self, *args, **kwargs)
         if always:
             return self

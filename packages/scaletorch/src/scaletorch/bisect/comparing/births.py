@@ -121,8 +121,9 @@ def _absorbed(
     found: set[Key] = set()
     for key in reversed(list(sources)):  # from the loss back
         used = users.get(key, []) if key.kind == FORWARD and key in wrong else []
-        left = [judged[user].error for user in used if user not in found]
-        if used and max(left, default=0.0) < judged[key].error / ABSORBED:
+        left = [user for user in used if user not in found]
+        most = max((judged[user].error for user in left), default=0.0)
+        if used and not wrong.intersection(left) and most < judged[key].error / ABSORBED:
             found.add(key)
     return found
 

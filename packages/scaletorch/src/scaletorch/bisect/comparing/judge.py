@@ -12,6 +12,7 @@ from torch import Tensor
 from ...compose.summation import ROOM, root_mean_square
 from ..keys import BACKWARD, DATA, FINAL, FORWARD, GRADIENT, SHARE, TERM, WEIGHT, Key
 from ..patterns import Piece
+from .ancestors import ancestors
 from .places import Held, Way, in_terms, ways
 from .runs import Run, calling
 from .whole import assemble, part_of, pieces_of
@@ -115,12 +116,13 @@ def judge_all(run: Run, reference: Run, lost: Mapping[Key, float], chain: int) -
     """
     found: dict[Key, Judged] = {}
     measured = Measured(lost, coarsest(run))
+    rounds = rounding(run, reference)
     for step in reference.steps:
         typical = _typical(reference, step)
         for key in reference.held:
             may_lack = key.kind in (SHARE, TERM) or (key.kind == DATA and key not in run.held)
             if key.step == step and not may_lack:
-                found[key] = _judge(key, run, reference, measured, chain, typical)
+                found[key] = _judge(key, run, reference, measured, rounds[key], chain, typical)
         found |= {
             key: Judged(key, BAD, INFINITE, why=EXTRA) for key in _extra(step, run, reference)
         }
@@ -171,7 +173,13 @@ def meet(
 
 
 def _judge(
-    key: Key, run: Run, reference: Run, measured: Measured, chain: int, typical: float
+    key: Key,
+    run: Run,
+    reference: Run,
+    measured: Measured,
+    eps: float,
+    chain: int,
+    typical: float,
 ) -> Judged:
     theirs, ours = reference.held[key], run.held.get(key, [])
     if reason := run.uncounted.get(calling(key)) or reference.uncounted.get(calling(key)):
@@ -184,7 +192,8 @@ def _judge(
     if met is None:
         parts, whole = ({tuple(h.line.shape) for h in each} for each in (ours, theirs))
         return Judged(key, UNSEEN, why=f"parts of {sorted(parts)} fit no place in {sorted(whole)}")
-    limit = _bound(key, max(eps_of(held) for held in [*ours, *theirs]), measured, chain)
+    rounds = any(eps_of(held) for held in [*ours, *theirs])
+    limit = _bound(key, eps if rounds else 0.0, measured, chain)
     wrong = [
         (piece.rank, piece.micro_batch)
         for piece, error in zip(met.pieces, met.errors, strict=False)
@@ -231,6 +240,28 @@ def _bound(key: Key, eps: float, measured: Measured, chain: int) -> float:
     # A tensor may be of a finer dtype than what it was computed from, as losses are.
     floor = by_length if by_length < NEAR else measured.eps * ROOM
     return max(MEASURED * lost * measured.eps, floor)
+
+
+def rounding(run: Run, reference: Run) -> dict[Key, float]:
+    """Return the largest epsilon of the dtypes of each tensor and of all it is computed from."""
+    sources = ancestors(reference)
+    own = {
+        key: max(eps_of(each) for each in (*held, *run.held.get(key, ())))
+        for key, held in reference.held.items()
+    }
+    found: dict[Key, float] = dict(own)
+    for eps in sorted(set(own.values()), reverse=True):  # what is coarser reaches further
+        users: dict[Key, list[Key]] = {}
+        for key, from_which in sources.items():
+            for source in from_which:
+                users.setdefault(source, []).append(key)
+        waiting = [key for key in own if own[key] == eps]
+        for key in waiting:
+            for user in users.get(key, ()):
+                if user in found and found[user] < eps:
+                    found[user] = eps
+                    waiting.append(user)
+    return found
 
 
 def coarsest(run: Run) -> float:

@@ -82,9 +82,15 @@ class Tape:
         self._parameters = {id(p): name for name, p in model.named_parameters()}
         for name in self._parameters.values():
             self._owned.setdefault(name.rpartition(".")[0], []).append(name)
-        dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
-        self._patches.enter_context(model_precision(next(dtypes, torch.float32)))
+        dtypes = Counter(p.dtype for _, p in model.named_parameters() if p.is_floating_point())
+        most = max(dtypes, key=lambda dtype: dtypes[dtype], default=torch.float32)
+        self._narrow = {name for name, module in model.named_modules() if _is_narrow(module)}
+        self._patches.enter_context(model_precision(most, self._computes_narrow))
         self.put_all(START, dict(model.named_parameters(remove_duplicate=False)))
+
+    def _computes_narrow(self) -> bool:
+        """Return whether the code that runs has weights that are shorter than float64."""
+        return bool(self._stack) and self._stack[-1] in self._narrow
 
     def put(self, kind: str, tensor: Tensor) -> None:
         """Take down the loss or the norm of all gradients; the same on every rank.
@@ -300,6 +306,13 @@ class Tape:
             line.place = None
         line.dtype, line.shape = str(local.dtype).removeprefix("torch."), list(local.shape)
         return self._writer.add(line, local)
+
+
+def _is_narrow(module: nn.Module) -> bool:
+    """Return whether a module, or one right below it whose weights it may use, is not in float64."""
+    near = (module, *module.children())
+    own = [t for m in near for t in (*m._parameters.values(), *m._buffers.values())]
+    return any(t.is_floating_point() and t.dtype != torch.float64 for t in own if t is not None)
 
 
 def _unlinked(seen: Iterable[tuple[Tensor, int]]) -> list[int]:
