@@ -309,7 +309,7 @@ class Tape:
 
 
 def _is_narrow(module: nn.Module) -> bool:
-    """Return whether a module, or one right below it whose weights it may use, is not in float64."""
+    """Return whether a module, or one right below it, has weights that are not in float64."""
     near = (module, *module.children())
     own = [t for m in near for t in (*m._parameters.values(), *m._buffers.values())]
     return any(t.is_floating_point() and t.dtype != torch.float64 for t in own if t is not None)
