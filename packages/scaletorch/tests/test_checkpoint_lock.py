@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch.distributed as dist
@@ -101,25 +100,25 @@ def test_a_lock_ends_with_its_job(job, tmp_path):
     assert not (tmp_path / LOCK).exists()
 
 
-def test_a_job_of_another_host_is_believed_as_long_as_it_gives_signs_of_life(tmp_path):
+def test_what_a_job_has_left_is_taken_over(tmp_path):
     (tmp_path / LOCK).write_text("process 7 on host elsewhere since Sun\n")
     model = nn.Linear(2, 2)
-    with pytest.raises(CheckpointError, match=r"by process 7 on host elsewhere .*remove .*lock"):
-        save(tmp_path, model, step=1)
-    os.utime(tmp_path / LOCK, (time.time() - 400,) * 2)
     save(tmp_path, model, step=1)
     assert f"process {os.getpid()} " in (tmp_path / LOCK).read_text()
 
 
-def test_a_job_gives_signs_of_life(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "_BEAT", 0.05)
-    model = nn.Linear(2, 2)
+def test_where_the_system_locks_nothing_the_file_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_lock", lambda descriptor: None)
+    model, here = nn.Linear(2, 2), f"on host {os.uname().nodename} since Sun\n"
+    for writer in ("process 7 on host elsewhere since Sun\n", f"process 1 {here}"):
+        (tmp_path / LOCK).write_text(writer)
+        with pytest.raises(CheckpointError, match=rf"by {writer.strip()}: .*remove .*lock"):
+            save(tmp_path, model, step=1)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(20)
+    (tmp_path / LOCK).write_text(f"process {ended.pid} {here}")
     save(tmp_path, model, step=1)
-    os.utime(tmp_path / LOCK, (0, 0))
-    limit = time.monotonic() + 20
-    while (tmp_path / LOCK).stat().st_mtime < 1:
-        assert time.monotonic() < limit
-        time.sleep(0.05)
+    assert f"process {os.getpid()} " in (tmp_path / LOCK).read_text()
 
 
 def leave(root):

@@ -100,7 +100,7 @@ def expert_gradients_times_ep(rows: Any) -> Any:
     return larger
 
 
-@fault("expert_parallel:_rows", layout="2x1x1x1-ep2", born="forward: *.experts")
+@fault("expert_parallel:_rows", layout="2x1x1x1-ep2", born="start: *.experts")
 def experts_alike_on_every_rank(rows: Any) -> Any:
     """Every rank begins with the experts of the first."""
     return lambda whole, own, memo: rows(whole, slice(0, own.stop - own.start), memo)

@@ -16,7 +16,7 @@ TIED = "synchronisation: embed_tokens.weight | lm_head.weight"
 LATER = "backward: *_proj | lm_head"
 
 
-@fault("stages.stage:cut", layout="1x3x1x1", born="forward: layers.?")
+@fault("stages.stage:cut", layout="1x3x1x1", born="start: layers.?.*")
 def two_layers_lost(cut: Any) -> Any:
     """Five layers over three stages are rounded down to three: two belong to nobody."""
 

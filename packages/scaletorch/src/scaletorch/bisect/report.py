@@ -103,13 +103,9 @@ class Report:
         lines = [f"{number + 1}. {each}" for number, each in enumerate(self.found[:SHOWN])]
         if len(self.found) > SHOWN:
             lines.append(f"and {len(self.found) - SHOWN} more in the same step")
-        if unjudged := self.unjudged:
-            lines.insert(
-                0,
-                f"not judged, {len(unjudged)} of the training's results: "
-                + "; ".join(unjudged[:SHOWN])
-                + _dots(unjudged),
-            )
+        if not self.found and (unjudged := self.unjudged):
+            first = "; ".join(unjudged[:SHOWN]) + _dots(unjudged)
+            lines = [f"not judged, {len(unjudged)} of the training's results: {first}"]
         return "\n".join([*lines, self.summary(), *self.notes, self.command]).rstrip()
 
     def summary(self) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...compose.summation import ROOM, root_mean_square
-from ..keys import BACKWARD, DATA, FINAL, FORWARD, GRADIENT, SHARE, TERM, WEIGHT, Key
+from ..keys import BACKWARD, DATA, FINAL, FORWARD, GRADIENT, SHARE, START, TERM, WEIGHT, Key
 from ..patterns import Piece
 from .ancestors import ancestors
 from .places import Held, Way, in_terms, ways
@@ -185,7 +185,7 @@ def _judge(
     if reason := run.uncounted.get(calling(key)) or reference.uncounted.get(calling(key)):
         return Judged(key, UNSEEN, why=reason)
     if not ours:
-        state = BAD if key.kind == GRADIENT else UNSEEN
+        state = BAD if key.kind in (START, GRADIENT) else UNSEEN
         return Judged(key, state, INFINITE if state == BAD else 0.0, why="no rank has it")
     floor = typical if key.kind == GRADIENT else 0.0
     met = meet(ours, theirs, floor, weighed=key.kind == BACKWARD)
