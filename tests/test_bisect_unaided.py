@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from scaletorch.bisect import compare, record
+from scaletorch.bisect.keys import LOSS
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import preload, run_ranks
 
@@ -22,7 +24,7 @@ VOCABULARY, batch, loss_sum = small.VOCABULARY, small.batch, small.loss_sum
 preload("torch.distributed.pipelining", "torch.nn.parallel", "scaletorch.bisect")
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
-STAGED_FAULTS = {"mean": {"mean": True}, "accumulate": {"halves": 2}}
+STAGED_FAULTS = {"mean": {"mean": True}, "accumulate": {"halves": 2, "scaled": True}}
 ROWS = {  # name -> rows of each call on each rank
     "near": [[[0, 1]], [[2, 3]]],
     "far": [[[0, 2]], [[1, 3]]],
@@ -55,7 +57,7 @@ def build(kind=Pointwise):
     return kind().double()
 
 
-def step(folder, calls, positions=None, *, summed=True, mean=False, dropped=False):
+def step(folder, calls, positions=None, *, summed=True, mean=False, dropped=False, shares=False):
     """Train a step, gradients averaged over ranks, and say nothing of it."""
     model, (ids, labels) = build(), batch()
     positions = list(range(ids.shape[1])) if positions is None else positions
@@ -67,12 +69,12 @@ def step(folder, calls, positions=None, *, summed=True, mean=False, dropped=Fals
             logits = model(ids[rows][:, positions])
             loss = loss_sum(logits, labels[rows][:, positions])
             if not (dropped and number == 0 and (ranks == 1 or dist.get_rank() == 1)):
-                (loss / own if mean else loss * ranks / count).backward()
+                (loss / own if mean else loss * (1 if shares else ranks) / count).backward()
         for parameter in model.parameters() if ranks > 1 and summed else ():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
-            parameter.grad /= ranks
+            parameter.grad /= 1 if shares else ranks
         optimizer.step()
 
 
@@ -97,6 +99,7 @@ def programs(folder):
     for name, positions in POSITIONS.items():
         step(folder / f"positions-{name}", [[0, 1, 2, 3]], positions[rank])
         step(folder / f"positions-{name}-unsummed", [[0, 1, 2, 3]], positions[rank], summed=False)
+    step(folder / "shares", ROWS["unequal"][rank], shares=True)
     step(folder / "some", [[[0, 1]], [[3]]][rank])
 
 
@@ -111,6 +114,7 @@ def pipelines(folder):
     program = importlib.import_module("with_pipelining")
     for schedule in SCHEDULES:
         program.step(f"{folder}/{schedule}", schedule)
+        program.step(f"{folder}/{schedule}-halves", schedule, halves=2)
         for name, options in STAGED_FAULTS.items():
             program.step(f"{folder}/{schedule}-{name}", schedule, **options)
     program.build = tied_decoder
@@ -136,10 +140,11 @@ def runs(tmp_path_factory):
 
 @pytest.mark.parametrize("one", ["one", "two"])
 def test_rows_and_losses_are_found_out(one, runs):
-    for name in ROWS:
+    for name in (*ROWS, "shares"):
         report = compare(runs / one, runs / name)
         assert report.sound, f"{name}: {report}"
-        assert not report.count("unseen"), f"{name}: {report}"
+        assert not report.count("unseen") + report.count("bad"), f"{name}: {report}"
+        assert any(key.kind == LOSS for key in report.judged)
 
 
 @pytest.mark.parametrize("one", ["one", "two"])
@@ -156,7 +161,8 @@ def test_positions_are_found_out(runs):
     for name in POSITIONS:
         report = compare(runs / "one", runs / f"positions-{name}")
         assert report.sound, f"{name}: {report}"
-        assert not report.count("unseen"), f"{name}: {report}"
+        assert not report.count("unseen") + report.count("bad"), f"{name}: {report}"
+        assert any(key.kind == LOSS for key in report.judged)
         assert not compare(runs / "one", runs / f"positions-{name}-unsummed").sound
 
 
@@ -169,6 +175,38 @@ def test_rows_that_no_rank_has_are_told(runs):
     report = compare(runs / "one", runs / "some")
     assert "of the 4 rows of the batch no rank has [(2, 3)]" in str(report)
     assert report.found
+
+
+def crossed(folder):
+    """Train two pipelines, each on half of the rows, with and without summed norms."""
+    program = importlib.import_module("with_pipelining")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    pipe, half = mesh["pp"], mesh["dp"].get_local_rank()
+    ids, labels = (each.chunk(2)[half] for each in batch())
+    count = (batch()[1] != -100).sum()
+    for name in ("crossed", "crossed-unsummed"):
+        part = program.Stage(small.build(), pipe.get_local_rank(), 2)
+        stage = PipelineStage(
+            part, pipe.get_local_rank(), 2, torch.device("cpu"), group=pipe.get_group()
+        )
+        scheduled = ScheduleGPipe(stage, 2, lambda *a: loss_sum(*a) / count, scale_grads=False)
+        optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+        with record(folder / name, stage):
+            scheduled.step(*[ids] * stage.is_first, target=labels if stage.is_last else None)
+            for parameter_name, parameter in part.named_parameters():
+                if name == "crossed" or "norm" not in parameter_name:
+                    dist.all_reduce(parameter.grad, group=mesh["dp"].get_group())
+            optimizer.step()
+
+
+def test_pipelines_beside_each_other(tmp_path):
+    importlib.import_module("one_process").step(tmp_path / "one")
+    run_ranks(crossed, 4, tmp_path)
+    report = compare(tmp_path / "one", tmp_path / "crossed")
+    assert report.sound, report
+    assert not report.count("unseen") + report.count("bad"), report
+    (found,) = compare(tmp_path / "one", tmp_path / "crossed-unsummed").found
+    assert "a sum over all ranks is missing" in str(found)
 
 
 @pytest.fixture(scope="module")
@@ -187,9 +225,10 @@ def staged(tmp_path_factory):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_are_compared_whole_under_the_names_of_the_model(schedule, staged):
-    report = compare(staged / "one", staged / schedule)
-    assert report.sound, report
-    assert not report.count("unseen"), report
+    for name in (schedule, f"{schedule}-halves"):
+        report = compare(staged / "one", staged / name)
+        assert report.sound, report
+        assert not report.count("unseen") + report.count("bad"), report
     for name, modules in (("mean", ["loss"]), ("accumulate", []), ("tied", [])):
         one = staged / ("tied" if name == "tied" else "one")
         report = compare(one, staged / f"{schedule}-{name}")

@@ -41,9 +41,22 @@ class Stage(nn.Module):
 
 
 def step(
-    folder: str, schedule: str = "1F1B", *, mean: bool = False, halves: int = 1
+    folder: str,
+    schedule: str = "1F1B",
+    *,
+    mean: bool = False,
+    halves: int = 1,
+    scaled: bool = False,
 ) -> list[PipelineStage]:
-    """Train one step of the whole batch, recorded."""
+    """Train one step of the whole batch, recorded.
+
+    Args:
+        folder: Of the recording.
+        schedule: Its name.
+        mean: Whether a loss is the mean of its micro-batch, whatever others have.
+        halves: How often the schedule runs in the step.
+        scaled: Whether each time all gradients are divided by the number of micro-batches.
+    """
     own = STAGES.get(schedule, [[0, 2], [1, 3]])
     several = sum(map(len, own))
     stages = [
@@ -60,7 +73,7 @@ def step(
         stages if several > 2 else stages[0],
         ROWS // halves,
         loss_fn=loss_fn,
-        scale_grads=mean or halves > 1,
+        scale_grads=mean or scaled,
     )
     optimizer = torch.optim.SGD([p for each in stages for p in each.submod.parameters()], lr=0.1)
     with bisect.record(folder, model=stages):

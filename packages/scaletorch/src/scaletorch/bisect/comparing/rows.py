@@ -116,7 +116,7 @@ def _note(recording: Recording, total: int, rows: list[list[int]]) -> None:
 
 
 def _cuts(whole: Tensor, own: Tensor) -> Iterator[Sequence[int]]:
-    """Yield the positions that a rank may have: all, or a contiguous or a zigzag shard."""
+    """Yield the positions that a rank may have: all, or a contiguous, strided or zigzag shard."""
     length, size = whole.shape[1], own.shape[1]
     if whole.shape[1:] == own.shape[1:]:
         yield range(length)
@@ -124,6 +124,7 @@ def _cuts(whole: Tensor, own: Tensor) -> Iterator[Sequence[int]]:
         for shard in range(length // size):
             begin, last = shard * (size // 2), length - (shard + 1) * (size // 2)
             yield range(shard * size, (shard + 1) * size)
+            yield range(shard, length, length // size)
             if size % 2 == 0:
                 yield [*range(begin, begin + size // 2), *range(last, last + size // 2)]
 
