@@ -63,6 +63,14 @@ for step in range(3):
 """
 
 
+SHOWN = "ddp weights"  # in the guide
+
+
+def roughly(text):
+    """Leave out figures that rounding decides."""
+    return re.sub(r"\d\.\de-\d\d", "…", text)
+
+
 class Left(BaseException):
     """A script is over: in a test its process goes on."""
 
@@ -118,6 +126,10 @@ def check(status, script, folder, monkeypatch, capsys):
         out = capsys.readouterr()
         assert found == wanted, f"{words}: {out}"
         assert re.search(text, out.out + out.err), f"{words}: {out}"
+        if words == SHOWN:
+            report = out.out.partition("again: ")[0]
+            for page in ("docs/bisect.md", "docs/zh/bisect.md"):
+                assert roughly(report) in roughly((ROOT / page).read_text(encoding="utf-8"))
 
 
 def test_scripts_are_right_and_faults_in_them_found(tmp_path, monkeypatch, capsys):
