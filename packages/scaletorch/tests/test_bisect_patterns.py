@@ -75,40 +75,35 @@ SENTENCES = {
     "not a number": (
         1,
         of_rank(2, lambda x: filled(x, math.nan, 0, 1)),
-        "rank 2 has NaN in 12 of 192 elements at position 9 of row 0",
+        "rank 2 has NaN at position 9 of row 0",
     ),
     "infinite": (
         1,
         of_rank(2, lambda x: x / 0),
-        "rank 2 has infinity in all elements at positions 8-11",
+        "rank 2 has infinity at positions 8-11",
     ),
     "twice": (
         None,
         lambda r, x, i: 2 * x,
-        "every rank has 2 times the right values, and tp and dp have 2 ranks each: "
+        "every rank has 2 times the right values, and there are 2 ranks of tp and 2 ranks of dp: "
         "counted once each, or summed once too often?",
     ),
     "four times": (
         None,
         lambda r, x, i: 4 * x,
-        "every rank has 4 times the right values, and tp and dp together have 4 ranks: "
+        "every rank has 4 times the right values, and there are 4 ranks: "
         "counted once each, or summed once too often?",
     ),
     "a half": (
         None,
         lambda r, x, i: x / 2,
-        "every rank has 1/2 of the right values, and tp and dp have 2 ranks each: "
+        "every rank has 1/2 of the right values, and there are 2 ranks of tp and 2 ranks of dp: "
         "a mean in place of a sum, or divided once too often?",
     ),
-    "the same place of an axis": (
+    "some ranks": (
         None,
         lambda r, x, i: 3 * x if r % 2 else x,
-        "ranks 1 and 3 (tp1) have 3 times the right values",
-    ),
-    "no place of an axis": (
-        None,
-        lambda r, x, i: 3 * x if r in (0, 3) else x,
-        "ranks 0 and 3 have 3 times the right values",
+        "ranks 1 and 3 have 3 times the right values",
     ),
     "sign": (
         1,
@@ -119,7 +114,7 @@ SENTENCES = {
     "no sum over one axis": (
         None,
         lambda r, x, i: SPLIT[0] if r % 2 else x - SPLIT[0],
-        "each group of tp (ranks 0 and 1; ranks 2 and 3) has parts that add up to the right one: "
+        "ranks 0 and 1; ranks 2 and 3 (tp) have parts that add up to the right one: "
         "a sum over tp is missing",
     ),
     "no sum over two axes": (
@@ -131,19 +126,19 @@ SENTENCES = {
     "no sum of a sharded embedding": (
         None,
         lambda r, x, i: x * (torch.arange(16) % 2 == r % 2)[:, None],
-        "each group of tp (ranks 0 and 1; ranks 2 and 3) has parts that add up to the right one: "
+        "ranks 0 and 1; ranks 2 and 3 (tp) have parts that add up to the right one: "
         "a sum over tp is missing",
     ),
     "no sum, but a bias on each rank": (
         None,
         lambda r, x, i: SPLIT[0] + BIAS if r % 2 else x - SPLIT[0],
-        "each group of tp (ranks 0 and 1; ranks 2 and 3) has parts that add up to the right one "
+        "ranks 0 and 1; ranks 2 and 3 (tp) have parts that add up to the right one "
         "and a bias counted each time: a sum over tp is missing",
     ),
     "no mean": (
         None,
         lambda r, x, i: x + (1 if r % 2 else -1) * SPLIT[0],
-        "each group of tp (ranks 0 and 1; ranks 2 and 3) has parts whose mean is the right one: "
+        "ranks 0 and 1; ranks 2 and 3 (tp) have parts whose mean is the right one: "
         "a mean over tp is missing",
     ),
     "another's part": (
@@ -170,18 +165,19 @@ SENTENCES = {
     "shifted": (
         None,
         lambda r, x, i: x.roll(3, 1),
-        "every rank has values shifted by 3 along positions: position 3 has what 0 should have",
+        "every rank has values shifted by 3 along positions: at 3 is what 0 should have",
     ),
     "blocks": (
         None,
         lambda r, x, i: x[:, ORDER],
         "every rank has positions in another order: "
-        "positions 4-7 have what 12-15 should have, 8-15 what 4-11 should have",
+        "at 4-7 is what 12-15 should have, at 8-15 what 4-11 should have",
     ),
     "one slice for all": (
         1,
         of_rank(1, lambda x: x[:, :1].expand_as(x)),
-        "rank 1 has positions that belong elsewhere: positions 5-7 have what 4 should have",
+        "rank 1 has positions that belong elsewhere: "
+        "at 5 is what 4 should have, at 6 what 4 should have, at 7 what 4 should have",
     ),
     "short": (
         1,
@@ -205,11 +201,6 @@ SENTENCES = {
         of_rank(3, lambda x: normal(*x.shape, seed=9)),
         r"rank 3 has values that differ at positions 12-15, by 1",
     ),
-    "wrong shape": (
-        1,
-        of_rank(1, lambda x: x[:2]),
-        "rank 1 has shape [2, 4, 12], where its part of the right one, [4, 16, 12], has [4, 4, 12]",
-    ),
 }
 
 
@@ -231,7 +222,7 @@ def test_two_faults_are_two_sentences_and_nan_comes_first():
         return (2 * x, 2 * x, filled(x.clone(), math.nan, 0), 0 * x)[rank]
 
     assert explain(pieces(WHOLE, 1, 4, change), WHOLE, 1e-9, axes=AXES) == [
-        "rank 2 has NaN in 48 of 192 elements at positions 8-11 of row 0",
+        "rank 2 has NaN at positions 8-11 of row 0",
         "ranks 0 and 1 have 2 times the right values",
         "rank 3 has all zeros at positions 12-15",
     ]
@@ -258,8 +249,11 @@ def test_micro_batches_are_named():
         "rank 0 (micro-batch 1) has what rank 0 (micro-batch 0) should have, "
         "rank 1 (micro-batch 1) has what rank 1 (micro-batch 0) should have"
     ]
+    assert explained(lambda r, m, x: 0 * x if r == m else x) == [
+        "every rank (not in all micro-batches) has all zeros"
+    ]
     assert explained(lambda r, m, x: 2 * x) == [
-        "every rank has 2 times the right values, and tp has 2 ranks and there are 2 "
+        "every rank has 2 times the right values, and there are 2 ranks of tp and 2 "
         "micro-batches: counted once each, or summed once too often?"
     ]
 
@@ -296,19 +290,15 @@ def test_an_order_of_many_slices_is_found_to_the_last_digit():
     whole = normal(2, 64, 6)
     said = explain(pieces(whole, None, 1, lambda r, x, i: x.flip(1)), whole, 1e-12, axes=AXES)
     assert said == [
-        "rank 0 has positions in another order: position 0 has what 63 should have, "
-        "1 what 62 should have, 2 what 61 should have ..."
+        "rank 0 has positions in another order: at 0 is what 63 should have, "
+        "at 1 what 62 should have, at 2 what 61 should have ..."
     ]
 
 
-def test_padding_is_ignored_and_replicas_are_compared_each():
-    index = torch.tensor([0, 1, 2, 99]), torch.arange(12)
-    held = torch.cat((WHOLE[0, :3], torch.full((1, 12), math.nan)))
-    whole = WHOLE[0, :3]
-    right = [Piece(rank, 0, held, index) for rank in range(3)]
-    assert explain(right, whole, 1e-9) == []
-    wrong = [*right, Piece(3, 0, -held, index)]
-    assert explain(wrong, whole, 1e-9) == ["rank 3 has the right values with the sign flipped"]
+def test_replicas_are_compared_each():
+    wrong = pieces(WHOLE, None, 4, of_rank(3, lambda x: -x))
+    assert explain(wrong[:3], WHOLE, 1e-9) == []
+    assert explain(wrong, WHOLE, 1e-9) == ["rank 3 has the right values with the sign flipped"]
 
 
 def test_numbers_alone_whole_tensors_and_complex_ones():
@@ -330,8 +320,9 @@ def test_ranks_with_the_same_part_are_compared():
         held = pieces(WHOLE, None, 2, lambda r, x, i: x + SPLIT[second if r else 0].square())
         return explain(held, WHOLE, 1e-9, axes=AXES, groups={"tp": [(0, 1)]})[0]
 
-    assert ", the same on all ranks with that part; most at " in said(0)
-    assert ", and not the same on all ranks with that part; most at " in said(1)
+    words = ", the same on all ranks with that part; most at "
+    assert words in said(0)
+    assert words not in said(1)
 
 
 def test_zeros_that_are_right():
@@ -343,13 +334,8 @@ def test_zeros_that_are_right():
         return explain(held, whole, 1e-9, axes=AXES[1:])[0]
 
     assert said(WHOLE[0] * second).startswith("rank 0 has values that differ")
-    assert said(WHOLE[0]).startswith("rank 0 has values other than the zeros that are right")
-    assert said(torch.where(first, math.inf, 0.0).double()).startswith("rank 0 has infinity in ")
-
-
-def test_what_no_rank_has():
-    held = pieces(WHOLE, 1, 4)[:3]
-    assert explain(held, WHOLE, 1e-9, axes=AXES) == ["no rank has positions 12-15"]
+    assert re.fullmatch(r"rank 0 has values that differ; most at .*, right: -?0\)", said(WHOLE[0]))
+    assert said(torch.where(first, math.inf, 0.0).double()).startswith("rank 0 has infinity")
 
 
 def swapped(rank, tensor, index, whole):
@@ -452,11 +438,7 @@ def test_where_it_was_planted_is_said(kind, dtype, box, noise, seed):
         for name, first, (_, count), size in zip(AXES, starts, box, whole.shape, strict=True)
     ]
     place = " of ".join(filter(None, reversed(named)))
-    much = ""
-    if factor != factor:
-        count = math.prod(count for _, count in box)
-        much = " in all elements" if count == 96 else f" in {count} of 96 elements"
-    assert said == [f"rank 1 has {words}{much} at {place}"]
+    assert said == [f"rank 1 has {words} at {place}"]
 
 
 shapes = st.lists(st.integers(0, 3), max_size=3)
@@ -483,9 +465,12 @@ def anything(draw):
     whole = tensor(draw(shapes))
     held = []
     for rank in range(draw(st.integers(0, 3))):
-        indices = [draw(st.lists(st.integers(-1, 3), max_size=3)) for _ in whole.shape]
+        indices = [
+            draw(st.lists(st.integers(0, size - 1), max_size=3)) if size else []
+            for size in whole.shape
+        ]
         index = tuple(torch.tensor(each, dtype=torch.int64) for each in indices)
-        shape = [len(each) for each in indices] if draw(st.integers(0, 5)) else draw(shapes)
+        shape = [len(each) for each in indices]
         held.append(Piece(rank, draw(st.integers(0, 1)), tensor(shape), index))
     return held, whole
 
@@ -503,4 +488,4 @@ def test_nothing_raises(drawn, bound, scale, groups):
         held, whole, bound, axes=("rows",), groups=groups, others={"its own": whole}, scale=scale
     )
     assert len(said) <= 3
-    assert all(re.match(r"(rank|each group|every rank|micro-batch|no rank)", each) for each in said)
+    assert all(re.match(r"(rank|every rank)", each) for each in said)

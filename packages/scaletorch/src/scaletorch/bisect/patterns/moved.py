@@ -1,177 +1,105 @@
-"""Guesses that slices stand in the wrong places: shifted, or in another order."""
+"""Guesses that values stand in the wrong places: another's part, shifted, or in another order."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from ...compose.words import ranges
-from .parts import ROOM, Case, Finding, pick
-from .words import has, plural, some, where, who
+from ...compose.words import RUNS, ranges
+from .parts import Case, Finding, Part, box_of, pick
+from .words import has, plural, where, who
 
 LARGEST = 2**20  # pairs of slices that are compared
-WIDTH = 16  # numbers that stand for a slice while candidates are looked for
-TRIED = 4  # shifts
+WIDTH = 16  # numbers that stand for a slice while the nearest is looked for
 SHOWN = 3  # runs of a new order in a sentence
 
 
-class Slices(NamedTuple):
-    """The wrong slices of a part along a dim, and all that the whole has beside them.
+def exchanged(case: Case) -> Iterator[Finding]:
+    """Find parts of another rank or micro-batch: 'rank 1 has what rank 0 should have'."""
+    found: dict[str, list[int]] = {}
+    for i, part in enumerate(case.wrong):
+        for other in sorted(case.parts, key=lambda p: p.piece.rank != part.piece.rank):
+            fits = other.want.shape == part.want.shape and other.place != part.place
+            if fits and case.agrees(part.have, other.want, part.want):
+                said = f"{who(case, [part])} has what {who(case, [other])} should have"
+                found.setdefault(said, []).append(i)
+                break
+    if found:
+        more = " and so on" if len(found) > RUNS else ""
+        covers = frozenset(i for each in found.values() for i in each)
+        yield Finding(covers, ", ".join(list(found)[:RUNS]) + more)
 
-    Attributes:
-        at: Which of the whole they should be, [n].
-        have: [n, elements of a slice].
-        want: As `have`.
-        pool: All of the whole, [size of the dim, elements of a slice].
-        apart: About how far each is from each of the pool; infinite if it is another, [n, size].
+
+def moved(case: Case) -> Iterator[Finding]:
+    """Find slices that all stand as far from their places, or each belong in another place."""
+    for dim in range(case.whole.ndim):
+        found: dict[int, dict[int, Tensor]] = {}
+        for i, part in enumerate(case.wrong):
+            if (pairs := _sources(case, part, dim)) is not None:
+                steps = (pairs[0] - pairs[1]).unique()
+                by = int(steps) if len(steps) == 1 and pairs.shape[1] > 1 else 0
+                found.setdefault(by, {})[i] = pairs
+        for by, each in found.items():
+            parts = [case.wrong[i] for i in each]
+            at, source = next(iter(each.values())).tolist()
+            if by:
+                what = f"values shifted by {abs(by)} along {plural(case, dim)}{where(case, parts)}"
+                at = at[:1]
+            else:
+                same = sorted(at) == sorted(source)
+                order = "in another order" if same else "that belong elsewhere"
+                what = f"{plural(case, dim)} {order}"
+            said = _runs(list(zip(at, source, strict=False)))
+            yield Finding(frozenset(each), f"{has(who(case, parts))} {what}: {said}")
+
+
+def _sources(case: Case, part: Part, dim: int) -> Tensor | None:
+    """Return the places [2, n] of wrong slices and those they belong in, or None if one has none.
+
+    If most are shifted by as much, these alone: what is shifted over an edge comes from elsewhere.
     """
-
-    at: Tensor
-    have: Tensor
-    want: Tensor
-    pool: Tensor
-    apart: Tensor
-
-
-def shifted(case: Case) -> Iterator[Finding]:
-    """Find slices that all stand as far from their places."""
-    for dim in range(case.whole.ndim):
-        found: dict[int, list[int]] = {}
-        for i in range(len(case.wrong)):
-            for by in _shifts(case, i, dim):
-                found.setdefault(by, []).append(i)
-        for by, covers in found.items():
-            parts = [case.wrong[i] for i in covers]
-            at = parts[0].index[dim][parts[0].box[dim]]
-            first = int(at[(at >= by) & (at < case.whole.shape[dim] + by)][0])
-            what = f"values shifted by {abs(by)} along {plural(case, dim)}{where(case, parts)}"
-            example = f"{some(case, dim, [first])} has what {first - by} should have"
-            yield Finding(frozenset(covers), f"{has(who(case, parts))} {what}: {example}")
-
-
-def reordered(case: Case) -> Iterator[Finding]:
-    """Find slices that belong in other places: each in one of theirs, or anywhere."""
-    for dim in range(case.whole.ndim):
-        for permuted in (True, False):
-            maps = {
-                i: pairs
-                for i in range(len(case.wrong))
-                if (pairs := _sources(case, i, dim, permuted))
-            }
-            if maps:
-                parts = [case.wrong[i] for i in maps]
-                how = "in another order" if permuted else "that belong elsewhere"
-                text = f"{has(who(case, parts))} {plural(case, dim)} {how}"
-                yield Finding(
-                    frozenset(maps), f"{text}: {_runs(case, dim, next(iter(maps.values())))}"
-                )
-
-
-def sketch(rows: Tensor) -> Tensor:
-    """Return [n, at most `WIDTH`] numbers about as far apart as rows [n, elements] are."""
-    size = rows.shape[1]
-    if size <= WIDTH:
-        return rows
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, (size,), generator=generator) * 2 - 1
-    padded = torch.nn.functional.pad(rows * signs, (0, -size % WIDTH))
-    return padded.view(len(rows), -1, WIDTH).sum(1)
-
-
-def distances(have: Tensor, want: Tensor) -> Tensor:
-    """Return how far each row of two matrices is from each of the other, [n, m]."""
-    mode = "donot_use_mm_for_euclid_dist"  # which cancels
-    return torch.cdist(have, want, compute_mode=mode)
-
-
-def _slices(case: Case, i: int, dim: int) -> Slices | None:
-    """Return the wrong slices of a part, or None if they are too many or nothing."""
-    part = case.wrong[i]
-    at, size = part.index[dim][part.box[dim]], case.whole.shape[dim]
-    if not len(at) or len(at) * size > LARGEST:
+    box = box_of(part.mask)
+    at, size = part.piece.index[dim][box[dim]], case.whole.shape[dim]
+    if len(at) * size > LARGEST:
         return None
-    others = [torch.arange(size) if d == dim else x[part.box[d]] for d, x in enumerate(part.index)]
+    others = [x[here] for x, here in zip(part.piece.index, box, strict=True)]
+    others[dim] = torch.arange(size)
     have, want, pool = (
         t.movedim(dim, 0).reshape(t.shape[dim], -1)
-        for t in (part.boxed(part.have), part.boxed(part.want), pick(case.whole, others))
+        for t in (pick(part.have, box), pick(part.want, box), pick(case.whole, others))
     )
-    apart = distances(sketch(have), sketch(pool))
-    norms = torch.maximum(have.norm(dim=1)[:, None], pool.norm(dim=1)[None])
-    room = 4 * ROOM * (norms * case.bound).clamp(min=case.allowed(have.shape[1]))
-    apart = torch.where(apart <= room, apart, torch.inf)
-    apart[torch.arange(len(at)), at] = torch.inf  # it is wrong in its own place
-    return Slices(at, have, want, pool, apart)
-
-
-def _shifts(case: Case, i: int, dim: int) -> list[int]:
-    """Return by how much the wrong slices of a part are shifted."""
-    slices = _slices(case, i, dim)
-    if slices is None or len(slices.at) < 2:
-        return []
-    size, found = len(slices.pool), []
-    by = (slices.at[:, None] - torch.arange(size))[slices.apart.isfinite()]
-    values, counts = by.unique(return_counts=True)
-    for each in values[counts.argsort(descending=True, stable=True)][:TRIED].tolist():
-        source = slices.at - each
+    nearest = _nearest(have, pool, at)
+    shifted = at - (at - nearest).mode().values
+    for source, numbers in ((shifted, 1), (nearest, len(at))):
         inside = (source >= 0) & (source < size)
-        have, want = slices.have[inside], slices.want[inside]
-        if len(have) < 2 or 3 * len(have) < 2 * len(inside):
-            continue
-        if case.agrees(have, slices.pool[source[inside]], want, ways=math.log(size)):
-            found.append(int(each))
-    return found
+        guess, ways = pool[source[inside]], numbers * math.log(size)
+        enough = 3 * int(inside.sum()) >= 2 * len(at)
+        if enough and case.agrees(have[inside], guess, want[inside], ways=ways):
+            return torch.stack((at, source))[:, inside]
+    return None
 
 
-def _sources(case: Case, i: int, dim: int, permuted: bool) -> list[tuple[int, int]]:
-    """Return pairs of a wrong slice's place and the one it belongs in, or [] if one has none."""
-    slices = _slices(case, i, dim)
-    if slices is None:
-        return []
-    at, apart = slices.at, slices.apart
-    if permuted:
-        source = _one_each(apart[:, at])
-        source = None if source is None else at[source]
-    else:
-        source = apart.argmin(1) if bool((apart.amin(1) < torch.inf).all()) else None
-    ways = len(at) * math.log(len(slices.pool))
-    if source is None or not case.agrees(slices.have, slices.pool[source], slices.want, ways=ways):
-        return []
-    return list(zip(at.tolist(), source.tolist(), strict=True))
+def _nearest(have: Tensor, pool: Tensor, at: Tensor) -> Tensor:
+    """Return for each slice [n, elements] the nearest of a pool, but that of its own place [n]."""
+    if have.shape[1] > WIDTH:
+        generator = torch.Generator().manual_seed(0)
+        sketch = torch.randn(have.shape[1], WIDTH, generator=generator, dtype=have.dtype)
+        have, pool = have @ sketch, pool @ sketch
+    mode = "donot_use_mm_for_euclid_dist"  # which cancels
+    apart = torch.cdist(have, pool, compute_mode=mode)
+    apart[torch.arange(len(at)), at] = torch.inf  # it is wrong there
+    return apart.argmin(1)
 
 
-def _one_each(apart: Tensor) -> Tensor | None:
-    """Return for each row a column of its own among the nearest, or None if one finds none."""
-    chosen = torch.zeros(len(apart), dtype=torch.int64)
-    free = torch.zeros(apart.shape[1])
-    for row in apart.isfinite().sum(1).argsort().tolist():
-        column = int((apart[row] + free).argmin())
-        if not apart[row, column] + free[column] < torch.inf:
-            return None
-        chosen[row] = column
-        free[column] = torch.inf
-    return chosen
-
-
-def _runs(case: Case, dim: int, pairs: list[tuple[int, int]]) -> str:
-    """Return 'positions 0-3 have what 4-7 should have, 4-7 what 0-3 should have'."""
-    runs: list[list[tuple[int, int]]] = []
-    for pair in sorted(pairs):
-        last = runs[-1] if runs else []
-        steps = {(pair[0] - last[-1][0], pair[1] - last[-1][1])} if last else set()
-        if len(last) > 1:
-            steps.add((last[1][0] - last[0][0], last[1][1] - last[0][1]))
-        if len(steps) == 1 and steps <= {(1, 1), (1, 0)}:
-            last.append(pair)
-        else:
-            runs.append([pair])
+def _runs(pairs: list[tuple[int, int]]) -> str:
+    """Return 'at 0-3 is what 4-7 should have, at 4-7 what 0-3 should have'."""
     said: list[str] = []
-    for run in runs[:SHOWN]:
-        here, there = [a for a, _ in run], ranges(b for _, b in run)
-        verb = "have" if len(here) > 1 else "has"
-        subject = ranges(here) if said else f"{some(case, dim, here)} {verb}"
-        said.append(f"{subject} what {there} should have")
-    return ", ".join(said) + (" ..." if len(runs) > SHOWN else "")
+    for _, run in groupby(pairs, key=lambda pair: pair[0] - pair[1]):
+        here, there = zip(*run, strict=True)
+        verb = "" if said else " is"
+        said.append(f"at {ranges(here)}{verb} what {ranges(there)} should have")
+    return ", ".join(said[:SHOWN]) + (" ..." if len(said) > SHOWN else "")

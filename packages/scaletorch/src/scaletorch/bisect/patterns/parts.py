@@ -1,4 +1,4 @@
-"""Ranks' pieces beside what they should be, and where in them the difference lies."""
+"""Ranks' pieces beside what they should be, and which of their elements are wrong."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOM = 2.0  # times the bound that a guess may miss by: its own rounding, and th
 MOST = 0.3  # of the difference that a guess may leave unexplained
 FINEST = 1e-14  # bound below which float64 itself rounds
 HUGE = 1e140  # what is larger has no square, and counts as infinite
-CLEAR = 4.0  # times as large squares, where all but a few slices are wrong
+CLEAR = 6.0  # times its bound by which an element is off if that cannot be rounding
 CHANCE = math.log(1e-4)  # that a guess fits by accident
 
 
@@ -25,8 +25,7 @@ class Piece:
         rank: Global rank.
         micro_batch: 0-based.
         tensor: The piece.
-        index: For each of its dims which indices of the whole it holds, int64 [size]; those outside
-            of the whole are padding.
+        index: For each of its dims which indices of the whole it holds, int64 [size].
     """
 
     rank: int
@@ -37,11 +36,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece without padding, beside what it should be; everything is float64 and finite.
+    """A piece beside what it should be; everything is float64 and finite, but `raw`.
 
     Attributes:
         piece: Where it comes from.
-        index: For each dim which indices of the whole.
+        place: What its index holds, which two parts with the same index share.
         raw: Its values as they are.
         have: Its values; as `want` if either is not finite.
         want: The right values; 0 for those that are not finite.
@@ -49,11 +48,10 @@ class Part:
         mask: Whether an element is wrong (of those that are finite).
         had: What stands in the wrong elements, 1-d.
         due: What should.
-        box: For each dim the places in the piece between which all wrong elements lie.
     """
 
     piece: Piece
-    index: tuple[Tensor, ...]
+    place: tuple[tuple[int, ...], ...]
     raw: Tensor
     have: Tensor
     want: Tensor
@@ -61,11 +59,6 @@ class Part:
     mask: Tensor
     had: Tensor
     due: Tensor
-    box: tuple[Tensor, ...]
-
-    def boxed(self, tensor: Tensor) -> Tensor:
-        """Return what a tensor of the piece's shape holds in the box."""
-        return pick(tensor, self.box)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,109 +141,44 @@ def pick(tensor: Tensor, index: Sequence[Tensor]) -> Tensor:
     return tensor
 
 
-def misfit(piece: Piece, whole: Tensor) -> str:
-    """Return in words why a piece cannot be a part of the whole, or ''."""
-    shape, named = list(piece.tensor.shape), [at.numel() for at in piece.index]
-    if shape == named and len(shape) == whole.ndim:
-        return ""
-    return f"shape {shape}, where its part of the right one, {list(whole.shape)}, has {named}"
-
-
-def beside(piece: Piece, case: Case, right: Tensor) -> Part:
-    """Return a piece beside its part of the right tensor, of which nothing is finite by need."""
-    ats = [at.detach().cpu().long().flatten() for at in piece.index]
-    inside = [
-        ((at >= 0) & (at < size)).nonzero()[:, 0] for at, size in zip(ats, right.shape, strict=True)
-    ]
-    index = tuple(at[kept] for at, kept in zip(ats, inside, strict=True))
-    raw, want = pick(plain(piece.tensor), inside), pick(right, index)
-    finite = raw.isfinite() & want.isfinite()
-    odd = ~finite & (raw != want) & ~(raw.isnan() & want.isnan())
-    want = want.nan_to_num(0.0, 0.0, 0.0)
-    have = torch.where(finite, raw, want)
-    mask, box = _wrong(case, have, want)
-    return Part(piece, index, raw, have, want, odd, mask, have[mask], want[mask], box)
+def common(gap: Tensor) -> Tensor:
+    """Return the mean row [1, ..., 1, columns] of a tensor; without rows the tensor."""
+    return gap if gap.ndim < 2 else gap.mean(list(range(gap.ndim - 1)), keepdim=True)
 
 
 def box_of(mask: Tensor) -> tuple[Tensor, ...]:
     """Return for each dim the places that have an element of a mask."""
-    return tuple(_any(mask, dim).nonzero()[:, 0] for dim in range(mask.ndim))
+    rests = [[d for d in range(mask.ndim) if d != dim] for dim in range(mask.ndim)]
+    return tuple((mask.any(rest) if rest else mask).nonzero()[:, 0] for rest in rests)
 
 
-def same_index(parts: Sequence[Part]) -> list[int]:
-    """Return for each part a number that those with the same index share."""
-    found: list[tuple[Tensor, ...]] = []
-    numbers = []
-    for part in parts:
-        for number, index in enumerate(found):
-            if all(torch.equal(a, b) for a, b in zip(index, part.index, strict=True)):
-                numbers.append(number)
-                break
-        else:
-            numbers.append(len(found))
-            found.append(part.index)
-    return numbers
+def beside(piece: Piece, case: Case, right: Tensor) -> Part:
+    """Return a piece beside its part of the right tensor, of which nothing is finite by need."""
+    raw, want = plain(piece.tensor), pick(right, piece.index)
+    finite = raw.isfinite() & want.isfinite()
+    odd = ~finite & (raw != want) & ~(raw.isnan() & want.isnan())
+    want = want.nan_to_num(0.0, 0.0, 0.0)
+    have = torch.where(finite, raw, want)
+    mask = _wrong(case, have - want, want)
+    place = tuple(tuple(at.tolist()) for at in piece.index)
+    return Part(piece, place, raw, have, want, odd, mask, have[mask], want[mask])
 
 
-def _any(mask: Tensor, dim: int) -> Tensor:
-    """Return for each place of a dim whether an element of a mask is there."""
-    rest = [d for d in range(mask.ndim) if d != dim]
-    return mask.any(rest) if rest else mask
-
-
-def _wrong(case: Case, have: Tensor, want: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return which elements are wrong, and the slices of each dim between which they lie."""
-    gap, allowed = have - want, case.allowed(have.numel(), norm(want))
-    mask = torch.zeros_like(gap, dtype=torch.bool)
+def _wrong(case: Case, gap: Tensor, want: Tensor) -> Tensor:
+    """Return which elements are wrong; the others together are within their bound."""
+    allowed = case.allowed(gap.numel(), norm(want))
     if norm(gap) <= allowed:
-        return mask, box_of(mask)
-    box = _box(case, gap, want, allowed)
-    inside = torch.ones_like(mask)
-    for dim, at in enumerate(box):
-        inside &= torch.zeros_like(mask).index_fill(dim, at, True)
-    mask = (_excess(case, gap.square(), want.square(), 1) > 1) & inside
-    if norm(gap[~mask]) > allowed:  # much of it is a little everywhere
-        mask = (gap != 0) & inside
-    return mask, box
-
-
-def _box(case: Case, gap: Tensor, want: Tensor, allowed: float) -> tuple[Tensor, ...]:
-    """Return the slices of each dim that differ too much, if without them nothing does.
-
-    The dim that narrows it down most goes first: in the rest the others are seen more clearly.
-    """
-    box = [torch.arange(size) for size in gap.shape]
-    dims = set(range(gap.ndim))
-    while dims:
-        found = {}
-        inner, right = pick(gap, box).square(), pick(want, box).square()
-        for dim in dims:
-            rest = [d for d in range(gap.ndim) if d != dim]
-            energy = inner.sum(rest) if rest else inner
-            size = right.sum(rest) if rest else right
-            excess = _excess(case, energy, size, inner.numel() // len(energy))
-            bad = excess > 1
-            if bad.any() and math.sqrt(float(energy[~bad].sum())) <= allowed and _clear(excess):
-                found[dim] = bad
-        if not found:
-            break
-        best = min(found, key=lambda dim: float(found[dim].double().mean()))
-        box[best] = box[best][found[best]]
-        dims.remove(best)
-    return tuple(box)
-
-
-def _clear(excess: Tensor) -> bool:
-    """Return whether the few slices that are no worse than rounding do not just happen to be."""
-    bad = excess > 1
-    if bool(bad.all()) or 2 * int(bad.sum()) <= len(bad):
-        return True
-    return float(excess[bad].min()) >= CLEAR * float(excess[~bad].max())
-
-
-def _excess(case: Case, energy: Tensor, want: Tensor, count: int) -> Tensor:
-    """Return how many times slices of `count` elements exceed their share of rounding, squared."""
-    room = case.bound * (1 + 5 / math.sqrt(count))
-    share = case.scale**2 * count / max(case.whole.numel(), 1)
-    allowed = room**2 * want.clamp(min=share)
-    return torch.where(energy > 0, energy / allowed.clamp(min=1e-300), 0.0)
+        return torch.zeros_like(gap, dtype=torch.bool)
+    size = want.abs().clamp(min=case.allowed(1) / case.bound)
+    wrong = gap.abs() > CLEAR * case.bound * size
+    if norm(gap[~wrong]) <= allowed:
+        return wrong
+    # Many are a little wrong: all that lie between the largest, without which the rest is right.
+    # A dim of which most places are among them is not narrowed: those left out are small by chance.
+    ordered = gap.abs().flatten().sort().values
+    fine = int((ordered.square().cumsum(0).sqrt() <= allowed).sum())
+    wrong = gap != 0
+    for dim, at in enumerate(box_of(gap.abs() >= ordered[min(fine, len(ordered) - 1)])):
+        if 2 * len(at) <= wrong.shape[dim]:
+            wrong &= torch.zeros_like(wrong).index_fill(dim, at, True)
+    return wrong

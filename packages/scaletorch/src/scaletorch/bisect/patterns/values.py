@@ -8,43 +8,35 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .parts import ROOM, Case, Finding, Part, norm, pick
+from .parts import Case, Finding, Part, common, norm, pick
 from .words import told
 
-ROUNDINGS = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+ROUNDINGS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def zeros(case: Case) -> Iterator[Finding]:
-    """Find zeros, exact ones first, and values where zeros should be."""
+    """Find zeros, exact ones first."""
     yield from told(case, "all zeros", lambda p: not bool(p.had.any()))
     yield from told(
         case,
         "nothing but rounding errors around zero",
         lambda p: case.agrees(p.had, torch.zeros_like(p.due), p.due),
     )
-    yield from told(
-        case,
-        "values other than the zeros that are right",
-        lambda p: not bool(p.due.any()),
-    )
 
 
 def copies(case: Case) -> Iterator[Finding]:
     """Find values of another tensor, in place of the right ones or added to them."""
     for name, other in case.others.items():
-        yield from told(case, f"{name} values (a stale copy?)", partial(_is_copy, case, other))
-        what = f"{name} values added to the right ones (not cleared?)"
-        yield from told(case, what, partial(_is_on_top, case, other))
+        stale, added = (partial(_is_copy, case, other, times) for times in (0, 1))
+        yield from told(case, f"{name} values (a stale copy?)", stale)
+        yield from told(case, f"{name} values added to the right ones (not cleared?)", added)
 
 
 def rounded(case: Case) -> Iterator[Finding]:
     """Find values that a shorter dtype has, off by no more than it rounds."""
-    for name, dtype in ROUNDINGS.items():
-        yield from told(case, f"values rounded to {name}", partial(_is_rounded, case, dtype))
+    for dtype in ROUNDINGS:
+        name = str(dtype).removeprefix("torch.")
+        yield from told(case, f"values rounded to {name}", partial(_is_rounded, dtype))
 
 
 def biased(case: Case) -> Iterator[Finding]:
@@ -55,27 +47,17 @@ def biased(case: Case) -> Iterator[Finding]:
 
 
 def _is_biased(case: Case, part: Part) -> bool:
-    if part.have.ndim < 2:
-        return False
-    rest = list(range(part.have.ndim - 1))
-    bias = (part.have - part.want).mean(rest, keepdim=True)
+    bias = common(part.have - part.want)
     return case.agrees(part.have, part.want + bias, part.want, bias.numel())
 
 
-def _is_copy(case: Case, other: Tensor, part: Part) -> bool:
-    return case.agrees(part.had, pick(other, part.index)[part.mask], part.due)
+def _is_copy(case: Case, other: Tensor, times: int, part: Part) -> bool:
+    """Return whether a part has another tensor's values, added to so many times the right ones."""
+    copy = pick(other, part.piece.index)[part.mask]
+    return case.agrees(part.had, times * part.due + copy, part.due)
 
 
-def _is_on_top(case: Case, other: Tensor, part: Part) -> bool:
-    return case.agrees(part.had, part.due + pick(other, part.index)[part.mask], part.due)
-
-
-def _is_rounded(case: Case, dtype: torch.dtype, part: Part) -> bool:
-    have, want = part.had, part.due
-    rounds = torch.finfo(dtype)
-    if not have.to(dtype).double().equal(have) or want.to(dtype).double().equal(want):
-        return False
-    room = rounds.eps * want.abs() + rounds.tiny + 6 * ROOM * case.allowed(1)
-    return bool(((have - want).abs() <= room).all()) and norm(have - want) <= rounds.eps * norm(
-        want
-    )
+def _is_rounded(dtype: torch.dtype, part: Part) -> bool:
+    had_fits, due_fits = (each.to(dtype).double().equal(each) for each in (part.had, part.due))
+    close = norm(part.had - part.due) <= torch.finfo(dtype).eps * norm(part.due)
+    return had_fits and not due_fits and close
