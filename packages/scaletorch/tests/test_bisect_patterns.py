@@ -187,8 +187,7 @@ SENTENCES = {
     "bias": (
         None,
         lambda r, x, i: x + BIAS,
-        "every rank has the same vector added at every other place: "
-        "a bias added once too often, or left out?",
+        "every rank has the same vector added: a bias added once too often, or left out?",
     ),
     "few elements": (
         1,
@@ -255,6 +254,15 @@ def test_micro_batches_are_named():
     assert explained(lambda r, m, x: 2 * x) == [
         "every rank has 2 times the right values, and there are 2 ranks of tp and 2 "
         "micro-batches: counted once each, or summed once too often?"
+    ]
+
+
+def test_a_sum_over_micro_batches_is_missed():
+    index = cut(WHOLE, None, 1)[0]
+    held = [Piece(r, m, SPLIT[2 * m] + SPLIT[2 * m + 1], index) for r in (0, 1) for m in (0, 1)]
+    assert explain(held, WHOLE, 1e-9, groups={"tp": [(0, 1)]}) == [
+        "ranks 0 and 1 (micro-batches) have parts that add up to the right one: "
+        "a sum over micro-batches is missing"
     ]
 
 

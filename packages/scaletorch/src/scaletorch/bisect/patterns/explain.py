@@ -110,11 +110,10 @@ def _guessed(case: Case) -> Iterator[str]:
 def _not_finite(case: Case) -> Iterator[str]:
     """Say who has NaN or infinity that the right tensor has not, or the other way round."""
     for kind, test in ODD.items():
-        masks = [p.odd & test(p.raw) for p in case.parts]
-        pairs = [(p, m) for p, m in zip(case.parts, masks, strict=True) if bool(m.any())]
-        if pairs:
-            parts = [p for p, _ in pairs]
-            yield f"{has(who(case, parts))} {kind}{where(case, parts, [m for _, m in pairs])}"
+        parts = [p for p in case.parts if bool((p.odd & test(p.raw)).any())]
+        if parts:
+            masks = [p.odd & test(p.raw) for p in parts]
+            yield f"{has(who(case, parts))} {kind}{where(case, parts, masks)}"
 
 
 def _unexplained(case: Case, parts: Sequence[Part]) -> str:

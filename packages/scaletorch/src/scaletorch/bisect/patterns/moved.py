@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...compose.words import RUNS, ranges
-from .parts import Case, Finding, Part, box_of, pick
+from .parts import Case, Finding, Part, box_of, pick, slices
 from .words import has, plural, where, who
 
 LARGEST = 2**20  # pairs of slices that are compared
@@ -46,13 +46,11 @@ def moved(case: Case) -> Iterator[Finding]:
         for by, each in found.items():
             parts = [case.wrong[i] for i in each]
             at, source = next(iter(each.values())).tolist()
+            same = sorted(at) == sorted(source)
+            what = f"{plural(case, dim)} {'in another order' if same else 'that belong elsewhere'}"
             if by:
                 what = f"values shifted by {abs(by)} along {plural(case, dim)}{where(case, parts)}"
                 at = at[:1]
-            else:
-                same = sorted(at) == sorted(source)
-                order = "in another order" if same else "that belong elsewhere"
-                what = f"{plural(case, dim)} {order}"
             said = _runs(list(zip(at, source, strict=False)))
             yield Finding(frozenset(each), f"{has(who(case, parts))} {what}: {said}")
 
@@ -68,10 +66,8 @@ def _sources(case: Case, part: Part, dim: int) -> Tensor | None:
         return None
     others = [x[here] for x, here in zip(part.piece.index, box, strict=True)]
     others[dim] = torch.arange(size)
-    have, want, pool = (
-        t.movedim(dim, 0).reshape(t.shape[dim], -1)
-        for t in (pick(part.have, box), pick(part.want, box), pick(case.whole, others))
-    )
+    have, want = (slices(pick(each, box), dim) for each in (part.have, part.want))
+    pool = slices(pick(case.whole, others), dim)
     nearest = _nearest(have, pool, at)
     shifted = at - (at - nearest).mode().values
     for source, numbers in ((shifted, 1), (nearest, len(at))):

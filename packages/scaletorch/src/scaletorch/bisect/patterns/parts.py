@@ -14,6 +14,7 @@ MOST = 0.3  # of the difference that a guess may leave unexplained
 FINEST = 1e-14  # bound below which float64 itself rounds
 HUGE = 1e140  # what is larger has no square, and counts as infinite
 CLEAR = 6.0  # times its bound by which an element is off if that cannot be rounding
+APART = 2.0  # times as large, where all but a few slices are wrong
 CHANCE = math.log(1e-4)  # that a guess fits by accident
 
 
@@ -146,10 +147,14 @@ def common(gap: Tensor) -> Tensor:
     return gap if gap.ndim < 2 else gap.mean(list(range(gap.ndim - 1)), keepdim=True)
 
 
+def slices(tensor: Tensor, dim: int) -> Tensor:
+    """Return the slices of a dim, [its size, elements of one]."""
+    return tensor.movedim(dim, 0).unsqueeze(-1).flatten(1)
+
+
 def box_of(mask: Tensor) -> tuple[Tensor, ...]:
     """Return for each dim the places that have an element of a mask."""
-    rests = [[d for d in range(mask.ndim) if d != dim] for dim in range(mask.ndim)]
-    return tuple((mask.any(rest) if rest else mask).nonzero()[:, 0] for rest in rests)
+    return tuple(slices(mask, dim).any(1).nonzero()[:, 0] for dim in range(mask.ndim))
 
 
 def beside(piece: Piece, case: Case, right: Tensor) -> Part:
@@ -174,11 +179,11 @@ def _wrong(case: Case, gap: Tensor, want: Tensor) -> Tensor:
     if norm(gap[~wrong]) <= allowed:
         return wrong
     # Many are a little wrong: all that lie between the largest, without which the rest is right.
-    # A dim of which most places are among them is not narrowed: those left out are small by chance.
     ordered = gap.abs().flatten().sort().values
     fine = int((ordered.square().cumsum(0).sqrt() <= allowed).sum())
     wrong = gap != 0
     for dim, at in enumerate(box_of(gap.abs() >= ordered[min(fine, len(ordered) - 1)])):
-        if 2 * len(at) <= wrong.shape[dim]:
+        norms = slices(gap, dim).norm(dim=1)
+        if norms[at].min() >= APART * norms.index_fill(0, at, 0.0).max():
             wrong &= torch.zeros_like(wrong).index_fill(dim, at, True)
     return wrong

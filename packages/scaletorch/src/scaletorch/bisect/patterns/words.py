@@ -39,11 +39,11 @@ def who(case: Case, parts: Sequence[Part]) -> str:
         {(p.piece.rank, p.piece.micro_batch) for p in each} for each in (case.parts, parts)
     )
     ranks, every = {rank for rank, _ in meant}, {rank for rank, _ in held}
-    batches = {batch for _, batch in meant}
     said = "every rank" if ranks == every and len(every) > 1 else numbered("rank", ranks)
     theirs = {(rank, batch) for rank, batch in held if rank in ranks}
     if meant == theirs:
         return said
+    batches = {batch for _, batch in meant}
     if meant == {(rank, batch) for rank, batch in theirs if batch in batches}:
         return f"{said} ({numbered('micro-batch', batches)})"
     return f"{said} (not in all micro-batches)"
@@ -57,10 +57,7 @@ def has(subject: str) -> str:
 def where(case: Case, parts: Sequence[Part], masks: Sequence[Tensor] = ()) -> str:
     """Return ' at positions 8-11 of rows 0-15', or '' if all of the whole or of several parts.
 
-    Args:
-        case: All that is known.
-        parts: Some of its parts.
-        masks: The elements meant of each; none for those that are wrong.
+    Meant are the elements of a mask for each part; without masks those that are wrong.
     """
     masks = masks or [p.mask for p in parts]
     boxes = [box_of(mask) for mask in masks]
@@ -83,5 +80,4 @@ def told(case: Case, what: str, test: Callable[[Part], bool], why: str = "") -> 
     covers = [i for i, part in enumerate(case.wrong) if test(part)]
     if covers:
         parts = [case.wrong[i] for i in covers]
-        text = f"{has(who(case, parts))} {what}{where(case, parts)}{why}"
-        yield Finding(frozenset(covers), text)
+        yield Finding(frozenset(covers), f"{has(who(case, parts))} {what}{where(case, parts)}{why}")
