@@ -24,7 +24,7 @@ from .doctor import doctor
 from .report import Report
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(f"python -m {__package__}", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -55,7 +55,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     own.add_argument("--keep", type=Path, help="folder for the recordings and outputs")
     for each in (one, two, own):
         each.add_argument("--out", type=Path, help="folder for report.json")
-    words = sys.argv[1:] if arguments is None else list(arguments)
     end = words.index("--") if "--" in words else len(words)
     parsed, others = parser.parse_known_args(words[:end])
     parsed.words = [*others, *words[end + 1 :]]
@@ -73,11 +72,8 @@ def run(arguments: argparse.Namespace) -> Report:
             folder = Path(arguments.keep or own).resolve()
             return doctor(arguments.script, arguments.words, arguments.nproc, folder)
     grid = parse_layout(arguments.layout)
-    named = argparse.Namespace(
-        model=arguments.model, batch=arguments.batch, every_option=False, ep=None,
-        schedule=[arguments.schedule],
-    )  # fmt: skip
-    model, batch = problem_of(named, [grid])
+    single = {"every_option": False, "ep": None, "schedule": [arguments.schedule]}
+    model, batch = problem_of(argparse.Namespace(**vars(arguments) | single), [grid])
     return bisect(
         model,
         batch,
@@ -96,11 +92,11 @@ def main(given: Sequence[str] | None = None) -> int:
     0: the runs agree. 1: they part. 2: they cannot be compared. 3: not judged, since results of the
     training could not be compared, and the others agree.
     """
-    arguments = parse(given)
+    words = sys.argv[1:] if given is None else given
+    arguments = parse(words)
     report = report_of(run, arguments)
     if report is None:
         return 2
-    words = sys.argv[1:] if given is None else given
     report = replace(report, command=f"again: python -m {__package__} {shlex.join(words)}")
     print(report)
     if arguments.out is not None:

@@ -23,10 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as steps
 
 from ..dist.errors import InvalidArgumentError
 from ..verify.bounds import LARGEST
@@ -124,7 +121,7 @@ class _FirstStep:
     def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kw: Any) -> Any:
         """Begin at the first call of the model that is trained."""
         waits = not self._known and not self._calls and torch.is_grad_enabled()
-        if waits and (model := trained_model(module)) is not None:
+        if waits and (model := _trained_model(module)) is not None:
             self._begin(model)
             return module(*args, **kw)
         self._calls += 1
@@ -139,9 +136,10 @@ class _FirstStep:
             _perturb(model)
         self._random = torch.get_rng_state()
         self._stack.enter_context(record(self._folder, model))
-        register = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
-        for hook in (register[0](self._before), register[1](self._behind)):
-            self._stack.callback(hook.remove)
+        before = steps.register_optimizer_step_pre_hook(self._before)
+        behind = steps.register_optimizer_step_post_hook(self._behind)
+        self._stack.callback(before.remove)
+        self._stack.callback(behind.remove)
 
     def _before(self, *_: Any) -> None:
         self._steps += 1
@@ -172,12 +170,8 @@ def leave() -> None:
     os._exit(0)
 
 
-def trained_model(called: nn.Module) -> nn.Module | None:
-    """Return the model, or the stages of a pipeline, that optimizers train; None if it is another.
-
-    Args:
-        called: The module that a script calls; it may be a part of the model.
-    """
+def _trained_model(called: nn.Module) -> nn.Module | None:
+    """Return the model, or stages, of a call that optimizers train; None if it is of another."""
     alive = gc.get_objects()
     stages = [each for each in alive if hasattr(type(each), "forward_one_chunk")]
     if any(called in stage.submod.modules() for stage in stages):
@@ -204,9 +198,8 @@ def _perturb(model: nn.Module) -> None:
     for parameter in model.parameters():
         own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         if own.is_floating_point():
-            noise = torch.rand(own.shape, generator=generator, dtype=torch.float64) * 2 - 1
-            eps = torch.finfo(own.dtype).eps
-            own.copy_((own.double() * (1 + eps * noise.to(own.device))).to(own.dtype))
+            part = torch.rand(own.shape, generator=generator, dtype=torch.float64) * 2 - 1
+            own.copy_(own.double() * (1 + torch.finfo(own.dtype).eps * part.to(own.device)))
 
 
 def follow(folder: Path, script: str, arguments: Sequence[str], *, perturbed: bool) -> None:

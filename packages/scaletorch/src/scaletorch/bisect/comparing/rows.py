@@ -36,17 +36,16 @@ def infer_rows(reference: Steps, run: Steps) -> list[str]:
     for step in sorted(set(reference) & set(run)):
         alone, ours = reference[step][0], run[step]
         said = any(e.header["axes"] or e.header["micro_batches"] > 1 for e in (alone, *ours))
-        for item, own in [] if said or len(reference[step]) > 1 else list(_fed(alone).items())[:1]:
-            fed = {-1: own, **{each.rank: _fed(each).get(item, []) for each in ours}}
-            coarse = max((t.dtype for t in chain(*fed.values())), key=_coarseness)
-            calls = {rank: [t.to(coarse) for t in own] for rank, own in fed.items() if own}
-            own = calls.pop(-1)
-            equal = all(
-                len(c) == len(own) and all(map(torch.equal, c, own)) for c in calls.values()
-            )
-            one = len(ours) == 1 and len(calls.get(0, own)) == len(own)
-            if not equal and not one and len({t.shape[1:] for t in own}) == 1:
-                notes += _infer(own, calls, alone, ours)
+        item, own = next(iter(_fed(alone).items()), ("", []))
+        if said or len(reference[step]) > 1 or len({t.shape[1:] for t in own}) != 1:
+            continue
+        fed = {-1: own, **{each.rank: _fed(each).get(item, []) for each in ours}}
+        coarse = max((t.dtype for t in chain(*fed.values())), key=_coarseness)
+        calls = {rank: [t.to(coarse) for t in each] for rank, each in fed.items() if each}
+        own = calls.pop(-1)
+        equal = all(len(c) == len(own) and all(map(torch.equal, c, own)) for c in calls.values())
+        if not equal and (len(ours) > 1 or len(calls.get(0, own)) != len(own)):
+            notes += _infer(own, calls, alone, ours)
     return notes
 
 
@@ -79,22 +78,20 @@ def _infer(
     alone: Recording,
     ours: Sequence[Recording],
 ) -> list[str]:
-    whole, found, others = torch.cat(theirs), {}, {}
+    whole, found, others = torch.cat(theirs), {}, []
     for rank, own in calls.items():
         ways = [(cut, [_rows(t, whole, cut) for t in own]) for cut in _cuts(whole, own[0])]
         sure = [(cut, rows) for cut, rows in ways if min(chain(*rows)) >= 0]
         if len(sure) == 1:
             found[rank] = sure[0]
         elif len(ways) == 1 and _ABSENT in chain(*ways[0][1]):
-            others[rank] = list(chain(*ways[0][1])).count(_ABSENT)
+            others.append(rank)
     if others:
         had = {tuple(row) for t in chain(*calls.values()) for row in t.flatten(1).tolist()}
         raise InvalidArgumentError(
             f"these steps are of other global batches: {len(whole)} rows in {alone.path.parent}, "
-            f"{len(had)} on {len(ours)} ranks, and of those of ranks {list(others)} "
-            f"{list(others.values())} are not among the former. Give one process the whole batch, "
-            "as by a batch size on ranks that is divided by WORLD_SIZE; and if all ranks are to "
-            "have the same rows, these ranks have others"
+            f"{len(had)} on {len(ours)} ranks, and ranks {others} have rows that are not among the "
+            "former: give one process all rows, as by a batch size divided by WORLD_SIZE on ranks"
         )
     if len(found) < len(calls):
         return []

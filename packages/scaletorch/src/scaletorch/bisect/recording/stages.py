@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -23,24 +24,21 @@ class Stages(nn.Module):
     def __init__(self, stages: list[Any]) -> None:
         super().__init__()
         self.running, self._stages = -1, sorted(stages, key=lambda each: int(each.stage_index))
+        own = [stage.submod for stage in self._stages]
+        self._own = [m.module if isinstance(m, DistributedDataParallel) else m for m in own]
 
     @property
     def ranks(self) -> list[int]:
         """The ranks of the pipeline."""
         return sorted(dist.get_process_group_ranks(self._stages[0].group or dist.group.WORLD))
 
-    def _chained(self, named: str, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        for module in (stage.submod for stage in self._stages):
-            own = module.module if isinstance(module, DistributedDataParallel) else module
-            yield from getattr(own, named)(*args, **kwargs)
-
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules of all stages."""
-        return self._chained("named_modules", *args, **kwargs)
+        return chain(*(own.named_modules(*args, **kwargs) for own in self._own))
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of all stages."""
-        return self._chained("named_parameters", *args, **kwargs)
+        return chain(*(own.named_parameters(*args, **kwargs) for own in self._own))
 
     @contextmanager
     def followed(self, backwarded: Callable[[Tensor], None]) -> Iterator[None]:
