@@ -179,8 +179,8 @@ def test_training_goes_on_in_one_process(saved):
 # What is refused, on every rank, with nothing changed.
 
 
-def plain_state(layers=2):
-    model = build(3, 32, layers=layers)
+def plain_state(tied=False, layers=2):
+    model = build(3, 32, tied, layers)
     optimizer = optimizer_of(model)
     train(model, optimizer, range(1))
     return get_state_dict(model, optimizer)
@@ -208,6 +208,10 @@ def twice(state):
     state["average"] = state["model"]
 
 
+def untied(state):
+    state["model"]["lm_head.weight"] = state["model"]["lm_head.weight"] + 1
+
+
 def elsewhere(state):
     state["model"] = {f"body.{name}x": tensor for name, tensor in state["model"].items()}
 
@@ -218,6 +222,7 @@ STATES = {
     "class": (of_sgd, "another one.*dampening"),
     "number": (by_number, r"no exp_avg, exp_avg_sq, step of the optimizer for .*get_state_dict"),
     "twice": (twice, r"more than once, as \['average.', 'model.'\]: save it once"),
+    "untied": (untied, "other values for model.lm_head.weight"),
     "elsewhere": (elsewhere, "has another model"),
     "model alone": (lambda state: state.pop("optim"), "saved without an optimizer"),
     "larger": (lambda state: state.update(model=plain_state(layers=3)[0]), "no layers.2."),
@@ -259,6 +264,11 @@ def flip(folder):
     (folder / "__0_0.distcp").write_bytes(data)
 
 
+class Evil:
+    def __reduce__(self):
+        return os.system, ("echo run > /dev/null",)
+
+
 FILES = {
     "offset": (
         lambda f: spoil_metadata(f, move_a_chunk),
@@ -269,6 +279,7 @@ FILES = {
     "truncated": (lambda f: os.truncate(f / "__0_0.distcp", 9000), "cannot be read at byte"),
     "no file": (lambda f: (f / "__0_0.distcp").unlink(), "cannot be read"),
     "no metadata": (lambda f: (f / ".metadata").unlink(), "one finished checkpoint"),
+    "evil": (lambda f: (f / ".metadata").write_bytes(pickle.dumps(Evil())), "names .*system"),
 }
 
 
@@ -276,14 +287,15 @@ FILES = {
 def spoiled(tmp_path_factory):
     """Folders that are refused, and the words."""
     root, words = tmp_path_factory.mktemp("spoiled"), {}
-    plain = dict(zip(("model", "optim"), plain_state(), strict=True))
+    states = {tied: dict(zip(("model", "optim"), plain_state(tied), strict=True))
+              for tied in (False, True)}  # fmt: skip
     for name, (change, said) in STATES.items():
-        state = copy.deepcopy(plain)
+        state = copy.deepcopy(states[name == "untied"])
         change(state)
         save_alone(state, root / name)
         words[name] = said
     for name, (change, said) in FILES.items():
-        save_alone(plain, root / name)
+        save_alone(states[False], root / name)
         change(root / name)
         words[name] = said
     return root, words
@@ -297,14 +309,18 @@ def save_alone(state, folder):
 
 def refuse(root, words, sizes):
     manager = setup_process_group_manager(**sizes)
-    model = parallelize(build(8, 32), manager, rehearse=False)
-    optimizer = optimizer_of(model)
-    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    models = {}
+    for tied in (False, True):
+        model = parallelize(build(8, 32, tied), manager, rehearse=False)
+        models[tied] = model, optimizer_of(model)
     for name, said in words.items():
+        model, optimizer = models[name == "untied"]
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         with pytest.raises(CheckpointError, match=said) as caught:
             import_dcp(model, root / name, optimizer)
         assert isinstance(caught.value, DamagedCheckpointError) == (name in FILES), name
         torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before)
+    model, optimizer = models[False]
     import_dcp(model, root / "number")  # the way out
     destroy_process_group_manager()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import re
 import zipfile
 from collections import defaultdict
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
@@ -26,6 +27,15 @@ from .format.values import canonical, encode
 from .importing import Whole, read_folder
 from .state.optimizer import KNOBS
 
+_CLASSES = {  # of which torch makes a description, beside dtypes
+    "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "StorageMeta",
+    "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "_StorageInfo", "Size",
+    "_get_layout", "OrderedDict", "PosixPath",
+}  # fmt: skip
+_MODULES = {
+    metadata.__name__, filesystem.__name__, "torch", "torch.serialization", "collections",
+    "pathlib", "pathlib._local",
+}  # fmt: skip
 _OPTIMIZER = re.compile(r"(?:^|\.)(state|param_groups)\.")
 Entries = dict[str, dict[str, Any]]  # name -> entry, as in `metadata.json`
 
@@ -42,7 +52,8 @@ def import_dcp(
     them uncast. The optimizer gets its state and its groups' hyperparameters by parameters' names,
     nested or flattened, as `get_state_dict` of torch gives them; all else stays as it is.
 
-    Trust the folder's author: torch pickles its `.metadata`, and unpickling can run code.
+    `.metadata` is a pickle, read with the classes that torch writes there and no others, and values
+    are read as by `torch.load(weights_only=True)`: nothing in the folder is run.
 
     Args:
         model: What `parallelize` returned, or any module.
@@ -66,8 +77,14 @@ def _describe(root: Path, whole: Whole) -> dict[str, Any]:
     for key in sorted(key for key in saved if key.startswith(prefix)):
         entry, name = saved[key], key.removeprefix(prefix)
         weight = entry["shape"] and "float" in entry["dtype"] and not _OPTIMIZER.search(key)
+        first = f"model.{whole.firsts.get(name, name)}"
+        if first in entries and not _are_equal(root, entries[first], entry):
+            raise CheckpointError(
+                f"{root} has other values for {key} than for another name of it, and in the model "
+                "they are one tensor"
+            )
         if name in whole.firsts or weight:
-            entries.setdefault(f"model.{whole.firsts.get(name, name)}", entry)
+            entries[first] = entry
     document: dict[str, Any] = {"entries": entries, "scalars": {}, "groups": None, "files": {}}
     if whole.optimizer is not None:
         _add_state(root, _by_parameter(saved, "state", whole.firsts), whole, document)
@@ -77,10 +94,24 @@ def _describe(root: Path, whole: Whole) -> dict[str, Any]:
     return document
 
 
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if dtype or (module in _MODULES and name in _CLASSES):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, as no description does")
+
+
+def _are_equal(root: Path, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    found = ([_read(root, **chunk) for chunk in entry["chunks"]] for entry in (one, other))
+    return all(map(torch.equal, *found))
+
+
 def _entries(root: Path) -> Entries:
     """Return what a folder holds; a value that is no tensor has no dtype."""
     try:
-        found = FileSystemReader(root).read_metadata()
+        with open_regular(root / ".metadata") as file:
+            found = _Unpickler(file).load()
         tensors = {n: e for n, e in found.state_dict_metadata.items() if hasattr(e, "chunks")}
         values, stored = {}, {}
         for index, info in found.storage_data.items():
