@@ -25,7 +25,7 @@ from with_dtensor import SHARED, SHARED_LAYER
 
 LAYOUTS = [(4, 1), (2, 2), (1, 4)]  # dp x tp with sequence parallelism
 ROWS, MICRO_BATCHES = 8, 2
-MISREAD = "divided by a count or a norm of its own part alone?"
+MISREAD = "a mean of means, or a norm of each part alone?"
 FAULTS = {  # the program's fault -> direction, a module, the tensor's name, words of it
     "mean": ("forward", "loss", "", MISREAD),
     "dropped": ("backward", "loss", "head", "all zeros"),

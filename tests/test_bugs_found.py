@@ -14,7 +14,7 @@ MISSING = "a sum over all ranks is missing"
 PLACES = {  # direction, modules, a word of how it is wrong
     "apertus": ("synchronisation", [], MISSING),
     "hrm_text": ("start", ["model.L_module.layers.0.self_attn.q_proj"], "nothing in common"),
-    "mean_of_means": ("forward", ["loss"], "divided by a count or a norm of its own part alone"),
+    "mean_of_means": ("forward", ["loss"], "a mean of means, or a norm of each part alone"),
     "norm_of_a_share": ("synchronisation", [], MISSING),
     "scaled_twice": ("synchronisation", [], "0.5 times what comes of micro-batches 0 and 1"),
     "scores_of_experts": ("backward", ["experts"], MISSING),

@@ -40,7 +40,7 @@ def each_scaled(case: Case) -> Iterator[Finding]:
             frozenset(covers),
             f"{has(who(case, [case.wrong[i] for i in covers]))} the right values times a factor of "
             f"its own ({listed(each[:RUNS])}{more}): "
-            "divided by a count or a norm of its own part alone?",
+            "a mean of means, or a norm of each part alone?",
         )
 
 
