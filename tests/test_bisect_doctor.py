@@ -106,7 +106,7 @@ def check(status, script, folder, monkeypatch, capsys):
     given = {words: [str(script), *words.split()] for words in status}
     run_ranks(
         run_all, 2, [(folder / w / "ranks", each) for w, each in given.items()], init=False,
-        timeout=120,
+        timeout=280,
     )  # fmt: skip
     done = {}
 
