@@ -8,6 +8,7 @@ from torch import nn
 
 from scaletorch.bisect import compare, record
 from scaletorch.bisect.__main__ import main
+from scaletorch.bisect.comparing.ancestors import ancestors
 from scaletorch.bisect.comparing.judge import rounding
 from scaletorch.bisect.comparing.runs import load
 from scaletorch.dist.errors import InvalidArgumentError
@@ -152,7 +153,7 @@ def test_casts_are_left_out_but_where_weights_are_in_float32(tmp_path):
         model(torch.randn(2, 4).double()).sum().backward()
     assert model.norm.dtype == torch.float64
     run = load(tmp_path)
-    eps = {str(key): value for key, value in rounding(run, run).items()}
+    eps = {str(key): value for key, value in rounding(run, run, ancestors(run)).items()}
     wide, narrow = torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps
     assert eps["output of norm"] == wide
     for name in ("output of gate", "gradient of output of first", "gradient first.weight"):

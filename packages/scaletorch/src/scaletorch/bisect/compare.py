@@ -11,6 +11,7 @@ from ..compose.entries import TOKENS
 from ..compose.summation import ROOM
 from ..dist.errors import InvalidArgumentError
 from ..verify.bounds import LARGEST
+from .comparing.ancestors import ancestors
 from .comparing.births import Birth, find_births
 from .comparing.how import how
 from .comparing.judge import coarsest, judge_all, measure, meet
@@ -73,8 +74,9 @@ def compare_runs(reference: Run, run: Run, lost: Mapping[Key, float]) -> Report:
     require_one_batch(reference, run)
     settle_losses(run, reference)
     settle_weight(run, reference)
-    judged = judge_all(run, reference, lost, chain)
-    births = find_births(judged, run, reference)
+    ancestry = ancestors(reference)
+    judged = judge_all(run, reference, ancestry, lost, chain)
+    births = find_births(judged, run, reference, ancestry)
     found = [Found(b, how(b, run, reference), _calls(b, run)) for b in births]
     return Report(found, judged)
 

@@ -1,4 +1,4 @@
-"""What was found: as text and as JSON."""
+"""Reports of a comparison, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ class Report:
 
     @property
     def sound(self) -> bool:
-        """Whether all results of the training agree to what rounding explains."""
+        """Whether every result of the training was compared and agrees within rounding."""
         return not self.found and not self.unjudged
 
     @property
     def unjudged(self) -> list[str]:
-        """What of the training's results was not compared, with the reason."""
+        """The results of the training that were not compared, each with the reason."""
         results = [each for each in self.judged.values() if each.key.kind in FINAL]
         if not any(each.key.kind == GRADIENT for each in results):
             return ["no gradient was recorded: record a backward, and the model that it trains"]

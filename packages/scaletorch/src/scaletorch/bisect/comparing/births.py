@@ -22,7 +22,6 @@ from ..keys import (
     WEIGHT,
     Key,
 )
-from .ancestors import ancestors
 from .judge import BAD, NEAR, UNSEEN, Judged, adds_up, meet
 from .runs import Run
 from .whole import assemble
@@ -52,14 +51,16 @@ class Birth:
     others: list[Judged] = field(default_factory=list)
 
 
-def find_births(judged: Mapping[Key, Judged], run: Run, reference: Run) -> list[Birth]:
+def find_births(
+    judged: Mapping[Key, Judged], run: Run, reference: Run, ancestry: Mapping[Key, list[Key]]
+) -> list[Birth]:
     """Return the tensors at which faults begin, of the first step that has any, in its order.
 
     There are none if no result of the training is wrong: what differs then is meant to, such as
     the terms of a sum that ranks have before they add them up. Where there is one, what was meant
     so is not blamed either: see `_absorbed`.
     """
-    sources = _seen_sources(ancestors(reference), judged)
+    sources = _seen_sources(ancestry, judged)
     wrong = {key for key, each in judged.items() if each.state == BAD}
     meant = _absorbed(wrong, sources, judged)
     for key in [k for each in meant if (k := each._replace(kind=BACKWARD)) in wrong]:

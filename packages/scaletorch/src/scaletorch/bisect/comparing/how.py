@@ -1,4 +1,4 @@
-"""How a birth is wrong: what patterns say of it, and what lies beside it says."""
+"""Describe in words how a tensor is wrong, from its own values and from related tensors."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _explained(
 
 
 def _word(way: Way) -> str:
-    """Return what a reader calls the indices of a dim; '' if they have no name."""
+    """Return a reader's name for the indices of a dim, such as rows; '' if there is none."""
     if way.name in (ALIKE, GIVEN, WHOLE):
         return ""
     if " x " in way.name:
@@ -99,7 +99,7 @@ def _named(names: Sequence[str], key: Key, run: Run) -> Iterator[str]:
 
 
 def _counted(key: Key, met: Met, run: Run, reference: Run) -> Iterator[str]:
-    """Say how often the gradient counts what micro-batches, or ranks, add to it, if not once each.
+    """Say how often a gradient counts each micro-batch or rank, if not once each.
 
     A gradient is a sum of terms: the counts are the solution of least squares.
     """
@@ -135,7 +135,7 @@ def _rank(held: Held) -> int:
 
 
 def _solved(basis: Tensor, sums: Tensor) -> Tensor | None:
-    """Return the numbers with which vectors add up to one; None if there are no such."""
+    """Return the coefficients of the vectors in a sum; None if they do not add up to it."""
     if len(sums) <= basis.shape[1] or torch.linalg.matrix_rank(basis) < basis.shape[1]:
         return None
     found = torch.linalg.lstsq(basis, sums.double()[:, None]).solution[:, 0]

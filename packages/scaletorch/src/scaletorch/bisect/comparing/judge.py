@@ -12,7 +12,6 @@ from torch import Tensor
 from ...compose.summation import ROOM, root_mean_square
 from ..keys import BACKWARD, DATA, FINAL, FORWARD, GRADIENT, SHARE, START, TERM, WEIGHT, Key
 from ..patterns import Piece
-from .ancestors import ancestors
 from .places import Held, Way, in_terms, ways
 from .runs import Run, calling
 from .whole import assemble, part_of, pieces_of
@@ -104,19 +103,26 @@ def measure(noise: Run, reference: Run) -> dict[Key, float]:
     return found
 
 
-def judge_all(run: Run, reference: Run, lost: Mapping[Key, float], chain: int) -> dict[Key, Judged]:
+def judge_all(
+    run: Run,
+    reference: Run,
+    sources: Mapping[Key, list[Key]],
+    lost: Mapping[Key, float],
+    chain: int,
+) -> dict[Key, Judged]:
     """Compare all tensors that the reference has, up to the first step with a wrong result.
 
     Args:
         run: The one in question.
         reference: What is right.
+        sources: See `ancestors`.
         lost: What rounding does to each tensor, see `measure`; bounds of others go by the
             number of additions alone.
         chain: Additions between inputs and results.
     """
     found: dict[Key, Judged] = {}
     measured = Measured(lost, coarsest(run))
-    rounds = rounding(run, reference)
+    rounds = rounding(run, reference, sources)
     for step in reference.steps:
         typical = _typical(reference, step)
         for key in reference.held:
@@ -242,9 +248,8 @@ def _bound(key: Key, eps: float, measured: Measured, chain: int) -> float:
     return max(MEASURED * lost * measured.eps, floor)
 
 
-def rounding(run: Run, reference: Run) -> dict[Key, float]:
+def rounding(run: Run, reference: Run, sources: Mapping[Key, list[Key]]) -> dict[Key, float]:
     """Return the largest epsilon of the dtypes of each tensor and of all it is computed from."""
-    sources = ancestors(reference)
     own = {
         key: max(eps_of(each) for each in (*held, *run.held.get(key, ())))
         for key, held in reference.held.items()

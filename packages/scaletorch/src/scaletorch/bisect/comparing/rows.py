@@ -1,4 +1,4 @@
-"""Rows of the batch, and positions, that a rank has where nobody describes them.
+"""Infer the rows and positions of each rank where the program does not describe them.
 
 They are told by value: what a rank's model takes are rows of what the model of the reference takes.
 """

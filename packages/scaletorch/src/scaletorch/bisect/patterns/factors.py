@@ -54,7 +54,7 @@ def _is_scaled(case: Case, factor: float, fitted: int, part: Part) -> bool:
 
 
 def _meanings(case: Case) -> dict[float, str]:
-    """Return factors that are likely, and what those that count something mean."""
+    """Return likely factors and their meaning, such as the number of ranks."""
     counts = [(len(g[0]), f"ranks of {axis}") for axis, g in case.groups.items() if len(g)]
     counts.append((len({p.piece.micro_batch for p in case.parts}), "micro-batches"))
     sizes: dict[int, list[str]] = {}

@@ -57,7 +57,7 @@ def has(subject: str) -> str:
 def where(case: Case, parts: Sequence[Part], masks: Sequence[Tensor] = ()) -> str:
     """Return ' at positions 8-11 of rows 0-15', or '' if all of the whole or of several parts.
 
-    Meant are the elements of a mask for each part; without masks those that are wrong.
+    The masks select elements of each part; without masks the wrong elements are selected.
     """
     masks = masks or [p.mask for p in parts]
     boxes = [box_of(mask) for mask in masks]
