@@ -151,10 +151,15 @@ def test_the_commands(run, tmp_path, capsys):
     assert main(["export", out, str(tmp_path / "hf")]) == 0
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "llama"
     capsys.readouterr()
-    assert main(["sample", str(tmp_path)]) == 2
+    (tmp_path / "empty").mkdir()
+    assert main(["sample", str(tmp_path / "empty")]) == 2
     text = capsys.readouterr().err
     assert text.startswith("InvalidArgumentError: ")
     assert text.endswith("has no checkpoint: train with --out and --save-every\n")
+    assert main(["sample", str(tmp_path / "hf")]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("CheckpointError: ")
+    assert "import_safetensors" in text
 
 
 def test_checkpoints_of_other_programs_and_damaged_ones(tmp_path):

@@ -58,7 +58,8 @@ def load_trained(folder: Path, tokenizer: Path | None = None) -> Trained:
 
     Raises:
         InvalidArgumentError: There is none, or the tokenizer is another.
-        CheckpointError: It is damaged, or of another program.
+        CheckpointError: It is damaged, or of another program, or the folder
+            holds something else.
     """
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     damage: list[str] = []
