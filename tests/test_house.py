@@ -46,7 +46,6 @@ def test_docstrings_are_plain(place):
 DIST = "packages/scaletorch-dist/src/scaletorch/dist"
 RAW = {
     f"{DIST}/transport/ways.py": "asks",
-    f"{DIST}/transport/neighbours.py": "an int64 of the host, on gloo",
     f"{DIST}/mpi/group.py": "a backend",
     f"{DIST}/world/hosts.py": "a float32 of the host, below the collectives",
     "packages/scaletorch/src/scaletorch/plan/describing/world.py": "torch's own call, described",

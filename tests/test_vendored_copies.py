@@ -3,7 +3,6 @@
 import copy
 import importlib
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -35,23 +34,6 @@ def hosts(tmp_path_factory):
     sys.path.insert(0, str(folder))
     yield folder
     sys.path.remove(str(folder))
-
-
-def reduce_in_shared_memory():
-    """Rank 0 does its part of the second call first, and rank 1 that of the first."""
-    rank, works = c10d.get_rank(), []
-    for number, name in enumerate(COPIES):
-        memory = of(name, "dist.transport.joining").node_memory(c10d.group.WORLD)
-        data = torch.full((2,), 10.0**number * (rank + 1))
-        works.append(memory.all_reduce(data, [1, 1], start=None))
-    for _ in range(20 if rank == 0 else 0):
-        works[1].is_completed()
-        time.sleep(0.01)
-    return [work.wait().tolist() for work in works]
-
-
-def test_both_work_in_one_shared_memory():
-    assert run_ranks(reduce_in_shared_memory, 2) == [[[3.0, 3.0], [30.0, 30.0]]] * 2
 
 
 class Chain(nn.Module):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import wraps
 from typing import Any
 from unittest import mock
 
@@ -17,9 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from scaletorch.dist.transport.neighbours import Neighbours
-from scaletorch.dist.transport.node_memory import NodeMemory
 
 from .turns import Run
 
@@ -61,19 +56,6 @@ class _Count(TorchDispatchMode):
             self.sent += passes * whole * (size - 1) // size if direct is None else direct * whole
         return result
 
-    def read(self, memory: Any, data: Tensor, rank: int, address: int) -> None:
-        """Count what a rank reads out of another's memory: as much is read of its own."""
-        self.sent += data.nbytes if rank != memory.group.rank() else 0
-
-    def pass_on(self, passes: int) -> Callable[..., None]:
-        """Return what counts a call through memory that all ranks map."""
-
-        def count(memory: Any, data: Tensor, counts: Sequence[int], **_: Any) -> None:
-            own = counts[memory.group.rank()] * data.element_size()
-            self.sent += passes * own * (memory.group.size() - 1)
-
-        return count
-
 
 def _bytes(value: object) -> int:
     """Return the size of a tensor, or of all tensors in lists."""
@@ -85,31 +67,12 @@ def sent(run: Run) -> int:
     """Return the bytes that this rank sends in a call, were each collective a ring over all ranks.
 
     Of n ranks, all_gather, reduce_scatter and all_to_all of B bytes (the larger of what goes in
-    and what comes out) send B (n - 1) / n; all_reduce sends twice as much, on two ranks B. What
-    goes through the memory of this host is counted by what ranks read and write there of others.
+    and what comes out) send B (n - 1) / n; all_reduce sends twice as much, on two ranks B.
     """
     count = _Count()
-    with count, ExitStack() as stack:
-        for owner, name, note in (
-            (Neighbours, "read", count.read),
-            (NodeMemory, "all_reduce", count.pass_on(2)),
-            (NodeMemory, "reduce_scatter", count.pass_on(1)),
-            (NodeMemory, "all_gather", count.pass_on(1)),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, _noted(getattr(owner, name), note)))
+    with count:
         run()
     return count.sent
-
-
-def _noted(call: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
-    """Return a call of which each is noted, with its arguments."""
-
-    @wraps(call)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        note(*args, **kwargs)
-        return call(*args, **kwargs)
-
-    return wrapper
 
 
 def exposed(run: Run) -> float:

@@ -12,8 +12,6 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scaletorch.dist.transport.node_memory import NodeMemory
-
 from .gauges import METHOD
 
 Span = tuple[float, float]
@@ -145,6 +143,4 @@ def _patched(record: _Record) -> Iterator[None]:
             method = record.call(getattr(dist.ProcessGroup, name))
             stack.enter_context(mock.patch.object(dist.ProcessGroup, name, method))
         stack.enter_context(mock.patch.object(dist.Work, "wait", record.wait(dist.Work.wait)))
-        add_up = record.wait(NodeMemory._act)  # this thread's own part of a reduction in memory
-        stack.enter_context(mock.patch.object(NodeMemory, "_act", add_up))
         yield

@@ -63,7 +63,6 @@ def buckets(group):
 
 
 def fewer():
-    os.environ["SCALETORCH_SHARED_MEMORY"] = "0"
     os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
     group = c10d.new_group()
     flat = buckets(group)

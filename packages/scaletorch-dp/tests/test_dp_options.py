@@ -136,10 +136,8 @@ def check_one_rounding(stage):
         assert torch.equal(parameter.grad, total.bfloat16())
 
 
-@pytest.mark.parametrize("shared", ["0", "1"])
 @pytest.mark.parametrize("stage", [0, 2])
-def test_sums_of_16_bit_gradients_are_rounded_once(stage, shared, monkeypatch):
-    monkeypatch.setenv("SCALETORCH_SHARED_MEMORY", shared)
+def test_sums_of_16_bit_gradients_are_rounded_once(stage):
     run_ranks(check_one_rounding, 4, stage)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from itertools import islice
 
 from planned import (
@@ -40,8 +39,6 @@ def main() -> int:
     parser.add_argument("--kind", choices=KINDS, help="one alone")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
     given = parser.parse_args()
-    # Ranks of one machine would not send gradients but read each other's memory.
-    os.environ["SCALETORCH_SHARED_MEMORY"] = "0"
     wrong = total = 0
     for kind in (given.kind,) if given.kind else KINDS:
         draw, measure, compare = KINDS[kind]

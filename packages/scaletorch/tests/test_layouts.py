@@ -24,7 +24,6 @@ from scaletorch.parallel.pg_manager import (
 
 BATCH, LENGTH, STEPS = 8, 12, 2
 BOUND = 1e-10
-MESSAGES = {"SCALETORCH_SHARED_MEMORY": "0"}  # gradients are sent, as between hosts
 
 
 def sizes(tied, num_layers=4):
@@ -157,7 +156,7 @@ def idle(layout, *arguments):
 def test_a_rank_that_does_nothing_is_noticed(layout):
     arguments = layout, sizes(False), 2, "1f1b"
     expected = reference(*arguments[1:3])
-    for results in zip(*run_ranks(idle, layout[0], *arguments, env=MESSAGES), strict=True):
+    for results in zip(*run_ranks(idle, layout[0], *arguments), strict=True):
         with pytest.raises(AssertionError):
             compare(results, expected, layout)
 

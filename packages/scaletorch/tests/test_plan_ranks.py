@@ -29,12 +29,6 @@ def _imported():
     preload("planned")  # by all ranks at once
 
 
-@pytest.fixture(autouse=True)
-def _messages(monkeypatch):
-    """Ranks of one machine would not send gradients but read each other's memory."""
-    monkeypatch.setenv("SCALETORCH_SHARED_MEMORY", "0")
-
-
 @pytest.mark.parametrize(("ranks", "cases"), [(2, 3), (4, 5)])
 def test_ranks_hold_and_send_what_is_planned(ranks, cases):
     chosen = list(islice(drawn(0, ranks), cases))

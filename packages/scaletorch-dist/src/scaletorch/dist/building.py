@@ -1,9 +1,9 @@
 """What the strategies take of this package beside its users' names, for whoever builds another.
 
-Agreement over ranks, sums and messages that a strategy puts together itself, memory that the ranks
-of a host share, and functions that ranks find by name. It is recorded and versioned like the rest:
-a patch release changes nothing here, so that wheels of one series work together. All that is in no
-such module is this package's own.
+Agreement over ranks, sums and messages that a strategy puts together itself, and functions that
+ranks find by name. It is recorded and versioned like the rest: a patch release changes nothing
+here, so that wheels of one series work together. All that is in no such module is this package's
+own.
 """
 
 from .agreement import agree, caught
@@ -17,13 +17,12 @@ from .differences import relative_error, worst
 from .naming import name_ranks
 from .ranks.locate import Locator, locate
 from .ranks.report import without_coordinates
-from .transport.flat_buffers import FlatBuffers
+from .transport.levels import is_staged
 from .wire.port import acting_for
 from .wire.sums import even_parts, sum_dtype
 from .world.one_per_process import one_per_process
 
 __all__ = [
-    "FlatBuffers",
     "Handle",
     "Locator",
     "Peer",
@@ -36,6 +35,7 @@ __all__ = [
     "enter_device",
     "even_parts",
     "hear_made",
+    "is_staged",
     "locate",
     "map_tensors",
     "name_ranks",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,11 +13,10 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed import ProcessGroup
 
 from .collectives.arguments import check_target
-from .collectives.reduce import all_reduce, unpack_into
+from .collectives.reduce import all_reduce
 from .errors import InvalidArgumentError, MismatchError
 from .objects.object_calls import all_gather_object
-from .transport.by_memory import MemoryWay, way_together
-from .wire.backend import broadcast_ints, gather_ints, on_wire, process_group
+from .wire.backend import broadcast_ints, gather_ints, process_group
 from .wire.checks import checking, compare, describe, tells_failure, who_says_what
 from .wire.ops import Op, op_name
 from .wire.recipes import recipe_for
@@ -118,13 +117,9 @@ def sync_random_seed(group: Group = None) -> int:
 def _reduce_all(
     tensors: Iterable[Tensor], op: Op, members: ProcessGroup, coalesce: bool, limit: int | None
 ) -> None:
-    """Reduce each tensor once, small ones in buckets.
-
-    Between neighbours all go in one turn; else all are under way before one is awaited.
-    """
+    """Reduce each tensor once, small ones in buckets; all are under way before one is awaited."""
     once = {id(tensor): tensor for tensor in tensors}.values()
     distinct = [tensor.detach() if tensor.requires_grad else tensor for tensor in once]
-    near = way_together(distinct, members)
     large: list[Tensor] = []
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in distinct:
@@ -132,31 +127,14 @@ def _reduce_all(
             small.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         else:
             large.append(tensor)
-    works = [] if near else [all_reduce(tensor, op, members, async_op=True) for tensor in large]
+    works = [all_reduce(tensor, op, members, async_op=True) for tensor in large]
     buckets = [bucket for alike in small.values() for bucket in _buckets(alike, limit)]
     flats = [_flatten_dense_tensors(bucket) for bucket in buckets]
-    if near:
-        _reduce_together(near, [*large, *flats], op)
-    else:
-        works += [all_reduce(flat, op, members, async_op=True) for flat in flats]
+    works += [all_reduce(flat, op, members, async_op=True) for flat in flats]
     for work in works:
         work.wait()
     for bucket, flat in zip(buckets, flats, strict=True):
         torch._foreach_copy_(bucket, list(_unflatten_dense_tensors(flat, bucket)))
-
-
-def _reduce_together(near: MemoryWay, tensors: Sequence[Tensor], op: Op) -> None:
-    """Reduce tensors in place, those of a dtype together, by host memory."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for data in tensors:
-        if data.numel():
-            by_dtype.setdefault(data.dtype, []).append(data)
-    for dtype, alike in by_dtype.items():
-        recipe = recipe_for(op, dtype)
-        buffers = [recipe.pack(on_wire(data, near.group)) for data in alike]
-        near.all_reduce_together(buffers, recipe)
-        for data, buffer in zip(alike, buffers, strict=True):
-            unpack_into(data, recipe, near.group.size(), buffer)
 
 
 def _buckets(tensors: list[Tensor], limit: int | None) -> list[list[Tensor]]:

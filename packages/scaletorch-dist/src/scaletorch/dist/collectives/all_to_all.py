@@ -119,8 +119,7 @@ def all_to_all_flat(
         _compare_pairs(sizes[0], sizes[1], members)
     sent = on_wire(data, members)
     done = given if sent is data else partial(_moved, data.device)
-    # Lengths differ from rank to rank: the way must not be chosen by them.
-    way = way_of(sent, members, True)
+    way = way_of(sent, members)
     return cast("Work[Tensor]", way.exchange(sent, counts, received_counts, done, True))
 
 
@@ -139,7 +138,7 @@ def _all_to_all(data: Tensor, group: Group = None, async_op: bool = False) -> Te
         return settled((), partial(_copied, data), async_op)
     sent = on_wire(data, members)
     done = partial(_moved, data.device)
-    return way_of(sent, members, async_op).all_to_all(sent, done, async_op)
+    return way_of(sent, members).all_to_all(sent, done, async_op)
 
 
 def _check_blocks(data: Tensor, members: ProcessGroup) -> None:
@@ -190,7 +189,7 @@ def _all_to_all_lists(
     joined = as_one(sent)
     sizes = [part.numel() for part in sent]
     done = partial(_distribute, recv_list, counts)
-    return way_of(joined, members, True).exchange(joined, sizes, counts, done, async_op)
+    return way_of(joined, members).exchange(joined, sizes, counts, done, async_op)
 
 
 def _compare_pairs(sent: list[int], received: list[int], members: ProcessGroup) -> None:

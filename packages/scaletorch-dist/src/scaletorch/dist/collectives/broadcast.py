@@ -51,7 +51,7 @@ def broadcast(
         return settled((), nothing, async_op)
     buffer = on_wire(data, members)
     done = arrived if mine else partial(bring_home, data.detach())
-    return way_of(buffer, members, async_op).broadcast(buffer, src, done, async_op)
+    return way_of(buffer, members).broadcast(buffer, src, done, async_op)
 
 
 @overload
@@ -101,7 +101,7 @@ def scatter(
     entries = [on_wire(entry, members) for entry in scatter_list or ()] if mine else None
     buffer = on_wire(data, members)
     done = partial(bring_home, data.detach())
-    return way_of(buffer, members, async_op).scatter(buffer, entries, src, done, async_op)
+    return way_of(buffer, members).scatter(buffer, entries, src, done, async_op)
 
 
 def _check_list_of_root(tensors: Any, data: Tensor, src: int, mine: bool, members: Group) -> None:

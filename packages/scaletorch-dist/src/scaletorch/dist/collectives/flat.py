@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError
-from ..transport.flat_buffers import FlatBuffers
-from ..transport.node_memory import NodeMemory
 from ..transport.ways import way_of
 from ..wire.backend import bring_home, on_wire, process_group
 from ..wire.checks import checking, compare, tells_failure
@@ -27,7 +25,7 @@ SCALED = {"sum": False, "mean": True}
 @tells_failure
 def all_reduce_flat(
     data: Tensor, op: str = "sum", group: ProcessGroup | None = None, *, ordered: bool = False,
-    start: Tensor | None = None, buffers: FlatBuffers | None = None,
+    start: Tensor | None = None,
 ) -> Work[Tensor]:  # fmt: skip
     """Sum a flat buffer over the ranks, in place and asynchronously.
 
@@ -41,7 +39,6 @@ def all_reduce_flat(
         ordered: Add in rank order on every backend, so that the bits depend on no partition.
         start: What the sum begins with (after division for `"mean"`), as long as `data`; only with
             `ordered`.
-        buffers: Of which `data` is, if of any.
 
     Returns:
         The work; its `wait()` gives `data`.
@@ -51,35 +48,30 @@ def all_reduce_flat(
     """
     if data.ndim != 1:
         raise InvalidArgumentError(f"all_reduce_flat takes a flat tensor, got {tuple(data.shape)}")
-    mean, members = _is_mean(op), process_group(group)
+    _is_mean(op)
+    members = process_group(group)
     size = 1 if members is None else members.size()
     wire = data if members is None else on_wire(data, members)
-    way = None if members is None else way_of(wire, members, True, buffers)
-    folded = ordered or (size > 1 and data.numel() > 0 and _is_narrow(wire))
-    if folded or isinstance(way, NodeMemory):
+    if ordered or (size > 1 and data.numel() > 0 and _is_narrow(wire)):
         counts = even_parts(data.numel(), size)
         own = parts_of(counts)[0 if members is None else members.rank()]
         first = None if start is None else start[own.start : own.stop]
-        if members is None or not isinstance(way, NodeMemory):
-            shard = reduce_scatter_flat(data, counts, op, group, ordered=ordered, start=first)
-            return Work((shard,), partial(_put_together, data, counts, own, group, shard))
-        if checking():
-            compare(members, "all_reduce_flat", data, op)
-        return way.all_reduce(data, counts, mean=mean, start=first)
+        shard = reduce_scatter_flat(data, counts, op, group, ordered=ordered, start=first)
+        return Work((shard,), partial(_put_together, data, counts, own, group, shard))
     if members is not None and checking():
         compare(members, "all_reduce_flat", data, op)
-    if way is None or size == 1 or not data.numel():
+    if members is None or size == 1 or not data.numel():
         return Work((), partial(given, data))
     recipe = recipe_for(op, wire.dtype)
     packed = wire if recipe.plain else recipe.pack(wire)
     done = partial(_unpacked_into, data, recipe, size)
-    return cast(Work[Tensor], way.all_reduce(packed, recipe, done, True))
+    return cast(Work[Tensor], way_of(packed, members).all_reduce(packed, recipe, done, True))
 
 
 @tells_failure
 def reduce_scatter_flat(
     data: Tensor, counts: Sequence[int], op: str = "sum", group: ProcessGroup | None = None, *,
-    ordered: bool = False, start: Tensor | None = None, buffers: FlatBuffers | None = None,
+    ordered: bool = False, start: Tensor | None = None,
 ) -> Work[Tensor]:  # fmt: skip
     """Sum each rank's part of a flat buffer over the ranks, asynchronously.
 
@@ -92,7 +84,6 @@ def reduce_scatter_flat(
         group: As there.
         ordered: As there.
         start: As there, but this rank's part.
-        buffers: As there.
 
     Returns:
         The work; its `wait()` gives this rank's part of the sum, new memory, 16-bit floats as
@@ -111,9 +102,7 @@ def reduce_scatter_flat(
     if checking():
         compare(members, "reduce_scatter_flat", data, list(counts), op, f"ordered={ordered}")
     wire = on_wire(data, members)
-    way = way_of(wire, members, True, buffers)
-    if isinstance(way, NodeMemory):
-        return way.reduce_scatter(wire, counts, mean=mean, start=start)
+    way = way_of(wire, members)
     if not ordered:
         done = partial(_summed, data.device, start, divisor, 1, True)
         recipe = recipe_for("sum", wire.dtype)
@@ -129,8 +118,6 @@ def all_gather_flat(
     counts: Sequence[int],
     group: ProcessGroup | None = None,
     async_op: bool = False,
-    *,
-    buffers: FlatBuffers | None = None,
 ) -> Work[None] | None:
     """Fill a flat buffer, of which every rank has its own part, with the parts of all, in place.
 
@@ -139,7 +126,6 @@ def all_gather_flat(
         counts: Elements of each rank's part; the parts lie in rank order.
         group: The default group by default.
         async_op: Return a Work at once; `data` is whole after its `wait()`.
-        buffers: Of which `data` is, if of any.
 
     Raises:
         InvalidArgumentError: The parts are not the buffer's.
@@ -152,11 +138,7 @@ def all_gather_flat(
     if checking():
         compare(members, "all_gather_flat", data, list(counts))
     wire = on_wire(data, members)
-    way = way_of(wire, members, async_op, buffers)
-    if isinstance(way, NodeMemory):
-        work = Work((way.all_gather(wire, counts),), nothing)
-        return work if async_op else work.wait()
-    return way.gather_flat(wire, counts, partial(bring_home, data), async_op)
+    return way_of(wire, members).gather_flat(wire, counts, partial(bring_home, data), async_op)
 
 
 def _check(data: Tensor, counts: Sequence[int], size: int, call: str) -> None:

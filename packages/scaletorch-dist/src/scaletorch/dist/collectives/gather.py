@@ -83,7 +83,7 @@ def _all_gather(
         return settled((), partial(_alone, data, members), async_op)
     own = on_wire(data, members)
     done = partial(_listed, data.device)
-    return way_of(own, members, async_op).all_gather(own, done, async_op)
+    return way_of(own, members).all_gather(own, done, async_op)
 
 
 def _all_gather_into(
@@ -101,7 +101,7 @@ def _all_gather_into(
         return settled((), partial(_fill, tensor_list, [tensor.detach()] * size), async_op)
     own = on_wire(tensor, members)
     done = partial(_fill, tensor_list)
-    return way_of(own, members, async_op).all_gather(own, done, async_op)
+    return way_of(own, members).all_gather(own, done, async_op)
 
 
 @overload
@@ -140,7 +140,7 @@ def gather(
         return settled((), partial(_alone, data, members, mine), async_op)
     own = on_wire(data, members)
     done = partial(_listed, data.device, mine=mine)
-    return way_of(own, members, async_op).gather(own, dst, done, async_op)
+    return way_of(own, members).gather(own, dst, done, async_op)
 
 
 def _alone(data: Tensor, members: Group, mine: bool = True) -> list[Tensor]:

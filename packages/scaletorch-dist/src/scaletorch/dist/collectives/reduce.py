@@ -65,7 +65,7 @@ def all_reduce(
         done: Callable[[Tensor], None] = partial(_in_place, data)
     else:
         done = partial(unpack_into, data.detach(), recipe, size)
-    return way_of(buffer, members, async_op).all_reduce(buffer, recipe, done, async_op)
+    return way_of(buffer, members).all_reduce(buffer, recipe, done, async_op)
 
 
 @overload
@@ -107,11 +107,10 @@ def reduce(
     data = data.detach()
     recipe = _recipe_on(op, data, members)
     buffer = recipe.pack(on_wire(data, members, reduced=True))
-    way = way_of(buffer, members, async_op)
-    if way.spoils and buffer.data_ptr() == data.data_ptr() and not mine:
+    if buffer.data_ptr() == data.data_ptr() and not mine:
         buffer = buffer.clone()  # backends leave partial results in it
     done = partial(unpack_into, data, recipe, size) if mine else arrived
-    return way.reduce(buffer, dst, recipe, done, async_op)
+    return way_of(buffer, members).reduce(buffer, dst, recipe, done, async_op)
 
 
 @overload
@@ -166,7 +165,7 @@ def reduce_scatter(
         return settled((), nothing, async_op)
     counts = [entry.numel() for entry in input_list]
     done = partial(unpack_into, output.detach(), recipe, size)
-    return way_of(flat, members, async_op).reduce_scatter(flat, counts, recipe, done, async_op)
+    return way_of(flat, members).reduce_scatter(flat, counts, recipe, done, async_op)
 
 
 def _recipe_on(op: Op, data: Tensor, group: ProcessGroup) -> Recipe:

@@ -28,8 +28,7 @@ from ..wire.sums import as_one, even_parts
 from ..wire.work import Work
 from ..world.hosts import ranks_by_node
 from ..world.info import get_timeout, group_ranks, info_of
-from .by_memory import Done
-from .ways import T, Way, arrived, way_of
+from .ways import Done, T, Way, arrived, way_of
 
 Stage = tuple[int, Callable[[bool], Any]]  # a column, and what makes a stage, given `async_op`
 INSIDE, ACROSS, BACK, OVER = range(4)  # columns of stages, each with a group of its own
@@ -109,18 +108,18 @@ class LevelsWay(Way):
         alike = recipe_for(recipe.run, flat.dtype)  # it is packed already
 
         def inside(later: bool) -> object:
-            way = way_of(flat, self.inside, later)
+            way = way_of(flat, self.inside)
             return way.reduce_scatter(flat, counts, alike, own.copy_, later)
 
         def across(later: bool) -> object:
             if not own.numel():
                 return None
-            way = way_of(own, self.across, True)  # no two of them share a host
+            way = way_of(own, self.across)
             call = way.reduce_here if self.across.size() == 2 else way.all_reduce
             return call(own, alike, own.copy_, later)
 
         def back(later: bool) -> object:
-            return way_of(flat, self.back, later).gather_flat(flat, counts, arrived, later)
+            return way_of(flat, self.back).gather_flat(flat, counts, arrived, later)
 
         stages = [(INSIDE, inside), (ACROSS, across), (BACK, back)]
         return self._make(stages, partial(done, buffer), async_op)
@@ -137,13 +136,13 @@ class LevelsWay(Way):
         found: list[Tensor] = []
 
         def inside(later: bool) -> object:
-            way = way_of(joined, self.inside, later)
+            way = way_of(joined, self.inside)
             return way.reduce_scatter(joined, sizes, recipe, found.append, later)
 
         def across(later: bool) -> object:
             mine = found.pop()
             alike = recipe_for(recipe.run, mine.dtype)
-            way = way_of(mine, self.across, later)
+            way = way_of(mine, self.across)
             return way.reduce_scatter(mine, own, alike, found.append, later)
 
         stages = [(INSIDE, inside), (ACROSS, across)]
@@ -160,11 +159,11 @@ class LevelsWay(Way):
         found: list[Tensor] = []
 
         def across(later: bool) -> object:
-            return way_of(own, self.across, later).all_gather(own, found.append, later)
+            return way_of(own, self.across).all_gather(own, found.append, later)
 
         def back(later: bool) -> object:
             column = found.pop()
-            return way_of(column, self.back, later).all_gather(column, found.append, later)
+            return way_of(column, self.back).all_gather(column, found.append, later)
 
         def finish() -> T:
             came = found.pop().flatten(0, 1)
@@ -189,11 +188,11 @@ class LevelsWay(Way):
         own.copy_(shards[self.group.rank()])
 
         def across(later: bool) -> object:
-            way = way_of(column, self.across, later)
+            way = way_of(column, self.across)
             return way.gather_flat(column, by_place[place], arrived, later)
 
         def back(later: bool) -> object:
-            return way_of(joined, self.back, later).gather_flat(joined, sizes, arrived, later)
+            return way_of(joined, self.back).gather_flat(joined, sizes, arrived, later)
 
         def finish() -> T:
             ordered = [shards[rank] for ranks in self.order for rank in ranks]
@@ -281,6 +280,11 @@ def use_hierarchy(group: ProcessGroup | None = None) -> bool:
     mine = next(node for node in places if members.rank() in node)
     info.levels = LevelsWay(members, found, order, mine)
     return True
+
+
+def is_staged(group: ProcessGroup | None) -> bool:
+    """Return whether a call on a group is several, inside nodes and across (`use_hierarchy`)."""
+    return group is not None and info_of(group).levels is not None
 
 
 def _places(members: ProcessGroup) -> list[list[int]] | None:

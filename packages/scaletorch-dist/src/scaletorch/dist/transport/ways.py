@@ -1,4 +1,4 @@
-"""How tensors travel: by a group's backend, by host memory or by levels of nodes.
+"""How tensors travel: by a group's backend, or by levels of nodes.
 
 What every call takes: contiguous tensors on the group's device, packed by a recipe to be
 reduced, and `done`, which is given the result and returns what the caller promised. An asynchronous
@@ -8,9 +8,9 @@ call returns a `Work` that does both, a synchronous one returns what `done` does
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeVar, overload
+from typing import TypeVar
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -37,60 +37,24 @@ from ..wire.recipes import Recipe
 from ..wire.sums import fold
 from ..wire.work import Work, settled
 from ..world.info import group_ranks, info_of, infos
-from . import neighbours
-from .by_memory import Done, Entries, MemoryWay, memory_way
-
-if TYPE_CHECKING:  # only builders of strategies have them
-    from .flat_buffers import FlatBuffers
-    from .node_memory import NodeMemory
 
 T = TypeVar("T")
+Done = Callable[[Tensor], T]
+Entries = Sequence[Tensor] | None  # one for each rank, on the rank that has them
 
 
-@overload
-def way_of(data: Tensor, group: ProcessGroup, async_op: Literal[True]) -> Way: ...
-@overload
-def way_of(data: Tensor, group: ProcessGroup, async_op: bool = ...) -> Way | MemoryWay: ...
-@overload
-def way_of(
-    data: Tensor, group: ProcessGroup, async_op: Literal[True], buffers: FlatBuffers | None
-) -> Way | NodeMemory: ...
-@overload
-def way_of(
-    data: Tensor, group: ProcessGroup, async_op: bool, buffers: FlatBuffers | None
-) -> Way | MemoryWay | NodeMemory: ...
-def way_of(
-    data: Tensor,
-    group: ProcessGroup,
-    async_op: bool = False,
-    buffers: FlatBuffers | None = None,
-) -> Way | MemoryWay | NodeMemory:
-    """Return how a call's tensor travels; every rank of the group asks, and for as many bytes.
-
-    Args:
-        data: The tensor, on the group's device.
-        group: The ranks.
-        async_op: Whether the call is to return at once.
-        buffers: Of which the tensor is, if of any.
-    """
-    if buffers is not None:
-        memory = buffers._memory
-        if memory is not None and data.is_cpu and data.numel() >= buffers._least:
-            return memory
+def way_of(data: Tensor, group: ProcessGroup) -> Way:
+    """Return how a call's tensor, on the group's device, travels."""
     try:
         info = infos[group]
     except KeyError:
         info = info_of(group)
-    if data.is_cpu:
-        device = "cpu"
-        if info.levels is not None:
-            return info.levels  # type: ignore[no-any-return]
-        if not async_op and data.numel() * data.element_size() >= neighbours.LEAST:
-            near = memory_way(group)
-            if near is not None:
-                return near
-    else:
+    if not data.is_cpu:
         device = data.device.type
+    elif info.levels is not None:
+        return info.levels  # type: ignore[no-any-return]
+    else:
+        device = "cpu"
     try:
         return info.ways[device]  # type: ignore[no-any-return]
     except KeyError:
@@ -107,12 +71,9 @@ class Way:
 
     Attributes:
         route: With which backend, and what that lacks.
-        spoils: Whether `reduce` may leave partial results in the tensors of other ranks.
     """
 
     __slots__ = ("_known", "route")
-
-    spoils = True
 
     def __init__(self, group: ProcessGroup, route: Route) -> None:
         self._known = weakref.ref(group)  # groups live for as long as others hold them
@@ -142,7 +103,7 @@ class Way:
     def reduce(
         self, buffer: Tensor, dst: int, recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
-        """Reduce a tensor to global rank `dst`; elsewhere `done` is given any values."""
+        """Reduce a tensor to global rank `dst`; elsewhere it and what `done` gets are arbitrary."""
         if self.lacks(recipe, buffer):
             return self.reduce_here(buffer, recipe, done, async_op)
         handle = raw_reduce(as_real(buffer), dst, recipe.raw, self.group, async_op)

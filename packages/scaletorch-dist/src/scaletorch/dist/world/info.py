@@ -37,7 +37,6 @@ class GroupInfo:
         nodes: A digest of each rank's node, in group order; None until asked for.
         routes: With which backend tensors travel, by the kind of their device.
         ways: How they travel then, by the kind of their device.
-        memory: The way by host memory: None if there is none, missing until asked for.
         levels: The way by levels of nodes; None unless `use_hierarchy` has found one.
     """
 
@@ -45,7 +44,6 @@ class GroupInfo:
     nodes: list[bytes] | None = None
     routes: dict[str, Any] = field(default_factory=dict)
     ways: dict[str, Any] = field(default_factory=dict)
-    memory: Any = ...
     levels: Any = None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NoReturn, Self
 from weakref import WeakSet
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from ...dist.building import FlatBuffers, agree, caught
+from ...dist.building import agree, caught
 from ...dist.errors import InvalidArgumentError, NonFiniteError, StateError
 from ..pg_manager import ModuleWrapper, axis_group
 from ..pg_manager.building import connect_all
@@ -76,8 +76,7 @@ class _DataParallel(ModuleWrapper):
                 "divide the loss by the global number of tokens, and sum"
             )
         reductions = [
-            self._agreed_reduction(module, named, each, settings, overlap=overlap)
-            for each, named in parts
+            self._agreed_reduction(module, named, each, settings) for each, named in parts
         ]
         super().__init__(module)
         self.wrapped = Wrapped(parameters)
@@ -94,8 +93,6 @@ class _DataParallel(ModuleWrapper):
         parameters: Named,
         group: ProcessGroup | None,
         settings: Settings,
-        *,
-        overlap: bool,
     ) -> Reduction:
         """Return how gradients are reduced over a group, whose ranks have the same parameters."""
         reduction = Reduction(settings.op, group, settings.reduce_dtype, settings.order)
@@ -107,8 +104,6 @@ class _DataParallel(ModuleWrapper):
         sync_initial_values([*parameters, *module.named_buffers()], settings.init_sync, group)
         if any(reduction.folds(settings.grad_type or each.dtype) for _, each in parameters):
             connect_all(group)
-        if overlap and settings.reduce_dtype is None:  # else copies of the buffers travel
-            return replace(reduction, buffers=FlatBuffers(group))
         return reduction
 
     @property

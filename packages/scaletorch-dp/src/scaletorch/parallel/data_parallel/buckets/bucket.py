@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ....dist import Work
-from ....dist.building import FlatBuffers
 from .reduction import Reduction
 from .slot import Slot
 
@@ -36,8 +35,6 @@ class Bucket:
         self.length = -(-self.elements // multiple) * multiple
         self.launched = False
         self.keeps_buffer = True
-        self._buffers = FlatBuffers()
-        self._slot: int | None = None
         self._places = dict(zip((s.index for s in self.slots), self._starts(), strict=True))
         self._buffer: Tensor | None = None  # has this rank's own gradients
         self._sent: Tensor | None = None  # read and written by the reduction that is under way
@@ -51,22 +48,17 @@ class Bucket:
             slot.buffer_dtype = dtype
         self.reset()
 
-    def use(self, reduction: Reduction) -> None:
-        """Take buffers in memory that a reduction chooses."""
-        self._buffers, self._slot = reduction.buffers, reduction.buffers.slot()
-
     @contextmanager
-    def widened(self, reduction: Reduction) -> Iterator[None]:
-        """Hold gradients in float32 at the least for a while, in memory of another reduction."""
-        before = self.dtype, self._buffers, self._slot
+    def widened(self) -> Iterator[None]:
+        """Hold gradients in float32 at the least for a while."""
+        before = self.dtype
         self.dtype = torch.promote_types(self.dtype, torch.float32)
-        self.use(reduction)
         for slot in self.slots:
             slot.convert(self.dtype)
         try:
             yield
         finally:
-            self.dtype, self._buffers, self._slot = before
+            self.dtype = before
             self._buffer = self._spare = None
             for slot in self.slots:
                 slot.convert(self.dtype)
@@ -206,9 +198,7 @@ class Bucket:
         return self._buffer
 
     def _new_buffer(self) -> Tensor:
-        slot = self._slot if self.keeps_buffer else None
-        device = self.slots[0].parameter.device
-        return self._buffers.empty(self.length, self.dtype, device, slot)
+        return torch.empty(self.length, dtype=self.dtype, device=self.slots[0].parameter.device)
 
 
 def _is_finite(gradient: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ....dist import all_reduce, broadcast, group_ranks
-from ....dist.building import FlatBuffers
 from ....dist.errors import MismatchError, NonFiniteError
 from ...pg_manager import describe_rank
 from ..culprits import name_culprits, share_names
@@ -55,9 +54,6 @@ class BucketManager:
     def use_buckets(self, buckets: Iterable[Bucket]) -> None:
         """Take other buckets over the same slots; nothing may be under way."""
         self.buckets = tuple(buckets)
-        self.reduction.buffers.forget()
-        for bucket in self.buckets:
-            bucket.use(self.reduction)
         self._next, self._expected = 0, self.buckets
         self._travelling: list[Bucket] = []  # whose memory may be given up before all have arrived
         self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
@@ -74,12 +70,12 @@ class BucketManager:
         The order of a first backward is not taken from one that runs meanwhile.
         """
         before = self.reduction, self.order
-        self.reduction = replace(self.reduction, dtype=None, buffers=FlatBuffers())
+        self.reduction = replace(self.reduction, dtype=None)
         self.order = None
         try:
             with ExitStack() as wider:
                 for bucket in self.buckets:
-                    wider.enter_context(bucket.widened(self.reduction))
+                    wider.enter_context(bucket.widened())
                 yield
         finally:
             self.reduction, self.order = before

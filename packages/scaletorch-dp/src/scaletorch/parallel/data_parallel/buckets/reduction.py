@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,10 +12,10 @@ from torch.distributed import ProcessGroup
 
 from ....dist import Work, get_rank, get_world_size
 from ....dist.building import (
-    FlatBuffers,
     all_gather_flat,
     all_reduce_flat,
     even_parts,
+    is_staged,
     reduce_scatter_flat,
     sum_dtype,
 )
@@ -35,14 +35,12 @@ class Reduction:
         dtype: To which buffers are cast while they travel; None leaves them as they are.
         order: `"any"`, the backend's, or `"rank"`: each element is what was there before,
             plus rank 0's, plus rank 1's, and so on, whatever the buckets and the backend.
-        buffers: Makes the memory that is reduced, and knows how it travels.
     """
 
     op: str
     group: ProcessGroup | None
     dtype: torch.dtype | None = None
     order: str = "any"
-    buffers: FlatBuffers = field(default_factory=FlatBuffers)
 
     def __post_init__(self) -> None:
         for name, value, known in (("op", self.op, OPS), ("order", self.order, ORDERS)):
@@ -69,11 +67,8 @@ class Reduction:
     @property
     def least_buckets(self) -> int:
         """Into how many buckets a model's gradients go at least, if these do not get too small."""
-        # Messages travel while backward goes on, but each costs the computation a little; memory is
-        # read by whoever computes.
-        if self.buffers.shared:
-            return 3
-        return 4 if self.buffers.staged else 8
+        # Messages travel while backward goes on, but each costs the computation a little.
+        return 4 if is_staged(self.group) else 8
 
     def folds(self, dtype: torch.dtype) -> bool:
         """Return whether each rank adds up its shard of a buffer of `dtype`, and sends it to all.
@@ -89,7 +84,7 @@ class Reduction:
 
     def gather(self, data: Tensor, counts: list[int]) -> Work[Any]:
         """Start filling a flat tensor, of which each rank has its shard, with the shards of all."""
-        work = all_gather_flat(data, counts, self.group, async_op=True, buffers=self.buffers)
+        work = all_gather_flat(data, counts, self.group, async_op=True)
         return work if isinstance(work, Work) else Work((), lambda: None)
 
     def whole(self, buffer: Tensor, before: Tensor | None) -> Work[Tensor]:
@@ -100,10 +95,7 @@ class Reduction:
             before: With which the sum begins; only if it is in rank order.
         """
         wire = self._wire(buffer)
-        work = all_reduce_flat(
-            wire, self.op, group=self.group, ordered=self.ordered, start=before,
-            buffers=self.buffers,
-        )  # fmt: skip
+        work = all_reduce_flat(wire, self.op, group=self.group, ordered=self.ordered, start=before)
         return work if wire is buffer else Work((work,), lambda: buffer.copy_(wire))
 
     def shard(self, buffer: Tensor, counts: list[int], before: Tensor | None) -> Work[Tensor]:
@@ -116,9 +108,8 @@ class Reduction:
         """
         wire = self._wire(buffer)
         return reduce_scatter_flat(
-            wire, counts, self.op, self.group, ordered=self.ordered, start=before,
-            buffers=self.buffers,
-        )  # fmt: skip
+            wire, counts, self.op, self.group, ordered=self.ordered, start=before
+        )
 
     def even(self, elements: int) -> list[int]:
         """Return each rank's number of elements, even but for the last ones."""

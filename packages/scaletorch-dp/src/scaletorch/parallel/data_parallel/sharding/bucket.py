@@ -222,8 +222,7 @@ class ShardedBucket(Bucket):
     @torch.no_grad()
     def _move_parameters(self) -> Tensor:
         first = self.slots[0].parameter
-        buffers = self.reduction.buffers
-        values = buffers.empty(self.length, first.dtype, first.device, buffers.slot())
+        values = torch.empty(self.length, dtype=first.dtype, device=first.device)
         values.zero_()
         for slot, view in self._views(values):
             view.copy_(slot.parameter)
