@@ -11,11 +11,16 @@ from torch.distributed.run import parse_args
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError
 from scaletorch.dist.bench.__main__ import main, size
-from scaletorch.dist.bench.axes import axis_group, parse_grid
 from scaletorch.dist.bench.cases import CASES
-from scaletorch.dist.bench.fit import constants, fit
-from scaletorch.dist.bench.measure import Row, sizes_between
-from scaletorch.dist.bench.table import constants_text
+from scaletorch.dist.bench.measure import (
+    Row,
+    axis_group,
+    constants,
+    constants_text,
+    fit,
+    parse_grid,
+    sizes_between,
+)  # fmt: skip
 from scaletorch.dist.testing import run_ranks
 
 BENCH = [sys.executable, "-m", "scaletorch.dist.bench"]
@@ -85,14 +90,12 @@ def bench(*arguments):
     return done.stdout
 
 
-def test_a_whole_run_prints_a_table_and_writes_json_and_a_picture(tmp_path):
-    pytest.importorskip("matplotlib")
-    data, picture = tmp_path / "out.json", tmp_path / "out.png"
-    text = bench("--ranks", "2", *QUICK, "--json", str(data), "--plot", str(picture))
+def test_a_whole_run_prints_a_table_and_writes_json(tmp_path):
+    data = tmp_path / "out.json"
+    text = bench("--ranks", "2", *QUICK, "--json", str(data))
     written = json.loads(data.read_text())
     assert set(written["constants"]) == set(CASES) == {row["call"] for row in written["rows"]}
     assert all(f"\n{name} " in text for name in CASES)
-    assert picture.read_bytes().startswith(b"\x89PNG")
     assert written["conditions"]["ranks"] == 2
     for row in written["rows"]:
         assert 0 < row["least"] <= row["seconds"] < 60
@@ -134,14 +137,6 @@ def test_mistakes_are_told(arguments, message, capfd, monkeypatch):
         main(arguments)
     assert stopped.value.code
     assert message in capfd.readouterr().err
-
-
-def test_no_picture_without_matplotlib(monkeypatch, capfd):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        main(["--ranks", "2", "--plot", "out.png"])
-    assert "pip install 'scaletorch-dist[plot]'" in capfd.readouterr().err
 
 
 def test_constants_that_are_noise_are_marked():

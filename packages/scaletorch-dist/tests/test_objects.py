@@ -226,17 +226,6 @@ def test_the_environment_allows_pickle(monkeypatch, value, allowed):
     assert packing.pickle_allowed(False) is False
 
 
-def test_pickling_is_logged_once_for_each_type(monkeypatch, caplog):
-    monkeypatch.setattr(packing, "_logged", set())
-    caplog.set_level("INFO", "scaletorch.dist")
-    for data in (Text("a"), [Text("b"), Text("c")], 1, {"a": Unspeakable}, "plain"):
-        content, _ = packing.dump_object(data)
-        assert packing.load_object(content) == data
-    first, second = caplog.messages
-    assert re.match(r"\S*Text is not plain: pickled", first)
-    assert re.match("builtins.type is not plain", second)
-
-
 @pytest.mark.parametrize("sizes", [(5, 200_000, 70), (300_000, 5, 0), (400_000, 400_000, 399_000)])
 @pytest.mark.parametrize("pickled", [False, True])
 def test_uneven_sizes(monkeypatch, sizes, pickled):

@@ -15,12 +15,7 @@ from ..errors import ScaletorchError
 from ..launchers.environment import infer_launcher
 from ..ranks import launch
 from .cases import CASES
-from .measure import sizes_between
-from .plot import require_matplotlib
-from .report import report
-from .run import Options
-
-_UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
+from .measure import report, sizes_between
 
 
 def size(text: str) -> int:
@@ -28,7 +23,7 @@ def size(text: str) -> int:
     match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:i?B)?", text, re.IGNORECASE)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size such as 8, 64K, 64M or 1G")
-    return int(match[1]) << _UNITS[match[2].upper()]
+    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
 
 
 def most(text: str) -> int | None:
@@ -36,14 +31,14 @@ def most(text: str) -> int | None:
     return None if text == "memory" else size(text)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line; torchrun takes an option --max for one of its own."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, on ranks of our own or as one of a launcher's."""
     reads = argparse.ArgumentParser(
         prog=f"python -m {__package__}",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = reads.add_argument
+    add = reads.add_argument  # torchrun takes an option --max for one of its own
     add("--ranks", type=int, metavar="N", help="start N ranks here; else a launcher has")
     add("--calls", nargs="+", choices=list(CASES), default=list(CASES), metavar="CALL",
         help=f"of {', '.join(CASES)}; all by default")  # fmt: skip
@@ -56,36 +51,17 @@ def parser() -> argparse.ArgumentParser:
     add("--grid", default="", metavar="AXES", help="such as tp=2,dp=2: groups along --axis")
     add("--axis", default="", help="of the grid")
     add("--json", metavar="FILE", help="write rows and constants")
-    add("--plot", metavar="FILE", help="write a picture; needs matplotlib")
-    return reads
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, on ranks of our own or as one of a launcher's."""
-    reads = parser()
     given = reads.parse_args(arguments)
-    options = Options(
-        calls=tuple(given.calls),
-        least=given.min_size,
-        most=given.max_size,
-        factor=given.factor,
-        seconds=given.seconds,
-        backend=given.backend,
-        grid=given.grid,
-        axis=given.axis,
-    )
     if bool(given.grid) != bool(given.axis):
         reads.error("--grid and --axis go together")
     if given.ranks is None and infer_launcher() == "none":
         reads.error("start it with a launcher (torchrun, srun, mpirun), or give --ranks")
     try:
-        sizes_between(options.least, options.most or sys.maxsize, options.factor)
-        if given.plot:
-            require_matplotlib()
+        sizes_between(given.min_size, given.max_size or sys.maxsize, given.factor)
         if given.ranks is None:
-            report(options, given.json, given.plot)
+            report(given)
         else:
-            launch(report, given.ranks, options, given.json, given.plot, init=False)
+            launch(report, given.ranks, given, init=False)
     except ScaletorchError as error:
         reads.exit(1, f"{error}\n")
 

@@ -16,7 +16,6 @@ from torch.distributed import ProcessGroup
 
 from .. import dist
 from ..collectives.barrier import barrier
-from ..world.info import group_ranks
 
 Run = Callable[[], Any]
 
@@ -29,25 +28,27 @@ class Place(NamedTuple):
     ranks: tuple[int, ...]
     device: torch.device
 
+    def data(self, size: int) -> Tensor:
+        """Return a tensor of so many bytes."""
+        return torch.zeros(size // 4, device=self.device)
+
 
 class Case(NamedTuple):
     """One call.
 
     Attributes:
-        make: Place, bytes → what runs it once.
+        make: Place, bytes, bytes of one rank's share → what runs it once.
         factor: Ranks → bytes that the busiest link carries for each byte of size.
         steps: Ranks → messages one after another, on a ring or (rooted calls) a binary tree.
-        split: Whether the size is cut into one part a rank.
+        split: Whether the size is cut into one share a rank.
         unit: Bytes that the size is rounded up to a multiple of.
-        largest: Bytes beyond which it is not measured; None for no limit.
     """
 
-    make: Callable[[Place, int], Run]
+    make: Callable[[Place, int, int], Run]
     factor: Callable[[int], float]
     steps: Callable[[int], int]
     split: bool = False
     unit: int = 4
-    largest: int | None = None
 
     def size(self, asked: int, ranks: int) -> int:
         """Return the bytes that are measured where `asked` were asked for."""
@@ -55,69 +56,49 @@ class Case(NamedTuple):
         return max(1, math.ceil(asked / unit)) * unit
 
 
-def place_of(group: ProcessGroup, device: torch.device) -> Place:
-    """Return this rank's place in a group."""
-    return Place(group, group.rank(), group_ranks(group), device)
+def _in_place(call: Callable[..., Any]) -> Callable[[Place, int, int], Run]:
+    def make(place: Place, size: int, share: int) -> Run:
+        data, root = place.data(size), "src" if call is dist.broadcast else "dst"
+        rooted = {} if call is dist.all_reduce else {root: place.ranks[0]}
+        return lambda: call(data, group=place.group, **rooted)
+
+    return make
 
 
-def _data(place: Place, size: int) -> Tensor:
-    return torch.zeros(size // 4, device=place.device)
+def _joining(call: Callable[..., Any]) -> Callable[[Place, int, int], Run]:
+    def make(place: Place, size: int, share: int) -> Run:
+        own = place.data(share)
+        rooted = {"dst": place.ranks[0]} if call is dist.gather else {}
+        return lambda: call(own, group=place.group, **rooted)
+
+    return make
 
 
-def _parts(place: Place, size: int) -> list[Tensor]:
-    return list(_data(place, size).chunk(len(place.ranks)))
+def _scatter(place: Place, size: int, share: int) -> Run:
+    own, entries = place.data(share), list(place.data(size).chunk(len(place.ranks)))
+    return lambda: dist.scatter(own, entries, place.ranks[0], place.group)
 
 
-def _all_reduce(place: Place, size: int) -> Run:
-    data = _data(place, size)
-    return lambda: dist.all_reduce(data, group=place.group)
+def _reduce_scatter(place: Place, size: int, share: int) -> Run:
+    own, entries = place.data(share), list(place.data(size).chunk(len(place.ranks)))
+    return lambda: dist.reduce_scatter(own, entries, group=place.group)
 
 
-def _reduce(place: Place, size: int) -> Run:
-    data = _data(place, size)
-    return lambda: dist.reduce(data, place.ranks[0], group=place.group)
-
-
-def _broadcast(place: Place, size: int) -> Run:
-    data = _data(place, size)
-    return lambda: dist.broadcast(data, place.ranks[0], place.group)
-
-
-def _all_gather(place: Place, size: int) -> Run:
-    own = _data(place, size // len(place.ranks))
-    return lambda: dist.all_gather(own, place.group)
-
-
-def _gather(place: Place, size: int) -> Run:
-    own = _data(place, size // len(place.ranks))
-    return lambda: dist.gather(own, place.ranks[0], place.group)
-
-
-def _scatter(place: Place, size: int) -> Run:
-    own, parts = _data(place, size // len(place.ranks)), _parts(place, size)
-    return lambda: dist.scatter(own, parts, place.ranks[0], place.group)
-
-
-def _reduce_scatter(place: Place, size: int) -> Run:
-    own, parts = _data(place, size // len(place.ranks)), _parts(place, size)
-    return lambda: dist.reduce_scatter(own, parts, group=place.group)
-
-
-def _all_to_all(place: Place, size: int) -> Run:
-    data = _data(place, size)
+def _all_to_all(place: Place, size: int, share: int) -> Run:
+    data = place.data(size)
     return lambda: dist.all_to_all(data, place.group)
 
 
-def _send_recv(place: Place, size: int) -> Run:
+def _send_recv(place: Place, size: int, share: int) -> Run:
     """Every rank sends to the next and receives from the one before."""
-    sent, received, count = _data(place, size), _data(place, size), len(place.ranks)
+    sent, received, count = place.data(size), place.data(size), len(place.ranks)
     after, before = (place.ranks[(place.rank + step) % count] for step in (1, -1))
     return lambda: dist.exchange([(sent, after)], [(received, before)], place.group)
 
 
-def _ping_pong(place: Place, size: int) -> Run:
+def _ping_pong(place: Place, size: int, share: int) -> Run:
     """The first two ranks send a message to and fro; half of the time is one way's."""
-    data, (first, second, *_) = _data(place, size), place.ranks
+    data, (first, second, *_) = place.data(size), place.ranks
 
     def serve() -> None:
         dist.send(data, second, place.group)
@@ -127,38 +108,30 @@ def _ping_pong(place: Place, size: int) -> Run:
         dist.recv(data, first, place.group)
         dist.send(data, first, place.group)
 
-    return {0: serve, 1: answer}.get(place.rank, _nothing)
+    return {0: serve, 1: answer}.get(place.rank, lambda: None)
 
 
-def _nothing() -> None:
-    pass
-
-
-def _barrier(place: Place, size: int) -> Run:
+def _barrier(place: Place, size: int, share: int) -> Run:
     return lambda: barrier(place.group)
 
 
-def _all_gather_object(place: Place, size: int) -> Run:
-    data = bytes(size // len(place.ranks))
+def _all_gather_object(place: Place, size: int, share: int) -> Run:
+    data = bytes(share)
     return lambda: dist.all_gather_object(data, place.group)
 
 
-def _gather_object(place: Place, size: int) -> Run:
-    data = bytes(size // len(place.ranks))
+def _gather_object(place: Place, size: int, share: int) -> Run:
+    data = bytes(share)
     return lambda: dist.gather_object(data, place.ranks[0], place.group)
 
 
-def _broadcast_object(place: Place, size: int) -> Run:
+def _broadcast_object(place: Place, size: int, share: int) -> Run:
     data = [bytes(size)]
     return lambda: dist.broadcast_object_list(data, place.ranks[0], place.group)
 
 
 def _share(ranks: int) -> float:
     return (ranks - 1) / ranks
-
-
-def _twice(ranks: int) -> float:
-    return 2 * _share(ranks)
 
 
 def _once(ranks: int) -> float:
@@ -169,32 +142,23 @@ def _ring(ranks: int) -> int:
     return ranks - 1
 
 
-def _both_ways(ranks: int) -> int:
-    return 2 * (ranks - 1)
-
-
 def _tree(ranks: int) -> int:
     return math.ceil(math.log2(ranks))
 
 
-def _one(ranks: int) -> int:
-    return 1
-
-
 CASES: dict[str, Case] = {
-    "all_reduce": Case(_all_reduce, _twice, _both_ways),
-    "reduce": Case(_reduce, _once, _tree),
-    "broadcast": Case(_broadcast, _once, _tree),
-    "all_gather": Case(_all_gather, _share, _ring, split=True),
-    "gather": Case(_gather, _share, _ring, split=True),
+    "all_reduce": Case(_in_place(dist.all_reduce), lambda n: 2 * _share(n), lambda n: 2 * (n - 1)),
+    "reduce": Case(_in_place(dist.reduce), _once, _tree),
+    "broadcast": Case(_in_place(dist.broadcast), _once, _tree),
+    "all_gather": Case(_joining(dist.all_gather), _share, _ring, split=True),
+    "gather": Case(_joining(dist.gather), _share, _ring, split=True),
     "scatter": Case(_scatter, _share, _ring, split=True),
     "reduce_scatter": Case(_reduce_scatter, _share, _ring, split=True),
     "all_to_all": Case(_all_to_all, _share, _ring, split=True),
-    "send_recv": Case(_send_recv, _once, _one),
-    "ping_pong": Case(_ping_pong, _once, _one),
-    "barrier": Case(_barrier, _once, _both_ways, largest=0),
+    "send_recv": Case(_send_recv, _once, lambda n: 1),
+    "ping_pong": Case(_ping_pong, _once, lambda n: 1),
+    "barrier": Case(_barrier, _once, lambda n: 2 * (n - 1)),
     "all_gather_object": Case(_all_gather_object, _share, _ring, split=True, unit=1),
     "gather_object": Case(_gather_object, _share, _ring, split=True, unit=1),
     "broadcast_object_list": Case(_broadcast_object, _once, _tree, unit=1),
 }
-MESSAGES_THERE_AND_BACK = {"ping_pong"}

@@ -1,21 +1,39 @@
-"""Measuring one call at one size: rounds of many calls, of which the slowest rank counts."""
+"""One run on the ranks: measured calls, the constants of each, and both as tables and JSON."""
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
+import os
+import platform
 import statistics
+import sys
 import time
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as c10d
+from torch.distributed import ProcessGroup
 
-from ..collectives.reduce import all_reduce
-from ..devices import get_comm_device, synchronize
+from .. import dist
+from ..devices import default_backend, get_comm_device, synchronize
 from ..errors import InvalidArgumentError
-from .cases import CASES, MESSAGES_THERE_AND_BACK, Place, Run
+from ..startup.initialize import cleanup_dist, init_dist
+from ..world.hosts import get_local_size
+from ..world.info import get_backend, get_rank, get_timeout, get_world_size, group_ranks
+from .cases import CASES, Place, Run
 
+ORDER = ("dp", "pp", "cp", "tp")  # axes of a grid: ranks next to each other differ in the last
+COPIES = 6  # of a size that a rank may need at once
 ROUNDS = 5
 MOST_CALLS = 500  # in one round
+DOUBTFUL = 0.3  # constants with larger relative errors say nothing
+HEAD = (
+    f"{'call':22}{'size':>10}{'time µs':>11}{'least µs':>11}{'alg GB/s':>10}{'bus GB/s':>10}"
+    f"{'calls':>8}"
+)
 
 
 class Row(NamedTuple):
@@ -39,6 +57,63 @@ class Row(NamedTuple):
     bus_bandwidth: float
     calls: int
 
+    def __str__(self) -> str:
+        """Return a line of the table."""
+        times = f"{self.seconds * 1e6:11.1f}{self.least * 1e6:11.1f}"
+        widths = f"{self.algorithm_bandwidth / 1e9:10.3f}{self.bus_bandwidth / 1e9:10.3f}"
+        size = f"{self.size} B"
+        for exponent, unit in ((10, "KiB"), (20, "MiB"), (30, "GiB")):
+            if self.size and self.size % (1 << exponent) == 0:
+                size = f"{self.size >> exponent} {unit}"
+        return f"{self.call:22}{size:>10}{times}{widths}{self.calls:8}"
+
+
+def parse_grid(text: str) -> dict[str, int]:
+    """Read `tp=2,dp=2`; the axes in the order of the grid.
+
+    Raises:
+        InvalidArgumentError: An unknown axis, one twice, or a size that is none.
+    """
+    sizes: dict[str, int] = {}
+    for entry in text.split(","):
+        name, _, size = entry.strip().partition("=")
+        if name not in ORDER or name in sizes or not size.isdigit() or int(size) < 1:
+            message = (
+                f"--grid needs axes such as tp=2,dp=2, each of {', '.join(ORDER)} at most once, "
+                f"got {text!r}"
+            )
+            raise InvalidArgumentError(message)
+        sizes[name] = int(size)
+    return {name: sizes[name] for name in ORDER if name in sizes}
+
+
+def axis_group(grid: dict[str, int], axis: str) -> ProcessGroup:
+    """Return this rank's group along an axis; every rank of the world calls this.
+
+    Raises:
+        InvalidArgumentError: The grid does not have the axis, or is not as large as the world.
+    """
+    world, count = get_world_size(), math.prod(grid.values())
+    if axis not in grid:
+        raise InvalidArgumentError(f"--axis {axis} is not in the grid, which has {', '.join(grid)}")
+    if count != world:
+        sizes = " * ".join(map(str, grid.values()))
+        raise InvalidArgumentError(f"the grid needs {sizes} = {count} ranks, the world has {world}")
+    place = list(grid).index(axis)
+    ranks = torch.arange(world).view(*grid.values()).movedim(place, -1).reshape(-1, grid[axis])
+    groups = [c10d.new_group(members, timeout=get_timeout()) for members in ranks.tolist()]
+    return next(group for group in groups if isinstance(group, ProcessGroup) and group.rank() >= 0)
+
+
+def memory_allows(device: torch.device, local_ranks: int) -> int:
+    """Return the largest size, in bytes, that ranks on this machine can all hold, rounded down."""
+    if device.type == "cpu":
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_ranks
+    else:
+        module: Any = getattr(torch, device.type)
+        free = module.mem_get_info(device)[0]
+    return 1 << max(3, (free // COPIES).bit_length() - 1)
+
 
 def sizes_between(least: int, most: int, factor: int) -> list[int]:
     """Return sizes that grow by a factor, the largest one last.
@@ -57,33 +132,21 @@ def sizes_between(least: int, most: int, factor: int) -> list[int]:
 
 
 def measure(name: str, size: int, place: Place, seconds: float) -> Row:
-    """Measure a call at one size; every rank of the world makes the same call.
+    """Measure a call at one size, about so long; the row is the same on every rank of the world.
 
-    Args:
-        name: Of the call, in `CASES`.
-        size: Bytes; rounded up to what the call can take.
-        place: Where.
-        seconds: About how long to measure.
-
-    Returns:
-        The row, the same one on every rank of the world.
+    A round is many calls, of which the slowest rank counts.
     """
     case, ranks = CASES[name], len(place.ranks)
-    size = 0 if case.largest == 0 else case.size(size, ranks)
-    run = case.make(place, size)
-    calls = _calls(run, place, seconds / ROUNDS)
-    rounds = [_slowest(_time(run, calls, place), place) for _ in range(ROUNDS)]
-    share = 2 if name in MESSAGES_THERE_AND_BACK else 1
+    size = 0 if name == "barrier" else case.size(size, ranks)
+    run = case.make(place, size, size // ranks)
+    _time(run, 2, place)
+    once = _slowest(_time(run, 3, place))
+    calls = max(1, min(MOST_CALLS, int(seconds / ROUNDS / once)))
+    rounds = [_slowest(_time(run, calls, place)) for _ in range(ROUNDS)]
+    share = 2 if name == "ping_pong" else 1  # there and back
     median, least = statistics.median(rounds) / share, min(rounds) / share
     bandwidth = size / median
     return Row(name, size, median, least, bandwidth, bandwidth * case.factor(ranks), calls * ROUNDS)
-
-
-def _calls(run: Run, place: Place, seconds: float) -> int:
-    """Return how many calls take about so long, agreed by all ranks; it warms up too."""
-    _time(run, 2, place)
-    once = _slowest(_time(run, 3, place), place)
-    return max(1, min(MOST_CALLS, int(seconds / once)))
 
 
 def _time(run: Run, calls: int, place: Place) -> float:
@@ -97,8 +160,135 @@ def _time(run: Run, calls: int, place: Place) -> float:
     return (time.perf_counter() - begin) / calls
 
 
-def _slowest(seconds: float, place: Place) -> float:
+def _slowest(seconds: float) -> float:
     """Return the slowest rank's time, over the world: groups along an axis work side by side."""
     data = torch.tensor(seconds, dtype=torch.float64, device=get_comm_device())
-    all_reduce(data, "max")
+    dist.all_reduce(data, "max")
     return float(data)
+
+
+def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Return alpha (seconds) and beta (seconds per byte), neither of them negative.
+
+    They minimise the squares of the *relative* errors: absolute ones would see the largest sizes
+    alone, and leave alpha to their noise.
+    """
+    weights = [1 / time**2 for time in seconds]
+    total = sum(weights)
+    centre = sum(w * x for w, x in zip(weights, sizes, strict=True)) / total
+    mean = sum(w * t for w, t in zip(weights, seconds, strict=True)) / total
+    spread = sum(w * (x - centre) ** 2 for w, x in zip(weights, sizes, strict=True))
+    rows = list(zip(weights, sizes, seconds, strict=True))
+    beta = sum(w * (x - centre) * (t - mean) for w, x, t in rows) / spread if spread else 0.0
+    if beta <= 0:
+        return mean, 0.0
+    if mean < beta * centre:
+        return 0.0, sum(w * x * t for w, x, t in rows) / sum(w * x * x for w, x, _ in rows)
+    return mean - beta * centre, beta
+
+
+def constants(rows: Sequence[Row], ranks: int) -> dict[str, dict[str, Any]]:
+    """Return what a planner needs of each call.
+
+    Returns:
+        By call: `alpha` (seconds) and `beta` (seconds per byte of the call's size), for this
+        number of ranks; `alpha_step` and `beta_bus`, the same for one step of its algorithm and
+        one byte on the busiest link, to predict another number of ranks: seconds =
+        alpha_step · steps + beta_bus · factor · bytes; and `error`, the root mean square of the
+        relative errors.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(row.call for row in rows):
+        own, case = [row for row in rows if row.call == name], CASES[name]
+        alpha, beta = fit([row.size for row in own], [row.seconds for row in own])
+        squares = [((alpha + beta * row.size) / row.seconds - 1) ** 2 for row in own]
+        steps, factor = case.steps(ranks), case.factor(ranks)
+        found[name] = {
+            "alpha": alpha,
+            "beta": beta,
+            "alpha_step": alpha / steps,
+            "beta_bus": beta / factor,
+            "steps": steps,
+            "factor": factor,
+            "error": math.sqrt(sum(squares) / len(squares)),
+        }
+    return found
+
+
+def constants_text(constants: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Return the lines of the second table."""
+    yield f"{'call':22}{'alpha µs':>11}{'1/beta GB/s':>13}{'error':>8}"
+    for call, found in constants.items():
+        beta = found["beta"]
+        width = f"{1e-9 / beta:13.3f}" if beta else f"{'-':>13}"
+        doubt = "  do not use: noise" if found["error"] > DOUBTFUL else ""
+        yield f"{call:22}{found['alpha'] * 1e6:11.1f}{width}{found['error']:8.0%}{doubt}"
+
+
+def run(given: argparse.Namespace, tell: Callable[[Iterable[Any]], None]) -> dict[str, Any]:
+    """Measure all on this rank, in seconds and bytes; every rank of the world calls this.
+
+    Args:
+        given: The command's options, the same on every rank.
+        tell: Is given each row as it comes.
+    """
+    grid = parse_grid(given.grid) if given.grid else {}
+    group = axis_group(grid, given.axis) if grid else c10d.group.WORLD
+    if group is None or group.size() < 2:
+        message = f"calls are measured between ranks, and the group has {get_world_size(group)}"
+        raise InvalidArgumentError(message)
+    place = Place(group, group.rank(), group_ranks(group), get_comm_device(group))
+    own = torch.tensor(memory_allows(place.device, get_local_size()), device=get_comm_device())
+    dist.all_reduce(own, "min")
+    most = min(int(own), given.max_size or int(own))
+    rows: list[Row] = []
+    for name in given.calls:
+        sizes = sizes_between(given.min_size, most, given.factor)
+        for size in [0] if name == "barrier" else sizes:
+            rows.append(measure(name, size, place, given.seconds))
+            tell(rows[-1:])
+    conditions = {
+        "ranks": len(place.ranks),
+        "world": get_world_size(),
+        **({"grid": given.grid, "axis": given.axis} if given.grid else {}),
+        "backend": get_backend(place.group),
+        "device": place.device.type,
+        "torch": torch.__version__,
+        "host": platform.node(),
+        "cores": os.cpu_count(),
+        "largest": most,
+    }
+    return {
+        "conditions": conditions,
+        "units": {"size": "bytes", "seconds": "s", "alpha": "s", "beta": "s/byte"},
+        "rows": [row._asdict() for row in rows],
+        "constants": constants(rows, group.size()),
+    }
+
+
+def report(given: argparse.Namespace) -> None:
+    """Measure on this rank; global rank 0 prints tables and writes the file."""
+    joined = not c10d.is_initialized()
+    if joined:
+        init_dist(backend=given.backend or default_backend())
+    try:
+        tell = _say if get_rank() == 0 else _ignore
+        tell([HEAD])
+        result = run(given, tell)
+    finally:
+        if joined:
+            cleanup_dist()
+    conditions = ", ".join(f"{name} {value}" for name, value in result["conditions"].items())
+    tell(["", conditions, "", *constants_text(result["constants"])])
+    if given.json and tell is _say:
+        with open(given.json, "w") as file:
+            json.dump(result, file, indent=1)
+
+
+def _say(lines: Iterable[Any]) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()
+
+
+def _ignore(lines: Iterable[Any]) -> None:
+    pass

@@ -1,14 +1,15 @@
 """Collectives of Python objects.
 
 Objects are serialised before anything is sent, and how that went travels with their size, so that
-one that cannot be sent fails on all ranks at once. Plain objects are read from a closed pickle;
-others are pickled if that is allowed, and then the ranks of a job must trust each other.
+one that cannot be sent fails on all ranks at once. They are pickled if every rank allows that, and
+then the ranks of a job must trust each other; else plain ones alone travel.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch.distributed import ProcessGroup
@@ -19,33 +20,22 @@ from ..wire.backend import gather_ints, process_group
 from ..wire.checks import checking, compare, tells_failure
 from ..world.info import group_ranks
 from .byte_moves import Buffer, all_gather_bytes, broadcast_bytes, errors_of_all, gather_bytes
-from .named_types import named_types
-from .packing import Terms, dump_object, load_object, pickle_allowed, refusal
+from .packing import Terms, dump_object, load_object, named_types, pickle_allowed
 
 Group = ProcessGroup | None
-
-_PLAIN, _PICKLED, _FAILED = range(3)
-
-
-class _Parcel(NamedTuple):
-    """What one rank sends: its bytes, what is not plain in them, or why there are none."""
-
-    content: Buffer
-    not_plain: str = ""
-    error: str | None = None
 
 
 class _Head(NamedTuple):
     """What every rank says of its parcel before it travels."""
 
-    length: int
-    state: int
-    allows: int
+    length: int  # -1 if it cannot be sent
+    allows: int  # whether it may be pickled
     named: int  # a checksum of the names of types
     entries: int
 
 
 Move = Callable[[Buffer, list[_Head]], list[Buffer]]  # this rank's bytes → what it reads
+Pack = Callable[[Terms], Buffer]
 
 
 @tells_failure
@@ -60,12 +50,12 @@ def broadcast_object_list(
     """Replace the entries of `data` on every rank by those of rank `src`.
 
     Args:
-        data: A list, as long on every rank; on `src` of objects that are plain or pickle. On `src`
-            it stays.
+        data: A list, as long on every rank; on `src` of objects that pickle. On `src` it stays.
         src: Global rank whose objects are taken.
         group: The default group by default.
-        allow_pickle: Whether what is not plain may be pickled; also `SCALETORCH_ALLOW_PICKLE=0`
-            switches that off.
+        allow_pickle: Whether objects may be pickled; `SCALETORCH_ALLOW_PICKLE=0` switches that off
+            too. Else they must be plain: what `torch.load(weights_only=True)` reads, numpy's arrays
+            and numbers, slices, ranges, dates and paths.
         types: Dataclasses and enums that are plain too, the same on every rank.
 
     Raises:
@@ -89,8 +79,10 @@ def broadcast_object_list(
         broadcast_bytes(whole, src, members)
         return [] if mine else [whole]
 
-    parcel = _packed(list(data), terms) if mine else _Parcel(bytearray())
-    for loaded in _exchange(parcel, terms, members, move, len(data)):
+    def pack(agreed: Terms) -> Buffer:
+        return dump_object(list(data), agreed) if mine else bytearray()
+
+    for loaded in _exchange(pack, terms, members, move, len(data)):
         data[:] = loaded
 
 
@@ -101,7 +93,7 @@ def all_gather_object(
     """Collect an object from every rank on every rank.
 
     Args:
-        data: Anything that is plain or pickles.
+        data: Anything that pickles, or that is plain where `allow_pickle` is False.
         group: The default group by default.
         allow_pickle: As in `broadcast_object_list`.
         types: As in `broadcast_object_list`.
@@ -124,7 +116,7 @@ def all_gather_object(
     def move(content: Buffer, heads: list[_Head]) -> list[Buffer]:
         return all_gather_bytes(content, [head.length for head in heads], members)
 
-    return _exchange(_packed(data, terms), terms, members, move)
+    return _exchange(partial(dump_object, data), terms, members, move)
 
 
 @tells_failure
@@ -139,7 +131,7 @@ def gather_object(
     """Collect an object from every rank on rank `dst`.
 
     Args:
-        data: Anything that is plain or pickles.
+        data: Anything that pickles, or that is plain where `allow_pickle` is False.
         dst: Global rank that gets the list.
         group: The default group by default.
         allow_pickle: As in `broadcast_object_list`.
@@ -164,30 +156,38 @@ def gather_object(
     def move(content: Buffer, heads: list[_Head]) -> list[Buffer]:
         return gather_bytes(content, [head.length for head in heads], dst, members)
 
-    loaded = _exchange(_packed(data, terms), terms, members, move)
+    loaded = _exchange(partial(dump_object, data), terms, members, move)
     return loaded if mine else None
 
 
 def _exchange(
-    parcel: _Parcel, terms: Terms, members: ProcessGroup, move: Move, entries: int = 0
+    pack: Pack, terms: Terms, members: ProcessGroup, move: Move, entries: int = 0
 ) -> list[Any]:
-    """Tell everyone of the parcels, move their bytes if all can be sent, and restore objects."""
-    failed = parcel.error is not None
-    state = _FAILED if failed else _PICKLED if parcel.not_plain else _PLAIN
+    """Tell everyone of the bytes, move them if all can be sent, and restore objects."""
     named = zlib.crc32("\n".join(sorted(terms.named)).encode())
     allows = pickle_allowed(terms.allow_pickle)
-    own = _Head(len(parcel.content), state, allows, named, entries)
-    heads = [_Head(*head) for head in gather_ints(own, members)]
-    _check_heads(heads, parcel, terms, members)
-    return _loaded(move(parcel.content, heads), heads, terms, members)
+    while True:
+        content, error = _packed(pack, terms)
+        own = _Head(len(content) if error is None else -1, allows, named, entries)
+        heads = [_Head(*head) for head in gather_ints(own, members)]
+        if len({head.named for head in heads}) > 1:
+            texts = errors_of_all(", ".join(sorted(terms.named)) or "none", members)
+            raise InvalidArgumentError(
+                f"types must be the same on every rank, got {'; '.join(texts)}"
+            )
+        if len({head.allows for head in heads}) == 1:
+            break
+        allows, terms = False, terms._replace(forbidden=True)  # one rank takes no pickles
+    if any(head.length < 0 for head in heads):
+        raise InvalidArgumentError("; ".join(errors_of_all(error, members)))
+    return _loaded(move(content, heads), terms, members)
 
 
-def _packed(data: Any, terms: Terms) -> _Parcel:
+def _packed(pack: Pack, terms: Terms) -> tuple[Buffer, str | None]:
     try:
-        return _Parcel(*dump_object(data, terms))
+        return pack(terms), None
     except Exception as error:  # the others must hear of whatever it is
-        text = str(error) if isinstance(error, InvalidArgumentError) else repr(error)
-        return _Parcel(bytearray(), error=text)
+        return bytearray(), str(error) if isinstance(error, InvalidArgumentError) else repr(error)
 
 
 def _check_counts(counts: list[int], members: ProcessGroup) -> None:
@@ -200,38 +200,14 @@ def _check_counts(counts: list[int], members: ProcessGroup) -> None:
         raise InvalidArgumentError(message)
 
 
-def _check_heads(heads: list[_Head], parcel: _Parcel, terms: Terms, members: ProcessGroup) -> None:
-    """Raise on every rank if one cannot send, or would send what another does not take."""
-    if len({head.named for head in heads}) > 1:
-        named = errors_of_all(", ".join(sorted(terms.named)) or "none", members)
-        raise InvalidArgumentError(f"types must be the same on every rank, got {'; '.join(named)}")
-    states = [head.state for head in heads]
-    forbidden = _PICKLED in states and not all(head.allows for head in heads)
-    if _FAILED not in states and not forbidden:
-        return
-    error = parcel.error
-    if error is None and parcel.not_plain and forbidden:
-        error = refusal(parcel.not_plain, terms.allow_pickle)
-    raise InvalidArgumentError("; ".join(errors_of_all(error, members)))
-
-
-def _loaded(
-    parts: list[Buffer], heads: list[_Head], terms: Terms, members: ProcessGroup
-) -> list[Any]:
-    """Restore objects; all ranks hear of any that failed to.
-
-    They ask each other if anything was pickled, or a rank forbids that; plain objects do not fail
-    otherwise.
-    """
-    may_fail = any(head.state == _PICKLED or not head.allows for head in heads)
+def _loaded(parts: list[Buffer], terms: Terms, members: ProcessGroup) -> list[Any]:
+    """Restore objects; all ranks hear of any that failed to."""
     cause, loaded = None, []
     try:
         loaded = [load_object(part, terms) for part in parts]
-    except Exception as error:
-        if not may_fail:
-            raise
+    except InvalidArgumentError as error:
         cause = error
-    if may_fail and any(failed for (failed,) in gather_ints((cause is not None,), members)):
+    if any(failed for (failed,) in gather_ints((cause is not None,), members)):
         errors = errors_of_all(None if cause is None else str(cause), members)
         raise InvalidArgumentError("; ".join(errors)) from cause
     return loaded

@@ -1,16 +1,30 @@
-"""Objects as bytes: plain ones in a closed pickle, others in one of any kind if that is allowed."""
+"""Objects as bytes: pickled where that is allowed, else as `torch.load(weights_only=True)` reads.
+
+Of ordinary tensors the values travel, not memory that they share: they come back on the CPU,
+contiguous, each with its own memory.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
+import datetime
+import enum
+import functools
 import io
-import logging
 import os
+import pathlib
 import pickle
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
 from ..errors import InvalidArgumentError
-from .beside_pickle import Named, NotPlainError
-from .plain import MAGIC, NOTHING, decode, encode
 
 VARIABLE = "SCALETORCH_ALLOW_PICKLE"
 
@@ -18,9 +32,8 @@ _YES = frozenset(("", "1", "true", "yes", "on"))
 _WAY_OUT = (
     "send plain types instead (numbers, strings, lists, tuples, dicts, sets, tensors, numpy arrays)"
 )
-_logged: set[str] = set()
-
-log = logging.getLogger(__package__)
+_PROTOCOL = 5  # with a higher one, versions of Python could not read each other
+_SAVED = b"PK"  # with which a file of `torch.save` begins, and no pickle
 
 
 class Terms(NamedTuple):
@@ -29,18 +42,39 @@ class Terms(NamedTuple):
     Attributes:
         allow_pickle: As in the call; the environment may forbid it all the same.
         named: Dataclasses and enums that are plain too, of `named_types`.
+        forbidden: Whether another rank of the group forbids it.
     """
 
     allow_pickle: bool = True
-    named: Named = NOTHING
+    named: Mapping[str, type] = MappingProxyType({})
+    forbidden: bool = False
+
+
+_ALL = Terms()
+
+
+def named_types(types: Iterable[type]) -> Mapping[str, type]:
+    """Return dataclasses and enums by their names.
+
+    Raises:
+        InvalidArgumentError: One is neither, or cannot be made from its fields alone.
+    """
+    named = {}
+    for kind in types:
+        record = isinstance(kind, type) and dataclasses.is_dataclass(kind)
+        if not (record or (isinstance(kind, type) and issubclass(kind, enum.Enum))):
+            raise InvalidArgumentError(f"types takes dataclasses and enums, got {kind!r}")
+        own_new: Any = kind.__new__
+        if record and own_new is not object.__new__:
+            message = f"types: a {kind.__qualname__} is made by more than its fields: leave it out"
+            raise InvalidArgumentError(message)
+        named[f"{kind.__module__}.{kind.__qualname__}"] = kind
+    return named
 
 
 def pickle_allowed(allow_pickle: bool) -> bool:
     """Return whether a call may pickle: its caller and the environment must both allow it."""
     return bool(allow_pickle) and os.environ.get(VARIABLE, "").strip().lower() in _YES
-
-
-_ALL = Terms()
 
 
 def refusal(who: str, allow_pickle: bool) -> str:
@@ -52,37 +86,28 @@ def refusal(who: str, allow_pickle: bool) -> str:
     )
 
 
-def dump_object(data: Any, terms: Terms = _ALL) -> tuple[memoryview, str]:
-    """Serialise an object.
-
-    Args:
-        data: Anything plain, or that pickles.
-        terms: What is plain, and whether anything else may be pickled.
+def dump_object(data: Any, terms: Terms = _ALL) -> memoryview:
+    """Serialise an object: by pickle if that is allowed, else as a plain one.
 
     Returns:
-        The bytes, which may be written to, and what is not plain in it: "" for nothing.
+        The bytes, which may be written to.
 
     Raises:
-        InvalidArgumentError: It is not plain, and may not be pickled or does not pickle.
+        InvalidArgumentError: It does not pickle; or it is not plain, and may not be pickled.
     """
-    try:
-        return encode(data, terms.named), ""
-    except NotPlainError as found:
-        reason = str(found)
-    except RecursionError:
-        reason = f"{type(data).__name__}, in which containers lie too deep in one another,"
-    if not pickle_allowed(terms.allow_pickle):
-        raise InvalidArgumentError(refusal(reason, terms.allow_pickle))
-    if reason not in _logged:
-        _logged.add(reason)
-        log.info("%s is not plain: pickled, which every rank of the job must trust", reason)
     sink = io.BytesIO()  # its buffer can be sent as it is
+    plain = terms.forbidden or not pickle_allowed(terms.allow_pickle)
     try:
-        pickle.dump(data, sink, protocol=pickle.HIGHEST_PROTOCOL)
+        if plain:
+            torch.save(data, sink, pickle_module=_PLAIN_PICKLE)
+        else:
+            _Pickler(sink, _PROTOCOL).dump(data)
     except Exception as error:  # whatever the object's own methods raise
         message = f"{type(data).__name__} does not pickle: {type(error).__name__}: {error}"
         raise InvalidArgumentError(message) from error
-    return sink.getbuffer(), reason
+    if plain:
+        _check_plain(data, sink, terms)
+    return sink.getbuffer()
 
 
 def load_object(data: bytearray | memoryview, terms: Terms = _ALL) -> Any:
@@ -90,14 +115,99 @@ def load_object(data: bytearray | memoryview, terms: Terms = _ALL) -> Any:
 
     Raises:
         InvalidArgumentError: It does not unpickle, or it is pickled and that is not allowed.
-        MalformedError: The bytes are damaged.
     """
-    if bytes(data[: len(MAGIC)]) == MAGIC:
-        return decode(data, terms.named)
-    if not pickle_allowed(terms.allow_pickle):
+    plain = bytes(data[: len(_SAVED)]) == _SAVED
+    if not plain and not pickle_allowed(terms.allow_pickle):
         raise InvalidArgumentError(refusal("what arrived", terms.allow_pickle))
     try:
-        return pickle.loads(data)
+        return _load_plain(io.BytesIO(data), terms) if plain else pickle.loads(data)
     except Exception as error:  # whatever the object's own methods raise
         message = f"what arrived does not unpickle: {type(error).__name__}: {error}"
         raise InvalidArgumentError(message) from error
+
+
+def _load_plain(source: io.BytesIO, terms: Terms) -> Any:
+    with safe_globals([*_plain_types(), *terms.named.values()]):
+        return torch.load(source, "cpu", weights_only=True)
+
+
+def _check_plain(data: Any, sink: io.BytesIO, terms: Terms) -> None:
+    """Refuse on the sender what no receiver would read."""
+    sink.seek(0)
+    with safe_globals([*_plain_types(), *terms.named.values()]):
+        names = sorted(get_unsafe_globals_in_checkpoint(sink))
+    if names:
+        raise InvalidArgumentError(refusal(", ".join(names), terms.allow_pickle))
+    sink.seek(0)
+    try:
+        _load_plain(sink, terms)
+    except Exception as error:
+        reason = f"{type(data).__name__} ({type(error).__name__}: {error})"
+        raise InvalidArgumentError(refusal(reason, terms.allow_pickle)) from error
+
+
+@functools.cache
+def _plain_types() -> tuple[Callable[..., Any], ...]:
+    """Return what may be made of plain bytes beside what `torch.load` allows anyway."""
+    found: list[Any] = [bytes, complex, frozenset, slice, range, type(pathlib.Path())]
+    found += [datetime.date, datetime.datetime, datetime.timedelta]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        found += [numpy.ndarray, numpy.dtype, numpy.empty(0).__reduce__()[0]]
+        found += [numpy.float64(0).__reduce__()[0]]
+        found += [type(numpy.dtype(kind)) for kind in "?bhilqBHILQefdgFDGSUmM"]
+    return tuple(found)
+
+
+class _PlainPickler(pickle.Pickler):
+    """Pickles tensors without what else lies in their memory."""
+
+    def reducer_override(self, data: Any) -> Any:
+        """Return how to make an object again; not called for builtin types."""
+        return _compact(data).__reduce_ex__(2) if _is_ordinary(data) else NotImplemented
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as their bytes."""
+
+    def reducer_override(self, data: Any) -> Any:
+        """Return how to make an object again; not called for builtin types."""
+        if not _is_ordinary(data):
+            return NotImplemented
+        values = _compact(data)
+        content = bytearray(values.nbytes)
+        if content:
+            ctypes.memmove(_address(content), values.data_ptr(), len(content))
+        return _make_tensor, (content, data.dtype, tuple(data.shape), data.requires_grad)
+
+
+# What `torch.save` takes of a pickle module.
+_PLAIN_PICKLE = SimpleNamespace(__name__="pickle", Pickler=_PlainPickler)
+
+
+def _address(content: bytearray) -> int:
+    return ctypes.addressof((ctypes.c_ubyte * len(content)).from_buffer(content))
+
+
+def _is_ordinary(data: Any) -> bool:
+    if type(data) is not Tensor or data.layout is not torch.strided or vars(data):
+        return False
+    return not (data.is_quantized or data.is_meta)
+
+
+def _compact(data: Tensor) -> Tensor:
+    """Return the values in memory of their own: contiguous, on the CPU."""
+    values = data.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    if values.untyped_storage().nbytes() != values.nbytes:
+        values = values.clone()
+    return values.requires_grad_(data.requires_grad)
+
+
+def _make_tensor(
+    content: bytearray, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool
+) -> Tensor:
+    if content:
+        values = torch.frombuffer(content, dtype=torch.uint8).view(dtype).view(shape)
+    else:
+        values = torch.empty(shape, dtype=dtype)
+    return values.requires_grad_(requires_grad)

@@ -64,7 +64,7 @@ def make_folder(parent: str) -> tuple[str, list[str], bytes]:
 
 def write_part(folder: str, mark: bytes, rank: int, data: Any, terms: Terms) -> None:
     """Write a rank's object, which appears whole or not at all."""
-    content, _ = dump_object(data, terms)
+    content = dump_object(data, terms)
     digest = hashlib.blake2b(content, digest_size=32).digest()
     path = _path(folder, rank)
     if os.path.lexists(path):

@@ -14,9 +14,8 @@ from ..wire.backend import process_group
 from ..wire.checks import tells_failure
 from ..world.info import get_rank, group_ranks
 from .byte_moves import errors_of_all
-from .named_types import named_types
 from .object_calls import broadcast_object_list, gather_object
-from .packing import Terms
+from .packing import Terms, named_types
 from .result_files import caught, make_folder, read_parts, remove_parts, write_part
 
 _DEVICE_NAMES = ("cpu", "gpu", "npu", "cuda", "mlu", "musa", "xpu")
@@ -36,8 +35,8 @@ def collect_results(
     """Collect the results of samples that were dealt out to the ranks one by one.
 
     Args:
-        results: This rank's results, in the order of its samples; anything plain, also None,
-            or that pickles.
+        results: This rank's results, in the order of its samples; anything that pickles,
+            also None.
         size: Number of samples; what was added to fill up the last round is cut off.
         device: One of cpu, gpu, npu, cuda, mlu, musa, xpu: where results came from. They go
             through the group whatever it is.
@@ -45,9 +44,8 @@ def collect_results(
             Files are private to this user; it is left as it was found, or gone again if it was
             not there.
         group: The default group by default.
-        allow_pickle: Whether what is not plain may be pickled; also `SCALETORCH_ALLOW_PICKLE=0`
-            switches that off.
-        types: Dataclasses and enums that are plain too, the same on every rank.
+        allow_pickle: As in `broadcast_object_list`.
+        types: As in `broadcast_object_list`.
 
     Returns:
         On the group's first rank the results in the order of the samples, elsewhere None.
