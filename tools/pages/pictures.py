@@ -11,8 +11,7 @@ from itertools import product
 from pathlib import Path
 from xml.etree import ElementTree as Xml
 
-from scaletorch.parallel.context_parallel import Mask, contiguous, stripe, zigzag
-from scaletorch.parallel.context_parallel.masks.drawing import draw
+from scaletorch.parallel.context_parallel import contiguous, stripe, zigzag
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.parallel.pipeline_parallel import SCHEDULES, Costs, check, simulate
 from scaletorch.parallel.pipeline_parallel.drawing import to_svg
@@ -87,9 +86,10 @@ def masks() -> str:
     for n, (name, layout) in enumerate(layouts.items()):
         left, top = 24 + n * 236, 40
         text(root, left, 28, name, font_weight="bold")
-        for row, line in enumerate(draw(layout, Mask(causal=True)).splitlines()):
-            for column, symbol in enumerate(line):
-                fill = PALE if symbol == "." else COLOURS[int(symbol)]
+        holders = {row: rank for rank in range(4) for row in layout.positions(rank).tolist()}
+        for row in range(16):
+            for column in range(16):
+                fill = COLOURS[holders[row]] if column <= row else PALE
                 box(root, left + column * side, top + row * side, side - 1, side - 1, fill)
     for rank in range(4):
         box(root, 150 + rank * 110, 252, 12, 12, COLOURS[rank])

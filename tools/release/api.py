@@ -33,7 +33,6 @@ MODULES = {
         f"{_PARALLEL}.context_parallel.building",
         f"{_PARALLEL}.context_parallel.context_parallel",
         f"{_PARALLEL}.context_parallel.cp_comms",
-        f"{_PARALLEL}.context_parallel.masks.drawing",
         f"{_PARALLEL}.context_parallel.masks.mask",
     ],
     "scaletorch-dist": [

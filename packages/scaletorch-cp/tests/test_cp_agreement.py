@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from scaletorch.parallel.context_parallel import agreement
+from scaletorch.parallel.context_parallel.cp_comms import Ring
 
 
 class Group:
@@ -12,25 +13,26 @@ class Group:
 
 @pytest.fixture
 def compared(monkeypatch):
-    """Return the calls that were compared, by a group of one rank, which lives as long."""
-    calls, group = [], Group()
-    monkeypatch.setattr(agreement, "_gathered", lambda mine, *_: calls.append(mine) or [mine])
-    monkeypatch.setattr(agreement, "_groups", lambda *_: [group])
+    """Return the calls that were compared."""
+    calls = []
+    monkeypatch.setattr(agreement, "agree", lambda _, mine, *rest, **error: calls.append(mine))
     return calls
 
 
 @pytest.mark.parametrize(("device", "times"), [("cuda", 1), ("cpu", 3)])
 def test_off_the_cpu_a_call_is_compared_where_it_is_new(compared, device, times):
+    ring = Ring(Group(), (0, 1), 0)
     for _ in range(3):
-        agreement.require_agreement(agreement.REFUSED, torch.device(device), None)
+        agreement.require_agreement(("call",), torch.device(device), (ring, None))
     assert len(compared) == times
 
 
 def test_calls_that_are_remembered_have_an_end(compared, monkeypatch):
     monkeypatch.setattr(agreement, "_MANY", 3)
-    packed = [agreement.REFUSED._replace(documents=digest) for digest in range(5)]
+    ring = Ring(Group(), (0, 1), 0)
+    packed = [(f"documents {digest}",) for digest in range(5)]
     for each in [*packed, packed[4], packed[0]]:  # the fourth took the place of the first three
-        agreement.require_agreement(each, torch.device("cuda"), None)
+        agreement.require_agreement(each, torch.device("cuda"), (ring, None))
     assert compared == [*packed, packed[0]]
-    (known,) = agreement._agreed[agreement._groups()[-1]].values()
+    (known,) = agreement._agreed[ring.group].values()
     assert len(known) == 3

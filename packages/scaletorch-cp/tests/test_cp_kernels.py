@@ -17,12 +17,10 @@ from scaletorch.parallel.context_parallel.kernels import (
     Operands,
     cpu_flash,
     cuda,
-    fused,
     merge_into,
     table,
     tile,
     update_out_and_lse,
-    vendors,
 )
 from scaletorch.parallel.context_parallel.kernels.strips import strips
 from scaletorch.parallel.context_parallel.masks.blocks import CAUSAL, FULL
@@ -386,12 +384,11 @@ FUSED = {
     "flash": cuda.FLASH,
     "efficient": cuda.EFFICIENT,
     "cudnn": cuda.CUDNN,
-    "overrideable": vendors.OVERRIDEABLE,
 }
 
 
 def _of(operator):
-    return fused.fused("stand-in", operator, lambda *_: True)
+    return cuda.fused("stand-in", operator, lambda *_: True)
 
 
 def _half(heads, kv_heads, rows, keys, device="meta"):
@@ -460,7 +457,6 @@ def test_cudnn_is_asked_before_flash_on_new_devices(is_new, first, monkeypatch):
     for name in ("flash", "cudnn", "efficient"):
         monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda *_: True)
     monkeypatch.setattr(cuda, "_is_new", lambda device: is_new)
-    monkeypatch.setattr(cuda, "flash_attn_is_installed", lambda: False)
     q, k, v, _ = _half(4, 2, 40, 40)
     for band, name in ((CAUSAL, first), ((-3, 0), "flash")):
         fits = [kernel.name for kernel in cuda.KERNELS if kernel.fits(q, k, v, band)]
@@ -518,7 +514,7 @@ class Flash:
 @pytest.mark.parametrize("band", [FULL, (None, 16), (-7, 3), (-7, None), (None, 20), (16, 16)])
 def test_flash_is_asked_for_windows_by_its_convention(band, rows):
     inputs = _inputs(6, 2, rows, 40, 8)
-    window = fused.window_of(*inputs[:2], band)
+    window = cuda.window_of(*inputs[:2], band)
     if window is None:  # a band that lies beside the last row's own key
         assert band not in (FULL, (None, 16)) or rows == 24
         return
@@ -560,7 +556,7 @@ def _reference_operator(lse_layout):
         out, lse = cpu_flash.forward(q, k, v, scale, band)
         return out, lse_layout(lse)
 
-    return fused.Operator(forward, backward)
+    return cuda.Operator(forward, backward)
 
 
 @pytest.mark.parametrize("band", [FULL, CAUSAL])
@@ -581,69 +577,17 @@ def test_table_falls_back_to_the_tile():
     half = [x.to("meta", torch.bfloat16) for x in (q, k, v)]
     assert kernels.kernel_for(*half, FULL) is table.TILE
     # PyTorch says of its kernels for CUDA that they could not run here.
-    assert not any(kernel.fits(*half, FULL) for kernel in (*cuda.KERNELS, *vendors.KERNELS))
-    assert not fused.is_plain(q, k, (-2, 0))
-    assert not fused.is_plain(q, k[:, :, 1:], CAUSAL)
-    assert not fused.same_sizes(q, k, v[..., :4])
-    assert not fused.same_sizes(q.float(), k, v)
-
-
-def test_flash_attn_is_asked_for_only_where_it_is_installed():
-    q, k, v, _ = _inputs(2, 2, 8, 8, 8)
-    assert cuda.flash_attn_is_installed.__wrapped__() is False
-    assert not cuda._fits_flash_attn(q, k, v, FULL)
-
-
-PLAIN = {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None, "window_size_left": -1}
-
-
-class FlashAttn:
-    """The package's calling convention: [batch, length, heads, head dim], gradients filled."""
-
-    def _flash_attn_forward(self, q, k, v, *, softmax_scale, causal, return_softmax, **rest):
-        assert rest == PLAIN | {"window_size_right": 0 if causal else -1}
-        assert not return_softmax
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out, lse = cpu_flash.forward(q, k, v, softmax_scale, CAUSAL if causal else FULL)
-        return out.transpose(1, 2), lse, None, None
-
-    def _flash_attn_backward(
-        self,
-        grad_out,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        dq,
-        dk,
-        dv,
-        *,
-        softmax_scale,
-        causal,
-        deterministic,
-        **rest,
-    ):
-        assert rest == PLAIN | {"window_size_right": 0 if causal else -1}
-        assert deterministic
-        operands = Operands(*(x.transpose(1, 2) for x in (grad_out, q, k, v, out)), lse)
-        made = cpu_flash.backward(operands, softmax_scale, CAUSAL if causal else FULL)
-        for target, gradient in zip((dq, dk, dv), made, strict=True):
-            target.copy_(gradient.transpose(1, 2))
-
-
-@pytest.mark.parametrize("band", [FULL, CAUSAL])
-def test_flash_attn_is_called_by_its_convention(band):
-    kernel, inputs = _of(cuda.FLASH_ATTN), _inputs(6, 2, 29, 29, 8)
-    with mock.patch.object(cuda, "_flash_attn", FlashAttn):
-        found = _run(kernel, *inputs, 0.3, band)
-    _assert_close(found, _dense(*inputs, 0.3, band), 1e-12)
+    assert not any(kernel.fits(*half, FULL) for kernel in cuda.KERNELS)
+    assert not cuda.is_plain(q, k, (-2, 0))
+    assert not cuda.is_plain(q, k[:, :, 1:], CAUSAL)
+    assert not cuda.same_sizes(q, k, v[..., :4])
+    assert not cuda.same_sizes(q.float(), k, v)
 
 
 @pytest.mark.parametrize("band", [FULL, CAUSAL])
 def test_pytorch_is_asked_of_kernels_without_dropout(band):
     q, k, v, _ = _inputs(6, 2, 8, 8, 8)
-    asked = fused.asked(q, k, v, band)
+    asked = cuda.asked(q, k, v, band)
     assert asked.dropout == 0
     assert asked.is_causal is (band is CAUSAL)
     assert asked.enable_gqa

@@ -11,7 +11,6 @@ from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.parallel.context_parallel.layouts.layout import LAYOUTS, contiguous, stripe, zigzag
 from scaletorch.parallel.context_parallel.masks import blocks as cutting
 from scaletorch.parallel.context_parallel.masks import mask as mask_module
-from scaletorch.parallel.context_parallel.masks.drawing import draw
 from scaletorch.parallel.context_parallel.masks.mask import CAUSAL, FULL, Mask, blocks, seen, work
 
 
@@ -199,14 +198,3 @@ def test_rows_and_keys_have_one_step(keys):
         InvalidArgumentError, match=r"runs of one step.*their steps are \[-?\d, \d\]"
     ):
         blocks(Mask(causal=True), [range(4)], [keys], 8)
-
-
-def test_a_picture_shows_the_rank_that_computes_each_pair():
-    assert draw(zigzag(4, 2), Mask(causal=True)).split() == ["0...", "11..", "111.", "0000"]
-    packed = Mask(causal=False, window=2, documents=(0, 2, 5))
-    assert draw(contiguous(5, 2), packed).split() == ["00...", "00...", "..00.", "..111", "...11"]
-
-
-def test_a_picture_tells_62_ranks_apart():
-    with pytest.raises(InvalidArgumentError, match="tells 62 ranks apart; this layout has 63"):
-        draw(contiguous(63, 63), Mask(causal=False))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-import warnings
 from functools import partial
 from itertools import pairwise
 
@@ -26,7 +25,6 @@ from scaletorch.parallel.context_parallel import (
 )
 from scaletorch.parallel.context_parallel.methods import METHODS
 from scaletorch.parallel.context_parallel.models import transformers_mask
-from scaletorch.parallel.context_parallel.models.override import running_override
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
@@ -390,13 +388,8 @@ def _sdpa(q, k=None, **options):
     return F.scaled_dot_product_attention(q, k, k, **options)
 
 
-def heads_of(q):  # arguments of torch's attention
-    own = torch.eye(4)
-    return q[0], q[0], q[0], 4, 2, own.repeat(3, 1), None, None, None, False, 0.0, own, None
-
-
-KEYS = "mha (nn.MultiheadAttention) is given a key_padding_mask"
-MASK = "mha (nn.MultiheadAttention) is given an attn_mask, which is of this rank's shard"
+KEYS = "nn.MultiheadAttention is given a key_padding_mask"
+MASK = "nn.MultiheadAttention is given an attn_mask, which is of this rank's shard"
 
 REFUSED = {
     "mask": (lambda _, q: _sdpa(q, attn_mask=torch.ones(3, 3)), "attn_mask must be None"),
@@ -406,7 +399,6 @@ REFUSED = {
     "three dims": (lambda _, q: _sdpa(q[0]), "must be [B, heads, L, D]"),
     "padding": (lambda self, q: self.attend(q, key_padding_mask=q[0, ..., 0] > 0), KEYS),
     "a mask of torch's": (lambda self, q: self.attend(q, attn_mask=torch.ones(3, 3)), MASK),
-    "weights": (lambda _, q: F.multi_head_attention_forward(*heads_of(q)), "is asked for weights"),
     "function": (
         lambda _, q: checkpoint(_sdpa, q, use_reentrant=False),
         "let it call the module around the attention",
@@ -434,26 +426,6 @@ def test_what_cannot_be_exact_is_refused_by_name(name):
     for rank, message in enumerate(run_ranks(_refuse, 2, name)):
         assert f"on rank {rank}" in message
         assert REFUSED[name][1] in message
-
-
-def _sees_whole():
-    """Torch's attention within what runs on whole sequences, where padding is known."""
-    padding = torch.tensor([[False, False, True], [False, True, True]])
-
-    def call(self, q):
-        with running_override().left_alone():
-            return self.attend(q, key_padding_mask=padding)
-
-    plain = Calls(call)
-    q = torch.randn(1, 2, 3, 4)
-    expected = plain.attend(q, key_padding_mask=padding)
-    with warnings.catch_warnings(action="ignore"):  # with four dims it cannot be asked
-        found = apply_context_parallel(plain, c10d.new_group())(q)
-    return [torch.equal(*pair) for pair in zip(found, expected, strict=True)]
-
-
-def test_attention_on_whole_sequences_is_torchs_own():
-    assert run_ranks(_sees_whole, 2) == [[True, True]] * 2
 
 
 def _own_forward():

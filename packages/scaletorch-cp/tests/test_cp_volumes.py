@@ -20,7 +20,7 @@ from scaletorch.parallel.context_parallel.models.whole_sequences import keep_who
 METHODS = ("ring", "all_gather", "ulysses", "hybrid")
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 LENGTH, DIM = 6, 4
-COMPARISON = 128  # bytes, of what a rank was called with
+COMPARISON = 24  # bytes, of what a rank was called with
 
 
 class Counting(TorchDispatchMode):

@@ -230,6 +230,7 @@ _CP = r"cp divides .* it is not known where this batch .* take cp_size=1 and the
 _SP = r"sequence_parallel divides .* style the layers 'sequence_layer' .* or do without it"
 _OF_IMAGES = r"{} takes pixel_values, and cp divides .*: take cp_size=1"
 _TWO = r"T5\w+ was called with .*encoder_hidden_states|T5Attention was called with two sequences"
+_COUNTS = r"T5\w+ (takes no position_ids|computes its attention itself)"
 _ROWS = (
     r"CLIPModel computes something else .* the loss is off .*"
     r"dp and micro-batches divide rows: compute each from that row alone"
@@ -258,11 +259,8 @@ REFUSED = {
     "clip_vision": {"sp": _SP, "cp": _OF_IMAGES.format("CLIPVisionModel")},
     "clip_text": {"cp": r"CLIPTextModel computes something else .*cp divides positions: mix them"},
     "whisper": {"sp": _SP, "cp": _CP},
-    "t5": {"sp": _TWO},
-    "t5, longer": {
-        "sp": _TWO,
-        "cp": r"decoder_input_ids, a tensor .*is not of this rank's shard.*keep sequences whole",
-    },
+    "t5": {"sp": _TWO, "cp": _COUNTS},
+    "t5, longer": {"sp": _TWO, "cp": _COUNTS},
     "unet": _whole("UNet"),
     "denoiser": {},
     "fourier": {**_whole("Fourier"), "pp": RIGHT},

@@ -351,7 +351,7 @@ REFUSED = {
     "uncounted": (lambda model, batch: model(batch["input_ids"]), "called without position_ids"),
     "one rank": (
         lambda model, batch: model(**batch, attention_mask=ONES - c10d.get_rank()),
-        "attention_mask must hold no zeros|rank 1: refused its call",
+        "attention_mask must hold no zeros|rank 1 cannot take part in",
     ),
     "counted": (
         _calls(),

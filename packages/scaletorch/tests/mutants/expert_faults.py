@@ -129,7 +129,7 @@ def gradients_of_results_in_another_order(backward: Any) -> Any:
     return mixed
 
 
-@fault("computing.pairs:_folded", layout="2x1x1x1-ep2", born="forward: *.experts")
+@fault("computing:add_up", layout="2x1x1x1-ep2", born="forward: *.experts")
 def second_expert_of_a_rank_replaces_the_first(folded: Any) -> Any:
     """Of a token's two experts on one rank, the results are not added up."""
 
@@ -196,7 +196,7 @@ def scores_travel_in_bfloat16(dispatch: Any) -> Any:
     )
 
 
-@fault("computing.pairs:_Idle.backward", layout="4x1x1x1-ep4", model="skewed", born=EXPERTS_OWN)
+@fault("computing:_Idle.backward", layout="4x1x1x1-ep4", model="skewed", born=EXPERTS_OWN)
 def rank_without_tokens_has_no_gradient(backward: Any) -> Any:
     """The experts of a rank to which no token goes have no gradient in place of zeros."""
 

@@ -12,7 +12,7 @@ from torch import nn
 from ..dist import get_rank
 from ..dist.errors import InvalidArgumentError
 from ..parallel.context_parallel import apply_context_parallel
-from ..parallel.context_parallel.building import asked, find_undivided
+from ..parallel.context_parallel.building import asked
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ModuleWrapper, ProcessGroupManager
 from ..parallel.pipeline_parallel import AnySchedule, PipelineParallel, Split
@@ -24,7 +24,7 @@ from .before.initial import require_one_model
 from .before.positions import ask_positions
 from .costs import agreed_split
 from .expert_tokens import settle_tokens
-from .experts import divide_experts, expert_groups, hide_exchanges
+from .experts import divide_experts, expert_groups
 from .forward import Terms, keep_terms, read_terms, require_manager, require_own_names
 from .loss import keep_logits_sharded
 from .outline import outline_of
@@ -103,7 +103,6 @@ def parallelize(
         _KEEPING[recompute](model, split)
     cut = agreed_split(model, split, manager)
     stage = PipelineParallel(model, cut, manager.pp_group, schedule=schedule)
-    hide_exchanges(stage, manager)
     if terms.outline is not None:
         keep_whole_state(stage.module, terms.outline, manager)
     terms.wrapping = dict(bucket_size=bucket_size, **data_parallel or {})
@@ -197,14 +196,8 @@ def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _How) -> Te
     if manager.cp_size > 1:
         terms.cp_layout = str(settings.cp_layout)
     if manager.cp_size > 1 or shares:
-        terms.counts_of_ids = _counts_of_whole(model, manager, shares=shares)
+        undivided = manager.cp_size == manager.pp_size == 1
+        terms.counts_of_ids = undivided and counts_of_ids(model)
         if not terms.counts_of_ids:
             ask_positions(model, terms)
     return terms
-
-
-def _counts_of_whole(model: nn.Module, manager: ProcessGroupManager, *, shares: bool) -> bool:
-    """Return whether a model counts positions of whole sequences though they are divided."""
-    if manager.cp_size > 1:
-        return not shares and find_undivided(model) is not None
-    return manager.pp_size == 1 and counts_of_ids(model)

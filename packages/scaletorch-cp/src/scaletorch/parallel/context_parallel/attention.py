@@ -19,7 +19,6 @@ from .agreement import (
     check_sinks,
     require_agreement,
     signature,
-    tell_refusal,
     with_one_head_dim,
 )
 from .alone import Alone, alone, attend_alone
@@ -169,10 +168,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, asked: Asked, rings: Rings) -> Tenso
         mine = signature(q, k, v, asked.sinks, call, method)
         dim = v.shape[3]
         q, k, v = with_one_head_dim(q, k, v)
-    except Exception:  # whatever it is, the other ranks wait in their comparison
-        tell_refusal(rings, getattr(q, "device", torch.device("cpu")))
+    except Exception as error:  # whatever it is, the other ranks wait in their comparison
+        require_agreement((), getattr(q, "device", torch.device("cpu")), rings, error)
         raise
-    require_agreement(mine, q.device, call.ring, call.parts)
+    require_agreement(mine, q.device, rings)
     apply: Any = ContextAttention.apply
     out: Tensor = apply(q, k, v, asked.sinks, METHODS[method], call)
     return out[..., :dim]

@@ -10,7 +10,6 @@ from .masks.documents import CU_SEQLENS
 from .models.calls import require_computable
 from .models.looking import apart, looking, without_zeros
 from .models.settings import asked, note_shards
-from .models.undivided import find_undivided
 
 __all__ = [
     "CU_SEQLENS",
@@ -19,7 +18,6 @@ __all__ = [
     "apart",
     "asked",
     "each_alone",
-    "find_undivided",
     "layout_of_whole",
     "looking",
     "note_shards",

@@ -24,15 +24,9 @@ from .kernels import update_out_and_lse
 from .layouts.layout import Layout, layout_of_whole, require_name
 from .layouts.order import order_of_shards
 from .layouts.sharding import own_shard
-from .models.by_heads import attend_by_heads
-from .models.computed import find_computed
-from .models.counted_positions import find_counted, give_positions
 from .models.override import install
 from .models.settings import Settings, mark, unmark
 from .models.transformers_attention import adopt
-from .models.undivided import find_undivided
-from .models.whole_attention import attend_whole, takes_positions
-from .models.whole_model import run_whole
 from .models.whole_sequences import find_whole, keep_whole
 
 __all__ = [
@@ -107,28 +101,26 @@ def apply_context_parallel(
     """Make every attention inside `model` attend to the whole sequence.
 
     That is every `F.scaled_dot_product_attention`, whose `is_causal`, `scale` and `enable_gqa`
-    keep their meaning over the whole sequence; every `nn.MultiheadAttention`, which returns no
-    weights; and the attention of models of `transformers`,
-    which get an implementation of their own: no mask is built, `sliding_window` is kept, and
-    `cu_seq_lens_q` in the model's call says where documents of the whole sequence begin.
+    keep their meaning; every `nn.MultiheadAttention`, which returns no weights; and the attention
+    of models of `transformers`: no mask is built, `sliding_window` is kept, and `cu_seq_lens_q` in
+    the model's call says where documents of the whole sequence begin.
 
     In place: modules get a wrapped `forward`; class, parameters, names and `state_dict` stay.
-    Models of `transformers` get copies of their configs. Recomputation of modules
-    (`torch.utils.checkpoint`, both forms) is covered. With one rank nothing changes, but within
-    `ShardedSequences.inside`. Apply it after tensor, before pipeline and data parallelism.
+    Models of `transformers` get copies of their configs. Recomputation of modules is covered. With
+    one rank nothing changes, but within `ShardedSequences.inside`. Apply it after tensor, before
+    pipeline and data parallelism.
 
     The model is then called with its shard of the batch and of `position_ids`: see `shard_batch`.
 
     Modules of transformers that pass a state along (depthwise convolutions, linear attention) see
-    whole sequences of some rows, and so does a model of which nothing can be given a shard. Others
-    that mix positions by more than attention (pooling too) would see this rank's shard alone: the
-    first forward that is given ids, or other integers [B, L], runs twice more for that, and refuses
-    it; not so positions that it counts itself. A model without attention may be one that computes
-    each position by itself.
+    whole sequences of some rows. Others that mix positions by more than attention (pooling too)
+    would see this rank's shard alone: the first forward that is given ids, or other integers
+    [B, L], runs twice more for that, and refuses it; not so positions that it counts itself.
 
-    Refused when they are met: masks, dropout, `generate`, decoding and cross attention, full
-    attention if `layout` says "zigzag" (but within `ShardedSequences.inside`), and attention in a
-    checkpointed or autograd function that calls no module around it.
+    Refused here: models of transformers that attend by code of their own, choose keys as they go
+    (DeepSeek-V3.2) or take no `position_ids` (Bloom). Refused when met: masks, dropout, `generate`,
+    decoding and cross attention, full attention if `layout` says "zigzag" (but within
+    `ShardedSequences.inside`), and attention in a checkpointed or autograd function.
 
     Args:
         model: Any module; plain `nn.Module` code that knows nothing of this.
@@ -152,45 +144,13 @@ def apply_context_parallel(
     require_method(method)
     settings = Settings(layout, method, ring)
     mark(model, settings)
-    body = find_undivided(model)
-    sees_whole = _divide(model, settings) if body is None else _leave_whole(model, body, settings)
-    connect_ring(ring, method, swaps=sees_whole)
-    return model
-
-
-def _leave_whole(model: nn.Module, body: nn.Module, settings: Settings) -> bool:
-    """Let a module run on whole sequences; the model's own code beside it works on shards."""
-    settings.undivided = True
-    run_whole(body)
-    install(model, without={*body.modules()} - {model})
-    return True
-
-
-def _divide(model: nn.Module, settings: Settings) -> bool:
-    """Let a model work on shards, but for attention, and what passes a state along.
-
-    Returns:
-        Whether some modules see whole sequences.
-    """
-    counted = find_counted(model)
-    settings.shows_masks = bool(counted)
-    if settings.ring.size > 1:
+    if ring.size > 1:
         _adopt(model)
-    sees_whole = _see_whole(model, settings)
-    give_positions(model, counted)
-    attend_by_heads(model)
-    install(model)
-    return sees_whole
-
-
-def _see_whole(model: nn.Module, settings: Settings) -> bool:
-    """Let modules that pass a state along or compute attention see whole sequences of some rows."""
-    computed = find_computed(model)
-    settings.by_bias = takes_positions(computed)
-    whole = find_whole(model, computed)
+    whole = find_whole(model)
     keep_whole(whole)
-    attend_whole(computed)
-    return bool(whole or computed)
+    install(model)
+    connect_ring(ring, method, swaps=bool(whole))
+    return model
 
 
 def _adopt(model: nn.Module) -> None:

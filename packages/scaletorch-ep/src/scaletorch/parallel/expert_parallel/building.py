@@ -3,7 +3,6 @@
 Recorded and versioned like the rest: a patch release changes nothing here.
 """
 
-from .exchange.travel import while_travelling
 from .finding.experts import Found, find_experts, find_list
 from .finding.plans import named_experts
 from .losses import move_bias, statistics_of
@@ -24,5 +23,4 @@ __all__ = [
     "own_experts",
     "share_tokens",
     "statistics_of",
-    "while_travelling",
 ]

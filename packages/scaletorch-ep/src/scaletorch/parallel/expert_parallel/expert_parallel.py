@@ -13,12 +13,10 @@ from ...dist import get_world_size
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import class_before, mark_divided
-from .calls import ROUTED
 from .exchange.shares import counts_of, expert_group, rows_of, token_group
 from .finding.experts import Found, find_experts
 from .finding.plans import Plan, named_experts
 from .module import DividedExperts, Division
-from .shared import compute_beside
 
 __all__ = ["apply_expert_parallel"]
 
@@ -80,25 +78,11 @@ def apply_expert_parallel(
     found = [find_experts(name, module) for name, module in named.items()]
     divisions = [_divide(each, group, tokens, ranks) for each in found]
     _check(model, found, shared=sharers > 1)
-    beside = tokens is sharing is None and ranks > 1
-    _install(model, found, divisions, group if sharing is None else sharing, beside=beside)
-    return model
-
-
-def _install(
-    model: nn.Module,
-    found: list[Found],
-    divisions: list[Division],
-    group: ProcessGroup | None,
-    *,
-    beside: bool,
-) -> None:
     memo: Memo = WeakTensorKeyDictionary()  # holds no whole parameter that nobody else holds
     for each, division in zip(found, divisions, strict=True):
         _cut(each, division, memo)
-        mark_divided(each.module, group)
-        if beside and each.name and each.way == ROUTED:
-            compute_beside(model.get_submodule(each.name.rpartition(".")[0]), each.module)
+        mark_divided(each.module, group if sharing is None else sharing)
+    return model
 
 
 def _divide(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import _StopRecomputationError
 
 from ...dist import functional, get_rank, get_world_size
 from ...dist.building import agree
@@ -17,15 +19,12 @@ from ...dist.errors import StateError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import deep_copy, shallow_copy
 from .calls import ALL, ROUTED, WAYS, Given, Run, read_call, runner
-from .computing.apart import why_mixed
-from .computing.pairs import compute
-from .computing.uncompiled import call_uncompiled
-from .exchange.attempts import Outcome, attempt
+from .computing import compute
 from .exchange.dispatch import Dispatched, combine_computed, dispatch_along
 from .exchange.routes import find_route, number_apart, stay
 from .exchange.shares import ranges_of, share_out
 
-Call = Callable[[], tuple[Tensor, Exception | None]]  # `compute`, with all that it takes
+_hidden: dict[Callable[..., Any], Callable[..., Any]] = {}  # what the compiler leaves alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class DividedExperts(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the experts' results for tokens of this rank, [T, H], as the whole module does."""
-        results: Tensor = call_uncompiled(_call, self, super().forward, args, kwargs)
+        results: Tensor = _call_uncompiled(_call, self, super().forward, args, kwargs)
         if not self._division.checked:
             self._division.checked.append(True)
         return results
@@ -154,66 +153,57 @@ def _over_experts(module: DividedExperts, run: Run, given: Given) -> Tensor:
     if here:
         came = Dispatched(hidden, index, weights, stay(index, given.sizes))
     else:
-        shared = vars(module).get("_beside")  # what the block computes beside them
-        early = None if shared is None else partial(shared.compute_early, hidden)
         index = number_apart(index, division.counts, division.beyond, rank)
         # Once they have called each other, ranks are known to have the same experts.
         known = bool(division.checked)
         route = find_route(hidden, index, weights, counts, division.group, by_expert=known)
-        came = dispatch_along(route, hidden, index, weights, counts, early)
+        came = dispatch_along(route, hidden, index, weights, counts, None)
     named = {name: _tensor(module, name) for name in division.stacked}
     call = partial(compute, run, came, counts[rank], [*named.values()], routed)
-    if not division.checked:
-        results = _call_first(module, run, came, named, call)
-    elif routed and came.hidden.is_cpu:
-        return _call_later(division, came, call)
-    else:
+    if division.checked:
         results, wrong = call()
         if wrong is not None:
             raise wrong
+    else:
+        results = _call_first(division, came, named, call)
     return results if here else combine_computed(results, came.route)
 
 
 def _call_first(
-    module: DividedExperts,
-    run: Run,
+    division: Division,
     came: Dispatched,
     named: Mapping[str, Tensor],
-    call: Call,
+    call: Callable[[], tuple[Tensor, Exception | None]],
 ) -> Tensor:
     """Return the results of a first call, and raise on all ranks what is wrong with one's experts.
 
     Later ones have no such message.
     """
-    division = module._division
-    results, wrong = _attempted(call, came)
-    if wrong is None and division.way == ROUTED and not division.beyond:
-        own, total = len(division.own), sum(division.counts)
-        mixed, wrong = attempt(why_mixed, module, run, came, division.stacked, own, total)
-        wrong = wrong or mixed
+    try:
+        results, wrong = call()
+    except _StopRecomputationError:  # torch's checkpoints end so, on all ranks at the same place
+        raise
+    except Exception as error:  # of whatever kind: the others would wait for this rank
+        results, wrong = torch.zeros_like(came.hidden), error
     lines = [f"{name} {p.dtype} {tuple(p.shape[1:])}" for name, p in named.items()]
     lines.append(f"results {results.dtype}, of width {results.shape[1]}")
     agree(f"the experts '{division.name}'", lines, division.group, error=wrong)
     return results
 
 
-def _call_later(division: Division, came: Dispatched, call: Call) -> Tensor:
-    """Return results at their tokens; an error is told with them, and raised on all ranks.
+def _call_uncompiled(call: Callable[..., Any], *args: Any) -> Any:
+    """Call what is not compiled, nor anything that it calls: a graph ends here.
 
-    Not so if only experts know how wide results are, or if these are on a device.
+    `torch.compiler.disable` imports the compiler, which takes seconds of every program that never
+    compiles. So it waits until the compiler is there: that cannot trace `_hide`, and runs it.
     """
-    results, wrong = _attempted(call, came)
-    outcome = Outcome(here=wrong is None)
-    combined = combine_computed(results, came.route, outcome)
-    if not outcome.everywhere:
-        agree(f"a call of the experts '{division.name}'", (), division.group, error=wrong)
-    return combined
+    if torch.compiler.is_compiling() and call not in _hidden:
+        _hide(call)
+    return _hidden.get(call, call)(*args)
 
 
-def _attempted(call: Call, came: Dispatched) -> tuple[Tensor, Exception | None]:
-    """Return what `compute` does, and whatever experts raise as what is wrong."""
-    found, wrong = attempt(call)
-    return (torch.zeros_like(came.hidden), wrong) if found is None else found
+def _hide(call: Callable[..., Any]) -> None:
+    _hidden[call] = importlib.import_module("torch._dynamo.decorators").disable(call)
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:

@@ -1,42 +1,132 @@
-"""PyTorch's fused attention on CUDA devices, and the package flash-attn.
+"""PyTorch's fused attention operators on CUDA devices, as kernels for one block of keys.
 
 Flash takes windows; the others take FULL blocks and CAUSAL squares alone. On an H200 with torch
 2.11 cuDNN took 0.6 times flash's time in bfloat16, at 8,192 and 32,768 causal positions of 32
-query and 8 key/value heads of 128: it is asked first from compute capability 9.0 on. The package
-flash-attn has not been run: it is called by its source from 2.7 on.
+query and 8 key/value heads of 128: it is asked first from compute capability 9.0 on.
+
+They give `out` and gradients in the inputs' dtype: those of several blocks are merged, or added up,
+in float32. An operator for as many key/value heads as query heads has K and V expanded here, not
+before they are stored or sent, so that a group's gradients are summed in float32.
 
 Gradients of the flash and the efficient operator repeat bit for bit only under
-`torch.use_deterministic_algorithms(True)`; those of flash-attn always do.
+`torch.use_deterministic_algorithms(True)`.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
+from collections.abc import Callable
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.backends import cuda
 
-from ..masks.blocks import Band
-from .block import Gradients, Operands, expanded
-from .fused import (
-    HALF,
-    Operator,
-    asked,
-    fused,
-    is_causal,
-    is_plain,
-    no_seed,
-    same_sizes,
-    window_of,
+from ..masks.blocks import CAUSAL, FULL, Band
+from .block import (
+    Fits,
+    Gradients,
+    Kernel,
+    Operands,
+    expanded,
+    readable,
+    summed,
+    without_unseeing_rows,
 )
 
 aten = torch.ops.aten
+HALF = (torch.float16, torch.bfloat16)
 _OF_CUDNN = (9, 0)  # the compute capability from which on it is the quickest
+
+
+class Operator(NamedTuple):
+    """A fused operator.
+
+    Attributes:
+        forward: (q, k, v, scale, band) -> out, and lse in the operator's own layout, which begins
+            with the [B, H, L] that count.
+        backward: (operands with lse [B, H, L], scale, band) -> dq, dk, dv.
+        is_grouped: Whether it takes fewer key/value heads than query heads.
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, float, Band], tuple[Tensor, Tensor]]
+    backward: Callable[[Operands, float, Band], Gradients]
+    is_grouped: bool = False
+
+
+def fused(name: str, operator: Operator, fits: Fits) -> Kernel:
+    """Return the kernel of an operator."""
+    return Kernel(name, fits, partial(_forward, operator), partial(_backward, operator))
+
+
+def _forward(
+    operator: Operator, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
+) -> tuple[Tensor, Tensor]:
+    if not operator.is_grouped:
+        k, v = (expanded(x, q.shape[1]) for x in (k, v))
+    q, k, v = (readable(x, q.dtype) for x in (q, k, v))
+    out, lse = operator.forward(q, k, v, scale, band)
+    lse = lse[:, :, : q.shape[2]].reshape(q.shape[:3])
+    return out, lse.masked_fill(lse == torch.inf, -torch.inf)  # of rows that see nothing
+
+
+def _backward(operator: Operator, x: Operands, scale: float, band: Band) -> Gradients:
+    kv_heads, dtype = x.k.shape[1], x.q.dtype
+    x = x if operator.is_grouped else x.expanded()
+    q, k, v = (readable(each, dtype) for each in (x.q, x.k, x.v))
+    # Operators read both by strides of their own, or take them for those of [B, L, H, D].
+    grad_out, out = (by_position(each.to(dtype)) for each in (x.grad_out, x.out))
+    lse = without_unseeing_rows(x.lse).contiguous()
+    dq, dk, dv = operator.backward(Operands(grad_out, q, k, v, out, lse), scale, band)
+    dk, dv = (d if d.shape[1] == kv_heads else summed(d, kv_heads) for d in (dk, dv))
+    return dq, dk, dv
+
+
+def by_position(x: Tensor) -> Tensor:
+    """Return x [B, H, L, D] with its memory in the order [B, L, H, D]."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def same_sizes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether tensors have one dtype and one head dim, and something in them."""
+    same = q.dtype == k.dtype == v.dtype and q.shape[-1] == k.shape[-1] == v.shape[-1]
+    return same and q.numel() > 0 and k.numel() > 0
+
+
+def is_causal(q: Tensor, k: Tensor, band: Band) -> bool:
+    """Return whether a band is CAUSAL on a square, which operators have a word for."""
+    return band == CAUSAL and q.shape[2] == k.shape[2]
+
+
+def is_plain(q: Tensor, k: Tensor, band: Band) -> bool:
+    """Return whether a band is one that all operators know: FULL, or CAUSAL on a square."""
+    return band == FULL or is_causal(q, k, band)
+
+
+def window_of(q: Tensor, k: Tensor, band: Band) -> tuple[int, int] | None:
+    """Return a band as flash counts it, from the last row and the last key on.
+
+    Returns:
+        How many keys a row sees to the left and to the right of its own, -1 for all of them; None
+        if it does not see its own.
+    """
+    (lower, upper), shift = band, k.shape[2] - q.shape[2]
+    left = -1 if lower is None else shift - lower
+    right = -1 if upper is None else upper - shift
+    within = (lower is None or left >= 0) and (upper is None or right >= 0)
+    return (left, right) if within else None
+
+
+def asked(q: Tensor, k: Tensor, v: Tensor, band: Band) -> cuda.SDPAParams:
+    """Return what PyTorch's own tests of its kernels are given."""
+    grouped = q.shape[1] != k.shape[1]
+    return cuda.SDPAParams(q, k, v, None, 0.0, is_causal(q, k, band), grouped)
+
+
+def no_seed(q: Tensor) -> Tensor:
+    """Return a seed or offset of dropout, which is asked for and not read."""
+    return torch.zeros((), dtype=torch.int64, device=q.device)
 
 
 def _flash_forward(
@@ -102,52 +192,9 @@ def _efficient_backward(x: Operands, scale: float, band: Band) -> Gradients:
     return dq, dk, dv
 
 
-@cache
-def flash_attn_is_installed() -> bool:
-    """Return whether flash-attn 2.7 or later can be imported."""
-    return find_spec("flash_attn") is not None and hasattr(
-        _flash_attn(), "_wrapped_flash_attn_forward"
-    )
-
-
-def _flash_attn() -> Any:
-    return import_module("flash_attn.flash_attn_interface")
-
-
-def _flash_attn_options(q: Tensor, k: Tensor, scale: float, band: Band) -> dict[str, Any]:
-    causal, window = _window(q, k, band)
-    options = {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None, **window}
-    return {"softmax_scale": scale, "causal": causal, **options}
-
-
-def _flash_attn_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
-) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = _flash_attn()._flash_attn_forward(
-        *(x.transpose(1, 2) for x in (q, k, v)), return_softmax=False,
-        **_flash_attn_options(q, k, scale, band),
-    )  # fmt: skip
-    return out.transpose(1, 2), lse
-
-
-def _flash_attn_backward(x: Operands, scale: float, band: Band) -> Gradients:
-    grad_out, q, k, v, out = (each.transpose(1, 2) for each in x[:-1])
-    dq, dk, dv = (torch.empty_like(each) for each in (q, k, v))
-    _flash_attn()._flash_attn_backward(
-        grad_out, q, k, v, out, x.lse, dq, dk, dv, deterministic=True,
-        **_flash_attn_options(x.q, x.k, scale, band),
-    )  # fmt: skip
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
 FLASH = Operator(_flash_forward, _flash_backward, is_grouped=True)
 CUDNN = Operator(_cudnn_forward, _cudnn_backward, is_grouped=True)
 EFFICIENT = Operator(_efficient_forward, _efficient_backward)
-FLASH_ATTN = Operator(_flash_attn_forward, _flash_attn_backward, is_grouped=True)
-
-
-def _fits_flash_attn(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
-    return _fits_flash(q, k, v, band) and flash_attn_is_installed()
 
 
 def _fits_flash(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
@@ -183,7 +230,6 @@ def _is_of_eights(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 KERNELS = (
     fused("cudnn", CUDNN, _fits_cudnn_first),
-    fused("flash-attn", FLASH_ATTN, _fits_flash_attn),
     fused("flash", FLASH, _fits_flash),
     fused("cudnn", CUDNN, _fits_cudnn),
     fused("efficient", EFFICIENT, _fits_efficient),

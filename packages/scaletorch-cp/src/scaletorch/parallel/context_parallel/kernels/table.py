@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..masks.blocks import Band
-from . import cpu_flash, cuda, flex, tile, vendors
+from . import cpu_flash, cuda, flex, tile
 from .block import Gradients, Kernel, Operands
 
 TILE = Kernel("tile", lambda *_: True, tile.forward, tile.backward, caps=True)
@@ -21,7 +21,6 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {
     "cpu": (CPU_FLASH,),
     "cuda": (*cuda.KERNELS, FLEX),
     "xpu": (FLEX,),
-    **dict.fromkeys(("privateuseone", "npu", "mlu", "musa"), vendors.KERNELS),
 }
 
 

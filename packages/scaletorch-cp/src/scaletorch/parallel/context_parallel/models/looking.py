@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,28 +17,25 @@ _PLAIN = (bool, int, float, complex, str)
 
 
 @contextmanager
-def looking(model: nn.Module) -> Iterator[Callable[..., None]]:
-    """Let forwards of `model` show what they compute, without dropout and without gradients.
+def looking(model: nn.Module) -> Iterator[None]:
+    """Let a forward of `model` show what it computes, without dropout and without gradients.
 
     What is compiled runs as it was written, so that every call of it can be seen. Warnings are
     ignored: the model's own forward will say what they say.
 
     Parameters that are nearly zero have other values meanwhile, so that nothing hides behind them.
-    Afterwards mode, parameters, buffers and random generators are what they were, and modules that
-    the model makes anew as it runs (BigBird does for short sequences) have gone.
-
-    Yields:
-        What puts numbers and texts back that modules keep, as each call of the model does.
+    Afterwards mode, parameters, buffers, random generators, and numbers and texts that modules keep
+    are what they were.
     """
     first = next(model.parameters(), torch.empty(0))
     devices = [] if first.device.type == "cpu" else [first.device]
     kind = first.device.type if devices else "cuda"
     drawing = torch.random.fork_rng(devices, device_type=kind)
-    kept = (_buffers_kept(model), evaluating(model), _zeros_lent(model))
+    kept = drawing, torch.no_grad(), _state_kept(model), evaluating(model), without_zeros(model)
     with ExitStack() as stack:
-        for each in (drawing, torch.no_grad(), *kept, eagerly(), _quiet()):
+        for each in (*kept, eagerly(), warnings.catch_warnings(action="ignore")):
             stack.enter_context(each)
-        yield stack.enter_context(_modules_kept(model))
+        yield
 
 
 @contextmanager
@@ -58,26 +54,6 @@ def without_zeros(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for parameter, own, _ in before:
                 parameter.copy_(own)
-
-
-@contextmanager
-def _zeros_lent(model: nn.Module) -> Iterator[None]:
-    """Do as `without_zeros`, within a forward: nothing is written to the parameters themselves."""
-    before = [(each, each.data, values) for each, values in _other_values(model)]
-    for parameter, _, values in before:
-        parameter.data = values
-    try:
-        yield
-    finally:
-        for parameter, own, _ in before:
-            parameter.data = own
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def apart(a: Tensor, b: Tensor) -> bool:
@@ -108,46 +84,24 @@ def _other_values(model: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
 
 
 @contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Put back all buffers, and what they held."""
+def _state_kept(model: nn.Module) -> Iterator[None]:
+    """Put back all buffers and what they held, and numbers and texts that modules keep."""
     registered = [(module, dict(module._buffers)) for module in model.modules()]
+    plain = [
+        (m, {n: v for n, v in vars(m).items() if isinstance(v, _PLAIN) and n != "training"})
+        for m, _ in registered
+    ]
     held = {
         each: each.clone() for _, own in registered for each in own.values() if each is not None
     }
     try:
         yield
     finally:
+        for module, told in plain:
+            vars(module).update(told)
         for module, own in registered:
             module._buffers.clear()
             module._buffers.update(own)
         for each, value in held.items():
             if not (each.is_meta or torch.equal(each, value)):
                 each.copy_(value)
-
-
-@contextmanager
-def _modules_kept(model: nn.Module) -> Iterator[Callable[..., None]]:
-    """Put back numbers and texts that modules keep; all they are told if one was made anew."""
-    before = [*model.modules()]
-    held = [(module, dict(vars(module)), dict(module._modules)) for module in before]
-    plain = [
-        (m, {n: v for n, v in told.items() if isinstance(v, _PLAIN) and n != "training"})
-        for m, told, _ in held
-    ]
-
-    def put_back(*_: Any) -> None:  # before each forward, which may count them
-        for module, told in plain:
-            vars(module).update(told)
-
-    handle = model.register_forward_pre_hook(put_back)
-    try:
-        yield put_back
-    finally:
-        handle.remove()
-        put_back()
-        if before != [*model.modules()]:
-            for module, told, within in held:
-                vars(module).clear()
-                vars(module).update(told)
-                module._modules.clear()
-                module._modules.update(within)

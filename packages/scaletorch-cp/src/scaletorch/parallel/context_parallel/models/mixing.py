@@ -10,23 +10,30 @@ Positions that a model counts itself are not found so: it may know its place amo
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ....dist import all_gather_object
 from ....dist.building import agree, tensors_in
+from ....dist.errors import InvalidArgumentError
 from ..alone import alone, each_alone
 from .looking import apart, looking
 from .settings import Settings, refusal, settings_of
-from .suspects import Calls, find_suspect
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 _MIXES, _UNSEEN, _FAILED = 1, 2, 3  # what a rank notes
+
+
+class _Call(NamedTuple):
+    """One call of a module, in words, and the tensors that it was given and returned."""
+
+    module: str
+    given: tuple[Tensor, ...]
+    made: tuple[Tensor, ...]
 
 
 def require_apart(
@@ -36,10 +43,7 @@ def require_apart(
     settings: Settings,
     turned_on: Callable[[Settings, Mapping[str, Any]], AbstractContextManager[Any]],
 ) -> None:
-    """Refuse a model that mixes the positions of its shard outside of attention.
-
-    It is asked once, if it is called with integers [B, L], or with hidden states [B, L, H], returns
-    tensors [B, L, ...], and has no modules that came since; else `warn_unasked` says so.
+    """Refuse a model that mixes the positions of its shard outside of attention; ask it once.
 
     Args:
         model: What became context parallel.
@@ -58,14 +62,11 @@ def require_apart(
     shape, (own, others) = ids.shape[:2], _halves(ids.shape[1])
     changed = _changed(given, shape, own, others)
 
-    def run(*calls: Arguments) -> list[list[Tensor]]:
-        made = []
-        with each_alone(), looking(model) as put_back, turned_on(settings, given[1]):
-            for args, kwargs in calls:
-                put_back()
-                out = tensors_in(forward(model, *args, **kwargs))
-                made.append([x for x in out if x.shape[:2] == shape])
-        return made
+    def run(arguments: Arguments) -> list[Tensor]:
+        args, kwargs = arguments
+        with each_alone(), looking(model), turned_on(settings, given[1]):
+            out = tensors_in(forward(model, *args, **kwargs))
+            return [x for x in out if x.shape[:2] == shape]
 
     def same(a: Tensor, b: Tensor) -> bool:
         dims = [dim for dim, size in enumerate(a.shape) if size == shape[1]]
@@ -75,20 +76,66 @@ def require_apart(
         return any(not apart(a.index_select(d, kept), b.index_select(d, kept)) for d in dims)
 
     try:
-        before, after = run(given, changed)
+        before, after = run(given), run(changed)
         settings.unasked = None if before else "it returned nothing of shape [B, L, ...]"
     except Exception as error:  # the forward itself will say why, or it does not fail
         before = after = []
         settings.unasked = f"it failed while it was asked, with {type(error).__name__}: {error}"
     mixes = len(before) == len(after) and not all(map(same, before, after))
     note = _MIXES if mixes else 0 if ids.unique().numel() > 1 else _UNSEEN
-    note = _FAILED if settings.unasked else note
-    notes = agree("whether the model mixes positions", [], settings.ring.group, note=note)
+    note, subject = _FAILED if settings.unasked else note, "whether the model mixes positions"
+    notes = agree(subject, [], settings.ring.group, note=note)
     settings.asked = not {_UNSEEN, _FAILED} & {*notes}
     if _FAILED in notes:
         settings.unasked = settings.unasked or "it could not be on another rank"
-    if _MIXES in notes:
-        _refuse(model, partial(run, given, given, changed), same, settings)
+    if _MIXES not in notes:
+        return
+    with _recorded(model) as first:
+        run(given)
+    with _recorded(model) as second:
+        run(changed)
+    found = all_gather_object(_first_mixed(first, second, same), settings.ring.group)
+    raise _mixed(next(filter(None, found), "the model's own code"))
+
+
+def _mixed(where: str) -> InvalidArgumentError:
+    return refusal(
+        f"{where} computes a position from others than itself, by more than attention: a "
+        "convolution, a recurrence, pooling, a cumulative sum. It would see this rank's shard "
+        "alone. Mix positions by F.scaled_dot_product_attention, or keep sequences whole"
+    )
+
+
+@contextmanager
+def _recorded(model: nn.Module) -> Iterator[list[_Call]]:
+    """Write down all calls of a model's modules, as they end."""
+    calls: list[_Call] = []
+    handles = []
+    for name, module in model.named_modules():
+
+        def write(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+            words = f"module {name} ({type(module).__name__})"
+            given = tensors_in((args, kwargs))
+            calls.append(_Call(words, tuple(given), tuple(tensors_in(output))))
+
+        handles.append(module.register_forward_hook(write, with_kwargs=True))
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _first_mixed(
+    first: list[_Call], second: list[_Call], same: Callable[[Tensor, Tensor], bool]
+) -> str | None:
+    """Return, in words, the first module whose outputs are not what its inputs make them."""
+    for a, b in zip(first, second, strict=False):
+        if not all(map(same, a.given, b.given)):
+            return f"what {a.module} is given"
+        if not all(map(same, a.made, b.made)):
+            return a.module
+    return None
 
 
 def _why_unasked(model: nn.Module, ids: Tensor | None) -> str | None:
@@ -144,35 +191,3 @@ def _changed(given: Arguments, shape: tuple[int, ...], own: Tensor, others: Tens
 
     args, kwargs = given
     return tuple(map(changed, args)), {name: changed(value) for name, value in kwargs.items()}
-
-
-def _refuse(
-    model: nn.Module,
-    run: Callable[[], list[list[Tensor]]],
-    same: Callable[[Tensor, Tensor], bool],
-    settings: Settings,
-) -> None:
-    """Run again, writing down what each module computes; raise on every rank.
-
-    Raises:
-        InvalidArgumentError: Always, but where the model draws random numbers without being asked
-            to: nothing can be told then, and a warning says so.
-    """
-    with Calls(model) as calls:
-        first, again, _ = run()
-    found = any(apart(a, b) for a, b in zip(first, again, strict=True)), find_suspect(calls, same)
-    everyone = all_gather_object(found, settings.ring.group)
-    if any(drawn for drawn, _ in everyone):
-        warnings.warn(
-            "this model draws random numbers in eval mode, so that it cannot be told whether it "
-            "mixes the positions of its shard",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return
-    where = next((text for _, text in everyone if text), "the model's own code")
-    raise refusal(
-        f"{where} computes a position from others than itself, by more than attention: a "
-        "convolution, a recurrence, pooling, a cumulative sum. It would see this rank's shard "
-        "alone. Mix positions by F.scaled_dot_product_attention, or keep sequences whole"
-    )

@@ -1,4 +1,8 @@
-"""The function of torch's `nn.MultiheadAttention`, whose attention no mode sees."""
+"""The function of torch's `nn.MultiheadAttention`, whose attention no mode sees.
+
+It returns no weights, of which no rank has all. What it is asked for beside a causal mask is
+refused by its name.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,12 @@ from torch import Tensor
 from .settings import refusal
 
 FUNCTION = F.multi_head_attention_forward
+_NAME = "nn.MultiheadAttention"
 _project_packed, _project = vars(F)["_in_projection_packed"], vars(F)["_in_projection"]
 _SIGNATURE = inspect.signature(FUNCTION)
 
 
-def require_known(name: str, given: Mapping[str, Any], dropout: float, added: bool) -> None:
+def _require_known(given: Mapping[str, Any]) -> None:
     """Refuse what attention over shards does not compute, and say how to do without.
 
     Raises:
@@ -25,19 +30,20 @@ def require_known(name: str, given: Mapping[str, Any], dropout: float, added: bo
     """
     if given["key_padding_mask"] is not None:
         raise refusal(
-            f"{name} is given a key_padding_mask: leave it out, and padding to labels of -100 "
+            f"{_NAME} is given a key_padding_mask: leave it out, and padding to labels of -100 "
             "behind a causal mask, or keep sequences whole"
         )
     if given["attn_mask"] is not None and not given["is_causal"]:
         raise refusal(
-            f"{name} is given an attn_mask, which is of this rank's shard: pass is_causal=True "
+            f"{_NAME} is given an attn_mask, which is of this rank's shard: pass is_causal=True "
             "beside it if it is causal, else keep sequences whole"
         )
+    dropout = given["dropout_p"] if given["training"] else 0.0
     if dropout:
-        raise refusal(f"{name} drops attention weights: set its dropout to 0, which is {dropout}")
-    if added:
+        raise refusal(f"{_NAME} drops attention weights: set its dropout to 0, which is {dropout}")
+    if given["add_zero_attn"] or any(given[name] is not None for name in ("bias_k", "static_k")):
         raise refusal(
-            f"{name} adds a key that is no token's: build it without add_bias_kv and add_zero_attn"
+            f"{_NAME} adds a key that is no token's: build it without add_bias_kv and add_zero_attn"
         )
 
 
@@ -50,18 +56,12 @@ def attend_projected(sdpa: Callable[..., Tensor], *args: Any, **kwargs: Any) -> 
         kwargs: Of that function, by name.
 
     Raises:
-        InvalidArgumentError: It is asked for weights, or for what `nn.MultiheadAttention` is
-            refused.
+        InvalidArgumentError: It is asked for what is not computed.
     """
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    name = FUNCTION.__name__
-    added = given["bias_k"] is not None or given["add_zero_attn"]
-    dropout = given["dropout_p"] if given["training"] else 0.0
-    require_known(name, given, dropout, added or given["static_k"] is not None)
-    if given["need_weights"]:
-        raise refusal(f"{name} is asked for weights, of which no rank has all: need_weights=False")
+    _require_known(given)
     query: Tensor = given["query"]
     batched = query.dim() == 3
     out = sdpa(*map(_by_head(given["num_heads"]), _projections(given)), given["is_causal"])

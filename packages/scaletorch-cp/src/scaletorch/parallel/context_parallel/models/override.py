@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -45,19 +45,13 @@ _HIDING = ("torch.utils.checkpoint", "torch.autograd.function")  # what runs in 
 _require_apart = torch.compiler.disable(require_apart)  # a compiled model is asked as it is written
 
 
-def install(model: nn.Module, without: Container[nn.Module] = ()) -> None:
+def install(model: nn.Module) -> None:
     """Route the calls of scaled_dot_product_attention in a marked model, in place.
 
     Modules of torch.nn itself call no attention of their own but nn.MultiheadAttention, so the
     others are left alone; modules within them are not.
-
-    Args:
-        model: The model.
-        without: Modules within it whose attention is their own.
     """
     for module in list(model.modules()):
-        if module in without:
-            continue
         attends = isinstance(module, nn.MultiheadAttention)
         if module is model or attends or not type(module).__module__.startswith("torch.nn."):
             wrapped = _overriding(module, outermost=module is model)
@@ -73,7 +67,6 @@ class AttentionOverride(TorchFunctionMode):
         given: Keyword arguments of the forward that turned it on.
         position_ids: What the innermost forward that has this argument was given.
         calls: How many calls of attention it has seen.
-        whole: What runs sees whole sequences, and its attention is its own.
     """
 
     def __init__(self, settings: Settings, given: Mapping[str, Any]) -> None:
@@ -82,7 +75,6 @@ class AttentionOverride(TorchFunctionMode):
         self.given = given
         self.position_ids = given.get("position_ids")
         self.calls = 0
-        self.whole = False
         self._read: list[tuple[object, Documents]] = []  # kept, as reading waits for the device
 
     def __torch_function__(
@@ -94,8 +86,6 @@ class AttentionOverride(TorchFunctionMode):
     ) -> Any:
         """Replace attention, refuse calls that hide it, and leave all else as it is."""
         kwargs = kwargs or {}
-        if self.whole:
-            return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             _refuse_bare_function(sys._getframe(1))
             return self._sdpa(*args, **kwargs)
@@ -103,23 +93,9 @@ class AttentionOverride(TorchFunctionMode):
             return attend_projected(self._sdpa_of_heads, *args, **kwargs)
         return func(*args, **kwargs)
 
-    @contextmanager
-    def left_alone(self) -> Iterator[None]:
-        """Let attention be the model's own for a while: it is called with whole sequences."""
-        before, self.whole = self.whole, True
-        try:
-            yield
-        finally:
-            self.whole = before
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
         """Attend by the model's settings, and count the call."""
         self.calls += 1
-        if self.settings.undivided:  # what runs on whole sequences is left alone
-            raise refusal(
-                "the model attends outside of the module that was to run on whole sequences of "
-                "some rows, as nothing within can be given a shard; keep sequences whole"
-            )
         if asked.cu_seqlens is not None:
             asked = asked._replace(cu_seqlens=self.documents(asked.cu_seqlens))
         elif self.given.get(CU_SEQLENS[0]) is not None:
@@ -136,13 +112,6 @@ class AttentionOverride(TorchFunctionMode):
                 return documents
         self._read.append((cu_seqlens, read_documents(cu_seqlens)))
         return self._read[-1][1]
-
-    def told_documents(self) -> Documents | None:
-        """Return where documents begin, if the batch is told to be of several."""
-        given, told = self.given.get(CU_SEQLENS[0]), self.settings.told
-        if given is not None:
-            return self.documents(given)
-        return None if told is None else told.documents
 
     def _sdpa_of_heads(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
         return self.attend(q, k, v, Asked(bool(is_causal)))
@@ -178,8 +147,7 @@ def running_override(settings: Settings | None = None) -> AttentionOverride | No
 
 def _overriding(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
     """Return a forward for `module` that turns the override on if it is off."""
-    own = module.__dict__.get("forward")
-    inner: Callable[..., Any] = type(module).forward if own is None else unbound(own)
+    inner = own_forward(module)
 
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -213,8 +181,11 @@ def _overriding(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
     return forward
 
 
-def unbound(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an instance's own forward as a function that takes the instance first."""
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return a module's forward as a function that takes the module first."""
+    forward = module.__dict__.get("forward")
+    if forward is None:
+        return type(module).forward
     if isinstance(forward, MethodType):
         return forward.__func__
 

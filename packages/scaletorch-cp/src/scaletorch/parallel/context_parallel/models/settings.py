@@ -28,10 +28,6 @@ _CALL = "attention of a model that apply_context_parallel was given"
 _NAME = "_scaletorch_context_parallel"
 
 
-class UndividedError(InvalidArgumentError):
-    """A model of which nothing can be given a shard: whole sequences of some rows can be."""
-
-
 class Told(NamedTuple):
     """The batch that a model is told to attend by."""
 
@@ -52,10 +48,6 @@ class Settings:
         unasked: Why it could not be asked; None if no warning is due.
         must_attend: Whether a forward without attention is refused: nothing else would find one
             that cannot be seen.
-        shows_masks: Whether attention gets a mask that says no more than that it is causal: its
-            module may say otherwise.
-        by_bias: Whether the model knows positions by what its attention adds to scores alone.
-        undivided: Whether the model runs as it is, on whole sequences of some rows.
     """
 
     def __init__(self, said: str | None, method: str, ring: Ring) -> None:
@@ -65,15 +57,12 @@ class Settings:
         self.ring = ring
         self.told: Told | None = None
         self.unasked: str | None = None
-        self.asked = self.must_attend = self.shows_masks = self.by_bias = self.undivided = False
+        self.asked = self.must_attend = False
         self._of_backward: tuple[int, Told | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         """Return the settings of a copy of the model: process groups are not copied."""
-        copied = Settings(self.said, self.method, self.ring)
-        copied.shows_masks, copied.by_bias = self.shows_masks, self.by_bias
-        copied.undivided = self.undivided
-        return copied
+        return Settings(self.said, self.method, self.ring)
 
     @property
     def active(self) -> bool:
@@ -271,8 +260,3 @@ def _require_ready(settings: Settings | None, model: nn.Module, told: Told, ring
 def refusal(why: str) -> InvalidArgumentError:
     """Return the error of attention that cannot be computed over shards."""
     return InvalidArgumentError(f"context-parallel attention on {describe_rank()}: {why}")
-
-
-def undivided(why: str) -> UndividedError:
-    """Return the error of a model of which nothing can be given a shard."""
-    return UndividedError(f"context-parallel attention on {describe_rank()}: {why}")

@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from ....dist.errors import InvalidArgumentError
 from ..attention import Asked
-from .calls import is_pretrained
-from .computed import attends, compute_whole, computes, other_layers
+from .calls import forward_of, is_pretrained
 from .override import AttentionOverride, running_override
 from .settings import refusal, settings_of
-from .towers import find_towers, refuse_calls
 from .transformers_mask import Pattern, context_mask, stranger
-from .undivided import require_divisible
-from .whole_mask import NAME as WHOLE
-from .whole_mask import whole_mask
 from .whole_sequences import find_whole
 
 NAME = __name__
@@ -36,18 +31,13 @@ _WITHOUT_EFFECT = frozenset({
     "position_ids", "return_dict", "shift_labels", "use_cache",
 })  # fmt: skip
 _LENGTHY = ("dynamic", "longrope")  # types of rotary embeddings
+# Kinds of layers whose attention over the whole sequence can be asked for.
+_KNOWN = {"full_attention", "sliding_attention", "chunked_attention"}
+_POOLING = ("ForSequenceClassification", "ForMultipleChoice", "ForQuestionAnswering")
+_TEXT = ("input_ids", "inputs_embeds")
 
 
-class Before(NamedTuple):
-    """What a model was like.
-
-    Attributes:
-        names: Each config, and which attention it named.
-        configs: Attention modules that got a config of their own, and the one that they had.
-    """
-
-    names: list[tuple[Any, str | None]]
-    configs: list[tuple[nn.Module, Any]]
+Before = list[tuple[Any, str | None]]  # each config, and which attention it named
 
 
 def adopt(model: nn.Module) -> Before:
@@ -56,51 +46,74 @@ def adopt(model: nn.Module) -> Before:
     Their configs become copies, as other models may share them.
 
     Returns:
-        What it was like before.
+        What its configs named before.
 
     Raises:
-        UndividedError: Nothing within it can be given a shard.
-        InvalidArgumentError: A part mixes positions in layers that are no attention.
+        InvalidArgumentError: A part cannot be computed over shards.
     """
     library = sys.modules.get("transformers.modeling_utils")
     masks = sys.modules.get("transformers.masking_utils")
-    before = Before([], [])
-    if library is None or masks is None:  # without registries they call F.sdpa
-        return before
     parts: list[Any] = [part for part in model.modules() if is_pretrained(part)]
-    if not parts:
-        return before
+    if library is None or masks is None or not parts:  # without registries they call F.sdpa
+        return []
     library.ALL_ATTENTION_FUNCTIONS.register(NAME, context_attention)
     masks.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, context_mask)
-    masks.ALL_MASK_ATTENTION_FUNCTIONS.register(WHOLE, whole_mask)
-    before.names.extend((config, config._attn_implementation) for config in _own_configs(model))
-    towers = find_towers(model)
+    before = [(config, config._attn_implementation) for config in _own_configs(model)]
+    towers = _towers(model)
     for part in parts:
-        settable = part._can_set_attn_implementation()
-        if settable and part.config._attn_implementation not in (NAME, WHOLE):
+        if part._can_set_attn_implementation() and part.config._attn_implementation != NAME:
             part.set_attn_implementation(NAME)
         try:
-            require_divisible(part)
-            if part not in towers and computes(part):
-                before.configs.extend(compute_whole(part))
             _require_adopted(part)
         except InvalidArgumentError as error:
             if part not in towers:
                 _restore(before)
                 raise
-            refuse_calls(part, error)
+            part.register_forward_pre_hook(_refusing(str(error)))
     return before
 
 
 @contextmanager
 def adopted(model: nn.Module, *, for_a_while: bool) -> Iterator[None]:
-    """Adopt a model until the end of the context; or do nothing, as for one that is undivided."""
-    whole = any(each.undivided for each in map(settings_of, model.modules()) if each is not None)
-    before = adopt(model) if for_a_while and not whole else Before([], [])
+    """Adopt a model until the end of the context, if asked to."""
+    before = adopt(model) if for_a_while else []
     try:
         yield
     finally:
         _restore(before)
+
+
+def _towers(model: nn.Module) -> set[nn.Module]:
+    """Return models within a model that text does not run, as those of images or sound.
+
+    They are beside its decoder, or in it and take no ids. A tower numbers its own positions, so
+    one that cannot be context parallel is refused when it is called, not with the model.
+    """
+    found: set[nn.Module] = set()
+    for part in filter(is_pretrained, model.modules()):
+        tell: Any = getattr(part, "get_decoder", None)
+        decoder = tell() if callable(tell) else None
+        if not isinstance(decoder, nn.Module):
+            continue
+        inside = {*decoder.modules()}
+        for other in filter(is_pretrained, part.modules()):
+            holds = any(module is decoder for module in other.modules())
+            takes = any(name in forward_of(other).parameters for name in _TEXT)
+            if other is not part and not holds and not (other in inside and takes):
+                found.add(other)
+    return found
+
+
+def _refusing(why: str) -> Callable[[nn.Module, Any], None]:
+    def refuse(tower: nn.Module, _: Any) -> None:
+        settings = settings_of(tower)
+        if settings is not None and settings.active:
+            raise refusal(
+                f"{type(tower).__name__} is run, and text alone can be divided in this model: call "
+                f"it without other inputs, or keep sequences whole ({why})"
+            )
+
+    return refuse
 
 
 def context_attention(
@@ -195,29 +208,57 @@ def _collect(config: Any, found: dict[int, Any]) -> None:
 
 
 def _restore(before: Before) -> None:
-    for config, name in before.names:
+    for config, name in before:
         config._attn_implementation_internal = name
-    for module, config in before.configs:
-        vars(module)["config"] = config
 
 
 def _require_adopted(part: Any) -> None:
     """Refuse parts whose attention would be of this rank's shard alone."""
-    name, whole = type(part).__name__, find_whole(part)
-    if whole and not attends(part, whole):
+    name, config, whole = type(part).__name__, part.config, find_whole(part)
+    if whole and not _attends(part, whole):
         return
-    lengthy = set(_rope_types(getattr(part.config, "rope_parameters", None))) & set(_LENGTHY)
+    if name.endswith(_POOLING):
+        raise refusal(f"{name} pools over the sequence, of which this rank has a shard")
+    lengthy = set(_rope_types(getattr(config, "rope_parameters", None))) & set(_LENGTHY)
     if lengthy:
         raise refusal(
             f"{name} has rotary embeddings of type {', '.join(sorted(lengthy))}, which depend on "
             "the length of the whole sequence, and this rank knows its shard's"
         )
-    others = other_layers(part.config)
-    if others and not whole and not computes(part):
+    others = set(getattr(config, "layer_types", None) or ()) - _KNOWN
+    if others and not whole:
         raise refusal(
-            f"{name} has layers of {', '.join(others)}, which would mix the positions of this "
-            "rank's shard alone"
+            f"{name} has layers of {', '.join(sorted(others))}, which would mix the positions of "
+            "this rank's shard alone"
         )
+    within = [each for each in part.modules() if is_pretrained(each) and each is not part]
+    if not any("position_ids" in forward_of(each).parameters for each in (part, *within)):
+        taken = getattr(part, "main_input_name", _TEXT[0])
+        if taken != _TEXT[0]:
+            raise refusal(
+                f"{name} takes {taken}, and cp divides the positions of tokens: take cp_size=1, "
+                "and the ranks for dp, tp or pp"
+            )
+        raise refusal(
+            f"{name} takes no position_ids and would count its positions from 0 on every rank: "
+            "take cp_size=1, and the ranks for dp, tp or pp"
+        )
+    if within and not _attends(part, within):
+        return  # those are looked at too
+    if config._attn_implementation not in (NAME, "sdpa"):
+        raise refusal(
+            f"{name} computes its attention itself ({config._attn_implementation!r}), and it would "
+            "see this rank's shard alone: take a model that uses the attention registry of "
+            "transformers or F.scaled_dot_product_attention, or cp_size=1"
+        )
+
+
+def _attends(part: nn.Module, without: Iterable[nn.Module]) -> bool:
+    """Return whether a model has attention beside that in some of its modules."""
+    kept = {inner for outer in without for inner in outer.modules()}
+    return any(
+        "Attention" in type(module).__name__ for module in part.modules() if module not in kept
+    )
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:

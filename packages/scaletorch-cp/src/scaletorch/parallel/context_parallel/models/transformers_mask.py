@@ -11,20 +11,51 @@ from torch import Tensor
 
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import describe_rank
-from ..agreement import tell_refusal
+from ..agreement import require_agreement
 from ..alone import alone
-from .override import AttentionOverride, running_override
-from .positions import require_no_padding, require_positions
+from .calls import require_no_padding, require_positions
+from .override import running_override
 from .settings import refusal
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """The meaning of a mask; it stands for one, as attention builds none."""
+    """The meaning of a mask; it stands for one, as attention builds none.
+
+    A model that changes its mask, as by a bias or by keys that it chooses, is refused.
+    """
 
     causal: bool
     window: int | None
     chunk: int | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, *_: Any) -> Any:
+        """Refuse to be computed with."""
+        raise _changed(getattr(func, "__name__", "a function"))
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse what tensors have beside this."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise _changed(name)
+
+    def __getitem__(self, _: Any) -> Any:
+        """Refuse to be cut."""
+        raise _changed("an index")
+
+    def __add__(self, _: Any) -> Any:
+        """Refuse to be added to."""
+        raise _changed("a sum")
+
+    __radd__ = __mul__ = __rmul__ = __and__ = __rand__ = __add__
+
+
+def _changed(by: str) -> InvalidArgumentError:
+    return refusal(
+        f"the model changes its attention mask by {by}, and no mask is built over shards: "
+        "attention with a bias of its own, or with keys that it chooses, cannot be computed"
+    )
 
 
 def context_mask(
@@ -34,13 +65,12 @@ def context_mask(
 
     None if the function for "sdpa" gives None as well: all, or all before.
     """
-    override, pattern = read_mask(**asked)
+    pattern = _read_mask(**asked)
     skip = allow_is_causal_skip if pattern.causal else allow_is_bidirectional_skip
-    skip = skip and not override.settings.shows_masks
     return None if skip and pattern.window is None and pattern.chunk is None else pattern
 
 
-def read_mask(
+def _read_mask(
     *,
     q_length: int,
     kv_length: int,
@@ -49,8 +79,8 @@ def read_mask(
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
     **others: Any,
-) -> tuple[AttentionOverride, Pattern]:
-    """Return the override that is on, and what a mask that a model asks for means.
+) -> Pattern:
+    """Return what a mask that a model asks for means.
 
     Args:
         q_length: How many queries there are.
@@ -73,12 +103,13 @@ def read_mask(
         if attention_mask is not None:
             require_no_padding(attention_mask, q_length, settings)
         _require_one_sequence(q_length, kv_length, int(q_offset), kv_offset)
-        if alone() is None and not settings.by_bias:
+        if alone() is None:
             told = settings.told is not None or override.given.get("cu_seq_lens_q") is not None
             require_positions(override.position_ids, q_length, settings, told=told)
-        return override, _pattern(mask_function)
-    except InvalidArgumentError:  # one rank's shard alone may be refused; the others go on
-        tell_refusal((settings.ring, None), _device(attention_mask, override.position_ids))
+        return _pattern(mask_function)
+    except InvalidArgumentError as error:  # one rank's shard may be refused; the others go on
+        device = _device(attention_mask, override.position_ids)
+        require_agreement((), device, (settings.ring, None), error)
         raise
 
 

@@ -13,8 +13,9 @@ and no shorter.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -24,10 +25,10 @@ from ....dist import functional
 from ....dist.building import map_tensors
 from ..alone import alone, weigh_alone
 from ..cp_comms import Ring
-from ..layouts.layout import Layout, layout_of_shards
+from ..layouts.layout import layout_of_shards
 from .calls import is_pretrained
-from .settings import Settings, refusal
-from .taking_over import Call, take_over
+from .override import own_forward, running_override
+from .settings import Settings, refusal, settings_of
 
 # Classes of transformers, beside those that have a depthwise convolution.
 _WITHOUT_CONVOLUTION = (
@@ -35,10 +36,8 @@ _WITHOUT_CONVOLUTION = (
 )  # fmt: skip
 
 
-def find_whole(model: nn.Module, seeing: Iterable[nn.Module] = ()) -> list[nn.Module]:
+def find_whole(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that pass a state along the sequence, the outermost ones.
-
-    Without those in modules that see whole sequences already (`seeing`).
 
     They are known in models of transformers alone; in others they are found when the model is
     asked whether it mixes positions, and refused.
@@ -47,7 +46,6 @@ def find_whole(model: nn.Module, seeing: Iterable[nn.Module] = ()) -> list[nn.Mo
     for part in filter(is_pretrained, model.modules()):
         found.update(dict.fromkeys(filter(_passes_state, part.modules())))
     within = {inner for outer in found for inner in outer.modules() if inner is not outer}
-    within.update(inner for outer in seeing for inner in outer.modules())
     return [module for module in found if module not in within]
 
 
@@ -66,20 +64,32 @@ def _passes_state(module: nn.Module) -> bool:
 def keep_whole(modules: list[nn.Module]) -> None:
     """Let modules of a context-parallel model see whole sequences, in place."""
     for module in modules:
-        take_over(module, _on_whole_sequences)
+        module.forward = MethodType(_on_whole_sequences(own_forward(module)), module)
 
 
-def _on_whole_sequences(call: Call) -> Any:
-    hidden = hidden_states(call.module, call.args, call.kwargs)
-    if alone() is not None:
-        return _each_alone(call.inner, call.args, call.kwargs, hidden)
-    _refuse_documents(call.module, call.settings, call.given)
-    if call.settings.ring.size == 1:
-        return call.inner(*call.args, **call.kwargs)
-    exchange = exchange_for(call.settings, hidden)
-    args, kwargs = map_tensors(exchange.to_rows, (call.args, call.kwargs))
-    back = functools.partial(exchange.to_positions, type(call.module).__name__)
-    return map_tensors(back, call.inner(*args, **kwargs))
+def _on_whole_sequences(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a module's forward on whole sequences while attention is over shards."""
+
+    @functools.wraps(inner)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        settings, run = settings_of(self), functools.partial(inner, self)
+        if settings is None or not settings.active:
+            return run(*args, **kwargs)
+        override = running_override(settings)
+        if override is not None:
+            override.calls += 1  # it counts as attention
+        hidden = _hidden_states(self, args, kwargs)
+        if alone() is not None:
+            return _each_alone(run, args, kwargs, hidden)
+        _refuse_documents(self, settings, {} if override is None else override.given)
+        if settings.ring.size == 1:
+            return run(*args, **kwargs)
+        exchange = exchange_for(settings, hidden)
+        args, kwargs = map_tensors(exchange.to_rows, (args, kwargs))
+        back = functools.partial(exchange.to_positions, type(self).__name__)
+        return map_tensors(back, run(*args, **kwargs))
+
+    return forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,35 +129,23 @@ class Exchange:
         """Return this rank's shard of what all ranks made of their rows."""
         own = -(-self.rows // self.ring.size)
         if x.shape[:2] != (own, self.order.numel()):
-            return lost(x, name)
+            if not x.is_floating_point():  # integers have no NaN
+                raise refusal(f"{name} returns {x.dtype} {list(x.shape)} beside its hidden states")
+            return torch.full_like(x, float("nan"))  # a state at the end, of other rows
         shards = x.index_select(1, self.order)
         return functional.all_to_all(shards, 1, 0, self.ring.group).narrow(0, 0, self.rows)
-
-
-def padded(x: Tensor, exchange: Exchange) -> Tensor:
-    """Return whole sequences [rows, length, ...] with zeros for the padding of their layout."""
-    missing = exchange.order.numel() - x.shape[1]
-    if not missing:
-        return x
-    return torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], 1)
-
-
-def layout_for(settings: Settings, length: int) -> Layout:
-    """Return the layout of a model's shards of `length` positions."""
-    told = settings.told
-    layout = settings.layout if told is None else told.layout
-    return layout_of_shards(layout, length, None, settings.ring.size)
 
 
 def exchange_for(settings: Settings, hidden: Tensor) -> Exchange:
     """Return the exchange for a rank's hidden states [B, L, H]."""
     ring, (rows, length) = settings.ring, hidden.shape[:2]
-    layout = layout_for(settings, length)
+    layout = settings.layout if settings.told is None else settings.told.layout
+    layout = layout_of_shards(layout, length, None, ring.size)
     order = torch.cat([layout.positions(rank, hidden.device) for rank in range(ring.size)])
     return Exchange(ring, rows, length, order, order.argsort())
 
 
-def hidden_states(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+def _hidden_states(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """Return the hidden states [B, L, ...] that a module is called with.
 
     Raises:
@@ -159,19 +157,14 @@ def hidden_states(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
     raise refusal(f"{type(module).__name__} was called without hidden states [B, L, H]")
 
 
-def has_documents(settings: Settings, given: Mapping[str, Any]) -> bool:
-    """Return whether a batch is told to be of several documents."""
-    told = settings.told is not None and len(settings.told.documents) > 2
-    return told or given.get("cu_seq_lens_q") is not None
-
-
 def _refuse_documents(module: nn.Module, settings: Settings, given: Mapping[str, Any]) -> None:
     """Refuse a batch of several documents, which the module would join.
 
     Raises:
         InvalidArgumentError: It is one.
     """
-    if has_documents(settings, given):
+    told = settings.told is not None and len(settings.told.documents) > 2
+    if told or given.get("cu_seq_lens_q") is not None:
         raise refusal(
             f"{type(module).__name__} passes a state along the sequence, and would pass it from "
             "one packed document to the next: give each document a row of its own"
@@ -194,14 +187,3 @@ def _each_alone(
 
     args, kwargs = map_tensors(one, (args, kwargs))
     return map_tensors(for_all, inner(*args, **kwargs))
-
-
-def lost(x: Tensor, name: str) -> Tensor:
-    """Return NaN for a state at the sequences' end: this rank has that of other rows than its own.
-
-    Raises:
-        InvalidArgumentError: Integers have no NaN.
-    """
-    if not x.is_floating_point():
-        raise refusal(f"{name} returns {x.dtype} {list(x.shape)} beside its hidden states")
-    return torch.full_like(x, float("nan"))

@@ -9,17 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ....dist import Work, get_rank, get_world_size
 from ....dist.building import all_to_all_flat, sum_dtype
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from .attempts import Outcome, send_back_with
-from .functions import add_pairs, apply, once_differentiable
 from .routes import Route, find_route, numbers_of
 from .shares import counts_of, expert_group
-from .travel import landed
 
 # Weights and indices travel as integers of the weights' width.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -123,22 +121,21 @@ def combine(rows: Tensor, route: Route) -> Tensor:
         )
     if torch.is_grad_enabled():
         rows = apply(_Meet, rows if rows.requires_grad else rows.detach().requires_grad_())
-    combined: Tensor = apply(_Combine, rows, route, None)
+    combined: Tensor = apply(_Combine, rows, route)
     return combined
 
 
-def combine_computed(rows: Tensor, route: Route, outcome: Outcome | None = None) -> Tensor:
-    """Do what `combine` does for what `compute` returned, in whose backward the ranks meet.
-
-    Args:
-        rows: As there.
-        route: As there.
-        outcome: Of the experts, to tell the other ranks and hear of theirs.
-    """
+def combine_computed(rows: Tensor, route: Route) -> Tensor:
+    """Do what `combine` does for what `compute` returned, in whose backward the ranks meet."""
     if torch.is_grad_enabled() and not rows.requires_grad:
         rows = apply(_Meet, rows.detach().requires_grad_())
-    combined: Tensor = apply(_Combine, rows, route, outcome)
+    combined: Tensor = apply(_Combine, rows, route)
     return combined
+
+
+def apply(function: type[Function], *args: Any) -> Any:
+    """Apply an autograd function, which torch has no type for."""
+    return function.apply(*args)
 
 
 @dataclass(slots=True)
@@ -154,7 +151,7 @@ class _Flight:
     def land(self) -> list[Tensor]:
         """Wait for all of it."""
         works, self.works = self.works, ()
-        return landed(works)
+        return [work.wait() for work in works]
 
 
 class _Leave(Function):
@@ -212,20 +209,18 @@ class _Combine(Function):
     """Results back to their tokens and added up; backward sends the gradient of each result."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, route: Route, outcome: Outcome | None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
         """Return [T, H]."""
         ctx.route = route
-        if outcome is not None:
-            return _add_up(send_back_with(outcome, rows, route), route)
-        (back,) = landed([_send_back(rows.contiguous(), route)])
+        back = _send_back(rows.contiguous(), route).wait()
         return _add_up(back.view(-1, rows.shape[1]), route)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Send each token's gradient to the ranks that had it."""
-        (came,) = landed([_send(grads[0].index_select(0, ctx.route.rows), ctx.route)])
-        return came.view(-1, grads[0].shape[1]), None, None
+        came = _send(grads[0].index_select(0, ctx.route.rows), ctx.route).wait()
+        return came.view(-1, grads[0].shape[1]), None
 
 
 class _Meet(Function):
@@ -270,10 +265,28 @@ def _exchange(
 
 def _add_up(rows: Tensor, route: Route) -> Tensor:
     """Add rows [S, …] of the same token, one rank after another."""
-    if route.most <= 2:
-        return add_pairs(rows, route.rows, route.tokens)
-    total = rows.new_zeros((route.tokens, rows.shape[1]), dtype=sum_dtype(rows.dtype))
-    parts = zip(route.rows.split(route.sends), rows.split(route.sends), strict=True)
-    for tokens, part in parts:
-        total.index_add_(0, tokens, part.to(total.dtype))
+    return add_up(rows, route.rows, route.tokens, route.most, route.sends)
+
+
+def add_up(
+    rows: Tensor, at: Tensor, size: int, most: int, parts: Sequence[int] | None = None
+) -> Tensor:
+    """Add rows [S, H] to [size, H] at `at`, [S]; return their dtype.
+
+    A sum of two is rounded once, whatever the dtype and the order; more are added in float32 at
+    least.
+
+    Args:
+        rows: What is added.
+        at: Where, of each row.
+        size: How many sums there are.
+        most: How many rows one of them may have.
+        parts: How many rows are added at a time; None is all.
+    """
+    dtype = rows.dtype if most <= 2 else sum_dtype(rows.dtype)
+    total = rows.new_zeros((size, *rows.shape[1:]), dtype=dtype)
+    if most <= 2 or parts is None:
+        return total.index_add_(0, at, rows.to(dtype)).to(rows.dtype)
+    for places, part in zip(at.split(list(parts)), rows.split(list(parts)), strict=True):
+        total.index_add_(0, places, part.to(dtype))
     return total.to(rows.dtype)

@@ -16,7 +16,6 @@ from ....dist.building import agree, all_to_all_flat
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from .shares import ranges_of
-from .travel import landed
 
 # Numbers that a rank tells each other one: call, needs, rows, indices outside; then pairs.
 _FIELDS = 4
@@ -93,7 +92,7 @@ def find_route(
     fields = torch.cat((head, rows, outside, pairs[:-1])).take(_order(told, index.device))
     mine = _FIELDS + told[get_rank(group)]
     sizes = [_FIELDS + each for each in told], [mine] * ranks
-    (heard,) = landed([all_to_all_flat(fields, *sizes, group)])
+    heard = all_to_all_flat(fields, *sizes, group).wait()
     numbers = torch.cat((rows, heard)).tolist()  # once, the host reads
     sends, heard_by = tuple(numbers[:ranks]), numbers[ranks:]
     calls, needs, receives, beyond = (heard_by[field::mine] for field in range(_FIELDS))

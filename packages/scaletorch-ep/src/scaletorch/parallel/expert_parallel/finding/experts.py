@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from ....dist.errors import InvalidArgumentError
-from ..calls import ROUTED, SORTED, WAYS, takes
-from .numbering import count, numbers_of, shapes
-from .trying import find_way
+from ..calls import ALL, ROUTED, SORTED, WAYS, takes
+from .numbering import Number, count, numbers_of, shapes
 
 _LISTS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
+_PLAIN = (bool, int, float, str)
+_MARKED = 1  # the expert whose weights are no numbers
+
+# How a class is called, by its experts, the shapes of its tensors and its settings: layers are
+# alike.
+_known: WeakKeyDictionary[type, dict[Any, str | None]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +68,7 @@ def find_experts(name: str, module: nn.Module) -> Found:
             f"'{name}' has {experts} experts, but no parameter with as many rows along dim 0: "
             f"{shapes(tensors)}"
         )
-    way = find_way(module, number)
+    way = _find_way(module, number)
     if way is None:
         raise InvalidArgumentError(_called_otherwise(name, module))
     kept = {experts, experts + number.beyond}
@@ -140,3 +149,67 @@ def _called_otherwise(name: str, module: nn.Module) -> str:
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
+
+
+def _find_way(module: nn.Module, number: Number) -> str | None:
+    """Return how a module of experts is called, or None if it is called otherwise.
+
+    A routing is known by its three arguments. One or two could mean anything, so a copy of the
+    module is called, on this host and with nothing drawn at random: with weights of zeros, but for
+    one expert whose weights are not a number. If exactly the rows meant for that one are no
+    numbers then, each row is computed by the expert that it is meant for.
+    The module itself is not changed, and its values do not matter.
+    """
+    if takes(module, 3):
+        return ROUTED
+    if number.experts <= _MARKED or number.beyond:
+        return None
+    shapes = tuple((name, each.shape) for name, each in module.state_dict().items())
+    settings = (f"{name} {value}" for name, value in vars(module).items() if type(value) in _PLAIN)
+    key, known = (number, shapes, *settings), _known.setdefault(type(module), {})
+    if key not in known:
+        known[key] = _try(module, number)
+    return known[key]
+
+
+def _try(module: nn.Module, number: Number) -> str | None:
+    """Return the first way that the module understands, or None."""
+    sizes = [1 + (expert % 3) for expert in range(number.experts)]
+    if takes(module, 2) and _marks(module, number, sizes, (sizes,)):
+        return SORTED
+    if takes(module, 1) and _marks(module, number, [2] * number.experts, ()):
+        return ALL
+    return None
+
+
+def _marks(module: nn.Module, number: Number, sizes: list[int], given: tuple[Any, ...]) -> bool:
+    """Return whether the marked expert's rows are marked, and no others."""
+    twin = _twin(module, number)
+    own = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)) == _MARKED
+    stacks = (each for name, each in module.named_parameters() if name in number.stacked)
+    for width in dict.fromkeys(size for stack in stacks for size in stack.shape[1:]):
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            try:
+                results = type(twin).forward(twin, torch.ones(sum(sizes), width), *given)
+            except Exception:  # whatever its code raises, as of rows too wide
+                continue
+        if isinstance(results, Tensor) and results.dim() == 2 and len(results) == len(own):
+            marked = results.isnan()
+            return bool(torch.equal(marked.all(1), own) and torch.equal(marked.any(1), own))
+    return False
+
+
+def _twin(module: nn.Module, number: Number) -> nn.Module:
+    """Return a copy with zeros, which take no memory until they are written to, and one mark."""
+    memo: dict[int, Any] = {}
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
+    for name, tensor in named:
+        kind = tensor.dtype if not tensor.is_floating_point() else torch.float32
+        values = torch.zeros(tensor.shape, dtype=kind)
+        if name in number.stacked and values.is_floating_point():
+            rows = len(values) // number.experts
+            values[_MARKED * rows : (_MARKED + 1) * rows] = torch.nan
+        parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(values, requires_grad=False) if parameter else values
+    twin = copy.deepcopy(module, memo)
+    return twin.eval()

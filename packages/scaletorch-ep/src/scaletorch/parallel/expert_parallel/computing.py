@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
-from ....dist.building import sum_dtype
-from ....dist.errors import InvalidArgumentError
-from ...pg_manager import describe_rank
-from ..exchange.dispatch import Dispatched
-from ..exchange.functions import add_pairs, apply, once_differentiable
-from .taking import call_taking
+from ...dist.errors import InvalidArgumentError
+from ..pg_manager import describe_rank
+from .exchange.dispatch import Dispatched, add_up, apply
 
 # experts(hidden [P, H], top_k_index [P, 1], top_k_weights [P, 1], sizes) -> [P, H]
 Experts = Callable[..., Tensor]
@@ -52,8 +49,7 @@ def compute(
     top_k = index.shape[1]
     row, most = order.div(top_k, rounding_mode="floor"), min(count, top_k)  # experts of a row
     taken, scales = apply(_Spread, hidden, weights, row, order, most)
-    call = partial(experts, sizes=sizes)
-    results = call_taking(call, taken, (numbers, scales), parameters, sizes)
+    results = experts(taken, numbers, scales, sizes=sizes)
     wrong = _wrong(results, taken, same_width)
     if wrong is not None:
         results = taken * 0
@@ -112,7 +108,7 @@ class _Idle(Function):
 
 
 class _Spread(Function):
-    """A row and its weight for each pair; backward adds up rows, as `_folded` does."""
+    """A row and its weight for each pair; backward adds up rows, as `add_up` does."""
 
     @staticmethod
     def forward(
@@ -129,17 +125,18 @@ class _Spread(Function):
         """Add up the gradients of each row, and put those of weights in their places."""
         of_weights = grads[1].new_zeros(ctx.weights)
         of_weights.view(-1).index_copy_(0, ctx.order, grads[1].view(-1))
-        return _folded(grads[0], ctx.row, ctx.rows, ctx.most), of_weights, None, None, None
+        rows = add_up(grads[0], ctx.row, ctx.rows, ctx.most)
+        return rows, of_weights, None, None, None
 
 
 class _Fold(Function):
-    """The results of each row added up, as `_folded` does; backward gives each the gradient."""
+    """The results of each row added up by `add_up`; backward gives each the gradient."""
 
     @staticmethod
     def forward(ctx: Any, results: Tensor, row: Tensor, rows: int, most: int) -> Tensor:
         """Return [rows, H]."""
         ctx.save_for_backward(row)
-        return _folded(results, row, rows, most)
+        return add_up(results, row, rows, most)
 
     @staticmethod
     @once_differentiable
@@ -147,14 +144,3 @@ class _Fold(Function):
         """Return the gradient of each result."""
         (row,) = ctx.saved_tensors  # recomputed here by all ranks, as `_Meet` has it
         return grads[0].index_select(0, row), None, None, None
-
-
-def _folded(results: Tensor, row: Tensor, rows: int, most: int) -> Tensor:
-    """Add up the results [P, H] of each row, of which it has `most` at most; return [rows, H].
-
-    Two are rounded once in any dtype; more are added in float32 at least.
-    """
-    if most <= 2:
-        return add_pairs(results, row, rows)
-    total = results.new_zeros((rows, results.shape[1]), dtype=sum_dtype(results.dtype))
-    return total.index_add_(0, row, results.to(total.dtype)).to(results.dtype)

@@ -1,1 +1,0 @@
-"""A model's own experts on the rows that came."""
