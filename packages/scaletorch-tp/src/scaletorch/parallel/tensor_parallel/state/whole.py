@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +17,6 @@ from ..cuts.cut import Cut
 from ..layers.base import TensorParallelLayer
 from ..regions.uncompiled import gather
 
-_AT_ONCE = 2**26  # bytes of whole tensors that travel in one message
-
 
 class ParameterCut(NamedTuple):
     """The layer a parameter belongs to, the dim it is sharded along, and how that is cut."""
@@ -32,10 +29,6 @@ class ParameterCut(NamedTuple):
         """Return the shape of the whole from that of a shard."""
         return (*shape[: self.dim], self.cut.whole, *shape[self.dim + 1 :])
 
-    def shapes(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return each rank's shape from that of a shard."""
-        return [(*shape[: self.dim], size, *shape[self.dim + 1 :]) for size in self.cut.sizes]
-
     def take(self, whole: Tensor) -> Tensor:
         """Return this rank's shard of a whole tensor, a view if it is contiguous there."""
         return self.cut.take(whole, self.dim, self.layer.tp_rank)
@@ -44,9 +37,6 @@ class ParameterCut(NamedTuple):
         """Return the whole tensor on every rank; all ranks call it."""
         group = self.layer.group if group is None else group
         return self.cut.arrange(gather(shard, self.dim, group, sizes=self.cut.sizes), self.dim)
-
-
-Shard = tuple[Tensor, ParameterCut]
 
 
 def shard_dims(model: nn.Module) -> dict[str, int | None]:
@@ -136,16 +126,15 @@ def gather_tensors(
     _check_agreement(cuts, tensors, group)
     # A tied parameter is gathered once: the same tensor under two names stays one.
     whole: dict[int, Tensor] = {}
-    shards: dict[int, Shard] = {}
     with torch.no_grad():
         for name in (n for n in known if n in tensors):
             tensor, cut = tensors[name], cuts.get(name)
+            if id(tensor) in whole:
+                continue
             if cut is not None and cut.layer.tp_size > 1:
-                shards[id(tensor)] = tensor.detach(), cut
-            elif id(tensor) not in whole:
+                whole[id(tensor)] = cut.join(tensor.detach(), group)
+            else:
                 whole[id(tensor)] = tensor.detach().clone()
-        for ranks, message in _messages(shards, group):
-            whole |= zip(message, _joined([shards[each] for each in message], ranks), strict=True)
     return {name: whole[id(tensor)] for name, tensor in tensors.items()}
 
 
@@ -217,43 +206,6 @@ def find_cuts(model: nn.Module) -> dict[str, ParameterCut]:
                 "made the model parallel"
             )
     return cuts
-
-
-def _messages(
-    shards: Mapping[int, Shard], group: ProcessGroup | None
-) -> Iterator[tuple[ProcessGroup | None, list[int]]]:
-    """Yield groups, and which shards travel in one message: of one dtype, and not too large."""
-    filling: dict[Any, tuple[list[int], int]] = {}
-    for key, (shard, cut) in shards.items():
-        ranks = cut.layer.group if group is None else group
-        kind = ranks, shard.dtype, shard.device
-        size = math.prod(cut.whole(shard.shape)) * shard.element_size()  # the same on all ranks
-        message, before = filling.get(kind, ([], 0))
-        if message and before + size > _AT_ONCE:
-            yield ranks, message
-            message, before = [], 0
-        filling[kind] = [*message, key], before + size
-    for (ranks, *_), (message, _) in filling.items():
-        yield ranks, message
-
-
-def _joined(shards: Sequence[Shard], group: ProcessGroup | None) -> list[Tensor]:
-    """Return the whole tensors of shards, which travel in one message."""
-    if len(shards) == 1:
-        return [cut.join(shard, group) for shard, cut in shards]
-    shapes = [cut.shapes(shard.shape) for shard, cut in shards]
-    lengths = [[math.prod(of[rank]) for of in shapes] for rank in range(len(shapes[0]))]
-    flat = torch.cat([shard.reshape(-1) for shard, _ in shards])
-    flat = gather(flat, 0, group, sizes=tuple(map(sum, lengths)))
-    parts = [
-        part.split(of) for part, of in zip(flat.split([*map(sum, lengths)]), lengths, strict=True)
-    ]
-    return [
-        cut.cut.arrange(
-            torch.cat([p.view(s) for p, s in zip(own, of, strict=True)], cut.dim), cut.dim
-        )
-        for (_, cut), own, of in zip(shards, zip(*parts, strict=True), shapes, strict=True)
-    ]
 
 
 def check_names(problem: str, names: Iterable[str]) -> None:
