@@ -179,7 +179,6 @@ CASES = [
     ("FalconForCausalLM", {"cp_size": 2}, {"recompute": True}),
     ("XLNetLMHeadModel", {"cp_size": 2}, {"recompute": True}),
     ("BigBirdForMaskedLM", {"cp_size": 2}, {}),
-    ("BigBirdForMaskedLM", {"tp_size": 2}, {"sequence_parallel": True}),
 ]
 
 
