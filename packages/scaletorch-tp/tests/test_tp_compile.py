@@ -4,7 +4,6 @@ import copy
 import shutil
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
@@ -131,8 +130,6 @@ def compare(kind, backend, training, sequence_parallel=False, lengths=(6, 6, 9))
     twin = copy.deepcopy(module)
     count, runs = counting(backend)
     compiled = torch.compile(twin, backend=count)
-    # Heads cannot be looked at in compiled code, which says so once.
-    warnings.filterwarnings("ignore", ".*runs compiled, so it was not checked", RuntimeWarning)
     for length in lengths:
         x = inputs(kind, length)
         runs.clear()
@@ -194,7 +191,6 @@ def head_and_loss(async_all_reduce):
 
 def divided_logits(length=6):
     """A whole model whose logits stay divided for the loss, with sequence parallelism."""
-    warnings.filterwarnings("ignore", ".*runs compiled, so it was not checked", RuntimeWarning)
     torch._dynamo.reset()
     module = sharded("model", sequence_parallel=True)
     module.head.gather_output = False

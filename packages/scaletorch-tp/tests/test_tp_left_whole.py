@@ -7,17 +7,19 @@ from torch.nn import functional as F
 
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import run_ranks
-from scaletorch.parallel.tensor_parallel import apply_tensor_parallel, gather_tensors
+from scaletorch.parallel.tensor_parallel import (
+    ColumnParallelLinear,
+    apply_tensor_parallel,
+    gather_tensors,
+)
 from scaletorch.parallel.tensor_parallel.cuts.stacked import Slices
-from scaletorch.parallel.tensor_parallel.layers.alike import computes_as_linear
 from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
-from scaletorch.parallel.tensor_parallel.plans.transformers_experts import stacked_of
-from scaletorch.parallel.tensor_parallel.plans.transformers_plan import find_own_plan
+from scaletorch.parallel.tensor_parallel.plans.transformers_plan import find_own_plan, stacked_of
 
 HIDDEN, WIDTH = 8, 11
 
 
-class OtherWords(nn.Linear):
+class FalconLinear(nn.Linear):
     def forward(self, x):
         out = x @ self.weight.T
         return out if self.bias is None else out + self.bias
@@ -28,37 +30,10 @@ class Rounded(nn.Linear):
         return F.linear(x, self.weight.round(), self.bias)
 
 
-class Biasless(nn.Linear):
-    def forward(self, x):
-        return F.linear(x, self.weight)
-
-
-class Scaled(nn.Linear):
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.scale = 1.0
-
-    def forward(self, x):
-        return F.linear(x, self.weight, self.bias) * self.scale
-
-
-class Failing(nn.Linear):
-    def forward(self, x):
-        raise RuntimeError("no")
-
-
-@pytest.mark.parametrize("kind", [nn.Linear, OtherWords])
-def test_linear_layers_in_other_words_are_linear_layers(kind):
-    assert computes_as_linear(kind(3, 2))
-
-
-@pytest.mark.parametrize("kind", [Rounded, Biasless, Scaled, Failing])
-def test_others_are_not(kind):
-    assert not computes_as_linear(kind(3, 2))
-
-
-def test_what_is_no_linear_layer_is_not():
-    assert not computes_as_linear(nn.Embedding(3, 2))
+def test_linear_layers_that_compute_otherwise_are_none():
+    assert ColumnParallelLinear.takes(FalconLinear(3, 2))
+    assert not ColumnParallelLinear.takes(Rounded(3, 2))
+    assert not ColumnParallelLinear.takes(nn.Embedding(3, 2))
 
 
 class Experts(nn.Module):
@@ -140,7 +115,7 @@ class Norm(nn.Module):
 class Mlp(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up = OtherWords(HIDDEN, WIDTH).double()
+        self.up = FalconLinear(HIDDEN, WIDTH).double()
         self.norm = Norm()
         self.down = nn.Linear(WIDTH, HIDDEN).double()
 

@@ -10,15 +10,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from scaletorch.dist.errors import StateError
-from scaletorch.dist.testing import run_ranks, worst
+from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.tensor_parallel import (
     ColumnParallelLinear,
     apply_tensor_parallel,
     gather_tensors,
-    keep_main_grads,
 )
-from scaletorch.parallel.tensor_parallel.regions import main_grads, overlap
+from scaletorch.parallel.tensor_parallel.regions import overlap
 
 PLAN = {"**.up": "column", "**.gate": "column", "**.down": "row"}
 
@@ -226,70 +224,3 @@ def only_some_gradients():
 
 def test_gradients_of_some_inputs_only():
     run_ranks(only_some_gradients, 2)
-
-
-def main_gradients(sequence, dtype):
-    """Return the largest relative error of eight micro-batches' sum, without and with them."""
-    reference, errors = plain(), []
-    batches = [batch(sequence) for _ in range(8)]
-    shares = [torch.randn(2, generator=torch.Generator().manual_seed(i)) for i in range(8)]
-    for (x, _), (scale, shift) in zip(batches, shares, strict=True):
-        reference(x * scale + shift).square().sum().backward()
-    for main in (False, True):
-        model = sharded(plain(), sequence=sequence).to(dtype)
-        if main:
-            keep_main_grads(model, torch.float64 if dtype == torch.float64 else torch.float32)
-        for (_, x), (scale, shift) in zip(batches, shares, strict=True):
-            model((x * scale + shift).to(dtype).requires_grad_()).square().sum().backward()
-        if main:
-            assert all(p.grad is None for p in model.parameters())
-        own = {n: (p.main_grad if main else p.grad) for n, p in model.named_parameters()}
-        whole = gather_tensors(model, own)
-        errors.append(
-            worst(
-                float((whole[name].double() - p.grad).norm() / p.grad.norm())
-                for name, p in reference.named_parameters()
-            )
-        )
-    return errors
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-def test_main_gradients_are_the_sum(sequence):
-    for _, error in run_ranks(main_gradients, 2, sequence, torch.float64):
-        assert error < 1e-12
-
-
-def test_main_gradients_lose_less():
-    for without, error in run_ranks(main_gradients, 2, False, torch.bfloat16):
-        assert error < without < 0.1
-
-
-def straight():
-    """Return which parameters had a gradient of their own, that was added to the main one."""
-    model, added = sharded(plain()), []
-    names = {id(p): name for name, p in model.named_parameters()}
-    own = main_grads.add_own
-
-    def watched(parameter):
-        if parameter.grad is not None:
-            added.append(names[id(parameter)])
-        own(parameter)
-
-    with patch.object(main_grads, "add_own", watched):
-        keep_main_grads(model)
-    model(batch()[1].clone().requires_grad_()).square().sum().backward()
-    return sorted(added)
-
-
-def test_products_go_straight_to_main_gradients():
-    for added in run_ranks(straight, 2):
-        assert added == ["first.down.bias", "norm.bias", "norm.weight", "second.down.bias"]
-
-
-def test_main_gradients_need_parameters_without_hooks():
-    model = nn.Linear(2, 2)
-    model.bias.register_post_accumulate_grad_hook(print)
-    with pytest.raises(StateError, match="bias has gradient hooks"):
-        keep_main_grads(model)
-    assert not hasattr(model.weight, "main_grad")

@@ -1,4 +1,4 @@
-"""Parameters beside sharded layers, one for each of their features, and experts in two modules."""
+"""Parameters beside sharded layers, one for each of their features."""
 
 import copy
 
@@ -12,15 +12,12 @@ from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.tensor_parallel import (
     PerHead,
-    Slices,
-    Stacked,
     apply_tensor_parallel,
-    explain,
     gather_tensors,
 )
 from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
 
-HIDDEN, WIDTH, EXPERTS = 12, 10, 3
+HIDDEN, WIDTH = 12, 10
 
 
 class Attention(nn.Module):
@@ -51,41 +48,16 @@ class Mlp(nn.Module):
         return self.down(F.gelu(self.up(x) * self.scale))
 
 
-class Half(nn.Module):
-    """One product of experts, of tokens in the order of their experts."""
-
-    def __init__(self, out, width):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(EXPERTS, out, width) / width)
-
-    def forward(self, x, counts):
-        parts = zip(x.split(counts), self.weight, strict=True)
-        return torch.cat([part @ weight.T for part, weight in parts])
-
-
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = Half(2 * WIDTH, HIDDEN), Half(HIDDEN, WIDTH)
-        self.bias = nn.Parameter(torch.randn(HIDDEN))
-
-    def forward(self, x):
-        rows = x.flatten(0, 1)
-        gate, up = self.first(rows, [3, 0, len(rows) - 3]).chunk(2, -1)
-        return (self.second(F.silu(gate) * up, [3, 0, len(rows) - 3]) + self.bias).view(x.shape)
-
-
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.words, self.head = nn.Embedding(11, HIDDEN), nn.Linear(HIDDEN, 11)
-        self.attention, self.mlp, self.experts = Attention(), Mlp(), Experts()
+        self.attention, self.mlp = Attention(), Mlp()
 
     def forward(self, ids):
         x = self.words(ids)
         x = x + self.attention(x)
-        x = x + self.mlp(x)
-        return self.head(x + self.experts(x))
+        return self.head(x + self.mlp(x))
 
 
 PLAN = {
@@ -96,9 +68,6 @@ PLAN = {
     "mlp": PerHead("scale"),
     "mlp.up": "column",
     "mlp.down": "row",
-    "experts": "sequence_whole",
-    "experts.first": Stacked({"weight": Slices(1, parts=2)}, leaves=False),
-    "experts.second": Stacked({"weight": 2}, enters=False),
     "head": "column_gather",
 }
 
@@ -124,23 +93,13 @@ def trained():
             difference = (gradients[name] - parameter.grad).abs().max()
             assert difference < 1e-12, (name, difference)
         shapes = {n: tuple(p.shape) for n, p in many.named_parameters()}
-    names = ("attention.of_queries", "mlp.scale", "experts.first.weight", "experts.second.weight")
-    return [shapes[name] for name in names]
+    return [shapes[name] for name in ("attention.of_queries", "mlp.scale")]
 
 
 def test_what_belongs_to_features_is_cut_with_them():
     first, second = run_ranks(trained, 2)
-    assert first == [(8,), (5,), (3, 10, 12), (3, 12, 5)]
-    assert second == [(4,), (5,), (3, 10, 12), (3, 12, 5)]
-
-
-def test_experts_in_two_modules_send_once_at_each_end():
-    sent = explain(made(), 2, PLAN).communications
-    found = [(c.module, c.phase, c.operation) for c in sent if c.module.startswith("experts")]
-    assert found == [
-        ("experts.first", "backward", "all_reduce"),
-        ("experts.second", "forward", "all_reduce"),
-    ]
+    assert first == [(8,), (5,)]
+    assert second == [(4,), (5,)]
 
 
 def test_features_that_nothing_divides():

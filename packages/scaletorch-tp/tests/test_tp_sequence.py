@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.tensor_parallel import (
     Divide,
@@ -110,51 +109,6 @@ def test_recomputation(reentrant):
     run_ranks(compare, 2, 9, reentrant)
 
 
-class Reshaping(nn.Module):
-    """A model that reshapes by the whole length behind its blocks, as GPT-2 of transformers."""
-
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        self.inner, self.norm, self.scale = Model(), nn.LayerNorm(12), nn.Linear(12, 12)
-        self.dropout = nn.Dropout(dropout)
-        self.head, self.inner.head = self.inner.head, nn.Identity()
-
-    def forward(self, input_ids, position_ids):
-        x = self.norm(self.inner(input_ids, position_ids))
-        return self.head(self.dropout(self.scale(x.view(-1, input_ids.shape[1], 12))))
-
-
-def reshaping(dropout=0.0):
-    torch.manual_seed(0)
-    return Reshaping(dropout).double()
-
-
-JOINED = {name if name == "head" else f"inner.{name}": style for name, style in PLAN.items()}
-JOINED["norm"] = "sequence_join"
-
-
-def compare_joined(length):
-    one, many = reshaping(), reshaping()
-    apply_tensor_parallel(many, JOINED, dist.group.WORLD, sequence_parallel=True)
-    many = copy.deepcopy(many)
-    outs = [model(*batch(length)) for model in (one, many)]
-    torch.testing.assert_close(*outs, rtol=1e-12, atol=1e-12)
-    for out in outs:
-        out.square().mean().backward()
-    gradients = gather_tensors(many, {n: p.grad for n, p in many.named_parameters()})
-    for name, parameter in one.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-12, msg=name)
-    drops = apply_tensor_parallel(reshaping(0.5), JOINED, dist.group.WORLD, sequence_parallel=True)
-    torch.manual_seed(5)
-    return drops(*batch(length)).tolist()
-
-
-@pytest.mark.parametrize(("world_size", "length"), [(2, 12), (3, 7)])
-def test_a_join_makes_what_follows_work_on_whole_sequences(world_size, length):
-    logits = run_ranks(compare_joined, world_size, length)
-    assert logits == logits[:1] * world_size  # dropout behind the join agrees
-
-
 class Counting(Model):
     """Without positions it counts its tokens, as models of transformers do."""
 
@@ -216,21 +170,6 @@ def read_by_others():
 
 def test_parameters_that_others_read_are_summed_too():
     run_ranks(read_by_others, 2)
-
-
-def joined_too_early():
-    model = reshaping()
-    styles = [type(module) for module in model.modules()]
-    plan = {**JOINED, "norm": "sequence", "inner.first": "sequence_join"}
-    with pytest.raises(InvalidArgumentError, match=r"'inner.first' .* but inner.attention.q, "):
-        apply_tensor_parallel(model, plan, dist.group.WORLD, sequence_parallel=True)
-    assert [type(module) for module in model.modules()] == styles
-    apply_tensor_parallel(model, plan, dist.group.WORLD)
-    torch.testing.assert_close(model(*batch(4)), reshaping()(*batch(4)))
-
-
-def test_layers_after_a_join_are_refused():
-    run_ranks(joined_too_early, 2)
 
 
 def between(length):

@@ -262,9 +262,7 @@ def in_words():
     refused(made(Longer), plan, "It is the whole sequence, made between the layers")
     Longer.added = 1
     refused(made(Longer), plan, r"Tokens were added or dropped .* style the layers 'sequence_lay")
-    refused(
-        made(Reshaping), plan, r"Reshaping makes something of .* 'sequence_join', or do without"
-    )
+    refused(made(Reshaping), plan, r"Reshaping makes something of .* 'sequence_layer', or do w")
     refused(made(Model, Partly), plan, "checkpoint the whole module")
 
 

@@ -40,16 +40,6 @@ LAYERWISE = {  # it reshapes what it embeds for each layer in its own code
 SMALL = {"n_embd": 32, "n_layer": 2, "n_head": 4}
 BLOOM = {"n_head": 4, "n_layer": 2}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8}
-PART = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "hidden_size_global": 32,
-    "max_position_embeddings": 64, "initializer_range": 0.3, "sliding_window": 9,
-}  # fmt: skip
-PARTS = ("patcher_config", "encoder_config", "decoder_config", "global_config")
-BYTES = {
-    **dict.fromkeys(PARTS, PART), "encoder_hash_byte_group_vocab": 64,
-    "encoder_hash_byte_group_size": [3],
-}  # fmt: skip
 FAMILIES = [
     *WINDOWS,
     ("mistral", {"sliding_window": 12, "attn_implementation": "eager"}),
@@ -68,10 +58,8 @@ FAMILIES = [
     ("gemma3n_text", LAYERWISE),
     ("bloom", BLOOM),  # which adds residuals inside of its attention and MLP
     ("roformer", {"is_decoder": True}),
-    ("jetmoe", EXPERTS),  # whose experts are asked for queries, too
-    ("blt", BYTES),  # in the layers of patches, of several lists of layers
 ]
-UNSHARDED = {"**.mlp.c_fc": "column", "**.mlp.c_proj": "row", "transformer.ln_f": "sequence_join"}
+UNSHARDED = {"**.mlp.c_fc": "column", "**.mlp.c_proj": "row", "transformer.h.*": "sequence_layer"}
 
 
 def build(kind, options):
@@ -135,11 +123,11 @@ def pooled():
 
 
 def shared():
-    """Return how many patches a layer of them and its MLP are given."""
-    model, seen = build("blt", BYTES), []
+    """Return how many tokens a layer and its MLP are given, and what is behind the layers."""
+    model, seen = build("bloom", BLOOM), []
     apply_tensor_parallel(model, None, dist.group.WORLD, sequence_parallel=True)
-    layer = model.model.global_transformer.layers[0]
-    for module in (layer.input_layernorm, layer.mlp, model.model.local_decoder.layers[0].mlp):
+    layer = model.transformer.h[0]
+    for module in (layer.input_layernorm, layer.mlp, model.transformer.ln_f):
         module.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
     loss(model)
     return seen
@@ -148,7 +136,8 @@ def shared():
 def refused():
     for kind, options, message in (
         ("bloom", {**SLICED, "n_head": 4, "n_layer": 1}, "mlp' has slow_but_exact: it computes o"),
-        # Of these nobody trains a model any more; a user may, with a plan.
+        # Of these few train a model any more; a user may, with a plan.
+        ("jetmoe", EXPERTS, "is of no known model family; print.explain"),
         ("ctrl", {**SMALL, "dff": 48}, "is of no known model family; print.explain"),
         (
             "xlnet",
@@ -183,14 +172,10 @@ def test_masks_and_whole_attention():
         pool.run(pooled)
 
 
-def test_patches_are_shared_out_and_bytes_are_not():
+def test_sequences_are_shared_out_in_the_layers_alone():
     with RankPool(2, timeout=300) as pool:
         ours, others = pool.run(shared)
-    assert ours[2] == others[2] == 16, "bytes stay whole"
-    assert ours[:2] == [ours[0]] * 2
-    assert others[:2] == [others[0]] * 2
-    assert 0 <= ours[0] - others[0] <= 1, "patches are shared out"
-    assert ours[0] + others[0] > 2
+    assert ours == others == [8, 8, 16]
 
 
 def test_what_computes_otherwise_or_has_no_plan_is_refused():

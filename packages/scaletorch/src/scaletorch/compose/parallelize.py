@@ -16,7 +16,7 @@ from ..parallel.context_parallel.building import asked
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ModuleWrapper, ProcessGroupManager
 from ..parallel.pipeline_parallel import AnySchedule, PipelineParallel, Split
-from ..parallel.tensor_parallel import apply_tensor_parallel, joins_sequences
+from ..parallel.tensor_parallel import apply_tensor_parallel
 from ..parallel.tensor_parallel.building import counts_of_ids, shares_in_layers
 from .balance import read_router_loss
 from .before.batch_norm import synchronise_batch_norms
@@ -143,16 +143,10 @@ def _shard_layers(
     settings: _How,
     terms: Terms,
 ) -> None:
-    """Shard the layers over tp, in place; refuse a plan that no pipeline can follow."""
+    """Shard the layers over tp, in place."""
     apply_tensor_parallel(
         model, plan, manager.tp_group, sequence_parallel=settings.sequence_parallel
     )
-    if manager.pp_size > 1 and joins_sequences(model):
-        raise InvalidArgumentError(
-            "this model takes sequences to be whole behind its blocks (its plan styles a "
-            "module 'sequence_join'), but with sequence parallelism the stages of a pipeline "
-            "pass on shares: use one of the two"
-        )
     if settings.loss_parallel:
         keep_logits_sharded(model)
     if settings.sequence_parallel:

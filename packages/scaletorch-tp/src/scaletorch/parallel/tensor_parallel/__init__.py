@@ -8,14 +8,11 @@ from .cuts.stacked import Slices, Stacked
 from .layers.base import TensorParallelLayer
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
-from .plans.explain import explain
-from .plans.explanation import Communication, ExplainedParameter, Explanation
-from .plans.families import FAMILIES
-from .plans.family import Family
+from .plans.explain import ExplainedParameter, Explanation, explain
+from .plans.families import FAMILIES, Family
 from .plans.plan import STYLES, Divide, Plan, Style
-from .regions.main_grads import keep_main_grads
 from .regions.random import common_random, sharded_random
-from .sharing.sequence import joins_sequences, sequence_share
+from .sharing.sequence import sequence_share
 from .sharing.shared_tail import SharedTail
 from .state.dtensors import PiecesTensor, as_dtensors
 from .state.placements import Pieces, placements, split_by_owner
@@ -42,7 +39,6 @@ __all__ = [
     "FAMILIES",
     "STYLES",
     "ColumnParallelLinear",
-    "Communication",
     "CopyToModelParallelRegion",
     "Divide",
     "ExplainedParameter",
@@ -69,8 +65,6 @@ __all__ = [
     "explain",
     "gather_state_dict",
     "gather_tensors",
-    "joins_sequences",
-    "keep_main_grads",
     "linear_with_all_reduce",
     "linear_with_async_all_reduce",
     "load_full_state_dict",

@@ -16,10 +16,8 @@ from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .layers.multihead import leave_fast_paths
 from .optimizers import watch
-from .plans.head_counts import find_splitters
 from .plans.plan import Plan
 from .plans.resolve import resolve
-from .regions.head_splits import look_at_splits
 from .regions.region import Region
 from .regions.surround import surround
 from .sharing.adapters import Adapter, check_adapters, shard_adapters, without_adapters
@@ -58,8 +56,8 @@ def apply_tensor_parallel(
         plan: Pattern of module names -> style. `*` stands for any text inside one component of a
             name, a component `**` for any number of them; "" is the root. Styles are "column",
             "column_gather", "row", "row_split", "vocab", "attention", "replicate", "sequence",
-            "sharded", "sequence_join", "sequence_layer", "sequence_whole", "sequence_positions",
-            `Fused`, `Stacked`, `PerHead`, `SharedTail` and `Divide`. None is the model's own plan
+            "sharded", "sequence_layer", "sequence_whole", "sequence_positions", `Fused`,
+            `Stacked`, `PerHead`, `SharedTail` and `Divide`. None is the model's own plan
             (transformers), its family's or that of layers of `torch.nn`, but for experts divided
             already.
         group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
@@ -98,7 +96,6 @@ def _apply(
     matches = resolved.matches.values()
     layers = {match.module: match.layer for match in matches}
     check_adapters(adapters, layers, sequence_parallel=sequence_parallel and tp_size > 1)
-    splitters = find_splitters(model, resolved.matches)  # while its numbers are the whole's
     memo: Memo = WeakTensorKeyDictionary()  # holds no whole parameter that nobody else holds
     for match in matches:
         if match.layer is not None:
@@ -117,7 +114,6 @@ def _apply(
         # A model is called with ids, not with a share of hidden states.
         if module is not model or not sequence_parallel:
             surround(module, Region, group)
-    look_at_splits(splitters, group)
     if sequence_parallel:
         share_sequences(model, group, resolved.whole)
     infer_sums(model, group)

@@ -54,9 +54,6 @@ class Stacked:
         sharded: Parameter -> its `Slices`, or the dim alone.
         added: Parameters that are added behind the last product: biases of the output. They are
             whole on every rank, and are added by the first one alone.
-        enters: It takes whole tokens; otherwise a share of their features, as another module of
-            stacked weights has left them.
-        leaves: It returns whole results; otherwise a share of their features.
 
     Raises:
         InvalidArgumentError: Nothing is sharded.
@@ -67,24 +64,13 @@ class Stacked:
 
     sharded: Mapping[str, Slices]
     added: tuple[str, ...]
-    enters: bool
-    leaves: bool
 
-    def __init__(
-        self,
-        sharded: Mapping[str, Slices | int],
-        added: tuple[str, ...] = (),
-        *,
-        enters: bool = True,
-        leaves: bool = True,
-    ) -> None:
+    def __init__(self, sharded: Mapping[str, Slices | int], added: tuple[str, ...] = ()) -> None:
         if not sharded:
             raise InvalidArgumentError("Stacked takes the names of parameters and their dims")
         slices = {n: Slices(s) if isinstance(s, int) else s for n, s in sharded.items()}
         object.__setattr__(self, "sharded", slices)
         object.__setattr__(self, "added", tuple(added))
-        object.__setattr__(self, "enters", enters)
-        object.__setattr__(self, "leaves", leaves)
 
     def __str__(self) -> str:
         """Return what tables show."""
@@ -99,14 +85,6 @@ class Stacked:
         """Return the width inside of each of a module's experts, which fit this style."""
         name, slices = next(iter(self.sharded.items()))
         return int(module.get_parameter(name).shape[slices.dim]) // (slices.parts * slices.unit)
-
-    def hidden(self, module: nn.Module) -> int:
-        """Return the width of the tokens, which is that of stacks of matrices beside the cut dim.
-
-        0 if there is none.
-        """
-        shapes = ((module.get_parameter(n).shape, s.dim) for n, s in self.sharded.items())
-        return next((shape[3 - dim] for shape, dim in shapes if len(shape) == 3), 0)
 
     def misfit(self, module: nn.Module) -> str | None:
         """Return why a module cannot be cut so, or None if it can."""

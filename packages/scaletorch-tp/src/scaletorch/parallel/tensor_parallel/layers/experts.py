@@ -76,11 +76,10 @@ class ParallelExperts(TensorParallelLayer, Surrounded):
         if self.tp_size == 1:
             return super().forward(*args, **kwargs)
         sequence = self.sequence
-        copies = 1 if sequence is None else self._copies(args, kwargs)
-        sizes = None if sequence is None else self._rows(sequence, args, kwargs, copies)
+        sizes = None if sequence is None else self._rows(sequence, args, kwargs)
         leading = _leading(args, kwargs)
-        args = tuple(self._enter(each, sizes, copies) for each in args)
-        kwargs = {name: self._enter(each, sizes, copies) for name, each in kwargs.items()}
+        args = tuple(self._enter(each, sizes) for each in args)
+        kwargs = {name: self._enter(each, sizes) for name, each in kwargs.items()}
         own = self._parameters
         # Hooks and names stay on the parameters; only this call sees what they became.
         vars(self)["_parameters"] = own | self._added()
@@ -94,28 +93,17 @@ class ParallelExperts(TensorParallelLayer, Surrounded):
                 f"{describe_rank()}: {own_class(self).__name__} must return the experts' results, "
                 f"a tensor of which ranks have parts, and returned a {type(results).__name__}"
             )
-        if not self.stacked.leaves:
-            return results
         if self.sequence is None or sizes is None:
             return reduce(results, self.group)
-        rows = _by_token(results.flatten(0, -2), copies)
-        own_results = _by_expert(self.sequence.leave_rows(rows, sizes), copies)
-        return own_results.unflatten(0, leading)
+        return self.sequence.leave_rows(results.flatten(0, -2), sizes).unflatten(0, leading)
 
-    def _enter(self, x: Any, sizes: tuple[int, ...] | None, copies: int) -> Any:
+    def _enter(self, x: Any, sizes: tuple[int, ...] | None) -> Any:
         if not isinstance(x, Tensor):
             return x
         if self.sequence is not None and sizes is not None:
-            rows = _by_token(x.flatten(0, -2), copies)
-            entered = _by_expert(self.sequence.enter_rows(rows, sizes), copies)
+            entered = self.sequence.enter_rows(x.flatten(0, -2), sizes)
             return entered if x.ndim == 2 else entered[None]  # as one sequence
-        return copy(x, self.group) if x.is_floating_point() and self.stacked.enters else x
-
-    def _copies(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-        """Return how often tokens come: alone, without a routing, once for each expert."""
-        given = [*tensors_in((args, kwargs))]
-        alone = len(given) == 1 and given[0].ndim == 2
-        return int(self.get_parameter(next(iter(self.stacked.sharded))).shape[0]) if alone else 1
+        return copy(x, self.group) if x.is_floating_point() else x
 
     @uncompiled
     def _rows(
@@ -123,22 +111,20 @@ class ParallelExperts(TensorParallelLayer, Surrounded):
         sequence: SequenceShares,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        copies: int,
     ) -> tuple[int, ...]:
         """Return how many rows of tokens each rank has."""
         given = [*tensors_in((args, kwargs))]
         rows = [x.flatten(0, -2) if x.dim() in (2, 3) else x for x in given]
         hidden = rows[0] if rows else torch.empty(())
-        odd = hidden.dim() != 2 or hidden.shape[0] % copies
-        if odd or any(x.shape[:1] != hidden.shape[:1] for x in rows):
+        alone = len(given) == 1 and given[0].ndim == 2  # rows for each expert, as Llama 4 has
+        if hidden.dim() != 2 or alone or any(x.shape[:1] != hidden.shape[:1] for x in rows):
             shapes = ", ".join(str(tuple(x.shape)) for x in given) or "none"
             raise InvalidArgumentError(
                 f"{describe_rank()}: with sequence parallelism {own_class(self).__name__} must be "
                 "called with rows, a token each, as hidden states [T, H] or [B, L, H], indices "
-                "[T, K] and weights [T, K], or with tokens for one expert after another, got "
-                f"{shapes}; do without sequence parallelism"
+                f"[T, K] and weights [T, K], got {shapes}; do without sequence parallelism"
             )
-        return sequence.rows(hidden[: hidden.shape[0] // copies])
+        return sequence.rows(hidden)
 
     def _added(self) -> dict[str, Any]:
         """Return what is to be added once, as this rank adds it."""
@@ -154,18 +140,6 @@ class ParallelExperts(TensorParallelLayer, Surrounded):
 def _leading(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the dims before the last one of the first tensor, the hidden states."""
     return next((tuple(x.shape[:-1]) for x in tensors_in((args, kwargs))), ())
-
-
-def _by_token(x: Tensor, copies: int) -> Tensor:
-    """Return a row [copies * H] of each token, given its rows of each expert, [copies * T, H]."""
-    rows: Tensor = x if copies == 1 else x.unflatten(0, (copies, -1)).transpose(0, 1).flatten(1)
-    return rows
-
-
-def _by_expert(x: Tensor, copies: int) -> Tensor:
-    """Return each expert's rows of tokens, [copies * T, H], given rows of tokens."""
-    rows: Tensor = x if copies == 1 else x.unflatten(1, (copies, -1)).transpose(0, 1).flatten(0, 1)
-    return rows
 
 
 class AddedElsewhere(Function):

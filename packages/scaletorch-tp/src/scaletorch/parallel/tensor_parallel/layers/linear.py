@@ -9,15 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ..regions.head_splits import note_features
-from ..regions.overlap import linear_to_main_grad
+from ..cuts.cut import Cut
 from ..regions.random import end_sharded_random
 from ..regions.region import enter, overlapped_linear
 from ..regions.replicas import sum_replicas
 from ..regions.uncompiled import split
-from .alike import computes_as_linear
-from .base import TensorParallelLayer
+from .base import Group, Memo, Options, TensorParallelLayer
+
+_KINDS = (nn.Linear, NonDynamicallyQuantizableLinear)
+_KIN = ("FalconLinear",)  # by name: it computes as torch's, in other words
 
 
 class _Linear(TensorParallelLayer):
@@ -32,8 +34,9 @@ class _Linear(TensorParallelLayer):
 
     @classmethod
     def takes(cls, module: nn.Module) -> bool:
-        """Return whether `module` is a linear layer, or computes as one."""
-        return computes_as_linear(module)
+        """Return whether `module` is a linear layer."""
+        kind = type(module)
+        return kind in _KINDS or (kind.__bases__ == (nn.Linear,) and kind.__name__ in _KIN)
 
     def _matrix(self) -> Tensor:
         """Return the weight as [out_features, in_features], of which one is this rank's share."""
@@ -93,11 +96,7 @@ class ColumnParallelLinear(_Linear):
         out = overlapped_linear(self, x) if overlap else None
         if out is None:
             out = functional.linear(enter(x, self.group, self.sequence), *self.operands())
-        if self.gather_output:
-            return self.join(out, -1)
-        if not torch.compiler.is_compiling():
-            note_features(out, self.cut, self.tp_rank)
-        return out
+        return self.join(out, -1) if self.gather_output else out
 
     def operands(self) -> tuple[Tensor, Tensor | None]:
         """Return this rank's weight [out_features / tp, in_features] and bias [out_features / tp].
@@ -168,7 +167,7 @@ class RowParallelLinear(_Linear):
             return functional.linear(x, self._matrix(), self.bias)
         if not self.input_is_parallel:
             x = split(x, -1, self.group, sizes=self.shard_sizes)
-        out = self._leave(linear_to_main_grad(x, self._matrix()))
+        out = self._leave(functional.linear(x, self._matrix()))
         bias: Tensor | None = self.bias
         if self.sequence is None:
             end_sharded_random()  # what follows works on whole activations
@@ -182,3 +181,42 @@ class RowParallelLinear(_Linear):
             f"bias={self.bias is not None}, input_is_parallel={self.input_is_parallel}, "
             f"tp={self.tp_size}"
         )
+
+
+class Transposed(TensorParallelLayer):
+    """What shards of the layer that transformers calls Conv1D have in common.
+
+    Its weight is [in, out]. It comes before the class of the layer for torch's own linear.
+    """
+
+    nx: int
+    nf: int
+    weight: nn.Parameter
+
+    @classmethod
+    def takes(cls, module: nn.Module) -> bool:
+        """Return whether `module` is a Conv1D by name and structure: its library may be absent."""
+        sizes = getattr(module, "nx", None), getattr(module, "nf", None)
+        weight = module._parameters.get("weight")
+        return type(module).__name__ == "Conv1D" and weight is not None and weight.shape == sizes
+
+    def _matrix(self) -> Tensor:
+        return self.weight.t()
+
+    def _shard(self, group: Group, memo: Memo, options: Options, cut: Cut) -> None:
+        vars(self).update(in_features=self.nx, out_features=self.nf)
+        super()._shard(group, memo, options, cut)
+
+
+class ColumnParallelConv1D(Transposed, ColumnParallelLinear):
+    """A column-parallel layer whose weight is [in_features, out_features / tp]."""
+
+    sharded_size = "nf"
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 1, "bias": 0}
+
+
+class RowParallelConv1D(Transposed, RowParallelLinear):
+    """A row-parallel layer whose weight is [in_features / tp, out_features]."""
+
+    sharded_size = "nx"
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 0}

@@ -175,15 +175,6 @@ def find_whole(model: nn.Module, regions: Collection[nn.Module]) -> list[nn.Modu
     return found
 
 
-def state_layers(model: nn.Module) -> list[str]:
-    """Return the classes of layers with states of a model that has no attention and no MLP."""
-    named = [*model.named_modules()]
-    kinds = {own_class(module).__name__ for _, module in named}
-    states = {own_class(module).__name__ for _, module in named if _convolves(module)}
-    attends = any(_attends(*each) and not _convolves(each[1]) for each in named)
-    return [] if attends or any("mlp" in kind.lower() for kind in kinds) else sorted(states)
-
-
 def _attends(name: str, module: nn.Module) -> bool:
     """Return whether a module is attention by its attributes, its place or its class.
 

@@ -1,27 +1,67 @@
-"""What a plan does to a model, before any rank starts: shards, and what each module sends."""
+"""What a plan does to a model, before any rank starts; or, without one, a plan to complete."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Literal
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
+from ...pg_manager.building import matching
 from ..cuts.fused import Fused
-from ..cuts.stacked import Stacked
-from ..layers.linear import ColumnParallelLinear, RowParallelLinear
-from ..layers.multihead import ParallelMultiheadAttention
+from ..layers.linear import ColumnParallelLinear
 from ..sharing.adapters import without_adapters
-from ..sharing.joining import JoinSequence
-from ..sharing.sequence import until_joined
-from ..sharing.sequence_layers import SequenceLayer, inside_layers
-from ..sharing.shared_tail import SharedTail
-from .explanation import Communication, ExplainedParameter, Explanation
+from .attention import out_features
 from .families import UnplannedError
-from .plan import Match, Plan, children_of
+from .plan import Match, Plan
 from .resolve import Resolved, resolve
-from .skeleton import skeleton
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedParameter:
+    """What ranks hold of a parameter.
+
+    Attributes:
+        name: The parameter's; every name of a tied one is listed.
+        style: Its module's style; "" if the plan does not name that.
+        shape: The whole's.
+        dim: The dim it is sharded along; None if every rank has the whole.
+        local_shapes: Each rank's.
+    """
+
+    name: str
+    style: str
+    shape: tuple[int, ...]
+    dim: int | None
+    local_shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a plan does to a model. `dataclasses.asdict` of it is plain data; `str` is a table.
+
+    Attributes:
+        tp: Number of ranks.
+        parameters: In the model's order.
+        skeleton: For a model without a plan, the text of a dict to complete and to pass as one;
+            there are no parameters then.
+    """
+
+    tp: int
+    parameters: tuple[ExplainedParameter, ...]
+    skeleton: str = ""
+
+    def __str__(self) -> str:
+        if self.skeleton:
+            return self.skeleton
+        rows = (
+            (_generic(p.name), p.style or "-", _sizes(p.shape), _local(p)) for p in self.parameters
+        )
+        return _table(("parameter", "style", "whole", f"on each of {self.tp} ranks"), rows)
 
 
 def explain(
@@ -29,13 +69,8 @@ def explain(
 ) -> Explanation:
     """Return what `apply_tensor_parallel` would do; no process group is needed.
 
-    Communication is that of training: one forward and backward that call each module once and
-    want every gradient. Column layers of one module (attention, an MLP) whose inputs are equally
-    wide are taken to share one input, whose gradient is summed once; with sequence parallelism it
-    is gathered once. An embedding is taken to be looked up for each token of the batch.
-    The router's weights that experts are called with, a few for each token, are not counted, nor
-    are low-rank adapters. Of a model that has no plan, a plan to complete is explained: what `str`
-    returns is Python, a dict to be passed as `plan`.
+    Of a model that has no plan, a plan to complete is explained: what `str` returns is Python, a
+    dict to be passed as `plan`. Low-rank adapters are left out.
 
     Args:
         model: The whole model; its parameters may be on the meta device. It is not changed.
@@ -47,7 +82,7 @@ def explain(
         InvalidArgumentError: The plan does not fit the model, as in `apply_tensor_parallel`.
 
     Example:
-        >>> print(explain(model, 4, sequence_parallel=True))
+        >>> print(explain(model, 4))
     """
     if type(tp) is not int or tp < 1:
         raise InvalidArgumentError(f"tp is a number of ranks, at least 1, got {tp!r}")
@@ -55,10 +90,8 @@ def explain(
         try:
             resolved = resolve(model, plan, tp, sequence_parallel=sequence_parallel)
         except UnplannedError:
-            return Explanation(tp, (), (), skeleton(model))
-        parameters = tuple(_parameters(model, resolved, tp))
-        sent = tuple(_communications(model, resolved, sequence_parallel)) if tp > 1 else ()
-    return Explanation(tp, parameters, sent)
+            return Explanation(tp, (), _skeleton(model))
+        return Explanation(tp, tuple(_parameters(model, resolved, tp)))
 
 
 def _parameters(model: nn.Module, resolved: Resolved, tp: int) -> Iterator[ExplainedParameter]:
@@ -84,169 +117,71 @@ def _style(match: Match) -> str:
     return str(match.style)
 
 
-def _communications(
-    model: nn.Module, resolved: Resolved, sequence_parallel: bool
-) -> Iterator[Communication]:
-    """Yield the collectives of a step over more than one rank, in the model's order."""
-    matches = resolved.matches
-    joins = [m for m in model.modules() if m in matches and matches[m].mixin is JoinSequence]
-    layers = [m for m in model.modules() if m in matches and matches[m].mixin is SequenceLayer]
-    on = inside_layers(model, layers) if layers else until_joined(model, joins)
-    shares = {*on} if sequence_parallel else set()
-    whole = shares.intersection(resolved.whole)
-    shares -= {inner for module in whole for inner in module.modules()}
-    entered: set[nn.Module] = set()
-    inside = {child for each in resolved.regions for child in each.children()}
-    for name, module in model.named_modules():
-        match, on_shares = matches.get(module), module in shares
-        if module in whole:
-            width = _hidden_of(module, resolved)
-            yield Communication(name, "forward", "all_gather", "input", width)
-            yield Communication(name, "backward", "all_gather", "output's gradient", width)
-        region = module in resolved.regions and not (sequence_parallel and module is model)
-        for shared in _inputs(module, resolved, on_shares) if region else ():
-            entered.update(match.module for match in shared)
-            yield from _beginning(name, shared, on_shares)
-        if match is None or match.layer is None:
-            partial = module in inside or (on_shares and not region)
-            yield from _of_whole(name, module, match, on_shares and not region, partial=partial)
-        elif match.computes:
-            if match.enters and module not in entered:
-                yield from _beginning(name, [match], on_shares)
-            yield from _of_layer(name, match, on_shares)
-        if on_shares and module in layers[:1]:
-            of = "input's gradient"
-            yield Communication(name, "backward", "all_gather", of, _hidden(resolved))
-        if on_shares and module in (*joins, *layers[-1:]):
-            yield Communication(name, "forward", "all_gather", "output", _hidden(resolved))
+def _generic(name: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def _hidden(resolved: Resolved) -> int:
-    """Return the width of what flows between regions: what the last of them returns."""
-    ends = (match for match in reversed([*resolved.matches.values()]) if match.computes)
-    rows = (_width(match, "out") for match in ends if not match.becomes(ColumnParallelLinear))
-    return next(rows, 0)
+def _sizes(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
 
 
-def _hidden_of(module: nn.Module, resolved: Resolved) -> int:
-    """Return the width of what a module that sees whole sequences takes in and returns."""
-    own = (
-        getattr(inner, "in_features", None) or getattr(inner, "nx", 0) for inner in module.modules()
-    )
-    return _hidden(resolved) or next(
-        (width for width in own if isinstance(width, int) and width), 0
+def _local(parameter: ExplainedParameter) -> str:
+    if parameter.dim is None:
+        return "whole"
+    return " or ".join(map(_sizes, dict.fromkeys(parameter.local_shapes)))
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return lines of columns; equal rows, as layers have, are one with their number."""
+    counted = Counter(map(tuple, rows))
+    cells = [(*head, "times"), *((*row, str(times)) for row, times in counted.items())]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
     )
 
 
-def _inputs(region: nn.Module, resolved: Resolved, sequence_parallel: bool) -> list[list[Match]]:
-    """Return the column layers that share an input; a container has no forward to enter."""
-    if not _is_called(region):
-        return []
-    mine = children_of(region, resolved.matches)
-    columns = [match for match in mine if match.enters]
-    if sequence_parallel:  # the region gathers what it is called with, for all of them
-        return [columns] if columns else []
-    sharing: dict[int, list[Match]] = {}
-    for match in columns:
-        sharing.setdefault(_width(match, "in"), []).append(match)
-    return [shared for shared in sharing.values() if len(shared) > 1]
+_HEAD = """\
+{name} has no plan. These are its linear layers, all whole on every rank as yet: give them "column"
+if they make heads or inner features (queries, keys, values, gate, up), "row" if they take these
+(output, down), "column_gather" for a head, and add "vocab" for an embedding of tokens. Then pass
+this as plan="""
 
 
-def _is_called(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+def _skeleton(model: nn.Module) -> str:
+    """Return a plan of the linear layers of a model, as a text that is a Python dict.
 
-
-def _beginning(
-    name: str, sharing: Sequence[Match], sequence_parallel: bool
-) -> Iterator[Communication]:
-    """Yield the communication at the entry of an input into sharded layers."""
-    names = ", ".join(match.name.rpartition(".")[2] for match in sharing)
-    of, width = f" ({names})" if len(sharing) > 1 else "", _width(sharing[0], "in")
-    if sequence_parallel:
-        yield Communication(name, "forward", "all_gather", f"input{of}", width)
-    back = _sum(sequence_parallel)
-    yield Communication(name, "backward", back, f"input's gradient{of}", width)
-
-
-def _sum(sequence_parallel: bool) -> Literal["all_reduce", "reduce_scatter"]:
-    return "reduce_scatter" if sequence_parallel else "all_reduce"
-
-
-def _of_layer(name: str, match: Match, sequence_parallel: bool) -> Iterator[Communication]:
-    """Yield the communication of one sharded layer after its input has entered."""
-    if match.becomes(ColumnParallelLinear):
-        yield from _of_column(name, match)
-        return
-    if match.becomes(ParallelMultiheadAttention):  # its output is a row of its own
-        yield from _beginning(name, [match], sequence_parallel)
-        return
-    if isinstance(match.style, Stacked):
-        if match.style.enters:
-            yield from _beginning(name, [match], sequence_parallel)
-        if not match.style.leaves:
-            return
-    out = _width(match, "out")
-    yield Communication(name, "forward", _sum(sequence_parallel), "output", out)
-    if sequence_parallel:
-        yield Communication(name, "backward", "all_gather", "output's gradient", out)
-    if not match.becomes(RowParallelLinear):
-        return
-    if not match.is_row:
-        yield Communication(name, "backward", "all_gather", "input's gradient", _width(match, "in"))
-    bias = match.module._parameters.get("bias")
-    if sequence_parallel and bias is not None:
-        of = "bias's gradient"
-        yield Communication(name, "backward", "all_reduce", of, fixed=bias.numel())
-
-
-def _of_column(name: str, match: Match) -> Iterator[Communication]:
-    if not match.is_column:
-        yield Communication(name, "forward", "all_gather", "output", _width(match, "out"))
-    cut = match.cut
-    if cut is not None and cut.replicated:
-        # Of packed parts only those are summed that several ranks have.
-        summed = sum(part.whole for part in cut.packed if part.replicated)
-        size = _size(match.module) // cut.whole * summed
-        yield Communication(name, "backward", "all_reduce", "replicas' gradients", fixed=size)
-
-
-def _of_whole(
-    name: str, module: nn.Module, match: Match | None, on_shares: bool, *, partial: bool
-) -> Iterator[Communication]:
-    """Yield what a module communicates of which every rank has all.
-
-    Args:
-        name: Its name.
-        module: The module.
-        match: What the plan says of it.
-        on_shares: It works on shares of sequences.
-        partial: It works on these, or inside of a region, so that its gradients are summed.
+    Layers in several blocks are one pattern if they are of one shape. torch's attention has its
+    style; what is within it has none.
     """
-    style = None if match is None else match.style
-    if isinstance(style, SharedTail):
-        of = "shared features' gradient"
-        yield Communication(name, "backward", "all_reduce", of, style.features)
-    if on_shares and isinstance(module, nn.Embedding):
-        partial = False
-        of = "output's gradient"
-        yield Communication(name, "backward", "all_gather", of, module.embedding_dim)
-    if partial and _is_called(module) and _size(module):
-        of = "parameters' gradients"
-        yield Communication(name, "backward", "all_reduce", of, fixed=_size(module))
+    modules = dict(model.named_modules())
+    inside = {m for a in modules.values() if _attends(a) for m in a.children()}
+    layers = {n: _shape(m) for n, m in modules.items() if m not in inside and _shape(m)}
+    lines = {}
+    for name, shape in layers.items():
+        style = "attention" if _attends(modules[name]) else "replicate"
+        lines[_pattern(name, layers)] = f'"{style}",  # {shape}'
+    head = "\n".join(f"# {line}" for line in _HEAD.format(name=type(model).__name__).splitlines())
+    body = "\n".join(f'    "{pattern}": {line}' for pattern, line in lines.items())
+    return f"{head}\n{{\n{body}\n}}"
 
 
-def _size(module: nn.Module) -> int:
-    """Return the elements of a module's own parameters."""
-    return sum(p.numel() for p in module._parameters.values() if p is not None)
+def _pattern(name: str, layers: Mapping[str, Any]) -> str:
+    """Return the name with `*` for numbers, if all layers of that pattern are of one shape."""
+    pattern = re.sub(r"(?<![^.])\d+(?=\.)", "*", name)
+    alike = all(layers[each] == layers[name] for each in matching(pattern, layers))
+    return pattern if alike else name
 
 
-def _width(match: Match, side: Literal["in", "out"]) -> int:
-    """Return the whole width of a layer's input or output."""
-    if isinstance(match.style, Stacked):
-        return match.style.hidden(match.module)
-    names = {
-        "in": ("in_features", "nx", "embed_dim"),
-        "out": ("out_features", "nf", "embedding_dim"),
-    }[side]
-    found = (getattr(match.module, name, None) for name in names)
-    return next(width for width in found if isinstance(width, int))
+def _attends(module: nn.Module) -> bool:
+    return isinstance(module, nn.MultiheadAttention)
+
+
+def _shape(layer: nn.Module) -> str:
+    """Return what a layer takes and makes; "" of another module."""
+    if _attends(layer):
+        return f"{vars(layer)['num_heads']} heads of {vars(layer)['head_dim']}"
+    if not ColumnParallelLinear.takes(layer) and not hasattr(layer, "nx"):
+        return ""
+    return f"{getattr(layer, 'in_features', 0) or getattr(layer, 'nx', 0)} -> {out_features(layer)}"

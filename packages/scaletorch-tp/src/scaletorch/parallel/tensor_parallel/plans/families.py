@@ -1,9 +1,13 @@
-"""Known model families as data: names of modules, and the plan for models that have them."""
+"""Known model families as data: names of modules, and the plan for models that have them.
+
+What a model of transformers says of itself comes first (`transformers_plan`); these are for models
+that say nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import nn
@@ -13,11 +17,53 @@ from ...pg_manager.building import matching
 from ..cuts.fused import Fused
 from ..cuts.per_head import PerHead
 from ..cuts.stacked import Slices, Stacked
-from .attention import state_layers
-from .dense_families import DENSE
-from .family import Family
-from .partial_families import PARTIAL
-from .plan import Divide, Match, match_plan
+from .plan import Divide, Match, Plan, Style, match_plan
+
+_OPTIONAL = ("vocab", "column_gather")  # not every model has a table of words and a head
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A plan for every model whose modules have these names.
+
+    Args:
+        name: What messages call it.
+        plan: Patterns and styles. Tables of words and heads need not match.
+        may_lack: Further patterns that need not match.
+        foreign: Attributes or submodules, unless they are `False`, by which attention or an MLP
+            says that it computes otherwise.
+    """
+
+    name: str
+    plan: Plan
+    may_lack: frozenset[str] = frozenset()
+    foreign: frozenset[str] = frozenset()
+
+    @property
+    def heads(self) -> dict[str, tuple[str, ...]]:
+        """Pattern of attention -> its projections, whose outputs are cut at head borders."""
+        attention = (p for p, style in self.plan.items() if isinstance(style, Divide | PerHead))
+        return {pattern: self._columns(pattern) for pattern in attention}
+
+    @property
+    def complete(self) -> tuple[str, ...]:
+        """Patterns of attention and MLPs, in which every parameter must be the plan's.
+
+        One that is not (a router) would get a part of its gradient only.
+        """
+        above = dict.fromkeys(pattern.rpartition(".")[0] for pattern in self.plan)
+        return tuple(pattern for pattern in above if self._columns(pattern))
+
+    def lacks(self, names: Iterable[str]) -> bool:
+        """Return whether a model with modules of these names is of another family."""
+        names = [*names]
+        needed = (p for p, s in self.plan.items() if s not in _OPTIONAL and p not in self.may_lack)
+        return any(not matching(pattern, names) for pattern in needed)
+
+    def _columns(self, parent: str) -> tuple[str, ...]:
+        styles = {p: getattr(s, "style", s) for p, s in self.plan.items()}
+        below = (p.rpartition(".") for p, style in styles.items() if style == "column")
+        return tuple(name for above, _, name in below if above == parent)
 
 
 class Recognised(NamedTuple):
@@ -37,134 +83,245 @@ class Recognised(NamedTuple):
     heads: Mapping[str, tuple[str, ...]]
 
 
-LLAMA = Family(
-    name="Llama",
-    plan={
-        "**.embed_tokens": "vocab",
-        "**.layers.*.self_attn": Divide(
-            "num_heads", "num_kv_heads", "num_key_value_heads", optional=True
-        ),
-        "**.layers.*.self_attn.q_proj": "column",
-        "**.layers.*.self_attn.k_proj": "column",
-        "**.layers.*.self_attn.v_proj": "column",
-        "**.layers.*.self_attn.o_proj": "row",
-        "**.layers.*.mlp.gate_proj": "column",
-        "**.layers.*.mlp.up_proj": "column",
-        "**.layers.*.mlp.down_proj": "row",
-        "**.lm_head": "column_gather",
-    },
-    may_lack=frozenset(
-        {
-            "**.embed_tokens",
-            "**.lm_head",
-        }
-    ),
-    complete=("**.layers.*.self_attn", "**.layers.*.mlp"),
-    # DiffLlama weighs heads against others; BitNet norms the features of all heads.
-    foreign=frozenset({"lambda_init", "attn_sub_norm"}),
-    heads={"**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj")},
-)
+_QKV = ("q_proj", "k_proj", "v_proj")
+_GATED = ("gate_proj", "up_proj")
+_HEAD: Plan = {"**.lm_head": "column_gather"}
 
-# Patches are shared out; bytes, in the layers around theirs, stay whole.
-BLT = replace(
-    LLAMA, name="BLT", plan={**LLAMA.plan, "**.global_transformer.layers.*": "sequence_layer"}
-)
 
-GPT2 = Family(
-    name="GPT-2",
-    plan={
-        "**.wte": "vocab",
-        "**.h.*.attn": Divide(
-            "num_heads", "n_head", "split_size", "embed_dim", "n_embd", optional=True
-        ),
-        "**.h.*.attn.c_attn": Fused("column", 3),
-        "**.h.*.attn.c_proj": "row",
-        "**.h.*.mlp.c_fc": "column",
-        "**.h.*.mlp.c_proj": "row",
-        "**.ln_f": "sequence_join",  # what follows reshapes by the whole length
-        "**.lm_head": "column_gather",
-    },
-    may_lack=frozenset({"**.wte", "**.ln_f", "**.lm_head"}),
-    complete=("**.h.*.attn", "**.h.*.mlp"),
-    foreign=frozenset({"kv_dim"}),  # GPT-BigCode: one key and value head, or head by head
-    heads={"**.h.*.attn": ("c_attn",)},
-)
+def _divide(*attributes: str) -> Divide:
+    return Divide(*attributes, optional=True)
 
-# The first GPT, which has no norm behind its layers.
-OPENAI_GPT = replace(
-    GPT2,
-    name="GPT",
-    plan={
-        **{name: style for name, style in GPT2.plan.items() if name not in ("**.wte", "**.ln_f")},
-        "**.tokens_embed": "vocab",
-        "**.h.*": "sequence_layer",
-    },
-)
 
-GPT_NEOX = Family(
-    name="GPT-NeoX",
-    plan={
-        "**.embed_in": "vocab",
-        "**.layers.*.attention": Divide(
-            "num_attention_heads", "num_heads", "hidden_size", optional=True
-        ),
-        # Query, key and value of one head follow one another: the weight is cut between heads.
-        "**.layers.*.attention.query_key_value": "column",
-        "**.layers.*.attention.dense": "row",
-        "**.layers.*.mlp.dense_h_to_4h": "column",
-        "**.layers.*.mlp.dense_4h_to_h": "row",
-        "**.embed_out": "column_gather",
-        "**.lm_head": "column_gather",  # what newer models call it
-    },
-    may_lack=frozenset({"**.embed_in", "**.embed_out", "**.lm_head"}),
-    complete=("**.layers.*.attention", "**.layers.*.mlp"),
-    heads={"**.layers.*.attention": ("query_key_value",)},
-)
+def _linear(where: str, columns: Sequence[str], row: str, parts: int = 1) -> dict[str, Style]:
+    """Return the styles of a module's projections, each of so many packed parts, and its output."""
+    column: Style = "column" if parts == 1 else Fused("column", parts)
+    return {**{f"{where}.{name}": column for name in columns}, f"{where}.{row}": "row"}
 
-# Its last layer adds a bias that the attention has and does not use, to hidden states.
-GPT_NEOX_JAPANESE = replace(
-    GPT_NEOX,
-    name="GPT-NeoX Japanese",
-    plan={**GPT_NEOX.plan, "**.gpt_neox_japanese": "sequence", "**.layers.*": "sequence_layer"},
-    complete=("**.layers.*.mlp",),
-)
 
-GPT_OSS = Family(
-    name="gpt-oss",
-    plan={
-        "**.embed_tokens": "vocab",
-        "**.layers.*.self_attn": PerHead("sinks"),
-        "**.layers.*.self_attn.q_proj": "column",
-        "**.layers.*.self_attn.k_proj": "column",
-        "**.layers.*.self_attn.v_proj": "column",
-        "**.layers.*.self_attn.o_proj": "row",
-        "**.layers.*.mlp.experts": Stacked(
-            {
-                "gate_up_proj": Slices(2, unit=2),  # [experts, in, gate and up by turns]
-                "gate_up_proj_bias": Slices(1, unit=2),
-                "down_proj": 1,
-            },
-            added=("down_proj_bias",),
-        ),
-        "**.layers.*.mlp.router": "sequence",
-        "**.lm_head": "column_gather",
-    },
-    may_lack=frozenset({"**.embed_tokens", "**.lm_head"}),
-    complete=("**.layers.*.self_attn",),
-    heads={"**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj")},
-)
+_BART_CROSS = {
+    "**.layers.*.encoder_attn": _divide("num_heads", "embed_dim"),
+    **_linear("**.layers.*.encoder_attn", _QKV, "out_proj"),
+}
+
+_T5_SELF, _T5_CROSS = (f"**.block.*.layer.*.{name}Attention" for name in ("Self", "EncDec"))
+_T5_MLP = "**.block.*.layer.*.DenseReluDense"
+_T5_BIAS = "relative_attention_bias"  # of each head: the first layer's, which passes it on
+_T5_OPTIONAL: Plan = {
+    **{f"{where}.{_T5_BIAS}": "column_embedding" for where in (_T5_SELF, _T5_CROSS)},
+    _T5_CROSS: Divide("n_heads", "inner_dim"),  # an encoder has none
+    **_linear(_T5_CROSS, "qkv", "o"),
+    **{f"{_T5_MLP}.{name}": "column" for name in ("wi", "wi_0", "wi_1")},
+}
 
 FAMILIES: tuple[Family, ...] = (
-    *(BLT, LLAMA, OPENAI_GPT, GPT2, GPT_NEOX_JAPANESE, GPT_NEOX, GPT_OSS),
-    *DENSE,
-    *PARTIAL,
+    Family(
+        "Llama",
+        {
+            "**.embed_tokens": "vocab",
+            "**.layers.*.self_attn": _divide("num_heads", "num_kv_heads", "num_key_value_heads"),
+            **_linear("**.layers.*.self_attn", _QKV, "o_proj"),
+            **_linear("**.layers.*.mlp", _GATED, "down_proj"),
+            **_HEAD,
+        },
+        # DiffLlama weighs heads against others; BitNet norms the features of all heads.
+        foreign=frozenset({"lambda_init", "attn_sub_norm"}),
+    ),
+    Family(
+        "GPT-2",
+        {
+            "**.wte": "vocab",
+            "**.h.*.attn": _divide("num_heads", "n_head", "split_size", "embed_dim", "n_embd"),
+            **_linear("**.h.*.attn", ("c_attn",), "c_proj", parts=3),
+            **_linear("**.h.*.mlp", ("c_fc",), "c_proj"),
+            "**.h.*": "sequence_layer",  # what follows reshapes by the whole length
+            **_HEAD,
+        },
+        foreign=frozenset({"kv_dim"}),  # GPT-BigCode: one key and value head, or head by head
+    ),
+    Family(
+        "GPT-NeoX",
+        {
+            "**.embed_in": "vocab",
+            "**.layers.*.attention": _divide("num_attention_heads", "num_heads", "hidden_size"),
+            # Query, key and value of one head follow one another: cut between heads.
+            **_linear("**.layers.*.attention", ("query_key_value",), "dense"),
+            **_linear("**.layers.*.mlp", ("dense_h_to_4h",), "dense_4h_to_h"),
+            "**.embed_out": "column_gather",
+            **_HEAD,  # what newer models call it
+        },
+    ),
+    Family(
+        "gpt-oss",
+        {
+            "**.embed_tokens": "vocab",
+            "**.layers.*.self_attn": PerHead("sinks"),
+            **_linear("**.layers.*.self_attn", _QKV, "o_proj"),
+            "**.layers.*.mlp.experts": Stacked(
+                {
+                    "gate_up_proj": Slices(2, unit=2),  # [experts, in, gate and up by turns]
+                    "gate_up_proj_bias": Slices(1, unit=2),
+                    "down_proj": 1,
+                },
+                added=("down_proj_bias",),
+            ),
+            "**.layers.*.mlp.router": "sequence",
+            **_HEAD,
+        },
+    ),
+    # Attention and the layers behind it have a module each, and norms of whole states beside rows.
+    Family(
+        "BERT",
+        {
+            "**.layer.*.attention.self": _divide(
+                "num_attention_heads", "all_head_size", "num_heads"
+            ),
+            **{f"**.layer.*.attention.self.{name}": "column" for name in ("query", "key", "value")},
+            "**.layer.*.attention.output.dense": "row",
+            "**.layer.*.intermediate.LayerNorm": "sequence",  # of whole states, if it is in front
+            "**.layer.*.intermediate.dense": "column",
+            "**.layer.*.output.dense": "row",
+            "**.layer.*": "sequence_layer",  # what follows takes single tokens of the whole, or all
+        },
+        may_lack=frozenset({"**.layer.*.intermediate.LayerNorm"}),
+        foreign=frozenset({"num_random_blocks"}),  # BigBird, which makes its attention as it runs
+    ),
+    Family(
+        "BART",  # and OPT, Whisper, Pegasus
+        {
+            "**.embed_tokens": "vocab",
+            "**.embed_positions": "sequence_positions",
+            "**.layers.*.self_attn": _divide("num_heads", "embed_dim"),
+            **_linear("**.layers.*.self_attn", _QKV, "out_proj"),
+            **_BART_CROSS,
+            "**.layers.*.fc1": "column",
+            "**.layers.*.fc2": "row",
+            "**.output_projection": "column_gather",
+            "**.proj_out": "column_gather",
+            **_HEAD,
+        },
+        may_lack=frozenset({"**.embed_positions", *_BART_CROSS}),
+        foreign=frozenset({"kdim"}),  # TrOCR, which reshapes by the width of hidden states
+    ),
+    Family(
+        "GPT-J",
+        {
+            "**.wte": "vocab",
+            "**.h.*.attn": _divide("num_attention_heads", "embed_dim"),
+            **_linear("**.h.*.attn", _QKV, "out_proj"),
+            **_linear("**.h.*.mlp", ("fc_in",), "fc_out"),
+            **_HEAD,
+        },
+    ),
+    Family(
+        "GPT-Neo",
+        {
+            "**.wte": "vocab",
+            "**.h.*.attn.attention": _divide("num_heads", "embed_dim"),
+            **_linear("**.h.*.attn.attention", _QKV, "out_proj"),
+            **_linear("**.h.*.mlp", ("c_fc",), "c_proj"),
+            **_HEAD,
+        },
+    ),
+    Family(
+        "ModernBERT decoder",
+        {
+            "**.layers.*.attn": _divide("num_heads", "all_head_size"),
+            **_linear("**.layers.*.attn", _QKV, "Wo"),
+            **_linear("**.layers.*.mlp", ("Wi",), "Wo", parts=2),
+        },
+    ),
+    # Short convolutions, which mix tokens, stay whole on every rank.
+    Family(
+        "LFM2",
+        {
+            "**.embed_tokens": "vocab",
+            "**.layers.*.self_attn": _divide("num_heads", "num_key_value_heads"),
+            **_linear("**.layers.*.self_attn", _QKV, "out_proj"),
+            **_linear("**.layers.*.feed_forward", ("w1", "w3"), "w2"),
+            **_HEAD,
+        },
+    ),
+    Family(
+        "LFM3",
+        {
+            "**.embed_tokens": "vocab",
+            "**.layers.*.self_attn": _divide("num_attention_heads", "num_key_value_heads"),
+            **_linear("**.layers.*.self_attn", (*_QKV, "g_proj"), "o_proj"),
+            **_linear("**.layers.*.feed_forward", ("w1", "w3"), "w2"),
+            **_HEAD,
+        },
+        may_lack=frozenset({"**.layers.*.self_attn.g_proj"}),  # a gate: a feature for each head
+    ),
+    Family(
+        "ViT",
+        {
+            "**.layers.*": "sequence_layer",  # what is before and behind them takes patches apart
+            "**.layers.*.attention": _divide("num_attention_heads", "num_heads"),
+            **_linear("**.layers.*.attention", _QKV, "o_proj"),
+            **_linear("**.layers.*.mlp", ("fc1",), "fc2"),
+        },
+    ),
+    Family(
+        "CLIP",
+        {
+            "**.token_embedding": "vocab",
+            "**.layers.*.self_attn": _divide("num_heads", "embed_dim"),
+            **_linear("**.layers.*.self_attn", _QKV, "out_proj"),
+            **_linear("**.layers.*.mlp", ("fc1",), "fc2"),
+            "**.layers.*": "sequence_layer",  # what follows takes one token of the whole
+        },
+    ),
+    Family(
+        "T5",
+        {
+            "**.shared": "vocab",
+            "**.embed_tokens": "vocab",
+            _T5_SELF: Divide("n_heads", "inner_dim"),
+            **_linear(_T5_SELF, "qkv", "o"),
+            f"{_T5_MLP}.wo": "row",
+            **_T5_OPTIONAL,
+            **_HEAD,
+        },
+        may_lack=frozenset(_T5_OPTIONAL),
+    ),
+    # Layers that keep a state stay whole.
+    Family(
+        "Bamba",  # and Falcon-H1
+        {
+            "**.embed_tokens": "vocab",
+            "**.layers.*.self_attn": _divide("num_attention_heads", "num_key_value_heads"),
+            **_linear("**.layers.*.self_attn", _QKV, "o_proj"),
+            **_linear("**.layers.*.feed_forward", _GATED, "down_proj"),
+            **_HEAD,
+        },
+    ),
+    # Attention stays whole: slopes that are made for all heads at once.
+    Family(
+        "Bloom",  # and Falcon
+        {
+            "**.word_embeddings": "vocab",
+            **_linear("**.h.*.mlp", ("dense_h_to_4h",), "dense_4h_to_h"),
+            "**.h.*": "sequence_layer",
+            **_HEAD,
+        },
+        foreign=frozenset({"slow_but_exact"}),  # by slices of a weight, which is a shard
+    ),
+    # One key for all queries.
+    Family(
+        "GPT-BigCode",
+        {
+            "**.wte": "vocab",
+            "**.h.*.attn.c_attn": "sequence",
+            **_linear("**.h.*.mlp", ("c_fc",), "c_proj"),
+            **_HEAD,
+        },
+    ),
 )
 
 
 def _foreign(model: nn.Module, family: Family, names: Sequence[str]) -> str | None:
     """Return which module of the family's names has other parts or parameters, or None."""
-    patterns = {**dict.fromkeys(family.heads), **dict.fromkeys(family.complete)}
-    for name in (n for pattern in patterns for n in matching(pattern, names)):
+    for name in (n for pattern in family.complete for n in matching(pattern, names)):
         module = model.get_submodule(name)
         own = {**vars(module), **module._modules}
         found = [each for each in sorted(family.foreign) if own.get(each, False) is not False]
@@ -187,8 +344,9 @@ def find_family(model: nn.Module) -> Recognised | None:
     """Find the known family whose names the model has, and match its plan, if there is one."""
     names = _names(model)
     for family in FAMILIES:
-        if not _absent(family, names) and _foreign(model, family, names) is None:
-            matches = match_plan(model, family.plan, family.may_lack)
+        if not family.lacks(names) and _foreign(model, family, names) is None:
+            optional = frozenset(p for p, style in family.plan.items() if style in _OPTIONAL)
+            matches = match_plan(model, family.plan, optional | family.may_lack)
             complete = tuple(n for pattern in family.complete for n in matching(pattern, names))
             heads = {n: own for p, own in family.heads.items() for n in matching(p, names)}
             return Recognised(f"the {family.name} family", matches, complete, heads)
@@ -199,28 +357,17 @@ def _names(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_modules(remove_duplicate=False)]
 
 
-def _absent(family: Family, names: Sequence[str]) -> bool:
-    needed = (pattern for pattern in family.plan if pattern not in family.may_lack)
-    return any(not matching(pattern, names) for pattern in needed)
-
-
 def unplanned(model: nn.Module, tp_size: int) -> InvalidArgumentError:
     """Return the error of a model that has no plan, which says how to get one."""
-    name, states, names = type(model).__name__, state_layers(model), _names(model)
-    if states:
-        return InvalidArgumentError(
-            f"{name} has nothing that tensor parallelism divides, no attention and no MLP: its "
-            f"layers ({', '.join(states)}) keep a state, which every rank would need whole; leave "
-            "tp_size at 1 and use the other axes, or pass a plan of your own"
-        )
-    alike = next((family for family in FAMILIES if not _absent(family, names)), None)
+    name, names = type(model).__name__, _names(model)
+    alike = next((family for family in FAMILIES if not family.lacks(names)), None)
     other = "" if alike is None else f": {alike.name} has such names, but "
     other += "" if alike is None else str(_foreign(model, alike, names))
     return UnplannedError(
         f"{name} has no plan of its own for its layers (_tp_plan of transformers), and is of no "
         f"known model family{other}; print(explain(model, {tp_size})) of "
         "scaletorch.parallel.tensor_parallel writes a plan of its layers: complete it, and pass it "
-        "as plan="
+        "as plan=, or leave tp_size at 1 and use the other axes"
     )
 
 

@@ -16,7 +16,6 @@ from ..cuts.fused import Fused
 from ..cuts.per_head import PerHead
 from ..cuts.stacked import Stacked
 from ..layers.base import TensorParallelLayer
-from ..layers.conv1d import ColumnParallelConv1D, RowParallelConv1D
 from ..layers.embedding import (
     ColumnParallelEmbedding,
     ScaledVocabParallelEmbedding,
@@ -24,11 +23,15 @@ from ..layers.embedding import (
 )
 from ..layers.experts import ParallelExperts
 from ..layers.heads import HeadParameters
-from ..layers.linear import ColumnParallelLinear, RowParallelLinear
+from ..layers.linear import (
+    ColumnParallelConv1D,
+    ColumnParallelLinear,
+    RowParallelConv1D,
+    RowParallelLinear,
+)
 from ..layers.multihead import ParallelMultiheadAttention
 from ..regions.random import CommonRandom, ShardedRandom
 from ..regions.surround import Surrounded
-from ..sharing.joining import JoinSequence
 from ..sharing.positions import WholePositions
 from ..sharing.sequence_layers import SequenceLayer
 from ..sharing.shared_tail import SharedTail, TailShared
@@ -75,7 +78,6 @@ STYLES: Mapping[
     "attention": (ParallelMultiheadAttention, {}),
     "replicate": None,
     "sequence": None,  # what sequence parallelism makes of every module it is not told about
-    "sequence_join": JoinSequence,
     "sequence_layer": SequenceLayer,
     SEQUENCE_WHOLE: None,  # with sequence parallelism it becomes a `WholeSequence`
     "sequence_positions": WholePositions,
@@ -130,12 +132,6 @@ class Match:
         return self.becomes(ColumnParallelLinear) and not self.options.get("gather_output")
 
     @property
-    def enters(self) -> bool:
-        """Whether it is a column-parallel linear layer; an embedding's input needs no gradient."""
-        table = self.becomes(ColumnParallelEmbedding)
-        return self.becomes(ColumnParallelLinear) and not table
-
-    @property
     def is_row(self) -> bool:
         """Whether it becomes a row-parallel layer whose input is a shard."""
         takes_shards = bool(self.options.get("input_is_parallel", True))
@@ -157,11 +153,6 @@ class Match:
         if isinstance(self.style, Stacked):
             return self.style.sharded[name].cut(self.cut)
         return self.layer.cut_of_parts(self.cut, name)
-
-    @property
-    def computes(self) -> bool:
-        """Whether it becomes a layer with a forward of its own, which enters or leaves shards."""
-        return self.layer is not None and not self.becomes(HeadParameters)
 
     def becomes(self, layer: type[TensorParallelLayer]) -> bool:
         """Return whether the module becomes this layer or a variant of it."""

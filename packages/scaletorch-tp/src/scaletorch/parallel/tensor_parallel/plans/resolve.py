@@ -24,7 +24,6 @@ from .sequences import (
     check_in_attention,
     check_sequences,
     heads_that_gather,
-    join_of,
     kept_whole_on_shares,
     layers_that_share,
 )
@@ -138,7 +137,6 @@ def _match(
     if sequence_parallel:
         left = heads_that_gather(model, left)
         left += layers_that_share(model, left)
-        left += join_of(model, left)
     return left, {modules[name] for name in known.heads}, heads
 
 

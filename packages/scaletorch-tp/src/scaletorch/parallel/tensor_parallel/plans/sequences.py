@@ -10,8 +10,7 @@ from torch import nn
 from ....dist.errors import InvalidArgumentError
 from ..layers.heads import HeadParameters
 from ..layers.multihead import ParallelMultiheadAttention
-from ..sharing.sequence import until_joined
-from ..sharing.sequence_layers import OF_TOKENS, WHOLE_IDS, inside_layers
+from ..sharing.sequence_layers import OF_TOKENS, WHOLE_IDS
 from ..sharing.shared_tail import TailShared
 from .plan import Match, look_up
 
@@ -56,8 +55,8 @@ def kept_whole_on_shares(
 def layers_that_share(model: nn.Module, matches: Sequence[Match]) -> list[Match]:
     """Return the layers to which shares are confined, where what is before them needs the whole.
 
-    That is a model of transformers whose layers are given something else of each token, or which
-    has other parts (of images, of sound) beside its layers.
+    That is a model of transformers whose layers are given something else of each token, which has
+    other parts (of images, of sound) beside its layers, or a head that takes whole sequences.
     """
     get_decoder = getattr(model, "get_decoder", None)
     decoder = get_decoder() if callable(get_decoder) else None
@@ -66,10 +65,22 @@ def layers_that_share(model: nn.Module, matches: Sequence[Match]) -> list[Match]
     sharded = {m.module for m in matches if m.layer is not None}
     lists = (m for m in decoder.children() if isinstance(m, nn.ModuleList))
     found = [each for each in lists if sharded.intersection(each.modules())]
-    if len(found) != 1 or not _needs_whole(model, decoder, found[0]):
+    if len(found) != 1:
+        return []
+    if not _has_other_head(model, matches) and not _needs_whole(model, decoder, found[0]):
         return []
     names = {module: name for name, module in model.named_modules()}
     return [look_up(names[m], m, names[m], "sequence_layer") for m in found[0]]
+
+
+def _has_other_head(model: nn.Module, matches: Sequence[Match]) -> bool:
+    """Return whether what is behind the model within a model gathers no shares itself."""
+    base = getattr(model, "base_model", None)
+    # Another's base, such as that of adapters around a model, says that it has a base itself.
+    if base is model or getattr(base, "base_model", None) is not base or base is None:
+        return False
+    inside = {*base.modules()}
+    return not any(m.options.get("gather_output") for m in matches if m.module not in inside)
 
 
 def _needs_whole(model: nn.Module, decoder: nn.Module, layers: nn.ModuleList) -> bool:
@@ -81,26 +92,6 @@ def _needs_whole(model: nn.Module, decoder: nn.Module, layers: nn.ModuleList) ->
         return True  # of which the text is a part
     outside = {*model.modules()} - {*layers.modules()}
     return any(module._parameters and _reads_parameters_of(module) for module in outside)
-
-
-def join_of(model: nn.Module, matches: Sequence[Match]) -> list[Match]:
-    """Return where sequences are joined for a head that is no layer which gathers them.
-
-    That is behind the model within a model of transformers.
-    """
-    base = getattr(model, "base_model", None)
-    # Another's base, such as that of adapters around a model, says that it has a base itself.
-    if base is model or getattr(base, "base_model", None) is not base:
-        return []
-    if not isinstance(base, nn.Module) or base not in {*model.modules()}:
-        return []
-    names = {module: name for name, module in model.named_modules()}
-    behind = [match for match in matches if match.module not in {*base.modules()}]
-    gathers = any(m.options.get("gather_output") for m in behind)
-    ends = ("sequence_join", "sequence_layer")
-    if gathers or any(m.style in ends or m.module is base for m in matches):
-        return []
-    return [look_up(names[base], base, names[base], "sequence_join")]
 
 
 def check_in_attention(
@@ -121,23 +112,9 @@ def check_sequences(model: nn.Module, matches: Sequence[Match]) -> None:
     """Refuse a model that would compute something else on shards of its sequences.
 
     Raises:
-        InvalidArgumentError: Sharded layers other than heads are registered after the module that
-            joins the shards, or layers are left out at random.
+        InvalidArgumentError: Layers are of several lists, or are left out at random.
     """
-    joins = [match for match in matches if match.style == "sequence_join"]
-    layers = [match for match in matches if match.style == "sequence_layer"]
-    shared = until_joined(model, [match.module for match in joins])
-    if layers:
-        shared = inside_layers(model, [match.module for match in layers])
-        _check_layers(layers, joins)
-    if len(joins) > 1:
-        raise InvalidArgumentError(
-            f"the plan joins sequences behind {', '.join(join.name for join in joins)}, and they "
-            "can be joined once; do without sequence parallelism"
-        )
-    if joins:
-        before = {*shared}
-        _check_joined(joins[0], [match for match in matches if match.module not in before])
+    _check_layers([match for match in matches if match.style == "sequence_layer"])
     for match in (m for m in matches if m.becomes(ParallelMultiheadAttention)):
         if not vars(match.module)["batch_first"]:
             raise InvalidArgumentError(
@@ -153,25 +130,14 @@ def check_sequences(model: nn.Module, matches: Sequence[Match]) -> None:
             )
 
 
-def _check_layers(layers: Sequence[Match], joins: Sequence[Match]) -> None:
+def _check_layers(layers: Sequence[Match]) -> None:
     """Refuse layers that are not of one list, of which the last one would not join."""
-    lists = {match.name.rpartition(".")[0] for match in layers}
-    others = [*sorted(lists)[1:], *(match.name for match in joins)]
+    first, *others = sorted({match.name.rpartition(".")[0] for match in layers}) or [""]
     if others:
         raise InvalidArgumentError(
-            f"the plan shares sequences out in the layers of {sorted(lists)[0]} (style "
+            f"the plan shares sequences out in the layers of {first} (style "
             f"'sequence_layer'), and names {', '.join(others)} beside them: the last layer of one "
             "list joins sequences; do without sequence parallelism"
-        )
-
-
-def _check_joined(join: Match, after: Collection[Match]) -> None:
-    wrong = [m.name for m in after if m.layer is not None and not m.options.get("gather_output")]
-    if wrong:
-        raise InvalidArgumentError(
-            f"'{join.name}' joins the sequences for heads ('column_gather') alone, but "
-            f"{', '.join(wrong[:4])} are registered after it; register them before, or do without "
-            "sequence parallelism"
         )
 
 

@@ -7,25 +7,40 @@ modules and their config, as for any plan.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
 from ..cuts.fused import Fused
 from ..cuts.per_head import PerHead
-from ..cuts.stacked import Stacked
-from .attention import has_heads, head_length_of, out_features
+from ..cuts.stacked import Slices, Stacked
+from ..sharing.shared_tail import SharedTail
+from .attention import SHARED_KEYS, has_heads, head_length_of, latent_heads, out_features
 from .families import Recognised
 from .plan import Match, Matches, Style, look_up
-from .transformers_attention import (
-    PER_HEAD,
-    SHARED_TAIL,
-    latent_wholes,
-    per_head_of,
-    shared_tail_of,
-)
-from .transformers_experts import APART, EXPERTS, GATHERED, ROUTER, SUMMED, stacked_of
+
+PER_HEAD = "local_params"  # the style of a module of which single parameters have one
+SHARED_TAIL = "mla_kv_a_proj"
+
+# What latent attention has beside projections that are cut: on every rank the same.
+_WHOLE = ("indexer", "q_a_layernorm", "kv_a_layernorm")
+
+EXPERTS = "moe_tp_experts"  # the module's style
+SUMMED = "all_reduce"  # and that of shared experts that are stacked
+GATHERED = "gather"  # in transformers 5.0, experts whose parameters have one of `_LOCAL`
+ROUTER = "ep_router"  # until 5.2 in these plans, too: a router is whole on every rank
+APART = "grouped_gemm"  # in 5.0: a rank has whole experts, which is no tensor parallelism
+_LOCAL = ("local_colwise", "local_rowwise")  # these do not tell which dim is the width
+
+# A parameter's style -> the dim of [experts, out, in] that it cuts, and how many parts are packed.
+# Stacks that are transposed are given the style of the other dim.
+_SLICES: Mapping[str, tuple[int, int]] = {
+    "colwise": (1, 1),
+    "packed_colwise": (1, 2),
+    "rowwise": (2, 1),
+    "packed_rowwise": (2, 2),
+}
 
 # Their style -> ours; what is missing here cannot be done.
 TRANSFORMERS_STYLES: Mapping[str, Style] = {
@@ -218,3 +233,109 @@ def _add_tied(modules: Mapping[str, nn.Module], matches: dict[nn.Module, Match])
             continue
         for other in [m for m in matches if m._parameters.get("weight") is module.weight]:
             del matches[other]
+
+
+def per_head_of(name: str, module: nn.Module, styles: Mapping[str, str]) -> PerHead | None:
+    """Return how a plan of transformers cuts the parameters of attention; None if it has none.
+
+    Args:
+        name: The module's.
+        module: The module.
+        styles: Those of its parameters that the plan names -> their style there.
+
+    Raises:
+        InvalidArgumentError: A parameter has another style than that of heads, or none.
+    """
+    own = [n for n, parameter in module._parameters.items() if parameter is not None]
+    wrong = [n for n in own if styles.get(n) != "colwise"]
+    if wrong:
+        raise InvalidArgumentError(
+            f"the model's own plan (_tp_plan) gives '{name}.{wrong[0]}' the style "
+            f"{styles.get(wrong[0])!r}, which is not 'colwise'; pass a plan of your own"
+        )
+    return PerHead(*own) if own else None
+
+
+def shared_tail_of(name: str, modules: Mapping[str, nn.Module]) -> SharedTail:
+    """Return how many features of a layer's output its attention takes for keys of all heads.
+
+    Raises:
+        InvalidArgumentError: Its attention does not say.
+    """
+    parent = name.rpartition(".")[0]
+    features = vars(modules[parent]).get(SHARED_KEYS)
+    if not isinstance(features, int):
+        raise InvalidArgumentError(
+            f"the model's own plan (_tp_plan) gives '{name}' the style {SHARED_TAIL!r}, but "
+            f"'{parent}' has no {SHARED_KEYS}; pass a plan of your own"
+        )
+    return SharedTail(features)
+
+
+def latent_wholes(modules: Mapping[str, nn.Module], attentions: Iterable[str]) -> Iterator[Match]:
+    """Yield what is whole on every rank in multi-head latent attention."""
+    for attention in (name for name in attentions if latent_heads(modules[name])):
+        for name in (f"{attention}.{child}" for child in _WHOLE):
+            module = modules.get(name)
+            if module is not None:
+                yield look_up(name, module, name, "replicate")
+
+
+def stacked_of(name: str, module: nn.Module, styles: Mapping[str, str]) -> Stacked:
+    """Return how a plan of transformers cuts a module of experts.
+
+    Gate and up in one weight follow one another, or are interleaved, as the module says; biases,
+    which plans do not name, are cut as the output of their weight, or added once.
+
+    Args:
+        name: The module's.
+        module: The module.
+        styles: Parameter -> its style in the plan.
+
+    Raises:
+        InvalidArgumentError: A parameter has no style, or one that cuts no stack.
+    """
+    sharded: dict[str, Slices | int] = {}
+    added: list[str] = []
+    for own, style in _packed(module, styles).items():
+        if style not in _SLICES:
+            raise InvalidArgumentError(
+                f"the model's own plan (_tp_plan) gives '{name}.{own}' of the experts the style "
+                f"{style!r}, which is none of {', '.join(map(repr, _SLICES))}; pass a plan of "
+                "your own"
+            )
+        dim, parts = _SLICES[style]
+        apart = parts == 1 or getattr(module, "is_concatenated", True)
+        sharded[own] = Slices(dim, parts=parts) if apart else Slices(dim, unit=parts)
+    out = 2 if getattr(module, "is_transposed", False) else 1
+    for own in module._parameters:
+        slices = sharded.get(own.removesuffix("_bias"))
+        if own in sharded or not isinstance(slices, Slices):
+            continue
+        if slices.dim == out:
+            sharded[own] = Slices(1, slices.parts, slices.unit)
+        else:
+            added.append(own)
+    if not sharded:
+        raise InvalidArgumentError(
+            f"the model's own plan (_tp_plan) gives the experts '{name}' a style and none of "
+            f"their parameters ({', '.join(module._parameters)}); pass a plan of your own"
+        )
+    return Stacked(sharded, tuple(added))
+
+
+def _packed(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """Return the styles, of which that of gate and up in one weight says that they are two.
+
+    Plans that cut the weight as one would give a rank gates without the ups of the same features.
+    """
+    found = dict(styles)
+    gate_up, down = (module._parameters.get(name) for name in ("gate_up_proj", "down_proj"))
+    if gate_up is None or down is None or not gate_up.ndim == down.ndim == 3:
+        return found
+    rows, columns = (gate_up.shape[d] == 2 * down.shape[e] for d, e in ((1, 2), (2, 1)))
+    if rows and {found.get(name) for name in ("gate_up_proj", "down_proj")} <= {*_LOCAL}:
+        found |= {"gate_up_proj": "colwise", "down_proj": "rowwise"}
+    if found.get("gate_up_proj") == ("colwise" if rows else "rowwise") and (rows or columns):
+        found["gate_up_proj"] = f"packed_{found['gate_up_proj']}"
+    return found

@@ -32,7 +32,7 @@ class Entrance:
     Args:
         x: [..., in]; what every rank has, or with `sizes` this rank's share of a sequence.
         operands: Weight [out, in] and bias [out] of each layer.
-        group: Ranks over which the gradient of `x` is summed; None if it is not summed.
+        group: Ranks over which the gradient of `x` is summed.
         sizes: How many tokens each rank has, if `x` is a shard of a sequence.
 
     Attributes:
@@ -61,15 +61,6 @@ class Entrance:
         return out
 
 
-def linear_to_main_grad(x: Tensor, weight: Tensor) -> Tensor:
-    """Return `x` times a weight whose gradient goes straight to its `main_grad`, if it has one."""
-    if torch.compiler.is_compiling() or not hasattr(weight, "main_grad"):
-        return functional.linear(x, weight)
-    if not (torch.is_grad_enabled() and x.requires_grad):
-        return functional.linear(x, weight)
-    return Entrance(x, {"layer": (weight, None)}, None).linear("layer")
-
-
 class Enter(torch.autograd.Function):
     """Identity or all-gather forward; sum or reduce-scatter backward, and the weights' gradients.
 
@@ -87,7 +78,6 @@ class Enter(torch.autograd.Function):
     ) -> Tensor:
         """Return the whole `x`."""
         ctx.waiting, ctx.group, ctx.sizes = waiting, group, sizes
-        ctx.main_grads = [getattr(each, "main_grad", None) for each in operands]
         return x.view_as(x) if sizes is None else collectives.all_gather(x, DIM, group, sizes=sizes)
 
     @staticmethod
@@ -104,8 +94,7 @@ class Enter(torch.autograd.Function):
         found: list[Tensor | None] = []
         for products in ctx.waiting:
             for compute in (weight_grad, bias_grad):
-                at = len(found)
-                found.append(compute(products, ctx.main_grads[at]) if needed[at] else None)
+                found.append(compute(products) if needed[len(found)] else None)
             products.clear()  # a second backward of a retained graph begins anew
         return None if arrive is None else arrive(), None, None, None, *found
 
@@ -148,33 +137,21 @@ class Multiply(torch.autograd.Function):
         )
 
 
-def weight_grad(products: Products, main_grad: Tensor | None = None) -> Tensor | None:
-    """Return the sum of the products' gradients of the weight [out, in], None without any.
-
-    With a main gradient they are added there, and None is returned; what is not of its dtype is
-    rounded once before.
-    """
+def weight_grad(products: Products) -> Tensor | None:
+    """Return the sum of the products' gradients of the weight [out, in], None without any."""
     total: Tensor | None = None
     for grad, x in products:
         rows, columns = weight_factors(grad, x)
-        if main_grad is None:
-            total = rows.mm(columns) if total is None else total.addmm(rows, columns)
-        elif main_grad.dtype == x.dtype:
-            main_grad.addmm_(rows, columns)
-        else:
-            main_grad.add_(rows.mm(columns))
+        total = rows.mm(columns) if total is None else total.addmm(rows, columns)
     return total
 
 
-def bias_grad(products: Products, main_grad: Tensor | None = None) -> Tensor | None:
-    """Return the sum of the products' gradients of the bias [out]; otherwise as `weight_grad`."""
+def bias_grad(products: Products) -> Tensor | None:
+    """Return the sum of the products' gradients of the bias [out], None without any."""
     total: Tensor | None = None
     for grad, _ in products:
-        if main_grad is None:
-            own = bias_gradient(grad)
-            total = own if total is None else total + own
-        else:
-            main_grad.add_(bias_gradient(grad, main_grad.dtype))
+        own = bias_gradient(grad)
+        total = own if total is None else total + own
     return total
 
 
@@ -182,8 +159,6 @@ def send(
     grad: Tensor, group: ProcessGroup | None, sizes: Sequence[int] | None
 ) -> Callable[[], Tensor]:
     """Send the gradient of the whole input; return what waits for this rank's sum."""
-    if group is None:
-        return lambda: grad
     if sizes is None:
         # In place: it comes from products alone, and nobody else has it.
         work = all_reduce(grad, group=group, async_op=True)
@@ -196,8 +171,6 @@ def send(
 
 def _summed(grad: Tensor, group: ProcessGroup | None, sizes: Sequence[int] | None) -> Tensor:
     """Return this rank's sum of the gradient, differentiably."""
-    if group is None:
-        return grad
     if sizes is None:
         return collectives.reduce(grad, group)
     return collectives.reduce_scatter(grad, DIM, group, sizes=sizes)

@@ -19,8 +19,8 @@ Reason = tuple[str, str]
 IN_MODEL = (
     "makes something of the whole length (a mask, positions, a reshape, another sequence) outside "
     "of its attention and MLP modules, where hidden states are this rank's share of the tokens",
-    "Make it inside of these modules, style the layers 'sequence_layer' or the last module before "
-    "such code 'sequence_join', or do without sequence parallelism",
+    "Make it inside of these modules, style the layers 'sequence_layer', or do without sequence "
+    "parallelism",
 )
 BEHIND_ROW = (
     "sees the whole sequence, but what its row-parallel layer returns is this rank's share of the "

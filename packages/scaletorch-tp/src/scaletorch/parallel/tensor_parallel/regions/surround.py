@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -15,9 +14,6 @@ from ...pg_manager.building import class_before, deep_copy, shallow_copy
 from .uncompiled import uncompiled
 
 M = TypeVar("M", bound=nn.Module)
-
-# Strategies and what they communicate by, wherever they have been copied to.
-_OWN = tuple(f"{__name__.partition('.parallel.')[0]}.{each}." for each in ("dist", "parallel"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +53,9 @@ def surround(module: M, mixin: type[Surrounded], group: ProcessGroup | None) -> 
 @uncompiled
 def own_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that a module had before anything surrounded its forward."""
-    kind: Any = next(
-        each
-        for each in type(module).__mro__
-        if issubclass(each, nn.Module) and not issubclass(each, Surrounded)
-    )
-    own: type[nn.Module] = kind
+    kinds: tuple[Any, ...] = type(module).__mro__
+    own: type[nn.Module] = kinds[kinds.index(Surrounded) + 1] if Surrounded in kinds else kinds[0]
     return own
-
-
-def own_code(depth: int) -> bool:
-    """Return whether the caller `depth` frames up is this library's, not a model's code."""
-    name: str = sys._getframe(depth + 1).f_globals.get("__name__", "")
-    return name.startswith(_OWN)
 
 
 def cannot_surround(module: nn.Module, mixin: type[Surrounded]) -> str | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import warnings
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -52,17 +51,6 @@ def _outside(call: Callable[P, R], recursive: bool) -> Callable[P, R]:
 
     _hides.append(hide)
     return outside
-
-
-def warn_unlooked(module: str, what: str) -> None:
-    """Warn that a module runs in compiled code, of which a check sees nothing."""
-    warnings.warn(
-        f"{module} runs compiled, so it was not checked {what}: run the first forward as it is "
-        "written, within torch.compiler.set_stance('force_eager'), as train_step of "
-        "scaletorch.compose does",
-        RuntimeWarning,
-        stacklevel=3,
-    )
 
 
 def _hide_all() -> None:

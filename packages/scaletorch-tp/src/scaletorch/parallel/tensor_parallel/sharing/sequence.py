@@ -29,10 +29,8 @@ from ..regions.sequence_shares import SequenceShares, find_shares
 from ..regions.shape_errors import IN_MODEL, shapes_explained
 from ..regions.surround import SharedGroup, Surrounded, own_class, surround
 from ..regions.uncompiled import around_compiled
-from .between_layers import guard_outside
-from .joining import JoinSequence
 from .positions import WholePositions
-from .sequence_layers import SequenceLayer, inside_layers, layers_of, prepare
+from .sequence_layers import SequenceLayer, inside_layers, layers_of
 from .whole_sequence import WholeSequence, mask_configs, whole_masks
 
 M = TypeVar("M", bound=nn.Module)
@@ -91,26 +89,25 @@ def share_sequences(model: M, group: ProcessGroup | None, whole: Sequence[nn.Mod
     """Make a model with tensor-parallel layers sequence parallel, in place.
 
     Its sharded layers gather and scatter, and embeddings that every rank holds keep their share.
-    Modules that are `whole` become `WholeSequence`. What is inside of these, and what is
-    registered after a `JoinSequence`, stays as it is, since it works on whole sequences. Where a
-    plan names layers as `SequenceLayer`, what is outside of these does.
+    Modules that are `whole` become `WholeSequence`. What is inside of these stays as it is, since
+    it works on whole sequences. Where a plan names layers as `SequenceLayer`, what is outside of
+    these does.
     """
     shares = SequenceShares(SharedGroup(group))
-    joins = [module for module in model.modules() if isinstance(module, JoinSequence)]
     kept = _as_it_is(model, whole)
     layers = layers_of(model)
-    for module in inside_layers(model, layers) if layers else until_joined(model, joins):
+    for module in inside_layers(model, layers) if layers else model.modules():
         if module in kept:
             continue
         _share(module, shares, whole)
-        if isinstance(module, JoinSequence | SequenceLayer | WholePositions):
+        if isinstance(module, SequenceLayer | WholePositions):
             vars(module)["_sequence"] = shares
     vars(surround(model, SequenceRoot, group)).update(
         _sequence=shares, _configs=[] if layers else mask_configs(model), _layered=bool(layers)
     )
     if layers:
-        prepare(layers)
-        guard_outside(model, layers, shares)
+        for layer in layers:
+            vars(layer).update(_first=layer is layers[0], _last=layer is layers[-1])
     return model
 
 
@@ -153,28 +150,6 @@ def sequence_share(model: nn.Module, length: int) -> int:
 def shares_in_layers(model: nn.Module) -> bool:
     """Return whether a plan names the layers between which alone sequences are shared out."""
     return bool(layers_of(model))
-
-
-def joins_sequences(model: nn.Module) -> bool:
-    """Return whether a sequence-parallel model works on whole sequences behind its blocks."""
-    ends = (m for m in model.modules() if isinstance(m, JoinSequence))
-    return any(module._sequence is not None for module in ends)
-
-
-def until_joined(model: nn.Module, joins: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules in their order, up to the first of `joins` and what it contains.
-
-    Of a model of transformers the head is behind, wherever it is registered.
-    """
-    modules = list(model.modules())
-    if not joins:
-        return modules
-    inside = {*joins[0].modules()}
-    last = max(index for index, module in enumerate(modules) if module in inside)
-    bases = (m for m in modules if m is not model and getattr(m, "base_model", None) is m)
-    within = next((own for own in ({*base.modules()} for base in bases) if joins[0] in own), None)
-    shared = modules[: last + 1]
-    return [m for m in shared if within is None or m is model or m in within]
 
 
 def _find_ids(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:

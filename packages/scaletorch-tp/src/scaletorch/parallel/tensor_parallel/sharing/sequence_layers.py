@@ -21,7 +21,6 @@ from ..regions.random import sharded_random
 from ..regions.sequence_shares import SequenceShares
 from ..regions.surround import Surrounded, own_class
 from ..regions.uncompiled import around_compiled, uncompiled
-from .joining import joined
 
 # What layers are given of each token beside hidden states, by the names of their arguments.
 OF_TOKENS = ("input_ids", "per_layer_input", "per_layer_inputs")
@@ -54,10 +53,14 @@ class SequenceLayer(Surrounded):
 @uncompiled
 def _joined(out: Any, shares: SequenceShares) -> Any:
     shares.sharing = False
+    if isinstance(out, dict):  # an output of transformers
+        name = next(name for name, value in out.items() if isinstance(value, Tensor))
+        out[name] = shares.join(out[name])
+        return out
     if not isinstance(out, Tensor):
-        return joined(out, shares)
+        return type(out)((shares.join(out[0]), *out[1:]))
     rows = _rows(out, shares)
-    return joined(out, shares) if rows is out else shares.join(rows).unflatten(-1, out.shape[DIM:])
+    return shares.join(rows) if rows is out else shares.join(rows).unflatten(-1, out.shape[DIM:])
 
 
 def _rows(x: Tensor, shares: SequenceShares) -> Tensor:
@@ -160,9 +163,3 @@ def inside_layers(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Modu
     """Return the modules of a model that are layers or inside of one, in its order."""
     inside = {inner for layer in layers for inner in layer.modules()}
     return [module for module in model.modules() if module in inside]
-
-
-def prepare(layers: Sequence[SequenceLayer]) -> None:
-    """Let the first layer share sequences out and the last one join them."""
-    for layer in layers:
-        vars(layer).update(_first=layer is layers[0], _last=layer is layers[-1])
