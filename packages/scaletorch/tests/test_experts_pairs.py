@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from scaletorch import compose
+from scaletorch import compose, guard
 from scaletorch.compose.forward import pipeline_of
-from scaletorch.dist import RankFaultError, get_rank, guard, recv
+from scaletorch.dist import RankFaultError, get_rank, recv
 from scaletorch.dist.testing import relative_error, run_ranks
 from scaletorch.models import Mixture, MixtureConfig
 from scaletorch.models.llama import rotary_tables

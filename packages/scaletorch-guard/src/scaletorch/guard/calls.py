@@ -11,14 +11,13 @@ from zlib import crc32
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..wire.checks import describe
-from ..wire.port import calling_frame
-from ..world.info import get_rank
+from ..dist import get_rank
+from ..dist.building import calling_frame, describe
 
 KNOWN = 4096  # descriptions of calls that are kept
 _TEXT = 140  # bytes of a description
 
-_PACKAGE = __name__.rpartition(".dist.")[0] + "."  # this library, also in a vendored copy
+_PACKAGE = __name__.rpartition(".guard.")[0] + "."  # this library, also in a vendored copy
 _SKIPPED = (_PACKAGE, "torch.", "contextlib", "functools")
 
 # By identity: to hash code takes a microsecond. The code is kept, so that no other gets its place.

@@ -14,11 +14,11 @@ from zlib import crc32
 
 import pytest
 
-from scaletorch.dist.guard.diagnosis import diagnose
-from scaletorch.dist.guard.facts import Fault, Need, Slowness
-from scaletorch.dist.guard.messages import Answer, Bye, Message, News, Raised, Signs
-from scaletorch.dist.guard.updates import lose, new_picture, new_question, update
-from scaletorch.dist.guard.wording import with_details
+from scaletorch.guard.diagnosis import diagnose
+from scaletorch.guard.facts import Fault, Need, Slowness
+from scaletorch.guard.messages import Answer, Bye, Message, News, Raised, Signs
+from scaletorch.guard.updates import lose, new_picture, new_question, update
+from scaletorch.guard.wording import with_details
 
 Step = tuple[str, str]  # name of a group, what is called there
 

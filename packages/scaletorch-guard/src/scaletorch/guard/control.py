@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
-from ..devices import get_comm_device
-from ..errors import InvalidArgumentError, RankFaultError, StateError
-from ..world.info import get_default_group, get_rank, get_timeout, get_world_size
+from ..dist import get_comm_device, get_default_group, get_rank, get_timeout, get_world_size
+from ..dist.building import tell_guard
+from ..dist.errors import InvalidArgumentError, RankFaultError, StateError
 from .listening import forget_in_fork, put_recorder
 from .session import Session
 from .start_monitor import start_monitor
@@ -102,12 +102,7 @@ def tell(error: BaseException) -> bool:
     Returns:
         Whether a guard is on, so that all ranks hear of a fault; else they must be told otherwise.
     """
-    session = _session
-    if session is None:
-        return False
-    if not session.verdict.caused(error):
-        session.tell(error)
-    return session.verdict.fault is not None or not session.verdict.over.is_set()
+    return tell_guard(error)
 
 
 def stop() -> None:
@@ -187,7 +182,7 @@ def _ended_by(error: BaseException) -> RankFaultError | None:
             session.leave()
         elif not session.verdict.caused(error):
             _told = True
-            session.tell(error)
+            session.raised(error)
         elif not isinstance(error, RankFaultError):
             return session.verdict.error()
     finally:

@@ -11,17 +11,17 @@ import pytest
 import torch
 import torch.distributed as c10d
 
-from scaletorch import dist
-from scaletorch.dist import RankFailedError, RankFaultError, guard
+from scaletorch import dist, guard
+from scaletorch.dist import RankFailedError, RankFaultError
 from scaletorch.dist.collectives.flat import all_gather_flat, reduce_scatter_flat
-from scaletorch.dist.guard.__main__ import main
-from scaletorch.dist.guard.facts import Channel
-from scaletorch.dist.guard.ledger import CAPACITY, Ledger, read_ledger, tails
-from scaletorch.dist.guard.messages import Connection, Hello, Welcome
-from scaletorch.dist.guard.monitor import Monitor
 from scaletorch.dist.startup.rendezvous import free_port
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.dist.wire import port as hooks
+from scaletorch.guard.__main__ import main
+from scaletorch.guard.facts import Channel
+from scaletorch.guard.ledger import CAPACITY, Ledger, read_ledger, tails
+from scaletorch.guard.messages import Connection, Hello, Welcome
+from scaletorch.guard.monitor import Monitor
 
 
 def label():
@@ -283,7 +283,7 @@ SCRIPT = """
 import os, signal, sys
 import torch
 from scaletorch import dist
-from scaletorch.dist import guard
+from scaletorch import guard
 
 dist.init_dist("pytorch", backend="gloo")
 guard.start()
@@ -381,3 +381,37 @@ def test_who_skips_a_call_of_torchs_own_is_among_those_named():
         assert 1 in ranks
         assert "which no ledger has" in text
         assert "rank 1 (dp1 tp0) may have left out" in text
+
+
+def check_guarded():
+    os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
+    assert dist.use_hierarchy()
+    with guard.watch():
+        works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(3)]
+        assert [part.tolist() for part in dist.all_gather(torch.ones(1))] == [[1.0]] * 4
+        for work in works:
+            work.wait()
+
+
+def test_a_guard_is_told_of_later_stages():
+    run_ranks(check_guarded, 4)
+
+
+WITHOUT = """
+import sys
+
+sys.modules["scaletorch.guard"] = None  # as where its wheel is not installed
+try:
+    from scaletorch.dist import guard
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+def test_it_has_its_former_name_too():
+    assert dist.guard is guard
+    command = [sys.executable, "-m", "scaletorch.dist.guard", "report", "/nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, "no ledgers" in done.stderr) == (1, True)
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+    assert "pip install 'scaletorch-dist[guard]'" in done.stdout

@@ -15,9 +15,9 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..devices import comm_entry
-from ..wire.port import calling_thread
-from ..world.info import get_rank
+from ..dist import get_rank
+from ..dist.building import calling_thread
+from ..dist.devices import comm_entry
 from .board import Board, channel_number
 from .calls import Descriptions, call_site, fact_key, group_label, message_label
 from .facts import Channel
@@ -85,16 +85,23 @@ class Handle:
 
 
 class Recorder:
-    """The guard that the collectives tell of their calls; see `wire.port.Guard`.
+    """The guard that the collectives tell of their calls; see `scaletorch.dist.building.Guard`.
 
     Args:
         ledger: Where they are written.
         board: Where the ranks of this host see one another's calls.
         verdict: Is asked before each call, and after each error.
+        tell: Tells all ranks of an exception; returns whether they hear of a fault.
     """
 
-    def __init__(self, ledger: Ledger, board: Board, verdict: Verdict) -> None:
-        self.ledger, self.verdict = ledger, verdict
+    def __init__(
+        self,
+        ledger: Ledger,
+        board: Board,
+        verdict: Verdict,
+        tell: Callable[[BaseException], bool],
+    ) -> None:
+        self.ledger, self.verdict, self.tell = ledger, verdict, tell
         self.board: Board | None = board
         self._check = verdict.check
         self._lock = threading.Lock()

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from scaletorch import dist
-from scaletorch.dist import RankFailedError, RankFaultError, guard
+from scaletorch import dist, guard
+from scaletorch.dist import RankFailedError, RankFaultError
 
 STANDIN = Path(__file__).parent / "standin"
 DEVICE, BACKEND = "npu", "hccl"

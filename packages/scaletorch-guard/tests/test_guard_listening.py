@@ -7,12 +7,11 @@ import pytest
 import torch
 import torch.distributed as c10d
 
-from scaletorch import dist
-from scaletorch.dist import guard
+from scaletorch import dist, guard
 from scaletorch.dist.building import Peer
-from scaletorch.dist.guard.ledger import tails
 from scaletorch.dist.testing import distributed_test
 from scaletorch.dist.wire import port
+from scaletorch.guard.ledger import tails
 
 HERE = "tests/test_guard_listening.py"
 ALL = "the default group (ranks 0, 1)"

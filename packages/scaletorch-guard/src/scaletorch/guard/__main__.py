@@ -1,4 +1,4 @@
-"""The command `python -m scaletorch.dist.guard report FOLDER`: the last calls of a job's ranks."""
+"""The command `python -m scaletorch.guard report FOLDER`: the last calls of a job's ranks."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import traceback
 
 from torch.distributed import ProcessGroup
 
-from ..errors import StateError
+from ..dist.errors import StateError
 from .board import Board
 from .ledger import Ledger
 from .messages import Bye, Hello, Raised
@@ -50,7 +50,7 @@ class Session:
         self._patience, self._keep, self._folder = patience, keep, agreed.folder
         self._board = Board(agreed.folder)
         ledger = Ledger(agreed.folder, self.rank, label)
-        self.recorder = Recorder(ledger, self._board, self.verdict)
+        self.recorder = Recorder(ledger, self._board, self.verdict, self.tell)
         hello = Hello(agreed.token, self.rank, os.getpid(), host_number(), label)
         self.watcher = Watcher(connect(agreed, hello), self.recorder, self.rank, size)
         self.watcher.start()
@@ -60,8 +60,14 @@ class Session:
             raise StateError(f"not all {size} ranks came to the guard in {WELCOME:g} s")
         self._wakeup = _watch_signals(self.watcher.wake)
 
-    def tell(self, error: BaseException) -> None:
-        """Tell the others of an exception, before it ends this rank."""
+    def tell(self, error: BaseException) -> bool:
+        """Tell the others of an exception of this rank's; return whether they hear of a fault."""
+        if not self.verdict.caused(error):
+            self.raised(error)
+        return self.verdict.fault is not None or not self.verdict.over.is_set()
+
+    def raised(self, error: BaseException) -> None:
+        """Tell the others of an exception that ends this rank."""
         if self.ended or self.verdict.over.is_set():
             return
         self.ended = True

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from scaletorch.dist import RankFaultError, get_rank, guard
+from scaletorch import guard
+from scaletorch.dist import RankFaultError, get_rank
 from scaletorch.dist.errors import StateError
 from scaletorch.dist.testing import preload, run_ranks
 from scaletorch.parallel.data_parallel import DataParallelBucket, shard_optimizer

@@ -9,7 +9,7 @@ import traceback
 
 def host_number() -> int:
     """Return a number of this host and boot, in 32 bits; containers of one machine are hosts."""
-    from ..launchers.host import this_host  # the monitor, which reads this file, has no parent
+    from ..dist.building import this_host  # the monitor, which reads this file, has no parent
 
     return this_host() & 0xFFFFFFFF
 

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import tempfile
 
-from ..errors import InvalidArgumentError, StateError
+from ..dist.errors import InvalidArgumentError, StateError
 from .board import PREFIX as BOARD
 from .facts import Entry, Picture, Report, Wait
 from .ledger import TRACE, read_ledger, read_owner, tails

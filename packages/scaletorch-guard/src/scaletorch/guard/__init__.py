@@ -21,8 +21,8 @@ compares them. Which process and which thread runs which file:
     |   processes.py  looks at other processes      | Fault|                                  |
     '-----------------------------------------------'      '----------------------------------'
 
-A call: `wire.port.guard` is the recorder (behind listening.py while somebody listens); `record`
-gives the call a number in its channel, writes an entry into the ledger, and compares it with the
+A call: `scaletorch.dist` tells the recorder of it (through listening.py while somebody listens);
+`record` gives it a number in its channel, writes an entry into the ledger, and compares it with the
 board; `run` makes the backend's call, and keeps a wait while it lasts. Four times a second, and
 when its waits change, the watcher sends the news of this process: how many calls it has made in
 each channel, checksums of them, and its waits. The monitor writes them into its picture, diagnoses
@@ -45,7 +45,8 @@ The words, one meaning each:
   *verdict* is a rank's own knowledge of whether the guard has ended, and with which fault.
 """
 
+from ._version import __version__
 from .control import start, step, stop, tell, watch
 from .listening import listening
 
-__all__ = ["listening", "start", "step", "stop", "tell", "watch"]
+__all__ = ["__version__", "listening", "start", "step", "stop", "tell", "watch"]

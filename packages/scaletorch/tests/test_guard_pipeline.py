@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from scaletorch.dist import RankFaultError, get_rank, guard, init_dist
+from scaletorch import guard
+from scaletorch.dist import RankFaultError, get_rank, init_dist
 from scaletorch.dist.startup.rendezvous import free_port
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.pg_manager import setup_process_group_manager

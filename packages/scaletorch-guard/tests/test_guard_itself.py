@@ -17,20 +17,20 @@ import pytest
 import torch
 import torch.distributed as c10d
 
-from scaletorch import dist
-from scaletorch.dist import RankFailedError, RankFaultError, guard
-from scaletorch.dist.guard import control
-from scaletorch.dist.guard.board import Board, channel_number
-from scaletorch.dist.guard.diagnosis import diagnose
-from scaletorch.dist.guard.facts import Channel, Entry, Fault, Need, Picture, Report, Sign, Wait
-from scaletorch.dist.guard.folders import KEPT, PREFIX, remove_old
-from scaletorch.dist.guard.ledger import Ledger
-from scaletorch.dist.guard.messages import Answer, Connection, Hello, News, Signs, Welcome
-from scaletorch.dist.guard.monitor import Monitor
-from scaletorch.dist.guard.session import one_line
-from scaletorch.dist.guard.swaps import find_swap
-from scaletorch.dist.guard.updates import new_picture, update
+from scaletorch import dist, guard
+from scaletorch.dist import RankFailedError, RankFaultError
 from scaletorch.dist.testing import run_ranks
+from scaletorch.guard import control
+from scaletorch.guard.board import Board, channel_number
+from scaletorch.guard.diagnosis import diagnose
+from scaletorch.guard.facts import Channel, Entry, Fault, Need, Picture, Report, Sign, Wait
+from scaletorch.guard.folders import KEPT, PREFIX, remove_old
+from scaletorch.guard.ledger import Ledger
+from scaletorch.guard.messages import Answer, Connection, Hello, News, Signs, Welcome
+from scaletorch.guard.monitor import Monitor
+from scaletorch.guard.session import one_line
+from scaletorch.guard.swaps import find_swap
+from scaletorch.guard.updates import new_picture, update
 
 
 class Late(dict):
@@ -70,7 +70,7 @@ class Heard(logging.Handler):
     def __init__(self):
         super().__init__()
         self.texts = []
-        logging.getLogger("scaletorch.dist.guard").addHandler(self)
+        logging.getLogger("scaletorch.guard").addHandler(self)
 
     def emit(self, record):
         self.texts.append(record.getMessage())

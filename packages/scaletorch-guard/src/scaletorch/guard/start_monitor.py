@@ -15,9 +15,8 @@ import torch
 import torch.distributed as c10d
 from torch.distributed import ProcessGroup
 
-from ..errors import StateError
-from ..launchers.interfaces import is_loopback
-from ..wire.backend import gather_ints, host_device
+from ..dist.building import gather_ints, host_device, is_loopback
+from ..dist.errors import StateError
 from .folders import choose_folder, make_private, remove_old
 from .messages import Connection, Hello
 from .processes import host_number

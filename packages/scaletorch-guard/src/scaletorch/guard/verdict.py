@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 
-from ..errors import RankFaultError
+from ..dist.errors import RankFaultError
 from .facts import Fault
 
 PATIENCE = 3.0  # s that an error of the network waits for the verdict on its cause

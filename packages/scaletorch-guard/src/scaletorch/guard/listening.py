@@ -10,22 +10,21 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..naming import name_ranks
-from ..wire import port
-from ..world.info import group_ranks
+from ..dist import group_ranks
+from ..dist.building import Guard, install_guard, name_ranks
 from .calls import call_site, collective_texts, group_label, message_label, message_text
 
 Heard = Callable[[str], object]
 
 _lock = threading.Lock()
-_recorder: port.Guard | None = None  # of the guard that is on
+_recorder: Guard | None = None  # of the guard that is on
 _listeners: tuple[Heard, ...] = ()
 
 
 class Ears:
     """Stands at the port while somebody listens, before the guard's recorder if there is one."""
 
-    def __init__(self, recorder: port.Guard | None, listeners: Sequence[Heard]) -> None:
+    def __init__(self, recorder: Guard | None, listeners: Sequence[Heard]) -> None:
         self._recorder, self._listeners = recorder, listeners
 
     def record(self, group: ProcessGroup, call: str, facts: Sequence[Any]) -> object:
@@ -58,6 +57,10 @@ class Ears:
         if self._recorder is None:
             return call(*args, **options)
         return self._recorder.run_noted(notes, call, *args, **options)
+
+    def tell(self, error: BaseException) -> bool:
+        """Tell all ranks of an exception if the guard is on."""
+        return self._recorder is not None and self._recorder.tell(error)
 
     def _tell(self, where: str, text: str) -> None:
         site = call_site()[0].decode(errors="replace")
@@ -94,7 +97,7 @@ def listening(heard: Callable[[str], object]) -> Iterator[None]:
         _change(lambda listeners: tuple(each for each in listeners if each is not hears))
 
 
-def put_recorder(recorder: port.Guard | None) -> None:
+def put_recorder(recorder: Guard | None) -> None:
     """Let a guard's recorder take the calls, or none, whoever listens beside it."""
     global _recorder
     with _lock:
@@ -117,4 +120,4 @@ def _change(change: Callable[[tuple[Heard, ...]], tuple[Heard, ...]]) -> None:
 
 
 def _stand() -> None:
-    port.guard = Ears(_recorder, _listeners) if _listeners else _recorder
+    install_guard(Ears(_recorder, _listeners) if _listeners else _recorder)
