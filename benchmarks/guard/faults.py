@@ -31,7 +31,7 @@ from scaletorch import guard
 from scaletorch.dist import RankFailedError, RankFaultError
 from scaletorch.dist.ranks import collect as collecting
 from scaletorch.dist.ranks.pool import RankPool
-from scaletorch.guard.processes import process_state
+from scaletorch.guard.watcher import process_state
 
 from .kinds import CAUSE
 from .kinds import KINDS as TRAINING

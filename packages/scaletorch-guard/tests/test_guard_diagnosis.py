@@ -14,11 +14,10 @@ from zlib import crc32
 
 import pytest
 
-from scaletorch.guard.diagnosis import diagnose
+from scaletorch.guard.diagnosis import diagnose, with_details
 from scaletorch.guard.facts import Fault, Need, Slowness
 from scaletorch.guard.messages import Answer, Bye, Message, News, Raised, Signs
 from scaletorch.guard.updates import lose, new_picture, new_question, update
-from scaletorch.guard.wording import with_details
 
 Step = tuple[str, str]  # name of a group, what is called there
 

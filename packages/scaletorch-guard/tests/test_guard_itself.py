@@ -21,15 +21,13 @@ from scaletorch import dist, guard
 from scaletorch.dist import RankFailedError, RankFaultError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.guard import control
-from scaletorch.guard.board import Board, channel_number
+from scaletorch.guard.control import one_line
 from scaletorch.guard.diagnosis import diagnose
 from scaletorch.guard.facts import Channel, Entry, Fault, Need, Picture, Report, Sign, Wait
-from scaletorch.guard.folders import KEPT, PREFIX, remove_old
-from scaletorch.guard.ledger import Ledger
+from scaletorch.guard.ledger import Board, channel_number
 from scaletorch.guard.messages import Answer, Connection, Hello, News, Signs, Welcome
+from scaletorch.guard.mismatch import find_swap
 from scaletorch.guard.monitor import Monitor
-from scaletorch.guard.session import one_line
-from scaletorch.guard.swaps import find_swap
 from scaletorch.guard.updates import new_picture, update
 
 
@@ -297,29 +295,6 @@ def test_an_exception_on_one_line():
     assert one_line(dist.MismatchError("a")) == "scaletorch.dist.errors.MismatchError: a"
     assert one_line(ValueError("x" * 999)).endswith("x …")
     assert one_line(Odd()).endswith("Odd")
-
-
-def test_old_ledgers_go_and_others_stay(tmp_path):
-    def folder(name, pid=None):
-        path = tmp_path / f"{PREFIX}{name}"
-        path.mkdir(mode=0o700)
-        ledger = Ledger(str(path), 0, "rank 0")
-        ledger.close(remove=False)
-        if pid is not None:
-            data = (path / "rank0.ledger").read_bytes()
-            (path / "rank0.ledger").write_bytes(data[:16] + pid.to_bytes(8, "little") + data[24:])
-        return path
-
-    gone = 2**22 + 1  # beyond what Linux numbers processes by
-    ended = [folder(f"ended{number}", gone) for number in range(KEPT + 2)]
-    for number, path in enumerate(ended):
-        os.utime(path, (number, number))
-    others = [folder("running"), folder("more", gone), tmp_path / "scaletorch-guard-mine"]
-    (others[1] / "notes").write_text("a user's own")
-    others[2].mkdir(mode=0o700)
-    remove_old(str(tmp_path))
-    assert [path.exists() for path in ended] == [False] * 2 + [True] * KEPT
-    assert all(path.exists() for path in others)
 
 
 def from_other_lines(orders):

@@ -6,22 +6,18 @@ compares them. Which process and which thread runs which file:
     a rank's process (every rank)                          the monitor's process (one for a job)
     .-----------------------------------------------.      .----------------------------------.
     | threads of the program                        |      | one thread: monitor.py, no torch |
-    |   control.py   start, step, tell, watch, stop |      |                                  |
-    |   session.py   what they turn on and off      |      |   door.py       lets ranks in    |
-    |   recorder.py  every call and every wait      |      |   updates.py    message          |
+    |   control.py   start, step, tell, watch, stop |      |   lets ranks in, hears them      |
+    |   recorder.py  every call, wait and verdict   |      |   updates.py    message          |
     |     |   calls.py   its text, checksum, line   |      |                   -> picture     |
-    |     |   ledger.py  a file: the last calls     |      |   diagnosis.py  picture          |
-    |     v   board.py   memory of this host's ranks|      |     mismatch.py   -> fault       |
-    |   tracks, waits, steps                        |      |     swaps.py                     |
-    |     |                          verdict.py     |      |   wording.py    fault -> text    |
-    |     v                              ^          |      |                                  |
-    | one thread: watcher.py ------------'          | News |                                  |
-    |   reads what is new, tells it, hears the fault| ---> |                                  |
-    |   interrupt.py  ends waits in gloo            | <--- |                                  |
-    |   processes.py  looks at other processes      | Fault|                                  |
+    |     |   ledger.py  a file: the last calls, and|      |   diagnosis.py  picture          |
+    |     v              memory of the host's ranks |      |     mismatch.py   -> fault, text |
+    |   tracks, waits, steps        verdict         | News |                                  |
+    |     v                            ^            | ---> |                                  |
+    | one thread: watcher.py ----------'            | <--- |                                  |
+    |   reads what is new, ends waits in gloo       | Fault|                                  |
     '-----------------------------------------------'      '----------------------------------'
 
-A call: `scaletorch.dist` tells the recorder of it (through listening.py while somebody listens);
+A call: `scaletorch.dist` tells the recorder of it (through `Ears` while somebody listens);
 `record` gives it a number in its channel, writes an entry into the ledger, and compares it with the
 board; `run` makes the backend's call, and keeps a wait while it lasts. Four times a second, and
 when its waits change, the watcher sends the news of this process: how many calls it has made in
@@ -31,7 +27,7 @@ the verdict and breaks gloo's connections: the program's threads wake with an er
 for its cause, and raise `RankFaultError`.
 
 If rank 0's process dies the monitor outlives it long enough to tell; if both are gone a watcher
-reads the ledgers of its host (folders.py) and concludes by itself. start_monitor.py has the
+reads the ledgers of its host and concludes by itself. start_monitor.py has the
 beginning: rank 0 starts the process, and the address travels through the group that is guarded.
 
 The words, one meaning each:
@@ -46,7 +42,7 @@ The words, one meaning each:
 """
 
 from ._version import __version__
+from .calls import listening
 from .control import start, step, stop, tell, watch
-from .listening import listening
 
 __all__ = ["__version__", "listening", "start", "step", "stop", "tell", "watch"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
+from .diagnosis import with_details
 from .facts import Picture, Report
-from .folders import read_folder
+from .ledger import read_folder
 from .mismatch import find_mismatch
-from .wording import with_details
 
 
 def main(arguments: list[str] | None = None) -> int:

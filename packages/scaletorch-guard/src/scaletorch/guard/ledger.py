@@ -7,19 +7,21 @@ lines of JSON in a file beside it.
 
 from __future__ import annotations
 
+import contextlib
+import glob
+import hashlib
 import json
 import mmap
 import os
 import struct
 from typing import Any
 
-from .facts import Channel, Entry
-from .processes import host_number
+from .facts import Channel, Entry, Picture, Report, Wait
 
 TRACE = "nccl_trace_rank_"  # by this name torch.distributed.flight_recorder looks for files
 CAPACITY = 4096  # entries
-_HEADER = struct.Struct("<8sIIQ64sI")  # magic, rank, capacity, pid, label, host
-_MAGIC = b"stledg2\n"
+_HEADER = struct.Struct("<8sII64s")  # magic, rank, capacity, label
+_MAGIC = b"stledg3\n"
 _FACTS = struct.Struct("<QdQIIB")  # index + 1, time, seq, check, channel, state
 _START = 128
 _SIZE = 256
@@ -47,9 +49,7 @@ class Ledger:
         self.folder, self.path = folder, ledger_path(folder, rank)
         self._map = map_file(self.path, _START + CAPACITY * _SIZE, os.O_TRUNC)
         self._channels = os.open(_channels_path(self.path), _FLAGS | os.O_TRUNC, 0o600)
-        name = label.encode()[:64]
-        owner = os.getpid(), name, host_number()
-        self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, rank, CAPACITY, *owner)
+        self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, rank, CAPACITY, label.encode()[:64])
         self._count = 0
         self._names: list[tuple[str, Channel]] = []
 
@@ -128,7 +128,11 @@ def read_ledger(path: str) -> tuple[int, str, dict[str, Channel], list[Entry]]:
     Raises:
         ValueError: The file is no ledger.
     """
-    data, (_, rank, capacity, _, name, _) = _read(path)
+    with open(path, "rb") as file:
+        data = file.read()
+    if len(data) < _START or not data.startswith(_MAGIC):
+        raise ValueError(f"{path} is no ledger")
+    _, rank, capacity, name = _HEADER.unpack_from(data)
     channels: list[tuple[str, Channel]] = []
     with open(_channels_path(path), encoding="utf-8") as lines:
         for line in lines:
@@ -143,24 +147,6 @@ def read_ledger(path: str) -> tuple[int, str, dict[str, Channel], list[Entry]]:
             found.append((record[0], entry))
     found.sort(key=lambda item: item[0])
     return rank, name.rstrip(b"\0").decode(errors="replace"), dict(channels), [e for _, e in found]
-
-
-def read_owner(path: str) -> tuple[int, int]:
-    """Return the process that wrote a ledger, and its host.
-
-    Raises:
-        ValueError: The file is no ledger.
-    """
-    _, (_, _, _, pid, _, host) = _read(path, _START)
-    return pid, host
-
-
-def _read(path: str, limit: int = -1) -> tuple[bytes, tuple[Any, ...]]:
-    with open(path, "rb") as file:
-        data = file.read(limit)
-    if len(data) < _START or not data.startswith(_MAGIC):
-        raise ValueError(f"{path} is no ledger")
-    return data, _HEADER.unpack_from(data)
 
 
 def _entry(record: tuple[Any, ...], channels: list[tuple[str, Channel]]) -> Entry | None:
@@ -186,3 +172,89 @@ def tails(entries: list[Entry], limit: int = 64) -> dict[str, dict[int, Entry]]:
         if len(own) < limit:
             own[entry.seq] = entry
     return found
+
+
+_BOARD = "board-"
+_PLACES = 1 << 16
+
+
+class Board:
+    """The calls that this host's ranks have posted last, in memory that they share.
+
+    Gloo aborts a process that receives more bytes than it expects, before anybody could tell of it.
+    So the second rank that comes to a call compares it with the call that the first one has posted
+    here, and waits for the verdict if they differ. That costs half a microsecond; ranks of other
+    hosts are not seen, nor is one that posts in the same instant.
+
+    Args:
+        folder: Where the ledgers are; the board's file is there until all ranks have left.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._path = os.path.join(folder, f"{_BOARD}{host_number():08x}")
+        self._map = map_file(self._path, 8 * _PLACES)
+        self._words = memoryview(self._map).cast("Q")
+
+    def differs(self, channel: int, seq: int, check: int) -> bool:
+        """Post a call; return whether another rank has posted a different one in its place.
+
+        Args:
+            channel: The `channel_number` of its channel.
+            seq: The call's number in it.
+            check: Checksum of 32 bits of all that must be the same on its members.
+        """
+        number = channel + seq
+        place, tag = number % _PLACES, number >> 16 & 0xFFFFFFFF
+        seen = self._words[place]
+        if seen >> 32 == tag:
+            return seen != tag << 32 | check
+        self._words[place] = tag << 32 | check  # one store writes it whole
+        return False
+
+    def close(self) -> None:
+        """Close it, and remove its file; the others keep the memory that they share."""
+        self._words.release()
+        self._map.close()
+        with contextlib.suppress(OSError):  # another rank has removed it
+            os.unlink(self._path)
+
+
+def channel_number(key: str) -> int:
+    """Return 48 bits that differ from one channel to another."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest(), "little")
+
+
+def host_number() -> int:
+    """Return a number of this host and boot, in 32 bits; containers of one machine are hosts."""
+    from ..dist.building import this_host  # the monitor, which reads this file, has no parent
+
+    return this_host() & 0xFFFFFFFF
+
+
+def read_folder(folder: str) -> Picture:
+    """Return all that the ledgers of a folder tell, without those that cannot be read."""
+    picture = Picture({}, {})
+    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "rank*.ledger"))):
+        try:
+            rank, label, channels, entries = read_ledger(path)
+        except (OSError, ValueError):
+            continue
+        picture.channels |= channels
+        picture.reports[rank] = _report(rank, label, entries)
+    for channel in picture.channels.values():
+        for rank in channel.members:
+            picture.reports.setdefault(rank, Report(rank, f"rank {rank} (no ledger here)"))
+    return picture
+
+
+def _report(rank: int, label: str, entries: list[Entry]) -> Report:
+    report = Report(rank, label, tails=tails(entries, CAPACITY))
+    latest = entries[-1].time if entries else 0.0
+    for entry in entries:
+        report.counts[entry.channel] = entry.seq + 1
+    waiting = [entry for entry in entries if entry.state == "waiting"][-4:]
+    for number, entry in enumerate(waiting):
+        wait = Wait(number, entry.channel, entry.seq, latest - entry.time)
+        report.waits.append(wait)
+        report.since[number] = 0.0
+    return report

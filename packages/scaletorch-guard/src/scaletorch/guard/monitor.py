@@ -7,6 +7,7 @@ silence it. This module, and all that it imports, is loaded without the packages
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import resource
 import selectors
@@ -15,13 +16,89 @@ import sys
 import time
 import traceback
 
-from .diagnosis import diagnose
-from .door import Door
+from .diagnosis import diagnose, with_details
 from .facts import Entry, Fault, Need, Slowness
 from .ledger import ledger_path, read_ledger, tails
 from .messages import LONGEST, Ask, Connection, End, Hello, Look, Message, Off, Warn, Welcome
 from .updates import lose, new_picture, new_question, to_examine, update
-from .wording import with_details
+
+HELLO = 4096  # bytes of a greeting
+WAIT = 5.0  # s to show the token
+STRANGERS = 64  # connections that may be without it at one time, beyond one of every rank
+
+
+class Door:
+    """Lets ranks in until all are here; strangers, who have no token, knock at it too.
+
+    Until a connection shows the token it may say little, has a few seconds, and makes room for
+    newer ones: anything else that it says closes it, and no more.
+
+    Args:
+        listener: The socket that they connect to.
+        token: The secret that they must show.
+        size: How many ranks there are.
+        selector: Is told of every new connection, and of closed ones.
+    """
+
+    def __init__(
+        self, listener: socket.socket, token: str, size: int, selector: selectors.BaseSelector
+    ) -> None:
+        self._listener, self._token, self._size = listener, token.encode(), size
+        self._selector = selector
+        self._strangers: dict[Connection, float] = {}  # since when they are connected
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ, None)
+
+    def accept(self) -> None:
+        """Accept a connection."""
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionError):
+            return
+        except OSError:  # no descriptor is left
+            self._dismiss_oldest()
+            time.sleep(0.01)
+            return
+        stranger = Connection(sock, longest=HELLO)
+        self._strangers[stranger] = time.monotonic()
+        self._selector.register(stranger, selectors.EVENT_READ, stranger)
+        if len(self._strangers) > self._size + STRANGERS:
+            self._dismiss_oldest()
+
+    def hear(self, stranger: Connection) -> Hello | None:
+        """Return the greeting of a stranger who shows the token; dismiss one who does not."""
+        for message in stranger.receive():
+            token = "".join(map(str, message[:1])).encode(errors="replace")
+            if isinstance(message, Hello) and hmac.compare_digest(token, self._token):
+                del self._strangers[stranger]
+                return message
+            stranger.open = False
+        if not stranger.open:
+            self._dismiss(stranger)
+        return None
+
+    def look(self, now: float) -> None:
+        """Dismiss strangers that take too long."""
+        for late in [each for each, since in self._strangers.items() if now - since > WAIT]:
+            self._dismiss(late)
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        for stranger in list(self._strangers):
+            self._dismiss(stranger)
+        if self._listener.fileno() >= 0:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+
+    def _dismiss_oldest(self) -> None:
+        if self._strangers:
+            self._dismiss(next(iter(self._strangers)))
+
+    def _dismiss(self, stranger: Connection) -> None:
+        del self._strangers[stranger]
+        self._selector.unregister(stranger)
+        stranger.close()
+
 
 PERIOD = 0.05  # s between two looks at what is known, if nothing comes
 BRIEF = 0.01  # s between two looks, if something does
@@ -229,7 +306,7 @@ def _left_by(folder: str, rank: int) -> dict[str, dict[int, Entry]] | None:
 
 
 def serve() -> None:
-    """Run as the process that `meet` starts; the arguments of `Monitor` come through stdin."""
+    """Run as the process that `start_monitor` starts; its arguments come through stdin."""
     agreed = json.load(sys.stdin)
     with contextlib.suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

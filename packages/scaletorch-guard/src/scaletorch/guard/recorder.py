@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -18,18 +20,114 @@ from torch.distributed import ProcessGroup
 from ..dist import get_rank
 from ..dist.building import calling_thread
 from ..dist.devices import comm_entry
-from .board import Board, channel_number
+from ..dist.errors import RankFaultError
 from .calls import Descriptions, call_site, fact_key, group_label, message_label
-from .facts import Channel
-from .ledger import DONE, ISSUED, WAITING, Ledger
-from .streams import Streams
-from .verdict import Verdict
+from .facts import Channel, Fault
+from .ledger import DONE, ISSUED, WAITING, Board, Ledger, channel_number
+
+PATIENCE = 3.0  # s that an error of the network waits for the verdict on its cause
+
+_NETWORK = re.compile(r"gloo|pair closure|connect|timed? ?out|broken pipe|nccl|peer", re.IGNORECASE)
+
+
+class Verdict:
+    """The verdict on the job.
+
+    Attributes:
+        over: Is set when the guard has ended, with a fault or without one.
+        fault: The fault, or None.
+    """
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.fault: Fault | None = None
+
+    def conclude(self, fault: Fault | None) -> None:
+        """End the guard, with a fault or without one."""
+        self.fault = fault
+        self.over.set()
+
+    def check(self) -> None:
+        """Raise the fault, if there is one.
+
+        Raises:
+            RankFaultError: There is a fault.
+        """
+        if self.fault is not None:
+            raise self.error()
+
+    def error(self) -> RankFaultError:
+        """Return the error that tells of the fault."""
+        kind, ranks, text = self.fault or Fault("", (), "")
+        return RankFaultError(text, ranks=ranks, kind=kind)
+
+    def await_it(self) -> bool:
+        """Wait a moment for the verdict; return whether the guard has ended."""
+        return self.over.wait(PATIENCE)
+
+    def explain(self, error: Exception) -> BaseException:
+        """Return the fault that an error of the network comes from, or the error itself."""
+        if self.fault is None and not _NETWORK.search(str(error)):
+            return error
+        self.await_it()
+        return error if self.fault is None else self.error()
+
+    def caused(self, error: BaseException) -> bool:
+        """Return whether an error comes from a fault that was found."""
+        return isinstance(error, RankFaultError) or (
+            isinstance(error, RuntimeError) and self.explain(error) is not error
+        )
+
+
+PENDING = 256  # calls in the stream that are known; older ones are forgotten
+
+
+class Streamed(NamedTuple):
+    """A call in a stream."""
+
+    number: int  # of the wait for it, see `Wait`
+    note: Note
+    begun: float
+    passed: torch.Event
+
+
+class Streams:
+    """The last calls of this process that its device's streams have not come past.
+
+    NCCL and its like put a call into a stream and return. If another rank never makes that call,
+    the host waits later and elsewhere: in its next read of the device, a call of torch that no
+    ledger has. So an event stands behind every call, and the watcher looks for the oldest that is
+    not reached.
+    """
+
+    def __init__(self) -> None:
+        self._calls: deque[Streamed] = deque(maxlen=PENDING)
+        self._lock = threading.Lock()
+
+    def add(self, number: int, note: Note, device: str) -> None:
+        """Put an event behind a call that this thread has just made on the current stream."""
+        module = torch.get_device_module(device)
+        if getattr(module, "is_current_stream_capturing", bool)():
+            return  # an event of a graph that is being captured cannot be asked
+        passed = torch.Event(device)
+        passed.record()
+        with self._lock:
+            self._calls.append(Streamed(number, note, time.monotonic(), passed))
+
+    def pending(self) -> Streamed | None:
+        """Return the oldest call that its stream has not come past."""
+        with self._lock:
+            while self._calls:
+                if not self._calls[0].passed.query():
+                    return self._calls[0]
+                self._calls.popleft()
+        return None
+
 
 MARK = 16  # every so many calls of a channel its checksum is kept, to be compared
 KEPT = 64  # marks, and ends of steps, that are kept
 
 _ident = calling_thread
-_new = tuple.__new__  # a NamedTuple's own takes three times as long
 _wall, _clock = time.time, time.monotonic
 
 
@@ -112,7 +210,7 @@ class Recorder:
         self._last: dict[int, Note] = {}  # thread -> its last call
         self.tracks: dict[str, Track] = {}
         self.waits: dict[int, tuple[int, Note, float]] = {}  # thread -> its wait
-        self.streams: Streams[Note] = Streams()
+        self.streams = Streams()
         self.steps: deque[tuple[int, list[tuple[str, int, int]]]] = deque(maxlen=KEPT)
         self._waits = itertools.count(1)
 
@@ -243,7 +341,7 @@ class Recorder:
                 track.owner = thread if track.owner is None else 0
             board = self.board
             differs = board is not None and board.differs(track.tag, seq, check)
-        note = self._last[thread] = _new(Note, (track, seq, index))
+        note = self._last[thread] = Note(track, seq, index)
         if differs:
             self._hold_back(note)
         return note

@@ -8,6 +8,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from typing import IO, NamedTuple, cast
 
@@ -16,12 +17,13 @@ import torch.distributed as c10d
 from torch.distributed import ProcessGroup
 
 from ..dist.building import gather_ints, host_device, is_loopback
-from ..dist.errors import StateError
-from .folders import choose_folder, make_private, remove_old
+from ..dist.errors import InvalidArgumentError, StateError
+from .ledger import host_number
 from .messages import Connection, Hello
-from .processes import host_number
 
 _WIDTH = 1024  # bytes of the text that rank 0 sends
+_PREFIX = "scaletorch-guard-"  # of folders
+_LONGEST = 512  # bytes of a folder's path, which travels to all ranks
 _CONNECT = 30.0  # s
 _READS = 60.0  # s that the monitor may be too busy to hear a rank
 
@@ -60,7 +62,7 @@ def start_monitor(group: ProcessGroup, folder: str | None, limits: dict[str, flo
     said = b""
     if group.rank() == 0:
         try:
-            own = _start(choose_folder(folder), group.size(), limits, alone=len(hosts) == 1)
+            own = _start(_choose_folder(folder), group.size(), limits, alone=len(hosts) == 1)
         except (OSError, ValueError) as error:  # no port, or no process: told to every rank
             own = Agreed(failed=str(error)[: _WIDTH // 2] or type(error).__name__)
         said = json.dumps(own).encode()
@@ -68,8 +70,8 @@ def start_monitor(group: ProcessGroup, folder: str | None, limits: dict[str, flo
     data = data.to(host_device(group))
     c10d.broadcast(data, c10d.get_process_group_ranks(group)[0], group)
     agreed = Agreed(*json.loads(bytes(data.tolist())))
-    if not agreed.failed and make_private(agreed.folder) and folder is None:
-        remove_old(os.path.dirname(agreed.folder))
+    if not agreed.failed:
+        _make_private(agreed.folder)
     return agreed
 
 
@@ -134,3 +136,31 @@ def connect(agreed: Agreed, hello: Hello) -> Connection:
     connection = Connection(sock, patience=_READS)
     connection.send(hello)
     return connection
+
+
+def _choose_folder(base: str | None) -> str:
+    """Return a new name for a folder of one job, in `base` or in the temporary folder.
+
+    Raises:
+        InvalidArgumentError: The path is too long.
+    """
+    base = tempfile.gettempdir() if base is None else os.path.abspath(base)
+    path = os.path.join(base, f"{_PREFIX}{secrets.token_hex(8)}")
+    if len(path.encode()) > _LONGEST:
+        raise InvalidArgumentError(f"the folder's path is too long: {path}")
+    return path
+
+
+def _make_private(folder: str) -> None:
+    """Make a folder that this user alone can read.
+
+    Raises:
+        StateError: Somebody else has one of that name.
+    """
+    os.makedirs(os.path.dirname(folder), exist_ok=True)
+    try:
+        os.mkdir(folder, 0o700)
+    except FileExistsError:  # another rank of this host has made it
+        status = os.lstat(folder)
+        if status.st_uid != os.getuid() or status.st_mode & 0o170077 != 0o040000:
+            raise StateError(f"{folder} is not a folder of this user alone") from None

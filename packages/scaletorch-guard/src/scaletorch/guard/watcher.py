@@ -8,22 +8,97 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import selectors
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as c10d
 
 from . import messages
+from .diagnosis import with_details
 from .facts import Fault, Wait, news_period
-from .folders import read_folder
-from .interrupt import abort_device_groups, break_gloo_groups, dump_trace
+from .ledger import TRACE, read_folder
 from .mismatch import find_mismatch
-from .processes import process_signs, process_state, thread_stack
 from .recorder import Note, Recorder, Track
-from .wording import with_details
+
+_TAG = 0x5CA1E  # nobody's
+_DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")  # the second is there without NCCL too
+
+
+def break_gloo_groups() -> None:
+    """Free all threads of this process that wait in gloo; its groups are of no use after.
+
+    Neither `abort` nor `shutdown` ends a collective of gloo that waits for a peer. But a message
+    that is not there in time makes it break all connections of its group in this process, which
+    frees these threads with an error. So: wait 1 ms for one.
+    """
+    for backend in _backends():
+        if backend.name() == "gloo" and backend.size() > 1:
+            with contextlib.suppress(Exception):
+                _break(backend)
+
+
+def abort_device_groups() -> None:
+    """Abort every group of this process whose calls run on a device; they are of no use after.
+
+    That ends the kernels that wait on the device: the host goes on, with whatever is in tensors.
+    The aborts of NCCL's groups are one call to it, newest group first, as torch itself makes them:
+    one after another they can wait for one another (pytorch/pytorch#119797).
+    """
+    found = [backend for backend in _backends() if backend.name() != "gloo" and backend.size() > 1]
+    together = next((backend for backend in found if hasattr(backend, "_group_start")), None)
+    if together is not None:
+        together._group_start()
+    for backend in reversed(found):
+        with contextlib.suppress(Exception):
+            backend.abort()
+    if together is not None:
+        together._group_end()
+
+
+def dump_trace(folder: str, rank: int) -> None:
+    """Write what torch's flight recorder knows of the last calls on the device, if anything.
+
+    Without stacks: to look up their lines torch imports its compiler, which takes seconds.
+    """
+    for name in _DUMPS:
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        if dump is not None:
+            with contextlib.suppress(Exception):
+                Path(folder, f"{TRACE}{rank}").write_bytes(dump(includeStackTraces=False))
+            return
+
+
+def _backends() -> Iterator[Any]:
+    """Yield the backends of all groups that this rank is in, each once, oldest group first."""
+    seen: list[Any] = []  # kept, since torch makes the objects anew once they are gone
+    for group in list(c10d.distributed_c10d._world.pg_map):
+        for device in group._device_types if group.rank() >= 0 else ():
+            backend = group._get_backend(device)
+            if not any(backend is other for other in seen):
+                seen.append(backend)
+                yield backend
+
+
+def _break(backend: Any) -> None:
+    for peer in set(range(backend.size())) - {backend.rank()}:
+        try:
+            backend.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if "Timed out" in str(error):
+                return  # now all are broken; one that was so before says something else
+
 
 LOOK = 0.1  # s between two looks at the waits of this process
 LAST = 1.0  # s that rank 0's process gets to end too, if the monitor has
@@ -247,3 +322,28 @@ def _new_marks(track: Track) -> list[tuple[int, int, int]]:
     if not track.marks or track.marks[-1][0] <= track.marked:
         return []
     return [mark for mark in list(track.marks) if mark[0] > track.marked]
+
+
+def process_state(pid: int) -> str:
+    """Return a letter: `T` for a stopped process, `X` for one that is gone, `?` unknown."""
+    return process_signs(pid)[0]
+
+
+def process_signs(pid: int) -> tuple[str, int, float]:
+    """Return its state, as above, how often it touched a new page, and its seconds of CPU."""
+    if not os.path.isdir("/proc/self"):
+        return "?", 0, 0.0
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        state, faults = fields[0].decode(), int(fields[7]) + int(fields[9])
+        seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError):
+        return "X", 0, 0.0
+    return {"t": "T", "Z": "X", "x": "X"}.get(state, state), faults, seconds
+
+
+def thread_stack(ident: int | None) -> str:
+    """Return the innermost of the Python stack of one of this process's threads."""
+    frame = sys._current_frames().get(ident or 0)
+    return "".join(traceback.format_stack(frame)[-6:]) if frame else ""
