@@ -27,7 +27,7 @@ PRELOAD = (
     "scaletorch.bisect",
     "scaletorch.checkpoint",
     "scaletorch.compose",
-    "scaletorch.dist.guard",
+    "scaletorch.guard",
     "scaletorch.models",
     "scaletorch.verify",
 )

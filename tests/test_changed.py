@@ -56,7 +56,7 @@ def test_what_belongs_to_nobody_touches_everything(file):
 
 
 def test_what_takes_longest_begins():
-    short = [f"scaletorch-{name}" for name in ("cp", "dp", "ep", "pg", "pp", "tp")]
+    short = [f"scaletorch-{name}" for name in ("cp", "dp", "ep", "guard", "pg", "pp", "tp")]
     long = ["tests", "scaletorch-dist", "scaletorch"]
     assert in_order([]) == in_order(SUITES) == [*long, *short]
     rest = [name for name in short if name != "scaletorch-dp"]

@@ -19,6 +19,7 @@ CLEAN = [
     "packages/scaletorch-dist/src",
     "packages/scaletorch-dp/src",
     "packages/scaletorch-ep/src",
+    "packages/scaletorch-guard/src",
     "packages/scaletorch-pg/src",
     "packages/scaletorch-pp/src",
     "packages/scaletorch-tp/src",

@@ -119,7 +119,7 @@ def test_a_failed_step_is_the_copys_own():
 
 
 def guard_both():
-    guards = [of(name, "dist.guard") for name in COPIES]
+    guards = [of(name, "guard") for name in COPIES]
     for guard in guards:
         guard.start()
     for name in COPIES:

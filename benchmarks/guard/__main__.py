@@ -14,7 +14,7 @@ import torch
 import torch.distributed as c10d
 
 import scaletorch.dist as dist
-from scaletorch.dist import guard
+from scaletorch import guard
 from scaletorch.dist.wire import port as hooks
 
 from ..harness.tables import table

@@ -27,10 +27,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import scaletorch.dist as dist
-from scaletorch.dist import RankFailedError, RankFaultError, guard
-from scaletorch.dist.guard.processes import process_state
+from scaletorch import guard
+from scaletorch.dist import RankFailedError, RankFaultError
 from scaletorch.dist.ranks import collect as collecting
 from scaletorch.dist.ranks.pool import RankPool
+from scaletorch.guard.watcher import process_state
 
 from .kinds import CAUSE
 from .kinds import KINDS as TRAINING

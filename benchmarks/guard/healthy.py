@@ -28,8 +28,8 @@ import torch
 import torch.distributed as c10d
 
 import scaletorch.dist as dist
-from scaletorch.dist import guard
-from scaletorch.dist.guard.processes import process_state
+from scaletorch import guard
+from scaletorch.guard.watcher import process_state
 
 STEPS = 25
 
@@ -48,7 +48,7 @@ class _Heard(logging.Handler):
 def job(seed: int) -> tuple[list[str], float]:
     """Run one job on this rank; return what the guard has said, and the seconds of its end."""
     heard = _Heard()
-    log = logging.getLogger("scaletorch.dist.guard")
+    log = logging.getLogger("scaletorch.guard")
     log.addHandler(heard)
     log.setLevel(logging.INFO)
     draw, own = random.Random(seed), random.Random(f"{seed} {dist.get_rank()}")

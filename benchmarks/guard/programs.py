@@ -16,7 +16,7 @@ import torch
 import torch.distributed as c10d
 
 import scaletorch.dist as dist
-from scaletorch.dist import guard
+from scaletorch import guard
 
 DTYPES = ("float32", "float64", "int32", "bfloat16")
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce", "barrier")

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as c10d
 
 import scaletorch.dist as dist
+from scaletorch import guard
 from scaletorch.checkpoint import save
 from scaletorch.compose import check_replicas, parallelize, shard_global_batch, train_step
-from scaletorch.dist import guard
 from scaletorch.dist.ranks.process import get_server
 from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.pg_manager import describe_rank, setup_process_group_manager

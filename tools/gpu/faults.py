@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from scaletorch import dist
+from scaletorch import dist, guard
 from scaletorch.checkpoint import load, save
 from scaletorch.compose import full_state_dict
-from scaletorch.dist import RankFaultError, guard
+from scaletorch.dist import RankFaultError
 from scaletorch.dist.startup.rendezvous import free_port
 from scaletorch.dist.testing import relative_error, worst
 from scaletorch.parallel.pg_manager import (

@@ -43,7 +43,7 @@ TITLES = {
     "Project": "项目",
 }
 # Modules to import from that are no wheel's whole portion.
-MODULES = tuple(f"scaletorch.dist.{name}" for name in ("devices", "functional", "guard", "testing"))
+MODULES = tuple(f"scaletorch.dist.{name}" for name in ("devices", "functional", "testing"))
 # Parts of pages that are no prose, and links.
 _FENCE = re.compile(r"^( *)```.*?^\1```$", re.S | re.M)
 _LINK = re.compile(r"\[((?:[^][]|\[[^][]*\])*)\]\(\s*([^)\s]+?)\s*\)")

@@ -43,7 +43,6 @@ MODULES = {
         "scaletorch.dist.devices",
         "scaletorch.dist.errors",
         "scaletorch.dist.functional",
-        "scaletorch.dist.guard",
         "scaletorch.dist.siblings",
         "scaletorch.dist.testing",
         "scaletorch.pytest_ranks",
@@ -59,6 +58,7 @@ MODULES = {
         f"{_PARALLEL}.expert_parallel.building",
         f"{_PARALLEL}.expert_parallel.expert_parallel",
     ],
+    "scaletorch-guard": ["scaletorch.guard"],
     "scaletorch-pg": [
         f"{_PARALLEL}.pg_manager",
         f"{_PARALLEL}.pg_manager.building",

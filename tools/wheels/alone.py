@@ -20,15 +20,15 @@ NAME = re.compile(r"# (\w+\.py)\n")  # by which the other snippets import it
 RUNNER = Path(__file__).with_name("snippets.py")
 PROGRAM = "snippet.py"
 
-# Every module, as a foreign import may hide in any; but a __main__ is a command, and a plugin is
-# for another program: these may need an extra.
+# Every module, as a foreign import may hide in any; but a __main__ is a command, a plugin is for
+# another program, and dist.guard is a name of another wheel: these may need an extra.
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 names = []
 for portion in sys.argv[1:]:
     package = importlib.import_module(portion)
     found = pkgutil.walk_packages(package.__path__, portion + ".")
-    apart = ("__main__", ".plugin")
+    apart = ("__main__", ".plugin", ".dist.guard")
     names += [portion, *(each.name for each in found if not each.name.endswith(apart))]
 files = [importlib.import_module(name).__file__ for name in names]
 outside = [file for file in files if not file.startswith(sys.prefix)]
@@ -97,7 +97,8 @@ class Alone:
         """Resolve all extras together, beside the torch that is there; install and build none."""
         names = metadata(self.wheel).provides_extra or []
         wanted = [f"{self.wheel}[{','.join(names)}]", f"torch=={installed_version('torch')}"]
-        done = pip(self.python, "install", "--dry-run", "--only-binary", ":all:", *wanted)
+        options = ["--dry-run", "--only-binary", ":all:", "--find-links", str(self.wheels)]
+        done = pip(self.python, "install", *options, *wanted)
         if done.returncode:
             raise CheckError(f"{wanted[0]} does not resolve:\n{done.stdout}{done.stderr}")
         brings = "".join(re.findall(r"^Would install (.*)$", done.stdout, re.M)).split()

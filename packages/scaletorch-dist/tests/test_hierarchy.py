@@ -10,7 +10,6 @@ import torch
 import torch.distributed as c10d
 
 import scaletorch.dist as dist
-from scaletorch.dist import guard
 from scaletorch.dist.building import all_gather_flat, even_parts, reduce_scatter_flat
 from scaletorch.dist.testing import run_ranks
 from scaletorch.dist.transport import levels
@@ -149,20 +148,6 @@ def check_failing_stage():
 
 def test_a_stage_that_fails_is_for_who_waits_for_its_call():
     run_ranks(check_failing_stage, 4)
-
-
-def check_guarded():
-    os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
-    assert dist.use_hierarchy()
-    with guard.watch():
-        works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(3)]
-        assert [part.tolist() for part in dist.all_gather(torch.ones(1))] == [[1.0]] * 4
-        for work in works:
-            work.wait()
-
-
-def test_a_guard_is_told_of_later_stages():
-    run_ranks(check_guarded, 4)
 
 
 def check_refused(nodes):

@@ -1,9 +1,9 @@
 """What the strategies take of this package beside its users' names, for whoever builds another.
 
-Agreement over ranks, sums and messages that a strategy puts together itself, and functions that
-ranks find by name. It is recorded and versioned like the rest: a patch release changes nothing
-here, so that wheels of one series work together. All that is in no such module is this package's
-own.
+Agreement over ranks, sums and messages that a strategy puts together itself, functions that ranks
+find by name, and where a guard hears of calls. It is recorded and versioned like the rest: a patch
+release changes nothing here, so that wheels of one series work together. All that is in no such
+module is this package's own.
 """
 
 from .agreement import agree, caught
@@ -14,15 +14,27 @@ from .collectives.messages import Handle, Peer
 from .data_devices import map_tensors, tensors_in
 from .devices.threads import enter_device, prepare_backward
 from .differences import relative_error, worst
+from .launchers.host import this_host
+from .launchers.interfaces import is_loopback
 from .naming import name_ranks
 from .ranks.locate import Locator, locate
 from .ranks.report import without_coordinates
 from .transport.levels import is_staged
-from .wire.port import acting_for
+from .wire.backend import gather_ints, host_device
+from .wire.checks import describe
+from .wire.port import (
+    Guard,
+    acting_for,
+    calling_frame,
+    calling_thread,
+    install_guard,
+    tell_guard,
+)
 from .wire.sums import even_parts, sum_dtype
 from .world.one_per_process import one_per_process
 
 __all__ = [
+    "Guard",
     "Handle",
     "Locator",
     "Peer",
@@ -31,10 +43,17 @@ __all__ = [
     "all_gather_flat",
     "all_reduce_flat",
     "all_to_all_flat",
+    "calling_frame",
+    "calling_thread",
     "caught",
+    "describe",
     "enter_device",
     "even_parts",
+    "gather_ints",
     "hear_made",
+    "host_device",
+    "install_guard",
+    "is_loopback",
     "is_staged",
     "locate",
     "map_tensors",
@@ -44,7 +63,9 @@ __all__ = [
     "reduce_scatter_flat",
     "relative_error",
     "sum_dtype",
+    "tell_guard",
     "tensors_in",
+    "this_host",
     "without_coordinates",
     "worst",
 ]

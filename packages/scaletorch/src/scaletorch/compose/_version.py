@@ -2,6 +2,7 @@
 
 from ..dist._version import __version__ as dist
 from ..dist.siblings import require_siblings
+from ..guard._version import __version__ as guard
 from ..parallel.context_parallel._version import __version__ as cp
 from ..parallel.data_parallel._version import __version__ as dp
 from ..parallel.expert_parallel._version import __version__ as ep
@@ -19,6 +20,7 @@ require_siblings(
         "scaletorch-dist~=0.1.0": dist,
         "scaletorch-dp~=0.1.0": dp,
         "scaletorch-ep~=0.1.0": ep,
+        "scaletorch-guard~=0.1.0": guard,
         "scaletorch-pg~=0.1.0": pg,
         "scaletorch-pp~=0.1.0": pp,
         "scaletorch-tp~=0.1.0": tp,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import guard
 from ..checkpoint import Saving
 from ..compose import (
     check_replicas,
@@ -24,7 +25,6 @@ from ..dist import (
     barrier,
     get_backend,
     get_local_rank,
-    guard,
     is_distributed,
     is_main_process,
 )

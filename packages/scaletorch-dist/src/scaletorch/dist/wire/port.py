@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Guard(Protocol):
-    """What `scaletorch.dist.guard` puts in here while it is on, or somebody listens."""
+    """What `scaletorch.guard` puts in here while it is on, or somebody listens."""
 
     def record(self, group: ProcessGroup, call: str, facts: Sequence[Any]) -> object:
         """Note a collective that this thread is about to make."""
@@ -33,8 +33,27 @@ class Guard(Protocol):
     ) -> Any:
         """Make the backend's call for these notes, and wrap the handle, or handles, of it."""
 
+    def tell(self, error: BaseException) -> bool:
+        """Tell all ranks of an exception; return whether they hear of a fault."""
+
 
 guard: Guard | None = None
+
+
+def install_guard(chosen: Guard | None) -> None:
+    """Have every call told to a guard, or to none."""
+    global guard
+    guard = chosen
+
+
+def tell_guard(error: BaseException) -> bool:
+    """Tell all ranks at once of an exception that ends this rank's work, before it is raised on.
+
+    Returns:
+        Whether a guard is on, so that all ranks hear of a fault; else they must be told otherwise.
+    """
+    told = guard
+    return told is not None and told.tell(error)
 
 
 class _Notes(threading.local):

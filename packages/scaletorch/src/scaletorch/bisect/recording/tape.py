@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...dist import get_rank, get_world_size, guard
+from ... import guard
+from ...dist import get_rank, get_world_size
 from ...dist.errors import InvalidArgumentError
 from ...verify.precision import model_precision
 from ..keys import (

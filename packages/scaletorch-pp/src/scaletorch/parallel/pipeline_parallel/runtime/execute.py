@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from ....dist import all_gather, all_gather_object, get_world_size, guard
+from ....dist import all_gather, all_gather_object, get_world_size
+from ....dist.building import tell_guard
 from ....dist.errors import RankFaultError
 from ...pg_manager import describe_rank
 from .baton import Work
@@ -59,7 +60,7 @@ def execute(
     except RankFaultError:  # all ranks know it, and no message of theirs comes any more
         raise
     except Exception as error:
-        if not isinstance(error, StageError) and guard.tell(error):
+        if not isinstance(error, StageError) and tell_guard(error):
             raise
         text = None
         with suppress(Exception):  # what has happened first is raised, whatever else fails now

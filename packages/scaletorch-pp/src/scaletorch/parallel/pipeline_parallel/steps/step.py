@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ....dist import get_comm_device, group_ranks, guard
-from ....dist.building import agree
+from ....dist import get_comm_device, group_ranks
+from ....dist.building import agree, tell_guard
 from ....dist.errors import InvalidArgumentError, ScaletorchError, StateError
 from ...pg_manager import describe_rank
 from ..runtime.baton import Baton, Work
@@ -188,7 +188,7 @@ def agreed_step(
         lines += [*inputs.describe(), plan.text + recorded]
     except Exception as found:  # a data loader may raise anything; the others must learn of it
         failed.append(found)
-        if not isinstance(found, ScaletorchError) and guard.tell(found):
+        if not isinstance(found, ScaletorchError) and tell_guard(found):
             raise
     runtime = pipeline.runtime
     note = runtime.note_parameters(pipeline)

@@ -1,0 +1,24 @@
+"""The guard, which has a wheel of its own: this is another name of `scaletorch.guard`."""
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..guard import *  # noqa: F403 - for type checkers
+
+_HOME = f"{__spec__.name.rpartition('.dist.')[0]}.guard"
+
+try:
+    _guard = import_module(_HOME)
+except ModuleNotFoundError as error:
+    if error.name != _HOME:
+        raise
+    raise ModuleNotFoundError(
+        "scaletorch.dist.guard needs a wheel of its own: pip install 'scaletorch-dist[guard]'",
+        name=error.name,
+    ) from None
+
+if __name__ == "__main__":
+    raise SystemExit(import_module(f"{_HOME}.__main__").main())
+sys.modules[__name__] = _guard

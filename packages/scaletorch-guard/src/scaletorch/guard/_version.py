@@ -1,0 +1,8 @@
+"""The wheel's version, and that of the sibling that it works with: the pin of its metadata."""
+
+from ..dist._version import __version__ as dist
+from ..dist.siblings import require_siblings
+
+__version__ = "0.1.0"
+
+require_siblings("scaletorch-guard", __version__, {"scaletorch-dist~=0.1.0": dist})

@@ -1,0 +1,349 @@
+"""What is wrong with the job, from the reports of its ranks: pure functions over plain data.
+
+Whatever can be proved is a fault at once: an exception, calls that differ, a death, a rank that
+left while others wait for it, a stopped process, ranks that wait for one another in a circle. That
+a rank is slow proves nothing: it is shown after a while, and a fault only after much longer.
+"""
+
+from __future__ import annotations
+
+from .facts import WORK, Fault, Need, Picture, Report, Sign, Slowness, Wait
+from .mismatch import NOBODY, as_others, find_disagreement, find_mismatch, find_swap, most_common
+
+STALL = 0.2  # s of waiting after which calls are compared
+ASKING = 0.5  # s that a slow rank has to tell where it is
+FREEZE = 0.5  # s that a process which is late to speak must be seen stopped
+FOREIGN = 5.0  # s that a circle must last if other threads might still make a call
+RAN = 0.2  # s of CPU after which a process that runs has had time to speak
+
+LOCKED = "C code or a regular expression holds its interpreter's lock"
+_TORCHS = "torch/distributed/distributed_c10d.py"
+
+Verdict = Fault | Need | Slowness | None
+
+
+def diagnose(picture: Picture, now: float) -> Verdict:
+    """Return the first fault, or which ranks to ask, or which are slow, or None.
+
+    Args:
+        picture: All that the ranks have told.
+        now: The time, on the clock of the reports.
+    """
+    for look in (_exception, find_mismatch, _death, _left, _stopped, _frozen):
+        verdict = look(picture, now)
+        if verdict is not None:
+            return verdict
+    return (
+        find_disagreement(picture, now)
+        or find_swap(picture, now)
+        or _unequal_ends(picture)
+        or _stalled(picture, now)
+        or _circle(picture, now)
+        or _slow(picture, now)
+    )
+
+
+def _exception(picture: Picture, now: float) -> Verdict:
+    first = _first(picture, "exception")
+    if first is None:
+        return None
+    return Fault("exception", (first.rank,), f"{first.label} raised {first.headline}")
+
+
+def _death(picture: Picture, now: float) -> Verdict:
+    first = _first(picture, "death")
+    if first is None:
+        return None
+    return Fault("death", (first.rank,), f"{first.label} died: {first.what}")
+
+
+def _first(picture: Picture, end: str) -> Report | None:
+    """Return the rank that was the first to end so."""
+    ended = [report for report in picture.reports.values() if report.end == end]
+    return min(ended, key=lambda report: report.ended, default=None)
+
+
+def _left(picture: Picture, now: float) -> Verdict:
+    for report, wait, missing in _waits(picture):
+        gone = [other for other in missing if other.end == "finished"]
+        if not gone:
+            continue
+        channel = picture.channels[wait.channel]
+        if len(gone) > len(channel.members) / 2:
+            headline = (
+                f"{report.label} waits in call {wait.seq + 1} of {channel.label}, but most ranks "
+                f"have left after {gone[0].counts.get(wait.channel, 0)} calls there"
+            )
+            there = set(channel.members) - {other.rank for other in gone}
+            return Fault("left", tuple(sorted(there)), headline)
+        who = ", ".join(other.label for other in gone)
+        headline = (
+            f"{who} left after {gone[0].counts.get(wait.channel, 0)} calls in {channel.label}, "
+            f"while {report.label} waits in call {wait.seq + 1} there"
+        )
+        return Fault("left", tuple(other.rank for other in gone), headline)
+    return None
+
+
+def _stopped(picture: Picture, now: float) -> Verdict:
+    for report in picture.reports.values():
+        if report.alive and report.stopped is not None and report.still - report.stopped >= FREEZE:
+            headline = f"{report.label} is stopped (SIGSTOP, or a debugger)"
+            return Fault("stopped", (report.rank,), headline)
+    return None
+
+
+def _frozen(picture: Picture, now: float) -> Verdict:
+    """Find ranks that others wait for, which neither speak nor work on data."""
+    late = {
+        other.rank
+        for report, wait, missing in _waits(picture)
+        if now - report.since[wait.number] >= picture.silence
+        for other in missing
+    }
+    frozen = [
+        report
+        for report in map(picture.reports.__getitem__, sorted(late))
+        if report.alive and now - report.heard >= picture.silence
+        if _lifeless(report.signs, picture.silence)
+    ]
+    if not frozen:
+        return None
+    who = ", ".join(report.label for report in frozen)
+    seconds = now - max(report.heard for report in frozen)
+    headline = (
+        f"{who} gives no sign of life for {seconds:.1f} s: {LOCKED}. Was that its work, give the "
+        "guard a longer silence="
+    )
+    return Fault("stopped", tuple(report.rank for report in frozen), headline)
+
+
+def _lifeless(signs: list[Sign], silence: float) -> bool:
+    """Return whether a process looks as if its interpreter's lock were held for nothing.
+
+    One that loads or makes something touches new pages. One that is short of CPU does not run, and
+    one that waits for a disk may go on: neither says anything of the lock.
+    """
+    if not signs or signs[-1].time - signs[0].time < silence / 2:
+        return False
+    states = {sign.state for sign in signs}
+    ran = signs[-1].seconds - signs[0].seconds
+    idle = signs[-1].faults - signs[0].faults < WORK
+    return idle and (states == {"S"} or (states <= {"S", "R"} and ran >= RAN))
+
+
+def _unequal_ends(picture: Picture) -> Fault | None:
+    """Compare how many collectives ranks have made, when all have finished."""
+    if any(report.end != "finished" for report in picture.reports.values()):
+        return None
+    for key, channel in picture.channels.items():
+        counts = {rank: picture.reports[rank].counts.get(key, 0) for rank in channel.members}
+        if channel.message or len(set(counts.values())) == 1:
+            continue
+        usual = most_common(list(counts.values()))
+        guilty = tuple(rank for rank, count in counts.items() if count != usual)
+        said = ", ".join(f"{picture.reports[r].label} has made {n}" for r, n in counts.items())
+        said += "" if usual is not None else NOBODY
+        return Fault("mismatch", guilty, f"calls are missing in {channel.label}: {said}")
+    return None
+
+
+def _stalled(picture: Picture, now: float) -> Need | None:
+    """Ask the members of a channel for their last calls if somebody has begun to wait there."""
+    stale: set[int] = set()
+    seen: set[tuple[str, int]] = set()
+    for report, wait, _ in _waits(picture):
+        if now - report.since[wait.number] < STALL or (wait.channel, wait.seq) in seen:
+            continue
+        seen.add((wait.channel, wait.seq))
+        for other in picture.members(wait.channel):
+            due = min(other.counts.get(wait.channel, 0) - 1, wait.seq)
+            if other.able(now) and max(other.tail(wait.channel), default=-1) < due:
+                stale.add(other.rank)
+    return Need(tuple(sorted(stale))) if stale else None
+
+
+def _circle(picture: Picture, now: float) -> Verdict:
+    """Find ranks that wait for one another, all at one moment: nothing can free them."""
+    stuck = {rank for rank, report in picture.reports.items() if _blocked(picture, report, now)}
+    waits = [found for found in _waits(picture) if not found[1].stream]
+    while True:
+        free = {
+            report.rank
+            for report, _, missing in waits
+            if report.rank in stuck and not any(other.rank in stuck for other in missing)
+        }
+        if not free:
+            break
+        stuck -= free
+    if not stuck:
+        return None
+    begun = max(picture.reports[rank].since[w.number] for rank in stuck for w in _of(picture, rank))
+    # A rank whose wait is still there in its answer to a question that was asked after all had
+    # begun has waited at that moment: so all waits held at one time.
+    if any(picture.reports[rank].asked <= begun for rank in stuck):
+        return Need(tuple(sorted(stuck)))
+    if any(picture.reports[rank].foreign for rank in stuck) and now - begun < FOREIGN:
+        return None
+    return _name_circle(picture, stuck)
+
+
+def _name_circle(picture: Picture, stuck: set[int]) -> Fault:
+    edges: dict[int, set[int]] = {rank: set() for rank in stuck}
+    for report, wait, missing in _waits(picture):
+        if report.rank in stuck and not wait.stream:
+            edges[report.rank] |= {other.rank for other in missing}
+    core = {rank for rank in stuck if rank in _reachable(rank, edges)}
+    waits = {rank: _of(picture, rank)[0] for rank in core}
+    messages = any(picture.channels[wait.channel].message for wait in waits.values())
+    odd = set() if messages else {r for r in core if not as_others(picture, r, waits[r])}
+    guilty = sorted(odd or core)
+    names = picture.names(sorted(core))
+    if len(guilty) < len(core):
+        names = f"{names}; {picture.names(guilty)} came there by other calls than the rest"
+    return Fault("cycle", tuple(guilty), f"ranks wait for one another and none can go on: {names}")
+
+
+def _reachable(start: int, edges: dict[int, set[int]]) -> set[int]:
+    seen: set[int] = set()
+    todo = list(edges[start])
+    while todo:
+        rank = todo.pop()
+        if rank not in seen and rank in edges:
+            seen.add(rank)
+            todo += edges[rank]
+    return seen
+
+
+def _slow(picture: Picture, now: float) -> Verdict:
+    longest: dict[int, float] = {}
+    for report, wait, missing in _waits(picture):
+        seconds = now - report.since[wait.number]
+        if seconds >= min(picture.warn, picture.patience):
+            for other in missing:
+                if other.alive and not _blocked(picture, other, now):
+                    longest[other.rank] = max(seconds, longest.get(other.rank, 0.0))
+    if not longest:
+        return None
+    seconds = max(longest.values())
+    ranks = tuple(sorted(longest))
+    slow = [picture.reports[rank] for rank in ranks]
+    unasked = tuple(r.rank for r in slow if now - r.asked > seconds and r.able(now))
+    if unasked and seconds < min(picture.warn, picture.patience) + ASKING:
+        return Need(unasked)
+    who = picture.names(ranks)
+    why = "".join(
+        f"; {r.label} has not been heard of for {now - r.heard:.1f} s: {LOCKED}, or its machine is "
+        "out of reach"
+        for r in slow
+        if r.stopped is None and not r.able(now)
+    )
+    if seconds >= picture.patience:
+        return _too_slow(picture, ranks, f"{who} has not come for {seconds:.1f} s{why}")
+    return Slowness(ranks, seconds, f"others wait for {who} since {seconds:.1f} s{why}")
+
+
+def _too_slow(picture: Picture, ranks: tuple[int, ...], headline: str) -> Fault:
+    """Name the slow ranks; of one in a call that no ledger has, those that wait for it too.
+
+    They may have left that call out.
+    """
+    unseen = [r for r in ranks if _TORCHS in picture.reports[r].stack.replace("\\", "/")]
+    if not unseen:
+        return Fault("slow", ranks, headline)
+    waiting = {report.rank for report, _, missing in _waits(picture) if missing}
+    others = picture.names(sorted(waiting - {*ranks}))
+    headline += (
+        f"; {picture.names(unseen)} waits in a call of torch.distributed's own, which no ledger "
+        f"has, and which {others} may have left out"
+    )
+    return Fault("slow", tuple(sorted(waiting | {*ranks})), headline)
+
+
+def _blocked(picture: Picture, report: Report, now: float) -> bool:
+    """Return whether all threads of a rank that make calls are known to wait in one."""
+    known = all(wait.channel in picture.channels for wait in report.blocked)
+    return report.able(now) and bool(report.blocked) and known and not report.free
+
+
+def _of(picture: Picture, rank: int) -> list[Wait]:
+    """Return the waits that hold up a thread of a rank, in channels that are known."""
+    return [wait for wait in picture.reports[rank].blocked if wait.channel in picture.channels]
+
+
+def _waits(picture: Picture) -> list[tuple[Report, Wait, list[Report]]]:
+    """Return every wait of a living rank, with the members that have not come to that call."""
+    missing: dict[tuple[str, int], list[Report]] = {}  # thousands may wait in one call
+    found = []
+    for report in picture.reports.values():
+        for wait in report.waits if report.alive else ():
+            place = (wait.channel, wait.seq)
+            if wait.channel not in picture.channels:
+                continue
+            if place not in missing:
+                missing[place] = missing_members(picture, wait)
+            found.append((report, wait, missing[place]))
+    return found
+
+
+def missing_members(picture: Picture, wait: Wait) -> list[Report]:
+    """Return the ranks that have not made the call that somebody waits in."""
+    members = picture.members(wait.channel)
+    return [report for report in members if report.counts.get(wait.channel, 0) <= wait.seq]
+
+
+SHOWN = 16  # ranks that are shown one by one
+
+
+def with_details(fault: Fault, picture: Picture, folder: str) -> Fault:
+    """Return the fault with all that is known in its text, guilty ranks first."""
+    guilty = [picture.reports[rank] for rank in fault.ranks if rank in picture.reports]
+    others = [report for report in picture.reports.values() if report.rank not in fault.ranks]
+    lines = [fault.text]
+    for report in [*guilty, *others][:SHOWN]:
+        lines.append(f"  {_doing(report, picture)}")
+    if len(picture.reports) > SHOWN:
+        lines.append(f"  … and {len(picture.reports) - SHOWN} ranks more")
+    for report in guilty:
+        if report.end == "exception":
+            lines.append(f"{report.label} raised:\n{report.what.rstrip()}")
+        elif fault.kind == "slow" and report.stack and not report.silent:
+            lines.append(f"{report.label} was at:\n{report.stack.rstrip()}")
+    lines.append(f"all last calls: python -m {__package__} report {folder}")
+    return fault._replace(text="\n".join(lines))
+
+
+def _doing(report: Report, picture: Picture) -> str:
+    """Return one line on where a rank is."""
+    step = "" if report.step is None else f" after step {report.step}"
+    if report.end == "finished":
+        return f"{report.label} has finished{step}{_last(report)}"
+    if report.end:
+        return f"{report.label} is gone{step}{_last(report)}"
+    if report.silent:
+        return f"{report.label} says nothing{_last(report)}"
+    parts = []
+    for wait in report.waits:
+        if wait.channel not in picture.channels:
+            continue
+        entry = report.tail(wait.channel).get(wait.seq)
+        what = "a call" if entry is None else f"{entry.text} at {entry.site}"
+        missing = ", ".join(str(m.rank) for m in missing_members(picture, wait)[:8])
+        label = picture.channels[wait.channel].label
+        lacks = f", which rank(s) {missing} did not make" if missing else ""
+        where = "on its device's stream in" if wait.stream else "in"
+        parts.append(
+            f"{where} {what}, call {wait.seq + 1} in {label} ({wait.seconds:.1f} s){lacks}"
+        )
+    if parts:
+        return f"{report.label} waits{step} {'; and '.join(parts)}"
+    return f"{report.label} is in no call{step}{_last(report)}"
+
+
+def _last(report: Report) -> str:
+    """Return the last call of a rank as text."""
+    entries = [entry for tail in report.tails.values() for entry in tail.values()]
+    if not entries:
+        return ""
+    last = max(entries, key=lambda entry: entry.time)
+    return f"; its last call was {last.text} at {last.site}"

@@ -1,0 +1,281 @@
+"""The first call that the members of a channel did not all make in the same way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TypeVar
+
+from .facts import Channel, Entry, Fault, Need, Picture, Report, Wait
+
+T = TypeVar("T")
+
+NOBODY = "; nobody has a majority, so that the others cannot tell who is right"
+SETTLE = 1.0  # s that a member gets to come to a call that others already make differently
+
+
+def find_mismatch(picture: Picture, now: float) -> Fault | None:
+    """Return the first difference among the tails that are known."""
+    found: list[tuple[float, Fault]] = []
+    for key, channel in picture.channels.items():
+        entries = _differing(key, picture)
+        if entries and _settled(key, entries, picture, now):
+            fault = _fault(key, channel, entries, picture)
+            found.append((min(entry.time for entry in entries.values()), fault))
+    return min(found, key=lambda item: item[0])[1] if found else None
+
+
+def _differing(key: str, picture: Picture) -> dict[int, Entry]:
+    """Return each member's entry for the first call that is not the same for all."""
+    tails = {r.rank: r.tail(key) for r in picture.members(key)}
+    for seq in sorted({seq for tail in tails.values() for seq in tail}):
+        entries = {rank: tail[seq] for rank, tail in tails.items() if seq in tail}
+        if len({entry.check for entry in entries.values()}) > 1:
+            return entries
+    return {}
+
+
+def _settled(key: str, entries: dict[int, Entry], picture: Picture, now: float) -> bool:
+    """Return whether all members that may yet come to a call have done so."""
+    missing = [report for report in picture.members(key) if report.rank not in entries]
+    if not any(report.alive and not report.blocked for report in missing):
+        return True
+    seq = next(iter(entries.values())).seq
+    since = [
+        picture.reports[rank].since[wait.number]
+        for rank in entries
+        for wait in picture.reports[rank].waits
+        if (wait.channel, wait.seq) == (key, seq)
+    ]
+    return not since or now - min(since) > SETTLE
+
+
+def _fault(key: str, channel: Channel, entries: dict[int, Entry], picture: Picture) -> Fault:
+    own = [entry.check for entry in entries.values()]
+    usual = most_common(own)
+    if usual is None:  # what do ranks of sibling groups, such as another tp, call there?
+        usual = most_common(
+            own + _siblings(key, channel, next(iter(entries.values())).seq, picture)
+        )
+        usual = usual if usual in own else None
+    guilty = tuple(rank for rank, entry in entries.items() if entry.check != usual)
+    number = next(iter(entries.values())).seq + 1
+    if usual is None:
+        said = "; ".join(_says(picture.reports[rank], entries[rank]) for rank in guilty)
+        return Fault(
+            "mismatch", guilty, f"call {number} in {channel.label} is not the same: {said}{NOBODY}"
+        )
+    rank, other = guilty[0], next(r for r, entry in entries.items() if entry.check == usual)
+    headline = (
+        f"{_says(picture.reports[rank], entries[rank])}, as call {number} in {channel.label}, "
+        f"where {_says(picture.reports[other], entries[other])}"
+    )
+    return Fault("mismatch", guilty, headline)
+
+
+def _siblings(key: str, channel: Channel, seq: int, picture: Picture) -> list[int]:
+    return [
+        report.tails[other][seq].check
+        for other, sibling in picture.channels.items()
+        if other != key and sibling.label == channel.label
+        for report in picture.members(other)
+        if seq in report.tail(other)
+    ]
+
+
+def _says(report: Report, entry: Entry) -> str:
+    return f"{report.label} calls {entry.text} at {entry.site}"
+
+
+def as_others(picture: Picture, rank: int, wait: Wait) -> bool:
+    """Return whether a rank came to a collective after the same calls as most, in all its groups.
+
+    Groups of one name, such as each rank's own tp, count as one.
+    """
+    label = picture.channels[wait.channel].label
+    before = {
+        other: _made_before(picture, other, key, wait.seq)
+        for key, channel in picture.channels.items()
+        if channel.label == label and not channel.message
+        for other in channel.members
+        if wait.seq in picture.reports[other].tail(key)
+    }
+    usual = most_common(list(before.values())) if len(before) > 1 else None
+    return rank in before and before[rank] == usual
+
+
+def _made_before(picture: Picture, rank: int, key: str, seq: int) -> tuple[tuple[str, int], ...]:
+    """Return how many collectives a rank had made by each name of a group before a call."""
+    made = picture.reports[rank].tails
+    time = made[key][seq].time
+    counts: Counter[str] = Counter()
+    for other, tail in made.items():
+        channel = picture.channels.get(other)
+        if channel is not None and not channel.message:
+            counts[channel.label] += max(
+                (s + 1 for s, e in tail.items() if e.time < time), default=0
+            )
+    return tuple(sorted(counts.items()))
+
+
+def most_common(values: Sequence[T]) -> T | None:
+    """Return the most frequent value, or None if two are."""
+    ordered = Counter(values).most_common(2)
+    if len(ordered) > 1 and ordered[0][1] == ordered[1][1]:
+        return None
+    return ordered[0][0]
+
+
+def drop_agreed(picture: Picture) -> None:
+    """Forget the checksums that are the same on all members: there may be very many."""
+    for key in picture.channels:
+        members = picture.members(key)
+        marks = [report.marks.get(key, {}) for report in members]
+        for count in set(marks[0]).intersection(*marks[1:]):
+            said = {mark[count] for mark in marks}
+            if len(said if key not in picture.own_lines else {rolling for rolling, _ in said}) == 1:
+                for mark in marks:
+                    del mark[count]
+        steps = [report.steps for report in members]
+        for step in [step for step in steps[0] if step[1] == key]:
+            if len({own.get(step) for own in steps}) == 1:
+                for own in steps:
+                    del own[step]
+
+
+def find_disagreement(picture: Picture, now: float) -> Fault | Need | None:
+    """Compare the checksums that ranks told; ask for the entries if they differ."""
+    for key, channel in picture.channels.items():
+        members = picture.members(key)
+        for what, said in _sums(key, members):
+            if len(set(said.values())) < 2:
+                continue
+            stale = tuple(r.rank for r in members if r.able(now) and not covers(r, key, said))
+            if stale:
+                return Need(stale)
+            return _disagreement(channel, what, said, picture)
+    return None
+
+
+def _sums(key: str, members: list[Report]) -> list[tuple[str, dict[int, tuple[int, int]]]]:
+    """Return the checksums of ranks after the same calls of a channel, and after the same steps."""
+    at_count: dict[int, dict[int, tuple[int, int]]] = {}
+    at_step: dict[int, dict[int, tuple[int, int]]] = {}
+    for report in members:
+        for count, (rolling, _) in report.marks.get(key, {}).items():
+            at_count.setdefault(count, {})[report.rank] = (count, rolling)
+        for (step, channel), state in report.steps.items():
+            if channel == key:
+                at_step.setdefault(step, {})[report.rank] = state
+    sums = [(f"up to call {count}", said) for count, said in sorted(at_count.items())]
+    sums += [(f"by the end of step {step}", said) for step, said in sorted(at_step.items())]
+    return sums
+
+
+def covers(report: Report, key: str, said: dict[int, tuple[int, int]]) -> bool:
+    """Return whether a rank's tail goes up to what it has said."""
+    if report.rank not in said or not said[report.rank][0]:
+        return True
+    return max(report.tail(key), default=-2) >= said[report.rank][0] - 1
+
+
+def _disagreement(
+    channel: Channel, what: str, said: dict[int, tuple[int, int]], picture: Picture
+) -> Fault:
+    """Say which ranks differ; the calls themselves are missing, or too old to be seen."""
+    usual = most_common(list(said.values()))
+    guilty = tuple(rank for rank, state in said.items() if state != usual)
+    counts = ", ".join(
+        f"{picture.reports[rank].label} has made {count}" for rank, (count, _) in said.items()
+    )
+    if len({count for count, _ in said.values()}) == 1:
+        counts = f"{picture.names(guilty)} made other calls"
+    doubt = "" if usual is not None else NOBODY
+    return Fault("mismatch", guilty, f"calls differ in {channel.label} {what}: {counts}{doubt}")
+
+
+ENOUGH = 8  # calls that must be seen
+PLENTY = 16  # calls after which it is known whether lines differ by habit
+RARE = 4  # of so many calls at most one may be from another line: more of them is a habit
+
+
+def find_swap(picture: Picture, now: float) -> Fault | Need | None:
+    """Compare the lines that calls come from, when the calls themselves are the same.
+
+    Ranks may well make one call from lines of their own, as a source and its receivers do. But that
+    ranks whose lines agree make the same few calls, once, in another order is a mistake: their
+    data is mixed up. A channel in which lines differ otherwise is not looked at again.
+    """
+    for key, channel in picture.channels.items():
+        if channel.message or key in picture.own_lines or not _lines_differ(key, picture):
+            continue
+        members = picture.members(key)
+        said = {r.rank: (count, 0) for r in members for count in list(r.marks[key])[-1:]}
+        stale = tuple(r.rank for r in members if r.able(now) and not covers(r, key, said))
+        if stale:
+            return Need(stale)
+        tails = {r.rank: r.tail(key) for r in members}
+        seen = set.intersection(*map(set, tails.values()))
+        fault = _swap(channel, picture, tails, sorted(seen))
+        if fault is not None:
+            return fault
+        if len(seen) >= PLENTY:
+            picture.own_lines.add(key)
+    return None
+
+
+def _lines_differ(key: str, picture: Picture) -> bool:
+    marks = [report.marks.get(key, {}) for report in picture.members(key)]
+    return any(
+        len({mark[count] for mark in marks}) > 1 for count in set(marks[0]).intersection(*marks[1:])
+    )
+
+
+def _swap(
+    channel: Channel, picture: Picture, tails: dict[int, dict[int, Entry]], seen: list[int]
+) -> Fault | None:
+    differing = [seq for seq in seen if len({tail[seq].site for tail in tails.values()}) > 1]
+    if not differing or len(seen) < max(ENOUGH, RARE * len(differing)):
+        return None
+    usual = {seq: most_common([tail[seq].site for tail in tails.values()]) for seq in differing}
+    if None not in usual.values():
+        lines = {seq: str(site) for seq, site in usual.items()}
+    elif len(tails) == 2:
+        lines = {seq: next(iter(tails.values()))[seq].site for seq in differing}
+    else:
+        return None
+    odd = {rank: _otherwise(tail, lines) for rank, tail in tails.items()}
+    odd = {rank: places for rank, places in odd.items() if places}
+    for rank, places in odd.items():
+        if Counter(tails[rank][s].site for s in places) != Counter(lines[s] for s in places):
+            return None
+    return _swap_fault(channel, picture, tails, odd, sure=None not in usual.values())
+
+
+def _otherwise(tail: dict[int, Entry], lines: dict[int, str]) -> list[int]:
+    return [seq for seq, line in lines.items() if tail[seq].site != line]
+
+
+def _swap_fault(
+    channel: Channel,
+    picture: Picture,
+    tails: dict[int, dict[int, Entry]],
+    odd: dict[int, list[int]],
+    *,
+    sure: bool,
+) -> Fault:
+    rank, places = next(iter(odd.items()))
+    other = next(r for r in tails if r not in odd)
+
+    def said(who: int) -> str:
+        calls = ", then ".join(
+            f"{tails[who][seq].text} at {tails[who][seq].site}" for seq in places
+        )
+        return f"{picture.reports[who].label} makes {calls}"
+
+    headline = (
+        f"look-alike calls come in another order, from call {places[0] + 1} in {channel.label}: "
+        f"{said(rank)}, where {said(other)}{'' if sure else NOBODY}"
+    )
+    guilty = tuple(odd) if sure else tuple(channel.members)
+    return Fault("mismatch", guilty, headline)

@@ -1,0 +1,315 @@
+"""The monitor: a process of its own beside rank 0 that hears every rank and declares faults.
+
+It needs no torch and shares no interpreter with a rank, so that no rank's lock, crash or stop can
+silence it. This module, and all that it imports, is loaded without the packages around it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import resource
+import selectors
+import socket
+import sys
+import time
+import traceback
+
+from .diagnosis import diagnose, with_details
+from .facts import Entry, Fault, Need, Slowness
+from .ledger import ledger_path, read_ledger, tails
+from .messages import LONGEST, Ask, Connection, End, Hello, Look, Message, Off, Warn, Welcome
+from .updates import lose, new_picture, new_question, to_examine, update
+
+HELLO = 4096  # bytes of a greeting
+WAIT = 5.0  # s to show the token
+STRANGERS = 64  # connections that may be without it at one time, beyond one of every rank
+
+
+class Door:
+    """Lets ranks in until all are here; strangers, who have no token, knock at it too.
+
+    Until a connection shows the token it may say little, has a few seconds, and makes room for
+    newer ones: anything else that it says closes it, and no more.
+
+    Args:
+        listener: The socket that they connect to.
+        token: The secret that they must show.
+        size: How many ranks there are.
+        selector: Is told of every new connection, and of closed ones.
+    """
+
+    def __init__(
+        self, listener: socket.socket, token: str, size: int, selector: selectors.BaseSelector
+    ) -> None:
+        self._listener, self._token, self._size = listener, token.encode(), size
+        self._selector = selector
+        self._strangers: dict[Connection, float] = {}  # since when they are connected
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ, None)
+
+    def accept(self) -> None:
+        """Accept a connection."""
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionError):
+            return
+        except OSError:  # no descriptor is left
+            self._dismiss_oldest()
+            time.sleep(0.01)
+            return
+        stranger = Connection(sock, longest=HELLO)
+        self._strangers[stranger] = time.monotonic()
+        self._selector.register(stranger, selectors.EVENT_READ, stranger)
+        if len(self._strangers) > self._size + STRANGERS:
+            self._dismiss_oldest()
+
+    def hear(self, stranger: Connection) -> Hello | None:
+        """Return the greeting of a stranger who shows the token; dismiss one who does not."""
+        for message in stranger.receive():
+            token = "".join(map(str, message[:1])).encode(errors="replace")
+            if isinstance(message, Hello) and hmac.compare_digest(token, self._token):
+                del self._strangers[stranger]
+                return message
+            stranger.open = False
+        if not stranger.open:
+            self._dismiss(stranger)
+        return None
+
+    def look(self, now: float) -> None:
+        """Dismiss strangers that take too long."""
+        for late in [each for each, since in self._strangers.items() if now - since > WAIT]:
+            self._dismiss(late)
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        for stranger in list(self._strangers):
+            self._dismiss(stranger)
+        if self._listener.fileno() >= 0:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+
+    def _dismiss_oldest(self) -> None:
+        if self._strangers:
+            self._dismiss(next(iter(self._strangers)))
+
+    def _dismiss(self, stranger: Connection) -> None:
+        del self._strangers[stranger]
+        self._selector.unregister(stranger)
+        stranger.close()
+
+
+PERIOD = 0.05  # s between two looks at what is known, if nothing comes
+BRIEF = 0.01  # s between two looks, if something does
+SHARE = 0.05  # of the time that looking may take
+CONFIRM = 0.4  # s that ranks have to tell what they do before a fault is declared
+WELCOME = 60.0  # s that all ranks get to come
+LINGER = 30.0  # s that ranks get to hang up after a verdict
+PAUSE = 1.0  # s without a look that count as no time: this process itself did not run
+
+
+class Monitor:
+    """Hears all ranks.
+
+    Args:
+        listener: The socket that they connect to.
+        token: The secret that they must show.
+        size: How many ranks there are.
+        folder: Where the ledgers are.
+        limits: `warn`, `patience` and `silence`, see `Picture`.
+    """
+
+    def __init__(
+        self, listener: socket.socket, token: str, size: int, folder: str, **limits: float
+    ) -> None:
+        self._folder = folder
+        self._picture = new_picture(size, **limits)
+        self._reports = self._picture.reports
+        self._selector = selectors.DefaultSelector()
+        self._door = Door(listener, token, size, self._selector)
+        self._ranks: dict[int, Connection] = {}
+        self._warned: dict[tuple[int, ...], float] = {}
+        self._suspected: float | None = None  # since when there seems to be a fault
+        self._over: float | None = None  # since when there is a verdict, or all have finished
+        self._looked = self._busy = 0.0
+        self._lost = 0.0  # s in which this process did not run
+        self._seen = time.monotonic()
+
+    def run(self) -> None:
+        """Serve until all ranks have gone; a fault of the guard itself ends it, and no rank."""
+        begun = time.monotonic()
+        try:
+            while self._needed(begun):
+                ready = self._selector.select(PERIOD if self._suspected is None else BRIEF)
+                for key, _ in ready:
+                    if key.data is None:
+                        self._door.accept()
+                    else:
+                        self._hear(key.data)
+                self._door.look(time.monotonic())
+                self._look(self._now())
+        except Exception as error:
+            self._turn_off("".join(traceback.format_exception(error)))
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close all sockets."""
+        self._door.close()
+        self._selector.close()
+        for rank in self._ranks.values():
+            rank.close()
+
+    def _needed(self, begun: float) -> bool:
+        if len(self._ranks) < len(self._reports):
+            return time.monotonic() - begun < WELCOME
+        if self._over is not None and time.monotonic() - self._over > LINGER:
+            return False
+        return any(rank.open for rank in self._ranks.values())
+
+    def _now(self) -> float:
+        """Return the time, less what passed while this process was stopped or starved."""
+        now = time.monotonic()
+        gap, self._seen = now - self._seen, now
+        if gap > PAUSE:
+            self._lost += gap
+        return now - self._lost
+
+    def _hear(self, connection: Connection) -> None:
+        if connection.rank is None:
+            hello = self._door.hear(connection)
+            if hello is not None:
+                self._greet(connection, hello)
+            return
+        report = self._reports[connection.rank]
+        for message in connection.receive():
+            if isinstance(message, Off):
+                self._turn_off(message.why)
+            update(self._picture, connection.rank, message, self._now())
+        if connection.broken:
+            self._turn_off(f"{report.label} said what is no message")
+        if connection.open:
+            return
+        self._hang_up(connection)
+        if report.alive:
+            what = f"its process {report.pid} ended without a word (killed, or aborted)"
+            lose(report, what, _left_by(self._folder, report.rank), self._now())
+
+    def _hang_up(self, connection: Connection) -> None:
+        self._selector.unregister(connection)
+        connection.close()
+
+    def _greet(self, connection: Connection, hello: Hello) -> None:
+        """Take a rank in; when all are here, close the door and tell them so."""
+        if hello.rank not in self._reports or hello.rank in self._ranks:
+            self._hang_up(connection)
+            return
+        connection.rank, connection.longest = hello.rank, LONGEST
+        self._ranks[hello.rank] = connection
+        report = self._reports[hello.rank]
+        report.label, report.pid, report.host = str(hello.label), hello.pid, hello.host
+        if len(self._ranks) < len(self._reports):
+            return
+        self._door.close()
+        first = self._reports[0]
+        for rank, report in self._reports.items():
+            report.heard = self._now()
+            self._ranks[rank].send(Welcome(first.pid if first.host == report.host else None))
+
+    def _look(self, now: float) -> None:
+        """Find out whether anything is wrong, and tell everybody."""
+        pause = 0.0 if self._suspected is not None else max(BRIEF, self._busy / SHARE)
+        if now - self._looked < pause:
+            return
+        if self._over is not None or len(self._ranks) < len(self._reports):
+            return
+        begun = time.monotonic()
+        verdict = diagnose(self._picture, now)
+        self._looked, self._busy = now, time.monotonic() - begun
+        if isinstance(verdict, Fault):
+            if self._confirmed(now):
+                self._declare(verdict)
+        elif isinstance(verdict, Need):
+            self._ask(verdict, now)
+        elif isinstance(verdict, Slowness):
+            self._warn(verdict)
+        elif all(report.end == "finished" for report in self._reports.values()):
+            self._tell_all(End())
+        self._examine(now)
+
+    def _confirmed(self, now: float) -> bool:
+        """Ask everybody what they do before a fault is declared, and wait a moment for answers."""
+        able = [report for report in self._reports.values() if report.able(now)]
+        if self._suspected is None:
+            self._suspected = now
+            self._ask(Need(tuple(report.rank for report in able)), now, afresh=True)
+        known = all(report.asked >= self._suspected for report in able)
+        return known or now - self._suspected > CONFIRM
+
+    def _declare(self, fault: Fault) -> None:
+        for report in self._reports.values():
+            if report.alive and not report.able(self._looked):  # what it said is old
+                report.tails = _left_by(self._folder, report.rank) or report.tails
+                report.waits, report.silent = [], True
+        self._tell_all(with_details(fault, self._picture, self._folder))
+
+    def _turn_off(self, why: str) -> None:
+        if self._over is None:
+            self._tell_all(Off(why))
+
+    def _tell_all(self, message: Message) -> None:
+        self._over = time.monotonic()
+        for rank in list(self._ranks.values()):
+            rank.send(message)
+
+    def _ask(self, need: Need, now: float, *, afresh: bool = False) -> None:
+        for rank in need.ranks:
+            number = new_question(self._reports[rank], now, afresh=afresh)
+            if number is not None:
+                self._ranks[rank].send(Ask(number))
+
+    def _examine(self, now: float) -> None:
+        """Have the next able rank of the same host look at the process of a rank that is late."""
+        for rank in to_examine(self._picture, now):
+            late = self._reports[rank]
+            beside = sorted(r for r, other in self._reports.items() if other.host == late.host)
+            place = beside.index(rank)
+            for other in beside[place + 1 :] + beside[:place]:
+                if self._reports[other].able(now):
+                    self._ranks[other].send(Look(rank, late.pid))
+                    break
+
+    def _warn(self, slowness: Slowness) -> None:
+        """Have the first rank that can speak warn of slow ones."""
+        if slowness.seconds < self._warned.get(slowness.ranks, 0.0):
+            return
+        self._warned[slowness.ranks] = 2 * slowness.seconds
+        stacks = [
+            f"{report.label} is at:\n{report.stack.rstrip()}"
+            for report in map(self._reports.__getitem__, slowness.ranks)
+            if report.stack and report.able(self._looked)
+        ]
+        text = "\n".join([slowness.text, *stacks])
+        for rank, report in self._reports.items():
+            if report.able(self._looked):
+                self._ranks[rank].send(Warn(text))
+                return
+
+
+def _left_by(folder: str, rank: int) -> dict[str, dict[int, Entry]] | None:
+    """Read the ledger of a rank of this host; return None if there is none."""
+    try:
+        return tails(read_ledger(ledger_path(folder, rank))[3])
+    except (OSError, ValueError):
+        return None
+
+
+def serve() -> None:
+    """Run as the process that `start_monitor` starts; its arguments come through stdin."""
+    agreed = json.load(sys.stdin)
+    with contextlib.suppress(OSError, ValueError):
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    listener = socket.socket(fileno=agreed.pop("listener"))
+    Monitor(listener, **agreed).run()

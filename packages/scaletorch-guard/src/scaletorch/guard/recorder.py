@@ -1,0 +1,377 @@
+"""The calls of this process: each one is in the ledger, and each wait is known while it lasts."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..dist import get_rank
+from ..dist.building import calling_thread
+from ..dist.devices import comm_entry
+from ..dist.errors import RankFaultError
+from .calls import Descriptions, call_site, fact_key, group_label, message_label
+from .facts import Channel, Fault
+from .ledger import DONE, ISSUED, WAITING, Board, Ledger, channel_number
+
+PATIENCE = 3.0  # s that an error of the network waits for the verdict on its cause
+
+_NETWORK = re.compile(r"gloo|pair closure|connect|timed? ?out|broken pipe|nccl|peer", re.IGNORECASE)
+
+
+class Verdict:
+    """The verdict on the job.
+
+    Attributes:
+        over: Is set when the guard has ended, with a fault or without one.
+        fault: The fault, or None.
+    """
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.fault: Fault | None = None
+
+    def conclude(self, fault: Fault | None) -> None:
+        """End the guard, with a fault or without one."""
+        self.fault = fault
+        self.over.set()
+
+    def check(self) -> None:
+        """Raise the fault, if there is one.
+
+        Raises:
+            RankFaultError: There is a fault.
+        """
+        if self.fault is not None:
+            raise self.error()
+
+    def error(self) -> RankFaultError:
+        """Return the error that tells of the fault."""
+        kind, ranks, text = self.fault or Fault("", (), "")
+        return RankFaultError(text, ranks=ranks, kind=kind)
+
+    def await_it(self) -> bool:
+        """Wait a moment for the verdict; return whether the guard has ended."""
+        return self.over.wait(PATIENCE)
+
+    def explain(self, error: Exception) -> BaseException:
+        """Return the fault that an error of the network comes from, or the error itself."""
+        if self.fault is None and not _NETWORK.search(str(error)):
+            return error
+        self.await_it()
+        return error if self.fault is None else self.error()
+
+    def caused(self, error: BaseException) -> bool:
+        """Return whether an error comes from a fault that was found."""
+        return isinstance(error, RankFaultError) or (
+            isinstance(error, RuntimeError) and self.explain(error) is not error
+        )
+
+
+PENDING = 256  # calls in the stream that are known; older ones are forgotten
+
+
+class Streamed(NamedTuple):
+    """A call in a stream."""
+
+    number: int  # of the wait for it, see `Wait`
+    note: Note
+    begun: float
+    passed: torch.Event
+
+
+class Streams:
+    """The last calls of this process that its device's streams have not come past.
+
+    NCCL and its like put a call into a stream and return. If another rank never makes that call,
+    the host waits later and elsewhere: in its next read of the device, a call of torch that no
+    ledger has. So an event stands behind every call, and the watcher looks for the oldest that is
+    not reached.
+    """
+
+    def __init__(self) -> None:
+        self._calls: deque[Streamed] = deque(maxlen=PENDING)
+        self._lock = threading.Lock()
+
+    def add(self, number: int, note: Note, device: str) -> None:
+        """Put an event behind a call that this thread has just made on the current stream."""
+        module = torch.get_device_module(device)
+        if getattr(module, "is_current_stream_capturing", bool)():
+            return  # an event of a graph that is being captured cannot be asked
+        passed = torch.Event(device)
+        passed.record()
+        with self._lock:
+            self._calls.append(Streamed(number, note, time.monotonic(), passed))
+
+    def pending(self) -> Streamed | None:
+        """Return the oldest call that its stream has not come past."""
+        with self._lock:
+            while self._calls:
+                if not self._calls[0].passed.query():
+                    return self._calls[0]
+                self._calls.popleft()
+        return None
+
+
+MARK = 16  # every so many calls of a channel its checksum is kept, to be compared
+KEPT = 64  # marks, and ends of steps, that are kept
+
+_ident = calling_thread
+_wall, _clock = time.time, time.monotonic
+
+
+class Note(NamedTuple):
+    """A call that has been noted, and where its entry in the ledger is."""
+
+    track: Track
+    seq: int
+    place: int
+
+
+class Track:
+    """How far this rank is in one channel."""
+
+    __slots__ = (
+        "channel", "count", "device", "key", "marked", "marks", "number", "owner", "rolling",
+        "sites", "tag", "told",
+    )  # fmt: skip
+
+    def __init__(self, key: str, channel: Channel, number: int, device: str) -> None:
+        self.key = key
+        self.device = device  # whose streams run the calls; "" for the CPU
+        self.channel = channel
+        self.number = number
+        self.tag = channel_number(key)
+        self.count = 0
+        self.rolling = 0  # checksum of the calls
+        self.sites = 0  # checksum of the lines that made them
+        self.marks: deque[tuple[int, int, int]] = deque(maxlen=KEPT)
+        self.owner: int | None = None  # the one thread that calls; 0 for several
+        self.told: int | None = None  # calls that the monitor knows of; None of a new channel
+        self.marked = 0  # the last mark that it knows
+
+
+class Handle:
+    """A backend's handle whose wait is known, and ends when there is a fault."""
+
+    __slots__ = ("_handle", "_note", "_recorder")
+
+    def __init__(self, handle: Any, note: Note | None, recorder: Recorder) -> None:
+        self._handle = handle
+        self._note = note
+        self._recorder = recorder
+
+    def wait(self) -> None:
+        """Wait until the call is done."""
+        self._recorder.waiting(self._note, self._handle.wait)
+
+    def is_completed(self) -> bool:
+        """Return whether the call is done."""
+        done: bool = self._handle.is_completed()
+        return done
+
+
+class Recorder:
+    """The guard that the collectives tell of their calls; see `scaletorch.dist.building.Guard`.
+
+    Args:
+        ledger: Where they are written.
+        board: Where the ranks of this host see one another's calls.
+        verdict: Is asked before each call, and after each error.
+        tell: Tells all ranks of an exception; returns whether they hear of a fault.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        board: Board,
+        verdict: Verdict,
+        tell: Callable[[BaseException], bool],
+    ) -> None:
+        self.ledger, self.verdict, self.tell = ledger, verdict, tell
+        self.board: Board | None = board
+        self._check = verdict.check
+        self._lock = threading.Lock()
+        self._groups: WeakKeyDictionary[ProcessGroup, tuple[Track, int]] = WeakKeyDictionary()
+        self._paths: WeakKeyDictionary[ProcessGroup, dict[tuple[int, int, bool], Track]]
+        self._paths = WeakKeyDictionary()
+        self._descriptions = Descriptions()
+        self._last: dict[int, Note] = {}  # thread -> its last call
+        self.tracks: dict[str, Track] = {}
+        self.waits: dict[int, tuple[int, Note, float]] = {}  # thread -> its wait
+        self.streams = Streams()
+        self.steps: deque[tuple[int, list[tuple[str, int, int]]]] = deque(maxlen=KEPT)
+        self._waits = itertools.count(1)
+
+    def record(self, group: ProcessGroup, call: str, facts: Sequence[Any]) -> Note:
+        """Note a collective that this thread is about to make."""
+        self._check()
+        found = self._groups.get(group)
+        track, size = found if found is not None else self._new_group(group)
+        key = (call, size, *map(fact_key, facts))
+        try:
+            check, text = self._descriptions[key]
+        except (KeyError, TypeError):
+            check, text = self._descriptions.add_collective(key, size, call, facts)
+        return self._write(track, check, text)
+
+    def record_message(
+        self, group: ProcessGroup, data: Tensor, peer: int, tag: int, sends: bool
+    ) -> Note:
+        """Note one end of a message."""
+        self._check()
+        path = (peer, tag, sends)
+        try:
+            track = self._paths[group][path]
+        except KeyError:
+            track = self._new_path(group, *path)
+        key = (data.dtype, data.shape, sends, peer)
+        try:
+            check, text = self._descriptions[key]
+        except KeyError:
+            check, text = self._descriptions.add_message(key, data, peer, sends)
+        return self._write(track, check, text)
+
+    def run(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Make the backend's call for the last thing that this thread has noted."""
+        note = self._last.get(_ident())
+        handle = self.waiting(note, call, *args, **options)
+        return None if handle is None else Handle(handle, note, self)
+
+    def run_noted(
+        self, notes: Sequence[Any], call: Callable[..., Any], *args: Any, **options: Any
+    ) -> Any:
+        """Make the backend's call for these notes."""
+        handles = self.waiting(notes[0], call, *args, **options)
+        if not isinstance(handles, list):
+            return Handle(handles, notes[0], self)
+        if len(handles) != len(notes):  # a batch that is one to the backend
+            notes = [notes[0]] * len(handles)
+        return [Handle(handle, note, self) for handle, note in zip(handles, notes, strict=True)]
+
+    def waiting(
+        self, note: Note | None, call: Callable[..., Any], *args: Any, **options: Any
+    ) -> Any:
+        """Make a call that may wait, and let everybody know what it waits for."""
+        if note is None:
+            return call(*args, **options)
+        thread = _ident()
+        before = self.waits.get(thread)
+        try:
+            self.waits[thread] = (next(self._waits), note, _clock())
+            self.ledger.set_state(note.place, WAITING)
+            result = call(*args, **options)
+        except RuntimeError as error:
+            explained = self.verdict.explain(error)
+            if explained is error:
+                raise
+            raise explained from error
+        finally:
+            if before is None:
+                self.waits.pop(thread, None)
+            else:
+                self.waits[thread] = before
+        if note.track.device:
+            self.streams.add(next(self._waits), note, note.track.device)
+        done = result is None or result is True
+        self.ledger.set_state(note.place, DONE if done else ISSUED)
+        return result
+
+    @property
+    def on_device(self) -> bool:
+        """Whether calls of this process have been made on a device's streams."""
+        return any(track.device for track in list(self.tracks.values()))
+
+    def end_step(self, number: int) -> None:
+        """Keep the checksums of this thread's calls at the end of a step.
+
+        The two ends of a message need not be in one step: how many there are is not compared, only
+        those that both have made.
+        """
+        thread = _ident()
+        tracks = [track for track in list(self.tracks.values()) if track.owner == thread]
+        state = [(t.key, t.count, t.rolling) for t in tracks if not t.channel.message]
+        self.steps.append((number, state))
+        self.mark(tracks)
+
+    def mark(self, tracks: Iterable[Track]) -> None:
+        """Keep the checksums of calls up to here, to be compared."""
+        with self._lock:
+            for track in tracks:
+                if not track.marks or track.marks[-1][0] < track.count:
+                    track.marks.append((track.count, track.rolling, track.sites))
+
+    def free_threads(self, waits: Container[int]) -> tuple[int, bool]:
+        """Return how many threads that call are not among those that wait, and if others might."""
+        living = set(sys._current_frames())
+        callers = living & set(self._last)
+        others = [
+            thread
+            for thread in threading.enumerate()
+            if not thread.daemon and thread.ident not in self._last
+        ]
+        main = threading.main_thread().ident
+        free = sum(thread not in waits for thread in callers)
+        return free, any(thread.ident != main for thread in others)
+
+    def _write(self, track: Track, check: int, text: bytes) -> Note:
+        thread = _ident()
+        site, line = call_site()
+        # One lock for all: the checksums, the marks and the ledger must tell of the same calls.
+        with self._lock:
+            seq = track.count
+            track.count = seq + 1
+            track.rolling = rolling = (track.rolling * 1000003 ^ check) & 0xFFFFFFFFFFFFF
+            track.sites = sites = (track.sites * 1000003 ^ line) & 0xFFFFFFFFFFFFF
+            index = self.ledger.write(track.number, seq, check, text, site, _wall())
+            if not (seq + 1) % MARK:
+                track.marks.append((seq + 1, rolling, sites))
+            if track.owner != thread:
+                track.owner = thread if track.owner is None else 0
+            board = self.board
+            differs = board is not None and board.differs(track.tag, seq, check)
+        note = self._last[thread] = Note(track, seq, index)
+        if differs:
+            self._hold_back(note)
+        return note
+
+    def _hold_back(self, note: Note) -> None:
+        """Wait for the verdict on a call that differs from that of another rank of this host."""
+        if not self.waiting(note, self.verdict.await_it):
+            self.board = None  # two channels share a place: it would only delay
+        self._check()
+
+    def _new_group(self, group: ProcessGroup) -> tuple[Track, int]:
+        ranks = tuple(c10d.get_process_group_ranks(group))
+        track = self._new_track(group, group.group_name, Channel(group_label(group), ranks))
+        self._groups[group] = track, len(ranks)
+        return track, len(ranks)
+
+    def _new_path(self, group: ProcessGroup, peer: int, tag: int, sends: bool) -> Track:
+        src, dst = (get_rank(), peer) if sends else (peer, get_rank())
+        key = f"{group.group_name}:{src}>{dst}:{tag}"
+        label = message_label(group, peer, tag, sends)
+        track = self._new_track(group, key, Channel(label, (src, dst), True))
+        self._paths.setdefault(group, {})[peer, tag, sends] = track
+        return track
+
+    def _new_track(self, group: ProcessGroup, key: str, channel: Channel) -> Track:
+        device = comm_entry(group)[0]
+        with self._lock:
+            track = self.tracks.get(key)
+            if track is None:
+                number = self.ledger.add_channel(key, channel)
+                track = Track(key, channel, number, "" if device == "cpu" else device)
+                self.tracks[key] = track
+        return track

@@ -1,0 +1,166 @@
+"""How the ranks start the monitor and find it: over their group, in two small collectives."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from typing import IO, NamedTuple, cast
+
+import torch
+import torch.distributed as c10d
+from torch.distributed import ProcessGroup
+
+from ..dist.building import gather_ints, host_device, is_loopback
+from ..dist.errors import InvalidArgumentError, StateError
+from .ledger import host_number
+from .messages import Connection, Hello
+
+_WIDTH = 1024  # bytes of the text that rank 0 sends
+_PREFIX = "scaletorch-guard-"  # of folders
+_LONGEST = 512  # bytes of a folder's path, which travels to all ranks
+_CONNECT = 30.0  # s
+_READS = 60.0  # s that the monitor may be too busy to hear a rank
+
+# Without this package's own `__init__`, which has torch: in a tenth of a second.
+_BOOT = (
+    "import importlib, sys, types\n"
+    "package = types.ModuleType({package!r})\n"
+    "package.__path__ = [{folder!r}]\n"
+    "sys.modules[{package!r}] = package\n"
+    "importlib.import_module({package!r} + '.monitor').serve()\n"
+)
+
+
+class Agreed(NamedTuple):
+    """The result of `start_monitor`, the same on every rank."""
+
+    folder: str = ""  # of the ledgers
+    address: str = ""  # where the monitor listens
+    port: int = 0
+    token: str = ""  # the secret of its ranks
+    failed: str = ""  # why there is no monitor, if so
+
+
+def start_monitor(group: ProcessGroup, folder: str | None, limits: dict[str, float]) -> Agreed:
+    """Start the monitor beside the first rank, and agree on its place; every rank calls it.
+
+    Args:
+        group: The ranks that are guarded.
+        folder: Where to keep the ledgers, or None for a temporary folder.
+        limits: The limits of the monitor's picture.
+
+    Raises:
+        StateError: The folder is somebody else's.
+    """
+    hosts = {host for (host,) in gather_ints((host_number(),), group)}
+    said = b""
+    if group.rank() == 0:
+        try:
+            own = _start(_choose_folder(folder), group.size(), limits, alone=len(hosts) == 1)
+        except (OSError, ValueError) as error:  # no port, or no process: told to every rank
+            own = Agreed(failed=str(error)[: _WIDTH // 2] or type(error).__name__)
+        said = json.dumps(own).encode()
+    data = torch.frombuffer(bytearray(said.ljust(_WIDTH)), dtype=torch.uint8)
+    data = data.to(host_device(group))
+    c10d.broadcast(data, c10d.get_process_group_ranks(group)[0], group)
+    agreed = Agreed(*json.loads(bytes(data.tolist())))
+    if not agreed.failed:
+        _make_private(agreed.folder)
+    return agreed
+
+
+def _start(folder: str, size: int, limits: dict[str, float], *, alone: bool) -> Agreed:
+    listener, address = _listen(alone=alone)
+    agreed = Agreed(folder, address, listener.getsockname()[1], secrets.token_hex(16))
+    with listener:
+        arguments = {"listener": listener.fileno(), "token": agreed.token, "size": size}
+        _run_monitor(listener, {**arguments, "folder": folder, **limits})
+    return agreed
+
+
+def _listen(*, alone: bool) -> tuple[socket.socket, str]:
+    """Listen on loopback if all ranks are here, else at the address that the master's name has."""
+    master = os.environ.get("MASTER_ADDR", "")
+    if alone:
+        address = "127.0.0.1"
+    elif master and not is_loopback(master):
+        address = socket.gethostbyname(master)
+    else:
+        address = socket.gethostbyname(socket.gethostname())
+    try:
+        return socket.create_server((address, 0), backlog=4096), address
+    except OSError:  # an address that is translated on the way here
+        return socket.create_server(("", 0), backlog=4096), address
+
+
+def _run_monitor(listener: socket.socket, arguments: dict[str, object]) -> None:
+    """Run the monitor in a process that has this one's listener, and nothing else of it.
+
+    It ends when all ranks have hung up, and does not mind Ctrl-C.
+    """
+    boot = _BOOT.format(package=__package__, folder=os.path.dirname(os.path.abspath(__file__)))
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-P", "-c", boot],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,  # whoever reads a rank's output does not wait for this process
+        stderr=subprocess.DEVNULL,
+        pass_fds=(listener.fileno(),),
+        cwd="/",
+        start_new_session=True,
+    )
+    # Through its input, since other users can read its command line.
+    with cast(IO[bytes], process.stdin) as words:
+        words.write(json.dumps(arguments).encode())
+    threading.Thread(target=process.wait, name="scaletorch-guard-reaper", daemon=True).start()
+
+
+def connect(agreed: Agreed, hello: Hello) -> Connection:
+    """Connect to the monitor.
+
+    Raises:
+        StateError: It cannot be reached.
+    """
+    address, port = agreed.address, agreed.port
+    try:
+        sock = socket.create_connection((address, port), timeout=_CONNECT)
+    except OSError as error:
+        raise StateError(
+            f"cannot reach the guard's monitor on rank 0 at {address}:{port}: {error}"
+        ) from error
+    connection = Connection(sock, patience=_READS)
+    connection.send(hello)
+    return connection
+
+
+def _choose_folder(base: str | None) -> str:
+    """Return a new name for a folder of one job, in `base` or in the temporary folder.
+
+    Raises:
+        InvalidArgumentError: The path is too long.
+    """
+    base = tempfile.gettempdir() if base is None else os.path.abspath(base)
+    path = os.path.join(base, f"{_PREFIX}{secrets.token_hex(8)}")
+    if len(path.encode()) > _LONGEST:
+        raise InvalidArgumentError(f"the folder's path is too long: {path}")
+    return path
+
+
+def _make_private(folder: str) -> None:
+    """Make a folder that this user alone can read.
+
+    Raises:
+        StateError: Somebody else has one of that name.
+    """
+    os.makedirs(os.path.dirname(folder), exist_ok=True)
+    try:
+        os.mkdir(folder, 0o700)
+    except FileExistsError:  # another rank of this host has made it
+        status = os.lstat(folder)
+        if status.st_uid != os.getuid() or status.st_mode & 0o170077 != 0o040000:
+            raise StateError(f"{folder} is not a folder of this user alone") from None

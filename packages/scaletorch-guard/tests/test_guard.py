@@ -1,0 +1,417 @@
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as c10d
+
+from scaletorch import dist, guard
+from scaletorch.dist import RankFailedError, RankFaultError
+from scaletorch.dist.collectives.flat import all_gather_flat, reduce_scatter_flat
+from scaletorch.dist.startup.rendezvous import free_port
+from scaletorch.dist.testing import distributed_test, run_ranks
+from scaletorch.dist.wire import port as hooks
+from scaletorch.guard.__main__ import main
+from scaletorch.guard.facts import Channel
+from scaletorch.guard.ledger import CAPACITY, Ledger, read_ledger, tails
+from scaletorch.guard.messages import Connection, Hello, Welcome
+from scaletorch.guard.monitor import Monitor
+
+
+def label():
+    rank = c10d.get_rank()
+    return f"rank {rank} (dp{rank} tp0)"
+
+
+def outcome(mistake):
+    """Run `mistake(rank)` among guarded steps on every rank; return what each rank raised.
+
+    The ranks are fresh: after a fault their groups are broken.
+    """
+    with tempfile.TemporaryDirectory() as folder:  # else the ledgers of a fault would stay
+        return dist.launch(guarded, 3, mistake, folder, timeout=40)
+
+
+def guarded(mistake, folder):
+    rank = dist.get_rank()
+    try:
+        with guard.watch(folder, label=label, warn=0.3, patience=1.5):
+            for number in range(6):
+                dist.all_reduce(torch.ones(3))
+                if number == 3:
+                    mistake(rank)
+                guard.step(number)
+    except BaseException as error:
+        assert hooks.guard is None
+        kind = getattr(error, "kind", "")
+        return type(error).__name__, kind, getattr(error, "ranks", ()), str(error)
+    return "", "", (), ""
+
+
+def raises(rank):
+    if rank == 1:
+        raise ValueError("the loss is NaN")
+
+
+def test_an_exception_reaches_every_rank_with_its_text():
+    own = outcome(raises)
+    assert own[1][:2] == ("ValueError", "")
+    for rank in (0, 2):
+        name, kind, ranks, text = own[rank]
+        assert (name, kind, ranks) == ("RankFaultError", "exception", (1,))
+        assert text.startswith("rank 1 (dp1 tp0) raised ValueError: the loss is NaN\n")
+        assert "Traceback" in text
+        assert "all_reduce(float32[3], sum) at tests/test_guard.py" in text
+        assert "rank 0 (dp0 tp0) waits" in text
+
+
+def rank_0_raises(rank):
+    if rank == 0:
+        raise ValueError("no more data")
+
+
+def test_the_monitors_own_rank_may_raise():
+    assert [entry[:3] for entry in outcome(rank_0_raises)] == [
+        ("ValueError", "", ()),
+        ("RankFaultError", "exception", (0,)),
+        ("RankFaultError", "exception", (0,)),
+    ]
+
+
+def receives_in_vain(rank):
+    if rank == 0:
+        dist.recv(torch.empty(2), 2)
+    if rank == 1:
+        raise ValueError("before the message")
+
+
+def test_a_blocked_message_is_freed():
+    assert outcome(receives_in_vain)[0][1:3] == ("exception", (1,))
+
+
+def crosses(rank):
+    if rank < 2:
+        dist.recv(torch.empty(2), 1 - rank)
+
+
+def test_messages_that_wait_for_one_another():
+    for name, kind, ranks, text in outcome(crosses):
+        assert (name, kind, ranks) == ("RankFaultError", "cycle", (0, 1))
+        assert "recv(float32[2]) from rank 1" in text
+
+
+def sums_other(rank):
+    dist.all_reduce(torch.ones(2), "max" if rank == 2 else "sum")
+
+
+def test_a_silent_mismatch_is_told_by_its_entries():
+    for name, kind, ranks, text in outcome(sums_other):
+        assert (name, kind, ranks) == ("RankFaultError", "mismatch", (2,))
+        assert "rank 2 (dp2 tp0) calls all_reduce(float32[2], max) at tests/test_guard.py" in text
+        assert "where rank 0 (dp0 tp0) calls all_reduce(float32[2], sum)" in text
+
+
+def flat_calls(rank):
+    counts = [2, 2, 3] if rank == 1 else [3, 2, 2]
+    reduce_scatter_flat(torch.ones(7), [3, 2, 2]).wait()
+    all_gather_flat(torch.ones(7), [3, 2, 2])
+    dist.barrier()
+    if rank == 1:
+        all_gather_flat(torch.ones(7), counts, async_op=True)
+    else:
+        reduce_scatter_flat(torch.ones(7), counts)
+
+
+def test_flat_calls_are_noted():
+    for _, kind, ranks, text in outcome(flat_calls):
+        assert (kind, ranks) == ("mismatch", (1,))
+        assert "all_gather_flat(float32[7], [2, 2, 3])" in text
+
+
+def leaves(rank):
+    if rank == 1:
+        guard.stop()
+        time.sleep(2)
+
+
+def test_a_rank_that_leaves_is_named_by_those_who_wait():
+    for rank in (0, 2):
+        assert outcome(leaves)[rank][1:3] == ("left", (1,))
+
+
+def sleeps(rank):
+    if rank == 1:
+        time.sleep(4)
+
+
+def test_slowness_is_an_error_only_after_patience():
+    for _, kind, ranks, text in outcome(sleeps):
+        assert (kind, ranks) == ("slow", (1,))
+        assert "rank 1 (dp1 tp0) was at:" in text
+        assert "time.sleep(4)" in text
+
+
+def interrupted(rank):
+    if rank == 1:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        dist.recv(torch.empty(2), 0)  # which would not end for a Ctrl-C by itself
+    time.sleep(1)
+
+
+def test_ctrl_c_ends_a_blocked_wait():
+    own = outcome(interrupted)
+    assert own[1][0] == "KeyboardInterrupt"
+    assert own[0][1:3] == own[2][1:3] == ("exception", (1,))
+
+
+def dies(folder):
+    rank = dist.get_rank()
+    with guard.watch(str(folder)):
+        for number in range(20):
+            if (rank, number) == (0, 12):
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(torch.ones(number + 1))
+
+
+@pytest.mark.parametrize("rank", [0])
+def test_the_death_of_the_monitors_host_is_an_event_and_its_ledger_can_be_read(
+    tmp_path, capsys, rank
+):
+    with pytest.raises(RankFailedError) as caught:
+        dist.launch(dies, 3, tmp_path, timeout=30)
+    assert "SIGKILL" in caught.value.failures[0]
+    for other in (1, 2):
+        error = caught.value.exceptions[other]
+        assert isinstance(error, RankFaultError)
+        assert (error.kind, error.ranks) == ("death", (0,))
+        assert "its last call was all_reduce(float32[12], sum)" in error.text
+    (folder,) = tmp_path.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert main(["report", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "12  all     done    all_reduce(float32[12], sum)" in shown
+    assert "13  0       -" in shown
+    assert main(["report", str(tmp_path)]) == 1
+
+
+def without_fault(folder):
+    sent, got = torch.ones(2), torch.empty(2)
+    me, size = dist.get_rank(), dist.get_world_size()
+    with guard.watch(folder):
+        for _ in range(40):
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+            dist.exchange([(sent, (me + 1) % size)], [(got, (me - 1) % size)])
+            work.wait()
+            dist.all_gather_object({"me": me})
+            guard.step()
+    return hooks.guard is None
+
+
+def test_nothing_is_left_where_nothing_happened(tmp_path):
+    assert run_ranks(without_fault, 3, None, env={"TMPDIR": str(tmp_path)}) == [True] * 3
+    assert list(tmp_path.iterdir()) == []
+    run_ranks(without_fault, 3, str(tmp_path))
+    (folder,) = tmp_path.iterdir()
+    assert len(list(folder.iterdir())) == 6
+
+
+@distributed_test(world_size=2)
+def test_wrong_use():
+    with pytest.raises(dist.InvalidArgumentError, match="positive seconds"):
+        guard.start(patience=0)
+    with guard.watch():
+        with pytest.raises(dist.StateError, match="already"):
+            guard.start()
+        with pytest.raises(dist.InvalidArgumentError, match="unknown reduce operation"):
+            dist.all_reduce(torch.ones(1), "no such")
+        child = os.fork()  # is no rank, and its end is no rank's death
+        if child == 0:
+            os._exit(0 if hooks.guard is None else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    guard.stop()
+
+
+def test_one_process_is_not_guarded():
+    with guard.watch():
+        assert hooks.guard is None
+        guard.step()
+
+
+def test_strangers_are_not_heard():
+    listener = socket.create_server(("127.0.0.1", 0))
+    monitor = Monitor(listener, "token", 1, "/nowhere", warn=1.0, patience=1.0, silence=1.0)
+    thread = threading.Thread(target=monitor.run)
+    thread.start()
+    address = listener.getsockname()
+    for token in ("", "other"):
+        stranger = Connection(socket.create_connection(address))
+        stranger.send(Hello(token, 0, 1, 1, "rank 0"))
+        assert stranger.receive() == []
+        assert not stranger.open
+        stranger.close()
+    rank = Connection(socket.create_connection(address))
+    rank.send(Hello("token", 0, 1, 1, "rank 0"))
+    assert rank.receive() == [Welcome(1)]
+    rank.close()
+    thread.join(5)
+
+
+def test_a_ledger_keeps_the_last_calls(tmp_path):
+    ledger = Ledger(str(tmp_path), 3, "rank 3 (dp1)")
+    number = ledger.add_channel("0", Channel("tp", (2, 3)))
+    for seq in range(CAPACITY + 10):
+        place = ledger.write(number, seq, 7, b"x" * 300, b"a.py:1", 1.5)
+        ledger.set_state(place, 3)
+    ledger.set_state(5, 1)  # long gone
+    rank, name, channels, entries = read_ledger(ledger.path)
+    assert (rank, name, channels) == (3, "rank 3 (dp1)", {"0": Channel("tp", (2, 3))})
+    assert [entry.seq for entry in entries] == list(range(10, CAPACITY + 10))
+    assert {(entry.check, entry.site, entry.state) for entry in entries} == {(7, "a.py:1", "done")}
+    assert ledger.tail(5) == entries[-5:]
+    assert sorted(tails(entries, 3)["0"]) == [CAPACITY + 7, CAPACITY + 8, CAPACITY + 9]
+    ledger.close(remove=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+SCRIPT = """
+import os, signal, sys
+import torch
+from scaletorch import dist
+from scaletorch import guard
+
+dist.init_dist("pytorch", backend="gloo")
+guard.start()
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 1:
+    if sys.argv[1] == "raise":
+        raise ValueError("seen by nobody but Python")
+    if sys.argv[1] == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+dist.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize("fault", ["none", "raise", "stop"])
+def test_one_line_in_a_script(tmp_path, fault):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    names = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    names["TMPDIR"] = str(tmp_path)  # for the ledgers
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), fault],
+            env={**os.environ, **names, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        errors = {rank: processes[rank].communicate(timeout=200)[1] for rank in (0, 2)}
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.communicate()
+    expected = {
+        "none": "",
+        "raise": "RankFaultError: rank 1 raised ValueError: seen by nobody but Python",
+        "stop": "RankFaultError: rank 1 is stopped",
+    }
+    for rank, text in errors.items():
+        assert expected[fault] in text, text
+        assert processes[rank].returncode == (fault != "none")
+
+
+def raises_lines(rank):
+    if rank == 1:
+        raise ValueError("the batches differ\n  + 1 of 2\n  - 2 of 2")
+
+
+def test_the_headline_has_an_exceptions_type_and_first_line():
+    text = outcome(raises_lines)[0][3]
+    assert text.startswith("rank 1 (dp1 tp0) raised ValueError: the batches differ + 1 of 2")
+
+
+def tells_and_waits(rank):
+    if rank == 1:
+        told = guard.tell(ValueError("in a stage"))
+        dist.all_reduce(torch.ones(2 if told else 3))  # as who ends a step with the others
+
+
+def test_an_exception_that_is_told_at_once_reaches_those_who_wait():
+    for _, kind, ranks, text in outcome(tells_and_waits):
+        assert (kind, ranks) == ("exception", (1,))
+        assert text.startswith("rank 1 (dp1 tp0) raised ValueError: in a stage\n")
+
+
+def test_without_a_guard_nothing_is_told():
+    assert guard.tell(ValueError("nobody hears it")) is False
+
+
+def sends_less(rank):
+    if rank == 0:
+        dist.send(torch.ones(3), 1)
+    if rank == 1:
+        dist.recv(torch.empty(4), 0)
+
+
+def test_a_message_of_another_size_is_found_at_the_steps_end():
+    for _, kind, ranks, text in outcome(sends_less):
+        assert (kind, ranks) == ("mismatch", (0, 1))
+        assert "send(float32[3]) to rank 1" in text
+        assert "recv(float32[4]) from rank 0" in text
+        assert "nobody has a majority" in text
+
+
+def skips_torchs_own(rank):
+    if rank != 1:
+        c10d.all_reduce(torch.ones(2))
+
+
+def test_who_skips_a_call_of_torchs_own_is_among_those_named():
+    for _, kind, ranks, text in outcome(skips_torchs_own)[1:2]:
+        assert kind == "slow"
+        assert 1 in ranks
+        assert "which no ledger has" in text
+        assert "rank 1 (dp1 tp0) may have left out" in text
+
+
+def check_guarded():
+    os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
+    assert dist.use_hierarchy()
+    with guard.watch():
+        works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(3)]
+        assert [part.tolist() for part in dist.all_gather(torch.ones(1))] == [[1.0]] * 4
+        for work in works:
+            work.wait()
+
+
+def test_a_guard_is_told_of_later_stages():
+    run_ranks(check_guarded, 4)
+
+
+WITHOUT = """
+import sys
+
+sys.modules["scaletorch.guard"] = None  # as where its wheel is not installed
+try:
+    from scaletorch.dist import guard
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+def test_it_has_its_former_name_too():
+    assert dist.guard is guard
+    command = [sys.executable, "-m", "scaletorch.dist.guard", "report", "/nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, "no ledgers" in done.stderr) == (1, True)
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+    assert "pip install 'scaletorch-dist[guard]'" in done.stdout

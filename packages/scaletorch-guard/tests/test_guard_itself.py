@@ -1,0 +1,420 @@
+"""The guard among healthy ranks and hostile strangers: its own faults are no rank's."""
+
+import contextlib
+import ctypes
+import logging
+import os
+import re
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as c10d
+
+from scaletorch import dist, guard
+from scaletorch.dist import RankFailedError, RankFaultError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.guard import control
+from scaletorch.guard.control import one_line
+from scaletorch.guard.diagnosis import diagnose
+from scaletorch.guard.facts import Channel, Entry, Fault, Need, Picture, Report, Sign, Wait
+from scaletorch.guard.ledger import Board, channel_number
+from scaletorch.guard.messages import Answer, Connection, Hello, News, Signs, Welcome
+from scaletorch.guard.mismatch import find_swap
+from scaletorch.guard.monitor import Monitor
+from scaletorch.guard.updates import new_picture, update
+
+
+class Late(dict):
+    """The calls of a rank, read so slowly that it makes more of them meanwhile."""
+
+    def values(self):
+        found = list(super().values())
+        time.sleep(0.002)
+        return found
+
+
+def in_new_groups():
+    with guard.watch():
+        if dist.get_rank() == 1:
+            recorder = control._session.recorder
+            recorder.tracks = Late(recorder.tracks)
+        group = None
+        for step in range(60):
+            group = c10d.new_group() if step % 3 == 0 else group
+            if dist.get_rank() == 0:
+                time.sleep(0.003)
+            dist.all_reduce(torch.ones(4), group=group)
+            guard.step()
+
+
+def test_first_calls_in_new_groups_are_no_fault():
+    run_ranks(in_new_groups, 2)
+
+
+def test_a_wait_in_a_channel_that_was_not_told_counts_for_nothing():
+    stuck = Report(1, waits=[Wait(1, "new", 0, 0.0)], since={1: 10.0}, heard=10.0)
+    picture = Picture({0: Report(0, heard=10.0), 1: stuck}, {}, warn=30, patience=60)
+    assert diagnose(picture, 10.01) is None
+
+
+class Heard(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+        logging.getLogger("scaletorch.guard").addHandler(self)
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def kill_the_monitor():
+    """On rank 0, whose only child it is."""
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError):  # of a thread that has ended since
+            for pid in map(int, path.read_text().split()):
+                os.kill(pid, signal.SIGKILL)
+
+
+def with_a_fault_of_the_guard(how):
+    heard = Heard()
+    begun = time.monotonic()
+    with guard.watch(patience=300.0):
+        dist.all_reduce(torch.ones(1))
+        session = control._session
+        if how == "watcher" and dist.get_rank() == 1:
+            session.watcher._news = None
+        if how == "word" and dist.get_rank() == 1:
+            session.watcher.say(Signs(9, "S", 0, 0.0), 5.0)  # who is no rank
+        if how == "killed" and dist.get_rank() == 0:
+            kill_the_monitor()
+        assert session.verdict.over.wait(30)
+        for _ in range(5):
+            dist.all_reduce(torch.ones(1))
+            guard.step()
+    return heard.texts, time.monotonic() - begun < 60
+
+
+@pytest.mark.parametrize("how", ["watcher", "word", "killed"])
+def test_a_fault_of_the_guard_is_told_as_such_and_stops_no_job(how):
+    ((texts, soon), *_) = run_ranks(with_a_fault_of_the_guard, 2, how)
+    (text,) = texts
+    assert text.startswith("the guard is off: ")
+    assert soon  # rank 0 does not wait for its patience
+
+
+def starts_again():
+    guard.start(patience=300.0)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        kill_the_monitor()
+    assert control._session.verdict.over.wait(30)
+    guard.stop()
+    guard.start(patience=30.0)
+    dist.barrier()
+    try:
+        for _ in range(100):
+            if dist.get_rank() == 1:
+                guard.tell(ValueError("after the second start"))
+            dist.all_reduce(torch.ones(1))
+    except RankFaultError as error:
+        return error.kind, error.ranks
+    return None
+
+
+def test_a_guard_whose_monitor_was_killed_can_be_started_again():
+    assert dist.launch(starts_again, 3, timeout=200) == [("exception", (1,))] * 3
+
+
+def without_an_interpreter():
+    heard = Heard()
+    sys.executable = "/nowhere/python"
+    with guard.watch():
+        dist.all_reduce(torch.ones(1))
+        return heard.texts, control._session is None
+
+
+def test_a_monitor_that_cannot_be_started_turns_the_guard_off_on_every_rank():
+    (texts, off), (_, also) = dist.launch(without_an_interpreter, 2, timeout=200)
+    (text,) = texts
+    assert text.startswith("the guard is off: its monitor did not start: ")
+    assert off
+    assert also
+
+
+PAYLOADS = {
+    "beyond ASCII": '["Hello","é",0,1,1,"rank 0"]\n'.encode(),
+    "a surrogate": b'["Hello","\\ud800",0,1,1,"rank 0"]\n',
+    "no token": b'["Hello",null,0,1,1,"rank 0"]\n["End"]\n',
+    "an object": b'{"Hello":0}\n',
+    "an unknown word": b'["__init__"]\n[["Hello"]]\n',
+    "deep": b"[" * 200_000 + b"\n",
+    "less deep": b"[" * 4_000 + b"\n",
+    "no object": b"[1]\n5\n",
+    "no JSON": b"hello\n",
+    "nothing": b"\0" * 1000 + b"\n",
+    "a list for a rank": b'["Hello","x",[1],1,1,"rank 0"]\n',
+    "a long number": b'["Hello",' + b"9" * 4_000 + b"]\n",
+    "no line": b"x" * 100_000,
+    "silence": b"",
+}
+
+
+def test_strangers_cannot_end_the_monitor():
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    address = listener.getsockname()
+    monitor = Monitor(listener, "token", 1, "/nowhere", warn=9.0, patience=9.0, silence=9.0)
+    thread = threading.Thread(target=monitor.run)
+    thread.start()
+    strangers = [socket.create_connection(address) for _ in range(100)]  # of which few may stay
+    for payload in PAYLOADS.values():
+        strangers.append(socket.create_connection(address))
+        with contextlib.suppress(ConnectionError):  # refused already
+            strangers[-1].sendall(payload)
+    rank = Connection(socket.create_connection(address))
+    rank.send(Hello("token", 0, 1, 1, "rank 0"))
+    assert rank.receive() == [Welcome(1)]
+    with pytest.raises(ConnectionRefusedError):  # all are here: nobody is let in any more
+        socket.create_connection(address)
+    assert thread.is_alive()
+    rank.close()
+    thread.join(5)
+    for stranger in strangers:
+        stranger.close()
+
+
+def many_times():
+    counts = []
+    for _ in range(12):
+        with guard.watch():
+            dist.all_reduce(torch.ones(3))
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts[2:]
+
+
+def test_it_leaves_no_descriptor_open():
+    for counts in run_ranks(many_times, 2):
+        assert max(counts) <= min(counts) + 1, counts
+
+
+def with_many_files():
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 4096), most))
+    with contextlib.ExitStack() as files:
+        for _ in range(1100):
+            files.enter_context(open(os.devnull))
+        with guard.watch():
+            dist.all_reduce(torch.ones(3))
+            guard.step()
+
+
+def test_it_starts_beyond_1024_descriptors():
+    run_ranks(with_many_files, 2)
+
+
+def holds_the_lock(guilty, how):
+    with guard.watch(silence=3.0, patience=200.0):
+        for step in range(20):
+            dist.all_reduce(torch.ones(4))
+            if (dist.get_rank(), step) == (guilty, 9):
+                if how == "C":
+                    ctypes.PyDLL(None).sleep(1000)
+                re.match("(a+)+$", 64 * "a" + "b")
+            guard.step()
+
+
+@pytest.mark.parametrize(("guilty", "how"), [(0, "C"), (1, "regex")])
+def test_a_held_interpreter_lock_is_found_wherever_it_is(guilty, how):
+    with pytest.raises(RankFailedError) as caught:
+        dist.launch(holds_the_lock, 3, guilty, how, timeout=200)
+    others = {0, 1, 2} - {guilty}
+    assert set(caught.value.exceptions) == others
+    for other in others:
+        error = caught.value.exceptions[other]
+        assert isinstance(error, RankFaultError)
+        assert (error.kind, error.ranks) == ("stopped", (guilty,))
+        assert f"rank {guilty} gives no sign of life" in str(error)
+
+
+def silent(signs, patience=100.0):
+    """Rank 0 waits since 0 for rank 1, which nobody has heard since then."""
+    waiting = Report(0, waits=[Wait(1, "g", 0, 0.0)], counts={"g": 1}, since={1: 0.0})
+    waiting.tails = {"g": {0: Entry(0, 7, "all_reduce", "a", 0.0, "waiting", "g")}}
+    waiting.heard = waiting.asked = 20.0
+    other = Report(1, heard=0.0, signs=signs, waits=[Wait(7, "g", -1, 0.0)], since={7: 0.0})
+    picture = Picture({0: waiting, 1: other}, {"g": Channel("tp", (0, 1))}, 90.0, patience)
+    return diagnose(picture, 20.0)
+
+
+@pytest.mark.parametrize(
+    ("what", "signs", "found"),
+    [
+        ("sleeps", [Sign(t, "S", 5, 0.0) for t in range(11, 20)], True),
+        ("computes", [Sign(t, "R", 5, 0.3 * t) for t in range(11, 20)], True),
+        ("loads data", [Sign(t, "R", 100 * t, 0.3 * t) for t in range(11, 20)], False),
+        ("has no CPU", [Sign(t, "R", 5, 0.01 * t) for t in range(11, 20)], False),
+        ("waits for a disk", [Sign(t, "D", 5, 0.0) for t in range(11, 20)], False),
+        ("was seen once", [Sign(19, "S", 5, 0.0)], False),
+        ("cannot be seen", [], False),
+    ],
+)
+def test_a_silent_rank_is_at_fault_early_only_if_it_does_nothing(what, signs, found):
+    verdict = silent(signs)
+    assert isinstance(verdict, Fault) == found, (what, verdict)
+    late = silent(signs, patience=19.0)  # whatever it does, this is too long
+    assert (late.ranks, late.kind) == ((1,), "stopped" if found else "slow")
+    if not found:
+        assert "rank 1 has not been heard of for 20.0 s" in late.text
+
+
+def test_a_process_that_was_seen_stopped_by_one_who_is_silent_now_is_not_accused():
+    picture = new_picture(2, warn=9.0, patience=99.0)
+    stopped = Signs(1, "T", 0, 0.0)
+    update(picture, 0, stopped, 10.0)
+    assert diagnose(picture, 12.0) is None  # seen once: it may run again
+    update(picture, 0, stopped, 11.5)
+    assert diagnose(picture, 12.0).kind == "stopped"
+    update(picture, 1, News({}, {}, {}, [], [], 1, False), 12.0)
+    assert diagnose(picture, 12.1) is None
+
+
+class Odd(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+def test_an_exception_on_one_line():
+    assert one_line(ValueError("no\n  + more\n")) == "ValueError: no + more"
+    assert one_line(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert one_line(dist.MismatchError("a")) == "scaletorch.dist.errors.MismatchError: a"
+    assert one_line(ValueError("x" * 999)).endswith("x …")
+    assert one_line(Odd()).endswith("Odd")
+
+
+def from_other_lines(orders):
+    """Four ranks' reports of 12 calls, of which each rank makes two from the lines that it says."""
+    picture = new_picture(len(orders), warn=9.0, patience=99.0)
+    for rank, lines in enumerate(orders):
+        sites = ["a", "b", "c"] * 2 + list(lines) + ["a", "b", "c"] * 2
+        entries = [
+            [n, 7, "all_reduce", site, float(n), "done", "g"] for n, site in enumerate(sites)
+        ]
+        channels = {"g": ["tp", list(range(len(orders))), False]}
+        marks = {"g": [(len(sites), 1, hash(tuple(sites)))]}
+        update(picture, rank, News(channels, {"g": len(sites)}, marks, [], [], 1, False), 10.0)
+        update(picture, rank, Answer(5, entries, ""), 10.0)
+    return picture
+
+
+def test_look_alike_calls_that_a_rank_swaps():
+    picture = from_other_lines(["xy", "xy", "yx", "xy"])
+    fault = find_swap(picture, 10.0)
+    assert fault.ranks == (2,)
+    assert "rank 2 makes all_reduce at y, then all_reduce at x" in fault.text
+    fault = find_swap(from_other_lines(["xy", "yx"]), 10.0)
+    assert fault.ranks == (0, 1)
+    assert "nobody has a majority" in fault.text
+
+
+@pytest.mark.parametrize("orders", [["xy", "zw"], ["xy", "xy", "xz"], ["xy", "yx", "xy", "yx"]])
+def test_lines_of_their_own_are_no_swap(orders):
+    picture = from_other_lines(orders)
+    assert find_swap(picture, 10.0) is None
+    assert not isinstance(diagnose(picture, 10.0), (Fault, Need))
+
+
+def sends_less_and_goes_on():
+    found = False
+    with contextlib.suppress(RankFaultError), guard.watch():
+        control._session.recorder.board = None  # as between two hosts
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(3), 1)
+        else:
+            dist.recv(torch.empty(4), 0)
+        guard.step()
+        found = control._session.verdict.over.wait(20)  # before anybody waits, or leaves
+    return found
+
+
+def test_a_message_of_another_size_is_found_where_nobody_waits(tmp_path):
+    assert dist.launch(sends_less_and_goes_on, 2, env={"TMPDIR": str(tmp_path)}) == [True, True]
+
+
+def makes_another_call(size, dtype, late):
+    """One rank makes a call that gloo aborts others for, as the first or as the last."""
+    rank = dist.get_rank()
+    with guard.watch(patience=30.0):
+        dist.all_reduce(torch.ones(3))
+        time.sleep(0.3 if (rank == 1) == late else 0)
+        own = (size, dtype) if rank == 1 else (4, torch.float32)
+        dist.all_reduce(torch.ones(own[0], dtype=own[1]))
+        dist.barrier()
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize(("size", "dtype"), [(4, torch.float64), (500_000, torch.float32)])
+def test_a_call_of_other_bytes_is_not_made_where_a_rank_of_the_host_made_another(size, dtype, late):
+    with pytest.raises(RankFailedError) as caught:
+        dist.launch(makes_another_call, 3, size, dtype, late, timeout=200)
+    assert set(caught.value.exceptions) == {0, 1, 2}  # nobody was aborted
+    for error in caught.value.exceptions.values():
+        assert isinstance(error, RankFaultError)
+        assert (error.kind, error.ranks) == ("mismatch", (1,))
+
+
+def test_ranks_of_a_host_see_what_the_first_has_posted(tmp_path):
+    first, second = Board(str(tmp_path)), Board(str(tmp_path))
+    tp, dp = channel_number("tp"), channel_number("dp")
+    for seq in range(70_000):  # more than there are places
+        assert not first.differs(tp, seq, seq % 7)
+        assert not second.differs(tp, seq, seq % 7)
+    assert not first.differs(dp, 3, 1)
+    assert second.differs(dp, 3, 2)
+    assert not second.differs(dp, 4, 2)
+    first.close()
+    second.close()
+    assert not list(tmp_path.iterdir())
+
+
+def held_back_in_vain():
+    with guard.watch(patience=30.0):
+        recorder, store = control._session.recorder, c10d.distributed_c10d._get_default_store()
+        if dist.get_rank() == 0:  # another channel's call has the place of this one's
+            recorder._new_group(c10d.group.WORLD)
+            track = recorder.tracks[c10d.group.WORLD.group_name]
+            recorder.board.differs(track.tag, 0, 1)
+            store.set("taken", "")
+        store.wait(["taken"])  # not by a call of the group: it would take the place itself
+        dist.barrier()
+        dist.all_reduce(torch.ones(3))
+        guard.step()
+        return recorder.board is None
+
+
+def test_who_was_held_back_in_vain_goes_on():
+    assert dist.launch(held_back_in_vain, 2, timeout=200) == [True, True]
+
+
+def alike_to_the_backend(how):
+    odd = dist.get_rank() == 1
+    with guard.watch(patience=30.0):
+        if how == "dims":
+            dist.broadcast(torch.ones((2, 2) if odd else (4,)))
+        elif how == "elements":
+            dist.all_reduce_params([torch.ones(4), torch.ones(3 if odd else 2)])
+        else:
+            dist.all_reduce_params([torch.ones(3 if odd else 2), torch.ones(2 if odd else 3)])
+
+
+@pytest.mark.parametrize("how", ["dims", "elements", "order"])
+def test_what_a_backend_takes_for_alike_is_found(how):
+    with pytest.raises(RankFailedError) as caught:
+        dist.launch(alike_to_the_backend, 3, how, timeout=200)
+    errors = caught.value.exceptions.values()
+    assert [(error.kind, error.ranks) for error in errors] == [("mismatch", (1,))] * 3
