@@ -330,7 +330,7 @@ REFUSED = [
     (("Conv", CP, 1), r"module conv \(Conv1d\) computes a position from others"),
     (("Recurrent", CP, 1), r"module rnn \(GRU\) computes"),
     (("cumsum", CP, 1), r"what module qkv \(Linear\) is given computes"),
-    (("Offset", CP, 1), "Offset counts its positions otherwise than 0, 1, 2, .* as position_ids"),
+    (("Offset", CP, 1), FOUND + "do not begin at 0 have to be in the batch as position_ids"),
     (("Norm", DP, 2), r"module norm \(BatchNorm1d\) takes statistics of all rows .* one micro-b"),
     (("Norm", CP, 1), r"module norm \(BatchNorm1d\) .* cp_size=2 divides"),
     (("Norm", DP, 1, {}, {"recompute": True}), "module norm .* recompute=True runs"),

@@ -103,12 +103,6 @@ CASES = {
         ("gpt2", {"tp": 2}, {}, Cut(tp=2)),
         ("Mixture", {"tp": 2}, {}, Cut(tp=2)),
         ("qwen3_moe", {"cp": 2}, {}, Cut(cp=2, cp_method="ring")),
-        ("qwen3", {"tp": 2}, {"recompute": "selective"}, Cut(tp=2, selective=True)),
-        (
-            "Llama", {"tp": 2}, {"sequence_parallel": True, "recompute": "selective"},
-            Cut(tp=2, sequence_parallel=True, selective=True),
-        ),
-        ("Mixture", {"tp": 2}, {"recompute": "selective"}, Cut(tp=2, selective=True)),
     ],
     4: [
         (

@@ -55,13 +55,13 @@ PIPELINES = [
     ),
     Layout(
         Grid(pp=2, cp=2),
-        recompute="selective",
+        recompute="full",
         schedule="dualpipe_v",
         chunks=2,
         micro_rows=4,
         micro_batches=3,
     ),
-    Layout(Grid(pp=4), recompute="selective", schedule="zb_v", chunks=2, micro_rows=4),
+    Layout(Grid(pp=4), recompute="full", schedule="zb_v", chunks=2, micro_rows=4),
     Layout(Grid(tp=2, pp=2, dp=1), recompute="full", schedule="zb_h1", micro_rows=4),
 ]
 
@@ -71,7 +71,7 @@ SHARED = [  # where the peak is that of activations, of buckets, or of shards
     Layout(Grid(dp=2, cp=2), zero=2, recompute="full", micro_rows=2, micro_batches=2),
     Layout(Grid(tp=2, dp=2), zero=2, micro_rows=3, micro_batches=3, sequence_parallel=True),
     Layout(Grid(pp=2, dp=2), zero=1, recompute="full", schedule="zb_v", chunks=2, micro_rows=2),
-    Layout(Grid(pp=2, dp=2), zero=2, recompute="selective", micro_rows=4, micro_batches=4,
+    Layout(Grid(pp=2, dp=2), zero=2, recompute="full", micro_rows=4, micro_batches=4,
            schedule="interleaved_1f1b", chunks=2),
     Layout(Grid(pp=2, cp=2), zero=2, schedule="zb_v", chunks=2, micro_rows=2, micro_batches=7),
 ]  # fmt: skip

@@ -322,7 +322,7 @@ def test_what_looks_at_all_parameters_is_refused_on_a_pipeline():
 
 def counted():
     """Return what a step's all-to-alls hand over to other ranks, and the matrices' bytes."""
-    from scaletorch.compose.matrices import exchange
+    from scaletorch.compose import matrices
 
     manager = setup_process_group_manager(tp_size=get_world_size())
     torch.manual_seed(0)
@@ -333,15 +333,15 @@ def counted():
     hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers." in n]
     optimizer = whole_matrices(torch.optim.Muon(hidden), model)
     train_step(model, shard_global_batch(batch(0), 1, model=model))
-    sent, original = [], exchange.all_to_all_flat
+    sent, original = [], matrices.all_to_all_flat
 
     def counting(data, counts, *rest):
         sent.append(sum(counts) - counts[manager.tp_rank])
         return original(data, counts, *rest)
 
-    exchange.all_to_all_flat = counting
+    matrices.all_to_all_flat = counting
     optimizer.step()
-    exchange.all_to_all_flat = original
+    matrices.all_to_all_flat = original
     destroy_process_group_manager()
     return sent, sum(p.nbytes for p in hidden)
 

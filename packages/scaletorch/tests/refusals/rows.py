@@ -158,7 +158,7 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     },
     "takes `position_ids`, and its own begin elsewhere": {
         "given": Case(models.Given),
-        "offset": Case(models.Offset, on(*DIVIDED), "counts its positions otherwise than 0, 1, 2"),
+        "offset": Case(models.Offset, on(*DIVIDED), "computes something else on"),
         "offset said": Case(models.SaysOffset),
         "offset given": Case(models.Offset, batch=with_positions),
     },

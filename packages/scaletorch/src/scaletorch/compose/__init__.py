@@ -4,19 +4,24 @@ from ._version import __version__
 from .adapters import add_adapters
 from .batches import shard_global_batch
 from .costs import active_costs
+from .draws import rows_of_step, seed_ranks
 from .evaluate import eval_step, forward_step
 from .loss import token_loss_sum
+from .loss_values import (
+    last_token,
+    log_probs,
+    sequence_sums,
+    token_log_probs,
+    token_losses,
+    vocabulary_sums,
+)
 from .norm import clip_grad_norm_, global_grad_norm, nonfinite_gradients
 from .parallelize import parallelize
-from .randomness import seed_ranks
 from .recompute import offload_layers, recompute_layers, select_layers
 from .replicas import check_replicas
 from .routing import count_routing, move_biases
-from .rows import rows_of_step
-from .sequence_values import last_token, sequence_sums
 from .state import full_gradients, full_state_dict, local_gradients
 from .step import rehearse, train_step
-from .token_values import log_probs, token_log_probs, token_losses, vocabulary_sums
 from .whole_matrices import whole_matrices
 
 __all__ = [

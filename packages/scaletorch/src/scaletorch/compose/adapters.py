@@ -25,8 +25,8 @@ from ..parallel.tensor_parallel.building import (
 from .digests import written
 from .experts import expert_names
 from .forward import Terms, manager_of, pipeline_of, terms_of
-from .outline import base_of, outline_of
 from .parallelize import copy_plain, wrap
+from .plain import base_of, outline_of
 
 _BESIDE = ("modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication")
 _DRAWN = (True, False, "gaussian", "orthogonal")  # the others read the base's weights

@@ -14,10 +14,17 @@ from ..dist.errors import InvalidArgumentError
 from ..parallel.context_parallel import ShardedSequences
 from ..parallel.context_parallel.building import CU_SEQLENS, DEFAULT, layout_of_whole
 from ..parallel.pg_manager import IGNORED, ProcessGroupManager
-from .entries import TOKENS, named_entries, row_count, sequence_shape
+from .entries import (
+    TOKENS,
+    Positions,
+    named_entries,
+    read_sequence_dims,
+    require_all_told,
+    row_count,
+    sequence_shape,
+)
 from .forward import terms_of
 from .row_dims import POSITIONS, RowDims, read_row_dims
-from .sequence_dims import Positions, read_sequence_dims, require_all_told
 
 Batch = Mapping[str, Tensor]
 

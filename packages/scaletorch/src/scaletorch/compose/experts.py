@@ -11,13 +11,16 @@ from torch.distributed import ProcessGroup
 from ..dist.errors import InvalidArgumentError
 from ..parallel.expert_parallel import apply_expert_parallel
 from ..parallel.expert_parallel.building import (
+    DividedExperts,
     find_expert_cuts,
     find_experts,
     find_list,
     named_experts,
+    share_tokens,
 )
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.tensor_parallel import Stacked
+from ..parallel.tensor_parallel.building import WholeSequence, find_cuts
 
 EXPERTS = "experts"  # the style of a plan that means them
 Plan = Mapping[str, Any] | None
@@ -89,3 +92,37 @@ def expert_groups(model: nn.Module, manager: ProcessGroupManager) -> dict[str, P
     """Return the ranks over which the gradients of experts are summed, by parameters' names."""
     names = expert_names(model) & {name for name, _ in model.named_parameters()}
     return dict.fromkeys(sorted(names), manager.edp_group if names else None)
+
+
+def settle_tokens(model: nn.Module, manager: ProcessGroupManager) -> None:
+    """Have tp ranks share the tokens of experts in blocks that see whole sequences.
+
+    Elsewhere each tp rank has tokens of its own between shards of sequences, and experts that every
+    tp rank has (etp = tp) need a layer around them that gathers these.
+
+    Args:
+        model: With experts divided, layers sharded and sequences shared.
+        manager: The grid.
+
+    Raises:
+        InvalidArgumentError: There is no such layer, or it cannot tell rows of all experts apart.
+    """
+    wholes = (each for each in model.modules() if isinstance(each, WholeSequence))
+    inside = {each for whole in wholes for each in whole.modules()}
+    cuts = find_cuts(model)
+    for name, each in model.named_modules():
+        if not isinstance(each, DividedExperts):
+            continue
+        if each in inside:
+            if manager.etp_size == 1:
+                share_tokens(each, manager.tp_group)
+            continue
+        if manager.etp_size == 1:
+            continue
+        cut = any(parameter.startswith(f"{name}.") for parameter in cuts)
+        if each.takes_all or not cut:
+            why = "are called with rows for all of them" if cut else "are not cut over tp"
+            raise InvalidArgumentError(
+                f"the experts '{name}' {why}, and with sequence parallelism each tp rank has "
+                "tokens of its own: take etp = 1, or do without sequence parallelism"
+            )

@@ -18,8 +18,7 @@ from ..dist.errors import InvalidArgumentError, StateError
 from ..parallel.pg_manager import ProcessGroupManager, get_process_group_manager
 from ..parallel.pipeline_parallel import PipelineParallel
 from .balance import RouterLoss
-from .outline import base_of
-from .plain import Plain
+from .plain import Plain, base_of
 
 Counting = Callable[[Tensor], Tensor]  # ids [B, L] -> positions [B, L]
 
@@ -40,15 +39,15 @@ class Terms:
         shares_sequences: Each tp rank holds a shard of every sequence between layers.
         shares_in_layers: That is so between the layers that its plan names, and nowhere else.
         counts_of_ids: It counts positions itself, of whole ids.
-        counts_otherwise: Its own positions, where sequences are divided, are not 0, 1, 2, ...
-        counting: How it counts those of whole rows of ids, if that is known.
+        counting: How it counts those of whole rows of ids, if these are not 0, 1, 2, ... and
+            sequences are divided.
         recomputes: Layers run again in backward.
         router_loss: The auxiliary loss that the model's config asks for.
         keeps_cache: Its config asks for a cache of keys and values, and its forward can be told not
             to keep one.
         real_positions: Which positions of this rank are no padding in the step; None is all.
         counts_routing: The tokens of each forward that choose an expert are counted.
-        looked: Ranks were found to hold the same batch, and to be able to attend.
+        looked: Ranks were found to hold the same batch.
         several: Some rank has several micro-batches in the step.
         counted: How many losses a loss_fn has counted lately for each token of a batch, or row of
             another; None before the first step.
@@ -69,7 +68,6 @@ class Terms:
     shares_sequences: bool = False
     shares_in_layers: bool = False
     counts_of_ids: bool = False
-    counts_otherwise: bool = False
     counting: Counting | None = None
     recomputes: bool = False
     router_loss: RouterLoss | None = None

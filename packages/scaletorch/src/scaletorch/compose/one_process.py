@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from .batches import shard_global_batch
 from .entries import LABELS, OF_LOSS, first_entry, named_entries
 from .forward import read_terms
-from .loss_batch import LossBatch
+from .loss import LossBatch
 from .row_dims import RowDims
 
 

@@ -20,8 +20,7 @@ from ..dist.errors import InvalidArgumentError, MismatchError
 from ..parallel.pg_manager import IGNORED, ProcessGroupManager, describe_rank
 from .batches import Batch, Called, counts_nothing, token_count
 from .forward import terms_of
-from .loss import find_sharded_head, require_labels_fit
-from .loss_batch import LossBatch
+from .loss import LossBatch, find_sharded_head, require_labels_fit
 from .loss_reads import Words, number_of_next_node, penalized_leaves, require_no_parameters
 
 Number = int | float | Tensor

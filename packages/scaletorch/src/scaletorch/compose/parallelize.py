@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..dist import get_rank
 from ..dist.errors import InvalidArgumentError
@@ -21,17 +22,14 @@ from ..parallel.tensor_parallel.building import counts_of_ids, shares_in_layers
 from .balance import read_router_loss
 from .before.batch_norm import synchronise_batch_norms
 from .before.initial import require_one_model
-from .before.positions import ask_positions
 from .costs import agreed_split
-from .expert_tokens import settle_tokens
-from .experts import divide_experts, expert_groups
-from .forward import Terms, keep_terms, read_terms, require_manager, require_own_names
+from .experts import divide_experts, expert_groups, settle_tokens
+from .forward import Counting, Terms, keep_terms, read_terms, require_manager, require_own_names
 from .loss import keep_logits_sharded
-from .outline import outline_of
-from .plain import Plain
+from .plain import Plain, outline_of
 from .recompute import offload_layers, recompute_layers, select_layers
+from .state import keep_whole_state
 from .updates import watch
-from .whole_state import keep_whole_state
 
 _KEEPING = {True: recompute_layers, "selective": select_layers, "offload": offload_layers}
 
@@ -193,5 +191,19 @@ def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _How) -> Te
         undivided = manager.cp_size == manager.pp_size == 1
         terms.counts_of_ids = undivided and counts_of_ids(model)
         if not terms.counts_of_ids:
-            ask_positions(model, terms)
+            terms.counting = _counting(model)
     return terms
+
+
+def _counting(model: nn.Module) -> Counting | None:
+    """Return how a model counts positions of whole rows of ids, as RoBERTa and its kin say it."""
+    for module in model.modules():
+        count = getattr(module, "create_position_ids_from_input_ids", None)
+        padding = getattr(module, "padding_idx", None)
+        if callable(count) and isinstance(padding, int):
+            return partial(_count, count, padding)
+    return None
+
+
+def _count(count: Callable[[Tensor, int], Tensor], padding: int, ids: Tensor) -> Tensor:
+    return count(ids, padding)

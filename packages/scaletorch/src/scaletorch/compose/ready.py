@@ -17,7 +17,6 @@ from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pipeline_parallel.building import read
 from .balance import require_one_micro_batch
 from .batches import Batch, Called, MicroBatch, counts_nothing, token_count
-from .before.attending import require_attention
 from .before.batch_norm import require_whole_batches
 from .before.initial import require_one_batch
 from .entries import OF_LOSS, TOKENS, first_entry, sequence_shape
@@ -28,10 +27,10 @@ from .samples import samples_of
 
 _APART = (TOKENS, "labels")  # entries that are not passed on by name
 _OTHERWISE = (
-    "{} counts its positions otherwise than 0, 1, 2, ... where it is given none (from behind its "
-    "padding index, perhaps), and where sequences are divided it has to be given them: put those "
-    "that it uses into the global batch as position_ids [B, L], or leave sequences whole "
-    "(cp_size=1, sequence_parallel=False)"
+    "{} counts its positions from behind its padding index, and where sequences are divided it has "
+    "to be given them: let shard_global_batch ask the model, shard_global_batch(..., model=model), "
+    "put them into the global batch as position_ids [B, L], or leave sequences whole (cp_size=1, "
+    "sequence_parallel=False)"
 )
 
 
@@ -97,24 +96,15 @@ def ready(
     return called, _with_counts(number, count if counts else 0, manager) if elsewhere else number
 
 
-def look_first(
-    model: DataParallelBucket,
-    micro_batches: Sequence[Batch],
-    called: Sequence[Called],
-    manager: ProcessGroupManager,
-    terms: Terms,
-) -> None:
-    """Look, once, whether ranks hold the same batch, and can all attend.
+def look_first(micro_batches: Sequence[Batch], manager: ProcessGroupManager, terms: Terms) -> None:
+    """Look, once, whether ranks hold the same batch.
 
     Raises:
-        InvalidArgumentError: This rank cannot.
-        MismatchError: Ranks hold other batches than they must, or another cannot attend.
+        MismatchError: Ranks hold other batches than they must.
     """
     if not terms.looked:
         if not rehearses():  # whose small batch every rank has made of a whole one
             require_one_batch(micro_batches, manager)
-        if manager.cp_size > 1 and manager.tp_size > 1:
-            require_attention(model, called[0], manager)
         terms.looked = True
 
 
@@ -188,7 +178,7 @@ def as_called(batch: Batch, terms: Terms) -> Called:
     if terms.keeps_cache:  # no use in training, and a layer that runs again would add to it again
         entries.setdefault("use_cache", False)
     given = POSITIONS in entries and not (cut is not None and cut.counted)
-    if terms.counts_otherwise and not given:
+    if terms.counting is not None and not given:
         raise InvalidArgumentError(_OTHERWISE.format(terms.name))
     if not given and (terms.counts_of_ids or not terms.takes(POSITIONS)):
         entries.pop(POSITIONS, None)  # whether it counts them itself is asked in the first step

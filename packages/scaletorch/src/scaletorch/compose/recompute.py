@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from ..parallel.pipeline_parallel import Split, layers_of
-from .selective import Selected
 
 _Inner = Callable[..., Any]
 _Kept = tuple[torch.device | None, Tensor]  # where it was, if it is elsewhere, and what is kept
+# What selective recomputation keeps the results of. Batched products are those of attention written
+# out, whose [L, L] scores take the most memory.
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::convolution")
+_ATTENTION = "aten::_scaled_dot_product_"
 
 
 def recompute_layers(model: nn.Module, split: Split | None = None) -> None:
@@ -37,9 +45,9 @@ def recompute_layers(model: nn.Module, split: Split | None = None) -> None:
 def select_layers(model: nn.Module, split: Split | None = None) -> None:
     """Let every layer of `model` drop what is cheap to make again, in place.
 
-    Norms, activation functions and other elementwise operations run again in backward, and gathers
-    of sequences are sent again; products of matrices, attention, random draws and sums over ranks
-    are not. Values are the same bits.
+    The results of matrix products, convolutions and attention kernels are kept, and all else runs
+    again in backward: norms, activation functions, attention written out, and what the layer
+    communicates, with attention over several cp ranks. Values are the same bits.
 
     Args:
         model: As in `recompute_layers`.
@@ -98,7 +106,20 @@ def _selected(inner: _Inner, layer: nn.Module, *args: Any, **kwargs: Any) -> Any
     # A compiler chooses itself what it keeps; a model's own checkpoint runs all of it again.
     if torch.compiler.is_compiling() or _in_checkpoint():
         return inner(layer, *args, **kwargs)
-    return Selected(layer).run(inner, layer, *args, **kwargs)
+    contexts = partial(create_selective_checkpoint_contexts, _policy)
+    return checkpoint(inner, layer, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    keeps = is_selected(operation)
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def is_selected(operation: Any) -> bool:
+    """Return whether selective recomputation keeps an operation's results."""
+    name = operation._schema.name
+    # An autograd function that attends over ranks has a kernel for each of them: too much to keep.
+    return name in _PRODUCTS or (name.startswith(_ATTENTION) and torch.is_grad_enabled())
 
 
 def _in_checkpoint() -> bool:

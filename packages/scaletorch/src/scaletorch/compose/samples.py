@@ -8,7 +8,7 @@ over all ranks, has a 0 where these are equal, and no rank needs to know what th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from random import Random
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -16,16 +16,26 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from ..dist import all_gather_object, get_rank
+from ..dist import all_gather_object, all_reduce, get_comm_device, get_rank, group_ranks
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from .digests import Key, digest, keyed_pieces
 from .forward import wait_for_parameters
-from .parted import refuse_parted
-from .replicas import SHOWN, key_hash
+from .replicas import HEAD, SHOWN, exchange, key_hash, refuse
 
 PERIOD = 16  # steps within which every parameter has its turn
 MODULUS = 2**32  # of a rank's term in the message: sums over 2**21 ranks are exact in float64
+PIECE = 2**20  # elements that are measured at a time
+MEASURED = 2**26  # elements that are measured at most
+EXACT = ("cpu",)  # devices whose kernels sum in one order, so that equal inputs give equal bits
+ROUNDING = 1e-3  # of the largest value: how far kernels may part that sum in no fixed order
+ADVICE = (
+    "Likely gradients were clipped on each rank alone (torch.nn.utils.clip_grad_norm_ scales them "
+    "by another norm on each rank, of the shards, stage or experts there: use "
+    "scaletorch.compose.clip_grad_norm_(model, max_norm)), or optimizers have other settings or "
+    "left out a step, or values were changed or loaded on some ranks alone, or a memory is faulty; "
+    "go on from a checkpoint from before."
+)
 
 
 class Held(NamedTuple):
@@ -168,7 +178,7 @@ class Samples:
             wait_for_parameters(model)
             held = [each for each in self._held if each.key not in self._left]
             values = {each.key: each.values() for each in held}
-            self._left |= {*refuse_parted(model, values, taken, self._manager)}
+            self._left |= {*_refuse_parted(model, values, taken, self._manager)}
         if parted or unsettled:
             self.settle()
 
@@ -236,3 +246,92 @@ def _cut_of(piece: Tensor, whole: Tensor) -> tuple[int, int, int] | None:
         return None
     start = (piece.storage_offset() - whole.storage_offset()) // whole.stride(dim)
     return dim, start, piece.shape[dim]
+
+
+def _refuse_parted(
+    model: nn.Module,
+    values: Mapping[Key, Tensor],
+    taken: Mapping[Key, Tensor],
+    manager: ProcessGroupManager,
+) -> list[Key]:
+    """Compare all replicated parameters, and raise on every rank if any differ; all ranks call it.
+
+    Args:
+        model: What `parallelize` returned.
+        values: This rank's parameters.
+        taken: Digests of an earlier sample, which count for these parameters.
+        manager: The grid.
+
+    Returns:
+        Parameters that differ over tp within rounding alone, on an accelerator; it has warned.
+
+    Raises:
+        MismatchError: Others differ.
+    """
+    digests = [(key, taken[key] if key in taken else digest(x)) for key, x in values.items()]
+    table, numbers = exchange(model, digests, 0, manager)
+    numbers = numbers[:, HEAD:]
+    unequal = table.unequal(numbers)
+    if not unequal:
+        return []
+    gaps = _gaps(unequal, values, manager)
+    unequal.sort(key=lambda key: gaps.get(key, 0.0), reverse=True)
+    most = gaps.get(unequal[0], 0.0)
+    inexact = sorted({each.device.type for each in values.values()} - {*EXACT})
+    devices = {d for each in all_gather_object(inexact, manager.world_group) for d in each}
+    sides = {key: table.sides(key, numbers) for key in unequal}
+    if devices and most <= ROUNDING and _over_tp(sides.values(), manager):
+        more = f" and {len(unequal) - SHOWN} more" if len(unequal) > SHOWN else ""
+        warnings.warn(
+            f"{describe_rank()}: tp ranks no longer hold the same of "
+            f"{', '.join(key.name for key in unequal[:SHOWN])}{more}: up to {most:.1e} of the "
+            f"largest value apart, as kernels of {', '.join(sorted(devices))} do that sum in no "
+            "fixed order; from now on these are not compared (check_replicas does)",
+            stacklevel=4,
+        )
+        return unequal
+    own = get_rank(manager.world_group)
+    odd = (key for key in gaps if own not in sides[key][0])
+    texts = {key: f"up to {gaps[key]:.1e} of the largest value apart" for key in odd}
+    refuse(unequal, table, numbers, texts, manager, None, advice=ADVICE)
+
+
+def _gaps(
+    keys: Sequence[Key], values: Mapping[Key, Tensor], manager: ProcessGroupManager
+) -> dict[Key, float]:
+    """Return how far replicas are apart, in units of the largest value, the smallest first."""
+    group, device = manager.world_group, get_comm_device(manager.world_group)
+    real = {k: torch.view_as_real(x) if x.is_complex() else x for k, x in values.items()}
+    own = [real[key].numel() if key in real else 0 for key in keys]
+    sizes = dict(zip(keys, map(max, *all_gather_object(own, group)), strict=True))
+    found: dict[Key, float] = {}
+    left = MEASURED
+    for key in sorted(keys, key=lambda key: (sizes[key], key)):
+        if left < sizes[key] and found:
+            break
+        left -= sizes[key]
+        most = largest = 0.0
+        for start in range(0, sizes[key], PIECE):
+            high = torch.full((min(PIECE, sizes[key] - start),), -torch.inf).to(
+                device, torch.float64
+            )
+            low = -high
+            if key in real:
+                piece = real[key].reshape(-1)[start : start + PIECE].to(device, torch.float64)
+                high, low = piece.nan_to_num(torch.inf), piece.nan_to_num(-torch.inf)
+            all_reduce(high, "max", group=group)
+            all_reduce(low, "min", group=group)
+            most = max(most, float((high - low).nan_to_num(torch.inf, torch.inf).max()))
+            largest = max(largest, float(high.maximum(-low).nan_to_num(posinf=0.0).max()))
+        found[key] = most / (largest or 1.0)
+    return found
+
+
+def _over_tp(all_sides: Iterable[Sequence[Sequence[int]]], manager: ProcessGroupManager) -> bool:
+    """Return whether only ranks of different tp coordinates differ."""
+    coordinates = [manager.grid.coordinates(rank).tp for rank in group_ranks(manager.world_group)]
+    for sides in all_sides:
+        places = [{coordinates[rank] for rank in side} for side in sides]
+        if sum(map(len, places)) > len(set().union(*places)):
+            return False
+    return True

@@ -25,8 +25,8 @@ from .balance import router_loss
 from .batches import Batch, Called, real_positions, real_tokens, token_count
 from .before.changes import changes_followed
 from .before.failures import failures_named
+from .evaluate import losses_per_item
 from .forward import Terms, manager_of, pipeline_of, rehearses, terms_of
-from .forwards import losses_per_item
 from .loss import find_sharded_head, require_labels_fit, require_logits_alone, token_loss_sum
 from .own_loss import NOTHING_COUNTS, CountFunction, LossFunction, Number, OwnLoss
 from .partial_gradients import summed_once
@@ -89,7 +89,7 @@ def train_step(
     if terms.seen > terms.several:
         return _step(model, called, count, manager, terms, scaler, own)
     with failures_named(model, manager):
-        look_first(model, micro_batches, called, manager, terms)
+        look_first(micro_batches, manager, terms)
         tokens = partial(_of_tokens, model, manager.tp_size)
         own = own or OwnLoss(tokens, None, model, manager, trains=True)
         with _first_step(model, called, manager, terms):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -18,7 +18,6 @@ from ..parallel.pg_manager.building import Scope, update_scope
 _models: WeakKeyDictionary[nn.Module, ProcessGroupManager] = WeakKeyDictionary()
 _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # and how many parameters it had
 _noted: WeakKeyDictionary[nn.Module, list[tuple[Tensor, int]]] = WeakKeyDictionary()
-_changed: WeakSet[nn.Module] = WeakSet()  # whose gradients are no longer what a step left
 _hooks: list[Any] = []
 
 
@@ -58,11 +57,6 @@ def forget_gradients(model: nn.Module) -> None:
     _noted.pop(model, None)
 
 
-def gradients_changed(model: nn.Module) -> bool:
-    """Return whether all gradients were found changed, as torch's `clip_grad_norm_` does."""
-    return model in _changed
-
-
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """Check an optimizer that is new, or has got further parameters."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -80,7 +74,6 @@ def _look_at_gradients(optimizer: Optimizer, model: nn.Module) -> None:
         return
     noted = _noted.pop(model)
     if all(gradient._version != version for gradient, version in noted):
-        _changed.add(model)
         warnings.warn(
             f"{describe_rank()}: all gradients have been changed in place since train_step. Each "
             "rank has its shards or its stage alone, so that torch.nn.utils.clip_grad_norm_ "

@@ -18,8 +18,7 @@ from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pg_manager.building import Scope, update_scope
 from ..parallel.tensor_parallel.building import ParameterCut, find_cuts
 from .forward import manager_of
-from .matrices.exchange import Exchange
-from .matrices.owners import exchanging_group, share_out
+from .matrices import Exchange, exchanging_group, share_out
 
 Held = list[tuple[Shard, ParameterCut]]
 _exchanges: weakref.WeakKeyDictionary[Optimizer, list[Exchange]] = weakref.WeakKeyDictionary()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compose.randomness import seed_ranks
+from ...compose.draws import seed_ranks
 from ..errors import DamagedCheckpointError
 from .entries import Entry, Record
 from .fitting import Shapes

@@ -8,12 +8,15 @@ nothing tells which.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...dist import all_gather_object
 from ...dist.building import agree
@@ -25,8 +28,7 @@ from ...parallel.tensor_parallel.building import find_cuts
 from ..digests import written
 from ..experts import expert_names
 from ..forward import pipeline_of, wait_for_parameters
-from .attributes import plain_attributes
-from .writes import Writes
+from ..plain import plain_attributes
 
 _BUFFER, _PARAMETER, _ATTRIBUTE = "buffer", "parameter", "attribute"
 _WAY_OUT = {
@@ -50,15 +52,74 @@ _ALIKE = {
     ("tp",): "other shards of features or tokens",
     ("pp",): "other stages, which share it,",
 }
+_OUTSIDE = -1  # torch's number for "no backward is running on this thread"
 Key = tuple[str, str]  # kind and name
 Looks = dict[Key, str]  # how their values look
+
+
+class _Writes(TorchDispatchMode):
+    """Sees every operation of forwards that writes, also those on `.data`, which raise no version.
+
+    Args:
+        model: The model whose parameters and buffers are followed.
+
+    Attributes:
+        written: Names of what an operation wrote to.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._places: dict[int, list[tuple[int, int, str]]] = {}  # storage -> first, end, name
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if _is_strided(tensor):
+                first = tensor.data_ptr()
+                end = first + tensor.numel() * tensor.element_size()
+                self._places.setdefault(_storage(tensor), []).append((first, end, name))
+        self._parameters = dict(model.named_parameters())
+        self._before: dict[str, tuple[Tensor, Tensor]] = {}
+        self.written: set[str] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable and torch._C._current_graph_task_id() == _OUTSIDE:
+            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
+            for argument in func._schema.arguments:
+                if argument.is_write:
+                    self._note((given | dict(kwargs)).get(argument.name))
+        return func(*args, **kwargs)
+
+    def put_back(self) -> None:
+        """Let parameters hold again what they held before they were written to."""
+        with torch.no_grad():
+            for parameter, before in self._before.values():
+                parameter.copy_(before)
+
+    def _note(self, value: Any) -> None:
+        names = {
+            name
+            for tensor in (value if isinstance(value, list | tuple) else [value])
+            if _is_strided(tensor)
+            for first, end, name in self._places.get(_storage(tensor), ())
+            if first <= tensor.data_ptr() < end
+        }
+        self.written |= names
+        for name in names & self._parameters.keys() - self._before.keys():
+            parameter = self._parameters[name]
+            self._before[name] = parameter, parameter.detach().clone()
 
 
 class _Changes:
     """The changes that forwards have made, and the values after each forward."""
 
-    def __init__(self, model: nn.Module, writes: Writes) -> None:
+    def __init__(self, model: nn.Module, writes: _Writes) -> None:
         self.model, self.writes = model, writes
+        self.shortened = {*_tables(model, "max_norm")}  # when a row is first looked up
         self.modules = [*model.named_modules()]  # those of all the rank's stages
         named = [
             *model.named_parameters(remove_duplicate=False),
@@ -71,7 +132,7 @@ class _Changes:
 
     def now(self) -> Looks:
         """Return how all looks that forwards have changed since the start."""
-        of_forward = self.writes.written | self.writes.renormed | self.replaced
+        of_forward = self.writes.written | self.replaced
         looks = {
             (_PARAMETER, name): written(parameter.detach())
             for name, parameter in self.model.named_parameters()
@@ -98,7 +159,7 @@ class _Changes:
     def note(self) -> None:
         """Note how all looks after a forward."""
         others = {n for n, each in self.model.named_parameters() if self._is_other(n, each)}
-        self.replaced |= others - self.writes.renormed
+        self.replaced |= others - self.shortened
         self.after_each.append(self.now())
 
     def again(self) -> list[Key]:
@@ -107,8 +168,7 @@ class _Changes:
         first: Looks = {}
         for looks in self.after_each:
             first = looks | first
-        # A row is shortened when it is first looked up, and then no more.
-        once = {(_PARAMETER, name) for name in self.writes.renormed - self.writes.written}
+        once = {(_PARAMETER, name) for name in self.shortened}
         return [
             key for key, look in last.items() if first.get(key, look) != look and key not in once
         ]
@@ -137,7 +197,7 @@ def changes_followed(
             rank, at the end of the step.
     """
     wait_for_parameters(model)  # which are written to as they come
-    writes = Writes(model)
+    writes = _Writes(model)
     changes = _Changes(model, writes)
     # Not a hook, which would be the plain model's own.
     model.forward = partial(changes.around, model.forward)
@@ -156,12 +216,15 @@ def changes_followed(
         (kind, _by_what_it_sees(kind, name, whose)) for (kind, name), whose in unlike.items()
     ]
     unlikely += [(kind, _several_times(kind, name, runs)) for kind, name in again]
-    wrong = [*_of_tables(model, writes, num_micro_batches, manager)]
+    wrong = [*_of_tables(model, num_micro_batches, manager)]
     wrong += [text for kind, text in unlikely if kind != _ATTRIBUTE]
     error = InvalidArgumentError(f"{describe_rank()}: {wrong[0]}") if wrong else None
     agree("what the first step has changed", [], manager.world_group, error=error)
     doubts = [text for _, text in unlikely]
-    doubts += map(_unseen, sorted((shards | experts) & (writes.written | changes.replaced)))
+    doubts += map(
+        _unseen,
+        sorted((shards | experts) & ((writes.written - changes.shortened) | changes.replaced)),
+    )
     for text in doubts:
         warnings.warn(f"{describe_rank()}: {text}", stacklevel=2)
 
@@ -195,14 +258,21 @@ def _buffers_of_shards(model: nn.Module) -> Iterator[str]:
             yield from (f"{name}.{own}" for own in module._buffers)
 
 
+def _tables(model: nn.Module, option: str) -> Iterator[str]:
+    """Yield the names of tables whose module has an option of `nn.Embedding`."""
+    for name, module in model.named_modules():
+        if getattr(module, option, None) and isinstance(getattr(module, "weight", None), Tensor):
+            yield f"{name}.weight"
+
+
 def _of_tables(
-    model: nn.Module, writes: Writes, num_micro_batches: int, manager: ProcessGroupManager
+    model: nn.Module, num_micro_batches: int, manager: ProcessGroupManager
 ) -> Iterator[str]:
     """Yield what is wrong with tables whose values or gradients depend on all ids of a call."""
     sizes = {"dp_size": manager.dp_size, "cp_size": manager.cp_size}
     divided = " and ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
     tied = getattr(model, "tied_parameters", {})
-    for name in sorted(writes.renormed):
+    for name in _tables(model, "max_norm"):
         if divided or name in tied:
             why = f"{divided} gives ranks other ids" if divided else "several stages hold it"
             yield (
@@ -210,7 +280,7 @@ def _of_tables(
                 "so that its values would differ between ranks. Do without max_norm, and shorten "
                 "all rows after optimizer.step(), on all ranks alike"
             )
-    for name in sorted(writes.by_frequency):
+    for name in _tables(model, "scale_grad_by_freq"):
         if divided or num_micro_batches > 1:
             why = divided or f"{num_micro_batches} micro-batches"
             yield (
@@ -256,3 +326,11 @@ def _version(tensor: Tensor) -> int:
 
 def _address(tensor: Tensor) -> int:
     return 0 if tensor.is_meta else tensor.data_ptr()
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _is_strided(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided

@@ -26,7 +26,8 @@ _ADVICE = {  # what may be wrong on each axis
     TOKENS: "sequence parallelism divides tokens between layers: style what mixes or counts them "
     "'sequence_whole', or the layers 'sequence_layer'",
     POSITIONS: "cp divides positions: mix them by F.scaled_dot_product_attention alone, and read "
-    "the forward's argument position_ids rather than count them",
+    "the forward's argument position_ids rather than count them; positions that do not begin at 0 "
+    "have to be in the batch as position_ids",
     ROWS: "dp and micro-batches divide rows: compute each from that row alone",
     STAGES: "pp hands hidden states and their gradients from stage to stage: what changes them "
     "between layers, as a hook does, has to be in a layer",

@@ -21,7 +21,7 @@ from ..forward import Terms
 from ..one_process import OneProcess
 from ..ready import as_called
 from ..row_dims import POSITIONS
-from .width import is_narrow
+from .quiet import is_narrow
 
 ROWS, LENGTH, TOKENS = 2, 512, 8192  # of a micro-batch, of a row, and at most of all rows
 _SHARE, _FEW = 2, 64  # of a rank's tokens of the step, one in two; but rows are not cut further
@@ -101,7 +101,7 @@ def small_batch(
     alone = OneProcess(_group_of_one(manager))
     (plain,) = again(1, cast(Any, alone))
     of_one = replace(
-        terms, cp_layout=None, shares_sequences=False, counts_of_ids=False, counts_otherwise=False
+        terms, cp_layout=None, shares_sequences=False, counts_of_ids=False, counting=None
     )
     now = sequence_shape(short)
     is_short = shape is not None and now is not None and now[1] < shape[1]

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...dist.building import tensors_in
-from ..before.attributes import plain_attributes
-from ..plain import HOOKS, is_of_library
+from ...parallel.data_parallel.building import NARROW
+from ..plain import HOOKS, is_of_library, plain_attributes
 
 _DROPPING = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 _OWNERS: tuple[Any, ...] = (torch._VF, torch)
@@ -137,6 +137,11 @@ def buffers_in(
     finally:
         for module, name, buffer in before:
             module._buffers[name] = buffer
+
+
+def is_narrow(x: Any) -> bool:
+    """Return whether this is a tensor of 16 bits."""
+    return isinstance(x, Tensor) and x.dtype in NARROW
 
 
 def without_autocast(args: Any) -> Any:

@@ -24,8 +24,7 @@ from ..balance import router_loss
 from ..batches import Batch, Called, real_positions, real_tokens
 from ..before.initial import require_one_batch
 from ..forward import Terms, pipeline_of
-from ..loss import token_loss_sum
-from ..loss_batch import LossBatch
+from ..loss import LossBatch, token_loss_sum
 from ..plain import Plain
 from ..ready import as_called
 from ..summation import chain_length
@@ -37,8 +36,7 @@ from .judging import Finding, Judge
 from .quiet import restored
 from .ranks import PartedError, Ranks
 from .replay import Replay
-from .training import as_for_a_rehearsal, count_losses, trained
-from .width import wish_for_float32
+from .training import as_for_a_rehearsal, count_losses, trained, wish_for_float32
 
 _ALL_AT_ONCE = 2**28  # bytes of weights that a rank may hold beside its own, if need be
 
@@ -165,18 +163,15 @@ def _replayed(
 ) -> tuple[Replay, _Found]:
     """Run the plain model; return also what all ranks found.
 
-    Its units are given out to the ranks first. If anything differs, or fails, every rank runs all
-    of them; then all of the model is one unit, if its root may use weights of others.
+    If it fails, all of the model is one unit, as its root may use weights of others.
     """
     additions = chain_length(plain.model, batch["input_ids"])
 
-    def run(*, gives_out: bool = False) -> tuple[Replay, _Found]:
-        replay = Replay(plain, ranks, Judge(additions), gives_out=gives_out)
+    def run() -> tuple[Replay, _Found]:
+        replay = Replay(plain, ranks, Judge(additions))
         return replay, _ran(replay, partial(replay.run, batch, loss_of, loss))
 
-    replay, found = run(gives_out=True)
-    if found.first is not None or found.problem is not None:
-        replay, found = run()
+    replay, found = run()
     if found.problem is not None and _size(plain) <= _ALL_AT_ONCE:
         plain.join_units()
         replay, found = run()

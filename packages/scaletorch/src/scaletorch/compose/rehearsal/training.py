@@ -1,24 +1,27 @@
-"""The ranks' own step of a rehearsal: a real one, of which nothing counts."""
+"""The ranks' own step of a rehearsal: a real one, in float32 if that fits, but nothing counts."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...dist import get_local_size
 from ...parallel.context_parallel.building import without_zeros
 from ...parallel.data_parallel import DataParallelBucket
+from ...parallel.data_parallel.building import NARROW, widened
 from ...parallel.pg_manager import ProcessGroupManager
+from ...parallel.pipeline_parallel.building import PassThrough, forms_cast
+from ..evaluate import losses_per_item
 from ..forward import Terms, pipeline_of, rehearsing, wait_for_parameters
-from ..forwards import losses_per_item
 from ..plain import Plain
 from .batch import SmallBatch
-from .quiet import restored, without_dropout
+from .quiet import buffers_in, is_narrow, restored, without_autocast, without_dropout
 from .recording import Records, recorded
-from .width import in_float32
 
 Step = Callable[..., Tensor]
 
@@ -83,3 +86,52 @@ def count_losses(
     """Count the losses of a small batch, so that its step's estimate is the count itself."""
     if loss_fn is not None:
         terms.counted = losses_per_item(model, small.micro_batches, manager, loss_fn)
+
+
+_BYTES = 8  # of each parameter: its value in float32, and its gradient
+
+
+def wish_for_float32(model: DataParallelBucket, device: torch.device) -> tuple[bool, str]:
+    """Return whether a model runs in 16 bits, and why it cannot run in float32, if it cannot."""
+    narrow = [p for p in model.parameters() if is_narrow(p)]
+    travels = any(manager.reduction.dtype in NARROW for manager in model.bucket_managers)
+    casts = torch.is_autocast_enabled(device.type)
+    fits = _BYTES * sum(p.numel() for p in narrow) <= _free(device) // 2
+    plain = all(type(p) is nn.Parameter for p in narrow)  # no class may say what its memory is
+    problem = "" if fits else "for which a rank has too little memory"
+    if not plain:
+        problem = "which the class of its parameters may not be"
+    return bool(narrow) or travels or casts, problem
+
+
+def _free(device: torch.device) -> int:
+    """Return how many bytes of a device, or of this rank's share of its host, are free."""
+    if device.type == "cpu":
+        free: int = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return free // get_local_size()
+    module = torch.get_device_module(device)
+    kept = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(module.mem_get_info(device)[0] + kept)
+
+
+@contextmanager
+def in_float32(model: DataParallelBucket, plain: nn.Module) -> Iterator[None]:
+    """Let parameters, gradients, buffers and what travels be float32 for a while, without autocast.
+
+    So are the forms of what other stages have, of whose dtype a model's code makes rotations.
+
+    Args:
+        model: What `parallelize` returned.
+        plain: The plain model, of which the buffers are widened.
+    """
+    device = next(model.parameters(), torch.empty(0)).detach()
+    pipeline = pipeline_of(model)
+    passing = [each for each in pipeline.modules() if isinstance(each, PassThrough)]
+    passing.extend(pipeline.runtime.chunks.passing())
+    with ExitStack() as undo:
+        undo.enter_context(widened(model))
+        for module in (pipeline.module, plain):
+            undo.enter_context(buffers_in(module, torch.float32, NARROW))
+        undo.enter_context(forms_cast(passing, lambda x: x.float() if is_narrow(x) else x))
+        undo.enter_context(without_autocast(device))
+        yield

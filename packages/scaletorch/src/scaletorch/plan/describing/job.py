@@ -91,7 +91,7 @@ class Job:
         model = self.build()
         like = thin_out(model, self.blocks, self.chosen)
         axes = {"tp": manager.tp_group, "cp": manager.cp_group, "ep": manager.ep_group}
-        seen = Observed(axes, self.blocks[-1].kind)
+        seen = Observed(axes, self.blocks[-1].kind, selective=cut.selective)
         hollow = Hollow(seen)
         fill(model, hollow.make)
         with hollow:

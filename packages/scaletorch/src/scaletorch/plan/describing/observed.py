@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
+from ...compose.recompute import is_selected
 from .counting import aten, bytes_of, flops_of, group_of, sent_by, sort_of
 
 Phase = Literal["forward", "backward"]
@@ -67,10 +68,13 @@ class Observed:
     Args:
         axes: The groups of this rank by axis; what is sent over others is not counted.
         last: The block behind the layers.
+        selective: Layers keep what selective recomputation keeps, which no hook of autograd sees.
     """
 
-    def __init__(self, axes: Mapping[str, ProcessGroup | None], last: int) -> None:
-        self.last = last
+    def __init__(
+        self, axes: Mapping[str, ProcessGroup | None], last: int, *, selective: bool = False
+    ) -> None:
+        self.last, self._selective = last, selective
         self.seen: dict[Place, Seen] = defaultdict(Seen)
         self.bases: dict[Place, int] = {}  # bytes alive when a place was entered
         self.peaks: dict[Place, int] = {}  # the most bytes alive there
@@ -193,6 +197,10 @@ class Observed:
         if self._on:
             if self._phase == FORWARD and torch._C._current_graph_task_id() != -1:
                 self.enter(self.last, BACKWARD)
+            in_layer = self._phase == FORWARD and 0 < self._block < self.last
+            if self._selective and in_layer and is_selected(func):
+                for each in outs:
+                    self._pack(each)
             moved, sort = float(bytes_of(ins) + bytes_of(outs)), sort_of(func)
             self._now.work.append((sort, flops_of(func, args, ins, outs), moved))
             if self._phase == BACKWARD and sort == "matmul":

@@ -1,1 +1,0 @@
-"""Whole matrices, each on the one tensor-parallel rank that updates it."""
