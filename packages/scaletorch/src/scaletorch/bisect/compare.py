@@ -10,7 +10,7 @@ from pathlib import Path
 from ..compose.entries import TOKENS
 from ..compose.summation import ROOM
 from ..dist.errors import InvalidArgumentError
-from ..verify.bounds import LARGEST
+from ..verify.compare import LARGEST
 from .comparing.ancestors import ancestors
 from .comparing.births import Birth, find_births
 from .comparing.how import how
