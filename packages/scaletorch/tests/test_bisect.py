@@ -215,7 +215,7 @@ def test_a_disk_that_is_full_is_told(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Writer, "_write", full)
+        patched.setattr(Writer, "add", full)
         with pytest.raises(OSError, match="No space left"):
             step(tmp_path / "full")
     with pytest.raises(InvalidArgumentError, match=r"the step that was recorded|is torn"):
