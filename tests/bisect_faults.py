@@ -29,7 +29,7 @@ MISREAD = "a mean of means, or a norm of each part alone?"
 FAULTS = {  # the program's fault -> direction, a module, the tensor's name, words of it
     "mean": ("forward", "loss", "", MISREAD),
     "dropped": ("backward", "loss", "head", "all zeros"),
-    "twice": ("synchronisation", "", "embed.weight", "2 times what comes of micro-batch 0 and 1"),
+    "twice": ("synchronisation", "", "embed.weight", "values that differ"),
     "clip": ("synchronisation", "", "embed.weight", MISREAD),
     "stale": ("update", "weights", "embed.weight", "does the optimizer hold other tensors"),
     "start": ("start", "layers.1.mlp.up_proj", "layers.1.mlp.up_proj.weight", "times the right"),

@@ -13,10 +13,10 @@ from tools.pages import bug_reports
 MISSING = "a sum over all ranks is missing"
 PLACES = {  # direction, modules, a word of how it is wrong
     "apertus": ("synchronisation", [], MISSING),
-    "hrm_text": ("start", ["model.L_module.layers.0.self_attn.q_proj"], "nothing in common"),
+    "hrm_text": ("start", ["model.L_module.layers.0.self_attn.q_proj"], "values that differ"),
     "mean_of_means": ("forward", ["loss"], "a mean of means, or a norm of each part alone"),
     "norm_of_a_share": ("synchronisation", [], MISSING),
-    "scaled_twice": ("synchronisation", [], "0.5 times what comes of micro-batches 0 and 1"),
+    "scaled_twice": ("synchronisation", [], "values that differ"),
     "scores_of_experts": ("backward", ["experts"], MISSING),
     "strided_gather": ("backward", ["loss"], "at slices 16-47 of dim 2"),
 }

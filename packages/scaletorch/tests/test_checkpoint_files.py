@@ -4,11 +4,8 @@ import os
 from types import SimpleNamespace
 from unittest import mock
 
-import pytest
-
 from scaletorch.checkpoint import exporting
-from scaletorch.checkpoint.format import description, files
-from scaletorch.checkpoint.format.writer import CheckpointWriter
+from scaletorch.checkpoint.format import files
 
 
 def test_names_of_a_folder_are_flushed(tmp_path):
@@ -27,16 +24,3 @@ def test_a_file_holds_as_many_bytes_as_it_may():
     files = [[one.nbytes for one in file] for file in exporting._split(wholes, 4)]
     assert files == [[2, 2], [1, 3], [5], [1]]
     assert list(exporting._split([], 4)) == []
-
-
-def test_torch_does_not_choose_the_writer_for_a_folder(tmp_path):
-    assert not CheckpointWriter.validate_checkpoint_id(tmp_path)
-
-
-def test_numbers_of_a_description_are_not_nested_without_end():
-    nested = []
-    for _ in range(200):
-        nested = [nested]
-    assert description._are_scalars({"optimizer.weight.rate": [1]})
-    with pytest.raises(ValueError, match="containers lie in one another more than"):
-        description._are_scalars({"optimizer.weight.rate": nested})

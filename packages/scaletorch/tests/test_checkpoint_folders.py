@@ -37,13 +37,13 @@ def names(folder):
 
 
 def write_slowly(monkeypatch, seconds):
-    write = checkpoint.format.writer.write_tensor
+    write = checkpoint.storage.write_tensor
 
     def slow(file, tensor):
         time.sleep(seconds if tensor.numel() == 4 else 0)
         return write(file, tensor)
 
-    monkeypatch.setattr(checkpoint.format.writer, "write_tensor", slow)
+    monkeypatch.setattr(checkpoint.storage, "write_tensor", slow)
 
 
 def test_ctrl_c_while_a_save_waits_leaves_the_one_before_whole(tmp_path, monkeypatch):
@@ -206,13 +206,13 @@ def save_and_return(root):
     checkpoint.executor = ThreadPoolExecutor(1)  # left open: its worker is not waited for
     checkpoint.executor.submit(get_rank).result()
     setup_process_group_manager(dp_size=2)
-    write = checkpoint.format.writer.write_tensor
+    write = checkpoint.storage.write_tensor
 
     def slow(*arguments):
         time.sleep(0.3)
         return write(*arguments)
 
-    checkpoint.format.writer.write_tensor = slow
+    checkpoint.storage.write_tensor = slow
     save(root, filled(4.0), step=1, asynchronous=True)
 
 

@@ -108,20 +108,20 @@ def test_replicas_copy_half_of_what_they_hold_alike(two, layout, tmp_path):
 
 def fail_on_rank_1(root, asynchronous):
     model, optimizer, _ = setup((1, 1, 1, 2))
-    write = checkpoint.format.writer.write_tensor
+    write = checkpoint.storage.write_tensor
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     if get_rank() == 1:
-        checkpoint.format.writer.write_tensor = full
+        checkpoint.storage.write_tensor = full
     with pytest.raises(CheckpointError, match=r"failed: rank 1: OSError: .*No space left"):
         save(root, model, optimizer, step=1, asynchronous=asynchronous).wait()
     if asynchronous:
         save(root, model, optimizer, step=1, asynchronous=True)
         with pytest.raises(CheckpointError, match=r"rank 1: OSError: .*No space left"):
             save(root, model, optimizer, step=2)
-    checkpoint.format.writer.write_tensor = write
+    checkpoint.storage.write_tensor = write
     assert latest(root) is None
     barrier()
     save(root, model, optimizer, step=1)

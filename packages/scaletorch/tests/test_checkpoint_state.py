@@ -136,31 +136,3 @@ def test_lists_of_tensors_are_not_held(tmp_path):
     model, optimizer = stepped(optim.LBFGS, max_iter=3)
     with pytest.raises(InvalidArgumentError, match="is a 1-d tensor, or holds one"):
         save(tmp_path, model, optimizer, step=1)
-
-
-class Choosy(lr_scheduler.StepLR):
-    """Takes its state where nobody minds."""
-
-    minds = False
-
-    def load_state_dict(self, state_dict):
-        if self.minds and state_dict["last_epoch"]:
-            raise RuntimeError("not that one")
-        super().load_state_dict(state_dict)
-
-
-def test_a_schedule_that_its_scheduler_does_not_take_changes_nothing(tmp_path, monkeypatch):
-    model, optimizer = stepped(optim.SGD, lr=0.1)
-    scheduler = Choosy(optimizer, 1)
-    optimizer.step()
-    scheduler.step()
-    save(tmp_path, model, optimizer, step=1, scheduler=scheduler)
-    model, optimizer = stepped(optim.SGD, lr=0.5)
-    scheduler = Choosy(optimizer, 1)
-    monkeypatch.setattr(Choosy, "minds", True)
-    with torch.no_grad():
-        model.weight.fill_(7.0)
-    with pytest.raises(CheckpointError, match="state is not taken: RuntimeError: not that one"):
-        load(tmp_path, model, optimizer, scheduler=scheduler)
-    assert (model.weight == 7).all()
-    assert optimizer.param_groups[0]["lr"] == 0.5

@@ -23,7 +23,7 @@ from scaletorch.dist.testing import run_ranks
 from scaletorch.models import LlamaConfig
 from scaletorch.pretrain import PretrainConfig, pretrain, train
 from scaletorch.pretrain.data import load_corpus
-from scaletorch.pretrain.flops import flops_per_token
+from scaletorch.pretrain.report import flops_per_token
 
 MODEL = LlamaConfig(hidden_size=32, intermediate_size=64, num_layers=2, tie_embeddings=True)
 

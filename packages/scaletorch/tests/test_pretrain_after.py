@@ -12,10 +12,8 @@ from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.models import LlamaConfig
 from scaletorch.pretrain import PretrainConfig, train
 from scaletorch.pretrain.__main__ import main
-from scaletorch.pretrain.evaluate import evaluate
-from scaletorch.pretrain.exports import byte_letters, export
-from scaletorch.pretrain.generate import generate
-from scaletorch.pretrain.saved import load_trained
+from scaletorch.pretrain.commands import byte_letters, export
+from scaletorch.pretrain.saved import evaluate, generate, load_trained
 
 
 def settings(folder, **changes):

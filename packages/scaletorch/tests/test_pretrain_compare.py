@@ -14,8 +14,7 @@ from scaletorch.dist.errors import StateError
 from scaletorch.models import LlamaConfig
 from scaletorch.pretrain import PretrainConfig, pretrain, train
 from scaletorch.pretrain.__main__ import as_one_process, main, summary
-from scaletorch.pretrain.rounding import GROWTH, LARGEST, loss_bounds
-from scaletorch.pretrain.run import Result, one_process_losses
+from scaletorch.pretrain.run import GROWTH, LARGEST, Result, loss_bounds, one_process_losses
 
 NAN = float("nan")
 SOUND = [5.5, 5.4, 5.3, 5.2]

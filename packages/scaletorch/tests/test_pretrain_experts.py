@@ -10,8 +10,8 @@ from scaletorch.dist.testing import relative_error
 from scaletorch.models import LlamaConfig, MixtureConfig
 from scaletorch.pretrain import PretrainConfig, pretrain
 from scaletorch.pretrain.__main__ import main
-from scaletorch.pretrain.exports import export
-from scaletorch.pretrain.flops import flops_per_token
+from scaletorch.pretrain.commands import export
+from scaletorch.pretrain.report import flops_per_token
 from scaletorch.pretrain.saved import load_trained
 from scaletorch.pretrain.train import short_name
 

@@ -27,12 +27,8 @@ def test_a_run_says_whether_it_was_as_planned(tmp_path, capfd):
     saved += ["--save-every", "10"]
     assert main(["--plan", path, "--steps", "10", *SMALL, *saved]) == 0
     said = capfd.readouterr().out
-    for sort in ("parameters", "gradients", "optimizer", "activations"):
-        planned, found = re.search(rf"{sort}: planned (\S+) MiB, found (\S+) \(", said).groups()
-        assert planned == found, said
-        assert float(found) > 0, said
     # Nothing here computes so fast.
-    assert re.search(r"warning: step: planned \S+ s, found \S+ \(\+.*: the plan was wrong", said)
+    assert re.search(r"warning: a step: planned \S+ s, found \S+ \(\+.*: the plan was wrong", said)
     assert re.search(r"^TP\(1\)-.*\(2\).*: loss", said, re.MULTILINE)
     # The layout is free, whoever chose it.
     assert main(["--resume", "auto", "--steps", "11", "--decay-steps", "10", *SMALL, *saved]) == 0

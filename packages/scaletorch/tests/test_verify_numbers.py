@@ -8,7 +8,7 @@ import torch
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import verify, where
-from scaletorch.verify.numbers import REDUCED, full_precision, in_words
+from scaletorch.verify.precision import REDUCED, full_precision, in_words
 from scaletorch.verify.report import Report
 
 SAID = "; TF32 and reductions in 16 bits off, deterministic algorithms off"

@@ -14,7 +14,7 @@ from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import default_batch, verify
 from scaletorch.verify.__main__ import main, optimizer_of, parse, read_argument, run
 from scaletorch.verify.cases import Case
-from scaletorch.verify.phases import Chosen, phases_of
+from scaletorch.verify.problem import Chosen, phases_of
 from scaletorch.verify.report import CaseResult, Report
 from scaletorch.verify.verify import save_reference
 

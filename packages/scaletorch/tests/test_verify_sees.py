@@ -16,13 +16,11 @@ from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import default_batch, parse_layout, verify
 from scaletorch.verify.__main__ import main
-from scaletorch.verify.bounds import LARGEST, blind, bound
 from scaletorch.verify.cases import Case
-from scaletorch.verify.compare import Difference
+from scaletorch.verify.compare import LARGEST, Difference, blind, bound
 from scaletorch.verify.dropout import judge, recorded
 from scaletorch.verify.lost import compare_number
-from scaletorch.verify.phases import PHASES, STEPS, phase_at
-from scaletorch.verify.problem import mean_loss, wide_batch
+from scaletorch.verify.problem import PHASES, STEPS, mean_loss, phase_at, wide_batch
 from scaletorch.verify.report import CaseResult, Report
 from scaletorch.verify.runner import RankReport, run_case
 from scaletorch.verify.training import Subject

@@ -14,7 +14,7 @@ from scaletorch.dist import RankPool
 from scaletorch.dist.building import locate as locator
 from scaletorch.dist.testing import preload
 from scaletorch.verify.cases import Case
-from scaletorch.verify.phases import STEPS
+from scaletorch.verify.problem import STEPS
 from scaletorch.verify.training import Subject
 
 from .catalogue import MUTANTS

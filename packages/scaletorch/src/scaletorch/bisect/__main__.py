@@ -17,7 +17,7 @@ from pathlib import Path
 from ..compose.naming import parse_layout
 from ..verify.__main__ import add_learning, add_where, problem_of, report_of, training_of
 from ..verify.cases import KNOWN_DTYPES, OPTIONS
-from ..verify.phases import STEPS
+from ..verify.problem import STEPS
 from .between import bisect
 from .compare import compare
 from .doctor import doctor

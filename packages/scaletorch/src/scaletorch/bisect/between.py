@@ -23,15 +23,19 @@ from ..parallel.pipeline_parallel import Split
 from ..verify.cases import Case
 from ..verify.dropout import dropouts
 from ..verify.lost import off
-from ..verify.phases import PHASES, STEPS, Chosen, Phase, phases_of
 from ..verify.problem import (
+    PHASES,
     PLAIN,
+    STEPS,
     TORCH_DTYPES,
     BatchFn,
+    Chosen,
     Learning,
     ModelFn,
+    Phase,
     default_batch,
     default_model,
+    phases_of,
 )
 from ..verify.routing import doubtful
 from ..verify.training import Subject

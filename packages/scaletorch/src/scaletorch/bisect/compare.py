@@ -10,15 +10,14 @@ from pathlib import Path
 from ..compose.entries import TOKENS
 from ..compose.summation import ROOM
 from ..dist.errors import InvalidArgumentError
-from ..verify.bounds import LARGEST
+from ..verify.compare import LARGEST
 from .comparing.ancestors import ancestors
 from .comparing.births import Birth, find_births
 from .comparing.how import how
 from .comparing.judge import coarsest, judge_all, measure, meet
-from .comparing.own_loss import settle_losses
 from .comparing.rows import infer_rows, take_rows
 from .comparing.runs import Run, load, require_comparable
-from .comparing.weight import settle_weight
+from .comparing.shares import settle_losses, settle_weight
 from .comparing.whole import assemble
 from .keys import DATA, FORWARD, GRADIENT, Key
 from .recording.folder import read

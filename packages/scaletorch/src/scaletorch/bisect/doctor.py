@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as steps
 
 from ..dist.errors import InvalidArgumentError
-from ..verify.bounds import LARGEST
+from ..verify.compare import LARGEST
 from .compare import compare
 from .comparing.judge import coarsest, measure
 from .comparing.runs import load

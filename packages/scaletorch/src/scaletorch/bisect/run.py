@@ -19,11 +19,20 @@ from ..parallel.pg_manager import destroy_process_group_manager, setup_process_g
 from ..parallel.tensor_parallel import load_full_state_dict
 from ..verify import dropout
 from ..verify.cases import Case
-from ..verify.phases import PHASES, Phase, phase_at
 from ..verify.precision import model_precision
-from ..verify.problem import PLAIN, TORCH_DTYPES, Learning, ModelFn, Put, Step, one_process
-from ..verify.replay import by_scores, decided, in_order
-from ..verify.routing import Choice
+from ..verify.problem import (
+    PHASES,
+    PLAIN,
+    TORCH_DTYPES,
+    Learning,
+    ModelFn,
+    Phase,
+    Put,
+    Step,
+    one_process,
+    phase_at,
+)
+from ..verify.routing import Choice, by_scores, decided, in_order
 from ..verify.runner import load_reference
 from ..verify.training import Subject, build, compare_dropout, divide, norm_of, optimizers_of
 from ..verify.where import device_of, in_dtype, moved, placed, rank_device

@@ -12,17 +12,16 @@ from torch import nn
 
 from ..dist import all_gather_object
 from ..parallel.pg_manager import ProcessGroupManager
-from .errors import CheckpointError, DamagedCheckpointError
 from .exporting import INDEX, WHOLE
 from .format.files import read_header
 from .format.metadata import from_json
-from .format.reader import CheckpointReader
 from .format.values import dtype_name
 from .loading import Plan, Program, describe
 from .state.fitting import all_names
 from .state.held import Held, find_ties
 from .state.place import Place, control_group
-from .together import all_or_none, on_first_rank, read_together
+from .storage import Reader
+from .together import CheckpointError, DamagedCheckpointError, all_or_none, on_first_rank
 
 
 class Whole(NamedTuple):
@@ -60,7 +59,7 @@ def import_safetensors(
             loaded.
         DamagedCheckpointError: Files are missing or broken.
     """
-    read_folder(Path(folder), model, None, manager, _describe_files, CheckpointReader)
+    read_folder(Path(folder), model, None, manager, _describe_files, Reader)
 
 
 def read_folder(
@@ -69,7 +68,7 @@ def read_folder(
     optimizer: torch.optim.Optimizer | None,
     manager: ProcessGroupManager | None,
     find: Callable[[Path, Whole], dict[str, Any]],
-    reader: type[CheckpointReader],
+    reader: type[Reader],
 ) -> None:
     """Load a folder that another program wrote.
 
@@ -92,10 +91,9 @@ def read_folder(
     firsts |= {alias: first for first, tied in ties.items() for alias in tied}
     whole = Whole(firsts, ties, optimizer, _group_names(program))
     document = on_first_rank(lambda: find(root, whole), group) | {"ties": ties}
-    metadata = from_json(document["entries"])
-    plan = all_or_none(what, lambda: Plan(program, document, metadata, names, cast=True), group)
-    read_together(plan.targets, reader(root, metadata, document["files"]), group, what)
-    plan.install()
+    saved = from_json(document["entries"])
+    plan = all_or_none(what, lambda: Plan(program, document, saved, names, cast=True), group)
+    plan.read(reader(root, saved, document["files"]), what)
 
 
 def _all_ties(held: dict[int, Held], place: Place) -> dict[str, list[str]]:

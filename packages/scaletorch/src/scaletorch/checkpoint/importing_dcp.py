@@ -14,18 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ..parallel.pg_manager import ProcessGroupManager
-from .errors import CheckpointError, DamagedCheckpointError
-from .format.description import check_entries
-from .format.files import open_regular
-from .format.metadata import Stored, to_json
-from .format.reader import CheckpointReader
+from .format.metadata import Chunk, Saved, from_json, require_whole, to_json
 from .format.values import canonical, encode
 from .importing import Whole, read_folder
 from .state.optimizer import KNOBS
+from .storage import Read, Reader
+from .together import CheckpointError, DamagedCheckpointError
 
 _CLASSES = {  # of which torch makes a description, beside dtypes
     "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "StorageMeta",
@@ -90,7 +87,10 @@ def _describe(root: Path, whole: Whole) -> dict[str, Any]:
         _add_state(root, _by_parameter(saved, "state", whole.firsts), whole, document)
         groups = _by_parameter(saved, "param_groups", whole.firsts)
         document["groups"] = _groups(root, groups, whole, whole.optimizer)
-    check_entries(entries, root)
+    try:
+        require_whole(from_json(entries))
+    except CheckpointError as error:
+        raise DamagedCheckpointError(f"{root}: {error}") from error
     return document
 
 
@@ -110,14 +110,18 @@ def _are_equal(root: Path, one: Mapping[str, Any], other: Mapping[str, Any]) -> 
 def _entries(root: Path) -> Entries:
     """Return what a folder holds; a value that is no tensor has no dtype."""
     try:
-        with open_regular(root / ".metadata") as file:
+        with (root / ".metadata").open("rb") as file:
             found = _Unpickler(file).load()
-        tensors = {n: e for n, e in found.state_dict_metadata.items() if hasattr(e, "chunks")}
-        values, stored = {}, {}
+        values: Entries = {}
         for index, info in found.storage_data.items():
-            stored[index] = Stored(info.relative_path, info.offset, info.length, None)
-            values[index.fqn] = {"shape": [], "dtype": "", "chunks": [stored[index]._asdict()]}
-        return values | to_json(Metadata(tensors, storage_data=stored))
+            chunk = Chunk((), (), info.relative_path, info.offset, info.length, None)
+            values[index.fqn] = {"shape": [], "dtype": "", "chunks": [chunk._asdict()]}
+        tensors = {}
+        for name, entry in found.state_dict_metadata.items():
+            if hasattr(entry, "chunks"):
+                chunks = [_chunk(name, each, found.storage_data) for each in entry.chunks]
+                tensors[name] = Saved(tuple(entry.size), entry.properties.dtype, chunks)
+        return values | to_json(tensors)
     except Exception as error:  # of whatever kind a broken pickle raises
         raise DamagedCheckpointError(
             f"{root / '.metadata'} cannot be read, pass the folder of one finished checkpoint: "
@@ -125,10 +129,16 @@ def _entries(root: Path) -> Entries:
         ) from error
 
 
+def _chunk(name: str, chunk: Any, stored: Mapping[MetadataIndex, Any]) -> Chunk:
+    info = stored[MetadataIndex(name, chunk.offsets)]
+    where = info.relative_path, info.offset, info.length
+    return Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *where, None)
+
+
 def _read(root: Path, file: str, offset: int, length: int, **_: Any) -> Any:
     """Return a chunk or a value; its checksums are compared, which torch does not."""
     try:
-        with open_regular(root / file) as opened:
+        with (root / file).open("rb") as opened:
             opened.seek(offset)
             data = io.BytesIO(opened.read(length))
         if zipfile.ZipFile(data).testzip() is not None:
@@ -140,21 +150,21 @@ def _read(root: Path, file: str, offset: int, length: int, **_: Any) -> Any:
         raise DamagedCheckpointError(message) from error
 
 
-class _Reader(CheckpointReader):
+class _Reader(Reader):
     """Reads the files, checked before anything is copied."""
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        for item in plan.items:
-            self._chunk(item, self._entry(item))
-        return plan
+    def check(self, read: Read, checked: set[tuple[str, int]]) -> None:
+        if (read.chunk.file, read.chunk.offset) not in checked:
+            checked.add((read.chunk.file, read.chunk.offset))
+            self.tensor(read)
 
-    def _chunk(self, item: ReadItem, entry: TensorStorageMetadata) -> Tensor:
-        stored = self._metadata.storage_data[item.storage_index]
-        found: Tensor = _read(self._folder, **stored._asdict())
-        if found.shape != entry.chunks[item.storage_index.index or 0].sizes:
+    def tensor(self, read: Read) -> Tensor:
+        chunk = read.chunk
+        found: Tensor = _read(self.folder, chunk.file, chunk.offset, chunk.length)
+        if tuple(found.shape) != chunk.shape:
             raise DamagedCheckpointError(
-                f"{self._folder / stored.file} has a tensor of shape {tuple(found.shape)} at byte "
-                f"{stored.offset}, which is not that of {item.storage_index.fqn}"
+                f"{self.folder / chunk.file} has a tensor of shape {tuple(found.shape)} at byte "
+                f"{chunk.offset}, which is not that of {read.name}"
             )
         return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.metadata import Metadata
 
 from ..parallel.data_parallel import Shard
 from ..parallel.pg_manager import ProcessGroupManager
-from .errors import DamagedCheckpointError
-from .format.description import check_document
 from .format.folders import UNFINISHED, candidates
-from .format.metadata import METADATA, from_json, unseal
-from .format.reader import CheckpointReader
-from .format.values import decode
+from .format.metadata import METADATA, Saved, from_json, unseal
+from .format.values import decode, like
 from .saving import wait_for_last
-from .state.entries import Entry
 from .state.fitting import (
     all_names,
     check_fit,
@@ -31,14 +26,13 @@ from .state.fitting import (
     plan_model,
     plan_wholes,
     saved_dtype,
-    saved_shapes,
 )
-from .state.generators import check_random, find_random, restore_random, seed_anew
+from .state.generators import find_random, restore_random, seed_anew
 from .state.held import Held, find_held, find_shards, find_wholes, refresh_shards
 from .state.optimizer import decode_groups, make_state, restore_groups, sort_saved
 from .state.place import Place, control_group, find_place
-from .state.scheduler import decode_schedule, rehearse_schedule
-from .together import all_or_none, on_first_rank, read_together
+from .storage import Reader
+from .together import DamagedCheckpointError, all_or_none, on_first_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,28 +149,22 @@ def _load_one(
     extra = decode(document["extra"])
     if check is not None:
         all_or_none(what, lambda: check(extra), group)
-    metadata = from_json(document["entries"])
+    saved = from_json(document["entries"])
     names = all_names(program.held.values(), program.place)
-    plan = all_or_none(what, lambda: Plan(program, document, metadata, names), group)
-    reader = CheckpointReader(folder, metadata, document["files"])
-    read_together(plan.random_targets, reader, group, what)  # before all else: it may not fit
-    all_or_none(what, plan.rehearse, group)
-    read_together(plan.targets, reader, group, what)
-    plan.install()
+    plan = all_or_none(what, lambda: Plan(program, document, saved, names), group)
+    plan.read(Reader(folder, saved, document["files"]), what)
     return Loaded(document["step"], extra, folder)
 
 
 def read_document(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's description, all of it checked.
+    """Return a checkpoint's description, compared with its digest.
 
     Raises:
         DamagedCheckpointError: It is not what `save` writes.
     """
     if folder.name.endswith(UNFINISHED):
         raise DamagedCheckpointError(f"{folder} was never finished")
-    document = unseal(folder / METADATA)
-    check_document(document, folder)
-    return document
+    return unseal(folder / METADATA)
 
 
 class Plan:
@@ -186,13 +174,12 @@ class Plan:
         self,
         program: Program,
         document: dict[str, Any],
-        metadata: Metadata,
+        saved: Mapping[str, Saved],
         names: set[str],
         *,
         cast: bool = False,
     ) -> None:
         self._program, self._document = program, document
-        saved = saved_shapes(metadata)
         check_parts(document, program.optimizer, program.scheduler)
         held = program.held.values()
         check_fit(held, names, saved, document["ties"])
@@ -206,17 +193,17 @@ class Plan:
             self._plan_optimizer(program.optimizer, saved)
         self._schedule: dict[str, Any] | None = None
         if program.scheduler is not None:
-            self._schedule = decode_schedule(program.scheduler, document["scheduler"])
+            current = program.scheduler.state_dict()
+            self._schedule = like(current, decode(document["scheduler"]))
         devices = (each.tensor.device for each in program.held.values())
         self._device = next(devices, torch.device("cpu"))
         self._random: dict[str, Tensor] | None = None
-        self.random_targets: dict[str, Entry] = {}
         grid = program.place.grid
         if document.get("grid") == {"dp": grid.dp, "pp": grid.pp, "cp": grid.cp, "tp": grid.tp}:
-            self._random = find_random(saved, program.place, self.random_targets)
+            self._random = find_random(saved, program.place, self.targets)
 
-    def _plan_optimizer(self, optimizer: torch.optim.Optimizer, saved: Any) -> None:
-        state = sort_saved(((n, *found) for n, found in saved.items()), self._document["scalars"])
+    def _plan_optimizer(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Saved]) -> None:
+        state = sort_saved(saved, self._document["scalars"])
         groups = {id(t): group for group in optimizer.param_groups for t in group["params"]}
         held = self._program.held
         shards = [(shard, held[id(shard.parameter)]) for shard in self._program.shards]
@@ -228,18 +215,17 @@ class Plan:
                 made = make_state(shard, own, state, dtype, self.targets, group, current)
                 self._state.append((shard.tensor, made))
 
-    def rehearse(self) -> None:
-        """Try what can fail with the values alone, and leave everything as it was.
+    def read(self, reader: Reader, what: str) -> None:
+        """Read everything, and set it.
 
         Raises:
-            DamagedCheckpointError: The generators or the scheduler do not take theirs.
+            CheckpointError: On every rank, with nothing changed.
         """
-        if self._random is not None:
-            check_random(self._random, self._device)
-        if self._schedule is not None:
-            rehearse_schedule(self._program.scheduler, self._schedule)
+        reads = all_or_none(what, lambda: reader.plan(self.targets), self._program.group)
+        reader.copy(reads)
+        self._install()
 
-    def install(self) -> None:
+    def _install(self) -> None:
         """Set what is not read in place: masters' copies, state, rates, schedule, generators."""
         program = self._program
         refresh_shards(program.shards)

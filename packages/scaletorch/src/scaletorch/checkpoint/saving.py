@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from ..dist import get_default_group
+from ..dist import get_default_group, get_rank
 from ..dist.building import agree
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import ProcessGroupManager
-from .format.folders import check_keep, step_folder
+from .format import folders
 from .format.lock import hold
+from .format.metadata import METADATA, Saved, from_json, require_whole, seal, to_json
 from .format.values import canonical, encode, kind_of
-from .format.writer import CheckpointWriter
-from .planner import PartsSavePlanner
 from .state.entries import Entry, Index, Record, share_out, stage
 from .state.generators import record_random, seed_material
 from .state.held import find_held, find_shards, find_ties, find_wholes
 from .state.optimizer import encode_groups, record_shard
 from .state.place import Place, control_group, find_place
-from .together import on_first_rank, write_together
+from .storage import write_chunks
+from .together import CheckpointError, collect, on_first_rank
 
 _buffers: weakref.WeakKeyDictionary[nn.Module, dict[Index, Tensor]] = weakref.WeakKeyDictionary()
 _last: Saving | None = None
@@ -41,14 +44,20 @@ class Saving:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # No ``join`` of the thread: one that Ctrl-C interrupts may take it for ended.
-        self._ended = threading.Event()
-        self._ended.set()
-        self._error: Exception | None = None
+        self._written = Future[None]()
+
+    def _run(self, write: Callable[[], None]) -> None:
+        """Write, and keep the error for those who wait."""
+        try:
+            write()
+        except Exception as error:
+            self._written.set_exception(error)
+        else:
+            self._written.set_result(None)
 
     def done(self) -> bool:
         """Return whether the writing has ended on this rank, well or not."""
-        return self._ended.is_set()
+        return self._written.done()
 
     def wait(self) -> Path:
         """Wait until it is finished on every rank; return its folder.
@@ -57,31 +66,12 @@ class Saving:
             CheckpointError: It could not be written; the same on every rank, and every time.
         """
         global _last
-        self._ended.wait()
+        error = self._written.exception()
         if _last is self:
             _last = None
-        if self._error is not None:
-            raise self._error
+        if error is not None:
+            raise error
         return self.folder
-
-    def _run(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except Exception as error:  # for whoever waits
-            self._error = error
-        finally:
-            self._ended.set()
-
-    def begin(self, write: Callable[[], None]) -> None:
-        """Write in a thread; no daemon, so that no program ends in the middle of a checkpoint."""
-        name = f"checkpoint {self.folder.name}"
-        thread = threading.Thread(target=self._run, args=(write,), name=name, daemon=False)
-        self._ended.clear()
-        try:
-            thread.start()
-        except RuntimeError:  # there can be no more threads
-            self._ended.set()
-            raise
 
 
 def wait_for_last() -> None:
@@ -133,7 +123,7 @@ def save(
     failed: Exception | None = None
     try:
         wait_for_last()
-        check_keep(keep)
+        folders.check_keep(keep)
         place = find_place(manager)
         document = _document(place, step, optimizer, scheduler, extra)
         lines = _told(document, folder=folder, keep=keep, asynchronous=asynchronous)
@@ -145,26 +135,85 @@ def save(
         failed = error
     agree("the checkpoint to save", lines, group, error=failed)
     on_first_rank(lambda: hold(root, next(model.parameters(), model), get_default_group()), group)
-    saving = Saving(step_folder(root, step))
-    planner, writer = PartsSavePlanner(record.notes), CheckpointWriter(root, step, keep, document)
-    write = partial(write_together, entries, planner, writer, group, f"saving {saving.folder}")
-    return _started(saving, write, asynchronous)
+    write = partial(_write, entries, record.notes, root, keep, document, group)
+    return _started(Saving(folders.step_folder(root, step)), write, asynchronous)
+
+
+def _started(saving: Saving, write: Callable[[], None], asynchronous: bool) -> Saving:
+    """Write now, or in a thread. It is no daemon's and no executor's: programs and ranks wait."""
+    global _last
+    if asynchronous:
+        name = f"checkpoint {saving.folder.name}"
+        threading.Thread(target=saving._run, args=(write,), name=name, daemon=False).start()
+        _last = saving
+    else:
+        write()
+        saving._run(lambda: None)
+    return saving
+
+
+def _write(
+    entries: Mapping[str, Entry],
+    notes: Mapping[str, Mapping[str, Any]],
+    root: Path,
+    keep: int | None,
+    document: Mapping[str, Any],
+    group: ProcessGroup | None,
+) -> None:
+    """Write a file of each rank, then describe them all, and give the checkpoint its name."""
+    step = document["step"]
+    final = folders.step_folder(root, step)
+    folder = final.with_name(final.name + folders.UNFINISHED)
+
+    def write() -> tuple[Any, Any]:
+        written = write_chunks(folder / f"rank-{get_rank():05d}.safetensors", entries, step)
+        return to_json(written), notes
+
+    def finish(ranks: list[tuple[Any, Any]]) -> None:
+        saved: dict[str, Saved] = {}
+        joined: dict[str, dict[str, Any]] = {}
+        for written, noted in ranks:
+            for name, entry in from_json(written).items():
+                known = saved.setdefault(name, entry._replace(chunks=[])).chunks
+                places = {chunk.at for chunk in known}  # of ranks that hold and write the same
+                known += [chunk for chunk in entry.chunks if chunk.at not in places]
+            for kind, note in noted.items():
+                joined.setdefault(kind, {}).update(note)
+        require_whole(saved)
+        described = {**document, **joined, "files": _sizes(folder, saved)}
+        with (folder / METADATA).open("x", encoding="utf-8") as file:
+            file.write(seal(described | {"entries": to_json(saved)}))
+            file.flush()
+            os.fsync(file.fileno())
+        folders.finish(root, step, keep)
+
+    what = f"saving {final} failed"
+    collect(what, lambda: None, lambda _: folders.start(root, step), group)
+    collect(what, write, finish, group)
+
+
+def _sizes(folder: Path, saved: Mapping[str, Saved]) -> dict[str, int]:
+    """Return the sizes of all ranks' files.
+
+    Raises:
+        CheckpointError: One is not to be seen from here.
+    """
+    sizes = {}
+    for name in sorted({chunk.file for entry in saved.values() for chunk in entry.chunks}):
+        try:
+            sizes[name] = (folder / name).stat().st_size
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder / name} was written by another rank and cannot be seen here: "
+                "checkpoints need a folder that all machines share"
+            ) from error
+    return sizes
 
 
 def _told(document: Mapping[str, Any], **options: Any) -> list[str]:
     """Return what all ranks must have been told the same."""
     lines = [f"{key}: {canonical(value)}" for key, value in document.items() if key != "seed"]
     return lines + [f"{name}: {value}" for name, value in options.items()]
-
-
-def _started(saving: Saving, write: Callable[[], None], asynchronous: bool) -> Saving:
-    global _last
-    if asynchronous:
-        _last = saving
-        saving.begin(write)
-    else:
-        write()
-    return saving
 
 
 def _document(

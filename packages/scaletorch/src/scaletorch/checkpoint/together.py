@@ -1,44 +1,41 @@
-"""Saving and loading on all ranks: what one rank cannot do, none does, and each says why."""
+"""Saving and loading on all ranks: if one rank fails, all raise the same error."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
 
-from ..dist import all_gather_object, broadcast_object_list, is_main_process
+from ..dist import broadcast_object_list, gather_object
+from ..dist.building import name_ranks
 from ..dist.errors import ScaletorchError
-from .errors import CheckpointError, DamagedCheckpointError, Failure, joined_error
-from .format.reader import CheckpointReader
-from .format.writer import CheckpointWriter
-from .planner import PartsLoadPlanner, PartsSavePlanner
-from .state.entries import Entry
 
 T = TypeVar("T")
 
 
+class CheckpointError(ScaletorchError, RuntimeError):
+    """A checkpoint cannot be saved, or does not fit the model; the same error on every rank."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is not, or no longer, what was saved."""
+
+
+class Failure(NamedTuple):
+    """The error of a rank: its text, and whether the checkpoint is damaged."""
+
+    text: str
+    damaged: bool
+
+
 def on_first_rank(task: Callable[[], T], group: ProcessGroup | None) -> T:
-    """Return what rank 0 finds, on every rank.
+    """Run a task on rank 0, and return its result on every rank.
 
     Raises:
         CheckpointError: On every rank, where rank 0 fails.
     """
-    answer: list[tuple[T | None, tuple[str, bool] | None]] = [(None, None)]
-    if is_main_process():
-        try:
-            answer = [(task(), None)]
-        except Exception as error:  # of whatever kind: the others must know
-            failure = _describe(error)
-            answer = [(None, (failure.text, failure.damaged))]
-    broadcast_object_list(answer, 0, group)
-    value, told = answer[0]
-    if told is not None:
-        failure = Failure(*told)
-        raise (DamagedCheckpointError if failure.damaged else CheckpointError)(failure.text)
-    return value  # type: ignore[return-value]
+    return collect("", lambda: None, lambda _: task(), group)
 
 
 def all_or_none(what: str, task: Callable[[], T], group: ProcessGroup | None) -> T:
@@ -47,72 +44,57 @@ def all_or_none(what: str, task: Callable[[], T], group: ProcessGroup | None) ->
     Raises:
         CheckpointError: On every rank; but a bad argument stays one on the rank that has it.
     """
-    result: T | None = None
-    failed: Exception | None = None
+    own: list[T] = []
+    collect(what, lambda: own.append(task()), lambda _: None, group)
+    return own[0]
+
+
+def collect(
+    what: str,
+    task: Callable[[], Any],
+    conclude: Callable[[list[Any]], T],
+    group: ProcessGroup | None,
+) -> T:
+    """Run a task on every rank, and conclude on rank 0; return that on every rank.
+
+    Args:
+        what: Begins the error of ranks that fail.
+        task: Returns a plain value.
+        conclude: Gets the values of all ranks.
+        group: All ranks; None is one process.
+
+    Raises:
+        CheckpointError: As for `all_or_none`.
+    """
+    value, failed = None, None
     try:
-        result = task()
+        value = task()
     except Exception as error:  # of whatever kind: the others must know
         failed = error
     told = None if failed is None else tuple(_describe(failed))  # a plain tuple needs no pickle
-    reports = all_gather_object(told, group)
-    failures = {rank: Failure(*report) for rank, report in enumerate(reports) if report}
-    if not failures:
-        return result  # type: ignore[return-value]
+    reports = gather_object((value, told), 0, group)
+    answer: list[Any] = [(None, None)]
+    if reports is not None:
+        answer = [_conclude(what, reports, conclude)]
+    broadcast_object_list(answer, 0, group)
+    result, failure = answer[0]
+    if failure is None:
+        return result  # type: ignore[no-any-return]
     if failed is not None and not isinstance(failed, CheckpointError | OSError):
         raise failed
-    raise joined_error(failures, what) from failed
+    text, damaged = failure
+    raise (DamagedCheckpointError if damaged else CheckpointError)(text) from failed
 
 
-def write_together(
-    entries: dict[str, Entry],
-    planner: PartsSavePlanner,
-    writer: CheckpointWriter,
-    group: ProcessGroup | None,
-    what: str,
-) -> None:
-    """Save through torch.distributed.checkpoint.
-
-    Raises:
-        CheckpointError: On every rank, if one fails.
-    """
+def _conclude(what: str, reports: list[Any], conclude: Callable[[list[Any]], Any]) -> Any:
+    failures = {rank: Failure(*told) for rank, (_, told) in enumerate(reports) if told}
+    if failures:
+        return None, _join(what, failures)
     try:
-        if group is not None:
-            state_dict_saver.save(
-                entries, storage_writer=writer, planner=planner, process_group=group
-            )
-            return
-        planner.set_up_planner(entries, is_coordinator=True)
-        writer.set_up_storage_writer(True)
-        plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-        writer.finish(metadata, [writer.write_data(plans[0], planner).value()])
-    except CheckpointException as error:
-        raise joined_error(_failures(error), f"{what} failed") from error
-    except OSError as error:
-        raise CheckpointError(f"{what} failed: {type(error).__name__}: {error}") from error
-
-
-def read_together(
-    entries: dict[str, Entry], reader: CheckpointReader, group: ProcessGroup | None, what: str
-) -> None:
-    """Load through torch.distributed.checkpoint: check on all ranks, then copy.
-
-    Raises:
-        CheckpointError: On every rank, if one fails; nothing was copied if a check failed.
-    """
-    planner = PartsLoadPlanner()
-    try:
-        if group is not None:
-            state_dict_loader.load(
-                entries, storage_reader=reader, planner=planner, process_group=group
-            )
-            return
-        planner.set_up_planner(entries, reader.read_metadata(), is_coordinator=True)
-        plan = reader.prepare_local_plan(planner.create_local_plan())
-        reader.read_data(plan, planner)
-    except CheckpointException as error:
-        raise joined_error(_failures(error), f"{what} cannot be loaded") from error
-    except OSError as error:
-        raise CheckpointError(f"{what} cannot be loaded: {error}") from error
+        return conclude([value for value, _ in reports]), None
+    except Exception as error:  # of whatever kind: the others must know
+        text, damaged = _describe(error)
+        return None, (f"{what}: {text}" if what else text, damaged)
 
 
 def _describe(error: BaseException) -> Failure:
@@ -121,5 +103,11 @@ def _describe(error: BaseException) -> Failure:
     return Failure(text, isinstance(error, DamagedCheckpointError))
 
 
-def _failures(error: CheckpointException) -> dict[int, Failure]:
-    return {rank: _describe(failure[0]) for rank, failure in sorted(error.failures.items())}
+def _join(what: str, failures: Mapping[int, Failure]) -> tuple[str, bool]:
+    """Return the one error of all ranks: damage only where all that failed found damage."""
+    said: dict[str, list[int]] = {}
+    for rank, failure in failures.items():
+        said.setdefault(failure.text, []).append(rank)
+    lines = [f"{name_ranks(ranks)}: {text}" for text, ranks in said.items()]
+    damaged = all(failure.damaged for failure in failures.values())
+    return f"{what}: " + "\n".join(lines), damaged

@@ -6,18 +6,14 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 from ..dist import RankFailedError
 from ..dist.building import without_coordinates
-from ..dist.devices import current_device
 from ..dist.errors import ScaletorchError
 from .commands import COMMANDS, PROGRAM, load_tyro, run_command
 from .config import PretrainConfig
 from .interrupt import stop_on_ctrl_c
 from .report import logged_losses
 from .run import Result, pretrain
-from .sizes import plain_model, sizes_of
 
 DESCRIPTION = f"""Train a small Llama, or Mixtral with --experts, on text, on any layout of ranks.
 
@@ -70,12 +66,6 @@ def as_one_process(config: PretrainConfig, result: Result) -> bool:
         return True
     _, found, bound = result.furthest(config)
     return found <= bound
-
-
-def parameters_of(config: PretrainConfig) -> int:
-    """Return the number of the model's weights, the vocabulary apart where a tokenizer has it."""
-    with torch.device("meta"):
-        return sum(weight.numel() for weight in plain_model(sizes_of(config)).parameters())
 
 
 def way_on(config: PretrainConfig, result: Result) -> str:
@@ -137,7 +127,6 @@ def train_command(config: PretrainConfig) -> int:
     if result.reference:
         first, last = (f"{x:.4f}" for x in (result.reference[0], result.reference[-1]))
         print(f"in one process: loss {first} -> {last}")
-    print(f"{parameters_of(config):,} parameters, on {current_device().type}")
     print(way_on(config, result))
     return int(not as_one_process(config, result))
 

@@ -12,9 +12,8 @@ from ..dist import devices
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pipeline_parallel import SCHEDULES
 from ..parallel.tensor_parallel import explain
-from .config import PretrainConfig
+from .config import PretrainConfig, plain_model, sizes_of
 from .data import check_paths
-from .sizes import plain_model, sizes_of
 
 _POSITIVE = (
     "tp",

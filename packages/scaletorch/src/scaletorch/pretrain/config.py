@@ -1,12 +1,17 @@
-"""Every setting of a pre-training run, as one value."""
+"""Every setting of a pre-training run, as one value, and the model that they ask for."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from types import MethodType
+from typing import Any, Literal
 
-from ..models import LlamaConfig
+import torch
+from torch import nn
+
+from ..models import Llama, LlamaConfig, Mixture, MixtureConfig
 from ..parallel.pg_manager import Grid
 
 ScheduleName = Literal[
@@ -95,3 +100,34 @@ class PretrainConfig:
             zero=0, plan=None, save_every=0, keep=0, resume="no", out=None, compare=False,
             tensorboard=False,
         )  # fmt: skip
+
+
+def sizes_of(config: PretrainConfig) -> LlamaConfig:
+    """Return the sizes of a run's model, with its experts if it has any.
+
+    Raises:
+        InvalidArgumentError: They make no model.
+    """
+    if not config.experts:
+        return config.model
+    experts = {"num_experts": config.experts, "top_k": config.top_k}
+    return MixtureConfig(**{**asdict(config.model), **experts})
+
+
+def read_sizes(saved: Mapping[str, Any]) -> LlamaConfig:
+    """Return the sizes of which a checkpoint has the fields."""
+    return MixtureConfig(**saved) if "num_experts" in saved else LlamaConfig(**saved)
+
+
+def plain_model(sizes: LlamaConfig) -> Llama:
+    """Return the plain model of these sizes."""
+    return Mixture(sizes) if isinstance(sizes, MixtureConfig) else Llama(sizes)
+
+
+def computing(config: PretrainConfig, model: nn.Module) -> nn.Module:
+    """Return a plain model that computes in the run's dtype."""
+    if config.dtype == "bfloat16":  # around forward alone: backward must not run under autocast
+        kind = "cpu" if next(model.parameters()).is_meta else next(model.parameters()).device.type
+        cast = torch.autocast(kind, torch.bfloat16)(type(model).forward)
+        model.__dict__["forward"] = MethodType(cast, model)
+    return model.to(torch.float64 if config.dtype == "float64" else torch.float32)

@@ -39,16 +39,20 @@ class Corpus:
     def global_batch(
         self, step: int, *, batch_size: int, seq_len: int, seed: int
     ) -> dict[str, Tensor]:
-        """Return the global batch of `step`: the same on every rank and for every layout.
+        """Return the global batch of `step`: the same on every rank and for every layout."""
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        offsets = torch.randint(len(self.tokens) - seq_len, (batch_size, 1), generator=generator)
+        return self.window(offsets, seq_len)
+
+    def window(self, offsets: Tensor, seq_len: int) -> dict[str, Tensor]:
+        """Return sequences that begin at offsets [B, 1].
 
         Labels are aligned with their inputs (`labels[:, i]` follows `input_ids[:, i]`) and are
         -100 where the next token begins another document.
 
         Returns:
-            input_ids and labels, [batch_size, seq_len] int64.
+            input_ids and labels, [B, seq_len] int64.
         """
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        offsets = torch.randint(len(self.tokens) - seq_len, (batch_size, 1), generator=generator)
         positions = offsets + torch.arange(seq_len + 1)
         window = self.tokens[positions].long()
         labels = window[:, 1:].masked_fill(self.starts[positions[:, 1:]], IGNORED_LABEL)

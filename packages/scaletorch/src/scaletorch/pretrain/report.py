@@ -1,13 +1,18 @@
-"""What rank 0 shows and keeps: progress bar, JSON lines, loss curve."""
+"""Progress, JSON lines and the loss curve of rank 0; model FLOPs utilisation."""
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
+
+import torch
+
+from ..models import LlamaConfig, MixtureConfig
 
 LOG, CURVE = "log.jsonl", "loss.png"
 
@@ -150,3 +155,35 @@ def save_curve(path: Path, curves: Mapping[str, Mapping[int, float]]) -> None:
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
+    """Return forward + backward FLOPs of one token: 6 per weight used, plus causal attention.
+
+    Source: PaLM, https://arxiv.org/abs/2204.02311, appendix B, halved for the causal mask.
+    """
+    head_dim = config.hidden_size // config.num_heads
+    attention = config.hidden_size * head_dim * 2 * (config.num_heads + config.num_kv_heads)
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    if isinstance(config, MixtureConfig):  # of the experts that it goes to, and the router
+        mlp = config.top_k * mlp + config.num_experts * config.hidden_size
+    weights = config.num_layers * (attention + mlp) + config.hidden_size * config.vocab_size
+    return 6.0 * weights + 6.0 * config.num_layers * config.hidden_size * seq_len
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Return FLOP/s of a square matmul on one rank's share of the device, best of several."""
+    size = 512 if device.type == "cpu" else 8192
+    a = torch.ones(size, size, device=device, dtype=dtype)  # draws nothing: resuming is bitwise
+    best = float("inf")
+    for _ in range(8):
+        start = time.perf_counter()
+        (a @ a).sum().item()  # .item() waits for the device
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * size**3 / best
+
+
+def job_peak(device: torch.device, dtype: torch.dtype, world_size: int) -> float:
+    """Return the FLOP/s that `world_size` ranks could reach; CPU ranks share one node's cores."""
+    ranks = world_size if device.type != "cpu" else min(world_size, os.cpu_count() or 1)
+    return measured_peak(device, dtype) * ranks

@@ -1,9 +1,9 @@
-"""Going on from the last checkpoint of a run, on the same layout or on another one."""
+"""Checkpoints of a run: when they are written, and going on from the last, on any layout."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint import DamagedCheckpointError, Saving, latest, load, save
+from ..checkpoint import CheckpointError, DamagedCheckpointError, Saving, latest, load, save
 from ..checkpoint.format.folders import finished
 from ..checkpoint.loading import read_document
 from ..dist import broadcast_object_list, is_main_process
 from ..dist.building import agree, caught
-from ..dist.errors import InvalidArgumentError, NonFiniteError, StateError
+from ..dist.errors import InvalidArgumentError, MismatchError, NonFiniteError, StateError
 from ..models import LlamaConfig
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from .config import PretrainConfig
@@ -161,3 +161,39 @@ def load_last(
 
     loaded = load(folder, model, optimizer, manager, check=check)
     return 0 if loaded is None else loaded.step
+
+
+class Saver:
+    """Saves while training goes on, and waits for the last one at the end.
+
+    Args:
+        save: Begins to write the state after so many steps.
+        every: Steps between checkpoints; 0 saves none.
+        start: Steps that were saved before.
+    """
+
+    def __init__(self, save: Callable[[int], Saving], every: int, start: int) -> None:
+        self._save, self._every, self._saved = save, every, start
+        self._saving: Saving | None = None
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def after(self, step: int) -> None:
+        """Save after `step` steps, if it is time."""
+        if self._every and step % self._every == 0:
+            self._saving, self._saved = self._save(step), step
+
+    def end(self, step: int) -> None:
+        """Save the last of all steps, or that before a stop, if it is not saved."""
+        if self._every and step > self._saved:
+            self._saving, self._saved = self._save(step), step
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._saving is None:
+            return
+        if error is None:
+            self._saving.wait()
+        elif isinstance(error, NonFiniteError | MismatchError):  # on all ranks: none is waited for
+            with suppress(CheckpointError):
+                self._saving.wait()  # the last good one may be half-way

@@ -1,7 +1,10 @@
-"""A trained model out of a run's folder, whole and in this process."""
+"""A trained model from a run's folder, in this process; text that it draws, its loss on text."""
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +15,12 @@ from ..checkpoint import CheckpointError, DamagedCheckpointError, load
 from ..checkpoint.format.folders import candidates
 from ..checkpoint.format.values import decode
 from ..checkpoint.loading import read_document
+from ..compose import eval_step, parallelize
 from ..dist.errors import InvalidArgumentError
 from ..models import Llama, LlamaConfig
-from .data import byte_tokens, read_tokenizer, vocabulary_size
-from .sizes import plain_model, read_sizes
+from ..parallel.pg_manager import ProcessGroupManager, get_process_group_manager
+from .config import plain_model, read_sizes
+from .data import IGNORED_LABEL, Corpus, byte_tokens, load_corpus, read_tokenizer, vocabulary_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +104,102 @@ def _check_tokenizer(file: Path | None, sizes: LlamaConfig) -> None:
         raise InvalidArgumentError(
             f"the tokenizer {file} has {size} tokens, and the model {sizes.vocab_size}"
         )
+
+
+@torch.no_grad()
+def generate(
+    trained: Trained, prompt: str, *, tokens: int, temperature: float = 0.8, seed: int = 0
+) -> str:
+    """Return a prompt and what the model goes on with.
+
+    Args:
+        trained: The model.
+        prompt: At least one token.
+        tokens: How many to draw; each sees as many before it as a sequence of the training has.
+        temperature: The logits are divided by it; 0 takes the likeliest token.
+        seed: Of the draws; nothing else is drawn from.
+
+    Raises:
+        InvalidArgumentError: No token, or numbers that cannot be.
+    """
+    if not (math.isfinite(temperature) and temperature >= 0) or tokens < 1:
+        raise InvalidArgumentError(
+            f"tokens must be at least 1 and temperature at least 0, got {tokens}, {temperature}"
+        )
+    ids = trained.encode(prompt)
+    if not len(ids):
+        raise InvalidArgumentError("a prompt needs at least one token to go on from")
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(tokens):
+        logits = trained.model(ids[None, -trained.seq_len :])[0, -1]
+        ids = torch.cat((ids, _draw(logits, temperature, generator)))
+    return trained.decode(ids)
+
+
+def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    """Return one token, [1]."""
+    if temperature == 0:
+        return logits.argmax(keepdim=True)
+    shares = (logits.double() / temperature).softmax(-1)
+    return torch.multinomial(shares, 1, generator=generator)
+
+
+ROWS = 16  # sequences at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What a model makes of a text.
+
+    Attributes:
+        loss: Mean over the tokens, in nats.
+        tokens: How many were predicted.
+        step: Steps that the model was trained for.
+        seen: Whether it is the text that the model was trained on.
+    """
+
+    loss: float
+    tokens: int
+    step: int
+    seen: bool
+
+    def __str__(self) -> str:
+        text = (
+            "the text that it was trained on" if self.seen else "other text than it was trained on"
+        )
+        return (
+            f"loss {self.loss:.4f} nats per token, perplexity {math.exp(min(self.loss, 700)):.2f}, "
+            f"after step {self.step}: {self.tokens:,} tokens of {text}"
+        )
+
+
+def evaluate(trained: Trained, data: Iterable[Path] = (), *, sequences: int = 64) -> Evaluation:
+    """Return the loss over sequences that are spread evenly over a text.
+
+    Args:
+        trained: The model.
+        data: As for training.
+        sequences: How many, each as long as in training; fewer where the text is shorter.
+
+    Raises:
+        InvalidArgumentError: Less than one sequence.
+    """
+    if sequences < 1:
+        raise InvalidArgumentError(f"sequences must be at least 1, got {sequences}")
+    corpus = load_corpus(data, trained.tokenizer, seq_len=trained.seq_len)
+    batches = [
+        corpus.window(begins[:, None], trained.seq_len)
+        for begins in _begins(corpus, trained.seq_len, sequences).split(ROWS)
+    ]
+    frozen = copy.deepcopy(trained.model).requires_grad_(False)  # which needs no gradients' memory
+    manager = get_process_group_manager() or ProcessGroupManager()
+    loss = eval_step(parallelize(frozen, manager), batches)
+    tokens = sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in batches)
+    return Evaluation(loss.item(), tokens, trained.step, corpus.digest == trained.data)
+
+
+def _begins(corpus: Corpus, seq_len: int, sequences: int) -> torch.Tensor:
+    """Return where the sequences begin, [n], none of them over another."""
+    room = len(corpus.tokens) - seq_len
+    sequences = min(sequences, max(room // seq_len, 1))
+    return torch.linspace(0, room - 1, sequences, dtype=torch.float64).long()

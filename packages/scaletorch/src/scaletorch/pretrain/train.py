@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -41,15 +42,12 @@ from ..parallel.pg_manager import (
     setup_process_group_manager,
 )
 from ..plan import Estimate
-from .config import PretrainConfig
+from .config import PretrainConfig, computing, plain_model, sizes_of
 from .data import Corpus, check_same_data, load_corpus
-from .flops import flops_per_token, job_peak
 from .interrupt import StopFile
-from .planning import AsPlanned, computing
-from .report import Reporter
-from .resume import load_last, refuse_mixing, save_step
-from .saver import Saver
-from .sizes import plain_model, sizes_of
+from .planning import STEPS, compare_time
+from .report import Reporter, flops_per_token, job_peak
+from .resume import Saver, load_last, refuse_mixing, save_step
 
 
 def train(
@@ -107,7 +105,7 @@ def train_on(
     main = is_main_process()
     stopping = StopFile(stop, leader=main)
     losses: list[float] = []
-    as_planned = AsPlanned(planned, model, optimizer, manager)
+    times: list[float] = []
     reporter = Reporter(
         config.out if main else None, short_name(config.grid), start, config.steps,
         tensorboard=config.tensorboard,
@@ -122,10 +120,11 @@ def train_on(
         for step in range(start, config.steps):
             if stopping.before(step):
                 break
-            with as_planned.step():
-                values = optimizer_step(config, manager, model, optimizer, corpus, step)
-            while as_planned.lines:
-                reporter.say(as_planned.lines.pop(0))
+            begin = time.perf_counter()
+            values = optimizer_step(config, manager, model, optimizer, corpus, step)
+            times.append(time.perf_counter() - begin)
+            if planned is not None and len(times) == STEPS:
+                reporter.say(compare_time(planned, times))
             guard.step(step + 1)
             losses.append(values["loss"])
             reporter.step(step + 1, values, tokens=tokens, flops=flops, peak=peak)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,14 +34,13 @@ from .problem import (
 )
 from .report import CaseResult, Report
 from .verify import verify
-from .where import where_named
+from .where import named
 
 R = TypeVar("R")
 
 ROW_DIMS = "dims of rows of entries whose shapes do not tell, as pixels=1 table=None"
 SEQUENCE_DIMS = "dims of positions of entries, which cp divides, as latents=1"
 LOSS = "package.module:function of an output and a micro-batch, as train_step's loss_fn"
-BISECTED = 3  # failing cases of which the fault is looked for
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -72,9 +70,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one case")
     add_where(parser)
     parser.add_argument("--out", type=Path, help="folder for report.json and report.md")
-    parser.add_argument(
-        "--bisect", action="store_true", help="say where the faults of failing cases are born"
-    )
     parser.add_argument("--every-option", action="store_true", help="cross all options' values")
     for name, values in OPTIONS.items():
         shown = f"values to try, of {', '.join(map(str, values))}; {values[0]} by default"
@@ -182,40 +177,6 @@ def run(arguments: argparse.Namespace) -> Report:
     return report
 
 
-def born(arguments: argparse.Namespace, report: Report) -> Iterator[str]:
-    """Yield where the first failing cases part from one process."""
-    from ..bisect import bisect  # it stands upon this package, and this command hands over to it
-
-    model, batch = problem_of(arguments, [result.case.grid for result in report.results])
-    named = [f"--model {name_of(model)}", f"--batch {name_of(batch)}", *again(arguments)]
-    named += where_named(arguments.device, arguments.backend)
-    for result in [each for each in report.failures if each.ranks][:BISECTED]:
-        case = result.case
-        options = {name: getattr(case, name) for name in OPTIONS}
-        found = bisect(
-            model, batch, layout=case.grid, dtype=case.dtype, options=options,
-            **training_of(arguments),
-        )  # fmt: skip
-        command = " ".join(["again: python -m scaletorch.bisect run", case.arguments, *named])
-        yield f"{case}: where the fault is born\n{replace(found, command=command)}"
-
-
-def name_of(function: Any) -> str:
-    """Return a module-level function as the command line names it."""
-    return f"{function.__module__}:{function.__qualname__}"
-
-
-def again(arguments: argparse.Namespace) -> list[str]:
-    """Return what a command that repeats a case says of training, beside model and batch."""
-    found = [f"--plan {arguments.plan}"] * bool(arguments.plan)
-    found += [f"--loss {arguments.loss}"] * bool(arguments.loss)
-    found += [f"--optimizer {arguments.optimizer}"] * bool(arguments.optimizer)
-    for option in ("optimizer_args", "row_dims", "sequence_dims"):
-        given = shlex.join(getattr(arguments, option))
-        found += [f"--{option.replace('_', '-')} {given}"] * bool(given)
-    return found
-
-
 def report_of(run: Callable[[argparse.Namespace], R], arguments: argparse.Namespace) -> R | None:
     """Return what a command finds; None if the library refuses it, which is said on stderr."""
     try:
@@ -234,14 +195,15 @@ def main(given: Sequence[str] | None = None) -> int:
     report = report_of(run, arguments)
     if report is None:
         return 2
-    named = [f"--model {arguments.model}"] * bool(arguments.model)
-    named += [f"--batch {arguments.batch}"] * bool(arguments.batch)
-    named += again(arguments)
-    named += ["--ep"] * (arguments.ep is not None)  # the model with experts
-    report = replace(report, command=" ".join([report.command, *named]))
+    things = {name: getattr(arguments, name) for name in ("batch", "plan", "loss", "optimizer")}
+    values = {name.replace("_", "-"): getattr(arguments, name)
+              for name in ("optimizer_args", "row_dims", "sequence_dims")}  # fmt: skip
+    model = arguments.model
+    if model is None and arguments.ep is not None:  # the one with experts
+        model = problem_of(arguments, [result.case.grid for result in report.results])[0]
+    command = report.command + named({"model": model, **things}, values)
+    report = replace(report, command=command)
     print(report)
-    for text in born(arguments, report) if arguments.bisect else ():
-        print(f"\n{text}")
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "report.json").write_text(report.to_json())

@@ -18,6 +18,7 @@ from ..parallel.pipeline_parallel import Split
 from .problem import Batch, BatchFn, ModelFn
 from .report import Report
 from .verify import verify
+from .where import name_of, named
 
 Layout = str | Grid
 
@@ -78,30 +79,10 @@ def assert_trains_alike(
     )  # fmt: skip
     if report.passed:
         return report
-    named = {"model": model, "batch": batch, "plan": plan, "loss": loss_fn, "optimizer": optimizer}
+    things = {"model": model, "batch": batch, "plan": plan, "loss": loss_fn, "optimizer": optimizer}
     told = {"optimizer-args": optimizer_args, "row-dims": row_dims, "sequence-dims": sequence_dims}
-    command = _command(report.command, named, told)
-    raise AssertionError(f"{_name(model)}\n{replace(report, command=command)}")
-
-
-def _command(
-    begin: str,
-    named: Mapping[str, Any],
-    values: Mapping[str, Mapping[str, Any] | None],
-) -> str:
-    """Return the command that does the same, but for the layout and its options."""
-    words = [f"--{option} {_name(thing)}" for option, thing in named.items() if thing is not None]
-    for option, given in values.items():
-        words += (
-            [" ".join([f"--{option}", *(f"{n}={v}" for n, v in given.items())])] if given else []
-        )
-    return " ".join([begin, *words])
-
-
-def _name(thing: Any) -> str:
-    """Return how the command names something, or where to put the name of what has none."""
-    name = getattr(thing, "__qualname__", "<")
-    return "MODULE:NAME" if "<" in name else f"{thing.__module__}:{name}"
+    command = report.command + named(things, told)
+    raise AssertionError(f"{name_of(model)}\n{replace(report, command=command)}")
 
 
 def _require_maker(model: ModelFn) -> None:

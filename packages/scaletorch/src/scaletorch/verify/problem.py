@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +19,98 @@ from ..compose.row_dims import RowDims
 from ..dist.building import Locator, locate
 from ..models import Llama, LlamaConfig, Mixture, MixtureConfig
 from . import dropout
-from .balance import router_loss
-from .phases import MAX_NORM, PHASES, Phase, phase_at
 from .precision import model_precision
 from .routing import Choice, watched
+
+LEARNING_RATE = 0.1
+ADAM_EPS = 1e-2  # large: a small one turns rounding of tiny gradients into whole steps
+MAX_NORM = 1.0
+STEPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Steps in a row that the same optimizers make.
+
+    Attributes:
+        steps: How many.
+        make: Returns the optimizers of parameters.
+        clips: Whether gradients are clipped to `MAX_NORM` first.
+    """
+
+    steps: int
+    make: Callable[[Iterable[Any]], Sequence[Optimizer]]
+    clips: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """Makes one optimizer of all parameters.
+
+    Attributes:
+        kind: Its class.
+        options: What it is made with.
+    """
+
+    kind: Callable[..., Optimizer]
+    options: Mapping[str, Any]
+
+    def __call__(self, parameters: Iterable[Any]) -> list[Optimizer]:
+        """Return it in a list."""
+        return [self.kind(list(parameters), **self.options)]
+
+
+_adamw = Alone(torch.optim.AdamW, {"lr": LEARNING_RATE / 10, "eps": ADAM_EPS})
+
+# Unclipped SGD first: Adam and clipping hide scale errors. The first step of each is its plain
+# form, the second needs the moments of the first.
+PHASES = (
+    Phase(2, Alone(torch.optim.SGD, {"lr": LEARNING_RATE, "momentum": 0.9}), clips=False),
+    Phase(2, _adamw, clips=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Makes a program's own optimizer of all parameters, or of the matrices if it takes no others.
+
+    Then AdamW has the rest, as with Muon.
+
+    Attributes:
+        kind: Its class, or a function of parameters.
+        options: What it is made with.
+    """
+
+    kind: Locator
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, parameters: Iterable[Any]) -> list[Optimizer]:
+        """Return the optimizers of parameters."""
+        every = list(parameters)
+        make = partial(self.kind.find(), **self.options)
+        try:
+            return [make(every)]
+        except ValueError:
+            matrices = [each for each in every if each.ndim == 2]
+            rest = [each for each in every if each.ndim != 2]
+            if not matrices or not rest:
+                raise
+            return [make(matrices), *_adamw(rest)]
+
+
+def phases_of(chosen: Chosen) -> tuple[Phase, ...]:
+    """Return the phases of a proof with an optimizer of the program's own."""
+    return (Phase(STEPS, chosen, clips=False),)
+
+
+def phase_at(step: int, phases: Sequence[Phase] = PHASES) -> tuple[Phase, bool]:
+    """Return the phase of a step, 0-based, and whether the step is its first."""
+    for phase in phases:
+        if step < phase.steps:
+            return phase, step == 0
+        step -= phase.steps
+    raise IndexError(f"step {step} is beyond the {STEPS} steps of a proof")
+
 
 Batch = Mapping[str, Any]
 ModelFn = Callable[[], nn.Module]
@@ -213,3 +302,35 @@ def as_saved(steps: list[Step]) -> list[dict[str, Any]]:
         {"loss": s.loss, "norm": s.norm, "gradients": s.gradients, "weights": s.weights}
         for s in steps
     ]
+
+
+def router_loss(model: nn.Module, output: Any, mask: Tensor | None = None) -> Tensor | float:
+    """Return the loss of a whole batch that comes to that of tokens; 0 if none is asked for.
+
+    With N experts and the tokens of all layers in one: coefficient x N x the sum over experts of
+    (choices / tokens) x (mean probability). Source: Switch Transformers (arXiv 2101.03961),
+    equations 4 to 6, as transformers has it.
+
+    Args:
+        model: The plain module; a config of it or of a part says output_router_logits=True and
+            router_aux_loss_coef.
+        output: The model's, with [T, N] of every layer in `router_logits`.
+        mask: Tokens that count, [B, L], not 0; None is all.
+    """
+    config = next(filter(_asks, (getattr(part, "config", None) for part in model.modules())), None)
+    if config is None:
+        return 0.0
+    logits = torch.stack(output.router_logits)
+    if mask is not None:
+        logits = logits[:, mask.flatten() != 0]
+    scores = logits.flatten(0, 1).softmax(-1)
+    chosen = scores.topk(config.num_experts_per_tok).indices
+    choices = F.one_hot(chosen, scores.shape[-1]).sum((0, 1))
+    often = choices.to(scores.dtype) / len(scores)
+    loss: Tensor = config.router_aux_loss_coef * scores.shape[-1] * (often * scores.mean(0)).sum()
+    return loss
+
+
+def _asks(config: Any) -> bool:
+    wanted = getattr(config, "output_router_logits", False) is True
+    return wanted and getattr(config, "router_aux_loss_coef", 0) > 0

@@ -1,15 +1,18 @@
-"""Tensors that several ranks hold: every one held by somebody, none twice, the same bits."""
+"""Tensors that ranks hold: which part of the whole, and the same bits where several have it."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..dist import all_gather_object
-from .compare import INFINITE, Difference
+from ..parallel.expert_parallel.building import find_expert_cuts
+from ..parallel.pg_manager import ProcessGroupManager
+from ..parallel.tensor_parallel import split_by_owner, take_own
+from .compare import INFINITE, Difference, Shard
 
 # The first rank that holds a piece of a tensor, and the piece.
 Owned = tuple[int, Tensor]
@@ -66,3 +69,32 @@ def digest(tensor: Tensor) -> bytes:
     if content:
         torch.frombuffer(content, dtype=tensor.dtype).copy_(flat)
     return hashlib.blake2b(content, digest_size=8).digest()
+
+
+def own_part(model: nn.Module) -> Shard:
+    """Return what takes this rank's part of one process's tensor, by its plain name."""
+    cuts = find_expert_cuts(model)
+
+    def take(name: str, whole: Tensor) -> Tensor:
+        cut = cuts.get(name)
+        own = take_own(model, name, whole)  # an expert may be cut over tp, too
+        return own if cut is None else own[cut.own.start : cut.own.stop]
+
+    return take
+
+
+def split_by_holder(
+    model: nn.Module, tensors: Mapping[str, Tensor], manager: ProcessGroupManager
+) -> dict[str, Sequence[Owned]]:
+    """Return the pieces of this rank's tensors, each with a number of who else holds the same.
+
+    It is the first tp rank that holds the piece; for experts, of those of the ep rank.
+    """
+    cuts = find_expert_cuts(model)
+    pieces: dict[str, Sequence[Owned]] = dict(split_by_owner(model, tensors))
+    first = manager.ep_rank * manager.tp_size
+    return pieces | {
+        name: tuple((first + owner, piece) for owner, piece in pieces[name])
+        for name in tensors
+        if name in cuts
+    }

@@ -16,7 +16,7 @@ from ..compose.summation import ROOM
 from .cases import Case
 from .compare import Difference
 from .lost import DTYPE, FACTOR
-from .numbers import in_words
+from .precision import in_words
 from .runner import RankReport
 from .where import HERE, Where
 
@@ -119,7 +119,12 @@ class CaseResult:
                 )
         if self.error:
             lines += [f"  {line}" for line in self.error.splitlines()]
-        return "\n".join([*lines, f"  repeat it: {command} {self.case.arguments}"])
+        lines.append(f"  repeat it: {command} {self.case.arguments}")
+        if self.ranks:
+            root = __package__.rpartition(".")[0]
+            locating = command.replace(f"-m {__package__}", f"-m {root}.bisect run", 1)
+            lines.append(f"  find the place: {locating} {self.case.arguments}")
+        return "\n".join(lines)
 
 
 HEADER = ("dp x pp x cp x tp (-ep)", "", "error", "bound", "bitwise", "worst tensor")

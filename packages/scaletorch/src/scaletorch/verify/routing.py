@@ -1,23 +1,24 @@
-"""How near tokens are to other experts, and whether rounding sent one to others.
+"""Which experts tokens go to: how near they are to others, and whether rounding sent one elsewhere.
 
 Top-k is a discontinuity: where the k-th and the next score are nearer to each other than rounding
 tells them apart, a token may go to another expert than in one process, and nothing after that can
-be compared. That is a flip and no fault. Scores are seen where a model calls `topk`.
+be compared. That is a flip and no fault. Scores are seen where a model calls `topk`. In bfloat16,
+whose rounding sends tokens elsewhere in every run, calls are answered as in one process, so that
+the rest can be compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from .compare import Difference
 
-_CALLS = torch.topk, Tensor.topk
 FLIP = "routing"  # the name of a difference that says so
 
 
@@ -26,22 +27,6 @@ class Choice(NamedTuple):
 
     scores: Tensor
     chosen: Tensor
-
-
-class _Watch(TorchFunctionMode):
-    """Notes calls of `topk` over the last dim of scores that leave some out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.choices: list[Choice] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Make the call, and note it."""
-        found = func(*args, **(kwargs or {}))
-        if func in _CALLS:
-            choice = choice_of(found.indices, *args, **(kwargs or {}))
-            self.choices += [] if choice is None else [choice]
-        return found
 
 
 def choice_of(
@@ -54,17 +39,6 @@ def choice_of(
     scores = input.detach().flatten(0, -2)
     chosen = torch.zeros_like(scores, dtype=torch.bool)
     return Choice(scores, chosen.scatter_(1, index.flatten(0, -2), True))
-
-
-@contextmanager
-def watched(*, on: bool = True) -> Iterator[list[Choice]]:
-    """Yield a list that gets the choices of what runs; it stays empty if it is not `on`."""
-    watch = _Watch()
-    if not on:
-        yield watch.choices
-        return
-    with watch:
-        yield watch.choices
 
 
 def margins(choice: Choice) -> Tensor:
@@ -123,3 +97,100 @@ def _flipped(ours: Choice, one: Choice, limit: float) -> list[float]:
     same = gaps <= limit * sizes(one.scores)
     other = (ours.chosen[:, None] != one.chosen[None]).any(2)
     return [float(each) for each in margins(one)[(same & other).any(0)]]
+
+
+NAME = "topk"
+Decide = Callable[[Choice], Tensor | None]  # what was chosen -> what to choose instead, if anything
+
+
+@contextmanager
+def decided(decide: Decide | None) -> Iterator[None]:
+    """Ask `decide`, if there is one, about every choice of `torch.topk` or a tensor's own.
+
+    In a backward that recomputes, too, where a mode of torch's would be off.
+    """
+    if decide is None:
+        yield
+        return
+    before = {place: vars(place).get(NAME) for place in (torch, Tensor)}
+    asking = _asking(torch.topk, decide)
+    for place in before:
+        setattr(place, NAME, asking)
+    try:
+        yield
+    finally:
+        for place, own in before.items():
+            if own is None:
+                delattr(place, NAME)  # inherited
+            else:
+                setattr(place, NAME, own)
+
+
+@contextmanager
+def watched(*, on: bool = True) -> Iterator[list[Choice]]:
+    """Yield a list that gets the choices of what runs; it stays empty if it is not `on`."""
+    choices: list[Choice] = []
+    with decided(choices.append if on else None):
+        yield choices
+
+
+def _asking(original: Callable[..., Any], decide: Decide) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def topk(input: Tensor, *given: Any, **named: Any) -> Any:
+        found = original(input, *given, **named)
+        choice = choice_of(found.indices, input, *given, **named)
+        chosen = None if choice is None else decide(choice)
+        if chosen is None:
+            return found
+        kept = input.detach().masked_fill(~chosen.view_as(input), -torch.inf)
+        index = kept.argsort(dim=-1, descending=True)[..., : found.indices.shape[-1]]
+        return torch.return_types.topk((input.gather(-1, index), index))
+
+    return topk
+
+
+def in_order(choices: Sequence[Choice]) -> Decide:
+    """Return what chooses as these calls did, one after another."""
+    calls = iter(choices)
+    return lambda choice: next(calls).chosen
+
+
+def by_scores(choices: Sequence[Choice], limit: float, sent: list[float]) -> Decide:
+    """Return what chooses for a token as one process did for the token of the same scores.
+
+    Args:
+        choices: One process's tokens in a step whose margins are at most four times `limit`.
+        limit: How far scores may be off by rounding, of the largest in their row.
+        sent: Gets the margin, in one process, of each token that would have gone elsewhere.
+    """
+
+    def decide(ours: Choice) -> Tensor | None:
+        alike = [c for c in choices if c.scores.shape[1] == ours.scores.shape[1]]
+        near = (margins(ours) <= 2 * limit).nonzero().flatten()
+        if not alike or not len(near):
+            return None
+        scores = torch.cat([each.scores for each in alike])
+        taken = torch.cat([each.chosen for each in alike])
+        gaps = (ours.scores[near][:, None] - scores[None]).abs().nan_to_num(nan=0.0).amax(2)
+        gap, at = gaps.min(1)
+        found = (gap <= limit * sizes(scores[at])) & (taken[at] != ours.chosen[near]).any(1)
+        found &= taken[at].sum(1) == ours.chosen[near].sum(1)
+        if not found.any():
+            return None
+        sent.extend(margins(Choice(scores[at][found], taken[at][found])).tolist())
+        chosen = ours.chosen.clone()
+        chosen[near[found]] = taken[at][found]
+        return chosen
+
+    return decide
+
+
+def replayed(sent: Sequence[float], step: int, limit: float) -> Iterator[Difference]:
+    """Yield how many choices were made as in one process, if any were."""
+    if sent:
+        note = (
+            f"{len(sent)} choices were made as in one process, where rounding chose other experts: "
+            f"their last score and the next are up to {max(sent):.1e} of the largest apart, and "
+            f"rounding may come to {limit:.1e}"
+        )
+        yield Difference(FLIP, step, 0.0, limit, note=note)

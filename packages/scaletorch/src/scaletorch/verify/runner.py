@@ -19,12 +19,18 @@ from ..parallel.tensor_parallel import load_full_state_dict
 from . import dropout
 from .cases import Case
 from .compare import Difference, compare_named
-from .experts import own_part
-from .numbers import full_precision
+from .precision import full_precision
 from .problem import TORCH_DTYPES
-from .refusal import refusing
+from .replicas import own_part
 from .routing import FLIP
-from .training import Subject, build, compare_dropout, divide, train_and_compare
+from .training import (
+    Subject,
+    build,
+    compare_dropout,
+    divide,
+    refusing,
+    train_and_compare,
+)
 from .where import device_of, moved, placed, rank_device
 
 SHOWN = 3  # failures that a rank reports

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,23 +23,20 @@ from ..compose import (
     whole_matrices,
 )
 from ..compose.own_loss import LossFunction
-from ..dist import all_gather_object
+from ..dist import RankFailedError, all_gather_object
 from ..dist.building import Locator
+from ..dist.errors import InvalidArgumentError, MismatchError, ScaletorchError
 from ..parallel.data_parallel import DataParallelBucket, shard_optimizer
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pipeline_parallel import Split
 from . import dropout
 from .cases import Case
 from .compare import Difference
-from .experts import own_part, split_by_holder
 from .lost import Exact, compare_all, compare_number
-from .phases import MAX_NORM, PHASES, Phase, phase_at
 from .precision import model_precision
-from .problem import TORCH_DTYPES
-from .refusal import refusing
-from .replay import by_scores, decided, replayed
-from .replicas import doubled, missing, unlike
-from .routing import Choice, flips, watched
+from .problem import MAX_NORM, PHASES, TORCH_DTYPES, Phase, phase_at
+from .replicas import doubled, missing, own_part, split_by_holder, unlike
+from .routing import Choice, by_scores, decided, flips, replayed, watched
 from .where import in_dtype, moved
 
 RECOMPUTE: Mapping[str, bool | str] = {
@@ -80,6 +77,43 @@ class Subject:
     def loss(self) -> LossFunction | None:
         """The function itself."""
         return None if self.loss_fn is None else self.loss_fn.find()
+
+
+class RefusedError(ScaletorchError):
+    """The library refuses a case, before its first step is done.
+
+    Args:
+        heard: Whether this rank only heard of it from another one.
+        words: What it said.
+    """
+
+    def __init__(self, heard: bool, words: str) -> None:
+        super().__init__(heard, words)
+        self.heard, self.words = heard, words
+
+    def __str__(self) -> str:
+        """Return what was said."""
+        return self.words
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Raise a `RefusedError` in the place of what says that arguments cannot work together."""
+    try:
+        yield
+    except (InvalidArgumentError, MismatchError) as error:
+        raise RefusedError(isinstance(error, MismatchError), str(error)) from error
+
+
+def refusal(error: RankFailedError, world_size: int) -> str:
+    """Return in one line why the library refuses a case, or '' where something else happened.
+
+    Every rank must have refused it, and one by its own finding: mismatches alone are ranks that
+    disagree, which is a fault.
+    """
+    found = [each for each in error.exceptions.values() if isinstance(each, RefusedError)]
+    own = [each.words for each in found if not each.heard]
+    return own[0].split("\n", 1)[0] if own and len(found) == world_size else ""
 
 
 def build(

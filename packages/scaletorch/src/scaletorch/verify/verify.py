@@ -26,29 +26,31 @@ from ..dist.testing import preload
 from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import Split
 from . import lost
-from .bounds import blind, bound
 from .cases import DTYPES, Case, choose_layouts, enumerate_cases
+from .compare import blind, bound
 from .dropout import dropouts
-from .numbers import full_precision
-from .phases import PHASES, STEPS, Chosen, Phase, phases_of
+from .precision import full_precision
 from .problem import (
+    PHASES,
     PLAIN,
+    STEPS,
     TORCH_DTYPES,
     BatchFn,
+    Chosen,
     Learning,
     ModelFn,
+    Phase,
     Step,
     as_saved,
     default_batch,
     default_model,
     one_process,
+    phases_of,
 )
-from .refusal import refusal
-from .replay import decided, in_order
 from .report import CaseResult, Report
-from .routing import doubtful, smallest
+from .routing import decided, doubtful, in_order, smallest
 from .runner import RankReport, run_case
-from .training import Subject
+from .training import Subject, refusal
 from .where import choose_where, in_dtype, moved, placed, repeating
 
 Progress = Callable[[CaseResult], None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -53,12 +54,30 @@ def choose_where(device: str | None, backend: str | None) -> Where:
 
 def repeating(device: str | None, backend: str | None) -> str:
     """Return the command of the proof with the device and backend that were given."""
-    return " ".join([f"python -m {__package__}", *where_named(device, backend)])
+    words = [f"--device {device}"] * bool(device) + [f"--backend {backend}"] * bool(backend)
+    return " ".join([f"python -m {__package__}", *words])
 
 
-def where_named(device: str | None, backend: str | None) -> list[str]:
-    """Return what a command that repeats a run says of its device and backend, if it was given."""
-    return [f"--device {device}"] * bool(device) + [f"--backend {backend}"] * bool(backend)
+def named(things: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+    """Return the options of a command that repeats a run.
+
+    Args:
+        things: Option -> a function or class at module level, its name, or None.
+        values: Option -> names and values, as a mapping or as words, or None.
+    """
+    words = [f" --{option} {name_of(each)}" for option, each in things.items() if each is not None]
+    for option, given in values.items():
+        pairs = [f"{n}={v}" for n, v in given.items()] if isinstance(given, Mapping) else given
+        words += [f" --{option} {shlex.join(pairs)}"] if pairs else []
+    return "".join(words)
+
+
+def name_of(thing: Any) -> str:
+    """Return how a command names something, or where to put the name of what has none."""
+    if isinstance(thing, str):
+        return thing
+    name = getattr(thing, "__qualname__", "<")
+    return "MODULE:NAME" if "<" in name else f"{thing.__module__}:{name}"
 
 
 def rank_device(device: str) -> torch.device:

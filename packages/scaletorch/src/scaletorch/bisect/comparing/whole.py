@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..patterns import Piece
 from .places import Held, Way, index
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one rank has of a tensor.
+
+    Attributes:
+        rank: Global rank.
+        micro_batch: 0-based.
+        tensor: The piece.
+        index: For each of its dims which indices of the whole it holds, int64 [size].
+    """
+
+    rank: int
+    micro_batch: int
+    tensor: Tensor
+    index: tuple[Tensor, ...]
 
 
 def pieces_of(held: Sequence[Held], ways: Sequence[Way], *, weighed: bool = False) -> list[Piece]:

@@ -1,8 +1,7 @@
 """A recording on disk: a file of tensors and a file of lines for each rank and step.
 
-Tensors are copied as they are met and appended by a thread, so that memory holds a few of them at
-a time. The lines, of JSON, are written when the recording ends: one that was cut off has none, and
-is told.
+Tensors are written as they are met. The lines, of JSON, are written when the recording ends: one
+that was cut off has none, and is told.
 """
 
 from __future__ import annotations
@@ -10,10 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
-import math
-from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +21,6 @@ from ...dist.errors import InvalidArgumentError
 
 VERSION = 2
 _ALIGNED = 64  # bytes, so that any dtype may be looked at where it lies
-_WAITING = 2**28  # bytes of copies that may wait to be written
 
 
 @dataclass(slots=True)
@@ -86,36 +81,19 @@ class Writer:
         self._index.unlink(missing_ok=True)
         self._file = self._index.with_suffix(".bin").open("wb")
         self._end = 0
-        self._thread = ThreadPoolExecutor(1, "scaletorch-bisect")
-        self._written: deque[tuple[Future[None], int]] = deque()
-        self._waiting = 0
 
     def add(self, line: Line, tensor: Tensor | None) -> int:
         """Append a line, and the tensor of it if there is one; return the line's number."""
         line.heard = len(self.heard)
         if tensor is not None:
             line.offset = self._end
-            data = tensor.detach().to("cpu", copy=True).contiguous()
-            size = data.numel() * data.element_size()
+            data = tensor.detach().cpu().contiguous()
+            if size := data.numel() * data.element_size():
+                self._file.write((ctypes.c_char * size).from_address(data.data_ptr()))
+            self._file.write(bytes(-size % _ALIGNED))
             self._end += size + -size % _ALIGNED
-            self._waiting += size
-            self._written.append((self._thread.submit(self._write, data, size), size))
-            del data  # so that the thread holds the last of it
-            self._wait(_WAITING)
         self.lines.append(line)
         return len(self.lines) - 1
-
-    def _write(self, data: Tensor, size: int) -> None:
-        if size:
-            self._file.write((ctypes.c_char * size).from_address(data.data_ptr()))
-        self._file.write(bytes(-size % _ALIGNED))
-
-    def _wait(self, most: int) -> None:
-        """Wait until no more bytes than these are unwritten; raise what writing raised."""
-        while self._written and (self._waiting > most or self._written[0][0].done()):
-            written, size = self._written.popleft()
-            written.result()
-            self._waiting -= size
 
     def first(self, number: int) -> int:
         """Return the line that has the tensor of which this one is another name."""
@@ -124,15 +102,8 @@ class Writer:
         return number
 
     def close(self, failed: str = "") -> None:
-        """Write the lines; `failed` says why the recording ends early.
-
-        Raises:
-            OSError: A tensor could not be written.
-        """
-        self._thread.shutdown()
+        """Write the lines; `failed` says why the recording ends early."""
         self._file.close()
-        if not failed:
-            self._wait(0)
         content = {
             **self.header, "failed": failed, "bytes": self._end, "heard": self.heard,
             "lines": [list(asdict(line).values()) for line in self.lines],
@@ -238,20 +209,4 @@ def _read_rank(path: Path) -> Recording:
         raise InvalidArgumentError(
             f"{path} is torn: it has {path.stat().st_size} bytes, and {size} were written"
         )
-    for number, line in enumerate(lines):
-        if not _fits(line, number, size):
-            text = f"{index} is no index of a recording: line {number} fits no tensor"
-            raise InvalidArgumentError(text)
     return Recording(content, lines, heard, path)
-
-
-def _fits(line: Line, number: int, size: int) -> bool:
-    """Return whether a line is of a tensor in a file of so many bytes, or of an earlier line."""
-    if any(not 0 <= parent < number for parent in line.parents):
-        return False
-    if line.same >= 0:
-        return line.same < number
-    dtype = getattr(torch, line.dtype, None)
-    if not isinstance(dtype, torch.dtype) or min(line.shape, default=0) < 0:
-        return False
-    return 0 <= line.offset <= size - math.prod(line.shape) * dtype.itemsize

@@ -119,7 +119,7 @@ def moments_of(
     Of a parameter that several ranks update these are the rectangles that this rank does.
     """
     # Imports torch's checkpoints, in more time than most programs record.
-    from ...checkpoint.state.rectangles import rectangles
+    from ...checkpoint.state.held import rectangles
 
     shapes = {name: p.shape for name, p in model.named_parameters()}
     for optimizer in optimizers:

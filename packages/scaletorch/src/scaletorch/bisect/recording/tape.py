@@ -46,10 +46,9 @@ from .described import (
     tensors_of,
 )
 from .folder import Line, Writer
-from .hooks import backward_to, calls_to, follow_gradient
+from .hooks import backward_to, calls_to, follow_gradient, followed
 from .lineage import Lineage, Use
 from .stages import Stages, stages_of
-from .updates import followed
 
 
 class Tape:

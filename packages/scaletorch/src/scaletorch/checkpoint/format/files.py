@@ -1,26 +1,24 @@
-"""Files in the safetensors format, written and read by hand: no copies, no numpy, no pickle.
+"""Files in the safetensors format: eight bytes with the header's length, a JSON header, raw bytes.
 
-Eight bytes with the header's length, a JSON header, raw bytes. See
-https://github.com/huggingface/safetensors#format
+Written here and not by that library, which copies a whole file's tensors before it writes: of 245
+MiB, `benchmarks.checkpoint` saves in 1.16 of the time of raw bytes, torch.save in 1.75, and DCP in
+2.17. See https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
 import os
-import stat
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, DamagedCheckpointError
+from ..together import CheckpointError, DamagedCheckpointError
 
 BLOCK = 2**22  # bytes under one checksum, so that who reads a part checks a part
 _CODES = {
@@ -56,35 +54,6 @@ def plan_file(slots: Iterable[Slot], note: Mapping[str, str]) -> tuple[bytes, li
     return len(text).to_bytes(8, "little") + text, [first + s for s in starts], first + end
 
 
-def open_regular(path: Path) -> BufferedReader:
-    """Open a file to read: a pipe or a device in its place would block, or never end.
-
-    Raises:
-        OSError: It is none, or cannot be read.
-    """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file")
-    return open(descriptor, "rb")
-
-
-def regular_size(path: Path) -> int:
-    """Return a file's size.
-
-    Raises:
-        DamagedCheckpointError: There is none, or something else.
-    """
-    try:
-        found = path.stat()
-    except OSError as error:
-        message = f"{path} cannot be read: {error.strerror}"
-        raise DamagedCheckpointError(message) from error
-    if not stat.S_ISREG(found.st_mode):
-        raise DamagedCheckpointError(f"{path} cannot be read: it is no regular file")
-    return found.st_size
-
-
 def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]:
     """Return name -> (dtype, shape, first byte, number of bytes) of a file's tensors.
 
@@ -92,7 +61,7 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], int
         DamagedCheckpointError: It is no such file.
     """
     try:
-        with open_regular(path) as file:
+        with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > MAX_HEADER:
                 raise ValueError(f"a header of {length} bytes")
@@ -155,7 +124,11 @@ def map_file(path: Path, size: int) -> Tensor:
     Raises:
         DamagedCheckpointError: The file is gone or has another size.
     """
-    found = regular_size(path)
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        message = f"{path} cannot be read: {error.strerror}"
+        raise DamagedCheckpointError(message) from error
     if found != size:
         raise DamagedCheckpointError(f"{path} has {found} bytes and was saved with {size}")
     return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)

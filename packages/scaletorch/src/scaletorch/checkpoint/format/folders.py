@@ -6,19 +6,45 @@ import os
 import re
 import warnings
 from contextlib import suppress
+from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
 
 from ...dist.errors import InvalidArgumentError
-from ..errors import CheckpointError, DamagedCheckpointError
+from ..together import CheckpointError, DamagedCheckpointError
 from .files import flush_folder
-from .foreign import refuse_foreign
-from .metadata import FILE_NAME, METADATA, unseal
+from .lock import LOCK
+from .metadata import METADATA, unseal
 
+FILE_NAME = re.compile(r"rank-\d{5,}\.safetensors")
 UNFINISHED = ".unfinished"
 _REMOVED = ".removed"
 _FINISHED = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(r"step-(\d{8,})(-\d+)?\.(unfinished|removed)")
+
+_WEIGHTS = "scaletorch.checkpoint.import_safetensors(model, folder)"
+_DCP = "scaletorch.checkpoint.import_dcp(model, folder, optimizer)"
+_BEFORE = "into the plain model, on every rank, before parallelize"
+# Pattern of a name in the folder, or below -> what has written it, and what loads it.
+_KNOWN = {
+    ".metadata": ("a checkpoint of torch.distributed.checkpoint", _DCP),
+    "*.distcp": ("a checkpoint of torch.distributed.checkpoint", _DCP),
+    "adapter_model.*": ("an adapter of peft", f"PeftModel.from_pretrained {_BEFORE}"),
+    "model*.safetensors*": ("weights of save_pretrained of transformers", _WEIGHTS),
+    "pytorch_model*.bin*": ("weights of save_pretrained of transformers", "from_pretrained"),
+    "checkpoint-[0-9]*": ("a folder of transformers' Trainer", "from_pretrained of one in it"),
+    "global_step*": ("a checkpoint of DeepSpeed", f"its zero_to_fp32.py, {_BEFORE}"),
+    "latest_checkpointed_iteration.txt": ("a checkpoint of Megatron", f"its tools, {_BEFORE}"),
+    "*.ckpt": ("a checkpoint of PyTorch Lightning", f"torch.load {_BEFORE}"),
+    "*.pt": ("what torch.save writes", f"torch.load {_BEFORE}"),
+    "*.pth": ("what torch.save writes", f"torch.load {_BEFORE}"),
+    "*": ("a file that is no log", f"{_WEIGHTS} or import_dcp, if it has weights"),
+}
+_OURS = (LOCK, "step-*.unfinished", "step-*.removed", "step-*.damaged")
+_LOGS = (
+    "*.log", "*.txt", "*.json", "*.jsonl", "*.yaml", "*.yml", "*.toml", "*.csv", "*.md", "*.py",
+    "*.sh", "*.out", "*.err", "*.png", "events.out.tfevents.*", ".git*",
+)  # fmt: skip
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -76,7 +102,7 @@ def latest(folder: str | Path) -> Path | None:
     return next((path for path in finished(Path(folder)) if (path / METADATA).is_file()), None)
 
 
-def start(root: Path, step: int) -> Path:
+def start(root: Path, step: int) -> None:
     """Make the folder that a checkpoint is written into, empty of what an earlier try left.
 
     Raises:
@@ -91,10 +117,9 @@ def start(root: Path, step: int) -> Path:
     unfinished.mkdir(parents=True, exist_ok=True)
     for path in _own_files(unfinished):
         path.unlink()
-    return unfinished
 
 
-def finish(root: Path, step: int, keep: int | None) -> Path:
+def finish(root: Path, step: int, keep: int | None) -> None:
     """Give a written checkpoint its name, and remove those before the last `keep`.
 
     Newer ones count for nothing: a run that went back to an earlier step leaves them.
@@ -118,7 +143,6 @@ def finish(root: Path, step: int, keep: int | None) -> Path:
         for left_at, left in _find(root, _LEFT):  # by programs that were killed
             if left_at <= step:
                 _remove(left)
-    return final
 
 
 def check_keep(keep: int | None) -> None:
@@ -161,3 +185,28 @@ def _delete(folder: Path) -> None:
         path.unlink()
     with suppress(OSError):  # something that is not ours is in it
         folder.rmdir()
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Refuse a folder with a checkpoint of another library, or with files that may be one.
+
+    What killed saves left, text, logs and pictures are none, in folders of any depth.
+
+    Raises:
+        CheckpointError: It has, with the file, what it is and how that is loaded.
+    """
+    paths = sorted(folder.rglob("*")) if folder.is_dir() else []
+    paths = [path for path in paths if not _matches(path.relative_to(folder).parts[0], _OURS)]
+    for pattern, (kind, way) in _KNOWN.items():
+        for path in paths:
+            harmless = path.is_dir() or _matches(path.name, _LOGS)
+            if fnmatch(path.name, pattern) and not (pattern == "*" and harmless):
+                raise CheckpointError(
+                    f"{folder} has no checkpoint that scaletorch.checkpoint.save wrote, but {kind} "
+                    f"({path.relative_to(folder)}), which load does not read. It is loaded by "
+                    f"{way}; a run that begins anew takes another folder"
+                )
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)

@@ -1,25 +1,17 @@
-"""The one file that describes a checkpoint: torch.distributed.checkpoint's metadata as JSON."""
+"""The one file that describes a checkpoint: which chunk of which tensor is where, as JSON."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
+from collections.abc import Mapping
 from hashlib import sha256
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
-from ..errors import DamagedCheckpointError
-from .files import open_regular
+from ..together import CheckpointError, DamagedCheckpointError
 from .values import canonical, dtype_name, named_dtype
 
 FORMAT, VERSION = "scaletorch-checkpoint", 1
@@ -27,57 +19,81 @@ METADATA = "metadata.json"
 _KEYS = {
     "step", "grid", "seed", "groups", "scheduler", "extra", "ties", "scalars", "files", "entries",
 }  # fmt: skip
-_BEGINNING = re.compile(rb'\{\s{0,8}"format"\s{0,4}:\s{0,4}"scaletorch-checkpoint"')  # no blanks
-_LARGEST = 2**29  # bytes; some millions of chunks
-FILE_NAME = re.compile(r"rank-\d{5,}\.safetensors")
 
 
-class Stored(NamedTuple):
-    """Where a chunk's bytes are.
+class Chunk(NamedTuple):
+    """A rectangle of a saved tensor.
 
     Attributes:
+        at: Where it begins in the whole.
+        shape: Its sizes.
         file: Name of the file, in the checkpoint's folder.
-        offset: Its first byte.
+        offset: Its first byte there.
         length: Number of bytes.
         crc32: Checksum of every block of them; None if none was saved.
     """
 
+    at: tuple[int, ...]
+    shape: tuple[int, ...]
     file: str
     offset: int
     length: int
     crc32: list[int] | None
 
 
-def to_json(metadata: Metadata) -> dict[str, Any]:
-    """Return the entries of a checkpoint as JSON."""
-    entries = {}
-    for name, entry in sorted(metadata.state_dict_metadata.items()):
-        chunks = []
-        if not isinstance(entry, TensorStorageMetadata):
-            raise TypeError(f"{name} is no tensor")
-        for chunk in entry.chunks:
-            stored = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-            place = {"at": list(chunk.offsets), "shape": list(chunk.sizes)}
-            chunks.append(place | stored._asdict())
-        dtype = dtype_name(entry.properties.dtype)
-        entries[name] = {"shape": list(entry.size), "dtype": dtype, "chunks": chunks}
-    return entries
+class Saved(NamedTuple):
+    """A saved tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: list[Chunk]
 
 
-def from_json(entries: dict[str, Any]) -> Metadata:
-    """Return torch.distributed.checkpoint's metadata of entries that `check_document` has seen."""
-    found: dict[str, Any] = {}
-    stored: dict[MetadataIndex, Stored] = {}
-    for name, entry in entries.items():
-        chunks = []
-        for each in entry["chunks"]:
-            chunk = ChunkStorageMetadata(torch.Size(each["at"]), torch.Size(each["shape"]))
-            place = Stored(each["file"], each["offset"], each["length"], each["crc32"])
-            stored[MetadataIndex(name, chunk.offsets)] = place
-            chunks.append(chunk)
-        properties = TensorProperties(named_dtype(entry["dtype"]))
-        found[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
-    return Metadata(found, storage_data=stored)
+def to_json(saved: Mapping[str, Saved]) -> dict[str, Any]:
+    """Return the tensors of a checkpoint as JSON."""
+    return {
+        name: {
+            "shape": list(entry.shape),
+            "dtype": dtype_name(entry.dtype),
+            "chunks": [chunk._asdict() for chunk in entry.chunks],
+        }
+        for name, entry in sorted(saved.items())
+    }
+
+
+def from_json(entries: Mapping[str, Any]) -> dict[str, Saved]:
+    """Return the tensors of a checkpoint."""
+    return {
+        name: Saved(
+            tuple(entry["shape"]),
+            named_dtype(entry["dtype"]),
+            [
+                Chunk(**each | {"at": tuple(each["at"]), "shape": tuple(each["shape"])})
+                for each in entry["chunks"]
+            ],
+        )
+        for name, entry in entries.items()
+    }
+
+
+def require_whole(saved: Mapping[str, Saved]) -> None:
+    """Refuse tensors that their chunks do not make up.
+
+    Raises:
+        CheckpointError: The first of them.
+    """
+    for name, entry in saved.items():
+        filled = [chunk for chunk in entry.chunks if prod(chunk.shape)]
+        inside = all(
+            at >= 0 and at + size <= whole
+            for chunk in filled
+            for at, size, whole in zip(chunk.at, chunk.shape, entry.shape, strict=True)
+        )
+        held, places = sum(prod(chunk.shape) for chunk in filled), {chunk.at for chunk in filled}
+        if not inside or held != prod(entry.shape) or len(places) != len(filled):
+            raise CheckpointError(
+                f"the {len(entry.chunks)} chunks of {name} do not make up its {entry.shape}"
+            )
 
 
 def seal(document: dict[str, Any]) -> str:
@@ -95,28 +111,20 @@ def unseal(path: Path) -> dict[str, Any]:
         DamagedCheckpointError: There is none, it is not ours, or it has changed.
     """
     try:
-        with open_regular(path) as file:
-            if not _BEGINNING.match(file.peek(100)):
-                raise DamagedCheckpointError(
-                    f"{path} is not of a checkpoint that this library saved"
-                )
-            if (size := os.fstat(file.fileno()).st_size) > _LARGEST:
-                raise ValueError(f"it has {size} bytes, more than {_LARGEST}")
-            document: dict[str, Any] = json.loads(file.read())
+        document: dict[str, Any] = json.loads(path.read_bytes())
         digest = document.pop("digest", None)
         found = sha256(canonical(document).encode()).hexdigest()
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, AttributeError, TypeError) as error:
         message = f"{path} cannot be read as JSON: {type(error).__name__}: {error}"
         raise DamagedCheckpointError(message) from error
+    if document.get("format") != FORMAT:
+        raise DamagedCheckpointError(f"{path} is not of a checkpoint that this library saved")
     if digest != found:
         raise DamagedCheckpointError(f"{path} has changed: its digest is another")
-    version = document.get("version")
-    if version != VERSION:
+    if (version := document.get("version")) != VERSION:
         raise DamagedCheckpointError(
             f"{path} has version {version}, and this library reads version {VERSION}"
         )
-    if document.get("format") != FORMAT:
-        raise DamagedCheckpointError(f"{path} is not of a checkpoint that this library saved")
     if lacking := sorted(_KEYS - set(document)):
         raise DamagedCheckpointError(f"{path} lacks {', '.join(lacking)}")
     return document

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .held import Part
 from .place import Place
-from .rectangles import Part
 
 Index = tuple[str, tuple[int, ...]]  # an entry's name, and where a part begins
 
@@ -42,7 +42,6 @@ class Record:
         experts: Those of them that are experts', whose replicas are others (edp).
         scalars: Numbers of the optimizer, by entry name, as JSON.
         ties: The name that a tied parameter is saved by -> all its names.
-        state: A parameter's name -> what the optimizer keeps of it.
     """
 
     tensors: dict[str, Entry] = field(default_factory=dict)
@@ -50,12 +49,11 @@ class Record:
     experts: set[str] = field(default_factory=set)
     scalars: dict[str, object] = field(default_factory=dict)
     ties: dict[str, list[str]] = field(default_factory=dict)
-    state: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def notes(self) -> dict[str, Mapping[str, Any]]:
         """What the first rank is to know of this one beside tensors."""
-        return {"scalars": self.scalars, "ties": self.ties, "state": self.state}
+        return {"scalars": self.scalars, "ties": self.ties}
 
     def add(self, name: str, entry: Entry, *, replicated: bool, experts: bool = False) -> None:
         """Add an entry, or its parts to the one of that name."""

@@ -6,26 +6,17 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ...dist import all_gather_object
 from ...parallel.data_parallel import Shard
-from ..errors import CheckpointError
+from ..format.metadata import Saved
 from ..format.values import kind_of
+from ..together import CheckpointError
 from .entries import Entry
 from .held import Held
 from .place import Place
 
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of saved entries, by name
-
-
-def saved_shapes(metadata: Metadata) -> Shapes:
-    """Return the shapes and dtypes of a checkpoint's entries."""
-    return {
-        name: (tuple(entry.size), entry.properties.dtype)
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+Shapes = Mapping[str, Saved]
 
 
 def all_names(held: Iterable[Held], place: Place) -> set[str]:
@@ -58,7 +49,8 @@ def check_fit(
     if lacking := sorted(wanted - known):
         wrong.append(f"the checkpoint has no {_listed(lacking)}")
     for each in held:
-        shape, _ = saved.get(f"model.{each.name}", (each.shape, None))
+        found = saved.get(f"model.{each.name}")
+        shape = each.shape if found is None else found.shape
         if shape != each.shape:
             wrong.append(f"{each.name} has shape {shape} there and {each.shape} in the model")
         for name in each.names:
@@ -104,7 +96,7 @@ def plan_model(
             continue
         source = _source(each, saved, cast=cast)
         if source is None:
-            dtype = saved[f"model.{each.name}"][1]
+            dtype = saved[f"model.{each.name}"].dtype
             wrong.append(f"{each.name} is {dtype} there and {each.tensor.dtype} in the model")
             continue
         # By ``data``, so that no version counter tells a sharded optimizer that somebody has
@@ -139,15 +131,15 @@ def plan_wholes(wholes: Iterable[tuple[Shard, Held]], targets: dict[str, Entry])
 def _source(each: Held, saved: Shapes, *, cast: bool) -> str | None:
     """Return the entry that a parameter is loaded from; None if none fits."""
     name, master = f"model.{each.name}", f"master.{each.name}"
-    if saved[name][1] == each.tensor.dtype:
+    if saved[name].dtype == each.tensor.dtype:
         return name
     best = master if master in saved else name
-    return best if cast or saved[best][1] == each.tensor.dtype else None
+    return best if cast or saved[best].dtype == each.tensor.dtype else None
 
 
 def saved_dtype(name: str, saved: Shapes) -> torch.dtype:
     """Return the dtype of what the saving optimizer updated for a parameter."""
-    return saved.get(f"master.{name}", saved[f"model.{name}"])[1]
+    return saved.get(f"master.{name}", saved[f"model.{name}"]).dtype
 
 
 def check_parts(

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from ...compose.draws import seed_ranks
-from ..errors import DamagedCheckpointError
+from ..format.metadata import Saved
 from .entries import Entry, Record
-from .fitting import Shapes
+from .held import Part
 from .place import Place
-from .rectangles import Part
 
 
 def _device_module(device: torch.device) -> Any:
@@ -36,43 +35,18 @@ def record_random(record: Record, place: Place, device: torch.device) -> None:
         record.add(name, Entry(shape, torch.uint8, parts), replicated=False)
 
 
-def find_random(saved: Shapes, place: Place, targets: dict[str, Entry]) -> dict[str, Tensor]:
-    """Return new tensors for this rank's saved states, to be filled by loading `targets`.
-
-    Raises:
-        DamagedCheckpointError: They are not what a layout saves of each of its ranks.
-    """
+def find_random(
+    saved: Mapping[str, Saved], place: Place, targets: dict[str, Entry]
+) -> dict[str, Tensor]:
+    """Return new tensors for this rank's saved states, to be filled by loading `targets`."""
     states = {}
-    for name, (shape, dtype) in saved.items():
+    for name, entry in saved.items():
         prefix, _, kind = name.rpartition(".")
         if prefix == f"random.{place.rank}":
-            if len(shape) != 1 or dtype != torch.uint8:
-                raise DamagedCheckpointError(f"{name} is {dtype} of shape {shape}, not bytes")
-            states[kind] = torch.empty(shape, dtype=torch.uint8)
+            states[kind] = torch.empty(entry.shape, dtype=torch.uint8)
             parts = [Part((0,), states[kind], place.tp)]
-            targets[name] = Entry(shape, torch.uint8, parts, name)
-    if lacking := {"cpu", "python"} - set(states):
-        raise DamagedCheckpointError(f"it lacks random.{place.rank}.{min(lacking)}")
+            targets[name] = Entry(entry.shape, torch.uint8, parts, name)
     return states
-
-
-def check_random(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Try states on generators of their own.
-
-    Raises:
-        DamagedCheckpointError: They are not such states.
-    """
-    try:
-        torch.Generator().set_state(states["cpu"])
-        if _device_module(device) is not None and device.type in states:
-            torch.Generator(device).set_state(states[device.type])
-        saved = json.loads(bytes(states["python"].tolist()))
-        random.Random().setstate(_python_state(saved))
-        if (numpy := _numpy_of(saved)) is not None:
-            numpy.random.RandomState().set_state(_numpy_state(numpy, saved))
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-        message = f"its random generators' states are none: {type(error).__name__}: {error}"
-        raise DamagedCheckpointError(message) from error
 
 
 def restore_random(states: Mapping[str, Tensor], device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ...dist.errors import InvalidArgumentError
 from ...parallel.data_parallel import Shard
-from ..errors import CheckpointError, DamagedCheckpointError
-from ..format.values import decode, encode, is_nan, is_number, like
+from ..format.metadata import Saved
+from ..format.values import decode, encode, like
+from ..together import CheckpointError
 from .entries import Entry, Record
-from .held import Held
-from .rectangles import Part
+from .held import Held, Part
 
 # How an optimizer computes is the running program's to say.
 KNOBS = {
@@ -28,14 +28,8 @@ def encode_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the hyperparameters of an optimizer's groups as JSON.
 
     Raises:
-        InvalidArgumentError: One is NaN, or nothing that a checkpoint holds.
+        InvalidArgumentError: One is nothing that a checkpoint holds.
     """
-    for number, group in enumerate(optimizer.param_groups):
-        if wrong := [key for key, value in group.items() if key not in KNOBS and is_nan(value)]:
-            raise InvalidArgumentError(
-                f"{wrong[0]} of the optimizer's group {number} is {group[wrong[0]]}: nobody could "
-                "go on training from there"
-            )
     return [
         {
             key: encode(value, f"{key} of the optimizer's group {number}")
@@ -49,34 +43,17 @@ def encode_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def decode_groups(
     optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the hyperparameters of an optimizer's groups, as the optimizer has its own.
-
-    Raises:
-        DamagedCheckpointError: One that is a number is to become something else.
-    """
-    groups = []
-    for number, (group, values) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
-        found = {key: like(group.get(key), decode(value)) for key, value in values.items()}
-        check_alike(group, found, f"its optimizer's group {number}")
-        groups.append(found)
-    return groups
+    """Return the hyperparameters of an optimizer's groups, as the optimizer has its own."""
+    return [
+        {key: like(group.get(key), decode(value)) for key, value in values.items()}
+        for group, values in zip(optimizer.param_groups, saved, strict=True)
+    ]
 
 
 def restore_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
     """Set the hyperparameters of an optimizer's groups."""
     for group, values in zip(optimizer.param_groups, groups, strict=True):
         group.update(values)
-
-
-def check_alike(current: Mapping[str, Any], found: Mapping[str, Any], what: str) -> None:
-    """Refuse anything else where the program has a number.
-
-    Raises:
-        DamagedCheckpointError: What it is instead.
-    """
-    for key, value in found.items():
-        if is_number(current.get(key)) and not is_number(value):
-            raise DamagedCheckpointError(f"{what} has {value!r:.60} for {key}, which is a number")
 
 
 def record_shard(
@@ -92,8 +69,6 @@ def record_shard(
         return
     if shard.is_master and shard.tensor is not held.tensor:  # a whole matrix's are in its shards
         _record_range(record, f"master.{held.name}", shard, held, shard.tensor)
-    if kept := [k for k, v in state.items() if not isinstance(v, Tensor) or v.numel()]:
-        record.state[held.name] = sorted(kept)
     for key, value in state.items():
         name = f"optimizer.{held.name}.{key}"
         if "." in key:
@@ -147,15 +122,13 @@ class SavedState:
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def sort_saved(
-    saved: Iterable[tuple[str, tuple[int, ...], torch.dtype]], scalars: Mapping[str, Any]
-) -> SavedState:
-    """Sort saved entries (name, shape, dtype) and numbers by parameters."""
+def sort_saved(saved: Mapping[str, Saved], scalars: Mapping[str, Any]) -> SavedState:
+    """Sort saved tensors and numbers by parameters."""
     state = SavedState()
-    for entry, shape, dtype in saved:
+    for entry, found in saved.items():
         if entry.startswith("optimizer."):
             name, _, key = entry.removeprefix("optimizer.").rpartition(".")
-            state.tensors.setdefault(name, {})[key] = shape, dtype
+            state.tensors.setdefault(name, {})[key] = found.shape, found.dtype
     for entry, value in scalars.items():
         name, _, key = entry.removeprefix("optimizer.").rpartition(".")
         state.numbers.setdefault(name, {})[key] = value

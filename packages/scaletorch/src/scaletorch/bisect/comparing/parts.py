@@ -1,38 +1,24 @@
-"""Ranks' pieces beside what they should be, and which of their elements are wrong."""
+"""A wrong tensor as its ranks have it, beside what it should be; its parts in words."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ...compose.words import ranges
+from .whole import Piece
+
 ROOM = 2.0  # times the bound that a guess may miss by: its own rounding, and that of the right one
 MOST = 0.3  # of the difference that a guess may leave unexplained
-FINEST = 1e-14  # bound below which float64 itself rounds
 HUGE = 1e140  # what is larger has no square, and counts as infinite
 CLEAR = 6.0  # times its bound by which an element is off if that cannot be rounding
 APART = 2.0  # times as large, where all but a few slices are wrong
 CHANCE = math.log(1e-4)  # that a guess fits by accident
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What one rank has of a tensor.
-
-    Attributes:
-        rank: Global rank.
-        micro_batch: 0-based.
-        tensor: The piece.
-        index: For each of its dims which indices of the whole it holds, int64 [size].
-    """
-
-    rank: int
-    micro_batch: int
-    tensor: Tensor
-    index: tuple[Tensor, ...]
+DENSE = 0.3  # of the elements of a box wrong: then the whole box is said to be
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +27,14 @@ class Part:
 
     Attributes:
         piece: Where it comes from.
-        place: What its index holds, which two parts with the same index share.
+        place: The values of its index, which two parts of the same place share.
         raw: Its values as they are.
         have: Its values; as `want` if either is not finite.
         want: The right values; 0 for those that are not finite.
         odd: Whether an element is not finite while the right one is, or the other way round.
         mask: Whether an element is wrong (of those that are finite).
-        had: What stands in the wrong elements, 1-d.
-        due: What should.
+        had: Values of the wrong elements, 1-d.
+        due: The right values of these.
     """
 
     piece: Piece
@@ -74,7 +60,6 @@ class Case:
         scale: 2-norm by which differences are measured.
         axes: Names of the whole's dims, in the plural; "" for a dim without a name.
         groups: For each axis of the grid its groups of ranks.
-        others: Whole tensors it might be a copy of, float64, of the whole's shape.
     """
 
     parts: Sequence[Part]
@@ -84,23 +69,22 @@ class Case:
     scale: float
     axes: Sequence[str]
     groups: Mapping[str, Sequence[tuple[int, ...]]]
-    others: Mapping[str, Tensor]
 
     def allowed(self, elements: int, *norms: float) -> float:
-        """Return how far so many elements may be off, given the 2-norms of what they hold."""
+        """Return how far so many elements may be off, given the 2-norms of their values."""
         share = self.scale * math.sqrt(elements / max(self.whole.numel(), 1))
         return self.bound * max([share, *norms])
 
     def agrees(
         self, have: Tensor, guess: Tensor, want: Tensor, fitted: int = 0, ways: float = 0.0
     ) -> bool:
-        """Return whether a guess comes to what is there, and is no accident.
+        """Return whether a guess explains the values, and not by accident.
 
         Args:
-            have: What is there.
-            guess: What would be there, of the same shape.
-            want: What should be there; the guess has to explain most of the difference.
-            fitted: How many numbers of the guess were fitted to what is there.
+            have: The values.
+            guess: What they would be, of the same shape.
+            want: What they should be; the guess has to explain most of the difference.
+            fitted: How many numbers of the guess were fitted to the values.
             ways: Logarithm of how many guesses of this kind were possible.
         """
         each = math.log(min(max(4 * self.bound, 1e-8), 0.9))  # of one number
@@ -135,16 +119,10 @@ def norm(tensor: Tensor) -> float:
 
 
 def pick(tensor: Tensor, index: Sequence[Tensor]) -> Tensor:
-    """Return what a tensor holds at an index for each dim."""
+    """Return the elements of a tensor at an index for each dim."""
     for dim, at in enumerate(index):
-        if len(at) != tensor.shape[dim] or not at.equal(torch.arange(len(at))):
-            tensor = tensor.index_select(dim, at)
+        tensor = tensor.index_select(dim, at)
     return tensor
-
-
-def common(gap: Tensor) -> Tensor:
-    """Return the mean row [1, ..., 1, columns] of a tensor; without rows the tensor."""
-    return gap if gap.ndim < 2 else gap.mean(list(range(gap.ndim - 1)), keepdim=True)
 
 
 def slices(tensor: Tensor, dim: int) -> Tensor:
@@ -153,12 +131,12 @@ def slices(tensor: Tensor, dim: int) -> Tensor:
 
 
 def box_of(mask: Tensor) -> tuple[Tensor, ...]:
-    """Return for each dim the places that have an element of a mask."""
+    """Return for each dim the indices that have an element of a mask."""
     return tuple(slices(mask, dim).any(1).nonzero()[:, 0] for dim in range(mask.ndim))
 
 
 def beside(piece: Piece, case: Case, right: Tensor) -> Part:
-    """Return a piece beside its part of the right tensor, of which nothing is finite by need."""
+    """Return a piece beside its part of the right tensor, which may have NaN and infinity."""
     raw, want = plain(piece.tensor), pick(right, piece.index)
     finite = raw.isfinite() & want.isfinite()
     odd = ~finite & (raw != want) & ~(raw.isnan() & want.isnan())
@@ -187,3 +165,72 @@ def _wrong(case: Case, gap: Tensor, want: Tensor) -> Tensor:
         if norms[at].min() >= APART * norms.index_fill(0, at, 0.0).max():
             wrong &= torch.zeros_like(wrong).index_fill(dim, at, True)
     return wrong
+
+
+def plural(case: Case, dim: int) -> str:
+    """Return the name of the slices of a dim: 'rows'."""
+    name = case.axes[dim] if dim < len(case.axes) else ""
+    return name or f"slices of dim {dim}"
+
+
+def some(case: Case, dim: int, numbers: Iterable[int]) -> str:
+    """Return 'row 3' or 'rows 0-15'."""
+    name, of, tail = plural(case, dim).partition(" of ")
+    return f"{numbered(name.removesuffix('s'), numbers)}{of}{tail}"
+
+
+def numbered(name: str, numbers: Iterable[int]) -> str:
+    """Return 'rank 0', 'ranks 0 and 1' or 'micro-batches 0-3'."""
+    numbers = set(numbers)
+    ending = "es" if name.endswith("ch") else "s"
+    return f"{name}{ending if len(numbers) > 1 else ''} {ranges(numbers)}"
+
+
+def who(case: Case, parts: Sequence[Part]) -> str:
+    """Return the ranks that have parts, and the micro-batches if not all of theirs: 'rank 1'."""
+    held, meant = (
+        {(p.piece.rank, p.piece.micro_batch) for p in each} for each in (case.parts, parts)
+    )
+    ranks, every = {rank for rank, _ in meant}, {rank for rank, _ in held}
+    said = "every rank" if ranks == every and len(every) > 1 else numbered("rank", ranks)
+    theirs = {(rank, batch) for rank, batch in held if rank in ranks}
+    if meant == theirs:
+        return said
+    batches = {batch for _, batch in meant}
+    if meant == {(rank, batch) for rank, batch in theirs if batch in batches}:
+        return f"{said} ({numbered('micro-batch', batches)})"
+    return f"{said} (not in all micro-batches)"
+
+
+def has(subject: str) -> str:
+    """Return a subject with its 'has' or 'have'."""
+    return f"{subject} {'has' if subject.startswith(('every rank', 'rank ')) else 'have'}"
+
+
+def where(case: Case, parts: Sequence[Part], masks: Sequence[Tensor] = ()) -> str:
+    """Return ' at positions 8-11 of rows 0-15', or '' if all of the whole or of several parts.
+
+    The masks select elements of each part; without masks the wrong elements are selected.
+    """
+    masks = masks or [p.mask for p in parts]
+    boxes = [box_of(mask) for mask in masks]
+    volumes = [math.prod(map(len, box)) for box in boxes]
+    total = sum(p.have.numel() for p in parts)
+    said = []
+    for dim in reversed(range(case.whole.ndim)):
+        pairs = zip(parts, boxes, strict=True)
+        at = torch.cat([p.piece.index[dim][box[dim]] for p, box in pairs]).unique()
+        if len(at) < case.whole.shape[dim] and (len(parts) == 1 or sum(volumes) < total):
+            said.append(some(case, dim, at.tolist()))
+    place, count = " of ".join(said), sum(int(mask.sum()) for mask in masks)
+    if count > DENSE * sum(volumes):
+        return f" at {place}" if place else ""
+    return f" at {count} of {total} elements" + (f" ({place})" if place else "")
+
+
+def told(case: Case, what: str, test: Callable[[Part], bool], why: str = "") -> Iterator[Finding]:
+    """Yield that the wrong parts which pass a test are so, if any is, and why that may be."""
+    covers = [i for i, part in enumerate(case.wrong) if test(part)]
+    if covers:
+        parts = [case.wrong[i] for i in covers]
+        yield Finding(frozenset(covers), f"{has(who(case, parts))} {what}{where(case, parts)}{why}")

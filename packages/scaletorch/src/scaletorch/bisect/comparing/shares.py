@@ -1,7 +1,8 @@
-"""What each rank's loss counts in the whole one, where a program does not say it.
+"""What ranks' own losses, and their gradients, count in the whole, if no program says it.
 
-DDP and FSDP2 average gradients over ranks, so programs multiply the loss by the number of ranks:
-gradients of activations are as many times the whole's, and those of parameters are not.
+Losses that ranks go back from are means or shares. DDP and FSDP2 average gradients over ranks, so
+programs multiply the loss by the number of ranks: gradients of activations are as many times the
+whole's, and those of parameters are not.
 """
 
 from __future__ import annotations
@@ -11,9 +12,47 @@ from torch import Tensor
 
 from ..keys import BACKWARD, LOSS, Key
 from .judge import NEAR
-from .places import ways
+from .places import Held, ways
 from .runs import Run
 from .whole import assemble, part_of, pieces_of
+
+ROUGH = 0.05  # a loss so near to a multiple is meant to be that one; the bound decides if it is
+
+
+def settle_losses(run: Run, reference: Run) -> None:
+    """Put in the place of ranks' own losses what they come to.
+
+    That is the mean of all ranks that have one, times a divisor of the number of ranks and
+    micro-batches, or over one: they may be sums, or means that are added up later.
+    """
+    for key, theirs in reference.held.items():
+        if key.kind != LOSS:
+            continue
+        right = _settle(theirs, 1.0)
+        ours = run.held.get(key, [])
+        if ours and all(abs(_value(each) - right) <= ROUGH * abs(right) for each in ours):
+            _settle(ours, 1.0)
+        elif ours:
+            header, mean = ours[0].recording.header, sum(map(_value, ours)) / len(ours)
+            most = int(header["world_size"] * header["micro_batches"])
+            factors = [f for n in range(1, most + 1) if most % n == 0 for f in (n, 1 / n)]
+            best = min(factors, key=lambda factor: abs(mean * factor - right))
+            _settle(ours, best if abs(mean * best - right) <= ROUGH * abs(right) else 1.0)
+
+
+def _value(held: Held) -> float:
+    return float(held.tensor)
+
+
+def _settle(held: list[Held], factor: float) -> float:
+    """Let each be the mean times a factor, if all are ranks' own; return it."""
+    mean = sum(map(_value, held)) / len(held) * factor
+    if all(h.recording.header.get("own_loss") and not h.line.sums for h in held):
+        for each in held:
+            value = torch.full(each.line.shape, mean, dtype=each.tensor.dtype)
+            each.recording.settled[each.number] = value
+    return mean
+
 
 OFF = 1e-6  # by which a loss may differ that is taken for right here
 
@@ -47,7 +86,7 @@ def _loss_is_right(run: Run, reference: Run, step: int) -> bool:
 
 
 def _factor(key: Key, run: Run, reference: Run) -> float:
-    """Return what whole number, or one over such, all parts are of the reference's; else 1."""
+    """Return the integer factor, or its inverse, by which all parts differ; 1 if there is none."""
     ours, theirs = run.held[key], reference.held[key]
     for way in ways([*theirs, *ours]):
         whole = assemble(pieces_of(theirs, way), way)
@@ -59,8 +98,7 @@ def _factor(key: Key, run: Run, reference: Run) -> float:
 
 
 def _multiple(ours: Tensor, theirs: Tensor) -> float | None:
-    """Return what number a tensor is of another; 1 if both are zero, None if it is of no such."""
-    ours, theirs = (torch.view_as_real(x) if x.is_complex() else x for x in (ours, theirs))
+    """Return the factor between tensors, an integer or one over one; 1 of zeros, or None."""
     ours, theirs = ours.double(), theirs.double()
     size = torch.linalg.vector_norm(theirs)
     if not size:

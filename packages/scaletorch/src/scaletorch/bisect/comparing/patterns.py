@@ -1,0 +1,358 @@
+"""Explain a tensor that is known to be wrong: by a factor, in another place, or not summed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import combinations, groupby
+
+import torch
+from torch import Tensor
+
+from ...compose.words import RUNS, listed, ranges
+from .parts import (
+    HUGE,
+    Case,
+    Finding,
+    Part,
+    beside,
+    box_of,
+    has,
+    norm,
+    numbered,
+    pick,
+    plain,
+    plural,
+    slices,
+    some,
+    told,
+    where,
+    who,
+)
+from .whole import Piece
+
+SENTENCES = 3
+FINEST = 1e-14  # bound below which float64 itself rounds
+CANDIDATES = 8  # factors that are tried
+NEAR = 0.05  # relative: a factor that means something is tried if one as near fits best
+EXACT = 1e-6  # how near a factor is to 1/k if it is said to be that
+LARGEST = 2**20  # pairs of slices that are compared
+WIDTH = 16  # numbers that stand for a slice while the nearest is looked for
+SHOWN = 3  # runs of a new order in a sentence
+BATCHES = "micro-batches"
+ODD = {
+    "NaN": torch.isnan,
+    "infinity": torch.isinf,
+    "finite values, where the right ones are not,": torch.isfinite,
+}
+
+
+def explain(
+    pieces: Sequence[Piece],
+    whole: Tensor,
+    bound: float,
+    *,
+    axes: Sequence[str] = (),
+    groups: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
+    scale: float | None = None,
+) -> list[str]:
+    """Say how a tensor that is known to be wrong is wrong.
+
+    Args:
+        pieces: What the ranks have of it; several may hold the same index.
+        whole: The right tensor, of a real dtype.
+        bound: The largest relative difference, of the 2-norm, that rounding explains.
+        axes: Names of the slices of each dim, in the plural: 'rows', 'positions', 'heads'; '' for
+            a dim without a name.
+        groups: For each axis of the grid its groups of ranks, `{"tp": [(0, 1), (2, 3)]}`.
+        scale: 2-norm by which differences are measured; None for the norm of `whole`.
+
+    Returns:
+        Three sentences at most, surest first, each without a full stop; none if nothing differs.
+    """
+    right = plain(whole)
+    finite = right.nan_to_num(0.0, 0.0, 0.0)
+    bound = min(max(bound, FINEST), 1.0) if bound > 0 else FINEST
+    scale = scale if scale is not None and 0 < scale < HUGE else norm(finite)
+    case = Case((), (), finite, bound, scale, axes, groups or {})
+    # If no part is beyond its bound, together they were: then a part beyond half of it.
+    for each in (case, replace(case, bound=bound / 2)):
+        parts = [beside(piece, each, right) for piece in pieces]
+        if any(bool(p.mask.any() or p.odd.any()) for p in parts):
+            break
+    case = replace(case, parts=parts, wrong=[p for p in parts if bool(p.mask.any())])
+    return [*_not_finite(case), *_guessed(case)][:SENTENCES]
+
+
+def _guessed(case: Case) -> Iterator[str]:
+    """Say what explains most parts, then what explains most of the others, then what is left."""
+    left = set(range(len(case.wrong)))
+    found = [finding for guess in GUESSES if left for finding in guess(case)]
+    while left:
+        best = max(found, key=lambda each: len(each.covers & left), default=None)
+        if best is None or not best.covers & left:
+            yield _unexplained(case, [case.wrong[i] for i in sorted(left)])
+            return
+        yield best.sentence
+        left -= best.covers
+
+
+def _not_finite(case: Case) -> Iterator[str]:
+    """Say which ranks have NaN or infinity that the right tensor has not, or the reverse."""
+    for kind, test in ODD.items():
+        parts = [p for p in case.parts if bool((p.odd & test(p.raw)).any())]
+        if parts:
+            masks = [p.odd & test(p.raw) for p in parts]
+            yield f"{has(who(case, parts))} {kind}{where(case, parts, masks)}"
+
+
+def _unexplained(case: Case, parts: Sequence[Part]) -> str:
+    """Say where parts differ, by how much, and the largest difference."""
+    had, due = torch.cat([p.had for p in parts]), torch.cat([p.due for p in parts])
+    text = f"{has(who(case, parts))} values that differ{where(case, parts)}"
+    if norm(due):
+        text += f", by {norm(had - due) / norm(due):.4g} of their size"
+    worst = max(parts, key=lambda p: float((p.had - p.due).abs().max()))
+    most = int((worst.had - worst.due).abs().argmax())
+    at = zip(worst.piece.index, worst.mask.nonzero()[most], strict=True)
+    named = "".join(f"{some(case, d, [int(index[x])])}, " for d, (index, x) in enumerate(at))
+    values = f"{float(worst.had[most]):.4g}, right: {float(worst.due[most]):.4g}"
+    return f"{text}; most at {named}{who(case, [worst])} ({values})"
+
+
+# Factors
+
+
+def zeros(case: Case) -> Iterator[Finding]:
+    """Find zeros."""
+    yield from told(case, "all zeros", lambda part: not bool(part.had.any()))
+
+
+def scaled(case: Case) -> Iterator[Finding]:
+    """Find one factor for all elements, one that means something first."""
+    known = _meanings(case)
+    fits = [_factor(part) for part in case.wrong]
+    near = [c for c in known if any(abs(c - fit) <= NEAR * abs(c) for fit in fits)]
+    for each in list(dict.fromkeys([*near, *fits]))[:CANDIDATES]:
+        holds = partial(_is_scaled, case, each, 0 if each in near else 1)
+        yield from told(case, _times(each, case.bound), holds, known.get(each, ""))
+
+
+def each_scaled(case: Case) -> Iterator[Finding]:
+    """Find factors that differ from part to part, as where each is divided by a size of its own."""
+    fits = {i: _factor(part) for i, part in enumerate(case.wrong)}
+    covers = [i for i, fit in fits.items() if _is_scaled(case, fit, 1, case.wrong[i])]
+    said: dict[str, list[Part]] = {}
+    for i in covers:
+        said.setdefault(f"{fits[i]:.4g}", []).append(case.wrong[i])
+    if len(said) > 1:
+        each = [f"{who(case, parts)} {factor}" for factor, parts in said.items()]
+        more = ", and so on" if len(each) > RUNS else ""
+        yield Finding(
+            frozenset(covers),
+            f"{has(who(case, [case.wrong[i] for i in covers]))} the right values times a factor of "
+            f"its own ({listed(each[:RUNS])}{more}): "
+            "a mean of means, or a norm of each part alone?",
+        )
+
+
+def _factor(part: Part) -> float:
+    square = float((part.due * part.due).sum())
+    return float((part.had * part.due).sum()) / square if square else 0.0
+
+
+def _is_scaled(case: Case, factor: float, fitted: int, part: Part) -> bool:
+    return factor != 0 and case.agrees(part.had, factor * part.due, part.due, fitted)
+
+
+def _meanings(case: Case) -> dict[float, str]:
+    """Return likely factors and their meaning, such as the number of ranks."""
+    counts = [(len(g[0]), f"ranks of {axis}") for axis, g in case.groups.items() if len(g)]
+    counts.append((len({p.piece.micro_batch for p in case.parts}), BATCHES))
+    sizes: dict[int, list[str]] = {}
+    for size, name in counts:
+        sizes.setdefault(size, []).append(f"{size} {name}")
+    ranks = len({p.piece.rank for p in case.parts})
+    sizes.setdefault(ranks, [f"{ranks} ranks"])
+    found: dict[float, str] = {}
+    for size, names in sizes.items():
+        if size > 1:
+            there = f", and there are {listed(names)}: "
+            found[float(size)] = there + "counted once each, or summed once too often?"
+            found[1 / size] = there + "a mean in place of a sum, or divided once too often?"
+    return found | {each: found.get(each, "") for each in (-1.0, 2.0, 0.5)}
+
+
+def _times(factor: float, bound: float) -> str:
+    size = abs(factor)
+    if factor == -1:
+        return "the right values with the sign flipped"
+    for k in range(2, 65):
+        if abs(size * k - 1) < EXACT:
+            return f"{'-' if factor < 0 else ''}1/{k} of the right values"
+    digits = min(max(1 - math.ceil(math.log10(bound)), 2), 4)
+    while float(f"{size:.{digits}g}") == 1 and digits < 12:
+        digits += 1  # 1.000001 is not 1
+    return f"{factor:.{digits}g} times the right values"
+
+
+# Other places
+
+
+def exchanged(case: Case) -> Iterator[Finding]:
+    """Find parts of another rank or micro-batch: 'rank 1 has what rank 0 should have'."""
+    found: dict[str, list[int]] = {}
+    for i, part in enumerate(case.wrong):
+        for other in sorted(case.parts, key=lambda p: p.piece.rank != part.piece.rank):
+            fits = other.want.shape == part.want.shape and other.place != part.place
+            if fits and case.agrees(part.have, other.want, part.want):
+                said = f"{who(case, [part])} has what {who(case, [other])} should have"
+                found.setdefault(said, []).append(i)
+                break
+    if found:
+        more = " and so on" if len(found) > RUNS else ""
+        covers = frozenset(i for each in found.values() for i in each)
+        yield Finding(covers, ", ".join(list(found)[:RUNS]) + more)
+
+
+def moved(case: Case) -> Iterator[Finding]:
+    """Find slices that all stand as far from their places, or each belong in another place."""
+    for dim in range(case.whole.ndim):
+        found: dict[int, dict[int, Tensor]] = {}
+        for i, part in enumerate(case.wrong):
+            if (pairs := _sources(case, part, dim)) is not None:
+                steps = (pairs[0] - pairs[1]).unique()
+                by = int(steps) if len(steps) == 1 and pairs.shape[1] > 1 else 0
+                found.setdefault(by, {})[i] = pairs
+        for by, each in found.items():
+            parts = [case.wrong[i] for i in each]
+            at, source = next(iter(each.values())).tolist()
+            same = sorted(at) == sorted(source)
+            what = f"{plural(case, dim)} {'in another order' if same else 'that belong elsewhere'}"
+            if by:
+                what = f"values shifted by {abs(by)} along {plural(case, dim)}{where(case, parts)}"
+                at = at[:1]
+            said = _runs(list(zip(at, source, strict=False)))
+            yield Finding(frozenset(each), f"{has(who(case, parts))} {what}: {said}")
+
+
+def _sources(case: Case, part: Part, dim: int) -> Tensor | None:
+    """Return the places [2, n] of wrong slices and those they belong in, or None if one has none.
+
+    If most are shifted by as much, these alone: what is shifted over an edge comes from elsewhere.
+    """
+    box = box_of(part.mask)
+    at, size = part.piece.index[dim][box[dim]], case.whole.shape[dim]
+    if len(at) * size > LARGEST:
+        return None
+    others = [x[here] for x, here in zip(part.piece.index, box, strict=True)]
+    others[dim] = torch.arange(size)
+    have, want = (slices(pick(each, box), dim) for each in (part.have, part.want))
+    pool = slices(pick(case.whole, others), dim)
+    nearest = _nearest(have, pool, at)
+    shifted = at - (at - nearest).mode().values
+    for source, numbers in ((shifted, 1), (nearest, len(at))):
+        inside = (source >= 0) & (source < size)
+        guess, ways = pool[source[inside]], numbers * math.log(size)
+        enough = 3 * int(inside.sum()) >= 2 * len(at)
+        if enough and case.agrees(have[inside], guess, want[inside], ways=ways):
+            return torch.stack((at, source))[:, inside]
+    return None
+
+
+def _nearest(have: Tensor, pool: Tensor, at: Tensor) -> Tensor:
+    """Return for each slice [n, elements] the nearest of a pool, but that of its own place [n]."""
+    if have.shape[1] > WIDTH:
+        generator = torch.Generator().manual_seed(0)
+        sketch = torch.randn(have.shape[1], WIDTH, generator=generator, dtype=have.dtype)
+        have, pool = have @ sketch, pool @ sketch
+    mode = "donot_use_mm_for_euclid_dist"  # which cancels
+    apart = torch.cdist(have, pool, compute_mode=mode)
+    apart[torch.arange(len(at)), at] = torch.inf  # it is wrong there
+    return apart.argmin(1)
+
+
+def _runs(pairs: list[tuple[int, int]]) -> str:
+    """Return 'at 0-3 is what 4-7 should have, at 4-7 what 0-3 should have'."""
+    said: list[str] = []
+    for _, run in groupby(pairs, key=lambda pair: pair[0] - pair[1]):
+        here, there = zip(*run, strict=True)
+        verb = "" if said else " is"
+        said.append(f"at {ranges(here)}{verb} what {ranges(there)} should have")
+    return ", ".join(said[:SHOWN]) + (" ..." if len(said) > SHOWN else "")
+
+
+# Missing sums
+
+
+def sums(case: Case) -> Iterator[Finding]:
+    """Find parts of ranks, or of micro-batches, that add up to the right one or have it as mean."""
+    for over, clusters in _clusters(case):
+        found: dict[str, list[list[int]]] = {}
+        for cluster in clusters:
+            parts = [case.wrong[i] for i in cluster]
+            total = torch.stack([p.have for p in parts]).sum(0)
+            guesses = {
+                "parts that add up to the right one: a sum": total,
+                "parts whose mean is the right one: a mean": total / len(parts),
+            }
+            for said, guess in guesses.items():
+                if all(case.agrees(guess, p.want, p.have) for p in parts):
+                    found.setdefault(said, []).append(cluster)
+                    break
+        for said, right in found.items():
+            covers = frozenset(i for cluster in right for i in cluster)
+            yield Finding(covers, f"{_owners(case, right, over)} {said} over {over} is missing")
+
+
+def _clusters(case: Case) -> Iterator[tuple[str, list[list[int]]]]:
+    """Yield for each axis, or two together, the wrong parts that its sum would add."""
+    for name, groups in _axes(case).items():
+        found: dict[object, list[int]] = {}
+        for i, part in enumerate(case.wrong):
+            group = next((at for at, g in enumerate(groups) if part.piece.rank in g), None)
+            batch = None if name == BATCHES else part.piece.micro_batch
+            if group is not None:
+                found.setdefault((part.place, batch, group), []).append(i)
+        yield name, [cluster for cluster in found.values() if len(cluster) > 1]
+
+
+def _axes(case: Case) -> dict[str, list[set[int]]]:
+    """Return the groups of each axis, of each two together, all ranks, and each on its own."""
+    axes = {n: [set(g) for g in gs] for n, gs in case.groups.items() if any(len(g) > 1 for g in gs)}
+    pairs = {listed(pair): _joined(*(axes[n] for n in pair)) for pair in combinations(axes, 2)}
+    ranks = {p.piece.rank for p in case.parts}
+    found: dict[str, list[set[int]]] = {}
+    for name, groups in {**axes, **pairs, "all ranks": [ranks]}.items():
+        if groups not in found.values():
+            found[name] = groups
+    return {**found, BATCHES: [{rank} for rank in ranks]}
+
+
+def _joined(*axes: Sequence[set[int]]) -> list[set[int]]:
+    """Return groups that hold all ranks which groups of the axes connect."""
+    joined: list[set[int]] = []
+    for group in (group for groups in axes for group in groups):
+        touching = [each for each in joined if each & group]
+        joined = [each for each in joined if not each & group] + [group.union(*touching)]
+    return joined
+
+
+def _owners(case: Case, clusters: Sequence[Sequence[int]], over: str) -> str:
+    """Return 'ranks 0 and 1 (tp) have', or the ranks of several groups."""
+    ranks = [[case.wrong[i].piece.rank for i in cluster] for cluster in clusters]
+    if over == BATCHES:
+        ranks = [[rank for each in ranks for rank in each]]
+    groups = list(dict.fromkeys(numbered("rank", each) for each in ranks))
+    more = "; and so on" if len(groups) > RUNS else ""
+    return has(f"{'; '.join(groups[:RUNS])}{more} ({over})")
+
+
+# Of two that explain as many parts the first is said: it leaves less to chance, or says more. A
+# mean in place of a sum is 1/n of the right one, and n of it add up. Parts that add up may be zeros
+# where another rank's are not (a sharded embedding).
+GUESSES: Sequence[Callable[[Case], Iterator[Finding]]] = (
+    exchanged, scaled, each_scaled, sums, zeros, moved,
+)  # fmt: skip
