@@ -18,7 +18,7 @@ from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import preload, run_ranks
 from scaletorch.parallel.data_parallel import DataParallelBucket, DataParallelNaive
 from scaletorch.parallel.data_parallel.buckets import manager, reduction
-from scaletorch.parallel.data_parallel.buckets.fill import fill_buckets
+from scaletorch.parallel.data_parallel.buckets.manager import fill_buckets
 from scaletorch.parallel.data_parallel.buckets.slot import Slot
 
 ALONE = reduction.Reduction("sum", None)

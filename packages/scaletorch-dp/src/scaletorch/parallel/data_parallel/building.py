@@ -4,11 +4,10 @@ Recorded and versioned like the rest: a patch release changes nothing here.
 """
 
 from .culprits import name_culprits
-from .gradients.nonfinite import found_on_ranks
-from .gradients.norm import clip_by, norm_over, scale_gradients
+from .gradients.norm import clip_by, found_on_ranks, norm_over, scale_gradients
 from .sharding.gradient import ShardedGradient
 from .sharding.shards import Shard, is_sharded, settled_shards
-from .widening import NARROW, widened
+from .wrapper import NARROW, widened
 
 __all__ = [
     "NARROW",

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from ...dist.errors import InvalidArgumentError
 from .buckets.bucket import Bucket
-from .buckets.fill import fill_buckets, one_each
+from .buckets.manager import fill_buckets, one_each
 from .buckets.reduction import Reduction, check_floating
 from .buckets.slot import Slot
 from .sharding.gather import Gathers

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn, Self
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ...dist.building import agree, caught
@@ -18,8 +18,7 @@ from ...dist.errors import InvalidArgumentError, NonFiniteError, StateError
 from ..pg_manager import ModuleWrapper, axis_group
 from ..pg_manager.building import connect_all
 from .buckets.bucket import Bucket
-from .buckets.failures import failures_held, raise_failed
-from .buckets.hooks import GradientSync, refuse_taken
+from .buckets.hooks import GradientSync, failures_held, raise_failed, refuse_taken
 from .buckets.initial import check_init_sync, sync_initial_values
 from .buckets.manager import BucketManager
 from .buckets.reduction import Reduction
@@ -273,3 +272,35 @@ def _gradient_sync(
     if reduction.size > 1 or wider or settings.check_finite:
         sync.attach(module)
     return sync
+
+
+NARROW = (torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def widened(wrapper: _DataParallel) -> Iterator[None]:
+    """Give 16-bit parameters float32 values for a while, and sum all gradients in float32.
+
+    All gradients are None before and after. Parameters have their own memory back afterwards, so
+    that what is written to them meanwhile is lost.
+
+    Args:
+        wrapper: `DataParallel` or `DataParallelBucket`, sharded optimizers or not. All ranks widen
+            theirs together.
+    """
+    wrapper.reset()
+    narrow = [(each, each.data) for each in wrapper.parameters() if each.dtype in NARROW]
+    with ExitStack() as undo:
+        undo.callback(_put_back, narrow)  # if memory does not suffice for all
+        for parameter, values in narrow:
+            parameter.data = values.float()
+        for manager in wrapper.bucket_managers:
+            undo.enter_context(manager.widened())
+        undo.callback(_put_back, narrow)  # for the managers, which then look at them
+        undo.callback(wrapper.reset)
+        yield
+
+
+def _put_back(held: list[tuple[nn.Parameter, Tensor]]) -> None:
+    for parameter, values in held:
+        parameter.data = values

@@ -98,7 +98,7 @@ def _settled(model: weakref.ref[DataParallelBucket]) -> Callable[[], None]:
 
 def _shard_rest(optimizer: Optimizer, model: DataParallelBucket, manager: BucketManager) -> None:
     """Put the parameters that the optimizer has, and no other has sharded, into sharded buckets."""
-    whole = _needs_whole(optimizer)
+    whole = not known_elementwise(optimizer)
     sharded = [each for each in manager.buckets if isinstance(each, ShardedBucket)]
     slots = _slots_to_shard(optimizer, model, manager)
     sharded += [
@@ -106,7 +106,8 @@ def _shard_rest(optimizer: Optimizer, model: DataParallelBucket, manager: Bucket
         for each in manager.fill(slots)
     ]
     settled = {slot.index for bucket in sharded for slot in bucket.slots}
-    rest = manager.fill(slot for slot in _in_order(manager) if slot.index not in settled)
+    ordered = (slot for bucket in manager.buckets for slot in bucket.slots)
+    rest = manager.fill(slot for slot in ordered if slot.index not in settled)
     manager.use_settled([*sharded, *rest])
 
 
@@ -136,16 +137,6 @@ def _buckets_of(optimizer: Optimizer, model: DataParallelBucket) -> list[Sharded
 
 def _parameters_of(optimizer: Optimizer) -> set[int]:
     return {id(each) for group in optimizer.param_groups for each in group["params"]}
-
-
-def _parameters_known(model: DataParallelBucket) -> set[int]:
-    """Return the model's parameters, and what stands for them in an optimizer by now."""
-    known = {id(slot.parameter) for slot in _slots(model)}
-    return known | {id(shard.tensor) for shard in model.optimizer_shards or ()}
-
-
-def _needs_whole(optimizer: Optimizer) -> bool:
-    return not known_elementwise(optimizer)
 
 
 def whole_gradients(model: nn.Module, names: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -180,10 +171,6 @@ def _slots(model: DataParallelBucket) -> list[Slot]:
     return [slot for manager in model.bucket_managers for slot in manager.slots]
 
 
-def _in_order(manager: BucketManager) -> list[Slot]:
-    return [slot for bucket in manager.buckets for slot in bucket.slots]
-
-
 def _check(optimizer: Optimizer, model: DataParallelBucket, stage: int) -> None:
     if stage not in (1, 2):
         raise InvalidArgumentError(
@@ -196,7 +183,9 @@ def _check(optimizer: Optimizer, model: DataParallelBucket, stage: int) -> None:
             f"{type(optimizer).__name__} cannot be sharded: it {scope.words}; each rank would "
             "update some parameters, and has to do so without the others: take another optimizer"
         )
-    if not _parameters_of(optimizer) & _parameters_known(model):
+    known = {id(slot.parameter) for slot in _slots(model)}
+    known |= {id(shard.tensor) for shard in model.optimizer_shards or ()}  # which stand for some
+    if not _parameters_of(optimizer) & known:
         raise InvalidArgumentError(
             "the optimizer has none of the model's parameters that require grad: make it of "
             "model.parameters()"
@@ -209,7 +198,8 @@ def _check(optimizer: Optimizer, model: DataParallelBucket, stage: int) -> None:
             f"{describe_rank()}: gradients are accumulated that have not been synchronised; shard "
             "the optimizer before the first backward"
         )
-    if any(each.whole < _needs_whole(optimizer) for each in _buckets_of(optimizer, model)):
+    whole = not known_elementwise(optimizer)
+    if any(each.whole < whole for each in _buckets_of(optimizer, model)):
         raise StateError(
             f"{describe_rank()}: parameters were cut for another optimizer, and "
             f"{type(optimizer).__name__} needs them whole: wrap the model anew"

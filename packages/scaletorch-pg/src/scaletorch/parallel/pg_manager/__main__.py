@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from ...dist.errors import InvalidArgumentError
 from .communicators import AXES
-from .experts import EXPERT_AXES
-from .grid import ORDER, Grid
+from .grid import EXPERT_AXES, ORDER, Grid
 from .layouts import place_text, short_ranks
 
 MAX_RANKS = 10_000_000

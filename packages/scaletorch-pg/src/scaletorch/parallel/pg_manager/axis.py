@@ -6,7 +6,7 @@ from torch.distributed import ProcessGroup
 
 from ...dist import get_rank, get_world_size, require_member
 from ...dist.errors import StateError
-from .experts import EXPERT_AXES
+from .grid import EXPERT_AXES
 from .groups import grouped_axis
 from .layouts import place_text
 from .manager import get_process_group_manager

@@ -4,8 +4,7 @@ Recorded and versioned like the rest: a patch release changes nothing here.
 """
 
 from .connecting import connect, connect_all, has_streams
-from .divided import divided_modules, mark_divided
-from .generating import refuse_generate
+from .groups import first_unused_number, groups_within
 from .linear_layers import (
     bias_gradient,
     linear_output,
@@ -14,13 +13,25 @@ from .linear_layers import (
     weight_factors,
 )
 from .loss import mean_over
-from .modes import eagerly, evaluating, runs_compiled
-from .module_classes import class_before, deep_copy, shallow_copy
-from .module_names import matching, no_match
-from .names import first_unused_number
-from .outputs import forget_watchers, mark_staged, runs_as_stages, show_output, watch_outputs
+from .module_helpers import (
+    class_before,
+    deep_copy,
+    divided_modules,
+    eagerly,
+    evaluating,
+    forget_watchers,
+    mark_divided,
+    mark_staged,
+    matching,
+    no_match,
+    refuse_generate,
+    runs_as_stages,
+    runs_compiled,
+    shallow_copy,
+    show_output,
+    watch_outputs,
+)
 from .update_scope import Scope, known_elementwise, update_scope
-from .within import groups_within
 
 __all__ = [
     "Scope",

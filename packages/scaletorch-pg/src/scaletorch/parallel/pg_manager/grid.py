@@ -2,13 +2,103 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...dist.errors import InvalidArgumentError
-from .experts import EXPERT_AXES, ExpertCoordinates, default_etp, wrong_fold
-from .strides import Steps, at, exchange, first_of, position_of, walk
+
+# (stride, size) of the digits that vary in a group, slowest first.
+Steps = list[tuple[int, int]]
+
+
+def exchange(number: int, width: int, *, fast: int, slow: int) -> int:
+    """Count in the order (fast, slow, width) what is `number` in the order (slow, fast, width)."""
+    block, rest = divmod(number, width)
+    slower, faster = divmod(block, fast)
+    return (faster * slow + slower) * width + rest
+
+
+def first_of(number: int, steps: Steps) -> int:
+    """Return the first member of the group that holds `number`."""
+    return number - sum(number // stride % size * stride for stride, size in steps)
+
+
+def position_of(number: int, steps: Steps) -> int:
+    """Return the place of `number` in its group."""
+    position = 0
+    for stride, size in steps:
+        position = position * size + number // stride % size
+    return position
+
+
+def walk(first: int, steps: Steps) -> list[int]:
+    """Return the numbers reached from `first` by every combination of steps, ascending."""
+    numbers = [first]
+    for stride, size in steps:
+        numbers = [number + index * stride for number in numbers for index in range(size)]
+    return numbers
+
+
+def at(first: int, steps: Steps, position: int) -> int:
+    """Return the number at a position of the group, counted round: -1 is the last one."""
+    number = first
+    for stride, size in reversed(steps):
+        position, index = divmod(position, size)
+        number += index * stride
+    return number
+
+
+# Slowest first: neighbours on the line differ in etp.
+EXPERT_AXES = ("edp", "ep", "etp")
+
+
+class ExpertCoordinates(NamedTuple):
+    """Where a rank stands among the experts of its stage, slowest axis first."""
+
+    edp: int
+    ep: int
+    etp: int
+
+    def __str__(self) -> str:
+        """Short form for messages, such as `edp0 ep1 etp0`."""
+        return " ".join(f"{axis}{index}" for axis, index in zip(EXPERT_AXES, self, strict=True))
+
+
+def default_etp(ep: int, tp: int) -> int:
+    """Return the expert tensor parallel size of a grid for which none was said.
+
+    Without expert parallelism experts are cut as all other layers are; with it they are whole.
+    """
+    return tp if ep == 1 else 1
+
+
+def wrong_fold(ep: int, etp: int, *, tp: int, cp: int, dp: int) -> str | None:
+    """Return the message for sizes that do not fold the ranks of a stage; None if they do."""
+    if etp not in (1, tp):
+        legal = "1" if tp == 1 else f"1 (whole experts) or the tp size {tp}"
+        return f"etp size must be {legal}, got {etp}"
+    ranks = tp * cp * dp
+    if ranks % (ep * etp) == 0:
+        return None
+    near = ", ".join(map(str, nearest_divisors(ep, ranks // etp)))
+    return (
+        f"ep * etp = {ep} * {etp} must divide the ranks of a stage, tp * cp * dp = "
+        f"{tp} * {cp} * {dp} = {ranks}; nearest legal ep sizes: {near}"
+    )
+
+
+def nearest_divisors(wanted: int, number: int, count: int = 3) -> list[int]:
+    """Return the divisors of `number` that are `wanted` times the smallest factor, best first."""
+    return sorted(divisors(number), key=lambda size: abs(math.log(size / wanted)))[:count]
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a positive number, ascending."""
+    small = [low for low in range(1, math.isqrt(number) + 1) if number % low == 0]
+    return small + [number // low for low in reversed(small) if low * low != number]
+
 
 # Slowest axis first: neighbouring ranks differ in tp.
 ORDER = ("dp", "pp", "cp", "tp")

@@ -2,22 +2,109 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
 
-from ...dist import get_backend, get_default_group, get_timeout, group_ranks
-from ...dist.building import agree
+from ...dist import get_backend, get_default_group, get_rank, get_timeout, group_ranks
+from ...dist.building import agree, one_per_process
 from ...dist.devices import entry_of_backend
 from ...dist.errors import InvalidArgumentError, StateError
 from .communicators import AXES
 from .connecting import connect, has_streams
-from .experts import EXPERT_AXES
-from .grid import Grid, axis_names
-from .names import first_unused_number, numbered_from
-from .within import destroy_within
+from .grid import EXPERT_AXES, Grid, axis_names
+
+# Away from the numbers that the program's own groups get.
+MARGIN = 1000
+
+
+def first_unused_number() -> int:
+    """Return the lowest group number that this process can offer in a new set-up."""
+    return max(_next_number()[0], len(_torch_names()) + MARGIN)
+
+
+@contextmanager
+def numbered_from(number: int) -> Iterator[None]:
+    """Let the groups made inside the block be number `number`, `number + 1` and so on.
+
+    So they have names that are equal on all members and were never used before. torch names a group
+    made by local synchronisation after its ranks and the number of groups this process holds. Two
+    mistakes follow. Where a program has made a group of some ranks only, the numbers differ between
+    ranks, and members of one new group wait under different names for ever. And a group made again
+    after it was destroyed gets its old name, under which the store still holds the old members'
+    addresses: the members connect to sockets that are gone. So a set-up agrees on a number that no
+    rank has used, and this fills torch's list up to it.
+    """
+    names = _torch_names()
+    fillers = [object() for _ in range(number - len(names))]
+    names.update((filler, f"scaletorch-{index}") for index, filler in enumerate(fillers))
+    try:
+        yield
+    finally:
+        _next_number()[0] = len(names)
+        for filler in fillers:
+            del names[filler]
+
+
+def _next_number() -> list[int]:
+    """Return a list of the next unused number, which vendored copies of this package share."""
+    return one_per_process("group_numbers", lambda: [0])
+
+
+def _torch_names() -> dict[Any, str]:
+    # A torch that keeps no such list names groups in another way: nothing to mend then.
+    return getattr(getattr(c10d, "_world", None), "pg_names", {})
+
+
+# As in GroupSet, torch alone holds the groups.
+_made: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ReferenceType[ProcessGroup]]]
+_made = WeakKeyDictionary()
+
+
+def groups_within(
+    parent: ProcessGroup, wanted: Iterable[tuple[int, ...]], number: int
+) -> dict[tuple[int, ...], ProcessGroup]:
+    """Return this rank's groups among those wanted; each is made once for a parent.
+
+    Args:
+        parent: Where all its ranks are wanted, it is that group itself.
+        wanted: Global ranks of each group, in one order on all ranks of the parent.
+        number: From where torch's group names count, agreed by all ranks of the parent.
+    """
+    rank, every = get_rank(), group_ranks(parent)
+    known = _made.setdefault(parent, {})
+    found = {}
+    for place, ranks in enumerate(dict.fromkeys(wanted)):
+        if rank not in ranks:
+            continue
+        group = parent if ranks == every else None
+        if group is None and ranks in known:
+            group = known[ranks]()
+        if group is None:
+            with numbered_from(number + place):
+                group = torch_dist.new_group(
+                    list(ranks),
+                    timeout=get_timeout(),
+                    use_local_synchronization=True,
+                    group_desc="scaletorch_within",
+                )
+            known[ranks] = ref(group)
+        found[ranks] = group
+    return found
+
+
+def destroy_within(parent: ProcessGroup) -> None:
+    """Destroy the groups made within another one, newest first."""
+    for reference in reversed(_made.pop(parent, {}).values()):
+        group = reference()
+        if group is not None:
+            torch_dist.destroy_process_group(group)
+
 
 _AXIS_OF = {axis_names(axis): axis for axis in AXES}
 

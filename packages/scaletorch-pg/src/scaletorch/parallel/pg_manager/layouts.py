@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ...dist.errors import InvalidArgumentError
-from .experts import divisors, nearest_divisors
-from .grid import Grid
+from .grid import Grid, divisors, nearest_divisors
 
 # The cost of changing an axis to the program: more data parallelism changes nothing but speed,
 # another tensor parallel size reshapes every weight.

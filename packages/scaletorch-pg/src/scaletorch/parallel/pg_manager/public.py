@@ -3,8 +3,7 @@
 from ._version import __version__
 from .axis import axis_group, describe_rank
 from .communicators import count_communicators
-from .experts import ExpertCoordinates
-from .grid import Coordinates, Grid, PipelineNeighbours, RingNeighbours
+from .grid import Coordinates, ExpertCoordinates, Grid, PipelineNeighbours, RingNeighbours
 from .layouts import layout_name, legal_layouts, nearest_layouts, parse_layout
 from .loss import IGNORED, global_token_count, global_token_mean, token_loss_sum
 from .manager import (

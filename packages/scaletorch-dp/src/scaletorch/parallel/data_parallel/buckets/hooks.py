@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,6 @@ from ....dist.building import one_per_process, tensors_in
 from ....dist.errors import NonFiniteError, StateError
 from ...pg_manager import describe_rank
 from ..culprits import shortened
-from .failures import raise_failed
 from .manager import BucketManager
 from .products import ProductSink, direct_products
 
@@ -69,7 +69,7 @@ class GradientSync:
             return
         weakref.finalize(self, _remove_hooks, self._register_hooks()).atexit = False
         parameters = [slot.parameter for slot in self.manager.slots]
-        sink = ProductSink(partial(_add_product, weakref.ref(self)), parameters)
+        sink = ProductSink(partial(_call, weakref.ref(self), GradientSync.add_product), parameters)
         undo = direct_products(module, parameters, sink)
         weakref.finalize(self, undo).atexit = False
         self._attached = True
@@ -96,7 +96,7 @@ class GradientSync:
         this = weakref.ref(self)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(partial(_output_hook, this))
+                tensor.register_hook(partial(_call, this, GradientSync.output_arrived))
 
     def finish_if_due(self) -> None:
         """Synchronise now, whatever gradients this rank has, unless that is switched off.
@@ -113,16 +113,16 @@ class GradientSync:
         self.manager.reset()
         self.manager.clear()
 
-    def output_arrived(self) -> None:
+    def output_arrived(self, _grad: Tensor) -> None:
         """Handle the gradient of an output: a backward has begun."""
         self._enter()
 
-    def gradient_coming(self, index: int) -> None:
+    def gradient_coming(self, index: int, _grad: Tensor) -> None:
         """Handle a parameter's gradient just before autograd adds it."""
         self._enter()
         self.manager.slots[index].before_accumulation()
 
-    def gradient_added(self, index: int) -> None:
+    def gradient_added(self, index: int, _parameter: Tensor) -> None:
         """Handle a parameter's gradient just after autograd added it."""
         slot = self.manager.slots[index]
         slot.require_unchanged()
@@ -233,7 +233,8 @@ class GradientSync:
         handles = []
         for slot in self.manager.slots:
             parameter = slot.parameter
-            before, after = partial(_before, this, slot.index), partial(_after, this, slot.index)
+            before = partial(_call, this, GradientSync.gradient_coming, slot.index)
+            after = partial(_call, this, GradientSync.gradient_added, slot.index)
             handles.append(parameter.register_hook(before))
             handles.append(parameter.register_post_accumulate_grad_hook(after))
         return handles
@@ -274,31 +275,43 @@ def refuse_taken(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         raise StateError(message)
 
 
-def _output_hook(this: weakref.ref[GradientSync], _grad: Tensor) -> None:
+def _call(this: weakref.ref[GradientSync], method: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a method, unless the synchronisation is gone: hooks keep none alive."""
     sync = this()
-    if sync is not None:
-        sync.output_arrived()
-
-
-def _before(this: weakref.ref[GradientSync], index: int, _grad: Tensor) -> None:
-    sync = this()
-    if sync is not None:
-        sync.gradient_coming(index)
-
-
-def _after(this: weakref.ref[GradientSync], index: int, _parameter: Tensor) -> None:
-    sync = this()
-    if sync is not None:
-        sync.gradient_added(index)
-
-
-def _add_product(
-    this: weakref.ref[GradientSync], index: int, rows: Tensor, columns: Tensor
-) -> bool:
-    sync = this()
-    return sync is not None and sync.add_product(index, rows, columns)
+    return None if sync is None else method(sync, *arguments)
 
 
 def _remove_hooks(handles: Iterable[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
+
+
+def raise_failed(syncs: Iterable[GradientSync]) -> None:
+    """Raise what the first of some found, if nobody else is to raise it.
+
+    Raises:
+        NonFiniteError: A gradient is not finite.
+    """
+    found = [*filter(None, [_taken(each) for each in syncs if not each.holds])]
+    if found:
+        raise found.pop(0)  # out of the list: its traceback has this frame
+
+
+@contextmanager
+def failures_held(syncs: Sequence[GradientSync]) -> Iterator[list[NonFiniteError]]:
+    """Yield a list that has at the end what these found, which is not raised meanwhile."""
+    found: list[NonFiniteError] = []
+    for each in syncs:
+        each.holds = True
+    try:
+        yield found
+    finally:
+        for each in syncs:
+            each.holds = False
+            error = _taken(each)
+            found += [] if error is None else [error]
+
+
+def _taken(sync: GradientSync) -> NonFiniteError | None:
+    error, sync.failed = sync.failed, None
+    return error

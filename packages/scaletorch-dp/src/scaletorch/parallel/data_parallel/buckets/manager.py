@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -185,31 +185,31 @@ class BucketManager:
         *result, adds, begins, most, least, many, few = shared.tolist()
         dropped, self._dropped = self._dropped, 0
         if adds and begins:
-            self._drop()
-            raise MismatchError(
-                f"{describe_rank()}: this backward {'adds to' if self._adds else 'begins without'} "
-                "gradients of an earlier one, and other ranks' does not do so: the ranks ran "
-                "backward or zero_grad a different number of times; all gradients are None now"
+            self._disagree(
+                f"this backward {'adds to' if self._adds else 'begins without'} gradients of an "
+                "earlier one, and other ranks' does not do so: the ranks ran backward or zero_grad "
+                "a different number of times"
             )
         if most + least:
-            self._drop()
-            raise MismatchError(
-                f"{describe_rank()}: this rank has made and dropped gradients {dropped} times "
-                f"without a synchronisation, and other ranks {-least} to {most} times: some alone "
-                "were in no_sync(), and may have updated by gradients of their own; enter and "
-                "leave it on all ranks alike; all gradients are None now"
+            self._disagree(
+                f"this rank has made and dropped gradients {dropped} times without a "
+                f"synchronisation, and other ranks {-least} to {most} times: some alone were in "
+                "no_sync(), and may have updated by gradients of their own; enter and leave it on "
+                "all ranks alike"
             )
         if many + few:
-            self._drop()
-            raise MismatchError(
-                f"{describe_rank()}: {trained} of the parameters of this rank that were trainable "
-                f"when wrapped require grad now, and on other ranks {-few} to {many}: gradients "
-                "would be sums over some ranks alone; freeze the same parameters on all ranks; all "
-                "gradients are None now"
+            self._disagree(
+                f"{trained} of the parameters of this rank that were trainable when wrapped "
+                f"require grad now, and on other ranks {-few} to {many}: gradients would be sums "
+                "over some ranks alone; freeze the same parameters on all ranks"
             )
         if NONFINITE in result:
             self._refuse(flags)
         return result
+
+    def _disagree(self, text: str) -> NoReturn:
+        self._drop()
+        raise MismatchError(f"{describe_rank()}: {text}; all gradients are None now")
 
     def _drop(self) -> None:
         for bucket in self.buckets:
@@ -240,3 +240,53 @@ class BucketManager:
             found = shared.tolist()
         if found != [slot.index for bucket in self.buckets for slot in bucket.slots]:
             self.use_buckets(self.fill(self.slots[index] for index in found))
+
+
+SMALL = 2**18  # elements of a bucket that costs little more to start than to send
+
+
+def fill_buckets(
+    slots: Iterable[Slot], bucket_size: int, grad_type: torch.dtype | None, reduction: Reduction
+) -> list[Bucket]:
+    """Part slots, in the order given, into buckets of at most `bucket_size` elements.
+
+    A bucket has one dtype and one device, and at least one parameter, however large. There are
+    as many or so as the reduction is quick with, if they do not get smaller than `SMALL`, and the
+    first is that small, so that its reduction begins early. Buckets come in the order in which
+    their last parameters do.
+    """
+    slots = list(slots)
+    share = sum(slot.parameter.numel() for slot in slots) // reduction.least_buckets
+    usual = min(bucket_size, max(share, SMALL))
+    members: list[tuple[torch.dtype, list[Slot]]] = []
+    current: dict[Any, list[Slot]] = {}
+    room: dict[Any, int] = {}
+    place: dict[int, int] = {}
+    for slot in slots:
+        place[slot.index] = len(place)
+        dtype = _buffer_dtype(slot, grad_type)
+        key = (dtype, slot.parameter.dtype, slot.parameter.device)
+        elements = slot.parameter.numel()
+        if elements > room.get(key, -1):
+            current[key], room[key] = [], usual if members else min(usual, SMALL)
+            members.append((dtype, current[key]))
+        current[key].append(slot)
+        room[key] -= elements
+    members.sort(key=lambda entry: place[entry[1][-1].index])
+    return [Bucket(each, dtype, reduction.multiple(dtype)) for dtype, each in members]
+
+
+def one_each(slots: Iterable[Slot], reduction: Reduction) -> list[Bucket]:
+    """Give every parameter a bucket of its own, in registration order."""
+    ordered = sorted(slots, key=lambda slot: slot.index)
+    dtypes = [slot.parameter.dtype for slot in ordered]
+    return [
+        Bucket([slot], dtype, reduction.multiple(dtype))
+        for slot, dtype in zip(ordered, dtypes, strict=True)
+    ]
+
+
+def _buffer_dtype(slot: Slot, grad_type: torch.dtype | None) -> torch.dtype:
+    """Return the dtype a gradient is kept in; `grad_type` is for real floating ones."""
+    dtype = slot.parameter.dtype
+    return dtype if grad_type is None or not dtype.is_floating_point else grad_type
