@@ -790,6 +790,29 @@ def test_a_rank_that_fails_keeps_none_waiting(where):
         assert "could not be rehearsed: its plain module failed (" in said[0]
 
 
+def given_out(layout):
+    """Return the units that this rank runs."""
+    own = []
+
+    def noted(run):
+        def run_and_note(self, call, *args):
+            own.append(call.name)
+            run(self, call, *args)
+
+        return run_and_note
+
+    with patched("compose.rehearsal.replay:Replay._run_given", noted):
+        assert told(models.Plain, layout) is None
+    return own
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}])
+def test_each_rank_runs_other_units(sizes):
+    micro_batches = 2 if "pp" in sizes else 1
+    found = run_ranks(given_out, 2, Layout(sizes, micro_batches=micro_batches), timeout=200)
+    assert found == [["layers.0"], ["layers.1"]]
+
+
 def lines(kind, layout):
     found = []
     with patched("compose.rehearsal.rehearse:_write", lambda _: found.append):

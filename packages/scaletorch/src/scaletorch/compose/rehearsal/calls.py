@@ -73,6 +73,10 @@ class Both:
             for name, weight in found.items()
         }
 
+    def keep(self, owner: str, weights: dict[str, Tensor]) -> None:
+        """Keep a unit's whole weights, which `weights` then returns without the other ranks."""
+        self._held = owner, weights
+
 
 @dataclass(slots=True)
 class Made:
@@ -107,6 +111,7 @@ class Call:
         before: The unit's buffers and attributes before it.
         handed: What is handed on to the root and requires a gradient, the hidden states first.
         came: Gradients that were given for `handed`.
+        given_out: Whether one rank compares all that the unit makes of it.
         beside: Gradients of `trained_inputs` from what the root took of the unit otherwise than
             from its result, such as an attribute or what a hook has kept.
     """
@@ -122,6 +127,7 @@ class Call:
     before: State
     handed: list[Tensor] = field(default_factory=list)
     came: list[Tensor | None] = field(default_factory=list)
+    given_out: bool = False
     beside: list[Tensor | None] = field(default_factory=list)
     _others: dict[int, tuple[Made, list[Tensor | None]]] = field(default_factory=dict)
 
@@ -191,6 +197,11 @@ class Call:
         self.came[0] = self._met(
             "made_gradient", f"gradient that comes back to {self.name}", theirs
         )
+        if self.given_out:
+            hidden = self.handed[0]  # the shape of what was given is the same
+            return [
+                self.both.ranks.join(self.name, self.turn, "given_gradient", hidden.shape).tensor
+            ]
         with torch.enable_grad():
             made = self.again()
         found = self.gradients(made)

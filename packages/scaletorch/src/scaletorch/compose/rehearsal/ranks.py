@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,7 @@ class Ranks:
     _have: set[tuple[str, int, int, str]] = field(default_factory=set)
     _trained: dict[str, bool] = field(default_factory=dict)
     _first: dict[str, str] = field(default_factory=dict)
+    _forms: dict[str, Any] = field(default_factory=dict)
 
     def exchange(self, *, hooks_changed: bool) -> None:
         """Let all ranks know which calls, tensors and gradients there are.
@@ -82,9 +83,10 @@ class Ranks:
             for key, records in self.records.items()
         }
         facts = {n: (p.requires_grad, p.grad is not None) for n, p in self._parameters.items()}
+        forms = [(unit, r.form) for (unit, _), held in self.records.items() for r in held]
         floating = [p.dtype for p in self._parameters.values() if p.is_floating_point()]
         dtype = max(floating, key=_eps, default=torch.float64)
-        own = calls, facts, dtype, hooks_changed
+        own = calls, facts, forms, dtype, hooks_changed
         everyone = all_gather_object(own, self.manager.world_group)
         self.dtype = max((theirs for *_, theirs, _ in everyone), key=_eps)
         self.hooks_apart = self.manager.pp_size > 1 and any(changed for *_, changed in everyone)
@@ -95,6 +97,7 @@ class Ranks:
                 if name in self._first:
                     self._trained[self._first[name]] = trains
         self._settle_calls([their for their, *_ in everyone])
+        self._settle_forms([their for _, _, their, *_ in everyone])
 
     def _settle_calls(self, everyone: Sequence[Mapping[tuple[str, int], list[list[str]]]]) -> None:
         """Note which calls a unit has in one forward, and which tensors all ranks have of each."""
@@ -111,6 +114,24 @@ class Ranks:
                     indices = range(turn, len(held[0]), each)
                     if all(kind in theirs[index] for theirs in held for index in indices):
                         self._have.add((name, stage, turn, kind))
+
+    def _settle_forms(self, everyone: Sequence[Sequence[tuple[str, Any]]]) -> None:
+        """Note the form of a unit's result, if it is one form on all ranks."""
+        for name, form in (each for theirs in everyone for each in theirs):
+            same = self._forms.setdefault(name, form) == form
+            self._forms[name] = form if same else None
+
+    def form(self, name: str) -> Any:
+        """Return the form of what a unit returns, if all there is to it are hidden states.
+
+        None if it is called several times, has hooks, keeps anything, shares weights, or if ranks'
+        results differ.
+        """
+        weights, owners = {*self.plain.owners[name]}, self.plain.owners.items()
+        shares = any(weights & {*theirs} for other, theirs in owners if other != name)
+        if shares or self.turns(name) != 1 or name in self.apart:
+            return None
+        return self._forms.get(name)
 
     def meet(self, where: str, *, failed: bool = False) -> None:
         """Let ranks wait for each other, before they send anything.

@@ -14,6 +14,7 @@ from ...dist.building import map_tensors, tensors_in
 from ...parallel.pipeline_parallel import PipelineParallel
 from ...parallel.pipeline_parallel.building import PassThrough, release, surround
 from ..forward import rehearses
+from ..plain import HOOKS, is_of_library
 
 
 @dataclass(slots=True)
@@ -26,6 +27,9 @@ class Record:
         given_gradient: Of what it was given, as far as it went through the unit.
         made_gradient: Of what it made, from all that used it.
         again: Whether its graph is made in backward, when it runs again.
+        form: What it returned, with `...` in place of the hidden states, if they are of the shape
+            of those given, all else is None, and the call has left no other trace and has no hooks
+            of users; or None.
     """
 
     given: Tensor | None = None
@@ -33,6 +37,7 @@ class Record:
     given_gradient: Tensor | None = None
     made_gradient: Tensor | None = None
     again: bool = False
+    form: Any = None
 
 
 Records = dict[tuple[str, int], list[Record]]  # unit and stage -> its calls in turn
@@ -49,7 +54,7 @@ class Recorder:
 
     def __init__(self, name: str, pipeline: PipelineParallel, records: Records) -> None:
         self._name, self._pipeline, self._records = name, pipeline, records
-        self._open: list[Record | None] = []
+        self._open: list[tuple[Record | None, set[Any]]] = []
 
     def takes_forward(self) -> bool:
         """Return whether a call of the module's `forward`, outside its `__call__`, is one."""
@@ -59,7 +64,7 @@ class Recorder:
         """Note what the module is given; the gradient is that of a view of its own."""
         x = hidden_of((args, kwargs))
         record = self._record(x) if rehearses() else None
-        self._open.append(record)
+        self._open.append((record, _traces(module)))
         if record is None or x is None or type(x) is not Tensor:
             return args, kwargs
         record.given = x.detach().clone()
@@ -71,9 +76,12 @@ class Recorder:
 
     def after(self, module: nn.Module, output: Any) -> Any:
         """Note what the caller gets; the gradient is that of a copy of its own."""
-        record, y = self._open.pop(), hidden_of(output)
+        (record, traces), y = self._open.pop(), hidden_of(output)
         if record is None or y is None:
             return output
+        shaped = record.given is not None and record.given.shape == y.shape
+        if shaped and _traces(module) <= traces and not _has_hooks(module):
+            record.form = _form(output, y)
         if record.made is None:  # else it runs again in backward, and may count that
             record.made = y.detach().clone()
         if not (torch.is_grad_enabled() and y.requires_grad):
@@ -136,6 +144,40 @@ def hidden_of(value: Any) -> Tensor | None:
         return hidden_of([*tensors_in(kwargs)]) if found is None else found
     tensors = [x for x in tensors_in(value) if x.is_floating_point() and x.ndim > 1]
     return next((x for x in tensors if x.requires_grad), next(iter(tensors), None))
+
+
+def _form(output: Any, hidden: Tensor) -> Any:
+    """Return a result with `...` in place of hidden states; None if it holds anything else."""
+    if output is hidden:
+        return ...
+    if type(output) not in (tuple, list):
+        return None
+    if sum(each is hidden for each in output) != 1:
+        return None
+    if any(each is not None and each is not hidden for each in output):
+        return None
+    return type(output)(None if each is None else ... for each in output)
+
+
+def filled(form: Any, hidden: Tensor) -> Any:
+    """Return the result whose form this is."""
+    if form is ...:
+        return hidden
+    return type(form)(None if each is None else hidden for each in form)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = (h for m in module.modules() for kind in HOOKS for h in getattr(m, kind).values())
+    return not all(map(is_of_library, hooks))
+
+
+def _traces(module: nn.Module) -> set[Any]:
+    """Return what tells whether a call has set attributes, or put anything into them."""
+    return {
+        (each, name, id(value), len(value) if isinstance(value, list | dict | set) else 0)
+        for each in module.modules()
+        for name, value in vars(each).items()
+    }
 
 
 def is_same(given: Tensor | None, x: Tensor | None) -> bool:

@@ -163,15 +163,18 @@ def _replayed(
 ) -> tuple[Replay, _Found]:
     """Run the plain model; return also what all ranks found.
 
-    If it fails, all of the model is one unit, as its root may use weights of others.
+    Its units are given out to the ranks first. If anything differs, or fails, every rank runs all
+    of them; then all of the model is one unit, if its root may use weights of others.
     """
     additions = chain_length(plain.model, batch["input_ids"])
 
-    def run() -> tuple[Replay, _Found]:
-        replay = Replay(plain, ranks, Judge(additions))
+    def run(*, gives_out: bool = False) -> tuple[Replay, _Found]:
+        replay = Replay(plain, ranks, Judge(additions), gives_out=gives_out)
         return replay, _ran(replay, partial(replay.run, batch, loss_of, loss))
 
-    replay, found = run()
+    replay, found = run(gives_out=True)
+    if found.first is not None or found.problem is not None:
+        replay, found = run()
     if found.problem is not None and _size(plain) <= _ALL_AT_ONCE:
         plain.join_units()
         replay, found = run()

@@ -2,6 +2,9 @@
 
 The root, all that is in no unit, runs as it is. Each call of a unit takes the ranks' hidden states,
 and hands on theirs, so that errors do not travel; in backward likewise.
+
+So nothing waits for what a unit returns, and units that return hidden states alone are given out:
+each rank runs another one, forward and backward at once, as soon as there is one for every rank.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -20,7 +23,7 @@ from ..summation import root_mean_square
 from .axis import axes_of
 from .calls import Both, Call, Handover, sum_of
 from .quiet import State
-from .recording import hidden_of, is_same
+from .recording import filled, hidden_of, is_same
 
 Gradients = dict[str, Tensor]
 
@@ -31,9 +34,13 @@ class Replay(Both):
 
     Attributes:
         unasked: What could not be compared, and why.
+        gives_out: Whether ranks run different units; if not, each runs all of them.
     """
 
     unasked: list[str] = field(default_factory=list)
+    gives_out: bool = False
+    _given_out: int = 0
+    _own: Callable[[], None] | None = None
     _turns: dict[str, int] = field(default_factory=dict)
     _earlier: list[tuple[str, Tensor, int]] = field(default_factory=list)  # within checkpoints
     _done: dict[str, list[Call]] = field(default_factory=dict)
@@ -57,6 +64,7 @@ class Replay(Both):
         with self.plain.lent("", weights), self.plain.replaced(self._answer):
             with self.judge.casts():
                 output = self.plain.model(batch["input_ids"], **entries)
+            self._run_own()
             found = loss_of(output)
             if found is None:
                 self.unasked.append("the loss, which communicates itself")
@@ -119,6 +127,11 @@ class Replay(Both):
                     lambda tensor: ours if tensor is x else tensor, (args, kwargs)
                 )
                 call.hidden = ours
+                form = self.ranks.form(name) if self.gives_out else None
+                if form is not None and torch.is_grad_enabled() and len(call.trained_inputs()) < 2:
+                    handed = self._give_out(call, x)
+                    if handed is not None:
+                        return filled(form, handed)
         made = call.make()
         y = hidden_of(made.result)
         if y is None:
@@ -154,6 +167,87 @@ class Replay(Both):
         if len(found) == 1 and found[0].order == self.judge.compared and ours is not None:
             limit = self.judge.limit(ours.dtype)
             found[0] = replace(found[0], axes=axes_of(call, ours, self.ranks.joiner, limit))
+
+    def _give_out(self, call: Call, x: Tensor) -> Tensor | None:
+        """Let the next rank run a call, forward and backward; return what all hand on.
+
+        Args:
+            call: With the hidden states that the ranks had.
+            x: The hidden states that the plain root passed to the unit.
+
+        Returns:
+            The hidden states that the ranks' call returned; None if they cannot be joined.
+        """
+        ranks, name = self.ranks, call.name
+        kinds = ("made", "made_gradient", "given_gradient")
+        made, came, went = (ranks.join(name, 0, kind, x.shape) for kind in kinds)
+        if made.tensor is None or not (came.known and went.known):
+            return None
+        names = self.plain.owners[name]
+        trained = [each for each in names if ranks.trains(each)]
+        weights, theirs = ranks.weights(names), ranks.gradients(trained)
+        ranks.compared.update(trained)
+        call.given_out, call.handed = True, [made.tensor.detach()]
+        if self._given_out == ranks.manager.global_rank:
+            own = replace(call, came=[came.tensor])
+            self._own = partial(self._run_given, own, went.tensor, weights, theirs)
+        call.args, call.kwargs, call.hidden = (), {}, None
+        if torch._C._current_graph_task_id() == -1:  # else it runs again in backward
+            self._given_out += 1
+        if self._given_out == ranks.manager.world_size:
+            self._run_own()
+        if not (trained or x.requires_grad):
+            return call.handed[0]
+        inputs = [x] if x.requires_grad else []
+        (handed,) = Handover.apply(call, self._anchor, *inputs)  # type: ignore[no-untyped-call]
+        return cast(Tensor, handed)
+
+    def _run_own(self) -> None:
+        """Run the unit that was given to this rank, when all ranks run theirs."""
+        self._given_out, own, self._own = 0, self._own, None
+        if own is None:
+            return
+        try:
+            own()
+        except Exception as error:  # others wait, and all units will be run by every rank
+            self.judge.missing(f"{type(error).__name__}: {error}")
+
+    def _run_given(
+        self,
+        call: Call,
+        went: Tensor | None,
+        weights: dict[str, Tensor],
+        theirs: Mapping[str, Tensor],
+    ) -> None:
+        """Run a unit, and compare all that it makes.
+
+        Args:
+            call: With the gradient of its output.
+            went: The ranks' gradient of its input.
+            weights: The unit's.
+            theirs: The ranks' gradients of these.
+        """
+        name, compare = call.name, self.judge.compare
+        self.keep(name, weights)
+        with torch.enable_grad():
+            made = call.again()
+        output, again = made.outputs[0], call.output_again
+        what = f"output of {name}"
+        ours = call.handed[0]
+        other = call.other_output
+        if not compare(what, ours, output.detach(), is_hidden=True, other=other, again=again):
+            self.judge.missing(f"{name} gives another answer each time")
+        found = call.gradients(made)
+        if made.inputs:
+            what, other = f"gradient of the input of {name}", partial(call.other, 0)
+            compare(what, went, found[0], is_hidden=True, other=other)
+        trained = [n for n, weight in made.weights.items() if weight.requires_grad]
+        gradients = dict(zip(trained, found[len(made.inputs) :], strict=True))
+        typical = root_mean_square(g for g in gradients.values() if g is not None)
+        for each, gradient in gradients.items():
+            other = partial(sum_of, each, [call])
+            what = f"gradient of {each}"
+            compare(what, theirs.get(each), gradient, typical=typical, other=other)
 
     def _turn_of(self, name: str, x: Tensor | None) -> int:
         """Return which call of a unit this is; that of its forward if it runs again in backward."""
