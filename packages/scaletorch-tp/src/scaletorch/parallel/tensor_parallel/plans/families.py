@@ -130,6 +130,7 @@ FAMILIES: tuple[Family, ...] = (
         "GPT-2",
         {
             "**.wte": "vocab",
+            "**.tokens_embed": "vocab",  # of the first GPT
             "**.h.*.attn": _divide("num_heads", "n_head", "split_size", "embed_dim", "n_embd"),
             **_linear("**.h.*.attn", ("c_attn",), "c_proj", parts=3),
             **_linear("**.h.*.mlp", ("c_fc",), "c_proj"),
