@@ -8,7 +8,6 @@ in the same processes, shuffled. Every result is compared with one process.
     python -m benchmarks.expert_parallel --tokens 64 1024 --dtype float32 bfloat16
     python -m benchmarks.expert_parallel --shared    # each block with a shared expert, too
     python -m benchmarks.expert_parallel --slow      # as root, on slow links: harness/links.py
-    python -m benchmarks.expert_parallel --pairs     # steps under dualpipe_v; --slow, too
 
 One table a size; of the two ranks the larger figure counts, but for exposed ms.
 
@@ -21,10 +20,6 @@ One table a size; of the two ranks the larger figure counts, but for exposed ms.
 - peak MiB: the most that tensors took in forward and backward, beside weights and input.
 - exposed ms: median time in communication calls and in waiting for them; of the rank that spends
   less there, since the other one also waits for it to come.
-
-With `--pairs`: whole steps of a small mixture under dualpipe_v, on ranks of experts with both
-stages each (`--stages 2`: a pipeline of two of them, on 4 ranks), its pairs together and one after
-another; gradients have the same bits.
 """
 
 from __future__ import annotations
@@ -39,13 +34,9 @@ from functools import partial
 from scaletorch.dist import RankPool
 
 from ..harness.ranks import run_on_links
-from ..harness.tables import MIB, largest, machine, ratio, spread, table
+from ..harness.tables import MIB, largest, machine, ratio, table
 from .block import CODES
 from .measure import ALONE, DTYPES, RANKS, SKEWS, Figures, Size, measure
-from .pairs import ALONE as ALONE_PAIRS
-from .pairs import Figures as Pairs
-from .pairs import Step
-from .pairs import measure as measure_pairs
 
 COLUMNS = [
     "way",
@@ -88,23 +79,6 @@ def rows(ranks: list[dict[str, Figures]], formula: int) -> Iterator[Sequence[str
         ]  # fmt: skip
 
 
-def show_pairs(step: Step, ranks: list[dict[str, Pairs]]) -> None:
-    """Print one size of steps in pairs."""
-    times = {name: largest([r[name].seconds for r in ranks], float) for name in ranks[0]}
-    waits = {name: [r[name].exposed for r in ranks] for name in ranks[0]}
-    least = {name: list(map(min, zip(*each, strict=True))) for name, each in waits.items()}
-    title = f"{step.ranks} ranks, {2 * step.stages} layers of hidden {step.hidden}, "
-    title += f"{step.micro_batches} micro-batches of {step.tokens} tokens a rank, {step.dtype}"
-    title += ", recomputed" * step.recompute + f", {len(times[ALONE_PAIRS])} repeats"
-    cells = [
-        [name, spread([1e3 * each for each in found], 1), ratio(found, times[ALONE_PAIRS]),
-         spread([1e3 * each for each in least[name]], 1)]
-        for name, found in times.items()
-    ]  # fmt: skip
-    columns = ["pairs", "ms (quartiles)", "x one after another (quartiles)", "exposed ms"]
-    print(f"\n{title}\n\n{table(columns, cells)}", flush=True)
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -115,24 +89,13 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--shared", action="store_true", help="with a shared expert")
     parser.add_argument("--slow", action="store_true", help="ranks 10 ms from each other (root)")
-    parser.add_argument("--pairs", action="store_true", help="steps under dualpipe_v instead")
-    parser.add_argument("--stages", type=int, default=1, help="ranks of the pipeline of --pairs")
-    parser.add_argument("--recompute", action="store_true", help="layers of --pairs")
     parser.add_argument("--seconds", type=float, default=1.0, help="about, a way and size")
     options = parser.parse_args()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop
     print(machine())
-    measured = measure_pairs if options.pairs else measure
-    ranks = RANKS * options.stages if options.pairs else RANKS
-    with RankPool(ranks, timeout=None) as pool:
-        alike = partial(pool.run, measured)
-        run = partial(run_on_links, measured, ranks, 0.01, None) if options.slow else alike
-        if options.pairs:
-            for tokens, dtype in itertools.product(options.tokens, options.dtype):
-                step = Step(options.stages, options.hidden, tokens, 4 * options.stages, dtype,
-                            options.recompute)  # fmt: skip
-                show_pairs(step, run(step, options.seconds))
-            return
+    with RankPool(RANKS, timeout=None) as pool:
+        alike = partial(pool.run, measure)
+        run = partial(run_on_links, measure, RANKS, 0.01, None) if options.slow else alike
         for code, tokens, routing, dtype in itertools.product(
             options.code, options.tokens, options.routing, options.dtype
         ):

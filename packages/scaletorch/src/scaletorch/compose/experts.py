@@ -15,11 +15,8 @@ from ..parallel.expert_parallel.building import (
     find_experts,
     find_list,
     named_experts,
-    while_travelling,
 )
 from ..parallel.pg_manager import ProcessGroupManager
-from ..parallel.pipeline_parallel import PipelineParallel
-from ..parallel.pipeline_parallel.building import run_pairs
 from ..parallel.tensor_parallel import Stacked
 
 EXPERTS = "experts"  # the style of a plan that means them
@@ -81,12 +78,6 @@ def divide_experts(
     if not manager.grid.is_plain:
         apply_expert_parallel(model, experts, manager.ep_group, sequence_parallel=shares_sequences)
     return layers
-
-
-def hide_exchanges(stage: PipelineParallel, manager: ProcessGroupManager) -> None:
-    """Let one action of a schedule's pairs compute while tokens of the other one's travel."""
-    if manager.ep_size > 1:
-        run_pairs(stage, while_travelling)
 
 
 def expert_names(model: nn.Module) -> frozenset[str]:

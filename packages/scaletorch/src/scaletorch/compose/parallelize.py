@@ -24,7 +24,7 @@ from .before.initial import require_one_model
 from .before.positions import ask_positions
 from .costs import agreed_split
 from .expert_tokens import settle_tokens
-from .experts import divide_experts, expert_groups, hide_exchanges
+from .experts import divide_experts, expert_groups
 from .forward import Terms, keep_terms, read_terms, require_manager, require_own_names
 from .loss import keep_logits_sharded
 from .outline import outline_of
@@ -103,7 +103,6 @@ def parallelize(
         _KEEPING[recompute](model, split)
     cut = agreed_split(model, split, manager)
     stage = PipelineParallel(model, cut, manager.pp_group, schedule=schedule)
-    hide_exchanges(stage, manager)
     if terms.outline is not None:
         keep_whole_state(stage.module, terms.outline, manager)
     terms.wrapping = dict(bucket_size=bucket_size, **data_parallel or {})

@@ -7,7 +7,6 @@ from ..splitting.split import parts_of
 from ..stages.adopting import adopt
 from ..stages.calls import release, surround
 from ..stages.cut import PassThrough, forms_cast
-from ..stages.pairs import run_pairs
 from ..stages.stand_ins import stands
 from ..steps.batches import read
 
@@ -22,7 +21,6 @@ __all__ = [
     "parts_of",
     "read",
     "release",
-    "run_pairs",
     "stands",
     "surround",
 ]

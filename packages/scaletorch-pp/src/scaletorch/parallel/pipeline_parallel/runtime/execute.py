@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +20,8 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from ....dist import all_gather, all_gather_object, get_world_size, guard
 from ....dist.errors import RankFaultError
 from ...pg_manager import describe_rank
-from .baton import Work
 from .mail import Mail, StageError
 from .program import Step, Task
-
-Both = Callable[[Work, Work], object]  # runs two, the second while the first waits
 
 PERIOD = 0.2  # seconds between looks at what the others say
 ANSWER = 5.0  # seconds that the store gets: the process that holds it may have stopped
@@ -36,13 +32,9 @@ def execute(
     mail: Mail,
     run: Callable[[Task], None],
     watch: Watch,
-    both: Both,
     note: Callable[[], bool],
 ) -> None:
     """Start each step's messages, wait for the input of its task, and run it.
-
-    Two that run together have begun to receive before the first of them; messages between them are
-    sent as soon as the first one ends, and the second waits for its input when it begins.
 
     If anything raises on any rank, all ranks raise. The messages that are left still pass,
     without contents, so that no rank waits in vain and none is left over for the next step. If a
@@ -54,7 +46,7 @@ def execute(
     """
     running = _Running(mail, run, watch)
     try:
-        running.all_of(steps, both)
+        running.all_of(steps)
         mail.finish()  # in the try: a last message that fails fails the step too
     except RankFaultError:  # all ranks know it, and no message of theirs comes any more
         raise
@@ -88,38 +80,17 @@ class _Running:
     watch: Watch
     task: Task | None = None
 
-    def all_of(self, steps: Iterable[Step], both: Both) -> None:
-        """Begin and run all steps, two of a pair together."""
-        left = iter(steps)
-        for step in left:
-            self._begin(step)
-            if step.leads:
-                second = next(left)
-                both(partial(self._lead, step, second), partial(self._work, second.task))
-            else:
-                self._work(step.task)
-
-    def _lead(self, step: Step, second: Step) -> None:
-        self._work(step.task)
-        self._begin(second)
-
-    def _begin(self, step: Step) -> None:
-        self.task = step.task
-        if step.messages:
-            self.mail.start(step.messages)
-
-    def _work(self, task: Task | None) -> None:
-        if task is None:
-            return
-        self.task = task
-        if task.needs is not None:
-            self.mail.wait(task.needs)
-        self.watch.look()
-        try:
-            self.perform(task)
-        except Exception:
-            self.task = task  # of two it may be the one that began first
-            raise
+    def all_of(self, steps: Iterable[Step]) -> None:
+        """Begin and run all steps."""
+        for messages, task in steps:
+            self.task = task
+            if messages:
+                self.mail.start(messages)
+            if task is not None:
+                if task.needs is not None:
+                    self.mail.wait(task.needs)
+                self.watch.look()
+                self.perform(task)
 
 
 def _let_pass(

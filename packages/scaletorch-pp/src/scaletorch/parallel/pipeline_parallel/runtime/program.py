@@ -32,14 +32,10 @@ class Task(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Messages that begin together, and then one task; none after the last messages.
-
-    If it leads, its task runs together with that of the next step.
-    """
+    """Messages that begin together, and then one task; none after the last messages."""
 
     messages: tuple[Message, ...]
     task: Task | None
-    leads: bool = False
 
 
 def in_steps(
@@ -47,7 +43,6 @@ def in_steps(
     stages: Sequence[int],
     num_stages: int,
     ahead: int,
-    leading: Sequence[int] = (),
 ) -> list[Step]:
     """Part a rank's program before each of its actions.
 
@@ -56,10 +51,8 @@ def in_steps(
         stages: The rank's stages, chunk by chunk.
         num_stages: Of all ranks together.
         ahead: By how many actions receives begin earlier than there.
-        leading: The places of actions that run together with the next one.
     """
     messages: list[list[Message]] = [[]]
-    leads = set(leading)
     tasks: list[Task | None] = []
     for operation in program:
         if isinstance(operation, Action):
@@ -69,10 +62,7 @@ def in_steps(
             receives = isinstance(operation, Receive)
             place = max(0, len(messages) - 1 - ahead) if receives else -1
             messages[place].append(Message(Key(*operation[1:]), operation.peer, receives))
-    return [
-        Step(tuple(those), task, place in leads)
-        for place, (those, task) in enumerate(zip(messages, [*tasks, None], strict=True))
-    ]
+    return [Step(tuple(m), task) for m, task in zip(messages, [*tasks, None], strict=True)]
 
 
 def task_of(action: Action, stage: int, num_stages: int) -> Task:
@@ -109,23 +99,20 @@ def plan_of(
     num_ranks: int,
     num_micro_batches: int,
     rank: int,
-    *,
-    together: bool = False,
 ) -> Plan:
-    """Prove a schedule, and derive the program of one rank; its pairs may run together.
+    """Prove a schedule, and derive the program of one rank.
 
     Raises:
         ScheduleError: It would not run to its end, or not compute every gradient.
     """
     chosen = built(schedule, num_ranks, num_micro_batches)
-    program = program_of(*proven(chosen, together=together), rank)
+    program = program_of(*proven(chosen), rank)
     digest = hashlib.blake2b(str(chosen).encode(), digest_size=8).hexdigest()
-    leading = chosen.pairs_of(rank) if together else ()
-    parted = partial(in_steps, program, chosen.stages[rank], chosen.num_stages, leading=leading)
+    parted = partial(in_steps, program, chosen.stages[rank], chosen.num_stages)
     messages = [operation for operation in program if not isinstance(operation, Action)]
     return Plan(
         chosen,
-        f"schedule {chosen.name!r} ({digest})" + " in pairs" * together,
+        f"schedule {chosen.name!r} ({digest})",
         (parted(0), parted(AHEAD)),
         frozenset(message.stage - message.gradient for message in messages),
     )

@@ -35,14 +35,12 @@ def check(schedule: Schedule) -> Report:
 
     Each micro-batch must have, on each stage, one forward and (unless no stage has a backward) one
     backward, or one of inputs and then one of weights; and no ranks may wait for each other in a
-    circle, also if the pairs run together. The messages that `derive_messages` adds keep this so.
+    circle. The messages that `derive_messages` adds keep this so.
 
     Raises:
         ScheduleError: It is not; the message says why, and on which rank.
     """
     numbered, _ = proven(schedule)
-    if schedule.pairs:
-        proven(schedule, together=True)
     kinds = [[kind for kind, _, _ in actions] for actions in schedule.ranks]
     peaks = (max(accumulate(map(KEPT.__getitem__, rank)), default=0) for rank in kinds)
     return Report(

@@ -56,17 +56,16 @@ class Times(NamedTuple):
     ends: list[float]
 
 
-def proven(schedule: Schedule, *, together: bool = False) -> tuple[Numbered, Times]:
+def proven(schedule: Schedule) -> tuple[Numbered, Times]:
     """Return a schedule in numbers with its times at the default costs, if it runs to its end.
 
-    `check` reports it and `derive_messages` derives the messages from it. If pairs run together,
-    the forward of a pair does not begin before the backward has its input too.
+    `check` reports it and `derive_messages` derives the messages from it.
 
     Raises:
         ScheduleError: It is incomplete, out of order, or ranks wait for each other in a circle.
     """
     numbered = number(schedule)
-    return numbered, run(numbered, Costs(), together=together)
+    return numbered, run(numbered, Costs())
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -91,7 +90,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     return Timeline(schedule, tuple(spans))
 
 
-def run(numbered: Numbered, costs: Costs, *, together: bool = False) -> Times:
+def run(numbered: Numbered, costs: Costs) -> Times:
     """Return the times of a schedule: every rank runs its actions in order.
 
     Ranks are played one after another: a rank goes on until an input has not been made yet, and is
@@ -102,7 +101,6 @@ def run(numbered: Numbered, costs: Costs, *, together: bool = False) -> Times:
         InvalidArgumentError: Factors for another number of stages.
     """
     needs, delays = _inputs(numbered, costs.message)
-    beside = _beside(numbered) if together else {}
     durations = _durations(numbered, costs)
     ends = [-1.0] * len(needs)  # below 0: not run yet
     ends[: numbered.schedule.num_micro_batches] = [0.0] * numbered.schedule.num_micro_batches
@@ -123,14 +121,6 @@ def run(numbered: Numbered, costs: Costs, *, together: bool = False) -> Times:
                 waiting[needs[slot]] = rank
                 reached[rank] = place
                 break
-            if slot in beside:
-                other = beside[slot]
-                also = ends[needs[other]]
-                if also < 0:
-                    waiting[needs[other]] = rank
-                    reached[rank] = place
-                    break
-                arrival = max(arrival, also + delays[other] - delays[slot])
             # In the order of a rank's actions its times never go back: each begins when the one
             # before has ended, or later, when its input is there.
             arrival += delays[slot]
@@ -144,12 +134,6 @@ def run(numbered: Numbered, costs: Costs, *, together: bool = False) -> Times:
     if waiting:  # nobody can go on, and these have actions left: they wait for each other
         raise _deadlock(numbered, reached, {rank: need for need, rank in waiting.items()})
     return Times(starts, ends)
-
-
-def _beside(numbered: Numbered) -> dict[int, int]:
-    """Return the slots of forwards that run together with a backward, and its slot."""
-    ranks = enumerate(numbered.slots)
-    return {slots[p]: slots[p + 1] for r, slots in ranks for p in numbered.schedule.pairs_of(r)}
 
 
 def _inputs(numbered: Numbered, message: float) -> tuple[list[int], list[float]]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from itertools import count, pairwise
+from itertools import count
 
 from .making import require_sizes, v_stages
-from .schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Schedule
+from .schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Schedule
 
 
 def zb_v(num_ranks: int, num_micro_batches: int) -> Schedule:
@@ -30,13 +29,11 @@ def zb_v(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def dualpipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """Pairs of a forward and a backward of different micro-batches, which may overlap, in a V.
-
-    A pair is any forward with the whole backward of the other chunk right behind it.
+    """Pairs of a forward and a backward of different micro-batches, one after the other, in a V.
 
     Source: DualPipe "cut in half", https://github.com/deepseek-ai/DualPipe. Every rank keeps at
-    most 2N + 1 chunks' activations until their "B" or "W". With costs F = I = W = 1 of a chunk,
-    no overlap and m >= 2N it takes 6 m + N - 1. Fewer micro-batches run the order of 2N, less
+    most 2N + 1 chunks' activations until their "B" or "W". With costs F = I = W = 1 of a chunk
+    and m >= 2N it takes 6 m + N - 1. Fewer micro-batches run the order of 2N, less
     those that are not there.
 
     Args:
@@ -46,15 +43,7 @@ def dualpipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
     Raises:
         InvalidArgumentError: Less than one of either.
     """
-    found = _v_shape("dualpipe_v", num_ranks, num_micro_batches, 2 * num_ranks, _dualpipe_v)
-    pairs = tuple(map(_pairs, found.ranks))
-    return replace(found, pairs=pairs if any(pairs) else ())
-
-
-def _pairs(actions: tuple[Action, ...]) -> tuple[int, ...]:
-    kinds = [(action.kind, action.chunk) for action in actions]
-    pairs = {((FORWARD, 0), (BACKWARD, 1)), ((FORWARD, 1), (BACKWARD, 0))}
-    return tuple(place for place, pair in enumerate(pairwise(kinds)) if pair in pairs)
+    return _v_shape("dualpipe_v", num_ranks, num_micro_batches, 2 * num_ranks, _dualpipe_v)
 
 
 _Order = Callable[[int, int, int], list[str]]  # (rank, ranks, micro-batches) -> kinds and chunks

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
 
-import torch
 from torch import Tensor, nn
 
 from ..runtime.forms import Form
@@ -49,10 +47,6 @@ class RuntimeState:
         in_step: A step calls the stage.
         serials: Numbers for the steps.
         timed: Wraps a step's actions so that their times are noted; None unless it is recorded.
-        parted: Is told of two actions that have run together how long the first had the rank.
-        switching: Returns a context in which its argument is called wherever a module waits for
-            other ranks of its stage, after what it waits for has begun; None if nothing does. All
-            ranks of the pipeline have one, or none.
     """
 
     name: str
@@ -71,25 +65,6 @@ class RuntimeState:
     in_step: bool = False
     serials: Iterator[int] = field(default_factory=count)
     timed: Callable[[Schedule, Run], Run] | None = None
-    parted: Callable[[float], None] | None = None
-    switching: Callable[[Callable[[], None]], AbstractContextManager[object]] | None = None
-
-    def set_aside(self, device: torch.device) -> Callable[[], None]:
-        """Set aside what belongs to the action that runs; return what puts it back."""
-        selected, into, active = self.chunks.selected, self.deferral.into, self.passage.active
-        generators = [torch.default_generator]
-        if device.type != "cpu":
-            generators.append(torch.get_device_module(device).default_generators[device.index or 0])
-        drawn = [generator.get_state() for generator in generators]
-        self.deferral.into, self.passage.active = None, False
-
-        def put_back() -> None:
-            self.chunks.select(selected)
-            self.deferral.into, self.passage.active = into, active
-            for generator, state in zip(generators, drawn, strict=True):
-                generator.set_state(state)
-
-        return put_back
 
     def note_parameters(self, module: nn.Module) -> int:
         """Note the parameters at the beginning of a step, since adapters may have come.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,7 +13,6 @@ from ....dist import get_comm_device, group_ranks, guard
 from ....dist.building import agree
 from ....dist.errors import InvalidArgumentError, ScaletorchError, StateError
 from ...pg_manager import describe_rank
-from ..runtime.baton import Baton, Work
 from ..runtime.execute import Watch, execute
 from ..runtime.mail import Mail
 from ..runtime.posts import Posts
@@ -178,8 +175,7 @@ def agreed_step(
     try:
         inputs = _inputs(arguments, pipeline, with_labels=with_labels)
         chosen = pipeline.schedule if schedule is None else schedule
-        sizes = len(pipeline.ranks), len(inputs.batches), pipeline.rank
-        plan = plan_of(chosen, *sizes, together=pipeline.runtime.switching is not None)
+        plan = plan_of(chosen, len(pipeline.ranks), len(inputs.batches), pipeline.rank)
         _require_stages(plan.schedule, pipeline)
         pipeline.check_ties()
         if require is not None:
@@ -223,19 +219,10 @@ def execute_plan(
     if runtime.timed is not None:
         perform = runtime.timed(plan.schedule, perform)
 
-    def both(first: Work, second: Work) -> None:
-        """Run two actions, of which one computes while the other one's stage communicates."""
-        baton = Baton(partial(runtime.set_aside, stages.inputs.device))
-        switching = runtime.switching or nullcontext
-        with switching(baton.hand_over):
-            baton.run(first, second)
-        if runtime.parted is not None:
-            runtime.parted(baton.seconds[0])
-
     steps = plan.steps[mail.may_receive_early(plan.crossings)]
     watch = Watch(stages.group, f"{runtime.name} {next(runtime.serials)}")
     try:
-        execute(steps, mail, perform, watch, both, note)
+        execute(steps, mail, perform, watch, note)
     finally:
         pipeline.select_all()
     return watch.note
