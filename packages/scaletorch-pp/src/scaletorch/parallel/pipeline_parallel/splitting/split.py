@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import partial
-from itertools import chain
 
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
 from .balance import distribute_layers, parameter_costs
-from .call_order import loop_around
-from .loops import Visits, too_few, units_of
 from .modules import Parts, called_modules, check_parts, children, find_parts, within
 from .points import cut_at
 from .stacks import find_stacks, spread
@@ -29,15 +25,14 @@ class Split:
 
     Args:
         first: Modules before the layers (the embedding): on the first stage alone.
-        layers: The list of layers that is spread over the stages, or lists in the order in which
-            they are called: each layer is then made of the modules of one index (`attentions[i]`,
-            `norms[i]`). None infers it, and `first` and `last` too if neither is given.
+        layers: The list of layers that is spread over the stages. None infers it, and `first` and
+            `last` too if neither is given.
         last: Modules after the layers (norm, head): on the last stage alone.
         points: Instead of all these, the modules that begin the second, third, ... stage, in the
             order in which the model registers them. A point inside a module cuts that module
             between its children, so the module must call them in this order and do nothing else.
         costs: How layers are spread: None by count; or numbers, of all of `first` together, of
-            each layer, and of all of `last` (`measure_costs` measures them), so that the most
+            each layer, and of all of `last` so that the most
             expensive stage is as cheap as can be; or "parameters": their numbers of parameters.
             That balances memory. It is close to the time of layers and of a head, tied or not,
             while an embedding has many parameters and takes no time.
@@ -50,7 +45,7 @@ class Split:
     """
 
     first: tuple[str, ...] = ()
-    layers: str | tuple[str, ...] | None = None
+    layers: str | None = None
     last: tuple[str, ...] = ()
     points: tuple[str, ...] = ()
     costs: str | tuple[float, ...] | None = None
@@ -59,8 +54,6 @@ class Split:
         for part in ("first", "last", "points"):
             names = getattr(self, part)
             object.__setattr__(self, part, (names,) if isinstance(names, str) else tuple(names))
-        if self.layers is not None and not isinstance(self.layers, str):
-            object.__setattr__(self, "layers", tuple(self.layers))
         if self.costs is not None and not isinstance(self.costs, str):
             object.__setattr__(self, "costs", tuple(self.costs))
 
@@ -100,16 +93,13 @@ class Placement:
         return tuple(range(len(self.stages)))
 
 
-def place(
-    model: nn.Module, split: Split | None, num_stages: int, visits: Visits | None = None
-) -> Placement:
+def place(model: nn.Module, split: Split | None, num_stages: int) -> Placement:
     """Check or infer the split of `model`, and spread its modules over the stages.
 
     Args:
         model: The whole model.
         split: As described; None infers it.
         num_stages: Stages of the pipeline.
-        visits: Tells in which order modules are called, if the source has layers in loops.
 
     Raises:
         InvalidArgumentError: Names or costs that do not fit the model, a model whose layers cannot
@@ -129,41 +119,18 @@ def place(
     parts = _parts(model, split)
     first, *layers, last = parts_of(model, split)
     costs = _costs(model, split, (first, *layers, last))
-    order = visits and partial(visits, model, _called(model, [*first, *chain(*layers), *last]))
-    ranges = _ranges(model, layers, num_stages, costs, order)
+    ranges = distribute_layers(len(layers), num_stages, costs)
     stages = [[name for index in indices for name in layers[index]] for indices in ranges]
     stages[0] = [*first, *stages[0]]
     stages[-1] = [*stages[-1], *last]
-    return Placement(_with_parts(split, parts), tuple(_called(model, own) for own in stages))
-
-
-def _ranges(
-    model: nn.Module,
-    layers: list[tuple[str, ...]],
-    num_stages: int,
-    costs: tuple[float, ...] | None,
-    visits: Callable[[], Sequence[str]] | None,
-) -> list[range]:
-    """Return the layers of each stage; those that run in a loop are on one."""
-    lists = {name.rpartition(".")[0] for layer in layers for name in layer}
-    units: list[range] = []
-    if visits is not None and any(loop_around(model, each) for each in lists):
-        units = units_of(layers, visits())
-    if len(units) in (0, len(layers)):
-        return distribute_layers(len(layers), num_stages, costs)
-    if len(units) < num_stages:
-        raise InvalidArgumentError(too_few(layers, units, num_stages))
-    before, *each, after = costs or (0, *[1] * len(layers), 0)
-    of_units = [sum(each[index] for index in unit) for unit in units]
-    ranges = distribute_layers(len(units), num_stages, (before, *of_units, after))
-    return [range(units[own[0]].start, units[own[-1]].stop) for own in ranges]
+    split = replace(split, first=parts[0], layers=parts[1], last=parts[2])
+    return Placement(split, tuple(_called(model, own) for own in stages))
 
 
 def infer_split(model: nn.Module) -> Split:
     """Find the layers of a plain module and the modules before and after them.
 
-    The layers are its one outermost `nn.ModuleList` with parameters, or several that one module
-    holds and calls by one index (`attentions[i]`, then `norms[i]`). Their siblings, and those of
+    The layers are its one outermost `nn.ModuleList` with parameters. Their siblings, and those of
     each module around them, belong to the first stage if the forward calls them before and to the
     last stage if after (if its source does not tell: if they are registered so), when they have
     parameters or are one of torch's own layers (dropout, a norm without weights). Any other module
@@ -172,13 +139,12 @@ def infer_split(model: nn.Module) -> Split:
     Raises:
         InvalidArgumentError: No such list, or several.
     """
-    return _with_parts(Split(), find_parts(model))
+    first, layers, last = find_parts(model)
+    return Split(first, layers, last)
 
 
 def layers_of(model: nn.Module, split: Split | None = None) -> tuple[str, ...]:
     """Return the names of the layers of `model`, in order.
-
-    If a layer is made of modules of several lists, those of all of them.
 
     Raises:
         InvalidArgumentError: The split does not fit, or names no layers and none can be told.
@@ -193,27 +159,21 @@ def parts_of(model: nn.Module, split: Split | None = None) -> tuple[tuple[str, .
     Raises:
         InvalidArgumentError: As `layers_of`.
     """
-    first, lists, last = _parts(model, split or Split())
-    names = [children(model.get_submodule(each), f"{each}.") for each in lists]
-    return (first, *zip(*names, strict=True), last)
+    first, layers, last = _parts(model, split or Split())
+    names = children(model.get_submodule(layers), f"{layers}.")
+    return (first, *((name,) for name in names), last)
 
 
 def _parts(model: nn.Module, split: Split) -> Parts:
     """Return the parts of the model: as described, else as inferred."""
     first, layers, last = split.first, split.layers, split.last
-    lists = (layers,) if isinstance(layers, str) else layers
-    if lists is None:
-        before, lists, after = find_parts(model)
+    if layers is None:
+        before, layers, after = find_parts(model)
         if not (first or last):
             first, last = before, after
-    parts = (first, lists, last)
+    parts = (first, layers, last)
     check_parts(model, parts)
     return parts
-
-
-def _with_parts(split: Split, parts: Parts) -> Split:
-    first, lists, last = parts
-    return replace(split, first=first, layers=lists[0] if len(lists) == 1 else lists, last=last)
 
 
 def _costs(
