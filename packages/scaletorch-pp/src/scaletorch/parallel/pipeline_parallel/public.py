@@ -35,7 +35,7 @@ from .schedules import (
     zb_h1,
     zb_v,
 )
-from .schedules.choose import AnySchedule
+from .schedules.builders import AnySchedule
 from .splitting.balance import distribute_layers
 from .splitting.split import Split, infer_split, layers_of
 from .stages.cut import PassThrough

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..schedules.choose import AnySchedule, built
+from ..schedules.builders import AnySchedule, built
 from ..schedules.messages import Operation, Receive, program_of
 from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD, Action, Schedule
 from ..schedules.simulate import proven

@@ -9,9 +9,21 @@ from torch import nn
 
 from ....dist.errors import InvalidArgumentError
 from .balance import distribute_layers, parameter_costs
-from .modules import Parts, called_modules, check_parts, children, find_parts, within
-from .points import cut_at
-from .stacks import find_stacks, spread
+from .modules import (
+    Parts,
+    around,
+    block_lists,
+    called_modules,
+    check_name,
+    check_parts,
+    children,
+    find_parts,
+    has_parameters,
+    is_placed,
+    listing,
+    takes,
+    within,
+)
 
 __all__ = ["Placement", "Split", "distribute_layers", "infer_split", "layers_of", "place", "within"]
 
@@ -113,9 +125,11 @@ def place(model: nn.Module, split: Split | None, num_stages: int) -> Placement:
         return _place_by_points(model, split, num_stages)
     if num_stages == 1 and not split.describes():  # nothing is cut, whatever the model is like
         return Placement(split, ((),))
-    stacks = find_stacks(model) if not split.describes() and split.costs is None else []
+    stacks = _find_stacks(model) if not split.describes() and split.costs is None else []
     if stacks:
-        return Placement(split, tuple(_called(model, own) for own in spread(stacks, num_stages)))
+        ranges = distribute_layers(len(stacks), num_stages)
+        units = [[name for index in own for name in stacks[index]] for own in ranges]
+        return Placement(split, tuple(_called(model, own) for own in units))
     parts = _parts(model, split)
     first, *layers, last = parts_of(model, split)
     costs = _costs(model, split, (first, *layers, last))
@@ -204,4 +218,115 @@ def _place_by_points(model: nn.Module, split: Split, num_stages: int) -> Placeme
             f"{split} makes {len(split.points) + 1} stages and the pipeline has {num_stages}: "
             f"expected {num_stages - 1} points, each the module that begins the next stage"
         )
-    return Placement(split, cut_at(model, split.points))
+    return Placement(split, _cut_at(model, split.points))
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    name: str
+    module: nn.Module
+    opened: bool  # a point is inside: its children come next, in its place
+    placed: bool
+
+
+def _cut_at(model: nn.Module, points: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """Return each stage's modules, in the order in which they are registered.
+
+    A module that has a point inside is cut between its children. Placed are modules with
+    parameters, torch's own layers, all children of an `nn.Sequential` that is cut (it calls each in
+    turn) and the points themselves; any other module stays on all stages.
+
+    Raises:
+        InvalidArgumentError: Points that are unknown, named twice or out of order, or a stage
+            without parameters.
+    """
+    for name in points:
+        check_name(model, name)
+    pieces = list(_pieces(model, "", points))
+    _check_order(points, [piece.name for piece in pieces if piece.name in points])
+    stages: list[list[_Piece]] = [[]]
+    for piece in pieces:
+        if piece.name in points:
+            stages.append([])
+        if piece.placed and not piece.opened:
+            stages[-1].append(piece)
+    for stage, placed in enumerate(stages):
+        if not any(has_parameters(piece.module) for piece in placed):
+            raise InvalidArgumentError(_empty(points, stage, placed))
+    return tuple(
+        tuple(name for piece in placed for name in called_modules(piece.name, piece.module))
+        for placed in stages
+    )
+
+
+def _pieces(parent: nn.Module, prefix: str, points: tuple[str, ...]) -> Iterator[_Piece]:
+    in_turn = type(parent).forward is nn.Sequential.forward
+    for name, module in children(parent, prefix).items():
+        opened = any(point.startswith(f"{name}.") for point in points)
+        placed = in_turn or name in points or is_placed(module)
+        yield _Piece(name, module, opened, placed)
+        if opened:
+            yield from _pieces(module, f"{name}.", points)
+
+
+def _check_order(points: tuple[str, ...], registered: list[str]) -> None:
+    twice = sorted({name for name in points if points.count(name) > 1})
+    if twice:
+        message = f"Split(points=...) names {listing(twice)} twice; name each module once"
+        raise InvalidArgumentError(message)
+    if list(points) != registered:
+        raise InvalidArgumentError(
+            "Split(points=...) must be in the order in which the model registers its modules, got "
+            f"{listing(points)}; expected {listing(registered)}"
+        )
+
+
+def _empty(points: tuple[str, ...], stage: int, placed: list[_Piece]) -> str:
+    begins = f"from {points[stage - 1]}" if stage else "from the beginning"
+    ends = f"to {points[stage]}" if stage < len(points) else "to the end"
+    found = listing(piece.name for piece in placed) or "no modules"
+    return (
+        f"Split(points={points}) leaves stage {stage}, {begins} {ends}, without parameters: every "
+        f"stage needs a layer, and it has {found}; move the points apart or leave one out"
+    )
+
+
+def _find_stacks(model: nn.Module) -> list[tuple[str, ...]]:
+    """Return the layers of both stacks in order, with what is called before and after them.
+
+    The first layer of a stack has its embeddings, and the last one its norm. None if the model does
+    not say that it has an encoder and a decoder (`get_encoder`, `get_decoder`, as those of
+    transformers do), if the decoder takes no `encoder_hidden_states`, or if either has several
+    lists of layers.
+    """
+    paths = [_told(model, tell) for tell in ("get_encoder", "get_decoder")]
+    if not all(paths) or any(within(*pair) for pair in (paths, paths[::-1])):
+        return []
+    if not takes(model.get_submodule(paths[1]), "encoder_hidden_states"):
+        return []
+    (holder, _, encoder), (other, _, decoder) = (path.rpartition(".") for path in paths)
+    lists = [[name for name in block_lists(model) if within(name, path)] for path in paths]
+    if holder != other or any(len(each) != 1 for each in lists):
+        return []
+    pairs = zip(paths, lists, strict=True)
+    units = [unit for path, (name,) in pairs for unit in _units_of_stack(model, path, name)]
+    before, after = around(model, holder, [encoder, decoder])
+    return [(*before, *units[0]), *units[1:-1], (*units[-1], *after)]
+
+
+def _told(model: nn.Module, tell: str) -> str:
+    """Return the name of the module that a method of the model returns, or nothing."""
+    method = getattr(model, tell, None)
+    found = method() if callable(method) else None
+    return next((name for name, module in model.named_modules() if module is found), "")
+
+
+def _units_of_stack(model: nn.Module, path: str, layers: str) -> list[tuple[str, ...]]:
+    parent, _, own = layers.rpartition(".")
+    before, after = around(model, parent, [own], top=path)
+    names: list[tuple[str, ...]] = [
+        (name,) for name in children(model.get_submodule(layers), f"{layers}.")
+    ]
+    names[0] = (*before, *names[0])
+    names[-1] = (*names[-1], *after)
+    return names

@@ -24,7 +24,7 @@ from ...pg_manager.building import (
 )
 from ..runtime.forms import facts_of
 from ..runtime.posts import goes_in_batches, neighbours
-from ..schedules.choose import AnySchedule, stages_of
+from ..schedules.builders import AnySchedule, stages_of
 from ..splitting.modules import parameter_facts, siblings_of, takes
 from ..splitting.split import Placement, Split, place
 from .beside import again

@@ -17,11 +17,18 @@ from ..runtime.execute import execute
 from ..runtime.mail import Mail
 from ..runtime.posts import Posts
 from ..runtime.program import Plan, Task, plan_of
-from ..schedules.choose import AnySchedule
+from ..schedules.builders import AnySchedule
 from ..schedules.schedule import FORWARD, Schedule
 from ..stages.stage import PipelineParallel
-from .batches import MicroBatches, checked_dtype, checked_shape, read
-from .loss import Batch, LossFunction, token_mean_loss
+from .batches import (
+    Batch,
+    LossFunction,
+    MicroBatches,
+    checked_dtype,
+    checked_shape,
+    read,
+    token_mean_loss,
+)
 from .work import Stages, Training, deferred_sync, unwrap
 
 
