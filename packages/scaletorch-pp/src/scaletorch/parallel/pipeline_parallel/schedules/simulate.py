@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from itertools import accumulate, starmap
 from typing import NamedTuple
@@ -215,35 +215,30 @@ def _durations(numbered: Numbered, costs: Costs) -> list[float]:
 
 
 def _deadlock(numbered: Numbered, reached: list[int], needs: dict[int, int]) -> ScheduleError:
-    size = numbered.schedule.num_micro_batches
-
-    def wait(rank: int) -> tuple[str, int]:
-        place, need = reached[rank], needs[rank]
-        made = f"{numbered.name(need)} of stage {numbered.stage(need // size)}"
-        action = numbered.schedule.ranks[rank][place]
-        return f"waits at {action} for {made} on", numbered.owners[need // size]
-
-    stuck = next(r for r, place in enumerate(reached) if place < len(numbered.slots[r]))
-    return deadlock(numbered.schedule, stuck, wait)
-
-
-def deadlock(
-    schedule: Schedule, rank: int, wait: Callable[[int], tuple[str, int]]
-) -> ScheduleError:
     """Return the error for a circle of ranks, each waiting for the next.
 
     Args:
-        schedule: For its name.
-        rank: A rank that waits for ever.
-        wait: Returns what a rank waits for, as "waits at B0 for B0 of stage 1 on", and the rank
-            that it waits for.
+        numbered: The schedule.
+        reached: How far each rank has come.
+        needs: The slot that each rank waits for.
     """
+    schedule = numbered.schedule
+
+    def owner(rank: int) -> int:
+        return numbered.owners[needs[rank] // schedule.num_micro_batches]
+
+    rank = next(r for r, place in enumerate(reached) if place < len(numbered.slots[r]))
     met: list[int] = []
     while rank not in met:
         met.append(rank)
-        rank = wait(rank)[1]
+        rank = owner(rank)
     circle = met[met.index(rank) :]
-    links = [f"{text} rank {other}" for text, other in map(wait, circle[:SHOWN])]
+    links = []
+    for each in circle[:SHOWN]:
+        stage = numbered.stage(needs[each] // schedule.num_micro_batches)
+        action = schedule.ranks[each][reached[each]]
+        made = f"{numbered.name(needs[each])} of stage {stage}"
+        links.append(f"waits at {action} for {made} on rank {owner(each)}")
     more = f", and so on, {len(circle)} ranks in a circle" if len(circle) > SHOWN else ""
     return ScheduleError(
         f"schedule {schedule.name!r} would never end: rank {rank} {', which '.join(links)}{more}"
