@@ -88,24 +88,14 @@ def train_step_pipeline(
         StageError: Another rank has failed in this step; the message has its error.
     """
     arguments = StepArguments(model, data_loader, tensor_shapes, device, dtype, group)
-    wrappers, pipeline = unwrap(model)
+    pipeline = unwrap(model)[1]
     with_labels = loss_fn is None and pipeline.is_last_stage
     plan, inputs = agreed_step(
         "this train step", arguments, schedule, with_labels=with_labels, require=_require_training
     )
     if with_labels:
         loss_fn = token_mean_loss(inputs.batches, inputs.device, _same_ranks(pipeline, group))
-    with deferred_sync(wrappers) as switches:
-        if pipeline.ties:
-            pipeline.runtime.tied.begin()
-        stages = stages_of_step(arguments, inputs)
-        training = Training(stages, loss_fn, switches, plan.schedule.ranks[pipeline.rank])
-        wide = execute_plan(plan, stages, training.run, training.is_wide)
-        if all(switches.values()):
-            pipeline.sync_tied_gradients()
-        else:  # the wrapper has not summed this step's gradients yet: a later step will
-            pipeline.runtime.tied.postpone()
-    return training.total.to(torch.float64 if wide else torch.float32)
+    return _train(arguments, plan, inputs, loss_fn)
 
 
 def train_step_pipeline_afab(
@@ -148,6 +138,24 @@ def train_step_pipeline_1f1b(
     return train_step_pipeline(
         model, data_loader, *rest, loss_fn=loss_fn, group=group, schedule="1f1b"
     )
+
+
+def _train(
+    arguments: StepArguments, plan: Plan, inputs: MicroBatches, loss_fn: LossFunction | None
+) -> Tensor:
+    """Execute a plan, complete the gradients, and return the loss."""
+    wrappers, pipeline = unwrap(arguments.model)
+    with deferred_sync(wrappers) as switches:
+        if pipeline.ties:
+            pipeline.runtime.tied.begin()
+        stages = stages_of_step(arguments, inputs)
+        training = Training(stages, loss_fn, switches, plan.schedule.ranks[pipeline.rank])
+        wide = execute_plan(plan, stages, training.run, training.is_wide)
+        if all(switches.values()):
+            pipeline.sync_tied_gradients()
+        else:  # the wrapper has not summed this step's gradients yet: a later step will
+            pipeline.runtime.tied.postpone()
+    return training.total.to(torch.float64 if wide else torch.float32)
 
 
 def agreed_step(
