@@ -85,7 +85,7 @@ def test_a_schedule_that_never_ends(capsys, tmp_path):
         ([*SMALL, "--forward", "0"], "costs of actions and factors of stages must be positive"),
         (["--file", "a.csv", "--stages", "2"], "--file says its own sizes: leave out --stages"),
         (["--file", "nowhere.csv"], "No such file or directory: 'nowhere.csv'"),
-        ([*SMALL, "--svg", "nowhere/a.svg"], "No such file or directory: 'nowhere/a.svg'"),
+        ([*SMALL, "--trace", "nowhere/a.json"], "No such file or directory: 'nowhere/a.json'"),
         ([*SMALL, "--stages", "0"], "at least 1 rank and 1 micro-batch"),
     ],
 )
@@ -110,11 +110,11 @@ def test_without_torch(tmp_path):
         "from scaletorch.parallel.pipeline_parallel.__main__ import main\n"
         "sys.exit(main(sys.argv[1:]))"
     )
-    words = "--schedule zb_v --stages 2 --micro-batches 4 --svg p.svg --csv p.csv --trace p.json"
+    words = "--schedule zb_v --stages 2 --micro-batches 4 --csv p.csv --trace p.json"
     done = subprocess.run(
         [sys.executable, "-c", program, *words.split()], cwd=tmp_path,
         capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert "zb_v: makespan" in done.stdout
-    assert {each.name for each in tmp_path.iterdir()} == {"p.svg", "p.csv", "p.json"}
+    assert {each.name for each in tmp_path.iterdir()} == {"p.csv", "p.json"}
