@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...dist.errors import InvalidArgumentError
-from .drawing import to_chrome_trace, to_svg, to_text
+from .drawing import to_chrome_trace, to_text
 from .schedules import (
     SCHEDULES,
     Costs,
@@ -18,7 +18,6 @@ from .schedules import (
     Timeline,
     check,
     from_csv,
-    from_json,
     simulate,
     to_csv,
 )
@@ -49,8 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write(args: argparse.Namespace, timeline: Timeline) -> None:
-    if args.svg:
-        args.svg.write_text(to_svg(timeline), encoding="utf-8")
     if args.trace:
         args.trace.write_text(to_chrome_trace(timeline), encoding="utf-8")
     if args.csv:
@@ -64,8 +61,6 @@ def _schedule(args: argparse.Namespace) -> Schedule:
             message = "--file says its own sizes: leave out --stages, --micro-batches and --chunks"
             raise InvalidArgumentError(message)
         text = args.file.read_text(encoding="utf-8", errors="replace")
-        if args.file.suffix == ".json":
-            return from_json(text)
         return from_csv(text, name=args.file.stem)
     if args.stages is None or args.micro_batches is None:
         raise InvalidArgumentError(f"--schedule {args.schedule} needs --stages and --micro-batches")
@@ -99,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--schedule", choices=list(SCHEDULES), help="one of the library's own")
     source.add_argument(
-        "--file", type=Path, metavar="FILE", help="one of your own: CSV as --csv writes, or .json"
+        "--file", type=Path, metavar="FILE", help="one of your own: CSV as --csv writes"
     )
     for name, what in (
         ("stages", "ranks of the pipeline, each with one stage, or with several chunks' stages"),
@@ -117,7 +112,6 @@ def _parser() -> argparse.ArgumentParser:
             help=f"time of {what} (default: {cost:g})",
         )  # fmt: skip
     for name, what in (
-        ("svg", "the picture, as SVG"),
         ("trace", "the timeline, as a Chrome trace for https://ui.perfetto.dev"),
         ("csv", "the schedule"),
     ):

@@ -8,8 +8,6 @@ from .pipeline_parallel import (
     train_step_pipeline_afab,
 )
 from .pp_comms import bidirectional_pipeline_communicate, pipeline_communicate
-from .preparation.materialize import materialize, meta_parameters
-from .preparation.measure import measure_costs
 from .runtime.mail import StageError
 from .schedules import (
     SCHEDULES,
@@ -29,20 +27,19 @@ from .schedules import (
     dualpipe_v,
     forward_only,
     from_csv,
-    from_json,
     interleaved_1f1b,
     looped_breadth_first,
     one_f_one_b,
     simulate,
     to_csv,
-    to_json,
     zb_h1,
     zb_v,
 )
-from .schedules.choose import AnySchedule
+from .schedules.builders import AnySchedule
 from .splitting.balance import distribute_layers
 from .splitting.split import Split, infer_split, layers_of
 from .stages.cut import PassThrough
+from .stages.materialize import materialize, meta_parameters
 from .steps.evaluate import pipeline_forward
 from .steps.record import Recorder, recording
 
@@ -73,13 +70,11 @@ __all__ = [
     "dualpipe_v",
     "forward_only",
     "from_csv",
-    "from_json",
     "infer_split",
     "interleaved_1f1b",
     "layers_of",
     "looped_breadth_first",
     "materialize",
-    "measure_costs",
     "meta_parameters",
     "one_f_one_b",
     "pipeline_communicate",
@@ -87,7 +82,6 @@ __all__ = [
     "recording",
     "simulate",
     "to_csv",
-    "to_json",
     "train_step_pipeline",
     "train_step_pipeline_1f1b",
     "train_step_pipeline_afab",

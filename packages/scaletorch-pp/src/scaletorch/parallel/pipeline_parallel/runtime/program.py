@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
-from ..schedules.choose import AnySchedule, built
+from ..schedules.builders import AnySchedule, built
 from ..schedules.messages import Operation, Receive, program_of
 from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD, Action, Schedule
 from ..schedules.simulate import proven
-from .early import AHEAD
 from .mail import Key, Message
 
 
@@ -32,34 +31,25 @@ class Task(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Messages that begin together, and then one task; none after the last messages.
-
-    If it leads, its task runs together with that of the next step.
-    """
+    """Messages that begin together, and then one task; none after the last messages."""
 
     messages: tuple[Message, ...]
     task: Task | None
-    leads: bool = False
 
 
 def in_steps(
     program: Sequence[Operation],
     stages: Sequence[int],
     num_stages: int,
-    ahead: int,
-    leading: Sequence[int] = (),
 ) -> list[Step]:
-    """Part a rank's program before each of its actions.
+    """Split a rank's program before each of its actions.
 
     Args:
         program: As `derive_messages` gives it.
         stages: The rank's stages, chunk by chunk.
         num_stages: Of all ranks together.
-        ahead: By how many actions receives begin earlier than there.
-        leading: The places of actions that run together with the next one.
     """
     messages: list[list[Message]] = [[]]
-    leads = set(leading)
     tasks: list[Task | None] = []
     for operation in program:
         if isinstance(operation, Action):
@@ -67,12 +57,8 @@ def in_steps(
             messages.append([])
         else:
             receives = isinstance(operation, Receive)
-            place = max(0, len(messages) - 1 - ahead) if receives else -1
-            messages[place].append(Message(Key(*operation[1:]), operation.peer, receives))
-    return [
-        Step(tuple(those), task, place in leads)
-        for place, (those, task) in enumerate(zip(messages, [*tasks, None], strict=True))
-    ]
+            messages[-1].append(Message(Key(*operation[1:]), operation.peer, receives))
+    return [Step(tuple(m), task) for m, task in zip(messages, [*tasks, None], strict=True)]
 
 
 def task_of(action: Action, stage: int, num_stages: int) -> Task:
@@ -93,14 +79,12 @@ class Plan(NamedTuple):
     Attributes:
         schedule: The schedule.
         text: Tells it from others.
-        steps: The rank's program with receives in their place, and with receives begun early.
-        crossings: The stages whose outputs this rank sends to, or receives from, another.
+        steps: The rank's program.
     """
 
     schedule: Schedule
     text: str
-    steps: tuple[list[Step], list[Step]]
-    crossings: frozenset[int]
+    steps: list[Step]
 
 
 @lru_cache(maxsize=64)
@@ -109,23 +93,14 @@ def plan_of(
     num_ranks: int,
     num_micro_batches: int,
     rank: int,
-    *,
-    together: bool = False,
 ) -> Plan:
-    """Prove a schedule, and derive the program of one rank; its pairs may run together.
+    """Prove a schedule, and derive the program of one rank.
 
     Raises:
         ScheduleError: It would not run to its end, or not compute every gradient.
     """
     chosen = built(schedule, num_ranks, num_micro_batches)
-    program = program_of(*proven(chosen, together=together), rank)
+    program = program_of(*proven(chosen), rank)
     digest = hashlib.blake2b(str(chosen).encode(), digest_size=8).hexdigest()
-    leading = chosen.pairs_of(rank) if together else ()
-    parted = partial(in_steps, program, chosen.stages[rank], chosen.num_stages, leading=leading)
-    messages = [operation for operation in program if not isinstance(operation, Action)]
-    return Plan(
-        chosen,
-        f"schedule {chosen.name!r} ({digest})" + " in pairs" * together,
-        (parted(0), parted(AHEAD)),
-        frozenset(message.stage - message.gradient for message in messages),
-    )
+    steps = in_steps(program, chosen.stages[rank], chosen.num_stages)
+    return Plan(chosen, f"schedule {chosen.name!r} ({digest})", steps)

@@ -74,7 +74,6 @@ def number(schedule: Schedule) -> Numbered:
     slots = [_of_rank(schedule, rank, filled) for rank in range(schedule.num_ranks)]
     forward_only = not any(filled[(schedule.num_stages + 1) * size :])
     _require_all(schedule, filled, forward_only)
-    _require_pairs(schedule)
     owners = [
         schedule.places[stage_of(block, schedule.num_stages)][0]
         for block in range(3 * schedule.num_stages + 1)
@@ -95,26 +94,6 @@ def _require_stages(schedule: Schedule) -> None:
         problem = f"each of the stages 0, 1, 2, ... must be on exactly one rank, got {stages}"
     if problem:
         raise ScheduleError(f"schedule {schedule.name!r}: {problem}")
-
-
-def _require_pairs(schedule: Schedule) -> None:
-    """Check that pairs are a forward and a backward of another chunk, which has other modules."""
-    if len(schedule.pairs) not in (0, schedule.num_ranks):
-        found = f"got pairs of {len(schedule.pairs)} ranks, actions of {schedule.num_ranks}"
-        raise ScheduleError(f"schedule {schedule.name!r}: {found}")
-    for rank, places in enumerate(schedule.pairs):
-        actions = schedule.ranks[rank]
-        for place in places:
-            pair = actions[place : place + 2] if place >= 0 else ()
-            kinds = [action.kind for action in pair]
-            fits = kinds in ([FORWARD, BACKWARD], [FORWARD, BACKWARD_INPUT])
-            if not fits or pair[0].chunk == pair[1].chunk:
-                found = " and ".join(map(str, pair)) or "nothing"
-                raise ScheduleError(
-                    f"schedule {schedule.name!r}: rank {rank}, action {place}: a pair that runs "
-                    "together is a forward and, right behind it, a backward of another chunk, "
-                    f"got {found}"
-                )
 
 
 def _of_rank(schedule: Schedule, rank: int, filled: bytearray) -> list[int]:

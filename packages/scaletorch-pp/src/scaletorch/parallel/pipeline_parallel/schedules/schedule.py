@@ -45,15 +45,12 @@ class Schedule:
         num_micro_batches: Micro-batches of the step.
         stages: Each rank's stages, chunk by chunk.
         ranks: Each rank's actions.
-        pairs: For each rank the places of forwards that may run together with the backward behind
-            them, so that what one waits for passes while the other computes; empty if none do.
     """
 
     name: str
     num_micro_batches: int
     stages: tuple[tuple[int, ...], ...]
     ranks: tuple[tuple[Action, ...], ...]
-    pairs: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -74,20 +71,9 @@ class Schedule:
             for chunk, stage in enumerate(stages)
         }
 
-    def pairs_of(self, rank: int) -> tuple[int, ...]:
-        """Return the places of a rank's forwards that are in pairs."""
-        return self.pairs[rank] if self.pairs else ()
-
-    def texts(self, rank: int) -> list[str]:
-        """Return a rank's actions as text, and both of a pair as one, such as `F4.1+B0`."""
-        texts = list(map(str, self.ranks[rank]))
-        for place in reversed(self.pairs_of(rank)):
-            texts[place : place + 2] = ["+".join(texts[place : place + 2])]
-        return texts
-
     def __str__(self) -> str:
         """Return one line for each rank."""
-        return "\n".join(" ".join(self.texts(rank)) for rank in range(self.num_ranks))
+        return "\n".join(" ".join(map(str, actions)) for actions in self.ranks)
 
 
 class Span(NamedTuple):

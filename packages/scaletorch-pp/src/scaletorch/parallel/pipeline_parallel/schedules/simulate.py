@@ -1,18 +1,29 @@
-"""The times at which actions would run, and the proof that all of them can."""
+"""The times at which actions would run, the proof that all of them can, and what it costs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from itertools import starmap
+from itertools import accumulate, starmap
 from typing import NamedTuple
 
 from ....dist.errors import InvalidArgumentError
 from .numbering import SPLIT, Numbered, ScheduleError, number
-from .schedule import Schedule, Span, Timeline
+from .schedule import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Schedule,
+    Span,
+    Timeline,
+)
 
 SHOWN = 4  # ranks of a cycle that a message names
+# By how much an action changes the number of activations that its rank keeps.
+KEPT = {FORWARD: 1, BACKWARD: -1, BACKWARD_INPUT: 0, BACKWARD_WEIGHT: -1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +60,22 @@ class Costs:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Memory, computations and messages of a schedule.
+
+    Attributes:
+        peak_live: For each rank the most activations, of one stage and micro-batch each, that it
+            keeps at a time for their backward; 0 in a schedule of forwards only.
+        actions: The number of actions of each kind, all ranks together.
+        messages: The number of messages from one rank to another.
+    """
+
+    peak_live: tuple[int, ...]
+    actions: Mapping[str, int]
+    messages: int
+
+
 class Times(NamedTuple):
     """Start and end of each slot; -1 if nothing runs in it."""
 
@@ -56,17 +83,36 @@ class Times(NamedTuple):
     ends: list[float]
 
 
-def proven(schedule: Schedule, *, together: bool = False) -> tuple[Numbered, Times]:
+def proven(schedule: Schedule) -> tuple[Numbered, Times]:
     """Return a schedule in numbers with its times at the default costs, if it runs to its end.
 
-    `check` reports it and `derive_messages` derives the messages from it. If pairs run together,
-    the forward of a pair does not begin before the backward has its input too.
+    `check` reports it and `derive_messages` derives the messages from it.
 
     Raises:
         ScheduleError: It is incomplete, out of order, or ranks wait for each other in a circle.
     """
     numbered = number(schedule)
-    return numbered, run(numbered, Costs(), together=together)
+    return numbered, run(numbered, Costs())
+
+
+def check(schedule: Schedule) -> Report:
+    """Prove that a schedule is complete, in order, and free of deadlock.
+
+    Each micro-batch must have, on each stage, one forward and (unless no stage has a backward) one
+    backward, or one of inputs and then one of weights; and no ranks may wait for each other in a
+    circle. The messages that `derive_messages` adds keep this so.
+
+    Raises:
+        ScheduleError: It is not; the message says why, and on which rank.
+    """
+    numbered, _ = proven(schedule)
+    kinds = [[kind for kind, _, _ in actions] for actions in schedule.ranks]
+    peaks = (max(accumulate(map(KEPT.__getitem__, rank)), default=0) for rank in kinds)
+    return Report(
+        peak_live=(0,) * schedule.num_ranks if numbered.forward_only else tuple(peaks),
+        actions=sum(map(Counter, kinds), Counter[str]()),
+        messages=len(numbered.crossings) * schedule.num_micro_batches,
+    )
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -91,7 +137,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     return Timeline(schedule, tuple(spans))
 
 
-def run(numbered: Numbered, costs: Costs, *, together: bool = False) -> Times:
+def run(numbered: Numbered, costs: Costs) -> Times:
     """Return the times of a schedule: every rank runs its actions in order.
 
     Ranks are played one after another: a rank goes on until an input has not been made yet, and is
@@ -102,7 +148,6 @@ def run(numbered: Numbered, costs: Costs, *, together: bool = False) -> Times:
         InvalidArgumentError: Factors for another number of stages.
     """
     needs, delays = _inputs(numbered, costs.message)
-    beside = _beside(numbered) if together else {}
     durations = _durations(numbered, costs)
     ends = [-1.0] * len(needs)  # below 0: not run yet
     ends[: numbered.schedule.num_micro_batches] = [0.0] * numbered.schedule.num_micro_batches
@@ -123,14 +168,6 @@ def run(numbered: Numbered, costs: Costs, *, together: bool = False) -> Times:
                 waiting[needs[slot]] = rank
                 reached[rank] = place
                 break
-            if slot in beside:
-                other = beside[slot]
-                also = ends[needs[other]]
-                if also < 0:
-                    waiting[needs[other]] = rank
-                    reached[rank] = place
-                    break
-                arrival = max(arrival, also + delays[other] - delays[slot])
             # In the order of a rank's actions its times never go back: each begins when the one
             # before has ended, or later, when its input is there.
             arrival += delays[slot]
@@ -144,12 +181,6 @@ def run(numbered: Numbered, costs: Costs, *, together: bool = False) -> Times:
     if waiting:  # nobody can go on, and these have actions left: they wait for each other
         raise _deadlock(numbered, reached, {rank: need for need, rank in waiting.items()})
     return Times(starts, ends)
-
-
-def _beside(numbered: Numbered) -> dict[int, int]:
-    """Return the slots of forwards that run together with a backward, and its slot."""
-    ranks = enumerate(numbered.slots)
-    return {slots[p]: slots[p + 1] for r, slots in ranks for p in numbered.schedule.pairs_of(r)}
 
 
 def _inputs(numbered: Numbered, message: float) -> tuple[list[int], list[float]]:
@@ -184,35 +215,30 @@ def _durations(numbered: Numbered, costs: Costs) -> list[float]:
 
 
 def _deadlock(numbered: Numbered, reached: list[int], needs: dict[int, int]) -> ScheduleError:
-    size = numbered.schedule.num_micro_batches
-
-    def wait(rank: int) -> tuple[str, int]:
-        place, need = reached[rank], needs[rank]
-        made = f"{numbered.name(need)} of stage {numbered.stage(need // size)}"
-        action = numbered.schedule.ranks[rank][place]
-        return f"waits at {action} for {made} on", numbered.owners[need // size]
-
-    stuck = next(r for r, place in enumerate(reached) if place < len(numbered.slots[r]))
-    return deadlock(numbered.schedule, stuck, wait)
-
-
-def deadlock(
-    schedule: Schedule, rank: int, wait: Callable[[int], tuple[str, int]]
-) -> ScheduleError:
     """Return the error for a circle of ranks, each waiting for the next.
 
     Args:
-        schedule: For its name.
-        rank: A rank that waits for ever.
-        wait: Returns what a rank waits for, as "waits at B0 for B0 of stage 1 on", and the rank
-            that it waits for.
+        numbered: The schedule.
+        reached: How far each rank has come.
+        needs: The slot that each rank waits for.
     """
+    schedule = numbered.schedule
+
+    def owner(rank: int) -> int:
+        return numbered.owners[needs[rank] // schedule.num_micro_batches]
+
+    rank = next(r for r, place in enumerate(reached) if place < len(numbered.slots[r]))
     met: list[int] = []
     while rank not in met:
         met.append(rank)
-        rank = wait(rank)[1]
+        rank = owner(rank)
     circle = met[met.index(rank) :]
-    links = [f"{text} rank {other}" for text, other in map(wait, circle[:SHOWN])]
+    links = []
+    for each in circle[:SHOWN]:
+        stage = numbered.stage(needs[each] // schedule.num_micro_batches)
+        action = schedule.ranks[each][reached[each]]
+        made = f"{numbered.name(needs[each])} of stage {stage}"
+        links.append(f"waits at {action} for {made} on rank {owner(each)}")
     more = f", and so on, {len(circle)} ranks in a circle" if len(circle) > SHOWN else ""
     return ScheduleError(
         f"schedule {schedule.name!r} would never end: rank {rank} {', which '.join(links)}{more}"

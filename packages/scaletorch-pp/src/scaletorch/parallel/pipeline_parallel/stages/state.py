@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from itertools import count
 
-import torch
 from torch import Tensor, nn
 
 from ..runtime.forms import Form
@@ -25,15 +21,11 @@ MANY_FORMS = 4096  # forms that are remembered at most, the same number on every
 Run = Callable[[Task], None]
 
 
-_serials: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
-
-
 @dataclass(slots=True, eq=False)
 class RuntimeState:
     """The parts of a `PipelineParallel` that the train steps drive; not for users.
 
     Attributes:
-        name: A name that all ranks of the pipeline know it by, and no other pipeline has.
         chunks: The rank's stages in the model, of which one can be selected.
         passage: The forward that runs.
         flows: The way of the hidden states through each of them.
@@ -47,15 +39,9 @@ class RuntimeState:
         ids: The `input_ids` of the forward that comes, on any stage; None if they are no tensor.
         steps_alone: A stage may be called by steps alone, since callers take it for a whole model.
         in_step: A step calls the stage.
-        serials: Numbers for the steps.
         timed: Wraps a step's actions so that their times are noted; None unless it is recorded.
-        parted: Is told of two actions that have run together how long the first had the rank.
-        switching: Returns a context in which its argument is called wherever a module waits for
-            other ranks of its stage, after what it waits for has begun; None if nothing does. All
-            ranks of the pipeline have one, or none.
     """
 
-    name: str
     chunks: Chunks
     passage: Passage
     flows: list[HiddenFlow]
@@ -69,27 +55,7 @@ class RuntimeState:
     ids: Tensor | None = None
     steps_alone: bool = False
     in_step: bool = False
-    serials: Iterator[int] = field(default_factory=count)
     timed: Callable[[Schedule, Run], Run] | None = None
-    parted: Callable[[float], None] | None = None
-    switching: Callable[[Callable[[], None]], AbstractContextManager[object]] | None = None
-
-    def set_aside(self, device: torch.device) -> Callable[[], None]:
-        """Set aside what belongs to the action that runs; return what puts it back."""
-        selected, into, active = self.chunks.selected, self.deferral.into, self.passage.active
-        generators = [torch.default_generator]
-        if device.type != "cpu":
-            generators.append(torch.get_device_module(device).default_generators[device.index or 0])
-        drawn = [generator.get_state() for generator in generators]
-        self.deferral.into, self.passage.active = None, False
-
-        def put_back() -> None:
-            self.chunks.select(selected)
-            self.deferral.into, self.passage.active = into, active
-            for generator, state in zip(generators, drawn, strict=True):
-                generator.set_state(state)
-
-        return put_back
 
     def note_parameters(self, module: nn.Module) -> int:
         """Note the parameters at the beginning of a step, since adapters may have come.
@@ -119,9 +85,3 @@ class RuntimeState:
             self.examined.clear()
             self.reached.clear()
             self.trained = trained
-
-
-def name_of_next(ranks: Sequence[int]) -> str:
-    """Return a name for a new pipeline of these ranks; they make their pipelines in one order."""
-    ranks = tuple(ranks)
-    return f"{ranks} {next(_serials[ranks])}"

@@ -22,8 +22,7 @@ class Recorder:
     """Notes the times at which each action of a train step begins and ends on this rank.
 
     Ranks start their clocks at a barrier. On other devices than CPU each action is waited for, so
-    that its time is its own; nothing overlaps then. Two that run together stand one after the
-    other, each as long as it had the rank.
+    that its time is its own; nothing overlaps then.
     """
 
     def __init__(self, group: ProcessGroup | None, rank: int) -> None:
@@ -49,12 +48,6 @@ class Recorder:
             self._spans.append(Span(self._rank, task.action, start - zero, _now() - zero))
 
         return timed
-
-    def part(self, seconds: float) -> None:
-        """Give the first of the two that have just run together so much of their time."""
-        first, second = sorted(self._spans[-2:], key=lambda span: span.start)
-        middle, end = first.start + seconds, max(first.end, second.end)
-        self._spans[-2:] = [first._replace(end=middle), second._replace(start=middle, end=end)]
 
     def timeline(self) -> Timeline:
         """Return the last step of all ranks, in seconds; every rank calls it.
@@ -93,11 +86,11 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
     if pipeline.runtime.timed is not None:
         raise StateError(f"{describe_rank()}: this pipeline is being recorded already")
     recorder = Recorder(pipeline.group, pipeline.rank)
-    pipeline.runtime.timed, pipeline.runtime.parted = recorder.watch, recorder.part
+    pipeline.runtime.timed = recorder.watch
     try:
         yield recorder
     finally:
-        pipeline.runtime.timed = pipeline.runtime.parted = None
+        pipeline.runtime.timed = None
 
 
 def _now() -> float:
