@@ -1,8 +1,7 @@
 """Messages between stages that a rank holds at the moments at which it keeps the most.
 
-As the pipeline's runtime has them on the CPU: a rank
-holds the latest `IN_FLIGHT` of what it has sent. Outputs that are kept until their backward are no
-part of it.
+As the pipeline's runtime has them on the CPU: a rank holds the latest `IN_FLIGHT` of what it has
+sent. Outputs that are kept until their backward are no part of it.
 """
 
 from __future__ import annotations
