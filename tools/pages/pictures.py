@@ -15,7 +15,6 @@ from scaletorch.parallel.context_parallel import Mask, contiguous, stripe, zigza
 from scaletorch.parallel.context_parallel.masks.drawing import draw
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.parallel.pipeline_parallel import SCHEDULES, Costs, check, simulate
-from scaletorch.parallel.pipeline_parallel.drawing import to_svg
 
 from ..packages import ROOT
 
@@ -24,6 +23,11 @@ COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")  # of ranks; distinct for
 PALE, INK = "#eef1f5", "#222222"
 SHOWN = ("1f1b", "interleaved_1f1b", "zb_v")  # schedules
 RANKS, MICRO_BATCHES = 4, 8
+KINDS = {  # of a rank's first stage and, paler, of its second
+    "F": ("#4477aa", "#b4c7dd"), "B": ("#228833", "#a7cfad"),
+    "I": ("#33a7cc", "#c2ebf8"), "W": ("#a89a20", "#ebe5b4"),
+}  # fmt: skip
+NAMES = ("forward", "backward", "of inputs", "of weights")
 
 
 def canvas(width: float, height: float) -> Xml.Element:
@@ -99,12 +103,27 @@ def masks() -> str:
 
 def schedules() -> str:
     """Draw schedules on one axis of time; a rank's layers together take 1 forward, 2 backward."""
-    timelines = []
-    for name in SHOWN:
-        schedule = SCHEDULES[name](RANKS, MICRO_BATCHES)
+    root, scale = canvas(720, 140 * len(SHOWN) + 40), 18
+    for n, name in enumerate(SHOWN):
+        top, schedule = 30 + 140 * n, SCHEDULES[name](RANKS, MICRO_BATCHES)
         share = schedule.num_ranks / schedule.num_stages
-        timelines.append(simulate(schedule, Costs(share, 2 * share, share, share)))
-    return to_svg(*timelines)
+        timeline = simulate(schedule, Costs(share, 2 * share, share, share))
+        words = f"makespan {timeline.makespan:g}, bubble {100 * timeline.bubble:.1f} %"
+        text(root, 64, top, f"{name}: {words}", font_weight="bold")
+        for rank in range(RANKS):
+            text(root, 14, top + 24 + 24 * rank, f"rank {rank}")
+            box(root, 64, top + 10 + 24 * rank, timeline.makespan * scale, 20, PALE)
+        for rank, action, start, end in timeline.spans:
+            x, y, width = 64 + start * scale, top + 10 + 24 * rank, (end - start) * scale
+            box(root, x, y, width - 0.5, 20, KINDS[action.kind][action.chunk])
+            if width > 8 * len(str(action.micro_batch)):
+                middle, ink = x + width / 2, ("#ffffff", INK)[action.chunk]
+                words = str(action.micro_batch)
+                text(root, middle, y + 14, words, font_size="11", fill=ink, text_anchor="middle")
+    for n, (kind, name) in enumerate(zip(KINDS, NAMES, strict=True)):
+        box(root, 64 + 150 * n, 140 * len(SHOWN) + 16, 12, 12, KINDS[kind][0])
+        text(root, 82 + 150 * n, 140 * len(SHOWN) + 27, name)
+    return finished(root)
 
 
 def memory() -> str:

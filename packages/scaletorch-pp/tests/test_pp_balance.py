@@ -1,18 +1,16 @@
-"""Layers spread over stages: by count, by costs, by parameters and by measured times."""
+"""Layers spread over stages: by count, by costs and by parameters."""
 
 import math
-import re
 from fractions import Fraction
 from itertools import combinations, pairwise
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from scaletorch.dist import InvalidArgumentError
-from scaletorch.parallel.pipeline_parallel import Split, distribute_layers, measure_costs
+from scaletorch.parallel.pipeline_parallel import Split, distribute_layers
 from scaletorch.parallel.pipeline_parallel.splitting.split import place
 
 COSTS = st.one_of(
@@ -151,121 +149,3 @@ def test_numbers_as_costs():
         place(Net(), Split(costs=(1, 1)), 2)
     with pytest.raises(InvalidArgumentError, match=r"\(costs='time'\): expected None, numbers "):
         place(Net(), Split(costs="time"), 2)
-
-
-class Clock:
-    """Time that passes only where the test says so."""
-
-    now = 0.0
-
-    def __call__(self, device):
-        return self.now
-
-
-class Pass(torch.autograd.Function):
-    """The identity that takes ``cost`` forward and ten times that backward."""
-
-    @staticmethod
-    def forward(ctx, x, clock, cost):
-        ctx.clock, ctx.cost = clock, cost
-        clock.now += cost
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.clock.now += 10 * ctx.cost
-        return gradient, None, None
-
-
-class Slow(nn.Linear):
-    def __init__(self, clock, cost):
-        super().__init__(4, 4)
-        self.clock, self.cost = clock, cost
-
-    def forward(self, x):
-        return Pass.apply(super().forward(x), self.clock, self.cost)
-
-
-class SlowNet(Net):
-    def __init__(self, clock):
-        super().__init__(vocabulary=4)
-        self.before, self.after = Slow(clock, 1.0), Slow(clock, 2.0)
-        self.layers = nn.ModuleList(Slow(clock, cost) for cost in (4.0, 8.0, 16.0))
-        self.dropout, self.count = nn.Dropout(0.5), nn.BatchNorm1d(4)
-        self.order = [0, 1, 2]
-
-    def forward(self, input_ids, scale=1.0):
-        x = self.before(self.embed(input_ids))
-        for index in self.order:
-            x = self.layers[index](x) * scale
-        return self.dropout(self.after(self.count(x.transpose(1, 2)).transpose(1, 2)))
-
-
-SLOW = Split(("embed", "before"), "layers", ("dropout", "count", "after", "norm", "head"))
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr("scaletorch.parallel.pipeline_parallel.preparation.measure._now", clock)
-    return clock
-
-
-def batch():
-    return {"input_ids": torch.tensor([[0, 1]]), "labels": torch.tensor([[1, -100]]), "scale": 2.0}
-
-
-def test_all_of_the_time_is_measured_and_nothing_changes(clock):
-    model = SlowNet(clock)
-    model(torch.tensor([[0, 1]])).sum().backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    values = {name: g.clone() for name, g in gradients.items() if g is not None}
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    state = torch.get_rng_state()
-    assert measure_costs(model, batch(), SLOW, repeats=2) == (11.0, 44.0, 88.0, 176.0, 22.0)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(p.grad is gradients[name] for name, p in model.named_parameters())
-    assert all(torch.equal(gradients[name], value) for name, value in values.items())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-def test_what_is_frozen_has_no_backward(clock):
-    model = SlowNet(clock)
-    for frozen in (model.embed, model.before, model.layers[0]):
-        frozen.requires_grad_(False)
-    assert measure_costs(model, batch(), SLOW) == (1.0, 4.0, 88.0, 176.0, 22.0)
-    model.requires_grad_(False)
-    with torch.no_grad():
-        assert measure_costs(model, batch(), SLOW) == (1.0, 4.0, 8.0, 16.0, 2.0)
-
-
-def test_a_loss_of_ones_own_counts_to_what_is_after_the_layers(clock):
-    def loss(output, batch):
-        return Pass.apply(output.sum() * batch["scale"], clock, 100.0)
-
-    costs = measure_costs(SlowNet(clock), {**batch(), "labels": None}, SLOW, loss_fn=loss)
-    assert costs == (11.0, 44.0, 88.0, 176.0, 1122.0)
-
-
-def test_measured_costs_balance_a_model():
-    model = Net()
-    tokens = torch.randint(16, (2, 3))
-    costs = measure_costs(model, {"input_ids": tokens}, repeats=1)
-    assert len(costs) == 8
-    assert min(costs) > 0
-    assert len(place(model, Split(costs=costs), 3).stages) == 3
-
-
-def test_models_that_cannot_be_measured(clock):
-    model = SlowNet(clock)
-    with pytest.raises(InvalidArgumentError, match="repeats must be 1 at least, got 0"):
-        measure_costs(model, batch(), SLOW, repeats=0)
-    for order in ([0, 1], [1, 0, 2], [0, 1, 1, 2]):
-        model.order = order
-        with pytest.raises(InvalidArgumentError, match=re.escape(f"it called {order}. A pipeline")):
-            measure_costs(model, batch(), SLOW)
-    with pytest.raises(
-        InvalidArgumentError, match="parameters of it are on the meta device; build"
-    ):
-        measure_costs(model.to("meta"), batch(), SLOW)

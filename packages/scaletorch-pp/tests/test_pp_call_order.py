@@ -42,7 +42,10 @@ class Model(nn.Module):
 
 
 def test_the_source_tells():
-    assert calls_around(Decoder(), "layers") == ({"embed", "embed_norm"}, {"final_norm"})
+    assert calls_around(Decoder(), "layers") == (
+        {"embed", "embed_norm", "twice"},
+        {"final_norm", "twice"},
+    )
     assert calls_around(Model(), "decoder") == (set(), {"head"})
 
 
@@ -68,7 +71,7 @@ class Projected(Decoder):
 
 def test_modules_of_a_list_are_called_where_one_of_them_is():
     before, after = calls_around(Projected(), "layers")
-    assert (before, after) == ({"embed", "projections"}, {"final_norm"})
+    assert (before, after) == ({"embed", "projections", "twice"}, {"final_norm", "twice"})
 
 
 @pytest.mark.parametrize("child", ["layers", "nothing"])

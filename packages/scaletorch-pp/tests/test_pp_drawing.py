@@ -1,7 +1,6 @@
 """Pictures of timelines, predicted and measured."""
 
 import json
-from xml.etree import ElementTree
 
 import pytest
 
@@ -16,12 +15,8 @@ from scaletorch.parallel.pipeline_parallel import (
 )
 from scaletorch.parallel.pipeline_parallel.drawing import (
     to_chrome_trace,
-    to_svg,
     to_text,
 )
-from scaletorch.parallel.pipeline_parallel.schedules.schedule import KINDS
-
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def on_one_rank(names: str, ends: list[float], unit: str = "", stages=((0,),)) -> Timeline:
@@ -118,51 +113,6 @@ def test_every_schedule_shows_every_action(name):
         assert [c.islower() for c in cells] == [a.chunk == 1 for a in actions]
 
 
-# --- SVG and PNG
-
-
-def boxes(svg: str) -> list[ElementTree.Element]:
-    """The rectangles of actions: those that say what they are."""
-    return [r for r in ElementTree.fromstring(svg).iter(f"{SVG}rect") if len(r)]
-
-
-def test_svg_draws_predicted_and_measured_on_one_axis():
-    first = predicted()
-    second = measured(first, wait=0.0)
-    svg = to_svg(first, second, titles=["predicted", 'measured <"&">'])
-    rects, half = boxes(svg), len(first.spans)
-    assert len(rects) == 2 * half
-    for a, b in zip(rects[:half], rects[half:], strict=True):
-        assert (a.get("x"), a.get("width")) == (b.get("x"), b.get("width"))
-        assert float(b.get("y")) > float(a.get("y"))
-    texts = [t.text for t in ElementTree.fromstring(svg).iter(f"{SVG}text")]
-    assert "predicted: makespan 12, bubble 25.0 %" in texts
-    assert 'measured <"&">: makespan 0.12 s, bubble 25.0 % (1 on the axis is 0.01 s)' in texts
-    assert {"F forward", "B backward", "time", "rank 0", "rank 1", "12"} <= set(texts)
-
-
-def test_svg_leaves_times_of_the_same_unit_alone():
-    first, second = boxes(
-        to_svg(on_one_rank("F0", [1], unit="s"), on_one_rank("F0", [2], unit="s"))
-    )
-    assert 2 * float(first.get("width")) == float(second.get("width"))
-
-
-def test_svg_colours_tell_kinds_and_chunks():
-    names = [f"{kind}0.{chunk}" for chunk in (0, 1) for kind in KINDS]
-    timeline = on_one_rank(" ".join(names), list(range(1, 9)), stages=((0, 1),))
-    rects = boxes(to_svg(timeline))
-    assert len({r.get("fill") for r in rects}) == 8
-    assert rects[-1].find(f"{SVG}title").text == "W0.1, stage 1: 7 to 8"
-
-
-def test_numbers_only_where_they_fit():
-    svg = to_svg(on_one_rank("F77 B88", [1, 1000]))
-    texts = [t.text for t in ElementTree.fromstring(svg).iter(f"{SVG}text")]
-    assert "88" in texts
-    assert "77" not in texts
-
-
 # --- Chrome trace
 
 
@@ -194,18 +144,17 @@ def test_a_predicted_unit_is_a_millisecond_or_what_was_measured():
 # --- what cannot be drawn
 
 
-@pytest.mark.parametrize("draw", [to_text, to_svg, to_chrome_trace])
+@pytest.mark.parametrize("draw", [to_text, to_chrome_trace])
 def test_actions_without_time(draw):
     with pytest.raises(InvalidArgumentError, match="the actions of 'mine' take no time"):
         draw(on_one_rank("F0", [0]))
 
 
-@pytest.mark.parametrize("draw", [to_svg, to_chrome_trace])
-def test_timelines_and_titles_that_do_not_fit(draw):
+def test_timelines_and_titles_that_do_not_fit():
     with pytest.raises(InvalidArgumentError, match="at least one timeline"):
-        draw()
+        to_chrome_trace()
     with pytest.raises(InvalidArgumentError, match="one title for each of 1 timelines, got 2"):
-        draw(predicted(), titles=["a", "b"])
+        to_chrome_trace(predicted(), titles=["a", "b"])
 
 
 def test_no_room():

@@ -18,7 +18,12 @@ from scaletorch.parallel.pipeline_parallel import (
     StageError,
     train_step_pipeline,
 )
-from scaletorch.parallel.pipeline_parallel.stages.twins import cast, is_data, runs_alike, twin_of
+from scaletorch.parallel.pipeline_parallel.stages.stand_ins import (
+    cast,
+    is_data,
+    runs_alike,
+    twin_of,
+)
 
 WIDTH, VOCAB, LENGTH = 8, 13, 6
 

@@ -8,9 +8,8 @@ from scaletorch import compose
 from scaletorch.dist import InvalidArgumentError
 from scaletorch.dist.testing import relative_error, run_ranks
 from scaletorch.models import Mixture, MixtureConfig
-from scaletorch.parallel.expert_parallel import apply_expert_parallel
 from scaletorch.parallel.pg_manager import setup_process_group_manager
-from scaletorch.parallel.pipeline_parallel import Split, distribute_layers, measure_costs
+from scaletorch.parallel.pipeline_parallel import Split, distribute_layers
 
 CONFIG = MixtureConfig(
     vocab_size=16, hidden_size=8, intermediate_size=12, num_layers=3, num_heads=2, num_kv_heads=2,
@@ -127,7 +126,7 @@ def test_a_model_is_cut_by_what_tokens_meet():
     assert run_ranks(train, 4, costs)
 
 
-def test_what_cannot_be_counted_or_measured():
+def test_what_cannot_be_counted():
     with pytest.raises(
         InvalidArgumentError, match=r"'layers.1.experts' is not to be seen .*top_k="
     ):
@@ -136,16 +135,3 @@ def test_what_cannot_be_counted_or_measured():
         InvalidArgumentError, match=r"brings no plan .* and calls no module experts"
     ):
         compose.active_costs(nn.Sequential(nn.Linear(2, 2)))
-    assert len(measure_costs(Mixture(CONFIG), {"input_ids": batch()["input_ids"]}, repeats=1)) == 5
-
-
-def measure_divided():
-    model = apply_expert_parallel(Mixed(), PLAN, torch.distributed.group.WORLD)
-    with pytest.raises(
-        InvalidArgumentError, match="experts of this one are divided over ranks: me"
-    ):
-        measure_costs(model, batch())
-
-
-def test_divided_experts_are_not_measured():
-    run_ranks(measure_divided, 2)

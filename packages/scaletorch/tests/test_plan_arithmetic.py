@@ -294,9 +294,9 @@ def test_activations_are_those_of_micro_batches_under_way():
     layout = Layout(Grid(pp=2), micro_rows=3, micro_batches=8)
     layers, hand = 4 * (8 + 3000), 3 * 40
     first, last = memory(known, layout)
-    # Two kept until their backward, and six sent before, or five and a gradient more; and a
-    # gradient that is used, one to come. Six gradients sent, or five and a hidden state to come.
-    assert (first.buffers, last.buffers) == (10 * hand, 7 * hand)
+    # Two kept until their backward, and six sent before; and a gradient that is used. Six gradients
+    # sent, and a hidden state that is used.
+    assert (first.buffers, last.buffers) == (9 * hand, 7 * hand)
     assert first.activations == 2 * (150 + layers + 5)
     assert last.activations == layers + 5 + 600
     assert (first.working, last.working) == (90, 300)

@@ -171,7 +171,8 @@ def test_the_page_stands_alone():
     words = " ".join(root.itertext())
     assert "Plan for a & b on 64 x A <quick> one" in words
     assert "weights of <8>" in words
-    assert len([e for e in root.iter() if e.tag.endswith("svg")]) == 3 + 2  # one has no pipeline
+    assert len([e for e in root.iter() if e.tag.endswith("svg")]) == 2 + 2
+    assert len([*root.iter("pre")]) == 1  # one has no pipeline
     for said in (
         "2x4x1x8",
         "24.5 GiB",

@@ -121,8 +121,6 @@ CPM_ANT = {"vocab_size": VOCAB, "hidden_size": WIDTH, "dim_ff": 24, "num_hidden_
 PROPHETNET = {**BART, "hidden_size": WIDTH, "num_decoder_layers": 2,
               "num_decoder_attention_heads": 2,
               "activation_dropout": 0.0, "attention_dropout": 0.0}  # fmt: skip
-XLM = {"vocab_size": VOCAB, "emb_dim": WIDTH, "n_layers": 2, "n_heads": 2, "causal": True,
-       "dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 32}  # fmt: skip
 FAMILIES |= {
     "what is in a layer is asked for": (
         "Xmod",
@@ -138,7 +136,6 @@ FAMILIES |= {
     ),
     "biases of integers, and prompts in front": ("CpmAnt", CPM_ANT, "CpmAntForCausalLM", None),
     "embeddings by a method": ("ProphetNet", PROPHETNET, "ProphetNetForCausalLM", None),
-    "lists in step": ("XLM", XLM, "XLMWithLMHeadModel", None),
     "a list among others, and patches by a frozen module": (
         "Blt",
         {

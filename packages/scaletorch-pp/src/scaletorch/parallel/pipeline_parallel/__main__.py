@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...dist.errors import InvalidArgumentError
-from .drawing import to_chrome_trace, to_svg, to_text
+from .drawing import to_chrome_trace, to_text
 from .schedules import (
     SCHEDULES,
     Costs,
@@ -48,8 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write(args: argparse.Namespace, timeline: Timeline) -> None:
-    if args.svg:
-        args.svg.write_text(to_svg(timeline), encoding="utf-8")
     if args.trace:
         args.trace.write_text(to_chrome_trace(timeline), encoding="utf-8")
     if args.csv:
@@ -114,7 +112,6 @@ def _parser() -> argparse.ArgumentParser:
             help=f"time of {what} (default: {cost:g})",
         )  # fmt: skip
     for name, what in (
-        ("svg", "the picture, as SVG"),
         ("trace", "the timeline, as a Chrome trace for https://ui.perfetto.dev"),
         ("csv", "the schedule"),
     ):

@@ -8,8 +8,6 @@ from .pipeline_parallel import (
     train_step_pipeline_afab,
 )
 from .pp_comms import bidirectional_pipeline_communicate, pipeline_communicate
-from .preparation.materialize import materialize, meta_parameters
-from .preparation.measure import measure_costs
 from .runtime.mail import StageError
 from .schedules import (
     SCHEDULES,
@@ -37,10 +35,11 @@ from .schedules import (
     zb_h1,
     zb_v,
 )
-from .schedules.choose import AnySchedule
+from .schedules.builders import AnySchedule
 from .splitting.balance import distribute_layers
 from .splitting.split import Split, infer_split, layers_of
 from .stages.cut import PassThrough
+from .stages.materialize import materialize, meta_parameters
 from .steps.evaluate import pipeline_forward
 from .steps.record import Recorder, recording
 
@@ -76,7 +75,6 @@ __all__ = [
     "layers_of",
     "looped_breadth_first",
     "materialize",
-    "measure_costs",
     "meta_parameters",
     "one_f_one_b",
     "pipeline_communicate",

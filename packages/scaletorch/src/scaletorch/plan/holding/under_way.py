@@ -1,8 +1,7 @@
 """Messages between stages that a rank holds at the moments at which it keeps the most.
 
-As the pipeline's runtime has them on the CPU: a rank begins to receive `AHEAD` actions early, and
-holds the latest `IN_FLIGHT` of what it has sent. Outputs that are kept until their backward are no
-part of it.
+As the pipeline's runtime has them on the CPU: a rank holds the latest `IN_FLIGHT` of what it has
+sent. Outputs that are kept until their backward are no part of it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import NamedTuple
 
 from ...parallel.pg_manager import Grid
 from ...parallel.pipeline_parallel import Action, Receive, Send, derive_messages
-from ...parallel.pipeline_parallel.building import AHEAD, IN_FLIGHT
+from ...parallel.pipeline_parallel.building import IN_FLIGHT
 from ..layout import Layout
 from .repeating import LONG, followed
 from .stages import schedule_of
@@ -169,7 +168,7 @@ def _take(held: Held, come: set[_Key], key: _Key) -> None:
 
 
 def _steps(program: Sequence[Action | Message]) -> Iterator[tuple[list[Message], Action]]:
-    """Yield each action and the messages that begin before it, receives some actions early."""
+    """Yield each action and the messages that begin before it."""
     begin: list[list[Message]] = [[]]
     actions: list[Action] = []
     for each in program:
@@ -177,6 +176,5 @@ def _steps(program: Sequence[Action | Message]) -> Iterator[tuple[list[Message],
             actions.append(each)
             begin.append([])
         else:
-            early = AHEAD if isinstance(each, Receive) else 0
-            begin[max(0, len(actions) - early)].append(each)
+            begin[len(actions)].append(each)
     yield from zip(begin, actions, strict=False)

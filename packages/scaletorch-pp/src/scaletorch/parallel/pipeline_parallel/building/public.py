@@ -1,21 +1,18 @@
 """All names of `building`, each imported when it is asked for."""
 
-from ..drawing.svg import drawn
-from ..runtime.early import AHEAD, IN_FLIGHT
+from ..runtime.posts import IN_FLIGHT
 from ..splitting.balance import parameter_costs
 from ..splitting.split import parts_of
-from ..stages.adopting import adopt
 from ..stages.calls import release, surround
 from ..stages.cut import PassThrough, forms_cast
+from ..stages.stage import adopt
 from ..stages.stand_ins import stands
 from ..steps.batches import read
 
 __all__ = [
-    "AHEAD",
     "IN_FLIGHT",
     "PassThrough",
     "adopt",
-    "drawn",
     "forms_cast",
     "parameter_costs",
     "parts_of",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -72,17 +72,6 @@ class Mail:
         # that the next step, which may go well, sends their headers.
         self._void: list[tuple[dict[int, Form], int]] = []
         self.begun = 0  # messages so far, in the order of the program
-
-    def may_receive_early(self, stages: Iterable[int]) -> bool:
-        """Return whether receives of these stages' outputs may begin before their turn.
-
-        They may not if a header is to come, nor in batches: a batch waits for those before it, and
-        two ranks that both receive first would wait for each other.
-        """
-        # Micro-batches of one signature share one dict of forms: each is looked at once.
-        kinds = {id(forms): forms for forms in self._forms}.values()
-        known = all(stage in forms for forms in kinds for stage in stages)
-        return known and not self._posts.in_batches
 
     def put(self, key: Key, value: Hidden) -> None:
         """Keep an output until it is sent, or another stage of this rank takes it.

@@ -13,12 +13,24 @@ from torch.distributed import ProcessGroup
 from ....dist import exchange
 from ....dist.building import Handle, Peer
 from ...pg_manager.building import has_streams
-from .early import IN_FLIGHT
+
+IN_FLIGHT = 8  # sends under way before the first is waited for: what they hold stays in memory
 
 
 def goes_in_batches(group: ProcessGroup | None) -> bool:
     """Return whether a group's messages go in batches, since a stream of its device runs them."""
     return group is not None and has_streams(group)
+
+
+def neighbours(stages: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Return the pairs of places in a pipeline that exchange hidden states, each once.
+
+    Args:
+        stages: Each rank's stages, chunk by chunk.
+    """
+    homes = {stage: place for place, own in enumerate(stages) for stage in own}
+    crossings = ({homes[stage], homes[stage + 1]} for stage in range(len(homes) - 1))
+    return sorted({(min(each), max(each)) for each in crossings if len(each) == 2})
 
 
 class Parcel(NamedTuple):

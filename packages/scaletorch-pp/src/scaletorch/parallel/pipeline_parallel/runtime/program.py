@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
-from ..schedules.choose import AnySchedule, built
+from ..schedules.builders import AnySchedule, built
 from ..schedules.messages import Operation, Receive, program_of
 from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD, Action, Schedule
 from ..schedules.simulate import proven
-from .early import AHEAD
 from .mail import Key, Message
 
 
@@ -42,15 +41,13 @@ def in_steps(
     program: Sequence[Operation],
     stages: Sequence[int],
     num_stages: int,
-    ahead: int,
 ) -> list[Step]:
-    """Part a rank's program before each of its actions.
+    """Split a rank's program before each of its actions.
 
     Args:
         program: As `derive_messages` gives it.
         stages: The rank's stages, chunk by chunk.
         num_stages: Of all ranks together.
-        ahead: By how many actions receives begin earlier than there.
     """
     messages: list[list[Message]] = [[]]
     tasks: list[Task | None] = []
@@ -60,8 +57,7 @@ def in_steps(
             messages.append([])
         else:
             receives = isinstance(operation, Receive)
-            place = max(0, len(messages) - 1 - ahead) if receives else -1
-            messages[place].append(Message(Key(*operation[1:]), operation.peer, receives))
+            messages[-1].append(Message(Key(*operation[1:]), operation.peer, receives))
     return [Step(tuple(m), task) for m, task in zip(messages, [*tasks, None], strict=True)]
 
 
@@ -83,14 +79,12 @@ class Plan(NamedTuple):
     Attributes:
         schedule: The schedule.
         text: Tells it from others.
-        steps: The rank's program with receives in their place, and with receives begun early.
-        crossings: The stages whose outputs this rank sends to, or receives from, another.
+        steps: The rank's program.
     """
 
     schedule: Schedule
     text: str
-    steps: tuple[list[Step], list[Step]]
-    crossings: frozenset[int]
+    steps: list[Step]
 
 
 @lru_cache(maxsize=64)
@@ -108,11 +102,5 @@ def plan_of(
     chosen = built(schedule, num_ranks, num_micro_batches)
     program = program_of(*proven(chosen), rank)
     digest = hashlib.blake2b(str(chosen).encode(), digest_size=8).hexdigest()
-    parted = partial(in_steps, program, chosen.stages[rank], chosen.num_stages)
-    messages = [operation for operation in program if not isinstance(operation, Action)]
-    return Plan(
-        chosen,
-        f"schedule {chosen.name!r} ({digest})",
-        (parted(0), parted(AHEAD)),
-        frozenset(message.stage - message.gradient for message in messages),
-    )
+    steps = in_steps(program, chosen.stages[rank], chosen.num_stages)
+    return Plan(chosen, f"schedule {chosen.name!r} ({digest})", steps)

@@ -1,15 +1,22 @@
 """Schedules as values: the actions of each rank, in order."""
 
-from .alternating import interleaved_1f1b, one_f_one_b, zb_h1
-from .check import Report, check
-from .choose import SCHEDULES, Builder
+from .builders import (
+    SCHEDULES,
+    Builder,
+    afab,
+    dualpipe_v,
+    forward_only,
+    interleaved_1f1b,
+    looped_breadth_first,
+    one_f_one_b,
+    zb_h1,
+    zb_v,
+)
 from .files import from_csv, to_csv
 from .messages import Receive, Send, derive_messages
 from .numbering import ScheduleError
 from .schedule import Action, Schedule, Span, Timeline
-from .simulate import Costs, simulate
-from .sweeps import afab, forward_only, looped_breadth_first
-from .v_shape import dualpipe_v, zb_v
+from .simulate import Costs, Report, check, simulate
 
 __all__ = [
     "SCHEDULES",

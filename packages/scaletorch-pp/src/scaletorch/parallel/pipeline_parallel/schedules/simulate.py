@@ -1,18 +1,29 @@
-"""The times at which actions would run, and the proof that all of them can."""
+"""The times at which actions would run, the proof that all of them can, and what it costs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from itertools import starmap
+from itertools import accumulate, starmap
 from typing import NamedTuple
 
 from ....dist.errors import InvalidArgumentError
 from .numbering import SPLIT, Numbered, ScheduleError, number
-from .schedule import Schedule, Span, Timeline
+from .schedule import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Schedule,
+    Span,
+    Timeline,
+)
 
 SHOWN = 4  # ranks of a cycle that a message names
+# By how much an action changes the number of activations that its rank keeps.
+KEPT = {FORWARD: 1, BACKWARD: -1, BACKWARD_INPUT: 0, BACKWARD_WEIGHT: -1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +60,22 @@ class Costs:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Memory, computations and messages of a schedule.
+
+    Attributes:
+        peak_live: For each rank the most activations, of one stage and micro-batch each, that it
+            keeps at a time for their backward; 0 in a schedule of forwards only.
+        actions: The number of actions of each kind, all ranks together.
+        messages: The number of messages from one rank to another.
+    """
+
+    peak_live: tuple[int, ...]
+    actions: Mapping[str, int]
+    messages: int
+
+
 class Times(NamedTuple):
     """Start and end of each slot; -1 if nothing runs in it."""
 
@@ -66,6 +93,26 @@ def proven(schedule: Schedule) -> tuple[Numbered, Times]:
     """
     numbered = number(schedule)
     return numbered, run(numbered, Costs())
+
+
+def check(schedule: Schedule) -> Report:
+    """Prove that a schedule is complete, in order, and free of deadlock.
+
+    Each micro-batch must have, on each stage, one forward and (unless no stage has a backward) one
+    backward, or one of inputs and then one of weights; and no ranks may wait for each other in a
+    circle. The messages that `derive_messages` adds keep this so.
+
+    Raises:
+        ScheduleError: It is not; the message says why, and on which rank.
+    """
+    numbered, _ = proven(schedule)
+    kinds = [[kind for kind, _, _ in actions] for actions in schedule.ranks]
+    peaks = (max(accumulate(map(KEPT.__getitem__, rank)), default=0) for rank in kinds)
+    return Report(
+        peak_live=(0,) * schedule.num_ranks if numbered.forward_only else tuple(peaks),
+        actions=sum(map(Counter, kinds), Counter[str]()),
+        messages=len(numbered.crossings) * schedule.num_micro_batches,
+    )
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -168,35 +215,30 @@ def _durations(numbered: Numbered, costs: Costs) -> list[float]:
 
 
 def _deadlock(numbered: Numbered, reached: list[int], needs: dict[int, int]) -> ScheduleError:
-    size = numbered.schedule.num_micro_batches
-
-    def wait(rank: int) -> tuple[str, int]:
-        place, need = reached[rank], needs[rank]
-        made = f"{numbered.name(need)} of stage {numbered.stage(need // size)}"
-        action = numbered.schedule.ranks[rank][place]
-        return f"waits at {action} for {made} on", numbered.owners[need // size]
-
-    stuck = next(r for r, place in enumerate(reached) if place < len(numbered.slots[r]))
-    return deadlock(numbered.schedule, stuck, wait)
-
-
-def deadlock(
-    schedule: Schedule, rank: int, wait: Callable[[int], tuple[str, int]]
-) -> ScheduleError:
     """Return the error for a circle of ranks, each waiting for the next.
 
     Args:
-        schedule: For its name.
-        rank: A rank that waits for ever.
-        wait: Returns what a rank waits for, as "waits at B0 for B0 of stage 1 on", and the rank
-            that it waits for.
+        numbered: The schedule.
+        reached: How far each rank has come.
+        needs: The slot that each rank waits for.
     """
+    schedule = numbered.schedule
+
+    def owner(rank: int) -> int:
+        return numbered.owners[needs[rank] // schedule.num_micro_batches]
+
+    rank = next(r for r, place in enumerate(reached) if place < len(numbered.slots[r]))
     met: list[int] = []
     while rank not in met:
         met.append(rank)
-        rank = wait(rank)[1]
+        rank = owner(rank)
     circle = met[met.index(rank) :]
-    links = [f"{text} rank {other}" for text, other in map(wait, circle[:SHOWN])]
+    links = []
+    for each in circle[:SHOWN]:
+        stage = numbered.stage(needs[each] // schedule.num_micro_batches)
+        action = schedule.ranks[each][reached[each]]
+        made = f"{numbered.name(needs[each])} of stage {stage}"
+        links.append(f"waits at {action} for {made} on rank {owner(each)}")
     more = f", and so on, {len(circle)} ranks in a circle" if len(circle) > SHOWN else ""
     return ScheduleError(
         f"schedule {schedule.name!r} would never end: rank {rank} {', which '.join(links)}{more}"

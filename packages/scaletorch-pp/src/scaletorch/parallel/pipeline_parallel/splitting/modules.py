@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
-from .call_order import called_by_index, calls_around, calls_on_both_sides, loop_around
+from .call_order import calls_around
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-Parts = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+Parts = tuple[tuple[str, ...], str, tuple[str, ...]]
 
 
 def within(name: str, module: str) -> bool:
@@ -111,21 +111,25 @@ def find_parts(model: nn.Module) -> Parts:
     """Find the layers of a plain module and the modules before and after them.
 
     Returns:
-        The names before, that of the list of layers (of several, if each layer is made of the
-        modules of the same index in all of them), and the names after.
+        The names before, that of the list of layers, and the names after.
 
     Raises:
         InvalidArgumentError: No such list, or several.
     """
-    outer = block_lists(model)
-    if len(outer) != 1:
-        outer = _of_decoder(model, outer)
-    lists = outer if len(outer) == 1 else _in_step(model, outer)
-    if not lists:
-        raise InvalidArgumentError(_ambiguous(model, outer))
-    own = [name.rpartition(".")[2] for name in lists]
-    first, last = around(model, lists[0].rpartition(".")[0], own)
-    return tuple(first), tuple(lists), tuple(last)
+    lists = block_lists(model)
+    if len(lists) != 1:
+        lists = _of_decoder(model, lists)
+    if len(lists) != 1:
+        raise InvalidArgumentError(
+            "cannot tell which modules are the layers: expected one nn.ModuleList with parameters, "
+            f"and {type(model).__name__} has {listing(lists) or 'none'}; pass "
+            "Split(first=(...), layers='...', last=(...)), or Split(points=(...)) with the modules "
+            f"that begin the next stages, with names out of {listing(children(model))}"
+        )
+    (layers,) = lists
+    parent, _, own = layers.rpartition(".")
+    first, last = around(model, parent, [own])
+    return tuple(first), layers, tuple(last)
 
 
 def around(
@@ -149,46 +153,6 @@ def around(
         first += before
         last = after + last  # what encloses the layers comes after what is beside them
     return first, last
-
-
-def _ambiguous(model: nn.Module, lists: list[str]) -> str:
-    """Say why there is no one list of layers."""
-    loops = dict.fromkeys(loop for name in lists if (loop := loop_around(model, name)))
-    if len(loops) > 1:
-        return (
-            f"the forward of {type(model).__name__} runs {listing(loops)} in turn, several times, "
-            "and a pipeline goes through its stages once: one stage would have all of them, so "
-            "use no pipeline (pp_size=1), or give what is before them a stage of its own by "
-            f"Split(points=({next(iter(loops))!r},))"
-        )
-    return (
-        "cannot tell which modules are the layers: expected one nn.ModuleList with parameters, "
-        f"and {type(model).__name__} has {listing(lists) or 'none'}; pass "
-        "Split(first=(...), layers='...', last=(...)), or Split(points=(...)) with the modules "
-        f"that begin the next stages, with names out of {listing(children(model))}"
-    )
-
-
-def _in_step(model: nn.Module, lists: list[str]) -> list[str]:
-    """Return lists of one module that its forward calls by one index, in the order of the calls.
-
-    Such as attentions, MLPs and their norms in lists of their own; none if these are others.
-    """
-    holders = {name.rpartition(".")[0] for name in lists}
-    if len(holders) != 1:
-        return []
-    (path,) = holders
-    holder = model.get_submodule(path)
-    beside = {n: m for n, m in holder._modules.items() if isinstance(m, nn.ModuleList)}
-    beside = {name: module for name, module in beside.items() if has_parameters(module)}
-    order = called_by_index(holder)
-    alike = len({len(module) for module in beside.values()}) == 1
-    prefix = f"{path}." if path else ""
-    return (
-        [prefix + name for name in order if name in beside]
-        if alike and set(beside) <= {*order}
-        else []
-    )
 
 
 def block_lists(model: nn.Module) -> list[str]:
@@ -230,7 +194,7 @@ def check_parts(model: nn.Module, parts: Parts) -> None:
             or a module with parameters that is named nowhere.
     """
     first, layers, last = parts
-    names = (*first, *layers, *last)
+    names = (*first, layers, *last)
     for name in names:
         check_name(model, name)
     for index, name in enumerate(names):
@@ -238,30 +202,18 @@ def check_parts(model: nn.Module, parts: Parts) -> None:
             if within(name, other) or within(other, name):
                 message = f"Split names a module twice: {name!r} and {other!r}; name it once"
                 raise InvalidArgumentError(message)
-    _check_lists(model, layers)
+    container = model.get_submodule(layers)
+    if not isinstance(container, CONTAINERS):
+        raise InvalidArgumentError(
+            f"Split(layers={layers!r}) must name an nn.ModuleList, nn.Sequential or "
+            f"nn.ModuleDict of layers, and it is a {type(container).__name__}; name the list "
+            "that holds the layers, or cut by Split(points=(...))"
+        )
     missing = _unnamed(model, names, layers)
     if missing:
         raise InvalidArgumentError(
             f"modules with parameters that Split does not name: {listing(missing)}; add each to "
             "first or last"
-        )
-
-
-def _check_lists(model: nn.Module, layers: tuple[str, ...]) -> None:
-    for name in layers:
-        container = model.get_submodule(name)
-        if not isinstance(container, CONTAINERS):
-            raise InvalidArgumentError(
-                f"Split(layers={name!r}) must name an nn.ModuleList, nn.Sequential or "
-                f"nn.ModuleDict of layers, and it is a {type(container).__name__}; name the list "
-                "that holds the layers, or cut by Split(points=(...))"
-            )
-    sizes = {name: len(children(model.get_submodule(name))) for name in layers}
-    if len({*sizes.values()}) > 1:
-        raise InvalidArgumentError(
-            f"Split(layers={layers!r}): each layer is made of the modules of one index, and these "
-            f"lists have {listing(f'{size} in {name}' for name, size in sizes.items())}; name "
-            "lists of one length, or cut by Split(points=(...))"
         )
 
 
@@ -274,11 +226,13 @@ def _siblings(
     """
     prefix = "".join(f"{part}." for part in parent)
     holder = model.get_submodule(".".join(parent))
-    earlier, later = calls_around(holder, inside[0])[0], calls_around(holder, inside[-1])[1]
+    earlier, behind_first = calls_around(holder, inside[0])
+    before_last, later = calls_around(holder, inside[-1])
     beside = children(holder, prefix)
     # One dropout may be called on both sides; without parameters every stage can have it.
-    both = calls_on_both_sides(holder, inside[0])
+    both = earlier & behind_first
     twice = {name for name in both if not has_parameters(holder.get_submodule(name))}
+    earlier, later = earlier - behind_first, later - before_last
     position = list(beside).index(prefix + inside[0])
     before: list[str] = []
     after: list[str] = []
@@ -290,7 +244,7 @@ def _siblings(
     return before, after
 
 
-def _unnamed(model: nn.Module, names: tuple[str, ...], layers: tuple[str, ...]) -> list[str]:
+def _unnamed(model: nn.Module, names: tuple[str, ...], layers: str) -> list[str]:
     """Modules with something to train outside all named ones; those around the layers may have it.
 
     What is frozen may stay on every stage, each of which computes it: what depends on its values
@@ -301,7 +255,5 @@ def _unnamed(model: nn.Module, names: tuple[str, ...], layers: tuple[str, ...]) 
     return sorted(
         holder
         for holder in holders
-        if holder
-        and not any(within(each, holder) for each in layers)
-        and not any(within(holder, name) for name in names)
+        if holder and not within(layers, holder) and not any(within(holder, name) for name in names)
     )

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import partial
-from itertools import chain
 
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
 from .balance import distribute_layers, parameter_costs
-from .call_order import loop_around
-from .loops import Visits, too_few, units_of
-from .modules import Parts, called_modules, check_parts, children, find_parts, within
-from .points import cut_at
-from .stacks import find_stacks, spread
+from .modules import (
+    Parts,
+    around,
+    block_lists,
+    called_modules,
+    check_name,
+    check_parts,
+    children,
+    find_parts,
+    has_parameters,
+    is_placed,
+    listing,
+    takes,
+    within,
+)
 
 __all__ = ["Placement", "Split", "distribute_layers", "infer_split", "layers_of", "place", "within"]
 
@@ -29,15 +37,14 @@ class Split:
 
     Args:
         first: Modules before the layers (the embedding): on the first stage alone.
-        layers: The list of layers that is spread over the stages, or lists in the order in which
-            they are called: each layer is then made of the modules of one index (`attentions[i]`,
-            `norms[i]`). None infers it, and `first` and `last` too if neither is given.
+        layers: The list of layers that is spread over the stages. None infers it, and `first` and
+            `last` too if neither is given.
         last: Modules after the layers (norm, head): on the last stage alone.
         points: Instead of all these, the modules that begin the second, third, ... stage, in the
             order in which the model registers them. A point inside a module cuts that module
             between its children, so the module must call them in this order and do nothing else.
         costs: How layers are spread: None by count; or numbers, of all of `first` together, of
-            each layer, and of all of `last` (`measure_costs` measures them), so that the most
+            each layer, and of all of `last` so that the most
             expensive stage is as cheap as can be; or "parameters": their numbers of parameters.
             That balances memory. It is close to the time of layers and of a head, tied or not,
             while an embedding has many parameters and takes no time.
@@ -50,7 +57,7 @@ class Split:
     """
 
     first: tuple[str, ...] = ()
-    layers: str | tuple[str, ...] | None = None
+    layers: str | None = None
     last: tuple[str, ...] = ()
     points: tuple[str, ...] = ()
     costs: str | tuple[float, ...] | None = None
@@ -59,8 +66,6 @@ class Split:
         for part in ("first", "last", "points"):
             names = getattr(self, part)
             object.__setattr__(self, part, (names,) if isinstance(names, str) else tuple(names))
-        if self.layers is not None and not isinstance(self.layers, str):
-            object.__setattr__(self, "layers", tuple(self.layers))
         if self.costs is not None and not isinstance(self.costs, str):
             object.__setattr__(self, "costs", tuple(self.costs))
 
@@ -100,16 +105,13 @@ class Placement:
         return tuple(range(len(self.stages)))
 
 
-def place(
-    model: nn.Module, split: Split | None, num_stages: int, visits: Visits | None = None
-) -> Placement:
+def place(model: nn.Module, split: Split | None, num_stages: int) -> Placement:
     """Check or infer the split of `model`, and spread its modules over the stages.
 
     Args:
         model: The whole model.
         split: As described; None infers it.
         num_stages: Stages of the pipeline.
-        visits: Tells in which order modules are called, if the source has layers in loops.
 
     Raises:
         InvalidArgumentError: Names or costs that do not fit the model, a model whose layers cannot
@@ -123,47 +125,26 @@ def place(
         return _place_by_points(model, split, num_stages)
     if num_stages == 1 and not split.describes():  # nothing is cut, whatever the model is like
         return Placement(split, ((),))
-    stacks = find_stacks(model) if not split.describes() and split.costs is None else []
+    stacks = _find_stacks(model) if not split.describes() and split.costs is None else []
     if stacks:
-        return Placement(split, tuple(_called(model, own) for own in spread(stacks, num_stages)))
+        ranges = distribute_layers(len(stacks), num_stages)
+        units = [[name for index in own for name in stacks[index]] for own in ranges]
+        return Placement(split, tuple(_called(model, own) for own in units))
     parts = _parts(model, split)
     first, *layers, last = parts_of(model, split)
     costs = _costs(model, split, (first, *layers, last))
-    order = visits and partial(visits, model, _called(model, [*first, *chain(*layers), *last]))
-    ranges = _ranges(model, layers, num_stages, costs, order)
+    ranges = distribute_layers(len(layers), num_stages, costs)
     stages = [[name for index in indices for name in layers[index]] for indices in ranges]
     stages[0] = [*first, *stages[0]]
     stages[-1] = [*stages[-1], *last]
-    return Placement(_with_parts(split, parts), tuple(_called(model, own) for own in stages))
-
-
-def _ranges(
-    model: nn.Module,
-    layers: list[tuple[str, ...]],
-    num_stages: int,
-    costs: tuple[float, ...] | None,
-    visits: Callable[[], Sequence[str]] | None,
-) -> list[range]:
-    """Return the layers of each stage; those that run in a loop are on one."""
-    lists = {name.rpartition(".")[0] for layer in layers for name in layer}
-    units: list[range] = []
-    if visits is not None and any(loop_around(model, each) for each in lists):
-        units = units_of(layers, visits())
-    if len(units) in (0, len(layers)):
-        return distribute_layers(len(layers), num_stages, costs)
-    if len(units) < num_stages:
-        raise InvalidArgumentError(too_few(layers, units, num_stages))
-    before, *each, after = costs or (0, *[1] * len(layers), 0)
-    of_units = [sum(each[index] for index in unit) for unit in units]
-    ranges = distribute_layers(len(units), num_stages, (before, *of_units, after))
-    return [range(units[own[0]].start, units[own[-1]].stop) for own in ranges]
+    split = replace(split, first=parts[0], layers=parts[1], last=parts[2])
+    return Placement(split, tuple(_called(model, own) for own in stages))
 
 
 def infer_split(model: nn.Module) -> Split:
     """Find the layers of a plain module and the modules before and after them.
 
-    The layers are its one outermost `nn.ModuleList` with parameters, or several that one module
-    holds and calls by one index (`attentions[i]`, then `norms[i]`). Their siblings, and those of
+    The layers are its one outermost `nn.ModuleList` with parameters. Their siblings, and those of
     each module around them, belong to the first stage if the forward calls them before and to the
     last stage if after (if its source does not tell: if they are registered so), when they have
     parameters or are one of torch's own layers (dropout, a norm without weights). Any other module
@@ -172,13 +153,12 @@ def infer_split(model: nn.Module) -> Split:
     Raises:
         InvalidArgumentError: No such list, or several.
     """
-    return _with_parts(Split(), find_parts(model))
+    first, layers, last = find_parts(model)
+    return Split(first, layers, last)
 
 
 def layers_of(model: nn.Module, split: Split | None = None) -> tuple[str, ...]:
     """Return the names of the layers of `model`, in order.
-
-    If a layer is made of modules of several lists, those of all of them.
 
     Raises:
         InvalidArgumentError: The split does not fit, or names no layers and none can be told.
@@ -193,27 +173,21 @@ def parts_of(model: nn.Module, split: Split | None = None) -> tuple[tuple[str, .
     Raises:
         InvalidArgumentError: As `layers_of`.
     """
-    first, lists, last = _parts(model, split or Split())
-    names = [children(model.get_submodule(each), f"{each}.") for each in lists]
-    return (first, *zip(*names, strict=True), last)
+    first, layers, last = _parts(model, split or Split())
+    names = children(model.get_submodule(layers), f"{layers}.")
+    return (first, *((name,) for name in names), last)
 
 
 def _parts(model: nn.Module, split: Split) -> Parts:
     """Return the parts of the model: as described, else as inferred."""
     first, layers, last = split.first, split.layers, split.last
-    lists = (layers,) if isinstance(layers, str) else layers
-    if lists is None:
-        before, lists, after = find_parts(model)
+    if layers is None:
+        before, layers, after = find_parts(model)
         if not (first or last):
             first, last = before, after
-    parts = (first, lists, last)
+    parts = (first, layers, last)
     check_parts(model, parts)
     return parts
-
-
-def _with_parts(split: Split, parts: Parts) -> Split:
-    first, lists, last = parts
-    return replace(split, first=first, layers=lists[0] if len(lists) == 1 else lists, last=last)
 
 
 def _costs(
@@ -244,4 +218,115 @@ def _place_by_points(model: nn.Module, split: Split, num_stages: int) -> Placeme
             f"{split} makes {len(split.points) + 1} stages and the pipeline has {num_stages}: "
             f"expected {num_stages - 1} points, each the module that begins the next stage"
         )
-    return Placement(split, cut_at(model, split.points))
+    return Placement(split, _cut_at(model, split.points))
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    name: str
+    module: nn.Module
+    opened: bool  # a point is inside: its children come next, in its place
+    placed: bool
+
+
+def _cut_at(model: nn.Module, points: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """Return each stage's modules, in the order in which they are registered.
+
+    A module that has a point inside is cut between its children. Placed are modules with
+    parameters, torch's own layers, all children of an `nn.Sequential` that is cut (it calls each in
+    turn) and the points themselves; any other module stays on all stages.
+
+    Raises:
+        InvalidArgumentError: Points that are unknown, named twice or out of order, or a stage
+            without parameters.
+    """
+    for name in points:
+        check_name(model, name)
+    pieces = list(_pieces(model, "", points))
+    _check_order(points, [piece.name for piece in pieces if piece.name in points])
+    stages: list[list[_Piece]] = [[]]
+    for piece in pieces:
+        if piece.name in points:
+            stages.append([])
+        if piece.placed and not piece.opened:
+            stages[-1].append(piece)
+    for stage, placed in enumerate(stages):
+        if not any(has_parameters(piece.module) for piece in placed):
+            raise InvalidArgumentError(_empty(points, stage, placed))
+    return tuple(
+        tuple(name for piece in placed for name in called_modules(piece.name, piece.module))
+        for placed in stages
+    )
+
+
+def _pieces(parent: nn.Module, prefix: str, points: tuple[str, ...]) -> Iterator[_Piece]:
+    in_turn = type(parent).forward is nn.Sequential.forward
+    for name, module in children(parent, prefix).items():
+        opened = any(point.startswith(f"{name}.") for point in points)
+        placed = in_turn or name in points or is_placed(module)
+        yield _Piece(name, module, opened, placed)
+        if opened:
+            yield from _pieces(module, f"{name}.", points)
+
+
+def _check_order(points: tuple[str, ...], registered: list[str]) -> None:
+    twice = sorted({name for name in points if points.count(name) > 1})
+    if twice:
+        message = f"Split(points=...) names {listing(twice)} twice; name each module once"
+        raise InvalidArgumentError(message)
+    if list(points) != registered:
+        raise InvalidArgumentError(
+            "Split(points=...) must be in the order in which the model registers its modules, got "
+            f"{listing(points)}; expected {listing(registered)}"
+        )
+
+
+def _empty(points: tuple[str, ...], stage: int, placed: list[_Piece]) -> str:
+    begins = f"from {points[stage - 1]}" if stage else "from the beginning"
+    ends = f"to {points[stage]}" if stage < len(points) else "to the end"
+    found = listing(piece.name for piece in placed) or "no modules"
+    return (
+        f"Split(points={points}) leaves stage {stage}, {begins} {ends}, without parameters: every "
+        f"stage needs a layer, and it has {found}; move the points apart or leave one out"
+    )
+
+
+def _find_stacks(model: nn.Module) -> list[tuple[str, ...]]:
+    """Return the layers of both stacks in order, with what is called before and after them.
+
+    The first layer of a stack has its embeddings, and the last one its norm. None if the model does
+    not say that it has an encoder and a decoder (`get_encoder`, `get_decoder`, as those of
+    transformers do), if the decoder takes no `encoder_hidden_states`, or if either has several
+    lists of layers.
+    """
+    paths = [_told(model, tell) for tell in ("get_encoder", "get_decoder")]
+    if not all(paths) or any(within(*pair) for pair in (paths, paths[::-1])):
+        return []
+    if not takes(model.get_submodule(paths[1]), "encoder_hidden_states"):
+        return []
+    (holder, _, encoder), (other, _, decoder) = (path.rpartition(".") for path in paths)
+    lists = [[name for name in block_lists(model) if within(name, path)] for path in paths]
+    if holder != other or any(len(each) != 1 for each in lists):
+        return []
+    pairs = zip(paths, lists, strict=True)
+    units = [unit for path, (name,) in pairs for unit in _units_of_stack(model, path, name)]
+    before, after = around(model, holder, [encoder, decoder])
+    return [(*before, *units[0]), *units[1:-1], (*units[-1], *after)]
+
+
+def _told(model: nn.Module, tell: str) -> str:
+    """Return the name of the module that a method of the model returns, or nothing."""
+    method = getattr(model, tell, None)
+    found = method() if callable(method) else None
+    return next((name for name, module in model.named_modules() if module is found), "")
+
+
+def _units_of_stack(model: nn.Module, path: str, layers: str) -> list[tuple[str, ...]]:
+    parent, _, own = layers.rpartition(".")
+    before, after = around(model, parent, [own], top=path)
+    names: list[tuple[str, ...]] = [
+        (name,) for name in children(model.get_submodule(layers), f"{layers}.")
+    ]
+    names[0] = (*before, *names[0])
+    names[-1] = (*names[-1], *after)
+    return names

@@ -18,8 +18,17 @@ from ..runtime.forms import PLAIN
 from ..splitting.modules import has_parameters, is_plain_layer, siblings_of
 from ..splitting.split import Placement
 from .passage import Passage, kind_of
-from .stand_ins import StandIn, first_trained, standing, standing_like, stands
-from .twins import cast, is_data, runs_alike, twin_of
+from .stand_ins import (
+    StandIn,
+    cast,
+    first_trained,
+    is_data,
+    runs_alike,
+    standing,
+    standing_like,
+    stands,
+    twin_of,
+)
 
 
 class PassThrough(nn.Module):

@@ -59,7 +59,11 @@ class HiddenFlow:
         if self._left is None:  # its last module is left out, or all of them are
             left = passage.source[1] if passage.left is None else passage.left
             if left is None:
-                raise InvalidArgumentError(_nothing_message())
+                raise InvalidArgumentError(
+                    f"{describe_rank()}: the model's forward has called no module of the first "
+                    "stage, so there is nothing to pass on; take fewer stages, or name the "
+                    "modules that it calls in Split(...)"
+                )
             self._take(left)
         left = self._left
         if self._own_gradients:
@@ -67,9 +71,17 @@ class HiddenFlow:
         if not is_hidden(left):
             raise InvalidArgumentError(_stranger_message(left))
         if self._versions != versions(left):
-            raise InvalidArgumentError(_changed_message())
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the model's forward changes, in place, the hidden states "
+                "after the last layer of this stage, which have been passed on as they were; let "
+                "it make new ones, or put that into the layers"
+            )
         if self._hooks != _hooks_on(tensors_in(left)):
-            raise InvalidArgumentError(_gradient_message())
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the model's forward changes the gradient of hidden states "
+                "after the last layer of this stage by a hook, so it would happen on two stages; "
+                "put it into the layers"
+            )
         self._refuse_collected(output, left, _collected_message)
         hidden: Hidden = passage.beside.leave(
             left, max(self._visits, 1), self.gates.other_samples()
@@ -120,29 +132,6 @@ class HiddenFlow:
         self._left, self._versions = output, versions(output)
         self._hooks = _hooks_on(tensors_in(output))
         self._copy, self._own_gradients = None, False
-
-
-def _changed_message() -> str:
-    return (
-        f"{describe_rank()}: the model's forward changes, in place, the hidden states after the "
-        "last layer of this stage, which have been passed on as they were; let it make new "
-        "ones, or put that into the layers"
-    )
-
-
-def _gradient_message() -> str:
-    return (
-        f"{describe_rank()}: the model's forward changes the gradient of hidden states after the "
-        "last layer of this stage by a hook, so it would happen on two stages; put it into the "
-        "layers"
-    )
-
-
-def _nothing_message() -> str:
-    return (
-        f"{describe_rank()}: the model's forward has called no module of the first stage, so there "
-        "is nothing to pass on; take fewer stages, or name the modules that it calls in Split(...)"
-    )
 
 
 def _stranger_message(left: Any) -> str:

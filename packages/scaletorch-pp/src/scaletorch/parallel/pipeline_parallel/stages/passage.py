@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import DistError
 
 from ....dist.building import map_tensors, tensors_in
-from ....dist.errors import InvalidArgumentError
+from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
-from .beside import Beside, version_of
+from ...pg_manager.building import eagerly
+from .beside import Beside, Following, version_of
 
 
 class Passage:
@@ -179,6 +182,36 @@ class Passage:
             )
         if stage > self.furthest:
             self.furthest, self._met = stage, where
+
+
+@contextmanager
+def examining(passage: Passage) -> Iterator[None]:
+    """Run the forward in this context uncompiled, and tell why the model's own code may fail.
+
+    Raises:
+        InvalidArgumentError: It fails, which may be because this stage lacks modules.
+    """
+    with eagerly(), Following(passage):
+        try:
+            yield
+        except (ScaletorchError, DistError):
+            raise
+        except Exception as error:
+            if passage.inside:  # a layer's own failure
+                raise
+            raise InvalidArgumentError(_failed(error)) from error
+
+
+def _failed(error: Exception) -> str:
+    text = " ".join(str(error).split()) or "no message"
+    return (
+        f"{describe_rank()}: the model's own code between its layers fails where modules are "
+        f"another stage's, which return tensors of a form and without values: it raised "
+        f"{type(error).__name__} ({text}). If it runs in one process, it takes something else of "
+        "them than such tensors of the form that they are given, or that layers of this stage "
+        "return: compute that inside the layers, make it an entry of the micro-batch, or use no "
+        "pipeline (pp_size=1)"
+    )
 
 
 def kind_of(module: nn.Module) -> str:

@@ -22,23 +22,19 @@ from ...pg_manager.building import (
     refuse_generate,
     show_output,
 )
-from ..runtime.connections import groups_of_owners, neighbours
 from ..runtime.forms import facts_of
-from ..runtime.posts import goes_in_batches
-from ..schedules.choose import AnySchedule, stages_of
+from ..runtime.posts import goes_in_batches, neighbours
+from ..schedules.builders import AnySchedule, stages_of
 from ..splitting.modules import parameter_facts, siblings_of, takes
 from ..splitting.split import Placement, Split, place
 from .beside import again
 from .cut import cut
-from .examination import examining
 from .gates import check_output
 from .hidden import HiddenFlow
-from .passage import Passage
-from .spanning import watch_spanning
+from .passage import Passage, examining
 from .stand_ins import UnknownValueError, standing, standing_like, stands
-from .state import MANY_FORMS, RuntimeState, name_of_next
-from .ties import Tie, TiedGradients, find_ties
-from .visits import visits_of
+from .state import MANY_FORMS, RuntimeState
+from .ties import Tie, TiedGradients, find_ties, groups_of_owners
 from .weights import Deferral, WeightGradients, defer_weight_gradients, give_own_memory
 
 
@@ -102,13 +98,12 @@ class PipelineParallel(ModuleWrapper):
         last = self.num_stages - 1
         flows = [HiddenFlow(stage, passage, last=stage == last) for stage in self.stages]
         self._siblings = {name: siblings_of(model, name) for name, _ in placement.homes()}
-        watch_spanning(model, placement)
         chunks = cut(model, placement, self.stages, passage)
         if splits:
             defer_weight_gradients(model, deferral)
         tied.share_values()
         prepare_backward(model.parameters())
-        self.runtime = RuntimeState(name_of_next(ranks), chunks, passage, flows, tied, deferral)
+        self.runtime = RuntimeState(chunks, passage, flows, tied, deferral)
         self.runtime.note_parameters(self)
         if self.num_stages > 1:
             mark_staged(model)
@@ -303,6 +298,13 @@ class PipelineParallel(ModuleWrapper):
             self.runtime.tied.sync()
 
 
+def adopt(stage: PipelineParallel) -> None:
+    """Take note of a stage's new layers, and of what was frozen on all ranks, between two steps."""
+    if stages_of(stage.schedule, len(stage.ranks))[1]:
+        defer_weight_gradients(stage.module, stage.runtime.deferral)
+    stage.runtime.tied.forget_frozen()
+
+
 def _called_whole(num_stages: int, count: int, kwargs: Iterable[str]) -> str:
     return (
         f"{describe_rank()}: this is one of {num_stages} stages of a pipeline, which takes one "
@@ -334,7 +336,7 @@ def _agreed_placement(
             raise InvalidArgumentError(message)
         facts = parameter_facts(model)
         stages, splits = stages_of(schedule, len(group_ranks(group)))
-        placement = place(model, config, sum(map(len, stages)), visits_of)
+        placement = place(model, config, sum(map(len, stages)))
         facts += [f"{placement.split}", f"modules of each stage: {placement.stages}"]
         facts.append(f"stages of each rank: {stages}")
     except Exception as error:  # a function that makes a schedule may raise anything

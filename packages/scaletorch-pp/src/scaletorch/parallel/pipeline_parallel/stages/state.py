@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from itertools import count
 
 from torch import Tensor, nn
 
@@ -23,15 +21,11 @@ MANY_FORMS = 4096  # forms that are remembered at most, the same number on every
 Run = Callable[[Task], None]
 
 
-_serials: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
-
-
 @dataclass(slots=True, eq=False)
 class RuntimeState:
     """The parts of a `PipelineParallel` that the train steps drive; not for users.
 
     Attributes:
-        name: A name that all ranks of the pipeline know it by, and no other pipeline has.
         chunks: The rank's stages in the model, of which one can be selected.
         passage: The forward that runs.
         flows: The way of the hidden states through each of them.
@@ -45,11 +39,9 @@ class RuntimeState:
         ids: The `input_ids` of the forward that comes, on any stage; None if they are no tensor.
         steps_alone: A stage may be called by steps alone, since callers take it for a whole model.
         in_step: A step calls the stage.
-        serials: Numbers for the steps.
         timed: Wraps a step's actions so that their times are noted; None unless it is recorded.
     """
 
-    name: str
     chunks: Chunks
     passage: Passage
     flows: list[HiddenFlow]
@@ -63,7 +55,6 @@ class RuntimeState:
     ids: Tensor | None = None
     steps_alone: bool = False
     in_step: bool = False
-    serials: Iterator[int] = field(default_factory=count)
     timed: Callable[[Schedule, Run], Run] | None = None
 
     def note_parameters(self, module: nn.Module) -> int:
@@ -94,9 +85,3 @@ class RuntimeState:
             self.examined.clear()
             self.reached.clear()
             self.trained = trained
-
-
-def name_of_next(ranks: Sequence[int]) -> str:
-    """Return a name for a new pipeline of these ranks; they make their pipelines in one order."""
-    ranks = tuple(ranks)
-    return f"{ranks} {next(_serials[ranks])}"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ....dist import all_gather_object
+from ....dist import all_gather_object, group_ranks
 from ....dist.dist import exchange
 from ....dist.errors import StateError
 from ...pg_manager import describe_rank
+from ...pg_manager.building import connect, groups_within
 from ..splitting.split import Placement
 
 Message = tuple[Tensor, int]
@@ -62,6 +64,29 @@ def find_ties(
             kept = parameter if rank in owners else None
             ties.append(Tie(tuple(aliases), tuple(owners), kept, parameter.requires_grad))
     return ties
+
+
+def groups_of_owners(
+    group: ProcessGroup, several: Iterable[tuple[int, ...]], number: int
+) -> dict[tuple[int, ...], ProcessGroup]:
+    """Make and connect a group for each set of owners of tied parameters; all ranks call it.
+
+    On the pipeline's own group they would exchange beside messages of ranks that own nothing.
+
+    Args:
+        group: The pipeline.
+        several: The owners' places in it, in one order on all ranks.
+        number: From where torch's group names count, agreed by all ranks.
+
+    Returns:
+        The groups of this rank, by the owners' places.
+    """
+    ranks = group_ranks(group)
+    owners_of = {tuple(ranks[place] for place in owners): owners for owners in several}
+    groups = groups_within(group, owners_of, number)
+    for members, own in groups.items():
+        connect(own, combinations(range(len(members)), 2))
+    return {owners_of[members]: own for members, own in groups.items()}
 
 
 class TiedGradients:

@@ -1,8 +1,8 @@
-"""The micro-batches of a step: read, checked, and compared over the ranks of the pipeline."""
+"""The micro-batches of a step, read and checked, and their default loss."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -10,12 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ....dist.building import tensors_in
+from ....dist.dist import all_reduce
 from ....dist.errors import InvalidArgumentError
-from ...pg_manager import describe_rank
-from ..runtime.forms import Hidden, autocasts, contained, form_of, signature
-from .loss import Batch
+from ...pg_manager import IGNORED, describe_rank, get_process_group_manager, token_loss_sum
+from ..runtime.forms import Hidden, autocasts, contained, form_of, signature, tensor_of
+
+Batch = Mapping[str, Any]
+LossFunction = Callable[[Any, Batch], Tensor]
 
 # Entries of a micro-batch that the model's forward is not given by keyword.
 NOT_PASSED = ("input_ids", "labels")
@@ -170,3 +174,32 @@ def checked_dtype(dtype: torch.dtype) -> torch.dtype:
         message = f"dtype is that of the hidden states, such as torch.bfloat16, got {dtype!r}"
         raise InvalidArgumentError(message)
     return dtype
+
+
+def token_mean_loss(
+    batches: Iterable[Batch], device: torch.device, group: ProcessGroup | None
+) -> LossFunction:
+    """Return the loss of one micro-batch: its token losses divided by all valid tokens of the step.
+
+    These are the tokens of all `batches`. If the pipeline is the manager's pp axis, they are also
+    those of the other ranks of its CP x DP group, so that losses and gradients add up over
+    micro-batches and ranks. A pipeline over another group has no such ranks that it knows of.
+
+    Args:
+        batches: This step's micro-batches; `labels` [B, L] are aligned with the outputs, and -100
+            marks tokens that do not count.
+        device: Device on which the loss is computed.
+        group: The pipeline's ranks.
+    """
+    count = torch.zeros((), dtype=torch.int64, device=device)
+    for batch in batches:
+        count += (batch["labels"] != IGNORED).sum().to(device)
+    manager = get_process_group_manager()
+    if manager is not None and group is manager.group("pp"):
+        all_reduce(count, group=manager.cp_dp_group)
+    count.clamp_(min=1)
+
+    def loss(output: Any, batch: Batch) -> Tensor:
+        return token_loss_sum(tensor_of(output), batch["labels"].to(device)) / count
+
+    return loss

@@ -13,9 +13,8 @@ from torch.distributed import ProcessGroup
 from ....dist import all_gather_object, broadcast
 from ..runtime.forms import tensor_of
 from ..runtime.program import Task
-from ..schedules.choose import Builder
-from ..schedules.sweeps import forward_only
-from .loss import Batch
+from ..schedules.builders import Builder, forward_only
+from .batches import Batch
 from .step import StepArguments, agreed_step, execute_plan, stages_of_step
 from .work import Stages, unwrap
 

@@ -13,15 +13,22 @@ from ....dist import get_comm_device, group_ranks, guard
 from ....dist.building import agree
 from ....dist.errors import InvalidArgumentError, ScaletorchError, StateError
 from ...pg_manager import describe_rank
-from ..runtime.execute import Watch, execute
+from ..runtime.execute import execute
 from ..runtime.mail import Mail
 from ..runtime.posts import Posts
 from ..runtime.program import Plan, Task, plan_of
-from ..schedules.choose import AnySchedule
+from ..schedules.builders import AnySchedule
 from ..schedules.schedule import FORWARD, Schedule
 from ..stages.stage import PipelineParallel
-from .batches import MicroBatches, checked_dtype, checked_shape, read
-from .loss import Batch, LossFunction, token_mean_loss
+from .batches import (
+    Batch,
+    LossFunction,
+    MicroBatches,
+    checked_dtype,
+    checked_shape,
+    read,
+    token_mean_loss,
+)
 from .work import Stages, Training, deferred_sync, unwrap
 
 
@@ -45,6 +52,7 @@ def train_step_pipeline(
     *,
     loss_fn: LossFunction | None = None,
     group: ProcessGroup | None = None,
+    schedule: AnySchedule | None = None,
 ) -> Tensor:
     """Run one step's micro-batches in the order of the model's own schedule.
 
@@ -66,6 +74,7 @@ def train_step_pipeline(
             the valid tokens of all micro-batches and, if the pipeline is the manager's pp axis, of
             the manager's CP x DP group. Over a group of your own it counts this pipeline's alone.
         group: The ranks in order; None is the model's own group.
+        schedule: Another schedule of the same stages; None is the model's own.
 
     Returns:
         The sum of the micro-batches' losses on the rank of the last stage and zero elsewhere: 0-d,
@@ -79,7 +88,14 @@ def train_step_pipeline(
         StageError: Another rank has failed in this step; the message has its error.
     """
     arguments = StepArguments(model, data_loader, tensor_shapes, device, dtype, group)
-    return _train_step(arguments, loss_fn, None)
+    pipeline = unwrap(model)[1]
+    with_labels = loss_fn is None and pipeline.is_last_stage
+    plan, inputs = agreed_step(
+        "this train step", arguments, schedule, with_labels=with_labels, require=_require_training
+    )
+    if with_labels:
+        loss_fn = token_mean_loss(inputs.batches, inputs.device, _same_ranks(pipeline, group))
+    return _train(arguments, plan, inputs, loss_fn)
 
 
 def train_step_pipeline_afab(
@@ -97,8 +113,10 @@ def train_step_pipeline_afab(
     Arguments, result and errors are those of `train_step_pipeline`; the model has one stage on each
     rank. Activations of all micro-batches are alive at once.
     """
-    arguments = StepArguments(model, data_loader, tensor_shapes, device, dtype, group)
-    return _train_step(arguments, loss_fn, "afab")
+    rest = tensor_shapes, device, dtype
+    return train_step_pipeline(
+        model, data_loader, *rest, loss_fn=loss_fn, group=group, schedule="afab"
+    )
 
 
 def train_step_pipeline_1f1b(
@@ -116,22 +134,17 @@ def train_step_pipeline_1f1b(
     Arguments, result and errors are those of `train_step_pipeline`; the model has one stage on each
     rank. Stage s of N keeps the activations of at most N - s micro-batches.
     """
-    arguments = StepArguments(model, data_loader, tensor_shapes, device, dtype, group)
-    return _train_step(arguments, loss_fn, "1f1b")
-
-
-def _train_step(
-    arguments: StepArguments, loss_fn: LossFunction | None, schedule: AnySchedule | None
-) -> Tensor:
-    """Run one step with a schedule; None is the pipeline's own."""
-    wrappers, pipeline = unwrap(arguments.model)
-    with_labels = loss_fn is None and pipeline.is_last_stage
-    plan, inputs = agreed_step(
-        "this train step", arguments, schedule, with_labels=with_labels, require=_require_training
+    rest = tensor_shapes, device, dtype
+    return train_step_pipeline(
+        model, data_loader, *rest, loss_fn=loss_fn, group=group, schedule="1f1b"
     )
-    if with_labels:
-        group = _same_ranks(pipeline, arguments.group)
-        loss_fn = token_mean_loss(inputs.batches, inputs.device, group)
+
+
+def _train(
+    arguments: StepArguments, plan: Plan, inputs: MicroBatches, loss_fn: LossFunction | None
+) -> Tensor:
+    """Execute a plan, complete the gradients, and return the loss."""
+    wrappers, pipeline = unwrap(arguments.model)
     with deferred_sync(wrappers) as switches:
         if pipeline.ties:
             pipeline.runtime.tied.begin()
@@ -209,23 +222,17 @@ def execute_plan(
     perform: Callable[[Task], None],
     note: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Execute this rank's part of a plan; return whether `note` returned true on any rank then.
+    """Execute this rank's program; return whether `note` returned true on any rank then.
 
     Raises:
         StageError: Another rank has failed.
     """
-    pipeline, mail = stages.pipeline, stages.mail
-    runtime = pipeline.runtime
-    if runtime.timed is not None:
-        perform = runtime.timed(plan.schedule, perform)
-
-    steps = plan.steps[mail.may_receive_early(plan.crossings)]
-    watch = Watch(stages.group, f"{runtime.name} {next(runtime.serials)}")
+    timed = stages.pipeline.runtime.timed
+    run = perform if timed is None else timed(plan.schedule, perform)
     try:
-        execute(steps, mail, perform, watch, note)
+        return execute(plan.steps, stages.mail, run, stages.group, note)
     finally:
-        pipeline.select_all()
-    return watch.note
+        stages.pipeline.select_all()
 
 
 def _inputs(

@@ -21,8 +21,7 @@ from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD, Action
 from ..stages.gates import check_output
 from ..stages.stage import PipelineParallel
 from ..stages.weights import WeightGradients
-from .batches import MicroBatches
-from .loss import LossFunction
+from .batches import LossFunction, MicroBatches
 
 SYNC_SWITCH = "require_backward_grad_sync"
 

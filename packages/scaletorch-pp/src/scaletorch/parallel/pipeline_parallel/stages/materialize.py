@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ....dist.errors import InvalidArgumentError
 from ..splitting.modules import listing
-from ..stages.stage import PipelineParallel
+from .stage import PipelineParallel
 
 
 class TensorFile(Protocol):

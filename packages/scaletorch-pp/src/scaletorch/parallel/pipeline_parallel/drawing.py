@@ -1,0 +1,244 @@
+"""Pictures of timelines: in the terminal, and as a Chrome trace for https://ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...dist.errors import InvalidArgumentError
+from .schedules.schedule import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    Schedule,
+    Span,
+    Timeline,
+)
+
+__all__ = ["to_chrome_trace", "to_text"]
+
+WIDTH = 120  # if times have no common unit and no width is given
+_CLOSE = 1e-6  # of a unit: rounding of floats
+_COLOURS = {FORWARD: "7;34", BACKWARD: "7;32", BACKWARD_INPUT: "7;36", BACKWARD_WEIGHT: "7;33"}
+MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}
+PREDICTED = 1e3  # microseconds of a unit, if nothing was measured
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """How time becomes columns: `cell` columns for each `unit` of time, from `start` on."""
+
+    start: float
+    unit: float
+    cell: int
+    chunks: int
+
+    def column(self, time: float) -> int:
+        return round((time - self.start) / self.unit * self.cell)
+
+
+def to_text(
+    timeline: Timeline,
+    width: int | None = None,
+    *,
+    peak: Sequence[float] | None = None,
+    colour: bool = False,
+) -> str:
+    """Draw one line for each rank, and below it makespan and bubble.
+
+    If all times are multiples of one unit, every unit is a cell: `F0` takes one, `B0---`
+    two, and `..` is idle. Otherwise, or if that is wider than `width`, columns are shares
+    of the makespan, and an action without room for its number shows its kind alone. The second of
+    two chunks is in lower case; of more chunks, the later ones are `F0.1`, `F0.2` and so on.
+
+    Args:
+        timeline: Predicted or measured.
+        width: Columns of the longest line; None for as many as the cells need, or 120.
+        peak: Peak live activations of each rank, shown below.
+        colour: Colour the actions by kind, with ANSI escapes.
+
+    Raises:
+        InvalidArgumentError: The actions take no time, or `width` leaves no room for them.
+    """
+    _busy(timeline)
+    num_ranks = timeline.schedule.num_ranks
+    names = [f"rank {rank:<{len(str(num_ranks - 1))}}  " for rank in range(num_ranks)]
+    scale = _scale(timeline, width, len(names[0]))
+    lines = [
+        name + "".join(_line(timeline, rank, scale, colour)).rstrip()
+        for rank, name in enumerate(names)
+    ]
+    return "\n".join([*lines, "", *_below(timeline, scale, peak)])
+
+
+def common_unit(timeline: Timeline) -> float | None:
+    """Return the largest time of which all starts and ends are multiples; None without one."""
+    start = min(s.start for s in timeline.spans)
+    times = {t - start for s in timeline.spans for t in (s.start, s.end)}
+    shortest = min(s.end - s.start for s in timeline.spans if s.end > s.start)
+    for parts in range(1, 5):
+        unit = shortest / parts
+        if all(abs(t / unit - round(t / unit)) < _CLOSE for t in times):
+            return unit
+    return None
+
+
+def _scale(timeline: Timeline, width: int | None, margin: int) -> _Scale:
+    start, chunks = min(s.start for s in timeline.spans), _num_chunks(timeline.schedule)
+    unit = common_unit(timeline)
+    if unit is not None:
+        cell = max(len(_label(s.action, chunks)) for s in timeline.spans) + 1
+        columns = round(timeline.makespan / unit) * cell - 1
+        if width is None or margin + columns <= width:
+            return _Scale(start, unit, cell, chunks)
+    width = WIDTH if width is None else width
+    if width <= margin:
+        raise InvalidArgumentError(f"a picture needs a width of at least {margin + 1}, got {width}")
+    return _Scale(start, timeline.makespan / (width - margin), 1, chunks)
+
+
+def _line(timeline: Timeline, rank: int, scale: _Scale, colour: bool) -> Iterator[str]:
+    """Yield the text of each action of a rank and of each time between them."""
+    here = 0
+    spans = sorted((s for s in timeline.spans if s.rank == rank), key=lambda s: s.start)
+    for span in spans:
+        first, last = max(scale.column(span.start), here), scale.column(span.end)
+        if last > first:
+            yield _idle(first - here, scale.cell)
+            yield _action(span, last - first, scale, colour)
+            here = last
+    yield _idle(scale.column(timeline.makespan + scale.start) - here, scale.cell)
+
+
+def _idle(columns: int, cell: int) -> str:
+    return "." * columns if cell == 1 else ("." * (cell - 1) + " ") * (columns // cell)
+
+
+def _action(span: Span, columns: int, scale: _Scale, colour: bool) -> str:
+    label, gap = _label(span.action, scale.chunks), min(scale.cell - 1, 1)
+    if len(label) > columns - gap:
+        label = label[0]
+    text = label.ljust(columns - gap, "-" if columns > scale.cell else " ")
+    return (f"\x1b[{_COLOURS[span.action.kind]}m{text}\x1b[0m" if colour else text) + " " * gap
+
+
+def _label(action: Action, chunks: int) -> str:
+    if chunks != 2:
+        return str(action)
+    label = f"{action.kind}{action.micro_batch}"
+    return label.lower() if action.chunk else label
+
+
+def _below(timeline: Timeline, scale: _Scale, peak: Sequence[float] | None) -> Iterator[str]:
+    yield f"{timeline.schedule.name}: {_figures(timeline)}"
+    if scale.cell == 1:
+        yield f"one column is {_with_unit(scale.unit, timeline.unit)}"
+    if scale.chunks == 2:
+        yield "in lower case: each rank's second stage"
+    elif scale.chunks > 2:
+        yield "F0.1: on the second of each rank's stages, F0.2: on the third, and so on"
+    if peak is not None:
+        yield f"peak live activations: {' '.join(f'{p:g}' for p in peak)}"
+
+
+def to_chrome_trace(*timelines: Timeline, titles: Sequence[str] = ()) -> str:
+    """Return JSON of the Chrome trace event format: a process for each timeline, a thread a rank.
+
+    Times are microseconds from each timeline's own first action. A unit that is no unit of time
+    (neither s, ms, us nor ns) is a millisecond; but beside a measured timeline, it is as long as
+    makes the actions of both take equally long together.
+
+    Args:
+        timelines: Predicted or measured, at least one.
+        titles: One for each; none for the names of the schedules.
+
+    Raises:
+        InvalidArgumentError: No timeline, one without time, or not one title for each.
+    """
+    if not timelines:
+        raise InvalidArgumentError("nothing to draw: give at least one timeline")
+    if titles and len(titles) != len(timelines):
+        raise InvalidArgumentError(
+            f"expected one title for each of {len(timelines)} timelines, got {len(titles)}"
+        )
+    names = titles or [timeline.schedule.name for timeline in timelines]
+    for timeline in timelines:
+        _busy(timeline)
+    events: list[dict[str, Any]] = []
+    for process, (timeline, name) in enumerate(zip(timelines, names, strict=True)):
+        events += _names(process, timeline, name)
+        events += _actions(process, timeline, _microseconds(timeline, timelines))
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _microseconds(timeline: Timeline, timelines: Sequence[Timeline]) -> float:
+    """Return how many microseconds one unit of the timeline is."""
+    if timeline.unit in MICROSECONDS:
+        return MICROSECONDS[timeline.unit]
+    measured = next((t for t in timelines if t.unit in MICROSECONDS), None)
+    if measured is None:
+        return PREDICTED
+    return MICROSECONDS[measured.unit] * _busy(measured) / _busy(timeline)
+
+
+def _names(process: int, timeline: Timeline, name: str) -> Iterator[dict[str, Any]]:
+    yield _meta("process_name", process, 0, name=name)
+    yield _meta("process_labels", process, 0, labels=_figures(timeline))
+    yield _meta("process_sort_index", process, 0, sort_index=process)
+    for rank in range(timeline.schedule.num_ranks):
+        yield _meta("thread_name", process, rank, name=f"rank {rank}")
+        yield _meta("thread_sort_index", process, rank, sort_index=rank)
+
+
+def _meta(what: str, process: int, thread: int, **args: str | int) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
+
+
+def _actions(process: int, timeline: Timeline, scale: float) -> Iterator[dict[str, Any]]:
+    first = min(s.start for s in timeline.spans)
+    for rank, action, start, end in timeline.spans:
+        stage = timeline.schedule.stages[rank][action.chunk]
+        yield {
+            "ph": "X",
+            "name": str(action),
+            "cat": "pipeline",
+            "pid": process,
+            "tid": rank,
+            "ts": (start - first) * scale,
+            "dur": (end - start) * scale,
+            "args": {**action._asdict(), "stage": stage},
+        }
+
+
+def _busy(timeline: Timeline) -> float:
+    """Return the time of all actions together.
+
+    Raises:
+        InvalidArgumentError: They take no time.
+    """
+    total = sum(s.end - s.start for s in timeline.spans)
+    if not total > 0:
+        raise InvalidArgumentError(
+            f"nothing to draw: the actions of {timeline.schedule.name!r} take no time"
+        )
+    return total
+
+
+def _figures(timeline: Timeline) -> str:
+    """Return makespan and bubble in words."""
+    makespan = _with_unit(timeline.makespan, timeline.unit)
+    return f"makespan {makespan}, bubble {100 * timeline.bubble:.1f} %"
+
+
+def _with_unit(value: float, unit: str) -> str:
+    """Return a time in words."""
+    return f"{value:.6g} {unit}".rstrip()
+
+
+def _num_chunks(schedule: Schedule) -> int:
+    """Return how many stages the rank with most has."""
+    return max(map(len, schedule.stages))

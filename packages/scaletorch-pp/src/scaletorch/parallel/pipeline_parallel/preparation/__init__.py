@@ -1,1 +1,0 @@
-"""A whole plain model before it trains: its layers timed, its parameters made real."""

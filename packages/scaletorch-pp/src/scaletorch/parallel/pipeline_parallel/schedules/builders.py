@@ -1,0 +1,392 @@
+"""The schedules of the library, by name, and the one that a pipeline runs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count, pairwise
+
+from ....dist.errors import InvalidArgumentError
+from .schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Schedule
+
+MOST_FORWARDS = 5_000_000  # of all ranks together; about a gigabyte of actions
+Builder = Callable[[int, int], Schedule]  # (ranks, micro-batches)
+AnySchedule = str | Builder | Schedule
+
+
+def forward_only(
+    num_ranks: int, num_micro_batches: int, stages: Sequence[Sequence[int]] | None = None
+) -> Schedule:
+    """Run the forwards and nothing else, for inference.
+
+    Nothing is kept alive for a backward. With costs F and one stage on each rank it takes
+    (m + N - 1) F.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_micro_batches: Micro-batches of one step.
+        stages: Each rank's stages, chunk by chunk; None is one each.
+
+    Raises:
+        InvalidArgumentError: Less than one of either.
+    """
+    _require_sizes(num_ranks, num_micro_batches)
+    places = _looped_stages(num_ranks, 1) if stages is None else tuple(map(tuple, stages))
+    ranks = tuple(_by_wave(own, num_micro_batches) for own in places)
+    return Schedule("forward_only", num_micro_batches, places, ranks)
+
+
+def _by_wave(stages: Sequence[int], num_micro_batches: int) -> tuple[Action, ...]:
+    """Order a rank's forwards by the time at which, with a rank for each stage, they could run."""
+    forwards = [
+        (micro_batch + stage, stage, Action(FORWARD, micro_batch, chunk))
+        for chunk, stage in enumerate(stages)
+        for micro_batch in range(num_micro_batches)
+    ]
+    return tuple(action for _, _, action in sorted(forwards))
+
+
+def afab(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """All forwards, then all backwards, both in micro-batch order.
+
+    Source: GPipe, https://arxiv.org/abs/1811.06965. Every rank keeps the activations of all
+    micro-batches.
+
+    Args:
+        num_ranks: Ranks of the pipeline, each with one stage.
+        num_micro_batches: Micro-batches of one step.
+
+    Raises:
+        InvalidArgumentError: Less than one of either.
+    """
+    _require_sizes(num_ranks, num_micro_batches)
+    micro_batches = range(num_micro_batches)
+    actions = (*_of_kind(FORWARD, micro_batches), *_of_kind(BACKWARD, micro_batches))
+    return Schedule("afab", num_micro_batches, _looped_stages(num_ranks, 1), (actions,) * num_ranks)
+
+
+def looped_breadth_first(num_ranks: int, num_micro_batches: int, num_chunks: int = 2) -> Schedule:
+    """All forwards chunk by chunk, then all backwards from the last chunk to the first.
+
+    Source: breadth-first pipeline parallelism, https://arxiv.org/abs/2211.05953. Every rank keeps
+    the activations of all micro-batches of all its chunks, and uses each chunk's weights in one go.
+
+    Args:
+        num_ranks: Ranks N of the pipeline; rank r has stages r, r + N, r + 2N and so on.
+        num_micro_batches: Micro-batches of one step.
+        num_chunks: Stages of each rank.
+
+    Raises:
+        InvalidArgumentError: Less than one of any.
+    """
+    _require_sizes(num_ranks, num_micro_batches, num_chunks)
+    stages = _looped_stages(num_ranks, num_chunks)
+    micro_batches = range(num_micro_batches)
+    actions = [a for chunk in range(num_chunks) for a in _of_kind(FORWARD, micro_batches, chunk)]
+    for chunk in reversed(range(num_chunks)):
+        actions += _of_kind(BACKWARD, micro_batches, chunk)
+    return Schedule("looped_bfs", num_micro_batches, stages, (tuple(actions),) * num_ranks)
+
+
+def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """Fill the pipeline, then alternate one forward with one backward, then drain it.
+
+    Source: PipeDream-Flush, https://arxiv.org/abs/2006.09503. Rank r of N keeps the activations of
+    at most N - r micro-batches.
+
+    Args:
+        num_ranks: Ranks of the pipeline, each with one stage.
+        num_micro_batches: Micro-batches of one step; may be fewer than ranks.
+
+    Raises:
+        InvalidArgumentError: Less than one of either.
+    """
+    _require_sizes(num_ranks, num_micro_batches)
+    ranks = tuple(_one_f_one_b(rank, num_ranks, num_micro_batches) for rank in range(num_ranks))
+    return Schedule("1f1b", num_micro_batches, _looped_stages(num_ranks, 1), ranks)
+
+
+def _one_f_one_b(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Action, ...]:
+    ahead = min(num_ranks - rank - 1, num_micro_batches)
+    actions = _of_kind(FORWARD, range(ahead))
+    for micro_batch in range(ahead, num_micro_batches):
+        actions += [Action(FORWARD, micro_batch), Action(BACKWARD, micro_batch - ahead)]
+    return (*actions, *_of_kind(BACKWARD, range(num_micro_batches - ahead, num_micro_batches)))
+
+
+def zb_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """1F1B with the gradients of the weights put off, rank r's by r micro-batches.
+
+    Source: ZB-H1 of zero bubble pipeline parallelism, https://arxiv.org/abs/2401.10241. Every rank
+    keeps the activations of at most N micro-batches until their "W", as many as the first rank of
+    1F1B. With costs F = I = W = 1 and m >= N it takes 3 m + N - 1, against 1F1B's 3 (m + N - 1).
+
+    Args:
+        num_ranks: Ranks N of the pipeline, each with one stage.
+        num_micro_batches: Micro-batches m of one step; may be fewer than ranks.
+
+    Raises:
+        InvalidArgumentError: Less than one of either.
+    """
+    _require_sizes(num_ranks, num_micro_batches)
+    ranks = tuple(_zb_h1(rank, num_ranks, num_micro_batches) for rank in range(num_ranks))
+    return Schedule("zb_h1", num_micro_batches, _looped_stages(num_ranks, 1), ranks)
+
+
+def _zb_h1(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Action, ...]:
+    ahead = min(num_ranks - rank - 1, num_micro_batches)
+    put_off = min(rank, num_micro_batches)
+    actions = _of_kind(FORWARD, range(ahead))
+    for micro_batch in range(num_micro_batches):
+        if micro_batch + ahead < num_micro_batches:
+            actions.append(Action(FORWARD, micro_batch + ahead))
+        actions.append(Action(BACKWARD_INPUT, micro_batch))
+        if micro_batch >= put_off:
+            actions.append(Action(BACKWARD_WEIGHT, micro_batch - put_off))
+    last = range(num_micro_batches - put_off, num_micro_batches)
+    return (*actions, *_of_kind(BACKWARD_WEIGHT, last))
+
+
+def interleaved_1f1b(num_ranks: int, num_micro_batches: int, num_chunks: int = 2) -> Schedule:
+    """1F1B over chunks: rounds of N micro-batches pass each chunk in turn.
+
+    Source: Megatron-LM, https://arxiv.org/abs/2104.04473. Where N does not divide the micro-batches
+    the rounds are larger than N, by as little as can be, the largest first; one round holds fewer
+    than N micro-batches. With costs f and b of a chunk and m >= N it takes (m v + N - 1) (f + b).
+    Rank r keeps the activations of at most (v - 1) s + 2 (N - 1 - r) + 1 chunks for a first round
+    of s; there are v times as many chunks as 1F1B's stages.
+
+    Args:
+        num_ranks: Ranks N of the pipeline; rank r has stages r, r + N, r + 2N and so on.
+        num_micro_batches: Micro-batches m of one step.
+        num_chunks: Stages v of each rank.
+
+    Raises:
+        InvalidArgumentError: Less than one of any.
+    """
+    _require_sizes(num_ranks, num_micro_batches, num_chunks)
+    stages = _looped_stages(num_ranks, num_chunks)
+    rounds = _rounds(num_ranks, num_micro_batches)
+    forwards = _in_rounds(FORWARD, rounds, range(num_chunks))
+    backwards = _in_rounds(BACKWARD, rounds, range(num_chunks)[::-1])
+    ahead = (num_chunks - 1) * len(rounds[0])
+    ranks = tuple(
+        _one_by_one(forwards, backwards, ahead + 2 * (num_ranks - rank - 1))
+        for rank in range(num_ranks)
+    )
+    return Schedule("interleaved_1f1b", num_micro_batches, stages, ranks)
+
+
+def _rounds(num_ranks: int, num_micro_batches: int) -> list[range]:
+    """Cut the micro-batches into as many rounds of N or more as there can be."""
+    num_rounds = max(1, num_micro_batches // num_ranks)
+    size, larger = divmod(num_micro_batches, num_rounds)
+    ends = [index * size + min(index, larger) for index in range(num_rounds + 1)]
+    return [range(start, end) for start, end in pairwise(ends)]
+
+
+def _in_rounds(kind: str, rounds: list[range], chunks: range) -> list[Action]:
+    return [Action(kind, m, chunk) for round_ in rounds for chunk in chunks for m in round_]
+
+
+def _one_by_one(forwards: list[Action], backwards: list[Action], ahead: int) -> tuple[Action, ...]:
+    """Alternate, after so many forwards ahead, and end with as many backwards."""
+    ahead = min(ahead, len(forwards))
+    pairs = zip(forwards[ahead:], backwards, strict=False)
+    steady = (action for pair in pairs for action in pair)
+    return (*forwards[:ahead], *steady, *backwards[len(backwards) - ahead :])
+
+
+def zb_v(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """Zero bubble in a V: with m >= 2N - 1 no rank waits between its first and its last action.
+
+    Source: ZB-V of zero bubble pipeline parallelism, https://arxiv.org/abs/2401.10241. Every rank
+    keeps at most 2N chunks' activations until their "W", as much as the first rank of 1F1B. With
+    costs F = I = W = 1 of a chunk it then takes 6 m + N - 1, the least there can be. Fewer
+    micro-batches run the order of 2N - 1, less those that are not there.
+
+    Args:
+        num_ranks: Ranks N of the pipeline; rank r has stages r and 2N - 1 - r.
+        num_micro_batches: Micro-batches m of one step.
+
+    Raises:
+        InvalidArgumentError: Less than one of either.
+    """
+    return _v_shape("zb_v", num_ranks, num_micro_batches, 2 * num_ranks - 1, _zb_v)
+
+
+def dualpipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """Pairs of a forward and a backward of different micro-batches, one after the other, in a V.
+
+    Source: DualPipe "cut in half", https://github.com/deepseek-ai/DualPipe. Every rank keeps at
+    most 2N + 1 chunks' activations until their "B" or "W". With costs F = I = W = 1 of a chunk
+    and m >= 2N it takes 6 m + N - 1. Fewer micro-batches run the order of 2N, less
+    those that are not there.
+
+    Args:
+        num_ranks: Ranks N of the pipeline; rank r has stages r and 2N - 1 - r.
+        num_micro_batches: Micro-batches m of one step.
+
+    Raises:
+        InvalidArgumentError: Less than one of either.
+    """
+    return _v_shape("dualpipe_v", num_ranks, num_micro_batches, 2 * num_ranks, _dualpipe_v)
+
+
+_Order = Callable[[int, int, int], list[str]]  # (rank, ranks, micro-batches) -> kinds and chunks
+
+
+def _v_shape(
+    name: str, num_ranks: int, num_micro_batches: int, at_least: int, order: _Order
+) -> Schedule:
+    """Write the order for enough micro-batches and leave out those that are not there.
+
+    Micro-batches do not need each other's results, so the rest of an order that finishes
+    finishes too, no later and with no more kept alive.
+    """
+    _require_sizes(num_ranks, num_micro_batches, num_chunks=2)
+    enough = max(num_micro_batches, at_least)
+    ranks = (_numbered(order(rank, num_ranks, enough)) for rank in range(num_ranks))
+    left = tuple(tuple(a for a in rank if a.micro_batch < num_micro_batches) for rank in ranks)
+    # Rank r of N has the stages r and 2N - 1 - r: down and up again.
+    stages = tuple((rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks))
+    return Schedule(name, num_micro_batches, stages, left)
+
+
+def _zb_v(rank: int, num_ranks: int, num_micro_batches: int) -> list[str]:
+    after = num_ranks - rank - 1  # ranks further down the V
+    full = num_micro_batches - 2 * num_ranks + rank + 1
+    return [
+        *(2 * after + 1) * ["F0"],
+        *rank * ["F1", "F0"],
+        *(after + 1) * ["F1", "I1", "W"],
+        *full * ["F0", "I0", "W", "F1", "I1", "W"],
+        *after * ["I0", "W", "F1", "I1", "W"],
+        *rank * ["I0", "I1"],
+        *(after + 1) * ["I0", "W"],
+        *2 * rank * ["W"],
+    ]
+
+
+def _dualpipe_v(rank: int, num_ranks: int, num_micro_batches: int) -> list[str]:
+    after = num_ranks - rank - 1
+    full = num_micro_batches - 2 * num_ranks + rank + 1
+    drain = (rank + 1) * ["1", "0"]
+    return [
+        *2 * after * ["F0"],
+        *(rank + 1) * ["F0", "F1"],
+        *after * ["I1", "W", "F1"],
+        *full * ["F0", "B1", "F1", "B0"],
+        *after * ["B1", "F1", "B0"],
+        *("B" + chunk for chunk in drain[: rank + 1]),
+        *("I" + chunk for chunk in drain[rank + 1 :]),
+        *after * ["W", "I0"],
+        *(rank + 1) * ["W"],
+    ]
+
+
+def _numbered(order: list[str]) -> Iterator[Action]:
+    """Give each kind and chunk its next micro-batch, and each "W" the oldest "I" without one."""
+    waiting: deque[Action] = deque()
+    forwards, backwards = (count(), count()), (count(), count())
+    for entry in order:
+        if entry == BACKWARD_WEIGHT:
+            yield waiting.popleft()
+            continue
+        kind, chunk = entry[0], int(entry[1])
+        action = Action(kind, next((forwards if kind == FORWARD else backwards)[chunk]), chunk)
+        yield action
+        if kind == BACKWARD_INPUT:
+            waiting.append(Action(BACKWARD_WEIGHT, action.micro_batch, action.chunk))
+
+
+def _looped_stages(num_ranks: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the stages of each rank if rank r of N has r, r + N, r + 2N and so on."""
+    num_stages = num_ranks * num_chunks
+    return tuple(tuple(range(rank, num_stages, num_ranks)) for rank in range(num_ranks))
+
+
+def _of_kind(kind: str, micro_batches: Iterable[int], chunk: int = 0) -> list[Action]:
+    """Return one action for each micro-batch."""
+    return [Action(kind, micro_batch, chunk) for micro_batch in micro_batches]
+
+
+def _require_sizes(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> None:
+    """Check the sizes that every schedule needs.
+
+    Raises:
+        InvalidArgumentError: No whole numbers, less than one of any, or more than `MOST_FORWARDS`.
+    """
+    sizes = {"ranks": num_ranks, "micro-batches": num_micro_batches, "stages a rank": num_chunks}
+    for name, size in sizes.items():
+        if not isinstance(size, int):
+            raise InvalidArgumentError(f"a schedule needs a whole number of {name}, got {size!r}")
+    if num_ranks < 1 or num_micro_batches < 1:
+        raise InvalidArgumentError(
+            "a schedule needs at least 1 rank and 1 micro-batch, got "
+            f"{num_ranks} ranks and {num_micro_batches} micro-batches"
+        )
+    if num_chunks < 1:
+        raise InvalidArgumentError(f"every rank needs at least 1 chunk, got {num_chunks}")
+    forwards = num_ranks * num_micro_batches * num_chunks
+    if forwards > MOST_FORWARDS:
+        raise InvalidArgumentError(
+            f"a schedule of {num_ranks} ranks, {num_micro_batches} micro-batches and {num_chunks} "
+            f"stages a rank has {forwards} forwards, and its actions are held one by one: at most "
+            f"{MOST_FORWARDS}; take fewer micro-batches a step"
+        )
+
+
+SCHEDULES: Mapping[str, Builder] = {
+    "afab": afab,
+    "1f1b": one_f_one_b,
+    "interleaved_1f1b": interleaved_1f1b,
+    "looped_bfs": looped_breadth_first,
+    "zb_h1": zb_h1,
+    "zb_v": zb_v,
+    "dualpipe_v": dualpipe_v,
+    "forward_only": forward_only,
+}
+
+
+def built(schedule: AnySchedule, num_ranks: int, num_micro_batches: int) -> Schedule:
+    """Return the schedule of a step.
+
+    Raises:
+        InvalidArgumentError: An unknown name, or a schedule of other sizes.
+    """
+    if isinstance(schedule, str):
+        if schedule not in SCHEDULES:
+            message = f"schedule {schedule!r} is not one of {', '.join(SCHEDULES)}"
+            raise InvalidArgumentError(message)
+        schedule = SCHEDULES[schedule]
+    if not isinstance(schedule, Schedule):
+        if not callable(schedule):
+            raise InvalidArgumentError(
+                "schedule must be a name, a Schedule, or a function of ranks and micro-batches "
+                f"that returns one, got {type(schedule).__name__}"
+            )
+        schedule = schedule(num_ranks, num_micro_batches)
+        if not isinstance(schedule, Schedule):
+            message = f"schedule must return a Schedule, got {type(schedule).__name__}"
+            raise InvalidArgumentError(message)
+    sizes = schedule.num_ranks, schedule.num_micro_batches
+    if sizes != (num_ranks, num_micro_batches):
+        raise InvalidArgumentError(
+            f"schedule {schedule.name!r} is for {sizes[0]} ranks and {sizes[1]} micro-batches, and "
+            f"there are {num_ranks} ranks and {num_micro_batches} micro-batches"
+        )
+    return schedule
+
+
+def stages_of(schedule: AnySchedule, num_ranks: int) -> tuple[tuple[tuple[int, ...], ...], bool]:
+    """Return each rank's stages, chunk by chunk, and whether the schedule splits backwards.
+
+    Raises:
+        InvalidArgumentError: An unknown name, or a schedule for another number of ranks.
+    """
+    # A function is asked for as many micro-batches as it takes to see each kind of action.
+    count = schedule.num_micro_batches if isinstance(schedule, Schedule) else 4 * num_ranks
+    example = built(schedule, num_ranks, count)
+    splits = any(action.kind == BACKWARD_WEIGHT for rank in example.ranks for action in rank)
+    return example.stages, splits
