@@ -96,6 +96,8 @@ class Alone:
     def extras(self) -> str:
         """Resolve all extras together, beside the torch that is there; install and build none."""
         names = metadata(self.wheel).provides_extra or []
+        if not names:
+            return "none"
         wanted = [f"{self.wheel}[{','.join(names)}]", f"torch=={installed_version('torch')}"]
         options = ["--dry-run", "--only-binary", ":all:", "--find-links", str(self.wheels)]
         done = pip(self.python, "install", *options, *wanted)
