@@ -58,7 +58,7 @@ def input_gradient_over_wrong_axis(send: Any) -> Any:
 @fault("regions.overlap:weight_grad", layout="1x1x1x2", born=COLUMN)
 def late_weight_gradient_incomplete(weight_grad: Any) -> Any:
     """A weight's gradient, computed while its input's travels, leaves out a sequence."""
-    return lambda products, main: weight_grad([(g[1:], x[1:]) for g, x in products], main)
+    return lambda products: weight_grad([(g[1:], x[1:]) for g, x in products])
 
 
 @fault("layers.linear:RowParallelLinear.forward", layout="1x1x1x2", born=ROW)
