@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ from .lost import Exact, compare_all, compare_number
 from .precision import model_precision
 from .problem import MAX_NORM, PHASES, TORCH_DTYPES, Phase, phase_at
 from .replicas import doubled, missing, own_part, split_by_holder, unlike
-from .routing import Choice, by_scores, decided, flips, replayed, watched
+from .routing import Choice, by_scores, decided, replayed
 from .where import in_dtype, moved
 
 RECOMPUTE: Mapping[str, bool | str] = {
@@ -168,15 +168,12 @@ def train_and_compare(
         if first:
             with may_refuse():
                 optimizers = optimizers_of(case, phase, model)
-        near = [Choice(*each) for each in saved["doubtful"][step]]
         sent: list[float] = []
-        replay = by_scores(near, limit, sent) if near and exact else None
-        watch = watched(on=bool(near) and not exact)
-        with may_refuse(), model_precision(dtype), watch as choices, decided(replay):
+        with may_refuse(), choosing(saved, step, sent), model_precision(dtype):
             batches = divide(case, saved, step, model)
             loss = train_step(model, batches, manager, loss_fn=subject.loss)
         found = [compare_number("loss", step, loss, theirs["loss"], limit, exact)]
-        found += replayed(sent, step, limit) if exact else flips(choices, near, step, limit)
+        found += replayed(sent, step, limit)
         found += compare_gradients(step, model, theirs, stages, limit, manager, exact)
         norm = norm_of(model, manager, clips=phase.clips)
         found.append(compare_number("norm", step, norm, theirs["norm"], limit, exact))
@@ -191,6 +188,20 @@ def train_and_compare(
     yield from missing("whole weight", step, weights, theirs["weights"], limit)
     yield from compare_all("whole weight", step, weights, theirs, limit, exact)
     return True
+
+
+def choosing(
+    saved: Mapping[str, Any], step: int, sent: list[float]
+) -> AbstractContextManager[None]:
+    """Choose experts as one process did in a step, where rounding would choose others.
+
+    Args:
+        saved: What one process has left.
+        step: 0-based.
+        sent: Gets how far the scores of each such token are apart; see `by_scores`.
+    """
+    near = [Choice(*each) for each in saved["doubtful"][step]]
+    return decided(by_scores(near, saved["limits"][step], sent) if near else None)
 
 
 def names_of_stages(model: nn.Module, manager: ProcessGroupManager) -> list[set[str]]:

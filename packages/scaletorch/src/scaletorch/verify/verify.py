@@ -48,7 +48,7 @@ from .problem import (
     phases_of,
 )
 from .report import CaseResult, Report
-from .routing import decided, doubtful, in_order, smallest
+from .routing import decided, doubtful, in_order
 from .runner import RankReport, run_case
 from .training import Subject, refusal
 from .where import choose_where, in_dtype, moved, placed, repeating
@@ -221,16 +221,16 @@ def save_reference(
         with decided(in_order([choice for step in steps for choice in step.choices])):
             exact = one_process(twin, _in(batches, "float64"), phases, learning=learning)
         limits = [lost.off(s.choices, e.choices) for s, e in zip(steps, exact, strict=True)]
-    wide = 4 if exact else 1  # by_scores looks around them
-    near = [doubtful(s.choices, wide * limit) for s, limit in zip(steps, limits, strict=True)]
-    chosen = [choice for step in steps for choice in step.choices]
+    # by_scores looks around them; in float64 no choice is taken for rounding.
+    near = [
+        doubtful(s.choices, 4 * limit) if dtype != "float64" else []
+        for s, limit in zip(steps, limits, strict=True)
+    ]
     saved = {
         "state": state, "batches": batches, "steps": as_saved(steps), "limits": limits,
         "exact": [*as_saved(exact)] or STEPS * [None], "dropout": drops,
-        "margin": smallest(chosen) if chosen else None,
         **learning.dims,
-        # In float64 no flip is taken for rounding.
-        "doubtful": [[tuple(c) for c in each] if dtype != "float64" else [] for each in near],
+        "doubtful": [[tuple(choice) for choice in each] for each in near],
     }  # fmt: skip
     torch.save(moved(saved, "cpu"), path)
     return str(path)
