@@ -20,18 +20,17 @@ from . import dropout
 from .cases import Case
 from .compare import Difference, compare_named
 from .precision import full_precision
-from .problem import TORCH_DTYPES
+from .problem import Subject
 from .replicas import own_part
 from .routing import REPLAYED
 from .training import (
-    Subject,
     build,
     compare_dropout,
     divide,
     refusing,
     train_and_compare,
 )
-from .where import device_of, moved, placed, rank_device
+from .where import device_of, moved, rank_device
 
 SHOWN = 3  # failures that a rank reports
 
@@ -95,13 +94,13 @@ def compare_case(
 ) -> Iterator[Difference]:
     """Build the model, compare its initial weights, its training and its dropout."""
     device = device_of(saved["batches"][0])
-    model = placed(subject.model_fn.find()(), device, TORCH_DTYPES[case.dtype])
+    model = subject.model(case.dtype, device)
     part = own_part(model)
     yield from compare_named("initial weight", 0, model.state_dict(), saved["state"], 0.0, part)
     load_full_state_dict(model, saved["state"])
     with refusing():
         parallel = build(case, model, subject, manager)
-        divide(case, saved, 0, parallel)
+        divide(case, subject, saved["batches"][0], parallel)
     dropout.switch(parallel, on=False)
     sound = yield from train_and_compare(case, parallel, manager, saved, subject)
     if sound and saved["dropout"]:
