@@ -234,8 +234,7 @@ def test_what_cannot_be_compared_is_told(tmp_path):
     with pytest.raises(InvalidArgumentError, match="unlike models"):
         compare(tmp_path / "one", tmp_path / "unlike")
     step(tmp_path / "other", seed=1)
-    with pytest.raises(InvalidArgumentError, match="other batches: of the 4 sequences of input"):
-        compare(tmp_path / "one", tmp_path / "other")
+    assert compare(tmp_path / "one", tmp_path / "other").found[0].birth.direction == "data"
     step(tmp_path / "torn")
     (data,) = (tmp_path / "torn").glob("*.bin")
     data.write_bytes(data.read_bytes()[:-64])
@@ -250,17 +249,6 @@ def test_what_cannot_be_compared_is_told(tmp_path):
     with pytest.raises(InvalidArgumentError, match=r"ranks \[1\] are missing"):
         compare(tmp_path / "one", tmp_path / "whole")
     data.write_bytes(bytes(json.loads(content)["bytes"]))
-    for before, after in (
-        ('"float64"', '"os"'),
-        ("[32, 8]", "[32, 80000]"),
-        (", -1, []", ", 99, []"),
-    ):
-        assert before in content
-        index.write_text(content.replace(before, after))
-        with pytest.raises(
-            InvalidArgumentError, match=r"no index of a recording: line \d+ fits no"
-        ):
-            compare(tmp_path / "one", tmp_path / "torn")
     first = tmp_path / "one" / "step0.rank0.json"
     other = tmp_path / "whole" / "step0.rank1.json"
     other.with_suffix(".bin").write_bytes(first.with_suffix(".bin").read_bytes())

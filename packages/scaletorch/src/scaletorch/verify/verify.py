@@ -73,11 +73,10 @@ def verify(
     options: Mapping[str, Sequence[str | int]] | None = None,
     plan: Mapping[str, Any] | None = None, split: Split | None = None,
     row_dims: RowDims | None = None, sequence_dims: RowDims | None = None,
-    loss_fn: LossFunction | None = None,
-    optimizer: Callable[..., Optimizer] | None = None,
+    loss_fn: LossFunction | None = None, optimizer: Callable[..., Optimizer] | None = None,
     optimizer_args: Mapping[str, Any] | None = None,
-    timeout: float = 120.0,
-    device: str | None = None, backend: str | None = None, progress: Progress | None = None,
+    timeout: float = 120.0, device: str | None = None, backend: str | None = None,
+    progress: Progress | None = None,
 ) -> Report:  # fmt: skip
     """Train a plain module on many layouts and compare everything with one process.
 
@@ -109,30 +108,20 @@ def verify(
     Raises:
         InvalidArgumentError: no layouts, unknown options, a wrong ep, no such optimizer or device.
     """
-    where, model = choose_where(device, backend), _loaded(model_fn)
+    where, model = choose_where(device, backend), model_fn()
+    preload(*heavy_modules(model))
+    dtypes = (dtype,) if isinstance(dtype, str) else tuple(dtype)
     grids = choose_layouts(layouts, world_size, ep, count_experts(model, plan))
-    cases = list(enumerate_cases(grids, _named(dtype), options or {}))
+    cases = list(enumerate_cases(grids, dtypes, options or {}))
     chain = chain_length(model, _first(entries_for(model, batch_fn(0))))
     subject = Subject(
         locate(model_fn), plan, split, _phases(optimizer, optimizer_args, model), where.device,
         row_dims, sequence_dims, None if loss_fn is None else locate(loss_fn),
     )  # fmt: skip
+    judged = _judged(cases, chain, subject, batch_fn, timeout, where.backend)
     with full_precision(where.device) as numbers:
-        results = [
-            *_shown(_judged(cases, chain, subject, batch_fn, timeout, where.backend), progress)
-        ]
+        results = [*_shown(judged, progress)]
     return Report(results, chain, layouts is not None, repeating(device, backend), where, numbers)
-
-
-def _named(dtype: str | Sequence[str]) -> tuple[str, ...]:
-    return (dtype,) if isinstance(dtype, str) else tuple(dtype)
-
-
-def _loaded(model_fn: ModelFn) -> nn.Module:
-    """Return a model, whose modules that are slow to import the ranks have then."""
-    model = model_fn()
-    preload(*heavy_modules(model))
-    return model
 
 
 def _shown(results: Iterable[CaseResult], progress: Progress | None) -> Iterator[CaseResult]:
