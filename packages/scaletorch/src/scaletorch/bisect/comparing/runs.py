@@ -175,6 +175,7 @@ def require_comparable(ours: Run, theirs: Run) -> None:
                 f"these are runs of unlike models: {key.name} has shape {shapes[0]} in "
                 f"{ours.folder} and {shapes[-1]} in {theirs.folder}"
             )
+    _require_names_of_stages(ours, theirs)
     named = [{k.name for k in run.held if k.kind == GRADIENT} for run in (ours, theirs)]
     if named[0] != named[1]:
         only = [sorted(a - b)[:3] for a, b in (named, named[::-1])]
@@ -183,6 +184,17 @@ def require_comparable(ours: Run, theirs: Run) -> None:
                 f"these are runs of unlike models: {ours.folder} alone has gradients of {only[0]}, "
                 f"{theirs.folder} alone of {only[1]}"
             )
+
+
+def _require_names_of_stages(ours: Run, theirs: Run) -> None:
+    known = {key.name for key in theirs.held}
+    lacking = sorted({k.name for k in ours.held if k.kind == GRADIENT} - known)
+    if lacking and any("pipeline" in each[0].header for each in theirs.steps.values()):
+        raise InvalidArgumentError(
+            f"no stage in {theirs.folder} has {lacking[:3]}, which the model in {ours.folder} has; "
+            f"they have {sorted(k.name for k in theirs.held if k.kind == GRADIENT)[:3]}: a stage "
+            "has the whole model's names if it is that model without the layers of other stages"
+        )
 
 
 def _alone(run: Run) -> bool:
