@@ -28,12 +28,12 @@ from scaletorch.verify.problem import (
     TORCH_DTYPES,
     BatchFn,
     ModelFn,
+    Subject,
     default_batch,
     default_mixture,
     default_model,
     sharpened,
 )
-from scaletorch.verify.training import Subject
 
 STEPS = 2
 ON: Mapping[str, Any] = {"sequence_parallel": "on"}
@@ -165,8 +165,8 @@ def campaign(
         for family, dtype in ((f, d) for f in families for d in dtypes):
             model_fn, batch_fn, plan, layouts = FAMILIES[family]
             folder = Path(name) / f"{family}-{dtype}"
-            prepared = prepare(folder, model_fn, batch_fn, dtype, steps)
-            subject = Subject(locator(model_fn), plan, None)
+            subject = Subject(locator(model_fn), plan)
+            prepared = prepare(folder, subject, batch_fn, dtype, steps)
             chosen = [layouts[number] for number in only or range(len(layouts))]
             cases = [Case(parse_layout(grid), dtype, **options) for grid, options in chosen]
             pool: RankPool | None = None

@@ -234,8 +234,7 @@ def test_what_cannot_be_compared_is_told(tmp_path):
     with pytest.raises(InvalidArgumentError, match="unlike models"):
         compare(tmp_path / "one", tmp_path / "unlike")
     step(tmp_path / "other", seed=1)
-    with pytest.raises(InvalidArgumentError, match="other batches: of the 4 sequences of input"):
-        compare(tmp_path / "one", tmp_path / "other")
+    assert compare(tmp_path / "one", tmp_path / "other").found[0].birth.direction == "data"
     step(tmp_path / "torn")
     (data,) = (tmp_path / "torn").glob("*.bin")
     data.write_bytes(data.read_bytes()[:-64])

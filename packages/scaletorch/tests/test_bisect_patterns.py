@@ -145,7 +145,8 @@ SENTENCES = {
     "shifted": (
         None,
         lambda r, x, i: x.roll(3, 1),
-        "every rank has values shifted by 3 along positions: at 3 is what 0 should have",
+        "every rank has positions in another order: "
+        "at 0-2 is what 13-15 should have, at 3-15 what 0-12 should have",
     ),
     "blocks": (
         None,
@@ -308,7 +309,7 @@ PLANTS = {
     "0.6 times": lambda r, x, i, w: 0.6 * x,
     "has what rank": swapped,
     "a sum over tp is missing": lambda r, x, i, w: x + (1 - 2 * r) * 3 - (x if r else 0),
-    "shifted by 1 along positions": lambda r, x, i, w: w.roll(1, 1).index_select(1, i[1]),
+    " has positions ": lambda r, x, i, w: w.roll(1, 1).index_select(1, i[1]),
     "columns in another order": lambda r, x, i, w: x[..., [1, 0, 3, 2, *range(4, x.shape[2])]],
     "NaN": lambda r, x, i, w: filled(x, math.nan, slice(1)),
 }

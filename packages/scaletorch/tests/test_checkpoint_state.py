@@ -136,3 +136,23 @@ def test_lists_of_tensors_are_not_held(tmp_path):
     model, optimizer = stepped(optim.LBFGS, max_iter=3)
     with pytest.raises(InvalidArgumentError, match="is a 1-d tensor, or holds one"):
         save(tmp_path, model, optimizer, step=1)
+
+
+def test_a_scheduler_that_refuses_its_state_is_found_before_anything_changes(tmp_path, monkeypatch):
+    model, optimizer = stepped(optim.SGD, lr=0.1)
+    schedule = lr_scheduler.StepLR(optimizer, 3)
+    save(tmp_path, model, optimizer, step=1, scheduler=schedule)
+    with torch.no_grad():
+        model.weight.fill_(7.0)
+    schedule.last_epoch = 5
+
+    def refusing(self, state):
+        if state["last_epoch"] != 5:
+            raise KeyError("gamma")
+
+    monkeypatch.setattr(lr_scheduler.StepLR, "load_state_dict", refusing)
+    generator = torch.get_rng_state()
+    with pytest.raises(CheckpointError, match="cannot be given their state here: KeyError: 'gamma"):
+        load(tmp_path, model, optimizer, scheduler=schedule)
+    assert model.weight.eq(7.0).all()
+    assert torch.equal(torch.get_rng_state(), generator)

@@ -229,8 +229,6 @@ def test_tokenizer_file(text, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dp": 3}, r"batch_size 4 must be a multiple of dp x micro_batches = 6; near it: \[6"),
-        ({"cp": 3}, r"seq_len 16 must be a multiple of cp = 3; near it: \[15, 18\]"),
         ({"steps": 0}, "must be at least 1: steps=0"),
         ({"out": None, "resume": "auto"}, "pass --out"),
         ({"keep": -1}, "must be at least 0: keep=-1"),

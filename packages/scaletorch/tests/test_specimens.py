@@ -10,8 +10,8 @@ from sweeps import today
 from scaletorch.dist.ranks.locate import locate
 from scaletorch.verify import parse_layout
 from scaletorch.verify.cases import OPTIONS, enumerate_cases
+from scaletorch.verify.problem import Subject
 from scaletorch.verify.runner import run_case
-from scaletorch.verify.training import Subject
 from scaletorch.verify.verify import Task, run_all, save_reference
 
 # Each axis is in one layout of either list.
@@ -66,8 +66,8 @@ def every_value(layout):
 
 def unsound(folder, model, plan, cases):
     """Train on each layout, and tell where that differs from one process."""
-    reference = save_reference(folder / model.__name__, model, batch, "float64")
-    arguments = Subject(locate(model), plan, None), reference
+    subject = Subject(locate(model), plan)
+    arguments = subject, save_reference(folder / model.__name__, subject, batch, "float64")
     results = list(run_all([Task(case, run_case, arguments) for case in cases], 60))
     assert len(results) == len(cases) > 0
     return [result.explanation("") for result in results if not result.passed]

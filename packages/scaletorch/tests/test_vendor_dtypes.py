@@ -28,8 +28,8 @@ from scaletorch.parallel.pg_manager import (
 )
 from scaletorch.verify import default_batch, parse_layout
 from scaletorch.verify.cases import enumerate_cases
+from scaletorch.verify.problem import Subject
 from scaletorch.verify.runner import run_case
-from scaletorch.verify.training import Subject
 from scaletorch.verify.verify import save_reference
 from scaletorch.verify.where import moved
 
@@ -55,7 +55,7 @@ def model_of(layout):
 def prove(device, cases):
     """Failures of the proof of each case."""
     for case, reference, model in cases:
-        subject = Subject(locate(model), None, None, device=device)
+        subject = Subject(locate(model), device=device)
         torch.manual_seed(0)  # as the reference was
         yield f"{case}", run_case(case, subject, reference).failures
 
@@ -93,7 +93,9 @@ def work(device, backend, cases, layouts, folder):
 def cases_of(axes, folder):
     """The cases of some axes, with their references of one process."""
     files = {
-        model: save_reference(folder / model.__name__, model, default_batch, "float64")
+        model: save_reference(
+            folder / model.__name__, Subject(locate(model)), default_batch, "float64"
+        )
         for model in {model_of(layout) for layout, _ in axes}
     }
     for layout, options in axes:

@@ -54,7 +54,9 @@ def test_flips_are_named():
     report = verify(elsewhere, layouts=[Grid(dp=2)], dtype="bfloat16")
     assert report.passed, report
     assert report.results[0].replayed
-    assert "with choices made as in one process in 1 cases" in report.summary()
+    assert "experts chosen as in one process, where rounding chose others, in 1 cases" in (
+        report.summary()
+    )
 
 
 def test_what_is_lost_is_of_all_tensors_together():

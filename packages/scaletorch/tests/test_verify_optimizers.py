@@ -14,7 +14,7 @@ from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import default_batch, verify
 from scaletorch.verify.__main__ import main, optimizer_of, parse, read_argument, run
 from scaletorch.verify.cases import Case
-from scaletorch.verify.problem import Chosen, phases_of
+from scaletorch.verify.problem import Chosen, Subject, phases_of
 from scaletorch.verify.report import CaseResult, Report
 from scaletorch.verify.verify import save_reference
 
@@ -71,9 +71,8 @@ def test_an_optimizer_that_cannot_be_tried_is_refused(optimizer, given, message)
 
 def test_what_bfloat16_loses_is_told_by_the_same_optimizer(tmp_path):
     phases = phases_of(Chosen(locate(half_step), {"lr": 0.2}))
-    saved = torch.load(
-        save_reference(tmp_path / "reference", small_model, default_batch, "bfloat16", phases)
-    )
+    subject = Subject(locate(small_model), phases=phases)
+    saved = torch.load(save_reference(tmp_path / "reference", subject, default_batch, "bfloat16"))
     for step, exact in zip(saved["steps"], saved["exact"], strict=True):
         for name, weight in step["weights"].items():
             assert relative_error(weight.double(), exact["weights"][name]) < 0.02, name

@@ -28,9 +28,8 @@ from scaletorch.parallel.data_parallel import DataParallelBucket
 from scaletorch.parallel.pg_manager import setup_process_group_manager
 from scaletorch.verify import default_batch, parse_layout, verify
 from scaletorch.verify.cases import enumerate_cases
-from scaletorch.verify.problem import mean_loss
+from scaletorch.verify.problem import Subject, mean_loss
 from scaletorch.verify.runner import run_case
-from scaletorch.verify.training import Subject
 from scaletorch.verify.verify import save_reference
 from scaletorch.verify.where import moved
 
@@ -52,7 +51,7 @@ def model_there():
 
 def train(device, backend, case, reference):
     assert dist.get_backend() == backend
-    subject = Subject(locate(small_model), None, None, device=device)
+    subject = Subject(locate(small_model), device=device)
     return run_case(case, subject, reference), str(devices.current_device())
 
 
@@ -62,7 +61,9 @@ def train(device, backend, case, reference):
 )
 def test_a_layout_on_a_vendors_device(plugins, monkeypatch, tmp_path, device, backend, layout):
     layout = parse_layout(layout)
-    reference = save_reference(tmp_path / "float64", small_model, default_batch, "float64")
+    reference = save_reference(
+        tmp_path / "float64", Subject(locate(small_model)), default_batch, "float64"
+    )
     (case,) = enumerate_cases([layout], ["float64"], {})
     monkeypatch.syspath_prepend(plugins)
     answers = run_ranks(

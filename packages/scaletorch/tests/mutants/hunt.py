@@ -13,10 +13,9 @@ from scaletorch.dist.testing import preload
 from scaletorch.parallel.tensor_parallel import Plan
 from scaletorch.verify.cases import Case
 from scaletorch.verify.compare import Difference
-from scaletorch.verify.problem import BatchFn, ModelFn, default_batch, default_model
+from scaletorch.verify.problem import BatchFn, ModelFn, Subject, default_batch, default_model
 from scaletorch.verify.report import CaseResult
 from scaletorch.verify.runner import RankReport, run_case
-from scaletorch.verify.training import Subject
 from scaletorch.verify.verify import Task, run_all, save_reference
 
 from .catalogue import MUTANTS
@@ -122,9 +121,9 @@ def _tasks(jobs: Iterable[Job], folder: Path) -> list[Task]:
     for model, case, mutant in jobs:
         model_fn, plan, batch_fn = MODELS[model]
         key = model, case.dtype
+        subject = Subject(locate(model_fn), plan)
         if key not in references:
-            references[key] = save_reference(folder / "-".join(key), model_fn, batch_fn, case.dtype)
-        subject = Subject(locate(model_fn), plan, None)
+            references[key] = save_reference(folder / "-".join(key), subject, batch_fn, case.dtype)
         name = None if mutant is None else mutant.name
         tasks.append(Task(case, run_mutant, (subject, references[key], name)))
     return tasks

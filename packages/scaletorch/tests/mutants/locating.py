@@ -14,8 +14,7 @@ from scaletorch.dist import RankPool
 from scaletorch.dist.building import locate as locator
 from scaletorch.dist.testing import preload
 from scaletorch.verify.cases import Case
-from scaletorch.verify.problem import STEPS
-from scaletorch.verify.training import Subject
+from scaletorch.verify.problem import STEPS, Subject
 
 from .catalogue import MUTANTS
 from .hunt import MODELS
@@ -74,10 +73,10 @@ def _locate(
 ) -> Report:
     model_fn, plan, batch_fn = MODELS[mutant.model]
     key = mutant.model, mutant.case.dtype
+    subject, own = Subject(locator(model_fn), plan), folder / mutant.name
     if key not in prepared:
         place = folder / "-".join(key)
-        prepared[key] = prepare(place, model_fn, batch_fn, mutant.case.dtype, steps)
-    subject, own = Subject(locator(model_fn), plan, None), folder / mutant.name
+        prepared[key] = prepare(place, subject, batch_fn, mutant.case.dtype, steps)
     report = locate(mutant.case, subject, prepared[key], pool, own, record_mutant, mutant.name)
     shutil.rmtree(own)
     return report

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..compose.naming import parse_layout
-from ..verify.__main__ import add_learning, add_where, problem_of, report_of, training_of
+from ..verify.__main__ import add_training, problem_of, report_of, training_of
 from ..verify.cases import KNOWN_DTYPES, OPTIONS
 from ..verify.problem import STEPS
 from .between import bisect
@@ -34,17 +34,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     two.add_argument("--noise", type=Path, help="the reference in the run's lower dtype")
     one = commands.add_parser("run", help="a model on a layout beside one process")
     one.add_argument("--layout", required=True, help="DPxPPxCPxTP, as 2x1x2x2 or 2x1x2x2-ep4")
-    one.add_argument("--model", help="package.module:function that makes the plain module")
-    one.add_argument("--batch", help="package.module:function of a step, the global batch")
-    one.add_argument("--plan", help="package.module:name of a tensor parallel plan")
-    add_learning(one)
-    one.add_argument("--optimizer", help="package.module:Class, or one of torch.optim")
-    one.add_argument("--optimizer-args", nargs="+", default=[], help="such as lr=0.02")
+    add_training(one)
     one.add_argument("--dtype", default="float64", choices=KNOWN_DTYPES)
     one.add_argument("--steps", type=int, default=STEPS, choices=range(1, STEPS + 1))
     one.add_argument("--keep", type=Path, help="folder for the recordings")
-    one.add_argument("--timeout", type=float, default=120.0, help="seconds for the layout's run")
-    add_where(one)
     for name, values in OPTIONS.items():
         shown = f"of {', '.join(map(str, values))}; {values[0]} by default"
         flag, kind = f"--{name.replace('_', '-')}", type(values[0])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from torch.optim import Optimizer
 
 from ..compose.naming import parse_layout
-from ..compose.one_process import entries_for
 from ..compose.own_loss import LossFunction
 from ..compose.row_dims import RowDims
 from ..dist import RankPool
@@ -21,32 +19,29 @@ from ..dist.building import locate as locator
 from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import Split
 from ..verify.cases import Case
-from ..verify.dropout import dropouts
 from ..verify.lost import off
 from ..verify.problem import (
     PHASES,
-    PLAIN,
     STEPS,
-    TORCH_DTYPES,
     BatchFn,
     Chosen,
-    Learning,
     ModelFn,
-    Phase,
+    Subject,
+    begin,
     default_batch,
     default_model,
+    doubts,
+    one_process,
     phases_of,
 )
-from ..verify.routing import doubtful
-from ..verify.training import Subject
-from ..verify.where import choose_where, moved, placed
+from ..verify.where import choose_where, moved
 from .compare import compare_runs
 from .comparing.births import Birth
 from .comparing.judge import BAD, INFINITE, Judged, measure
 from .comparing.runs import Run, load
 from .keys import BACKWARD, FORWARD, Key
 from .report import Found, Report
-from .run import Ran, record_case, record_plain
+from .run import Ran, record_case, recording
 
 EXACT, LOW = "float64", "float32"
 
@@ -76,8 +71,7 @@ def bisect(
     layout: str | Grid,
     dtype: str = EXACT,
     options: Mapping[str, str | int] | None = None,
-    plan: Mapping[str, Any] | None = None,
-    split: Split | None = None,
+    plan: Mapping[str, Any] | None = None, split: Split | None = None,
     row_dims: RowDims | None = None, sequence_dims: RowDims | None = None,
     loss_fn: LossFunction | None = None,
     optimizer: Callable[..., Optimizer] | None = None,
@@ -121,47 +115,28 @@ def bisect(
     grid = parse_layout(layout) if isinstance(layout, str) else layout
     case = Case(grid, dtype=dtype, **{str(k): v for k, v in (options or {}).items()})  # type: ignore[arg-type]
     chosen = None if optimizer is None else Chosen(locator(optimizer), dict(optimizer_args or {}))
-    phases = PHASES if chosen is None else phases_of(chosen)
-    learning = Learning(row_dims, sequence_dims, loss_fn)
-    subject = Subject(locator(model_fn), plan, split, phases, where.device, learning.located)
+    subject = Subject(
+        locator(model_fn), plan, split, PHASES if chosen is None else phases_of(chosen),
+        where.device, row_dims, sequence_dims, None if loss_fn is None else locator(loss_fn),
+    )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="scaletorch-bisect-") as own:
         place = Path(own if folder is None else folder)
-        prepared = prepare(place, model_fn, batch_fn, dtype, steps, phases, learning, where.device)
+        prepared = prepare(place, subject, batch_fn, dtype, steps)
         with RankPool(grid.world_size, backend=where.backend, timeout=timeout, seed=0) as pool:
             return locate(case, subject, prepared, pool, place / "layout")
 
 
 def prepare(
-    folder: Path,
-    model_fn: ModelFn,
-    batch_fn: BatchFn,
-    dtype: str,
-    steps: int = STEPS,
-    phases: Sequence[Phase] = PHASES,
-    learning: Learning = PLAIN,
-    device: str = "cpu",
+    folder: Path, subject: Subject, batch_fn: BatchFn, dtype: str, steps: int = STEPS
 ) -> Prepared:
-    """Run and record a model in one process, in float64 and in a lower dtype, on a device."""
-    torch.manual_seed(0)
-    model = placed(model_fn(), device, TORCH_DTYPES[dtype])
-    saved: dict[str, Any] = {
-        "state": {name: tensor.clone() for name, tensor in model.state_dict().items()},
-        "batches": [moved(entries_for(model, batch_fn(step)), device) for step in range(steps)],
-        "dropout": bool(dropouts(model)),
-        **learning.dims,
-    }
+    """Run and record a model in one process, in float64 and in a lower dtype."""
+    _, saved = begin(subject, batch_fn, dtype, steps)
     low = LOW if dtype == EXACT else dtype
-    again = partial(record_plain, model_fn=model_fn, saved=saved, steps=steps, phases=phases)
-    rounded = again(folder / "noise", dtype=low, learning=learning)
+    rounded = one_process(subject, saved, low, watch=recording(folder / "noise"))
     made = [] if dtype == EXACT else [choice for step in rounded for choice in step.choices]
-    exact = again(folder / "exact", dtype=EXACT, learning=learning, choices=made)
+    exact = one_process(subject, saved, EXACT, made, recording(folder / "exact"))
     limits = [off(r.choices, e.choices) for r, e in zip(rounded, exact, strict=True)]
-    saved["doubtful"] = [  # in float64 no choice is taken for rounding; by_scores looks around
-        [tuple(c) for c in doubtful(step.choices, 4 * limit)] if made else []
-        for step, limit in zip(rounded, limits, strict=True)
-    ]
-    saved["limits"] = limits
-    torch.save(moved(saved, "cpu"), folder / "start.pt")
+    torch.save(moved(saved | doubts(rounded, limits, dtype), "cpu"), folder / "start.pt")
     reference = load(folder / "exact")
     lost = measure(load(folder / "noise"), reference)
     return Prepared(str(folder / "start.pt"), reference, lost, steps)

@@ -7,18 +7,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ..compose.entries import TOKENS
 from ..compose.summation import ROOM
 from ..dist.errors import InvalidArgumentError
 from ..verify.compare import LARGEST
 from .comparing.ancestors import ancestors
 from .comparing.births import Birth, find_births
 from .comparing.how import how
-from .comparing.judge import coarsest, judge_all, measure, meet
+from .comparing.judge import coarsest, judge_all, measure
 from .comparing.rows import infer_rows, take_rows
 from .comparing.runs import Run, load, require_comparable
 from .comparing.shares import settle_losses, settle_weight
-from .comparing.whole import assemble
 from .keys import DATA, FORWARD, GRADIENT, Key
 from .recording.folder import read
 from .report import Found, Report
@@ -44,7 +42,7 @@ def compare(
 
     Raises:
         InvalidArgumentError: A folder has no recording, or a torn one, or not all ranks'; the
-            runs are of unlike models or batches; or rounding alone would hide faults.
+            runs are of unlike models; or rounding alone would hide faults.
 
     Example:
         >>> print(compare("one", "two"))
@@ -70,7 +68,6 @@ def compare_runs(reference: Run, run: Run, lost: Mapping[Key, float]) -> Report:
             f"rounding of {chain} additions at an epsilon of {eps:.0e} could hide faults: record "
             "one process in float64 as the reference, and one in this dtype as `noise`"
         )
-    require_one_batch(reference, run)
     settle_losses(run, reference)
     settle_weight(run, reference)
     ancestry = ancestors(reference)
@@ -112,29 +109,3 @@ def _calls(birth: Birth, run: Run) -> list[str]:
     ]
     begin = max((b for b in before if b <= end), default=end)
     return own.recording.heard[begin:end]
-
-
-def require_one_batch(reference: Run, run: Run) -> None:
-    """Refuse runs of other batches, whatever of these ranks have.
-
-    Raises:
-        InvalidArgumentError: Most sequences of one are not in the other.
-    """
-    for key, theirs in reference.held.items():
-        first = theirs[0].line
-        tokens = key.name == TOKENS if key.kind == DATA else key[1:3] == (FORWARD, "")
-        if not tokens or first.dtype not in ("int64", "int32") or len(first.shape) != 2:
-            continue
-        ours = run.held.get(key)
-        met = meet(ours, theirs) if ours else None
-        if met is None:
-            continue
-        known = {tuple(row) for row in met.whole.sort().values.tolist()}
-        found = assemble(met.pieces, met.ways).sort().values.tolist()
-        alike = sum(tuple(row) in known for row in found)
-        if 2 * alike < len(found):
-            raise InvalidArgumentError(
-                f"these are runs of other batches: of the {len(found)} sequences of {key} in "
-                f"{run.folder} {alike} are in {reference.folder}"
-            )
-        return

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,66 +20,28 @@ from ..parallel.tensor_parallel import load_full_state_dict
 from ..verify import dropout
 from ..verify.cases import Case
 from ..verify.precision import model_precision
-from ..verify.problem import (
-    PHASES,
-    PLAIN,
-    TORCH_DTYPES,
-    Learning,
-    ModelFn,
-    Phase,
-    Put,
-    Step,
-    one_process,
-    phase_at,
-)
-from ..verify.routing import Choice, by_scores, decided, in_order
+from ..verify.problem import TORCH_DTYPES, Batch, Put, Subject, Watch, phase_at
 from ..verify.runner import load_reference
-from ..verify.training import Subject, build, compare_dropout, divide, norm_of, optimizers_of
-from ..verify.where import device_of, in_dtype, moved, placed, rank_device
+from ..verify.training import build, choosing, compare_dropout, divide, norm_of, optimizers_of
+from ..verify.where import moved, rank_device
 from .recording.described import Description
 from .recording.ours import describe_grid, moments_of, places_of
 from .recording.tape import record
 
 
-def record_plain(
-    folder: Path,
-    model_fn: ModelFn,
-    dtype: str,
-    saved: Mapping[str, Any],
-    steps: int,
-    phases: Sequence[Phase] = PHASES,
-    choices: Sequence[Choice] = (),
-    learning: Learning = PLAIN,
-) -> list[Step]:
-    """Record steps of the plain model in one process, whole batches at once, and return them.
-
-    Args:
-        folder: Where to.
-        model_fn: Makes the model.
-        dtype: In which it computes.
-        saved: Its weights as `state` and `batches`, whose device computes.
-        steps: How many.
-        phases: The optimizers.
-        choices: Of experts, those of all calls; none lets the model choose.
-        learning: How batches are read, and the loss.
-    """
-    device = device_of(saved["batches"][0])
-    model = placed(model_fn(), device, TORCH_DTYPES[dtype])
-    model.load_state_dict(saved["state"])
-
-    batches = [in_dtype(batch, TORCH_DTYPES[dtype]) for batch in saved["batches"][:steps]]
+def recording(folder: Path) -> Watch:
+    """Return what records the steps of a plain model in one process, whole batches at once."""
 
     @contextmanager
-    def watch(step: int) -> Iterator[Put]:
+    def watch(model: nn.Module, step: int, batch: Batch) -> Iterator[Put]:
+        if step == 0:
+            with record(folder, model, step=-1):  # the weights as they were made
+                pass
         with record(folder, model, step=step) as tape:
-            tape.batch(_with_positions(batches[step]))
+            tape.batch(_with_positions(batch))
             yield tape.put
 
-    with record(folder, model, step=-1):
-        pass
-
-    with decided(in_order(choices) if choices else None):
-        return one_process(model, batches, phases, watch, learning)
+    return watch
 
 
 class Ran(NamedTuple):
@@ -97,7 +59,7 @@ class Ran(NamedTuple):
 
 
 def record_case(case: Case, subject: Subject, reference: str, folder: str, steps: int) -> Ran:
-    """Record steps of a case as one of its ranks; see `record_plain`.
+    """Record steps of a case as one of its ranks.
 
     Tokens go to the experts that they went to in one process, where rounding would choose others.
 
@@ -113,7 +75,7 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
     manager = setup_process_group_manager(grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp)
     try:
         dtype = TORCH_DTYPES[case.dtype]
-        plain = placed(subject.model_fn.find()(), device, dtype)
+        plain = subject.model(case.dtype, device)
         with record(folder, plain, describe=Description(places=places_of(plain)), step=-1):
             pass
         load_full_state_dict(plain, saved["state"])
@@ -125,14 +87,12 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
             phase, first = phase_at(step, subject.phases)
             if first:
                 optimizers = optimizers_of(case, phase, model)
-            batches = divide(case, saved, step, model)
+            batches = divide(case, subject, saved["batches"][step], model)
             said = describe_grid(model, batches, manager)
             with record(folder, stage, describe=said, step=step) as tape:
                 for number, batch in enumerate(batches):
                     tape.batch(batch if grid.cp > 1 else _with_positions(batch), number)
-                near = [Choice(*each) for each in saved["doubtful"][step]]
-                replay = by_scores(near, saved["limits"][step], ran.sent) if near else None
-                with model_precision(dtype), decided(replay):
+                with model_precision(dtype), choosing(saved, step, ran.sent):
                     tape.put("loss", train_step(model, batches, manager, loss_fn=subject.loss))
                 tape.put_all("gradient", local_gradients(model))
                 tape.norm(norm_of(model, manager, clips=phase.clips))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from .format.folders import UNFINISHED, candidates
 from .format.metadata import METADATA, Saved, from_json, unseal
 from .format.values import decode, like
 from .saving import wait_for_last
+from .state.entries import Entry
 from .state.fitting import (
     all_names,
     check_fit,
@@ -27,12 +29,12 @@ from .state.fitting import (
     plan_wholes,
     saved_dtype,
 )
-from .state.generators import find_random, restore_random, seed_anew
+from .state.generators import find_random, random_states, restore_random, seed_anew
 from .state.held import Held, find_held, find_shards, find_wholes, refresh_shards
 from .state.optimizer import decode_groups, make_state, restore_groups, sort_saved
 from .state.place import Place, control_group, find_place
 from .storage import Reader
-from .together import DamagedCheckpointError, all_or_none, on_first_rank
+from .together import CheckpointError, DamagedCheckpointError, all_or_none, on_first_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +200,10 @@ class Plan:
         devices = (each.tensor.device for each in program.held.values())
         self._device = next(devices, torch.device("cpu"))
         self._random: dict[str, Tensor] | None = None
+        self._random_targets: dict[str, Entry] = {}
         grid = program.place.grid
         if document.get("grid") == {"dp": grid.dp, "pp": grid.pp, "cp": grid.cp, "tp": grid.tp}:
-            self._random = find_random(saved, program.place, self.targets)
+            self._random = find_random(saved, program.place, self._random_targets)
 
     def _plan_optimizer(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Saved]) -> None:
         state = sort_saved(saved, self._document["scalars"])
@@ -221,9 +224,32 @@ class Plan:
         Raises:
             CheckpointError: On every rank, with nothing changed.
         """
-        reads = all_or_none(what, lambda: reader.plan(self.targets), self._program.group)
+        group = self._program.group
+        reads = all_or_none(what, lambda: reader.plan(self.targets), group)
+        reader.copy(all_or_none(what, lambda: reader.plan(self._random_targets), group))
+        all_or_none(what, self._rehearse, group)
         reader.copy(reads)
         self._install()
+
+    def _rehearse(self) -> None:
+        """Try what may refuse its state, generators and the scheduler, and leave them as they were.
+
+        Raises:
+            CheckpointError: One does.
+        """
+        scheduler, states = self._program.scheduler, random_states(self._device)
+        schedule = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
+        try:
+            self._install_states()
+        except Exception as error:  # of whatever kind a scheduler raises
+            raise CheckpointError(
+                "its generators or its scheduler cannot be given their state here: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        finally:
+            restore_random(states, self._device)
+            if scheduler is not None:
+                scheduler.load_state_dict(schedule)
 
     def _install(self) -> None:
         """Set what is not read in place: masters' copies, state, rates, schedule, generators."""
@@ -235,9 +261,12 @@ class Plan:
                 if state:
                     program.optimizer.state[tensor] = state
             restore_groups(program.optimizer, self._groups)
+        self._install_states()
+        if self._random is None and "seed" in self._document:
+            seed_anew(self._document["seed"], program.place)
+
+    def _install_states(self) -> None:
         if self._schedule is not None:
-            program.scheduler.load_state_dict(self._schedule)
+            self._program.scheduler.load_state_dict(self._schedule)
         if self._random is not None:
             restore_random(self._random, self._device)
-        elif "seed" in self._document:
-            seed_anew(self._document["seed"], program.place)

@@ -114,7 +114,6 @@ def train_command(config: PretrainConfig) -> int:
         stopped = stop is not None and stop.exists()
     if result is None:
         return 0
-    config = result.config or config
     if stopped:
         report_interrupt(config, result.out)
         return 130

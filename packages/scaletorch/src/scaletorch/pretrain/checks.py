@@ -16,17 +16,8 @@ from .config import PretrainConfig, plain_model, sizes_of
 from .data import check_paths
 
 _POSITIVE = (
-    "tp",
-    "cp",
-    "pp",
-    "dp",
-    "ep",
-    "top_k",
-    "steps",
-    "batch_size",
-    "micro_batches",
-    "seq_len",
-)
+    "tp", "cp", "pp", "dp", "ep", "top_k", "steps", "batch_size", "micro_batches", "seq_len",
+)  # fmt: skip
 _COUNTS = ("experts", "warmup_steps", "decay_steps", "save_every", "keep", "seed", "check_every")
 
 
@@ -38,7 +29,6 @@ def check_config(config: PretrainConfig) -> None:
     """
     _check_words(config)
     _check_numbers(config)
-    _check_divisions(config)
     _check_folders(config)
     _check_backend(config.backend)
     _check_experts(config)
@@ -71,20 +61,6 @@ def _at_least(config: PretrainConfig, names: tuple[str, ...], least: int) -> Non
         raise InvalidArgumentError(f"must be whole numbers: {', '.join(odd)}")
     if low := [f"{name}={value}" for name, value in values.items() if value < least]:
         raise InvalidArgumentError(f"must be at least {least}: {', '.join(low)}")
-
-
-def _check_divisions(config: PretrainConfig) -> None:
-    by = config.dp * config.micro_batches
-    _divides("batch_size", config.batch_size, "dp x micro_batches", by)
-    _divides("seq_len", config.seq_len, "cp", config.cp)
-
-
-def _divides(name: str, value: int, by_name: str, by: int) -> None:
-    if value % by:
-        near = sorted({max(value // by, 1) * by, (value // by + 1) * by})
-        raise InvalidArgumentError(
-            f"{name} {value} must be a multiple of {by_name} = {by}; near it: {near}"
-        )
 
 
 def _check_folders(config: PretrainConfig) -> None:

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import MethodType
 from typing import Any, Literal
-
-import torch
-from torch import nn
 
 from ..models import Llama, LlamaConfig, Mixture, MixtureConfig
 from ..parallel.pg_manager import Grid
@@ -33,8 +29,6 @@ class PretrainConfig:
     """Data parallel size."""
     ep: int = 1
     """Expert parallel size: over how many of a stage's tp x cp x dp ranks experts are divided."""
-    plan: Path | None = None
-    """A cluster (`python -m scaletorch.plan calibrate`): the best layout for its ranks is taken."""
     schedule: ScheduleName = "1f1b"
     """Pipeline schedule."""
     zero: Literal[0, 1, 2] = 0
@@ -97,7 +91,7 @@ class PretrainConfig:
         """The same training on one process, leaving nothing behind."""
         return replace(
             self, tp=1, cp=1, pp=1, dp=1, ep=1, micro_batches=self.micro_batches * self.dp,
-            zero=0, plan=None, save_every=0, keep=0, resume="no", out=None, compare=False,
+            zero=0, save_every=0, keep=0, resume="no", out=None, compare=False,
             tensorboard=False,
         )  # fmt: skip
 
@@ -122,12 +116,3 @@ def read_sizes(saved: Mapping[str, Any]) -> LlamaConfig:
 def plain_model(sizes: LlamaConfig) -> Llama:
     """Return the plain model of these sizes."""
     return Mixture(sizes) if isinstance(sizes, MixtureConfig) else Llama(sizes)
-
-
-def computing(config: PretrainConfig, model: nn.Module) -> nn.Module:
-    """Return a plain model that computes in the run's dtype."""
-    if config.dtype == "bfloat16":  # around forward alone: backward must not run under autocast
-        kind = "cpu" if next(model.parameters()).is_meta else next(model.parameters()).device.type
-        cast = torch.autocast(kind, torch.bfloat16)(type(model).forward)
-        model.__dict__["forward"] = MethodType(cast, model)
-    return model.to(torch.float64 if config.dtype == "float64" else torch.float32)

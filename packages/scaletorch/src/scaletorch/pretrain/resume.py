@@ -27,7 +27,7 @@ from .report import CURVE, LOG
 FREE = frozenset(
     ("out", "save_every", "keep", "resume", "compare", "backend", "data", "tokenizer",
      "tp", "cp", "pp", "dp", "ep", "schedule", "zero", "micro_batches", "steps", "tensorboard",
-     "check_every", "plan")
+     "check_every")
 )  # fmt: skip
 
 

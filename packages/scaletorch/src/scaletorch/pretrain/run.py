@@ -22,12 +22,10 @@ from ..dist import (
 )
 from ..dist.building import agree, caught, relative_error, worst
 from ..dist.errors import InvalidArgumentError, StateError
-from ..plan import Estimate
 from ..verify.compare import bound
 from .checks import check_config
 from .config import PretrainConfig, plain_model, sizes_of
 from .data import vocabulary_size
-from .planning import chosen
 from .report import CURVE, logged_losses, save_curve
 from .resume import planned
 from .train import train
@@ -72,13 +70,11 @@ class Result:
         losses: The global loss of each step done.
         out: Folder with log, curve and checkpoints.
         reference: One process's losses of the same steps, when they were asked for.
-        config: The settings, with the layout that a plan chose.
     """
 
     losses: list[float]
     out: Path
     reference: list[float] | None = None
-    config: PretrainConfig | None = None
 
     def differences(self) -> list[float]:
         """Return each step's relative difference of the loss from one process's.
@@ -129,12 +125,11 @@ def pretrain(config: PretrainConfig, stop: Path | None = None) -> Result | None:
         InvalidArgumentError: settings that cannot work, before any rank starts.
         StateError: a Slurm job of several tasks runs this without srun.
     """
-    config, best = chosen(config)
     init_dist(backend=config.backend)  # does nothing where no launcher started this process
     agree("the settings of the run", [], error=caught(prepare, config))
     if is_distributed():
         config, out = agree_on_plan(config)
-        losses = train(replace(config, out=out), planned=best)
+        losses = train(replace(config, out=out))
         main = is_main_process()
         cleanup_dist()
         if not main:
@@ -143,7 +138,7 @@ def pretrain(config: PretrainConfig, stop: Path | None = None) -> Result | None:
         config = planned(config)
         out = config.out or new_folder()
         try:
-            losses = train_locally(replace(config, out=out), stop, best)
+            losses = train_locally(replace(config, out=out), stop)
         except BaseException:
             draw_curve(config, out)  # of the steps until then
             raise
@@ -170,13 +165,13 @@ def finish(
 ) -> Result:
     """Draw the curve, and compare with one process if asked to; nothing where no step was done."""
     if not losses:
-        return Result(losses, out, config=config)
+        return Result(losses, out)
     draw_curve(config, out)  # before a comparison that takes its time
     if not config.compare or interrupted:
-        return Result(losses, out, config=config)
+        return Result(losses, out)
     reference = one_process_losses(config, len(losses))
     draw_curve(config, out, reference)
-    return Result(losses, out, reference, config)
+    return Result(losses, out, reference)
 
 
 def draw_curve(config: PretrainConfig, out: Path, reference: Sequence[float] = ()) -> None:
@@ -205,15 +200,13 @@ def prepare(config: PretrainConfig) -> None:
             ) from error
 
 
-def train_locally(
-    config: PretrainConfig, stop: Path | None = None, best: Estimate | None = None
-) -> list[float]:
+def train_locally(config: PretrainConfig, stop: Path | None = None) -> list[float]:
     """Train in this process, or on as many local ranks as the grid has."""
     size = config.grid.world_size
     if size == 1:
-        return train(config, stop, best)
+        return train(config, stop)
     backend = local_backend(config.backend)
-    losses: list[float] = launch(train, size, config, stop, best, backend=backend)[0]
+    losses: list[float] = launch(train, size, config, stop, backend=backend)[0]
     return losses
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -41,25 +41,20 @@ from ..parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
-from ..plan import Estimate
-from .config import PretrainConfig, computing, plain_model, sizes_of
+from .config import PretrainConfig, plain_model, sizes_of
 from .data import Corpus, check_same_data, load_corpus
 from .interrupt import StopFile
-from .planning import STEPS, compare_time
 from .report import Reporter, flops_per_token, job_peak
 from .resume import Saver, load_last, refuse_mixing, save_step
 
 
-def train(
-    config: PretrainConfig, stop: Path | None = None, planned: Estimate | None = None
-) -> list[float]:
+def train(config: PretrainConfig, stop: Path | None = None) -> list[float]:
     """Train on this process's share of the grid; every rank calls it.
 
     Args:
         config: The settings, the same on every rank.
         stop: A file on this machine: once it is there, all ranks end after the same step, with a
             checkpoint if any were asked for.
-        planned: What the run is compared with after some steps.
 
     Returns:
         The global loss of each step done by this call, the same on every rank.
@@ -71,16 +66,13 @@ def train(
     manager = setup_process_group_manager(config.tp, config.cp, config.pp, config.dp, config.ep)
     try:
         with guard.watch(label=describe_rank):
-            return train_on(config, manager, stop, planned)
+            return train_on(config, manager, stop)
     finally:
         destroy_process_group_manager()
 
 
 def train_on(
-    config: PretrainConfig,
-    manager: ProcessGroupManager,
-    stop: Path | None = None,
-    planned: Estimate | None = None,
+    config: PretrainConfig, manager: ProcessGroupManager, stop: Path | None = None
 ) -> list[float]:
     """Build everything, resume if asked to, and train to the last step."""
     refuse_mixing(config)
@@ -105,7 +97,6 @@ def train_on(
     main = is_main_process()
     stopping = StopFile(stop, leader=main)
     losses: list[float] = []
-    times: list[float] = []
     reporter = Reporter(
         config.out if main else None, short_name(config.grid), start, config.steps,
         tensorboard=config.tensorboard,
@@ -120,11 +111,7 @@ def train_on(
         for step in range(start, config.steps):
             if stopping.before(step):
                 break
-            begin = time.perf_counter()
             values = optimizer_step(config, manager, model, optimizer, corpus, step)
-            times.append(time.perf_counter() - begin)
-            if planned is not None and len(times) == STEPS:
-                reporter.say(compare_time(planned, times))
             guard.step(step + 1)
             losses.append(values["loss"])
             reporter.step(step + 1, values, tokens=tokens, flops=flops, peak=peak)
@@ -217,8 +204,11 @@ def learning_rate(config: PretrainConfig, step: int) -> float:
 def build_model(config: PretrainConfig, sizes: LlamaConfig, device: torch.device) -> nn.Module:
     """Return the whole plain model; the same weights on every rank and for every layout."""
     torch.manual_seed(config.seed)
-    model = plain_model(sizes)
-    return computing(config, model.to(device))
+    model = plain_model(sizes).to(device)
+    if config.dtype == "bfloat16":  # around forward alone: backward must not run under autocast
+        cast = torch.autocast(device.type, torch.bfloat16)(type(model).forward)
+        model.__dict__["forward"] = MethodType(cast, model)
+    return model.to(torch.float64 if config.dtype == "float64" else torch.float32)
 
 
 def build_optimizer(config: PretrainConfig, model: nn.Module) -> torch.optim.Optimizer:

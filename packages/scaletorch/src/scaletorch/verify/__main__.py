@@ -56,19 +56,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--ep", type=int, nargs="*", help="experts over so many ranks; every size if none is named"
     )
-    parser.add_argument("--model", help="package.module:function that makes the plain module")
-    parser.add_argument("--batch", help="package.module:function of a step, the global batch")
-    parser.add_argument("--plan", help="package.module:name of a tensor parallel plan")
-    add_learning(parser)
-    parser.add_argument(
-        "--optimizer", help="package.module:Class, or one of torch.optim: four steps of that one"
-    )
-    parser.add_argument(
-        "--optimizer-args", nargs="+", default=[], help="such as lr=0.02 nesterov=False"
-    )
+    add_training(parser)
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=KNOWN_DTYPES)
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one case")
-    add_where(parser)
     parser.add_argument("--out", type=Path, help="folder for report.json and report.md")
     parser.add_argument("--every-option", action="store_true", help="cross all options' values")
     for name, values in OPTIONS.items():
@@ -78,17 +67,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def add_learning(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say how a batch is read, and the loss; see `problem.Learning`."""
-    parser.add_argument("--loss", help=LOSS)
-    parser.add_argument("--row-dims", nargs="+", default=[], help=ROW_DIMS)
-    parser.add_argument("--sequence-dims", nargs="+", default=[], help=SEQUENCE_DIMS)
-
-
-def add_where(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say where a command runs; see `where.choose_where`."""
-    parser.add_argument("--device", help="cpu or, by default, this machine's accelerator")
-    parser.add_argument("--backend", help="of the ranks; the device's own by default")
+def add_training(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say what is trained, and where; see `training_of`."""
+    add = parser.add_argument
+    add("--model", help="package.module:function that makes the plain module")
+    add("--batch", help="package.module:function of a step, the global batch")
+    add("--plan", help="package.module:name of a tensor parallel plan")
+    add("--loss", help=LOSS)
+    add("--row-dims", nargs="+", default=[], help=ROW_DIMS)
+    add("--sequence-dims", nargs="+", default=[], help=SEQUENCE_DIMS)
+    add("--optimizer", help="package.module:Class, or one of torch.optim: all steps are of that")
+    add("--optimizer-args", nargs="+", default=[], help="such as lr=0.02 nesterov=False")
+    add("--timeout", type=float, default=120.0, help="seconds for one layout's run")
+    add("--device", help="cpu or, by default, this machine's accelerator")
+    add("--backend", help="of the ranks; the device's own by default")
 
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Sequence[str | int]]:

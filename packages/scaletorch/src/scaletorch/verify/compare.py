@@ -63,7 +63,6 @@ class Difference:
         error: 2-norm of the difference over the tensor's scale, see `scale_of`; infinite where
             there is nothing to compare.
         bound: The largest error that rounding explains.
-        bitwise: Whether all bits agree.
         note: Both values at their largest difference, or why there is nothing to compare.
         rank: Global rank that holds it.
     """
@@ -72,7 +71,6 @@ class Difference:
     step: int
     error: float
     bound: float
-    bitwise: bool = False
     note: str = ""
     rank: int = 0
 
@@ -112,7 +110,7 @@ def compare_tensor(
         note = f"{tuple(ours.shape)} {ours.dtype}, one process {tuple(theirs.shape)} {theirs.dtype}"
         return Difference(what, step, INFINITE, bound, note=note)
     if torch.equal(ours, theirs):
-        return Difference(what, step, 0.0, bound, bitwise=True)
+        return Difference(what, step, 0.0, bound)
     gap = widest(ours) - widest(theirs)
     scale = scale_of(theirs, 0.0) if scale is None else scale
     error = float(torch.linalg.vector_norm(gap)) / scale if scale else INFINITE

@@ -72,8 +72,7 @@ def judge(draws: list[Draw], step: int) -> Iterator[Difference]:
     for name in dict.fromkeys(draw.name for draw in draws):
         notes = (_contradiction(mine, everyone) for mine in draws if mine.name == name)
         note = next((note for note in notes if note), "")
-        error = INFINITE if note else 0.0
-        yield Difference(f"dropout {name}", step, error, 0.0, bitwise=not note, note=note)
+        yield Difference(f"dropout {name}", step, INFINITE if note else 0.0, 0.0, note=note)
 
 
 def _contradiction(mine: Draw, everyone: list[Draw]) -> str:

@@ -6,21 +6,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from ..compose.one_process import call_plain, plain_loss
+from ..compose.one_process import call_plain, entries_for, plain_loss
 from ..compose.own_loss import LossFunction
 from ..compose.row_dims import RowDims
-from ..dist.building import Locator, locate
+from ..dist.building import Locator
 from ..models import Llama, LlamaConfig, Mixture, MixtureConfig
+from ..parallel.pipeline_parallel import Split
 from . import dropout
 from .precision import model_precision
-from .routing import Choice, watched
+from .routing import Choice, decided, doubtful, in_order, watched
+from .where import in_dtype, moved, placed
 
 LEARNING_RATE = 0.1
 ADAM_EPS = 1e-2  # large: a small one turns rounding of tiny gradients into whole steps
@@ -115,7 +117,7 @@ def phase_at(step: int, phases: Sequence[Phase] = PHASES) -> tuple[Phase, bool]:
 Batch = Mapping[str, Any]
 ModelFn = Callable[[], nn.Module]
 Put = Callable[[str, Tensor], None]  # hears of 'loss' and 'norm'
-Watch = Callable[[int], AbstractContextManager[Put]]  # the number of a step -> what surrounds it
+Watch = Callable[[nn.Module, int, Batch], AbstractContextManager[Put]]  # surrounds a step
 BatchFn = Callable[[int], Any]
 
 TORCH_DTYPES = {
@@ -125,31 +127,38 @@ TORCH_DTYPES = {
 }
 
 
-class Learning(NamedTuple):
-    """The dims of batches, and the loss.
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is trained, as ranks need it.
 
     Attributes:
+        model_fn: Makes the plain model.
+        plan: Of tensor parallelism and of experts; None recognises the model's family.
+        split: Pipeline split; None infers it.
+        phases: The optimizers.
+        device: The kind of device that computes, such as 'cuda'.
         row_dims: As for `shard_global_batch`.
         sequence_dims: As there.
         loss_fn: As for `train_step`; None is the cross entropy of tokens.
     """
 
+    model_fn: Locator
+    plan: Mapping[str, Any] | None = None
+    split: Split | None = None
+    phases: Sequence[Phase] = PHASES
+    device: str = "cpu"
     row_dims: RowDims | None = None
     sequence_dims: RowDims | None = None
-    loss_fn: LossFunction | None = None
+    loss_fn: Locator | None = None
 
     @property
-    def located(self) -> Locator | None:
-        """The loss_fn as ranks find it."""
-        return None if self.loss_fn is None else locate(self.loss_fn)
+    def loss(self) -> LossFunction | None:
+        """The function itself."""
+        return None if self.loss_fn is None else self.loss_fn.find()
 
-    @property
-    def dims(self) -> dict[str, RowDims]:
-        """The dims to pass to `shard_global_batch`."""
-        return {name: dict(getattr(self, name) or {}) for name in ("row_dims", "sequence_dims")}
-
-
-PLAIN = Learning()
+    def model(self, dtype: str, device: torch.device | None = None) -> nn.Module:
+        """Return the plain model in a dtype, on a device or one of the subject's kind."""
+        return placed(self.model_fn.find()(), device or self.device, TORCH_DTYPES[dtype])
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,22 +254,61 @@ def mean_loss(logits: Any, labels: Tensor) -> Tensor:
     return loss / (labels != -100).sum().clamp(min=1)
 
 
+def begin(
+    subject: Subject, batch_fn: BatchFn, dtype: str, steps: int = STEPS
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the plain model, made from a seed, and its weights and batches as they are saved."""
+    torch.manual_seed(0)
+    model = subject.model(dtype)
+    batches = (entries_for(model, batch_fn(step)) for step in range(steps))
+    return model, {
+        "state": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        "batches": [moved(batch, subject.device) for batch in batches],
+        "dropout": bool(dropout.dropouts(model)),
+    }
+
+
+def doubts(steps: Sequence[Step], limits: Sequence[float], dtype: str) -> dict[str, Any]:
+    """Return how far rounding takes scores in steps, and the tokens that it may send elsewhere.
+
+    In float64 no choice is taken for rounding.
+    """
+    near = [
+        doubtful(step.choices, 4 * limit) if dtype != "float64" else []  # `by_scores` looks around
+        for step, limit in zip(steps, limits, strict=True)
+    ]
+    return {"limits": limits, "doubtful": [[tuple(each) for each in found] for found in near]}
+
+
 def one_process(
-    model: nn.Module,
-    batches: Sequence[Batch],
-    phases: Sequence[Phase] = PHASES,
-    watch: Watch = lambda _step: nullcontext(lambda _what, _value: None),
-    learning: Learning = PLAIN,
+    subject: Subject,
+    saved: Mapping[str, Any],
+    dtype: str,
+    choices: Sequence[Choice] = (),
+    watch: Watch = lambda _model, _step, _batch: nullcontext(lambda _what, _value: None),
 ) -> list[Step]:
-    """Train the plain model in plain PyTorch, whole batches at once, dropout switched off."""
+    """Train the plain model in plain PyTorch, whole batches at once, dropout switched off.
+
+    Args:
+        subject: What to train.
+        saved: What `begin` returned.
+        dtype: In which it computes.
+        choices: Of experts, those of all calls; none lets the model choose.
+        watch: Surrounds each step.
+    """
+    torch.manual_seed(0)
+    model = subject.model(dtype)
+    model.load_state_dict(saved["state"])
     dropout.switch(model, on=False)
     steps = []
-    for number, batch in enumerate(batches):
-        phase, first = phase_at(number, phases)
-        if first:
-            optimizers = phase.make(model.parameters())
-        with watch(number) as put:
-            steps.append(_one_step(model, batch, phase, optimizers, put, learning))
+    with decided(in_order(choices) if choices else None):
+        for number, whole in enumerate(saved["batches"]):
+            batch = in_dtype(whole, TORCH_DTYPES[dtype])
+            phase, first = phase_at(number, subject.phases)
+            if first:
+                optimizers = phase.make(model.parameters())
+            with watch(model, number, batch) as put:
+                steps.append(_one_step(model, batch, phase, optimizers, put, subject))
     return steps
 
 
@@ -270,14 +318,14 @@ def _one_step(
     phase: Phase,
     optimizers: Sequence[Optimizer],
     put: Put,
-    learning: Learning,
+    subject: Subject,
 ) -> Step:
     with model_precision(next(model.parameters()).dtype), watched() as choices:
         output = call_plain(model, batch)
-        if learning.loss_fn is None:
+        if (loss_fn := subject.loss) is None:
             loss = mean_loss(output, batch["labels"])
         else:
-            loss = plain_loss(learning.loss_fn, output, batch, **learning.dims)
+            loss = plain_loss(loss_fn, output, batch, subject.row_dims, subject.sequence_dims)
         loss = loss + router_loss(model, output, batch.get("attention_mask"))
     put("loss", loss)
     with model_precision(next(model.parameters()).dtype):

@@ -47,36 +47,14 @@ class CaseResult:
         return bool(self.ranks) and not any(rank.failures for rank in self.ranks)
 
     @property
-    def flip(self) -> Difference | None:
-        """The routing flip before which nothing failed, if one explains what did."""
-        failed = [failure.step for rank in self.ranks for failure in rank.failures]
-        flips = [flip for rank in self.ranks for flip in rank.flips]
-        first = min(flips, key=lambda flip: flip.step, default=None)
-        if not failed or first is None or first.step > min(failed) or self.case.dtype == DTYPE:
-            return None  # in bfloat16 they are made good, and excuse nothing
-        return first
-
-    @property
     def replayed(self) -> list[Difference]:
-        """What was chosen in bfloat16 as in one process, where rounding chose other experts."""
-        flips = (flip for rank in self.ranks for flip in rank.flips)
-        return [flip for flip in flips if self.case.dtype == DTYPE]
+        """What was chosen as in one process, where rounding chose other experts."""
+        return [each for rank in self.ranks for each in rank.replayed]
 
     @property
     def failed(self) -> bool:
         """Whether a fault showed, or could not have been seen."""
-        return not self.passed and not self.refused and self.flip is None
-
-    @property
-    def margin(self) -> float | None:
-        """The smallest distance between a chosen score and the next one, in one process."""
-        return self.ranks[0].margin if self.ranks else None
-
-    @property
-    def bitwise(self) -> float:
-        """Share of comparisons, over all ranks, in which all bits equal one process's."""
-        compared = sum(rank.compared for rank in self.ranks)
-        return sum(rank.bitwise for rank in self.ranks) / compared if compared else 0.0
+        return not self.passed and not self.refused
 
     @property
     def worst(self) -> Difference | None:
@@ -85,26 +63,18 @@ class CaseResult:
         return max(found, key=lambda difference: difference.severity) if found else None
 
     def row(self) -> tuple[str, ...]:
-        """Return the cells of a table: case, verdict, error, bound, bitwise, worst tensor."""
+        """Return the cells of a table: case, verdict, error, bound, worst tensor."""
         worst = self.worst
         if worst is None:
             verdict = "refused" if self.refused else "not judged" if self.unjudged else "FAIL"
             said = self.refused or self.unjudged or self.error.split("\n", 1)[0]
-            return (str(self.case), verdict, "-", "-", "-", said)
-        verdict = "pass" if self.passed else "flip" if self.flip else "FAIL"
+            return (str(self.case), verdict, "-", "-", said)
+        verdict = "pass" if self.passed else "FAIL"
         error, bound = f"{worst.error:.1e}", f"{worst.bound:.1e}"
-        tensor = f"{worst.what} (step {worst.step})"
-        bitwise = "all" if self.bitwise == 1 else f"{math.floor(100 * self.bitwise)} %"
-        return (str(self.case), verdict, error, bound, bitwise, tensor)
+        return (str(self.case), verdict, error, bound, f"{worst.what} (step {worst.step})")
 
     def explanation(self, command: str) -> str:
         """Say where a failed case differs, and how to repeat it alone."""
-        if self.flip is not None:
-            return (
-                f"{self.case}: a routing flip, and no fault that could be seen, in step "
-                f"{self.flip.step}: {self.flip.note}; nothing after it can be compared: in float64 "
-                "there is none"
-            )
         if self.unjudged:
             return f"{self.case}: NOT JUDGED: {self.unjudged}"
         lines = [f"{self.case}: FAILED"]
@@ -127,7 +97,7 @@ class CaseResult:
         return "\n".join(lines)
 
 
-HEADER = ("dp x pp x cp x tp (-ep)", "", "error", "bound", "bitwise", "worst tensor")
+HEADER = ("dp x pp x cp x tp (-ep)", "", "error", "bound", "worst tensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,27 +133,18 @@ class Report:
         return [result for result in self.results if result.failed]
 
     @property
-    def flips(self) -> list[CaseResult]:
-        """The cases that rounding sent on another way: what differs then is no fault."""
-        return [result for result in self.results if result.flip is not None]
-
-    @property
     def refusals(self) -> list[CaseResult]:
         """The cases that the library refuses in words."""
         return [result for result in self.results if result.refused]
 
-    def rows(self) -> list[tuple[str, ...]]:
-        """Return the table's rows, without the header."""
-        return [result.row() for result in self.results]
-
     def __str__(self) -> str:
         """Return the table, what failed, and the closing line."""
-        rows = [HEADER, *self.rows()]
+        rows = [HEADER, *(result.row() for result in self.results)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
         lines = [
             "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
         ]
-        lines += ["", *(r.explanation(self.command) for r in self.failures + self.flips)]
+        lines += ["", *(r.explanation(self.command) for r in self.failures)]
         return "\n".join([*lines, self.summary()])
 
     def summary(self) -> str:
@@ -196,37 +157,24 @@ class Report:
         return (
             f"{passed} of {asked} cases train like one process{self.where}{refused}: {tensors} "
             f"comparisons in {seconds:.0f} s; bound = machine epsilon x {ROOM:g} x root of "
-            f"({self.chain} additions x step){self._lost()}{self._margins()}"
+            f"({self.chain} additions x step){self._lost()}"
             f"{in_words(self.numbers)}"
         )
 
     def _lost(self) -> str:
-        """Say what bounds are in bfloat16."""
-        if not any(result.case.dtype == DTYPE for result in self.results):
-            return ""
+        """Say what bounds are in bfloat16, and where choices of experts were one process's."""
+        low = any(result.case.dtype == DTYPE for result in self.results)
         sent = sum(bool(result.replayed) for result in self.results)
-        made = f", with choices made as in one process in {sent} cases" if sent else ""
-        return f"; in {DTYPE} {FACTOR} x what one process loses{made}"
-
-    def _margins(self) -> str:
-        """Say how near tokens came to other experts, if there are any."""
-        found = {r.case.dtype: r.margin for r in self.results if r.margin is not None}
-        if found:
-            named = ", ".join(f"{margin:.1e} in {dtype}" for dtype, margin in found.items())
-            return f"; smallest distance of a chosen score from the next: {named}"
-        divided = any(not result.case.grid.is_plain for result in self.results)
-        return "; distances of scores not seen: the router calls no topk" if divided else ""
+        return (
+            f"; in {DTYPE} {FACTOR} x what one process loses" * low
+            + f"; experts chosen as in one process, where rounding chose others, in {sent} cases"
+            * bool(sent)
+        )
 
     def to_markdown(self) -> str:
-        """Return the table and the versions for a pull request."""
-        rows = [HEADER, tuple("---" for _ in HEADER), *self.rows()]
-        rows = [tuple(cell.replace("|", "\\|") for cell in row) for row in rows]
-        table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        """Return the report and the versions for a pull request."""
         named = ", ".join(f"{name} {version}" for name, version in versions().items())
-        failed = "\n\n".join(
-            f"```text\n{r.explanation(self.command)}\n```" for r in [*self.failures, *self.flips]
-        )
-        return "\n\n".join(part for part in (table, failed, self.summary(), named) if part) + "\n"
+        return f"```text\n{self}\n```\n\n{named}\n"
 
     def to_json(self) -> str:
         """Return everything as JSON; not-a-number and infinity as strings."""
@@ -235,16 +183,13 @@ class Report:
                 "layout": layout_name(result.case.grid),
                 **{k: v for k, v in asdict(result.case).items() if k != "grid"},
                 "passed": result.passed,
-                "bitwise": result.bitwise,
                 "seconds": result.seconds,
                 "worst": None if result.worst is None else plain(result.worst),
                 "failures": [plain(f) for rank in result.ranks for f in rank.failures],
                 "error": result.error,
                 "refused": result.refused,
                 "unjudged": result.unjudged,
-                "flip": None if result.flip is None else plain(result.flip),
                 "replayed": [plain(each) for each in result.replayed],
-                "margin": _finite(result.margin),
             }
             for result in self.results
         ]

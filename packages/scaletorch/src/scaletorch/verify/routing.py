@@ -1,10 +1,8 @@
-"""Which experts tokens go to: how near they are to others, and whether rounding sent one elsewhere.
+"""Which experts tokens go to: where rounding would choose others, the choice of one process holds.
 
 Top-k is a discontinuity: where the k-th and the next score are nearer to each other than rounding
-tells them apart, a token may go to another expert than in one process, and nothing after that can
-be compared. That is a flip and no fault. Scores are seen where a model calls `topk`. In bfloat16,
-whose rounding sends tokens elsewhere in every run, calls are answered as in one process, so that
-the rest can be compared.
+tells them apart, a token may go to another expert than in one process, and nothing after that could
+be compared. So such calls of `topk` are answered as in one process. float64 needs none of it.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from .compare import Difference
 
-FLIP = "routing"  # the name of a difference that says so
+REPLAYED = "routing"  # the name of a difference that says so
 
 
 class Choice(NamedTuple):
@@ -56,47 +54,10 @@ def sizes(scores: Tensor) -> Tensor:
     return size.clamp(min=torch.finfo(scores.dtype).tiny)
 
 
-def smallest(choices: Sequence[Choice]) -> float:
-    """Return the smallest margin of all tokens; infinite if there were no choices."""
-    return min(
-        (float(margins(each).min()) for each in choices if len(each.scores)), default=torch.inf
-    )
-
-
 def doubtful(choices: Sequence[Choice], limit: float) -> list[Choice]:
     """Return the tokens whose margin is at most `limit`: rounding may choose otherwise."""
     near = [(each, margins(each) <= limit) for each in choices]
     return [Choice(each.scores[rows], each.chosen[rows]) for each, rows in near if rows.any()]
-
-
-def flips(
-    choices: Sequence[Choice], theirs: Sequence[Choice], step: int, limit: float
-) -> Iterator[Difference]:
-    """Yield the nearest token that chose otherwise here than in one process, if there is one.
-
-    Args:
-        choices: Of this rank, in a step.
-        theirs: The doubtful ones of one process in it.
-        step: 0-based.
-        limit: How far scores may be off by rounding, of the largest in their row.
-    """
-    found = [m for one in theirs for ours in choices for m in _flipped(ours, one, limit)]
-    if found:
-        note = (
-            f"a token went to other experts than in one process: its last score and the next are "
-            f"{min(found):.1e} of the largest apart, and rounding may come to {limit:.1e}"
-        )
-        yield Difference(FLIP, step, 0.0, limit, note=note)
-
-
-def _flipped(ours: Choice, one: Choice, limit: float) -> list[float]:
-    """Return the margins of tokens that have the scores of one process's and chose otherwise."""
-    if ours.scores.shape[1] != one.scores.shape[1]:
-        return []
-    gaps = (ours.scores[:, None] - one.scores[None]).abs().nan_to_num(nan=0.0).amax(2)
-    same = gaps <= limit * sizes(one.scores)
-    other = (ours.chosen[:, None] != one.chosen[None]).any(2)
-    return [float(each) for each in margins(one)[(same & other).any(0)]]
 
 
 NAME = "topk"
@@ -127,10 +88,10 @@ def decided(decide: Decide | None) -> Iterator[None]:
 
 
 @contextmanager
-def watched(*, on: bool = True) -> Iterator[list[Choice]]:
-    """Yield a list that gets the choices of what runs; it stays empty if it is not `on`."""
+def watched() -> Iterator[list[Choice]]:
+    """Yield a list that gets the choices of what runs."""
     choices: list[Choice] = []
-    with decided(choices.append if on else None):
+    with decided(choices.append):
         yield choices
 
 
@@ -193,4 +154,4 @@ def replayed(sent: Sequence[float], step: int, limit: float) -> Iterator[Differe
             f"their last score and the next are up to {max(sent):.1e} of the largest apart, and "
             f"rounding may come to {limit:.1e}"
         )
-        yield Difference(FLIP, step, 0.0, limit, note=note)
+        yield Difference(REPLAYED, step, 0.0, limit, note=note)

@@ -20,18 +20,17 @@ from . import dropout
 from .cases import Case
 from .compare import Difference, compare_named
 from .precision import full_precision
-from .problem import TORCH_DTYPES
+from .problem import Subject
 from .replicas import own_part
-from .routing import FLIP
+from .routing import REPLAYED
 from .training import (
-    Subject,
     build,
     compare_dropout,
     divide,
     refusing,
     train_and_compare,
 )
-from .where import device_of, moved, placed, rank_device
+from .where import device_of, moved, rank_device
 
 SHOWN = 3  # failures that a rank reports
 
@@ -44,18 +43,14 @@ class RankReport:
         compared: How many tensors it compared.
         worst: The one nearest to its bound, or beyond it.
         failures: The first and furthest off that rounding does not explain.
-        bitwise: Of how many all bits agree.
-        flips: Steps in which rounding sent a token to other experts than in one process.
-        margin: The smallest distance of a chosen score from the next one, in one process; see
-            `routing.margins`. None if the model chose nothing that could be seen.
+        replayed: Steps in which rounding would have sent a token to other experts than in one
+            process.
     """
 
     compared: int
     worst: Difference
     failures: list[Difference]
-    bitwise: int
-    flips: list[Difference] = field(default_factory=list)
-    margin: float | None = None
+    replayed: list[Difference] = field(default_factory=list)
 
 
 def run_case(case: Case, subject: Subject, reference: str) -> RankReport:
@@ -81,11 +76,10 @@ def run_case(case: Case, subject: Subject, reference: str) -> RankReport:
         (difference for difference in found if difference.failed),
         key=lambda difference: (difference.step, difference.what != "loss", -difference.severity),
     )
-    flips = [difference for difference in found if difference.what == FLIP]
-    found = [difference for difference in found if difference.what != FLIP]
+    again = [difference for difference in found if difference.what == REPLAYED]
+    found = [difference for difference in found if difference.what != REPLAYED]
     worst = max(found, key=lambda difference: difference.severity)
-    bitwise = sum(difference.bitwise for difference in found)
-    return RankReport(len(found), worst, failures[:SHOWN], bitwise, flips, saved["margin"])
+    return RankReport(len(found), worst, failures[:SHOWN], again)
 
 
 @functools.lru_cache(maxsize=8)
@@ -100,13 +94,13 @@ def compare_case(
 ) -> Iterator[Difference]:
     """Build the model, compare its initial weights, its training and its dropout."""
     device = device_of(saved["batches"][0])
-    model = placed(subject.model_fn.find()(), device, TORCH_DTYPES[case.dtype])
+    model = subject.model(case.dtype, device)
     part = own_part(model)
     yield from compare_named("initial weight", 0, model.state_dict(), saved["state"], 0.0, part)
     load_full_state_dict(model, saved["state"])
     with refusing():
         parallel = build(case, model, subject, manager)
-        divide(case, saved, 0, parallel)
+        divide(case, subject, saved["batches"][0], parallel)
     dropout.switch(parallel, on=False)
     sound = yield from train_and_compare(case, parallel, manager, saved, subject)
     if sound and saved["dropout"]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,21 +21,18 @@ from ..compose import (
     train_step,
     whole_matrices,
 )
-from ..compose.own_loss import LossFunction
 from ..dist import RankFailedError, all_gather_object
-from ..dist.building import Locator
 from ..dist.errors import InvalidArgumentError, MismatchError, ScaletorchError
 from ..parallel.data_parallel import DataParallelBucket, shard_optimizer
 from ..parallel.pg_manager import ProcessGroupManager
-from ..parallel.pipeline_parallel import Split
 from . import dropout
 from .cases import Case
 from .compare import Difference
 from .lost import Exact, compare_all, compare_number
 from .precision import model_precision
-from .problem import MAX_NORM, PHASES, TORCH_DTYPES, Phase, phase_at
+from .problem import MAX_NORM, TORCH_DTYPES, Phase, Subject, phase_at
 from .replicas import doubled, missing, own_part, split_by_holder, unlike
-from .routing import Choice, by_scores, decided, flips, replayed, watched
+from .routing import Choice, by_scores, decided, replayed
 from .where import in_dtype, moved
 
 RECOMPUTE: Mapping[str, bool | str] = {
@@ -51,32 +47,6 @@ SHARDED: Mapping[str, Mapping[str, Any]] = {
     "zero2": {"stage": 2, "overlap": True},
     "zero1_waiting": {"stage": 1},
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What is verified, as ranks need it.
-
-    Attributes:
-        model_fn: Makes the plain model.
-        plan: Of tensor parallelism and of experts; None recognises the model's family.
-        split: Pipeline split; None infers it.
-        phases: The optimizers.
-        device: The kind of device that ranks compute on, such as 'cuda'.
-        loss_fn: As for `train_step`; None is the cross entropy of tokens.
-    """
-
-    model_fn: Locator
-    plan: Mapping[str, Any] | None
-    split: Split | None
-    phases: Sequence[Phase] = PHASES
-    device: str = "cpu"
-    loss_fn: Locator | None = None
-
-    @property
-    def loss(self) -> LossFunction | None:
-        """The function itself."""
-        return None if self.loss_fn is None else self.loss_fn.find()
 
 
 class RefusedError(ScaletorchError):
@@ -138,12 +108,14 @@ def build(
 
 
 def divide(
-    case: Case, saved: Mapping[str, Any], step: int, model: DataParallelBucket
+    case: Case, subject: Subject, batch: Mapping[str, Any], model: DataParallelBucket
 ) -> list[Mapping[str, Tensor]]:
-    """Return this rank's micro-batches of a step."""
-    dims = {name: saved[name] for name in ("row_dims", "sequence_dims")}
-    batch = in_dtype(saved["batches"][step], TORCH_DTYPES[case.dtype])
-    return shard_global_batch(batch, case.micro_batches, model=model, **dims)
+    """Return this rank's micro-batches of a whole batch."""
+    batch = in_dtype(batch, TORCH_DTYPES[case.dtype])
+    return shard_global_batch(
+        batch, case.micro_batches, model=model,
+        row_dims=subject.row_dims, sequence_dims=subject.sequence_dims,
+    )  # fmt: skip
 
 
 def train_and_compare(
@@ -168,15 +140,12 @@ def train_and_compare(
         if first:
             with may_refuse():
                 optimizers = optimizers_of(case, phase, model)
-        near = [Choice(*each) for each in saved["doubtful"][step]]
         sent: list[float] = []
-        replay = by_scores(near, limit, sent) if near and exact else None
-        watch = watched(on=bool(near) and not exact)
-        with may_refuse(), model_precision(dtype), watch as choices, decided(replay):
-            batches = divide(case, saved, step, model)
+        with may_refuse(), choosing(saved, step, sent), model_precision(dtype):
+            batches = divide(case, subject, saved["batches"][step], model)
             loss = train_step(model, batches, manager, loss_fn=subject.loss)
         found = [compare_number("loss", step, loss, theirs["loss"], limit, exact)]
-        found += replayed(sent, step, limit) if exact else flips(choices, near, step, limit)
+        found += replayed(sent, step, limit)
         found += compare_gradients(step, model, theirs, stages, limit, manager, exact)
         norm = norm_of(model, manager, clips=phase.clips)
         found.append(compare_number("norm", step, norm, theirs["norm"], limit, exact))
@@ -191,6 +160,20 @@ def train_and_compare(
     yield from missing("whole weight", step, weights, theirs["weights"], limit)
     yield from compare_all("whole weight", step, weights, theirs, limit, exact)
     return True
+
+
+def choosing(
+    saved: Mapping[str, Any], step: int, sent: list[float]
+) -> AbstractContextManager[None]:
+    """Choose experts as one process did in a step, where rounding would choose others.
+
+    Args:
+        saved: What one process has left.
+        step: 0-based.
+        sent: Gets how far the scores of each such token are apart; see `by_scores`.
+    """
+    near = [Choice(*each) for each in saved["doubtful"][step]]
+    return decided(by_scores(near, saved["limits"][step], sent) if near else None)
 
 
 def names_of_stages(model: nn.Module, manager: ProcessGroupManager) -> list[set[str]]:
@@ -252,5 +235,6 @@ def compare_dropout(
     dropout.switch(model, on=True)
     seed_ranks(0, manager)
     with dropout.recorded(model, (manager.dp_rank, manager.cp_rank)) as draws:
-        train_step(model, divide(case, saved, 0, model), manager, loss_fn=subject.loss)
+        batches = divide(case, subject, saved["batches"][0], model)
+        train_step(model, batches, manager, loss_fn=subject.loss)
     yield from dropout.judge(draws, len(saved["steps"]))

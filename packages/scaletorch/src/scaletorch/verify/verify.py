@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,30 +27,29 @@ from ..parallel.pipeline_parallel import Split
 from . import lost
 from .cases import DTYPES, Case, choose_layouts, enumerate_cases
 from .compare import blind, bound
-from .dropout import dropouts
 from .precision import full_precision
 from .problem import (
     PHASES,
-    PLAIN,
     STEPS,
     TORCH_DTYPES,
     BatchFn,
     Chosen,
-    Learning,
     ModelFn,
     Phase,
     Step,
+    Subject,
     as_saved,
+    begin,
     default_batch,
     default_model,
+    doubts,
     one_process,
     phases_of,
 )
 from .report import CaseResult, Report
-from .routing import decided, doubtful, in_order, smallest
 from .runner import RankReport, run_case
-from .training import Subject, refusal
-from .where import choose_where, in_dtype, moved, placed, repeating
+from .training import refusal
+from .where import choose_where, moved, repeating
 
 Progress = Callable[[CaseResult], None]
 
@@ -73,15 +71,12 @@ def verify(
     ep: Iterable[int] | None = None,
     dtype: str | Sequence[str] = DTYPES,
     options: Mapping[str, Sequence[str | int]] | None = None,
-    plan: Mapping[str, Any] | None = None,
-    split: Split | None = None,
-    row_dims: RowDims | None = None,
-    sequence_dims: RowDims | None = None,
-    loss_fn: LossFunction | None = None,
-    optimizer: Callable[..., Optimizer] | None = None,
+    plan: Mapping[str, Any] | None = None, split: Split | None = None,
+    row_dims: RowDims | None = None, sequence_dims: RowDims | None = None,
+    loss_fn: LossFunction | None = None, optimizer: Callable[..., Optimizer] | None = None,
     optimizer_args: Mapping[str, Any] | None = None,
-    timeout: float = 120.0,
-    device: str | None = None, backend: str | None = None, progress: Progress | None = None,
+    timeout: float = 120.0, device: str | None = None, backend: str | None = None,
+    progress: Progress | None = None,
 ) -> Report:  # fmt: skip
     """Train a plain module on many layouts and compare everything with one process.
 
@@ -113,28 +108,20 @@ def verify(
     Raises:
         InvalidArgumentError: no layouts, unknown options, a wrong ep, no such optimizer or device.
     """
-    where, model = choose_where(device, backend), _loaded(model_fn)
-    grids = choose_layouts(layouts, world_size, ep, count_experts(model, plan))
-    cases = list(enumerate_cases(grids, _named(dtype), options or {}))
-    chain = chain_length(model, _first(entries_for(model, batch_fn(0))))
-    phases = _phases(optimizer, optimizer_args, model)
-    learning = Learning(row_dims, sequence_dims, loss_fn)
-    subject = Subject(locate(model_fn), plan, split, phases, where.device, learning.located)
-    save = partial(save_reference, model_fn=model_fn, batch_fn=batch_fn, learning=learning)
-    with full_precision(where.device) as numbers:
-        results = [*_shown(_judged(cases, chain, subject, save, timeout, where.backend), progress)]
-    return Report(results, chain, layouts is not None, repeating(device, backend), where, numbers)
-
-
-def _named(dtype: str | Sequence[str]) -> tuple[str, ...]:
-    return (dtype,) if isinstance(dtype, str) else tuple(dtype)
-
-
-def _loaded(model_fn: ModelFn) -> nn.Module:
-    """Return a model, whose modules that are slow to import the ranks have then."""
-    model = model_fn()
+    where, model = choose_where(device, backend), model_fn()
     preload(*heavy_modules(model))
-    return model
+    dtypes = (dtype,) if isinstance(dtype, str) else tuple(dtype)
+    grids = choose_layouts(layouts, world_size, ep, count_experts(model, plan))
+    cases = list(enumerate_cases(grids, dtypes, options or {}))
+    chain = chain_length(model, _first(entries_for(model, batch_fn(0))))
+    subject = Subject(
+        locate(model_fn), plan, split, _phases(optimizer, optimizer_args, model), where.device,
+        row_dims, sequence_dims, None if loss_fn is None else locate(loss_fn),
+    )  # fmt: skip
+    judged = _judged(cases, chain, subject, batch_fn, timeout, where.backend)
+    with full_precision(where.device) as numbers:
+        results = [*_shown(judged, progress)]
+    return Report(results, chain, layouts is not None, repeating(device, backend), where, numbers)
 
 
 def _shown(results: Iterable[CaseResult], progress: Progress | None) -> Iterator[CaseResult]:
@@ -167,7 +154,7 @@ def _judged(
     cases: Sequence[Case],
     chain: int,
     subject: Subject,
-    save: Callable[..., str],
+    batch_fn: BatchFn,
     timeout: float,
     backend: str,
 ) -> Iterator[CaseResult]:
@@ -176,7 +163,7 @@ def _judged(
     judged = [case for case in cases if not why[case.dtype]]
     with tempfile.TemporaryDirectory(prefix="scaletorch-verify-") as folder:
         references = {
-            name: save(Path(folder, name), dtype=name, phases=subject.phases, device=subject.device)
+            name: save_reference(Path(folder, name), subject, batch_fn, name)
             for name, reason in why.items()
             if not reason
         }
@@ -193,51 +180,23 @@ def heavy_modules(model: nn.Module) -> list[str]:
     return ["torch._dynamo", *sorted(n for n in known if n.startswith("transformers."))]
 
 
-def save_reference(
-    path: Path,
-    model_fn: ModelFn,
-    batch_fn: BatchFn,
-    dtype: str,
-    phases: Sequence[Phase] = PHASES,
-    learning: Learning = PLAIN,
-    device: str = "cpu",
-) -> str:
+def save_reference(path: Path, subject: Subject, batch_fn: BatchFn, dtype: str) -> str:
     """Write the plain checkpoint, the batches and one process's steps; return the file's name.
 
     The steps are computed on a device of the kind that ranks compute on, whose rounding counts.
     """
-    torch.manual_seed(0)
-    model = placed(model_fn(), device, TORCH_DTYPES[dtype])
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    batches = [moved(entries_for(model, batch_fn(step)), device) for step in range(STEPS)]
-    chain = chain_length(model, _first(batches[0]))
-    drops = bool(dropouts(model))
-    steps = one_process(model, _in(batches, dtype), phases, learning=learning)
+    model, saved = begin(subject, batch_fn, dtype)
+    chain = chain_length(model, _first(saved["batches"][0]))
+    steps = one_process(subject, saved, dtype)
     limits = [bound(TORCH_DTYPES[dtype], chain, step) for step in range(STEPS)]
     exact: list[Step] = []
     if dtype == lost.DTYPE:
-        twin = placed(model_fn(), device, torch.float64)
-        twin.load_state_dict(state)
-        with decided(in_order([choice for step in steps for choice in step.choices])):
-            exact = one_process(twin, _in(batches, "float64"), phases, learning=learning)
+        chosen = [choice for step in steps for choice in step.choices]
+        exact = one_process(subject, saved, "float64", chosen)
         limits = [lost.off(s.choices, e.choices) for s, e in zip(steps, exact, strict=True)]
-    wide = 4 if exact else 1  # by_scores looks around them
-    near = [doubtful(s.choices, wide * limit) for s, limit in zip(steps, limits, strict=True)]
-    chosen = [choice for step in steps for choice in step.choices]
-    saved = {
-        "state": state, "batches": batches, "steps": as_saved(steps), "limits": limits,
-        "exact": [*as_saved(exact)] or STEPS * [None], "dropout": drops,
-        "margin": smallest(chosen) if chosen else None,
-        **learning.dims,
-        # In float64 no flip is taken for rounding.
-        "doubtful": [[tuple(c) for c in each] if dtype != "float64" else [] for each in near],
-    }  # fmt: skip
-    torch.save(moved(saved, "cpu"), path)
+    saved |= {"steps": as_saved(steps), "exact": [*as_saved(exact)] or STEPS * [None]}
+    torch.save(moved(saved | doubts(steps, limits, dtype), "cpu"), path)
     return str(path)
-
-
-def _in(batches: Sequence[Mapping[str, Any]], dtype: str) -> list[dict[str, Any]]:
-    return [in_dtype(batch, TORCH_DTYPES[dtype]) for batch in batches]
 
 
 def _first(entries: Mapping[str, Any]) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...compose.words import RUNS, listed, ranges
 from .parts import (
     HUGE,
+    MOST,
     Case,
     Finding,
     Part,
@@ -218,30 +219,25 @@ def exchanged(case: Case) -> Iterator[Finding]:
 
 
 def moved(case: Case) -> Iterator[Finding]:
-    """Find slices that all stand as far from their places, or each belong in another place."""
+    """Find slices that each belong in another place."""
     for dim in range(case.whole.ndim):
-        found: dict[int, dict[int, Tensor]] = {}
+        found: dict[str, list[int]] = {}
         for i, part in enumerate(case.wrong):
             if (pairs := _sources(case, part, dim)) is not None:
-                steps = (pairs[0] - pairs[1]).unique()
-                by = int(steps) if len(steps) == 1 and pairs.shape[1] > 1 else 0
-                found.setdefault(by, {})[i] = pairs
-        for by, each in found.items():
-            parts = [case.wrong[i] for i in each]
-            at, source = next(iter(each.values())).tolist()
-            same = sorted(at) == sorted(source)
-            what = f"{plural(case, dim)} {'in another order' if same else 'that belong elsewhere'}"
-            if by:
-                what = f"values shifted by {abs(by)} along {plural(case, dim)}{where(case, parts)}"
-                at = at[:1]
-            said = _runs(list(zip(at, source, strict=False)))
-            yield Finding(frozenset(each), f"{has(who(case, parts))} {what}: {said}")
+                at, source = pairs.tolist()
+                same = sorted(at) == sorted(source)
+                what = "in another order" if same else "that belong elsewhere"
+                said = f"{plural(case, dim)} {what}: {_runs(list(zip(at, source, strict=True)))}"
+                found.setdefault(said, []).append(i)
+        for said, covers in found.items():
+            parts = [case.wrong[i] for i in covers]
+            yield Finding(frozenset(covers), f"{has(who(case, parts))} {said}")
 
 
 def _sources(case: Case, part: Part, dim: int) -> Tensor | None:
-    """Return the places [2, n] of wrong slices and those they belong in, or None if one has none.
+    """Return the places [2, n] of wrong slices and those they belong in, or None.
 
-    If most are shifted by as much, these alone: what is shifted over an edge comes from elsewhere.
+    A third of them may belong nowhere, such as what was shifted over an edge.
     """
     box = box_of(part.mask)
     at, size = part.piece.index[dim][box[dim]], case.whole.shape[dim]
@@ -252,13 +248,11 @@ def _sources(case: Case, part: Part, dim: int) -> Tensor | None:
     have, want = (slices(pick(each, box), dim) for each in (part.have, part.want))
     pool = slices(pick(case.whole, others), dim)
     nearest = _nearest(have, pool, at)
-    shifted = at - (at - nearest).mode().values
-    for source, numbers in ((shifted, 1), (nearest, len(at))):
-        inside = (source >= 0) & (source < size)
-        guess, ways = pool[source[inside]], numbers * math.log(size)
-        enough = 3 * int(inside.sum()) >= 2 * len(at)
-        if enough and case.agrees(have[inside], guess, want[inside], ways=ways):
-            return torch.stack((at, source))[:, inside]
+    guess = pool[nearest]
+    fits = (have - guess).norm(dim=1) <= MOST * (have - want).norm(dim=1)
+    enough, ways = 3 * int(fits.sum()) >= 2 * len(at), len(at) * math.log(size)
+    if enough and case.agrees(have[fits], guess[fits], want[fits], ways=ways):
+        return torch.stack((at, nearest))[:, fits]
     return None
 
 

@@ -158,7 +158,7 @@ def _note(run: Run, key: Key, parents: Sequence[Key], line: Line) -> None:
 
 
 def require_comparable(ours: Run, theirs: Run) -> None:
-    """Refuse two runs of unlike models, or of other batches.
+    """Refuse two runs of unlike models.
 
     Raises:
         InvalidArgumentError: They have no step, or no parameter, in common.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,25 +67,9 @@ def backward_to(backwarded: Callable[[Tensor], None]) -> Iterator[None]:
         torch.autograd.backward = original
 
 
-class Follows(Protocol):
-    """What hears of them."""
-
-    def gradients(self) -> None:
-        """Gradients are about to be clipped or used."""
-
-    def norm(self, total: Tensor) -> None:
-        """This is their norm."""
-
-    def moments(self, optimizers: Any) -> None:
-        """Optimizers have made their steps."""
-
-    def weights(self) -> None:
-        """Weights are the step's."""
-
-
 @contextmanager
-def followed(tape: Follows) -> Iterator[None]:
-    """Tell of gradients before torch clips them or an optimizer has them, and of what it did."""
+def followed(tape: Any) -> Iterator[None]:
+    """Tell a `Tape` of gradients before torch clips or uses them, and of what optimizers did."""
     stepped: dict[int, Optimizer] = {}
     clip = torch.nn.utils.clip_grad_norm_
 

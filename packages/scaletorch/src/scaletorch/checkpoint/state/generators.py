@@ -23,12 +23,17 @@ def _device_module(device: torch.device) -> Any:
     return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
 
 
-def record_random(record: Record, place: Place, device: torch.device) -> None:
-    """Add the states of this rank's generators: torch's, Python's, numpy's if it is in use."""
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of this rank's generators: torch's, Python's, numpy's if it is in use."""
     states = {"cpu": torch.get_rng_state(), "python": _to_bytes(_python_states())}
     if (module := _device_module(device)) is not None:
         states[device.type] = module.get_rng_state(device)
-    for kind, state in states.items():
+    return states
+
+
+def record_random(record: Record, place: Place, device: torch.device) -> None:
+    """Add the states of this rank's generators."""
+    for kind, state in random_states(device).items():
         parts = [Part((0,), state, place.tp)]
         shape = (state.numel(),)
         name = f"random.{place.rank}.{kind}"
