@@ -82,7 +82,7 @@ class _DataParallel(ModuleWrapper):
         self.parameter_groups = dict(groups)
         family: WeakSet[GradientSync] = WeakSet()
         self._syncs = [
-            _gradient_sync(module, named, reduction, fill, family, settings, overlap=overlap)
+            _gradient_sync(named, reduction, fill, family, settings, overlap=overlap)
             for (_, named), reduction in zip(parts, reductions, strict=True)
         ]
 
@@ -252,7 +252,6 @@ class _DataParallel(ModuleWrapper):
 
 
 def _gradient_sync(
-    module: nn.Module,
     parameters: Named,
     reduction: Reduction,
     fill: Callable[[Iterable[Slot], Reduction], list[Bucket]],
@@ -270,7 +269,7 @@ def _gradient_sync(
     sync = GradientSync(manager, overlap, family)
     wider = any(slot.buffer_dtype != slot.parameter.dtype for slot in slots)
     if reduction.size > 1 or wider or settings.check_finite:
-        sync.attach(module)
+        sync.attach()
     return sync
 
 

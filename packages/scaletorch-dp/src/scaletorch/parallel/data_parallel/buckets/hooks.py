@@ -19,7 +19,6 @@ from ....dist.errors import NonFiniteError, StateError
 from ...pg_manager import describe_rank
 from ..culprits import shortened
 from .manager import BucketManager
-from .products import ProductSink, direct_products
 
 _OUTSIDE = -1  # torch's number for "no backward is running on this thread"
 
@@ -59,19 +58,11 @@ class GradientSync:
         self._alive = _alive()
         self._serial = next(one_per_process("gradient_sync_numbers", itertools.count))
 
-    def attach(self, module: nn.Module) -> None:
-        """Put the hooks in place; without them nothing is ever communicated.
-
-        Args:
-            module: The model; its linear layers write their gradients right into the buckets.
-        """
+    def attach(self) -> None:
+        """Put the hooks in place; without them nothing is ever communicated."""
         if self._attached:
             return
         weakref.finalize(self, _remove_hooks, self._register_hooks()).atexit = False
-        parameters = [slot.parameter for slot in self.manager.slots]
-        sink = ProductSink(partial(_call, weakref.ref(self), GradientSync.add_product), parameters)
-        undo = direct_products(module, parameters, sink)
-        weakref.finalize(self, undo).atexit = False
         self._attached = True
         self._alive.add(self)
 
@@ -143,20 +134,6 @@ class GradientSync:
         # Hooks of the user's that come after this one are to see the gradient, and may change it.
         watched = len(slot.parameter._post_accumulate_grad_hooks or ()) > 1
         self.manager.mark_ready(index, self._overlap and not self._crowded and not watched)
-
-    def add_product(self, index: int, rows: Tensor, columns: Tensor) -> bool:
-        """Add `rows @ columns` to a weight's gradient, unless other hooks want to see it.
-
-        Returns:
-            Whether it was added.
-        """
-        slot = self.manager.slots[index]
-        watchers = slot.parameter._backward_hooks, slot.parameter._post_accumulate_grad_hooks
-        if any(len(each or ()) > 1 for each in watchers) or not slot.writes(rows.dtype):
-            return False
-        self._enter()
-        slot.add_product(rows, columns, self.manager.place)
-        return True
 
     def _enter(self) -> None:
         """Queue the end of the running backward, once."""
