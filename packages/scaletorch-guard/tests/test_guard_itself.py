@@ -172,14 +172,14 @@ def test_strangers_cannot_end_the_monitor():
     monitor = Monitor(listener, "token", 1, "/nowhere", warn=9.0, patience=9.0, silence=9.0)
     thread = threading.Thread(target=monitor.run)
     thread.start()
-    strangers = [socket.create_connection(address) for _ in range(100)]  # of which few may stay
+    strangers = [socket.create_connection(address) for _ in range(100)]
     for payload in PAYLOADS.values():
         strangers.append(socket.create_connection(address))
         with contextlib.suppress(ConnectionError):  # refused already
             strangers[-1].sendall(payload)
     rank = Connection(socket.create_connection(address))
     rank.send(Hello("token", 0, 1, 1, "rank 0"))
-    assert rank.receive() == [Welcome(1)]
+    assert rank.receive() == [Welcome()]
     with pytest.raises(ConnectionRefusedError):  # all are here: nobody is let in any more
         socket.create_connection(address)
     assert thread.is_alive()

@@ -54,7 +54,7 @@ class Sign(NamedTuple):
     """A look at a process from outside."""
 
     time: float
-    state: str  # as `process_state` has it
+    state: str  # as `process_signs` has it
     faults: int  # how often it has touched a new page, as a process that works on data does
     seconds: float  # of CPU that it has used
 

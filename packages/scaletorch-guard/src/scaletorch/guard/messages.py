@@ -36,9 +36,9 @@ Bye = NamedTuple("Bye", [("tail", Tail)])
 Signs = NamedTuple("Signs", [("rank", int), ("state", str), ("faults", int), ("seconds", float)])
 Off = NamedTuple("Off", [("why", str)])
 
-# From the monitor, which passes `Off` on, and tells of a `Fault`: all are here, and rank 0's
-# process if it is on the same host; a question; look at a process; log a warning; all have ended.
-Welcome = NamedTuple("Welcome", [("first", int | None)])
+# From the monitor, which passes `Off` on, and tells of a `Fault`: all are here; a question; look at
+# a process; log a warning; all have ended.
+Welcome = NamedTuple("Welcome", [])
 Ask = NamedTuple("Ask", [("number", int)])
 Look = NamedTuple("Look", [("rank", int), ("pid", int)])
 Warn = NamedTuple("Warn", [("text", str)])

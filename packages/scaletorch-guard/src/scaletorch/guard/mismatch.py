@@ -237,45 +237,26 @@ def _swap(
     differing = [seq for seq in seen if len({tail[seq].site for tail in tails.values()}) > 1]
     if not differing or len(seen) < max(ENOUGH, RARE * len(differing)):
         return None
-    usual = {seq: most_common([tail[seq].site for tail in tails.values()]) for seq in differing}
-    if None not in usual.values():
-        lines = {seq: str(site) for seq, site in usual.items()}
-    elif len(tails) == 2:
-        lines = {seq: next(iter(tails.values()))[seq].site for seq in differing}
-    else:
+    lines = {rank: tuple(tail[seq].site for seq in differing) for rank, tail in tails.items()}
+    usual = most_common(list(lines.values()))
+    other_lines = len({tuple(sorted(own)) for own in lines.values()}) > 1
+    if other_lines or (usual is None and len(tails) > 2):
         return None
-    odd = {rank: _otherwise(tail, lines) for rank, tail in tails.items()}
-    odd = {rank: places for rank, places in odd.items() if places}
-    for rank, places in odd.items():
-        if Counter(tails[rank][s].site for s in places) != Counter(lines[s] for s in places):
-            return None
-    return _swap_fault(channel, picture, tails, odd, sure=None not in usual.values())
+    guilty = tuple(rank for rank, own in lines.items() if own != usual)
+    other = next(rank for rank, own in lines.items() if own != lines[guilty[0]])
 
-
-def _otherwise(tail: dict[int, Entry], lines: dict[int, str]) -> list[int]:
-    return [seq for seq, line in lines.items() if tail[seq].site != line]
-
-
-def _swap_fault(
-    channel: Channel,
-    picture: Picture,
-    tails: dict[int, dict[int, Entry]],
-    odd: dict[int, list[int]],
-    *,
-    sure: bool,
-) -> Fault:
-    rank, places = next(iter(odd.items()))
-    other = next(r for r in tails if r not in odd)
-
-    def said(who: int) -> str:
+    def said(rank: int) -> str:
         calls = ", then ".join(
-            f"{tails[who][seq].text} at {tails[who][seq].site}" for seq in places
+            f"{tails[rank][seq].text} at {site}"
+            for seq, site, one, two in zip(
+                differing, lines[rank], lines[guilty[0]], lines[other], strict=True
+            )
+            if one != two
         )
-        return f"{picture.reports[who].label} makes {calls}"
+        return f"{picture.reports[rank].label} makes {calls}"
 
     headline = (
-        f"look-alike calls come in another order, from call {places[0] + 1} in {channel.label}: "
-        f"{said(rank)}, where {said(other)}{'' if sure else NOBODY}"
+        f"look-alike calls come in another order, from call {differing[0] + 1} in {channel.label}: "
+        f"{said(guilty[0])}, where {said(other)}{'' if usual is not None else NOBODY}"
     )
-    guilty = tuple(odd) if sure else tuple(channel.members)
     return Fault("mismatch", guilty, headline)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 import torch
 import torch.distributed as c10d
@@ -21,7 +22,7 @@ from ..dist import get_rank
 from ..dist.building import calling_thread
 from ..dist.devices import comm_entry
 from ..dist.errors import RankFaultError
-from .calls import Descriptions, call_site, fact_key, group_label, message_label
+from .calls import call_site, collective_texts, group_label, message_label, message_text
 from .facts import Channel, Fault
 from .ledger import DONE, ISSUED, WAITING, Board, Ledger, channel_number
 
@@ -126,6 +127,7 @@ class Streams:
 
 MARK = 16  # every so many calls of a channel its checksum is kept, to be compared
 KEPT = 64  # marks, and ends of steps, that are kept
+TEXT = 140  # bytes of a call in the ledger
 
 _ident = calling_thread
 _wall, _clock = time.time, time.monotonic
@@ -206,7 +208,6 @@ class Recorder:
         self._groups: WeakKeyDictionary[ProcessGroup, tuple[Track, int]] = WeakKeyDictionary()
         self._paths: WeakKeyDictionary[ProcessGroup, dict[tuple[int, int, bool], Track]]
         self._paths = WeakKeyDictionary()
-        self._descriptions = Descriptions()
         self._last: dict[int, Note] = {}  # thread -> its last call
         self.tracks: dict[str, Track] = {}
         self.waits: dict[int, tuple[int, Note, float]] = {}  # thread -> its wait
@@ -219,12 +220,8 @@ class Recorder:
         self._check()
         found = self._groups.get(group)
         track, size = found if found is not None else self._new_group(group)
-        key = (call, size, *map(fact_key, facts))
-        try:
-            check, text = self._descriptions[key]
-        except (KeyError, TypeError):
-            check, text = self._descriptions.add_collective(key, size, call, facts)
-        return self._write(track, check, text)
+        same, text = collective_texts(call, facts)
+        return self._write(track, f"{same} {size}", text)
 
     def record_message(
         self, group: ProcessGroup, data: Tensor, peer: int, tag: int, sends: bool
@@ -236,12 +233,9 @@ class Recorder:
             track = self._paths[group][path]
         except KeyError:
             track = self._new_path(group, *path)
-        key = (data.dtype, data.shape, sends, peer)
-        try:
-            check, text = self._descriptions[key]
-        except KeyError:
-            check, text = self._descriptions.add_message(key, data, peer, sends)
-        return self._write(track, check, text)
+        # Of the shape the number of elements counts.
+        same, text = f"{data.dtype} {data.numel()}", message_text(data, peer, sends)
+        return self._write(track, same, text)
 
     def run(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Make the backend's call for the last thing that this thread has noted."""
@@ -325,16 +319,19 @@ class Recorder:
         free = sum(thread not in waits for thread in callers)
         return free, any(thread.ident != main for thread in others)
 
-    def _write(self, track: Track, check: int, text: bytes) -> Note:
+    def _write(self, track: Track, same: str, text: str) -> Note:
+        """Write down a call, of which `same` must be the same on every member of its channel."""
         thread = _ident()
         site, line = call_site()
+        check, said = crc32(_encoded(same)), _encoded(text)
+        said = said if len(said) <= TEXT else said[: TEXT - 4] + " …".encode()
         # One lock for all: the checksums, the marks and the ledger must tell of the same calls.
         with self._lock:
             seq = track.count
             track.count = seq + 1
             track.rolling = rolling = (track.rolling * 1000003 ^ check) & 0xFFFFFFFFFFFFF
             track.sites = sites = (track.sites * 1000003 ^ line) & 0xFFFFFFFFFFFFF
-            index = self.ledger.write(track.number, seq, check, text, site, _wall())
+            index = self.ledger.write(track.number, seq, check, said, site, _wall())
             if not (seq + 1) % MARK:
                 track.marks.append((seq + 1, rolling, sites))
             if track.owner != thread:
@@ -375,3 +372,7 @@ class Recorder:
                 track = Track(key, channel, number, "" if device == "cpu" else device)
                 self.tracks[key] = track
         return track
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode(errors="backslashreplace")

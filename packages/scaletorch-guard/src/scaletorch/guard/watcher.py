@@ -26,10 +26,8 @@ import torch
 import torch.distributed as c10d
 
 from . import messages
-from .diagnosis import with_details
 from .facts import Fault, Wait, news_period
-from .ledger import TRACE, read_folder
-from .mismatch import find_mismatch
+from .ledger import TRACE
 from .recorder import Note, Recorder, Track
 
 _TAG = 0x5CA1E  # nobody's
@@ -101,7 +99,6 @@ def _break(backend: Any) -> None:
 
 
 LOOK = 0.1  # s between two looks at the waits of this process
-LAST = 1.0  # s that rank 0's process gets to end too, if the monitor has
 TAIL = 256  # entries that are sent
 BEHIND = 1.0  # s that a call is in a stream before others hear that the stream waits in it
 
@@ -133,7 +130,6 @@ class Watcher(threading.Thread):
         self.welcome = threading.Event()
         self._step = -1  # the last step that the monitor knows
         self._shown: list[int] = []  # numbers of the waits that it knows
-        self._first: int | None = None  # rank 0's process, if it is on this host
         self._over = False
 
     @property
@@ -257,8 +253,7 @@ class Watcher(threading.Thread):
     def _hear(self) -> None:
         for message in self._connection.receive():
             match message:
-                case messages.Welcome(first):
-                    self._first = first
+                case messages.Welcome():
                     self.welcome.set()
                 case messages.Ask(number):
                     stack = thread_stack(self._main)
@@ -274,26 +269,7 @@ class Watcher(threading.Thread):
                 case messages.End():
                     self._finish(None)
         if not self._connection.open and not self._over:
-            self._monitor_gone()
-
-    def _monitor_gone(self) -> None:
-        """Conclude what happened to the monitor: it ended with rank 0, or by itself."""
-        deadline = time.monotonic() + LAST
-        while self._first is not None and time.monotonic() < deadline:
-            if process_state(self._first) == "X":
-                self._first_gone()
-                return
-            time.sleep(0.02)
-        self._turn_off("its monitor, a process beside rank 0, has ended or is out of reach")
-
-    def _first_gone(self) -> None:
-        """Conclude from the ledgers of this host what happened to rank 0."""
-        folder = self._recorder.ledger.folder
-        picture = read_folder(folder)
-        label = picture.reports[0].label if 0 in picture.reports else "rank 0"
-        died = Fault("death", (0,), f"{label} died: its process ended without a word")
-        fault = find_mismatch(picture, time.monotonic()) or died
-        self._finish(with_details(fault, picture, folder))
+            self._turn_off("its monitor, a process beside rank 0, has ended or is out of reach")
 
     def _turn_off(self, why: str) -> None:
         """Go on without a guard: its own fault is none of the job's."""
@@ -324,13 +300,11 @@ def _new_marks(track: Track) -> list[tuple[int, int, int]]:
     return [mark for mark in list(track.marks) if mark[0] > track.marked]
 
 
-def process_state(pid: int) -> str:
-    """Return a letter: `T` for a stopped process, `X` for one that is gone, `?` unknown."""
-    return process_signs(pid)[0]
-
-
 def process_signs(pid: int) -> tuple[str, int, float]:
-    """Return its state, as above, how often it touched a new page, and its seconds of CPU."""
+    """Return its state, how often it touched a new page, and its seconds of CPU.
+
+    The state is a letter: `T` for a stopped process, `X` for one that is gone, `?` unknown.
+    """
     if not os.path.isdir("/proc/self"):
         return "?", 0, 0.0
     try:
