@@ -280,7 +280,7 @@ def test_a_process_that_was_seen_stopped_by_one_who_is_silent_now_is_not_accused
     assert diagnose(picture, 12.0) is None  # seen once: it may run again
     update(picture, 0, stopped, 11.5)
     assert diagnose(picture, 12.0).kind == "stopped"
-    update(picture, 1, News({}, {}, {}, [], [], 1, False), 12.0)
+    update(picture, 1, News({}, {}, {}, None, [], 1, False), 12.0)
     assert diagnose(picture, 12.1) is None
 
 
@@ -306,8 +306,8 @@ def from_other_lines(orders):
             [n, 7, "all_reduce", site, float(n), "done", "g"] for n, site in enumerate(sites)
         ]
         channels = {"g": ["tp", list(range(len(orders))), False]}
-        marks = {"g": [(len(sites), 1, hash(tuple(sites)))]}
-        update(picture, rank, News(channels, {"g": len(sites)}, marks, [], [], 1, False), 10.0)
+        marks = {"g": [("call 10", len(sites), 1, hash(tuple(sites)))]}
+        update(picture, rank, News(channels, {"g": len(sites)}, marks, None, [], 1, False), 10.0)
         update(picture, rank, Answer(5, entries, ""), 10.0)
     return picture
 

@@ -18,8 +18,7 @@ _CHUNK = 1 << 16
 
 Tail = list[list[Any]]  # the values of the last entries
 Counts = dict[str, int]
-Marks = dict[str, list[tuple[int, int, int]]]
-Steps = list[tuple[int, list[tuple[str, int, int]]]]
+Marks = dict[str, list[tuple[str, int, int, int]]]
 
 # From a rank: it is here; its news (see `Report`); its answer to a question; it ends, by an
 # exception or well; a look at another process (see `Sign`); a fault of the guard itself.
@@ -27,7 +26,7 @@ Hello = NamedTuple(
     "Hello", [("token", str), ("rank", int), ("pid", int), ("host", int), ("label", str)]
 )
 News = NamedTuple("News", [
-    ("channels", dict[str, list[Any]]), ("counts", Counts), ("marks", Marks), ("steps", Steps),
+    ("channels", dict[str, list[Any]]), ("counts", Counts), ("marks", Marks), ("step", int | None),
     ("waits", list[list[Any]]), ("free", int), ("foreign", bool),
 ])  # fmt: skip
 Answer = NamedTuple("Answer", [("number", int), ("tail", Tail), ("stack", str)])

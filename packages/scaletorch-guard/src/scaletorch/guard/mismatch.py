@@ -131,45 +131,34 @@ def drop_agreed(picture: Picture) -> None:
     for key in picture.channels:
         members = picture.members(key)
         marks = [report.marks.get(key, {}) for report in members]
-        for count in set(marks[0]).intersection(*marks[1:]):
-            said = {mark[count] for mark in marks}
-            if len(said if key not in picture.own_lines else {rolling for rolling, _ in said}) == 1:
+        for at in set(marks[0]).intersection(*marks[1:]):
+            said = {mark[at] if key not in picture.own_lines else mark[at][:2] for mark in marks}
+            if len(said) == 1:
                 for mark in marks:
-                    del mark[count]
-        steps = [report.steps for report in members]
-        for step in [step for step in steps[0] if step[1] == key]:
-            if len({own.get(step) for own in steps}) == 1:
-                for own in steps:
-                    del own[step]
+                    del mark[at]
 
 
 def find_disagreement(picture: Picture, now: float) -> Fault | Need | None:
     """Compare the checksums that ranks told; ask for the entries if they differ."""
     for key, channel in picture.channels.items():
         members = picture.members(key)
-        for what, said in _sums(key, members):
+        for at, said in _sums(key, members):
             if len(set(said.values())) < 2:
                 continue
             stale = tuple(r.rank for r in members if r.able(now) and not covers(r, key, said))
             if stale:
                 return Need(stale)
-            return _disagreement(channel, what, said, picture)
+            return _disagreement(channel, at, said, picture)
     return None
 
 
 def _sums(key: str, members: list[Report]) -> list[tuple[str, dict[int, tuple[int, int]]]]:
-    """Return the checksums of ranks after the same calls of a channel, and after the same steps."""
-    at_count: dict[int, dict[int, tuple[int, int]]] = {}
-    at_step: dict[int, dict[int, tuple[int, int]]] = {}
+    """Return when ranks made marks in a channel, the earliest first, and what each had called."""
+    found: dict[str, dict[int, tuple[int, int]]] = {}
     for report in members:
-        for count, (rolling, _) in report.marks.get(key, {}).items():
-            at_count.setdefault(count, {})[report.rank] = (count, rolling)
-        for (step, channel), state in report.steps.items():
-            if channel == key:
-                at_step.setdefault(step, {})[report.rank] = state
-    sums = [(f"up to call {count}", said) for count, said in sorted(at_count.items())]
-    sums += [(f"by the end of step {step}", said) for step, said in sorted(at_step.items())]
-    return sums
+        for at, (count, rolling, _) in report.marks.get(key, {}).items():
+            found.setdefault(at, {})[report.rank] = (count, rolling)
+    return sorted(found.items(), key=lambda item: min(item[1].values()))
 
 
 def covers(report: Report, key: str, said: dict[int, tuple[int, int]]) -> bool:
@@ -180,7 +169,7 @@ def covers(report: Report, key: str, said: dict[int, tuple[int, int]]) -> bool:
 
 
 def _disagreement(
-    channel: Channel, what: str, said: dict[int, tuple[int, int]], picture: Picture
+    channel: Channel, at: str, said: dict[int, tuple[int, int]], picture: Picture
 ) -> Fault:
     """Say which ranks differ; the calls themselves are missing, or too old to be seen."""
     usual = most_common(list(said.values()))
@@ -191,7 +180,7 @@ def _disagreement(
     if len({count for count, _ in said.values()}) == 1:
         counts = f"{picture.names(guilty)} made other calls"
     doubt = "" if usual is not None else NOBODY
-    return Fault("mismatch", guilty, f"calls differ in {channel.label} {what}: {counts}{doubt}")
+    return Fault("mismatch", guilty, f"calls differ in {channel.label} by {at}: {counts}{doubt}")
 
 
 ENOUGH = 8  # calls that must be seen
@@ -210,7 +199,7 @@ def find_swap(picture: Picture, now: float) -> Fault | Need | None:
         if channel.message or key in picture.own_lines or not _lines_differ(key, picture):
             continue
         members = picture.members(key)
-        said = {r.rank: (count, 0) for r in members for count in list(r.marks[key])[-1:]}
+        said = {r.rank: mark[:2] for r in members for mark in list(r.marks[key].values())[-1:]}
         stale = tuple(r.rank for r in members if r.able(now) and not covers(r, key, said))
         if stale:
             return Need(stale)
@@ -227,7 +216,7 @@ def find_swap(picture: Picture, now: float) -> Fault | Need | None:
 def _lines_differ(key: str, picture: Picture) -> bool:
     marks = [report.marks.get(key, {}) for report in picture.members(key)]
     return any(
-        len({mark[count] for mark in marks}) > 1 for count in set(marks[0]).intersection(*marks[1:])
+        len({mark[at] for mark in marks}) > 1 for at in set(marks[0]).intersection(*marks[1:])
     )
 
 

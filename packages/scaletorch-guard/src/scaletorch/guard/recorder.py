@@ -126,7 +126,7 @@ class Streams:
 
 
 MARK = 16  # every so many calls of a channel its checksum is kept, to be compared
-KEPT = 64  # marks, and ends of steps, that are kept
+KEPT = 64  # marks that are kept until they are told
 TEXT = 140  # bytes of a call in the ledger
 
 _ident = calling_thread
@@ -145,8 +145,8 @@ class Track:
     """How far this rank is in one channel."""
 
     __slots__ = (
-        "channel", "count", "device", "key", "marked", "marks", "number", "owner", "rolling",
-        "sites", "tag", "told",
+        "channel", "count", "device", "key", "marks", "number", "owner", "rolling", "sites", "tag",
+        "told",
     )  # fmt: skip
 
     def __init__(self, key: str, channel: Channel, number: int, device: str) -> None:
@@ -158,10 +158,13 @@ class Track:
         self.count = 0
         self.rolling = 0  # checksum of the calls
         self.sites = 0  # checksum of the lines that made them
-        self.marks: deque[tuple[int, int, int]] = deque(maxlen=KEPT)
+        self.marks: deque[tuple[str, int, int, int]] = deque(maxlen=KEPT)  # not told yet
         self.owner: int | None = None  # the one thread that calls; 0 for several
         self.told: int | None = None  # calls that the monitor knows of; None of a new channel
-        self.marked = 0  # the last mark that it knows
+
+    def mark(self, at: str) -> None:
+        """Keep the checksums of the calls up to here, to be compared with others' at that time."""
+        self.marks.append((at, self.count, self.rolling, self.sites))
 
 
 class Handle:
@@ -212,7 +215,7 @@ class Recorder:
         self.tracks: dict[str, Track] = {}
         self.waits: dict[int, tuple[int, Note, float]] = {}  # thread -> its wait
         self.streams = Streams()
-        self.steps: deque[tuple[int, list[tuple[str, int, int]]]] = deque(maxlen=KEPT)
+        self.step: int | None = None  # the last one that has ended
         self._waits = itertools.count(1)
 
     def record(self, group: ProcessGroup, call: str, facts: Sequence[Any]) -> Note:
@@ -293,18 +296,21 @@ class Recorder:
         The two ends of a message need not be in one step: how many there are is not compared, only
         those that both have made.
         """
-        thread = _ident()
+        thread, self.step = _ident(), number
         tracks = [track for track in list(self.tracks.values()) if track.owner == thread]
-        state = [(t.key, t.count, t.rolling) for t in tracks if not t.channel.message]
-        self.steps.append((number, state))
-        self.mark(tracks)
+        self.mark(tracks, f"the end of step {number}")
 
-    def mark(self, tracks: Iterable[Track]) -> None:
-        """Keep the checksums of calls up to here, to be compared."""
+    def mark(self, tracks: Iterable[Track], at: str = "") -> None:
+        """Keep the checksums of calls up to here, to be compared.
+
+        Args:
+            tracks: Whose.
+            at: When that is; of messages, and by default, it is the number of calls.
+        """
         with self._lock:
             for track in tracks:
-                if not track.marks or track.marks[-1][0] < track.count:
-                    track.marks.append((track.count, track.rolling, track.sites))
+                counted = track.channel.message or not at
+                track.mark(f"call {track.count}" if counted else at)
 
     def free_threads(self, waits: Container[int]) -> tuple[int, bool]:
         """Return how many threads that call are not among those that wait, and if others might."""
@@ -329,11 +335,11 @@ class Recorder:
         with self._lock:
             seq = track.count
             track.count = seq + 1
-            track.rolling = rolling = (track.rolling * 1000003 ^ check) & 0xFFFFFFFFFFFFF
-            track.sites = sites = (track.sites * 1000003 ^ line) & 0xFFFFFFFFFFFFF
+            track.rolling = (track.rolling * 1000003 ^ check) & 0xFFFFFFFFFFFFF
+            track.sites = (track.sites * 1000003 ^ line) & 0xFFFFFFFFFFFFF
             index = self.ledger.write(track.number, seq, check, said, site, _wall())
             if not (seq + 1) % MARK:
-                track.marks.append((seq + 1, rolling, sites))
+                track.mark(f"call {seq + 1}")
             if track.owner != thread:
                 track.owner = thread if track.owner is None else 0
             board = self.board

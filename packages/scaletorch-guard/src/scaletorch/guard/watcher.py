@@ -17,10 +17,11 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as c10d
@@ -28,7 +29,7 @@ import torch.distributed as c10d
 from . import messages
 from .facts import Fault, Wait, news_period
 from .ledger import TRACE
-from .recorder import Note, Recorder, Track
+from .recorder import Note, Recorder
 
 _TAG = 0x5CA1E  # nobody's
 _DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")  # the second is there without NCCL too
@@ -104,6 +105,8 @@ BEHIND = 1.0  # s that a call is in a stream before others hear that the stream 
 
 logger = logging.getLogger(__package__)
 
+T = TypeVar("T")
+
 
 class Watcher(threading.Thread):
     """Tells the monitor of this process, and this process of a fault.
@@ -128,7 +131,6 @@ class Watcher(threading.Thread):
         for end in (self._woken, self._waker):
             end.setblocking(False)
         self.welcome = threading.Event()
-        self._step = -1  # the last step that the monitor knows
         self._shown: list[int] = []  # numbers of the waits that it knows
         self._over = False
 
@@ -222,17 +224,15 @@ class Watcher(threading.Thread):
         threads = self._recorder.waits.copy()
         waits = self._waits(threads, behind)
         free, foreign = self._recorder.free_threads(threads)
-        steps = [step for step in list(self._recorder.steps) if step[0] > self._step]
         tracks = list(self._recorder.tracks.values())
         fresh = {track.key: list(track.channel) for track in tracks if track.told is None}
         counts = {track.key: track.count for track in tracks if track.count != track.told}
-        marks = {track.key: found for track in tracks if (found := _new_marks(track))}
-        self._step = steps[-1][0] if steps else self._step
+        marks = {track.key: found for track in tracks if (found := _taken(track.marks))}
         self._shown = [wait.number for wait in waits]
         for track in tracks:
             track.told = counts.get(track.key, track.told)
-            track.marked = marks[track.key][-1][0] if track.key in marks else track.marked
-        return messages.News(fresh, counts, marks, steps, [*map(list, waits)], free, foreign)
+        step = self._recorder.step
+        return messages.News(fresh, counts, marks, step, [*map(list, waits)], free, foreign)
 
     def tail(self) -> messages.Tail:
         """Return the last entries of the ledger."""
@@ -294,10 +294,9 @@ class Watcher(threading.Thread):
                 return
 
 
-def _new_marks(track: Track) -> list[tuple[int, int, int]]:
-    if not track.marks or track.marks[-1][0] <= track.marked:
-        return []
-    return [mark for mark in list(track.marks) if mark[0] > track.marked]
+def _taken(marks: deque[T]) -> list[T]:
+    """Return what a queue holds, which is empty then, but for what comes meanwhile."""
+    return [marks.popleft() for _ in range(len(marks))]
 
 
 def process_signs(pid: int) -> tuple[str, int, float]:
