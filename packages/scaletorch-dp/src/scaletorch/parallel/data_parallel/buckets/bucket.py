@@ -110,7 +110,6 @@ class Bucket:
         buffer[self.elements :] = 0
         if check_finite:
             self._finite = torch.stack([_is_finite(view) for _, view in self._views(buffer)])
-        self._before = self._held(buffer) if reduction.ordered else None
         self._work = self._start(reduction, buffer)
         self._sent = buffer
         self.launched = True
@@ -161,6 +160,7 @@ class Bucket:
         self._finite = None
 
     def _start(self, reduction: Reduction, buffer: Tensor) -> Work[Tensor]:
+        self._before = self._held(buffer) if reduction.ordered else None
         return reduction.whole(buffer, self._before)
 
     def _give(self, reduced: Tensor, flags: Sequence[int]) -> None:
