@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -44,7 +43,7 @@ class GradientSync:
         self.enabled = True
         self.completed = 0  # synchronisations so far
         self.failed: NonFiniteError | None = None  # of the last one, until it is raised
-        self.holds = False  # whether somebody else is to raise it, when all ranks have heard
+        self.held: list[NonFiniteError] | None = None  # where it goes if somebody else raises it
         self.manager = manager
         self.group = manager.reduction.group
         self._overlap = overlap
@@ -192,7 +191,10 @@ class GradientSync:
         try:
             self.manager.finish()
         except NonFiniteError as error:
-            self.failed = error
+            if self.held is None:
+                self.failed = error
+            else:
+                self.held.append(error)
         self.completed += 1
 
     def _close(self) -> None:
@@ -269,26 +271,9 @@ def raise_failed(syncs: Iterable[GradientSync]) -> None:
     Raises:
         NonFiniteError: A gradient is not finite.
     """
-    found = [*filter(None, [_taken(each) for each in syncs if not each.holds])]
-    if found:
-        raise found.pop(0)  # out of the list: its traceback has this frame
-
-
-@contextmanager
-def failures_held(syncs: Sequence[GradientSync]) -> Iterator[list[NonFiniteError]]:
-    """Yield a list that has at the end what these found, which is not raised meanwhile."""
     found: list[NonFiniteError] = []
     for each in syncs:
-        each.holds = True
-    try:
-        yield found
-    finally:
-        for each in syncs:
-            each.holds = False
-            error = _taken(each)
-            found += [] if error is None else [error]
-
-
-def _taken(sync: GradientSync) -> NonFiniteError | None:
-    error, sync.failed = sync.failed, None
-    return error
+        found += [] if each.failed is None else [each.failed]
+        each.failed = None
+    if found:
+        raise found.pop(0)  # out of the list: its traceback has this frame
