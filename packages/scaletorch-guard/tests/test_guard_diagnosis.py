@@ -31,7 +31,7 @@ class SimRank:
         self.rank, self.program, self.groups = rank, deque(program), groups
         self.counts: dict[str, int] = {}
         self.rolling: dict[str, int] = {}
-        self.marks: dict[str, list[tuple[int, int, int]]] = {}
+        self.marks: dict[str, list[tuple[str, int, int, int]]] = {}
         self.entries: list[list[Any]] = []
         self.wait: tuple[int, str, int, float] | None = None
         self.waits = 0
@@ -50,7 +50,9 @@ class SimRank:
         self.counts[key] = seq + 1
         self.rolling[key] = (self.rolling.get(key, 0) * 1000003 ^ check) % 2**52
         if (seq + 1) % 4 == 0:
-            self.marks.setdefault(key, []).append((seq + 1, self.rolling[key], 0))
+            self.marks.setdefault(key, []).append(
+                (f"call {seq + 1}", seq + 1, self.rolling[key], 0)
+            )
         self.entries.append([seq, check, what, "train.py:1", now, "waiting", key])
         self.waits += 1
         self.wait = (self.waits, key, seq, now)
@@ -60,7 +62,7 @@ class SimRank:
             channels={self.key(n): [n, ranks, False] for n, ranks in self.groups.items()},
             counts=dict(self.counts),
             marks={key: list(marks) for key, marks in self.marks.items()},
-            steps=[],
+            step=None,
             waits=[] if self.wait is None else [[*self.wait[:3], now - self.wait[3]]],
             free=int(self.wait is None),
             foreign=False,

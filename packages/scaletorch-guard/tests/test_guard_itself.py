@@ -172,14 +172,14 @@ def test_strangers_cannot_end_the_monitor():
     monitor = Monitor(listener, "token", 1, "/nowhere", warn=9.0, patience=9.0, silence=9.0)
     thread = threading.Thread(target=monitor.run)
     thread.start()
-    strangers = [socket.create_connection(address) for _ in range(100)]  # of which few may stay
+    strangers = [socket.create_connection(address) for _ in range(100)]
     for payload in PAYLOADS.values():
         strangers.append(socket.create_connection(address))
         with contextlib.suppress(ConnectionError):  # refused already
             strangers[-1].sendall(payload)
     rank = Connection(socket.create_connection(address))
     rank.send(Hello("token", 0, 1, 1, "rank 0"))
-    assert rank.receive() == [Welcome(1)]
+    assert rank.receive() == [Welcome()]
     with pytest.raises(ConnectionRefusedError):  # all are here: nobody is let in any more
         socket.create_connection(address)
     assert thread.is_alive()
@@ -280,7 +280,7 @@ def test_a_process_that_was_seen_stopped_by_one_who_is_silent_now_is_not_accused
     assert diagnose(picture, 12.0) is None  # seen once: it may run again
     update(picture, 0, stopped, 11.5)
     assert diagnose(picture, 12.0).kind == "stopped"
-    update(picture, 1, News({}, {}, {}, [], [], 1, False), 12.0)
+    update(picture, 1, News({}, {}, {}, None, [], 1, False), 12.0)
     assert diagnose(picture, 12.1) is None
 
 
@@ -306,8 +306,8 @@ def from_other_lines(orders):
             [n, 7, "all_reduce", site, float(n), "done", "g"] for n, site in enumerate(sites)
         ]
         channels = {"g": ["tp", list(range(len(orders))), False]}
-        marks = {"g": [(len(sites), 1, hash(tuple(sites)))]}
-        update(picture, rank, News(channels, {"g": len(sites)}, marks, [], [], 1, False), 10.0)
+        marks = {"g": [("call 10", len(sites), 1, hash(tuple(sites)))]}
+        update(picture, rank, News(channels, {"g": len(sites)}, marks, None, [], 1, False), 10.0)
         update(picture, rank, Answer(5, entries, ""), 10.0)
     return picture
 

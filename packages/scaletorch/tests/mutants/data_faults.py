@@ -66,17 +66,17 @@ def stale_gradient_after_zero_grad(give: Any) -> Any:
 
 
 @fault(
-    "buckets.slot:Slot.add_product",
+    "buckets.slot:Slot.before_accumulation",
     layout="2x1x1x1",
-    born="synchronisation: *_proj.weight | lm_head.weight | embed_tokens.weight ; "
-    "backward: *_proj | lm_head",
+    born="synchronisation: gradients",
 )
-def later_products_replace_earlier(add_product: Any) -> Any:
-    """A linear weight's gradient is the last micro-batch's alone."""
+def later_gradients_replace_earlier(before_accumulation: Any) -> Any:
+    """A gradient is the last micro-batch's alone."""
 
-    def replacing(self: Any, *args: Any) -> None:
-        self.local = False
-        add_product(self, *args)
+    def replacing(self: Any) -> None:
+        if self.local:
+            self.parameter.grad.zero_()
+        before_accumulation(self)
 
     return replacing
 

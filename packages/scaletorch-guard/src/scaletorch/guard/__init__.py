@@ -26,9 +26,9 @@ it, asks ranks for their last entries if it needs them, and sends the fault to a
 the verdict and breaks gloo's connections: the program's threads wake with an error, ask the verdict
 for its cause, and raise `RankFaultError`.
 
-If rank 0's process dies the monitor outlives it long enough to tell; if both are gone a watcher
-reads the ledgers of its host and concludes by itself. start_monitor.py has the
-beginning: rank 0 starts the process, and the address travels through the group that is guarded.
+If rank 0's process dies the monitor outlives it long enough to tell; if the monitor is gone the
+guard is off. start_monitor.py has the beginning: rank 0 starts the process, and the address travels
+through the group that is guarded.
 
 The words, one meaning each:
 

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 from zlib import crc32
 
@@ -16,47 +16,8 @@ from torch.distributed import ProcessGroup
 from ..dist import get_rank, group_ranks
 from ..dist.building import Guard, calling_frame, describe, install_guard, name_ranks
 
-KNOWN = 4096  # descriptions of calls that are kept
-_TEXT = 140  # bytes of a description
-
 _PACKAGE = __name__.rpartition(".guard.")[0] + "."  # this library, also in a vendored copy
 _SKIPPED = (_PACKAGE, "torch.", "contextlib", "functools")
-
-# By identity: to hash code takes a microsecond. The code is kept, so that no other gets its place.
-_inside: dict[int, tuple[bool, CodeType]] = {}
-_sites: dict[tuple[int, int], tuple[bytes, int]] = {}
-
-Description = tuple[int, bytes]  # checksum of all that must be the same on every member, and text
-
-
-class Descriptions(dict[Any, Description]):
-    """The descriptions of calls, which are made once: most programs repeat the same few.
-
-    The recorder looks them up itself, since another Python call would be a tenth of its time.
-    """
-
-    def add_collective(self, key: Any, size: int, call: str, facts: Sequence[Any]) -> Description:
-        """Describe a collective of a group of `size` ranks."""
-        text, shown = collective_texts(call, facts)
-        return self._keep(key, f"{text} {size}", shown)
-
-    def add_message(self, key: Any, data: Tensor, peer: int, sends: bool) -> Description:
-        """Describe one end of a message; of its shape the number of elements counts."""
-        return self._keep(key, f"{data.dtype} {data.numel()}", message_text(data, peer, sends))
-
-    def _keep(self, key: Any, same: str, text: str) -> Description:
-        data = text.encode(errors="backslashreplace")
-        if len(data) > _TEXT:
-            data = data[: _TEXT - 4] + " …".encode()
-        found = crc32(same.encode(errors="backslashreplace")), data
-        try:
-            hash(key)
-        except TypeError:
-            return found
-        if len(self) >= KNOWN:
-            self.clear()
-        self[key] = found
-        return found
 
 
 def collective_texts(call: str, facts: Sequence[Any]) -> tuple[str, str]:
@@ -84,15 +45,6 @@ def message_label(group: ProcessGroup, peer: int, tag: int, sends: bool) -> str:
     return f"messages from rank {src} to rank {dst} in {group_label(group)}{tagged}"
 
 
-def fact_key(fact: Any) -> Any:
-    """Return a key for a fact of a call; the dtype, shape and strides are that of a tensor."""
-    if isinstance(fact, Tensor):
-        return fact.dtype, fact.shape, fact.stride()
-    if isinstance(fact, (list, tuple)):
-        return tuple(map(fact_key, fact))
-    return type(fact), fact
-
-
 def group_label(group: ProcessGroup) -> str:
     """Return a group's name for people: `tp` for one whose description is `scaletorch_tp`."""
     name = (group.group_desc or "").removeprefix("scaletorch_")
@@ -109,26 +61,18 @@ def call_site() -> tuple[bytes, int]:
     """
     frame: FrameType = sys._getframe(3)  # beyond the recorder
     while True:
-        code = frame.f_code
-        known = _inside.get(id(code))
-        if known is None:
-            name = frame.f_globals.get("__name__", "")
-            known = _inside[id(code)] = name.startswith(_SKIPPED), code
+        inside = frame.f_globals.get("__name__", "").startswith(_SKIPPED)
         outer = frame.f_back
-        if known[0] and outer is not None:
+        if inside and outer is not None:
             frame = outer
             continue
         started = calling_frame()
         if started is None or frame.f_globals.get("__name__") != "threading":
             break
         frame = started  # where this thread was started, in whose place it calls
-    key = id(code), frame.f_lasti
-    site = _sites.get(key)
-    if site is None:
-        file = "/".join(code.co_filename.rsplit("/", 2)[-2:])[-40:]
-        text = f"{file}:{frame.f_lineno} in {code.co_name}".encode()[:72]
-        site = _sites[key] = text, crc32(text)
-    return site
+    file = "/".join(frame.f_code.co_filename.rsplit("/", 2)[-2:])[-40:]
+    text = f"{file}:{frame.f_lineno} in {frame.f_code.co_name}".encode()[:72]
+    return text, crc32(text)
 
 
 Heard = Callable[[str], object]

@@ -258,8 +258,8 @@ def step(number: int | None = None) -> None:
     session = _session
     if session is not None:
         session.verdict.check()
-        steps = session.recorder.steps
-        session.recorder.end_step((steps[-1][0] + 1 if steps else 1) if number is None else number)
+        recorder = session.recorder
+        recorder.end_step((recorder.step or 0) + 1 if number is None else number)
 
 
 @contextlib.contextmanager

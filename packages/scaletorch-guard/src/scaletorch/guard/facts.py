@@ -54,7 +54,7 @@ class Sign(NamedTuple):
     """A look at a process from outside."""
 
     time: float
-    state: str  # as `process_state` has it
+    state: str  # as `process_signs` has it
     faults: int  # how often it has touched a new page, as a process that works on data does
     seconds: float  # of CPU that it has used
 
@@ -69,11 +69,8 @@ class Report:
     host: int = 0
     # Its calls.
     counts: dict[str, int] = field(default_factory=dict)  # channel -> calls made
-    marks: dict[str, dict[int, tuple[int, int]]] = field(  # channel -> calls made ->
+    marks: dict[str, dict[str, tuple[int, int, int]]] = field(  # channel -> when -> calls made,
         default_factory=dict  # rolling checksums of them, and of the lines that made them
-    )
-    steps: dict[tuple[int, str], tuple[int, int]] = field(  # (step, channel) ->
-        default_factory=dict  # (calls made, rolling checksum) at that step's end
     )
     step: int | None = None  # the last step that it has ended
     tails: dict[str, dict[int, Entry]] = field(default_factory=dict)  # channel -> seq -> entry

@@ -18,8 +18,7 @@ _CHUNK = 1 << 16
 
 Tail = list[list[Any]]  # the values of the last entries
 Counts = dict[str, int]
-Marks = dict[str, list[tuple[int, int, int]]]
-Steps = list[tuple[int, list[tuple[str, int, int]]]]
+Marks = dict[str, list[tuple[str, int, int, int]]]
 
 # From a rank: it is here; its news (see `Report`); its answer to a question; it ends, by an
 # exception or well; a look at another process (see `Sign`); a fault of the guard itself.
@@ -27,7 +26,7 @@ Hello = NamedTuple(
     "Hello", [("token", str), ("rank", int), ("pid", int), ("host", int), ("label", str)]
 )
 News = NamedTuple("News", [
-    ("channels", dict[str, list[Any]]), ("counts", Counts), ("marks", Marks), ("steps", Steps),
+    ("channels", dict[str, list[Any]]), ("counts", Counts), ("marks", Marks), ("step", int | None),
     ("waits", list[list[Any]]), ("free", int), ("foreign", bool),
 ])  # fmt: skip
 Answer = NamedTuple("Answer", [("number", int), ("tail", Tail), ("stack", str)])
@@ -36,9 +35,9 @@ Bye = NamedTuple("Bye", [("tail", Tail)])
 Signs = NamedTuple("Signs", [("rank", int), ("state", str), ("faults", int), ("seconds", float)])
 Off = NamedTuple("Off", [("why", str)])
 
-# From the monitor, which passes `Off` on, and tells of a `Fault`: all are here, and rank 0's
-# process if it is on the same host; a question; look at a process; log a warning; all have ended.
-Welcome = NamedTuple("Welcome", [("first", int | None)])
+# From the monitor, which passes `Off` on, and tells of a `Fault`: all are here; a question; look at
+# a process; log a warning; all have ended.
+Welcome = NamedTuple("Welcome", [])
 Ask = NamedTuple("Ask", [("number", int)])
 Look = NamedTuple("Look", [("rank", int), ("pid", int)])
 Warn = NamedTuple("Warn", [("text", str)])

@@ -131,45 +131,34 @@ def drop_agreed(picture: Picture) -> None:
     for key in picture.channels:
         members = picture.members(key)
         marks = [report.marks.get(key, {}) for report in members]
-        for count in set(marks[0]).intersection(*marks[1:]):
-            said = {mark[count] for mark in marks}
-            if len(said if key not in picture.own_lines else {rolling for rolling, _ in said}) == 1:
+        for at in set(marks[0]).intersection(*marks[1:]):
+            said = {mark[at] if key not in picture.own_lines else mark[at][:2] for mark in marks}
+            if len(said) == 1:
                 for mark in marks:
-                    del mark[count]
-        steps = [report.steps for report in members]
-        for step in [step for step in steps[0] if step[1] == key]:
-            if len({own.get(step) for own in steps}) == 1:
-                for own in steps:
-                    del own[step]
+                    del mark[at]
 
 
 def find_disagreement(picture: Picture, now: float) -> Fault | Need | None:
     """Compare the checksums that ranks told; ask for the entries if they differ."""
     for key, channel in picture.channels.items():
         members = picture.members(key)
-        for what, said in _sums(key, members):
+        for at, said in _sums(key, members):
             if len(set(said.values())) < 2:
                 continue
             stale = tuple(r.rank for r in members if r.able(now) and not covers(r, key, said))
             if stale:
                 return Need(stale)
-            return _disagreement(channel, what, said, picture)
+            return _disagreement(channel, at, said, picture)
     return None
 
 
 def _sums(key: str, members: list[Report]) -> list[tuple[str, dict[int, tuple[int, int]]]]:
-    """Return the checksums of ranks after the same calls of a channel, and after the same steps."""
-    at_count: dict[int, dict[int, tuple[int, int]]] = {}
-    at_step: dict[int, dict[int, tuple[int, int]]] = {}
+    """Return when ranks made marks in a channel, the earliest first, and what each had called."""
+    found: dict[str, dict[int, tuple[int, int]]] = {}
     for report in members:
-        for count, (rolling, _) in report.marks.get(key, {}).items():
-            at_count.setdefault(count, {})[report.rank] = (count, rolling)
-        for (step, channel), state in report.steps.items():
-            if channel == key:
-                at_step.setdefault(step, {})[report.rank] = state
-    sums = [(f"up to call {count}", said) for count, said in sorted(at_count.items())]
-    sums += [(f"by the end of step {step}", said) for step, said in sorted(at_step.items())]
-    return sums
+        for at, (count, rolling, _) in report.marks.get(key, {}).items():
+            found.setdefault(at, {})[report.rank] = (count, rolling)
+    return sorted(found.items(), key=lambda item: min(item[1].values()))
 
 
 def covers(report: Report, key: str, said: dict[int, tuple[int, int]]) -> bool:
@@ -180,7 +169,7 @@ def covers(report: Report, key: str, said: dict[int, tuple[int, int]]) -> bool:
 
 
 def _disagreement(
-    channel: Channel, what: str, said: dict[int, tuple[int, int]], picture: Picture
+    channel: Channel, at: str, said: dict[int, tuple[int, int]], picture: Picture
 ) -> Fault:
     """Say which ranks differ; the calls themselves are missing, or too old to be seen."""
     usual = most_common(list(said.values()))
@@ -191,7 +180,7 @@ def _disagreement(
     if len({count for count, _ in said.values()}) == 1:
         counts = f"{picture.names(guilty)} made other calls"
     doubt = "" if usual is not None else NOBODY
-    return Fault("mismatch", guilty, f"calls differ in {channel.label} {what}: {counts}{doubt}")
+    return Fault("mismatch", guilty, f"calls differ in {channel.label} by {at}: {counts}{doubt}")
 
 
 ENOUGH = 8  # calls that must be seen
@@ -210,7 +199,7 @@ def find_swap(picture: Picture, now: float) -> Fault | Need | None:
         if channel.message or key in picture.own_lines or not _lines_differ(key, picture):
             continue
         members = picture.members(key)
-        said = {r.rank: (count, 0) for r in members for count in list(r.marks[key])[-1:]}
+        said = {r.rank: mark[:2] for r in members for mark in list(r.marks[key].values())[-1:]}
         stale = tuple(r.rank for r in members if r.able(now) and not covers(r, key, said))
         if stale:
             return Need(stale)
@@ -227,7 +216,7 @@ def find_swap(picture: Picture, now: float) -> Fault | Need | None:
 def _lines_differ(key: str, picture: Picture) -> bool:
     marks = [report.marks.get(key, {}) for report in picture.members(key)]
     return any(
-        len({mark[count] for mark in marks}) > 1 for count in set(marks[0]).intersection(*marks[1:])
+        len({mark[at] for mark in marks}) > 1 for at in set(marks[0]).intersection(*marks[1:])
     )
 
 
@@ -237,45 +226,26 @@ def _swap(
     differing = [seq for seq in seen if len({tail[seq].site for tail in tails.values()}) > 1]
     if not differing or len(seen) < max(ENOUGH, RARE * len(differing)):
         return None
-    usual = {seq: most_common([tail[seq].site for tail in tails.values()]) for seq in differing}
-    if None not in usual.values():
-        lines = {seq: str(site) for seq, site in usual.items()}
-    elif len(tails) == 2:
-        lines = {seq: next(iter(tails.values()))[seq].site for seq in differing}
-    else:
+    lines = {rank: tuple(tail[seq].site for seq in differing) for rank, tail in tails.items()}
+    usual = most_common(list(lines.values()))
+    other_lines = len({tuple(sorted(own)) for own in lines.values()}) > 1
+    if other_lines or (usual is None and len(tails) > 2):
         return None
-    odd = {rank: _otherwise(tail, lines) for rank, tail in tails.items()}
-    odd = {rank: places for rank, places in odd.items() if places}
-    for rank, places in odd.items():
-        if Counter(tails[rank][s].site for s in places) != Counter(lines[s] for s in places):
-            return None
-    return _swap_fault(channel, picture, tails, odd, sure=None not in usual.values())
+    guilty = tuple(rank for rank, own in lines.items() if own != usual)
+    other = next(rank for rank, own in lines.items() if own != lines[guilty[0]])
 
-
-def _otherwise(tail: dict[int, Entry], lines: dict[int, str]) -> list[int]:
-    return [seq for seq, line in lines.items() if tail[seq].site != line]
-
-
-def _swap_fault(
-    channel: Channel,
-    picture: Picture,
-    tails: dict[int, dict[int, Entry]],
-    odd: dict[int, list[int]],
-    *,
-    sure: bool,
-) -> Fault:
-    rank, places = next(iter(odd.items()))
-    other = next(r for r in tails if r not in odd)
-
-    def said(who: int) -> str:
+    def said(rank: int) -> str:
         calls = ", then ".join(
-            f"{tails[who][seq].text} at {tails[who][seq].site}" for seq in places
+            f"{tails[rank][seq].text} at {site}"
+            for seq, site, one, two in zip(
+                differing, lines[rank], lines[guilty[0]], lines[other], strict=True
+            )
+            if one != two
         )
-        return f"{picture.reports[who].label} makes {calls}"
+        return f"{picture.reports[rank].label} makes {calls}"
 
     headline = (
-        f"look-alike calls come in another order, from call {places[0] + 1} in {channel.label}: "
-        f"{said(rank)}, where {said(other)}{'' if sure else NOBODY}"
+        f"look-alike calls come in another order, from call {differing[0] + 1} in {channel.label}: "
+        f"{said(guilty[0])}, where {said(other)}{'' if usual is not None else NOBODY}"
     )
-    guilty = tuple(odd) if sure else tuple(channel.members)
     return Fault("mismatch", guilty, headline)

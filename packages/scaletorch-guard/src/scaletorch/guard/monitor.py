@@ -24,27 +24,24 @@ from .updates import lose, new_picture, new_question, to_examine, update
 
 HELLO = 4096  # bytes of a greeting
 WAIT = 5.0  # s to show the token
-STRANGERS = 64  # connections that may be without it at one time, beyond one of every rank
 
 
 class Door:
     """Lets ranks in until all are here; strangers, who have no token, knock at it too.
 
-    Until a connection shows the token it may say little, has a few seconds, and makes room for
-    newer ones: anything else that it says closes it, and no more.
+    Until a connection shows the token it may say little, and has a few seconds: anything else that
+    it says closes it, and no more.
 
     Args:
         listener: The socket that they connect to.
         token: The secret that they must show.
-        size: How many ranks there are.
         selector: Is told of every new connection, and of closed ones.
     """
 
     def __init__(
-        self, listener: socket.socket, token: str, size: int, selector: selectors.BaseSelector
+        self, listener: socket.socket, token: str, selector: selectors.BaseSelector
     ) -> None:
-        self._listener, self._token, self._size = listener, token.encode(), size
-        self._selector = selector
+        self._listener, self._token, self._selector = listener, token.encode(), selector
         self._strangers: dict[Connection, float] = {}  # since when they are connected
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ, None)
@@ -55,15 +52,12 @@ class Door:
             sock, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionError):
             return
-        except OSError:  # no descriptor is left
-            self._dismiss_oldest()
+        except OSError:  # no descriptor is left, until those who are late are dismissed
             time.sleep(0.01)
             return
         stranger = Connection(sock, longest=HELLO)
         self._strangers[stranger] = time.monotonic()
         self._selector.register(stranger, selectors.EVENT_READ, stranger)
-        if len(self._strangers) > self._size + STRANGERS:
-            self._dismiss_oldest()
 
     def hear(self, stranger: Connection) -> Hello | None:
         """Return the greeting of a stranger who shows the token; dismiss one who does not."""
@@ -89,10 +83,6 @@ class Door:
         if self._listener.fileno() >= 0:
             self._selector.unregister(self._listener)
             self._listener.close()
-
-    def _dismiss_oldest(self) -> None:
-        if self._strangers:
-            self._dismiss(next(iter(self._strangers)))
 
     def _dismiss(self, stranger: Connection) -> None:
         del self._strangers[stranger]
@@ -127,7 +117,7 @@ class Monitor:
         self._picture = new_picture(size, **limits)
         self._reports = self._picture.reports
         self._selector = selectors.DefaultSelector()
-        self._door = Door(listener, token, size, self._selector)
+        self._door = Door(listener, token, self._selector)
         self._ranks: dict[int, Connection] = {}
         self._warned: dict[tuple[int, ...], float] = {}
         self._suspected: float | None = None  # since when there seems to be a fault
@@ -212,10 +202,9 @@ class Monitor:
         if len(self._ranks) < len(self._reports):
             return
         self._door.close()
-        first = self._reports[0]
         for rank, report in self._reports.items():
             report.heard = self._now()
-            self._ranks[rank].send(Welcome(first.pid if first.host == report.host else None))
+            self._ranks[rank].send(Welcome())
 
     def _look(self, now: float) -> None:
         """Find out whether anything is wrong, and tell everybody."""

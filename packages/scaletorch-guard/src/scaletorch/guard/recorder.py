@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 import torch
 import torch.distributed as c10d
@@ -21,7 +22,7 @@ from ..dist import get_rank
 from ..dist.building import calling_thread
 from ..dist.devices import comm_entry
 from ..dist.errors import RankFaultError
-from .calls import Descriptions, call_site, fact_key, group_label, message_label
+from .calls import call_site, collective_texts, group_label, message_label, message_text
 from .facts import Channel, Fault
 from .ledger import DONE, ISSUED, WAITING, Board, Ledger, channel_number
 
@@ -125,7 +126,8 @@ class Streams:
 
 
 MARK = 16  # every so many calls of a channel its checksum is kept, to be compared
-KEPT = 64  # marks, and ends of steps, that are kept
+KEPT = 64  # marks that are kept until they are told
+TEXT = 140  # bytes of a call in the ledger
 
 _ident = calling_thread
 _wall, _clock = time.time, time.monotonic
@@ -143,8 +145,8 @@ class Track:
     """How far this rank is in one channel."""
 
     __slots__ = (
-        "channel", "count", "device", "key", "marked", "marks", "number", "owner", "rolling",
-        "sites", "tag", "told",
+        "channel", "count", "device", "key", "marks", "number", "owner", "rolling", "sites", "tag",
+        "told",
     )  # fmt: skip
 
     def __init__(self, key: str, channel: Channel, number: int, device: str) -> None:
@@ -156,10 +158,13 @@ class Track:
         self.count = 0
         self.rolling = 0  # checksum of the calls
         self.sites = 0  # checksum of the lines that made them
-        self.marks: deque[tuple[int, int, int]] = deque(maxlen=KEPT)
+        self.marks: deque[tuple[str, int, int, int]] = deque(maxlen=KEPT)  # not told yet
         self.owner: int | None = None  # the one thread that calls; 0 for several
         self.told: int | None = None  # calls that the monitor knows of; None of a new channel
-        self.marked = 0  # the last mark that it knows
+
+    def mark(self, at: str) -> None:
+        """Keep the checksums of the calls up to here, to be compared with others' at that time."""
+        self.marks.append((at, self.count, self.rolling, self.sites))
 
 
 class Handle:
@@ -206,12 +211,11 @@ class Recorder:
         self._groups: WeakKeyDictionary[ProcessGroup, tuple[Track, int]] = WeakKeyDictionary()
         self._paths: WeakKeyDictionary[ProcessGroup, dict[tuple[int, int, bool], Track]]
         self._paths = WeakKeyDictionary()
-        self._descriptions = Descriptions()
         self._last: dict[int, Note] = {}  # thread -> its last call
         self.tracks: dict[str, Track] = {}
         self.waits: dict[int, tuple[int, Note, float]] = {}  # thread -> its wait
         self.streams = Streams()
-        self.steps: deque[tuple[int, list[tuple[str, int, int]]]] = deque(maxlen=KEPT)
+        self.step: int | None = None  # the last one that has ended
         self._waits = itertools.count(1)
 
     def record(self, group: ProcessGroup, call: str, facts: Sequence[Any]) -> Note:
@@ -219,12 +223,8 @@ class Recorder:
         self._check()
         found = self._groups.get(group)
         track, size = found if found is not None else self._new_group(group)
-        key = (call, size, *map(fact_key, facts))
-        try:
-            check, text = self._descriptions[key]
-        except (KeyError, TypeError):
-            check, text = self._descriptions.add_collective(key, size, call, facts)
-        return self._write(track, check, text)
+        same, text = collective_texts(call, facts)
+        return self._write(track, f"{same} {size}", text)
 
     def record_message(
         self, group: ProcessGroup, data: Tensor, peer: int, tag: int, sends: bool
@@ -236,12 +236,9 @@ class Recorder:
             track = self._paths[group][path]
         except KeyError:
             track = self._new_path(group, *path)
-        key = (data.dtype, data.shape, sends, peer)
-        try:
-            check, text = self._descriptions[key]
-        except KeyError:
-            check, text = self._descriptions.add_message(key, data, peer, sends)
-        return self._write(track, check, text)
+        # Of the shape the number of elements counts.
+        same, text = f"{data.dtype} {data.numel()}", message_text(data, peer, sends)
+        return self._write(track, same, text)
 
     def run(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Make the backend's call for the last thing that this thread has noted."""
@@ -299,18 +296,21 @@ class Recorder:
         The two ends of a message need not be in one step: how many there are is not compared, only
         those that both have made.
         """
-        thread = _ident()
+        thread, self.step = _ident(), number
         tracks = [track for track in list(self.tracks.values()) if track.owner == thread]
-        state = [(t.key, t.count, t.rolling) for t in tracks if not t.channel.message]
-        self.steps.append((number, state))
-        self.mark(tracks)
+        self.mark(tracks, f"the end of step {number}")
 
-    def mark(self, tracks: Iterable[Track]) -> None:
-        """Keep the checksums of calls up to here, to be compared."""
+    def mark(self, tracks: Iterable[Track], at: str = "") -> None:
+        """Keep the checksums of calls up to here, to be compared.
+
+        Args:
+            tracks: Whose.
+            at: When that is; of messages, and by default, it is the number of calls.
+        """
         with self._lock:
             for track in tracks:
-                if not track.marks or track.marks[-1][0] < track.count:
-                    track.marks.append((track.count, track.rolling, track.sites))
+                counted = track.channel.message or not at
+                track.mark(f"call {track.count}" if counted else at)
 
     def free_threads(self, waits: Container[int]) -> tuple[int, bool]:
         """Return how many threads that call are not among those that wait, and if others might."""
@@ -325,18 +325,21 @@ class Recorder:
         free = sum(thread not in waits for thread in callers)
         return free, any(thread.ident != main for thread in others)
 
-    def _write(self, track: Track, check: int, text: bytes) -> Note:
+    def _write(self, track: Track, same: str, text: str) -> Note:
+        """Write down a call, of which `same` must be the same on every member of its channel."""
         thread = _ident()
         site, line = call_site()
+        check, said = crc32(_encoded(same)), _encoded(text)
+        said = said if len(said) <= TEXT else said[: TEXT - 4] + " …".encode()
         # One lock for all: the checksums, the marks and the ledger must tell of the same calls.
         with self._lock:
             seq = track.count
             track.count = seq + 1
-            track.rolling = rolling = (track.rolling * 1000003 ^ check) & 0xFFFFFFFFFFFFF
-            track.sites = sites = (track.sites * 1000003 ^ line) & 0xFFFFFFFFFFFFF
-            index = self.ledger.write(track.number, seq, check, text, site, _wall())
+            track.rolling = (track.rolling * 1000003 ^ check) & 0xFFFFFFFFFFFFF
+            track.sites = (track.sites * 1000003 ^ line) & 0xFFFFFFFFFFFFF
+            index = self.ledger.write(track.number, seq, check, said, site, _wall())
             if not (seq + 1) % MARK:
-                track.marks.append((seq + 1, rolling, sites))
+                track.mark(f"call {seq + 1}")
             if track.owner != thread:
                 track.owner = thread if track.owner is None else 0
             board = self.board
@@ -375,3 +378,7 @@ class Recorder:
                 track = Track(key, channel, number, "" if device == "cpu" else device)
                 self.tracks[key] = track
         return track
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode(errors="backslashreplace")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from itertools import count
-from typing import Any
 
 from .facts import MISSED, PERIOD, WORK, Channel, Entry, Picture, Report, Sign, Wait, news_period
 from .ledger import tails
 from .messages import Answer, Bye, Message, News, Raised, Signs, Tail
 from .mismatch import drop_agreed
 
-REMEMBERED = 64  # marks, and ends of steps, of a rank that nobody has compared with yet
+REMEMBERED = 64  # marks of a rank that nobody has compared with yet
 AGAIN = 1.0  # s after which a question that was not answered is asked again
 
 _numbers = count(1)
@@ -97,24 +96,16 @@ def _take_news(picture: Picture, report: Report, news: News, now: float) -> None
         own = report.marks.setdefault(key, {})
         # The two ends of a message come from lines of their own: their lines are not compared.
         ends = channels[key].message
-        own |= {made: (rolling, 0 if ends else sites) for made, rolling, sites in marks}
-        _forget(own, REMEMBERED)
-    for step, states in news.steps:
-        report.step = step
-        report.steps |= {(step, key): (made, rolling) for key, made, rolling in states}
-    _forget(report.steps, REMEMBERED * max(1, len(channels)))
+        own |= {at: (made, rolling, 0 if ends else sites) for at, made, rolling, sites in marks}
+        for oldest in list(own)[: max(0, len(own) - REMEMBERED)]:
+            del own[oldest]
+    report.step = news.step
     report.waits = [Wait(*values) for values in news.waits]
     report.since = {w.number: report.since.get(w.number, now) for w in report.waits}
     report.free, report.foreign = news.free, news.foreign
-    if news.marks or news.steps:
+    if news.marks:
         drop_agreed(picture)
 
 
 def _tails(values: Tail) -> dict[str, dict[int, Entry]]:
     return tails([Entry(*own) for own in values])
-
-
-def _forget(known: dict[Any, Any], limit: int) -> None:
-    """Forget the oldest."""
-    for key in list(known)[: max(0, len(known) - limit)]:
-        del known[key]

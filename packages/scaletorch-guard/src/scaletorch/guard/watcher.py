@@ -17,20 +17,19 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as c10d
 
 from . import messages
-from .diagnosis import with_details
 from .facts import Fault, Wait, news_period
-from .ledger import TRACE, read_folder
-from .mismatch import find_mismatch
-from .recorder import Note, Recorder, Track
+from .ledger import TRACE
+from .recorder import Note, Recorder
 
 _TAG = 0x5CA1E  # nobody's
 _DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")  # the second is there without NCCL too
@@ -101,11 +100,12 @@ def _break(backend: Any) -> None:
 
 
 LOOK = 0.1  # s between two looks at the waits of this process
-LAST = 1.0  # s that rank 0's process gets to end too, if the monitor has
 TAIL = 256  # entries that are sent
 BEHIND = 1.0  # s that a call is in a stream before others hear that the stream waits in it
 
 logger = logging.getLogger(__package__)
+
+T = TypeVar("T")
 
 
 class Watcher(threading.Thread):
@@ -131,9 +131,7 @@ class Watcher(threading.Thread):
         for end in (self._woken, self._waker):
             end.setblocking(False)
         self.welcome = threading.Event()
-        self._step = -1  # the last step that the monitor knows
         self._shown: list[int] = []  # numbers of the waits that it knows
-        self._first: int | None = None  # rank 0's process, if it is on this host
         self._over = False
 
     @property
@@ -226,17 +224,15 @@ class Watcher(threading.Thread):
         threads = self._recorder.waits.copy()
         waits = self._waits(threads, behind)
         free, foreign = self._recorder.free_threads(threads)
-        steps = [step for step in list(self._recorder.steps) if step[0] > self._step]
         tracks = list(self._recorder.tracks.values())
         fresh = {track.key: list(track.channel) for track in tracks if track.told is None}
         counts = {track.key: track.count for track in tracks if track.count != track.told}
-        marks = {track.key: found for track in tracks if (found := _new_marks(track))}
-        self._step = steps[-1][0] if steps else self._step
+        marks = {track.key: found for track in tracks if (found := _taken(track.marks))}
         self._shown = [wait.number for wait in waits]
         for track in tracks:
             track.told = counts.get(track.key, track.told)
-            track.marked = marks[track.key][-1][0] if track.key in marks else track.marked
-        return messages.News(fresh, counts, marks, steps, [*map(list, waits)], free, foreign)
+        step = self._recorder.step
+        return messages.News(fresh, counts, marks, step, [*map(list, waits)], free, foreign)
 
     def tail(self) -> messages.Tail:
         """Return the last entries of the ledger."""
@@ -257,8 +253,7 @@ class Watcher(threading.Thread):
     def _hear(self) -> None:
         for message in self._connection.receive():
             match message:
-                case messages.Welcome(first):
-                    self._first = first
+                case messages.Welcome():
                     self.welcome.set()
                 case messages.Ask(number):
                     stack = thread_stack(self._main)
@@ -274,26 +269,7 @@ class Watcher(threading.Thread):
                 case messages.End():
                     self._finish(None)
         if not self._connection.open and not self._over:
-            self._monitor_gone()
-
-    def _monitor_gone(self) -> None:
-        """Conclude what happened to the monitor: it ended with rank 0, or by itself."""
-        deadline = time.monotonic() + LAST
-        while self._first is not None and time.monotonic() < deadline:
-            if process_state(self._first) == "X":
-                self._first_gone()
-                return
-            time.sleep(0.02)
-        self._turn_off("its monitor, a process beside rank 0, has ended or is out of reach")
-
-    def _first_gone(self) -> None:
-        """Conclude from the ledgers of this host what happened to rank 0."""
-        folder = self._recorder.ledger.folder
-        picture = read_folder(folder)
-        label = picture.reports[0].label if 0 in picture.reports else "rank 0"
-        died = Fault("death", (0,), f"{label} died: its process ended without a word")
-        fault = find_mismatch(picture, time.monotonic()) or died
-        self._finish(with_details(fault, picture, folder))
+            self._turn_off("its monitor, a process beside rank 0, has ended or is out of reach")
 
     def _turn_off(self, why: str) -> None:
         """Go on without a guard: its own fault is none of the job's."""
@@ -318,19 +294,16 @@ class Watcher(threading.Thread):
                 return
 
 
-def _new_marks(track: Track) -> list[tuple[int, int, int]]:
-    if not track.marks or track.marks[-1][0] <= track.marked:
-        return []
-    return [mark for mark in list(track.marks) if mark[0] > track.marked]
-
-
-def process_state(pid: int) -> str:
-    """Return a letter: `T` for a stopped process, `X` for one that is gone, `?` unknown."""
-    return process_signs(pid)[0]
+def _taken(marks: deque[T]) -> list[T]:
+    """Return what a queue holds, which is empty then, but for what comes meanwhile."""
+    return [marks.popleft() for _ in range(len(marks))]
 
 
 def process_signs(pid: int) -> tuple[str, int, float]:
-    """Return its state, as above, how often it touched a new page, and its seconds of CPU."""
+    """Return its state, how often it touched a new page, and its seconds of CPU.
+
+    The state is a letter: `T` for a stopped process, `X` for one that is gone, `?` unknown.
+    """
     if not os.path.isdir("/proc/self"):
         return "?", 0, 0.0
     try:

@@ -18,7 +18,7 @@ from ...dist.errors import InvalidArgumentError, NonFiniteError, StateError
 from ..pg_manager import ModuleWrapper, axis_group
 from ..pg_manager.building import connect_all
 from .buckets.bucket import Bucket
-from .buckets.hooks import GradientSync, failures_held, raise_failed, refuse_taken
+from .buckets.hooks import GradientSync, raise_failed, refuse_taken
 from .buckets.initial import check_init_sync, sync_initial_values
 from .buckets.manager import BucketManager
 from .buckets.reduction import Reduction
@@ -82,7 +82,7 @@ class _DataParallel(ModuleWrapper):
         self.parameter_groups = dict(groups)
         family: WeakSet[GradientSync] = WeakSet()
         self._syncs = [
-            _gradient_sync(module, named, reduction, fill, family, settings, overlap=overlap)
+            _gradient_sync(named, reduction, fill, family, settings, overlap=overlap)
             for (_, named), reduction in zip(parts, reductions, strict=True)
         ]
 
@@ -175,8 +175,7 @@ class _DataParallel(ModuleWrapper):
         for sync, before in zip(self._syncs, completed, strict=True):
             if sync.completed == before:
                 sync.finish_if_due()
-        if any(sync.failed for sync in self._syncs):
-            raise_failed(self._syncs)
+        raise_failed(self._syncs)
         return result
 
     @property
@@ -202,14 +201,20 @@ class _DataParallel(ModuleWrapper):
 
     @contextmanager
     def nonfinite_held(self) -> Iterator[list[NonFiniteError]]:
-        """Yield a list that has at the end what `check_finite` found; it is not raised meanwhile.
+        """Yield a list of what `check_finite` finds, which is not raised meanwhile.
 
         A backward raises on the ranks of one group, that of the parameters that are not finite.
         Others would wait for them, such as those of other experts or stages: whoever holds the
         errors until the step is over tells them.
         """
-        with failures_held(self._syncs) as found:
+        found: list[NonFiniteError] = []
+        for sync in self._syncs:
+            sync.held = found
+        try:
             yield found
+        finally:
+            for sync in self._syncs:
+                sync.held = None
 
     @property
     def checks_finite(self) -> bool:
@@ -252,7 +257,6 @@ class _DataParallel(ModuleWrapper):
 
 
 def _gradient_sync(
-    module: nn.Module,
     parameters: Named,
     reduction: Reduction,
     fill: Callable[[Iterable[Slot], Reduction], list[Bucket]],
@@ -270,7 +274,7 @@ def _gradient_sync(
     sync = GradientSync(manager, overlap, family)
     wider = any(slot.buffer_dtype != slot.parameter.dtype for slot in slots)
     if reduction.size > 1 or wider or settings.check_finite:
-        sync.attach(module)
+        sync.attach()
     return sync
 
 

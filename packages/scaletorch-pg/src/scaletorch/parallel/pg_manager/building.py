@@ -5,13 +5,6 @@ Recorded and versioned like the rest: a patch release changes nothing here.
 
 from .connecting import connect, connect_all, has_streams
 from .groups import first_unused_number, groups_within
-from .linear_layers import (
-    bias_gradient,
-    linear_output,
-    plain_linears,
-    take_forward,
-    weight_factors,
-)
 from .loss import mean_over
 from .module_helpers import (
     class_before,
@@ -26,7 +19,6 @@ from .module_helpers import (
     no_match,
     refuse_generate,
     runs_as_stages,
-    runs_compiled,
     shallow_copy,
     show_output,
     watch_outputs,
@@ -35,7 +27,6 @@ from .update_scope import Scope, known_elementwise, update_scope
 
 __all__ = [
     "Scope",
-    "bias_gradient",
     "class_before",
     "connect",
     "connect_all",
@@ -48,20 +39,15 @@ __all__ = [
     "groups_within",
     "has_streams",
     "known_elementwise",
-    "linear_output",
     "mark_divided",
     "mark_staged",
     "matching",
     "mean_over",
     "no_match",
-    "plain_linears",
     "refuse_generate",
     "runs_as_stages",
-    "runs_compiled",
     "shallow_copy",
     "show_output",
-    "take_forward",
     "update_scope",
     "watch_outputs",
-    "weight_factors",
 ]

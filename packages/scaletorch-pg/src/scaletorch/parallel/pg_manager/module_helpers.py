@@ -46,15 +46,6 @@ def eagerly() -> Iterator[None]:
         yield
 
 
-def runs_compiled() -> bool:
-    """Return whether compiled code has called what runs, so that it cannot run uncompiled."""
-    try:
-        with eagerly():
-            return False
-    except RuntimeError:  # of torch.compiler.set_stance
-        return True
-
-
 M = TypeVar("M", bound=nn.Module)
 
 _SUBCLASSES: dict[tuple[type[nn.Module], type[nn.Module], str], type[Any]] = {}

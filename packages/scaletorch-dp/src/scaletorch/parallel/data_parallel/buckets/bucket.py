@@ -39,14 +39,18 @@ class Bucket:
         self._buffer: Tensor | None = None  # has this rank's own gradients
         self._sent: Tensor | None = None  # read and written by the reduction that is under way
         self._spare: Tensor | None = None  # the last one, to be used again
+        for slot in self.slots:
+            slot.buffer_dtype = dtype
+        self.reset()
+
+    def _begin(self) -> None:
+        """Wait for the gradients of another backward; those that are here already stay."""
+        self.launched = False
+        self._missing = set(self._places)
         self._used: dict[int, int] = {}
         self._finite: Tensor | None = None  # bool, of each slot
         self._work: Work[Tensor] | None = None
         self._before: Tensor | None = None
-        self._missing: set[int] = set()
-        for slot in self.slots:
-            slot.buffer_dtype = dtype
-        self.reset()
 
     @contextmanager
     def widened(self) -> Iterator[None]:
@@ -65,9 +69,7 @@ class Bucket:
 
     def reset(self) -> None:
         """Forget which gradients are ready, and the reduction under way."""
-        self.launched = False
-        self._missing = set(self._places)
-        self._used, self._finite, self._work, self._before = {}, None, None, None
+        self._begin()
         self._buffer = self._sent = None
 
     def open(self) -> int:
@@ -108,7 +110,6 @@ class Bucket:
         buffer[self.elements :] = 0
         if check_finite:
             self._finite = torch.stack([_is_finite(view) for _, view in self._views(buffer)])
-        self._before = self._held(buffer) if reduction.ordered else None
         self._work = self._start(reduction, buffer)
         self._sent = buffer
         self.launched = True
@@ -139,9 +140,7 @@ class Bucket:
         if self._work is not None:
             self._give(self._work.wait(), flags)
             self._reuse()
-        self.launched = False
-        self._missing = set(self._places)
-        self._used, self._finite, self._work, self._before = {}, None, None, None
+        self._begin()
 
     def describe(self) -> dict[str, object]:
         """Describe the bucket as plain data."""
@@ -161,6 +160,7 @@ class Bucket:
         self._finite = None
 
     def _start(self, reduction: Reduction, buffer: Tensor) -> Work[Tensor]:
+        self._before = self._held(buffer) if reduction.ordered else None
         return reduction.whole(buffer, self._before)
 
     def _give(self, reduced: Tensor, flags: Sequence[int]) -> None:

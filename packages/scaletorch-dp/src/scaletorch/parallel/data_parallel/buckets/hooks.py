@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,6 @@ from ....dist.errors import NonFiniteError, StateError
 from ...pg_manager import describe_rank
 from ..culprits import shortened
 from .manager import BucketManager
-from .products import ProductSink, direct_products
 
 _OUTSIDE = -1  # torch's number for "no backward is running on this thread"
 
@@ -45,7 +43,7 @@ class GradientSync:
         self.enabled = True
         self.completed = 0  # synchronisations so far
         self.failed: NonFiniteError | None = None  # of the last one, until it is raised
-        self.holds = False  # whether somebody else is to raise it, when all ranks have heard
+        self.held: list[NonFiniteError] | None = None  # where it goes if somebody else raises it
         self.manager = manager
         self.group = manager.reduction.group
         self._overlap = overlap
@@ -59,19 +57,11 @@ class GradientSync:
         self._alive = _alive()
         self._serial = next(one_per_process("gradient_sync_numbers", itertools.count))
 
-    def attach(self, module: nn.Module) -> None:
-        """Put the hooks in place; without them nothing is ever communicated.
-
-        Args:
-            module: The model; its linear layers write their gradients right into the buckets.
-        """
+    def attach(self) -> None:
+        """Put the hooks in place; without them nothing is ever communicated."""
         if self._attached:
             return
         weakref.finalize(self, _remove_hooks, self._register_hooks()).atexit = False
-        parameters = [slot.parameter for slot in self.manager.slots]
-        sink = ProductSink(partial(_call, weakref.ref(self), GradientSync.add_product), parameters)
-        undo = direct_products(module, parameters, sink)
-        weakref.finalize(self, undo).atexit = False
         self._attached = True
         self._alive.add(self)
 
@@ -144,20 +134,6 @@ class GradientSync:
         watched = len(slot.parameter._post_accumulate_grad_hooks or ()) > 1
         self.manager.mark_ready(index, self._overlap and not self._crowded and not watched)
 
-    def add_product(self, index: int, rows: Tensor, columns: Tensor) -> bool:
-        """Add `rows @ columns` to a weight's gradient, unless other hooks want to see it.
-
-        Returns:
-            Whether it was added.
-        """
-        slot = self.manager.slots[index]
-        watchers = slot.parameter._backward_hooks, slot.parameter._post_accumulate_grad_hooks
-        if any(len(each or ()) > 1 for each in watchers) or not slot.writes(rows.dtype):
-            return False
-        self._enter()
-        slot.add_product(rows, columns, self.manager.place)
-        return True
-
     def _enter(self) -> None:
         """Queue the end of the running backward, once."""
         task = torch._C._current_graph_task_id()
@@ -215,7 +191,10 @@ class GradientSync:
         try:
             self.manager.finish()
         except NonFiniteError as error:
-            self.failed = error
+            if self.held is None:
+                self.failed = error
+            else:
+                self.held.append(error)
         self.completed += 1
 
     def _close(self) -> None:
@@ -292,26 +271,9 @@ def raise_failed(syncs: Iterable[GradientSync]) -> None:
     Raises:
         NonFiniteError: A gradient is not finite.
     """
-    found = [*filter(None, [_taken(each) for each in syncs if not each.holds])]
-    if found:
-        raise found.pop(0)  # out of the list: its traceback has this frame
-
-
-@contextmanager
-def failures_held(syncs: Sequence[GradientSync]) -> Iterator[list[NonFiniteError]]:
-    """Yield a list that has at the end what these found, which is not raised meanwhile."""
     found: list[NonFiniteError] = []
     for each in syncs:
-        each.holds = True
-    try:
-        yield found
-    finally:
-        for each in syncs:
-            each.holds = False
-            error = _taken(each)
-            found += [] if error is None else [error]
-
-
-def _taken(sync: GradientSync) -> NonFiniteError | None:
-    error, sync.failed = sync.failed, None
-    return error
+        found += [] if each.failed is None else [each.failed]
+        each.failed = None
+    if found:
+        raise found.pop(0)  # out of the list: its traceback has this frame

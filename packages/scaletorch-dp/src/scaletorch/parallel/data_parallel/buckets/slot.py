@@ -122,7 +122,8 @@ class Slot:
             Whether there is one; autograd may have called the hooks with none.
 
         Raises:
-            StateError: The gradient is sparse.
+            StateError: The gradient is sparse, or the parameter's dtype is not what it was when it
+                was wrapped.
         """
         grad = self.parameter.grad
         if grad is None:
@@ -154,19 +155,6 @@ class Slot:
                 "hook on its gradient, perhaps) by this rank's own gradient, before it is summed "
                 "over ranks: call optimizer.step() after backward"
             )
-
-    def writes(self, dtype: torch.dtype) -> bool:
-        """Return whether products of a dtype can be added right in the buffer."""
-        return self.buffer_dtype == dtype and self.parameter.dtype == dtype
-
-    def add_product(self, rows: Tensor, columns: Tensor, place: Place) -> None:
-        """Add `rows @ columns`, a matrix of the parameter's shape and dtype, to the gradient."""
-        self.before_accumulation()
-        if self.local and self._view is not None:
-            self._view.addmm_(rows, columns)
-            self.parameter.grad = self._view  # somebody may have put another one in its place
-        else:
-            self.parameter.grad = torch.mm(rows, columns, out=self._begin(place))
 
     def take(self, place: Tensor) -> bool:
         """Leave this rank's own gradient in `place`, its memory in the buffer; show None.
@@ -228,27 +216,18 @@ class Slot:
         self._held = self._view = self._shown = None
         self.parameter.grad = None
 
-    def _begin(self, place: Place) -> Tensor:
-        """Return the memory of a new gradient of this rank's own.
-
-        Raises:
-            StateError: The parameter's dtype is not what it was when it was wrapped.
-        """
+    def _store(self, grad: Tensor, place: Place) -> None:
+        """Move a gradient that autograd made into the buffer."""
         if self.parameter.dtype != self._dtype:
             raise StateError(
                 f"{self.name} was {self._dtype} when it was wrapped, and is "
                 f"{self.parameter.dtype} now: convert the module first, then wrap it"
             )
-        self._view, self.local = place(self), True
-        return self._view
-
-    def _store(self, grad: Tensor, place: Place) -> None:
-        """Move a gradient that autograd made into the buffer."""
         if self.local and self._view is not None:
             self._view.add_(grad)
         else:
-            self._begin(place).copy_(grad)
-        if self._view is not None and self._view.dtype == grad.dtype:
+            self._view, self.local = place(self).copy_(grad), True
+        if self._view.dtype == grad.dtype:
             self.parameter.grad = self._view
 
     def _conform(self, grad: Tensor) -> Tensor:

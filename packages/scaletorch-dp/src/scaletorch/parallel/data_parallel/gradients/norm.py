@@ -129,29 +129,9 @@ def clip_by(
     found = norm()
     if error_if_nonfinite and not found.isfinite():
         refuse_nonfinite(found, find_culprits())
-    _scale([shard.tensor for shard in settled_shards(model)], max_norm, found)
+    factor = (max_norm / (found + 1e-6)).clamp(max=1.0)  # torch's
+    _multiply((shard.tensor.grad for shard in settled_shards(model)), factor)
     return found
-
-
-@torch.no_grad()
-def _scale(tensors: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale gradients as torch's `clip_grads_with_norm_` does, those of 16 bits in one kernel.
-
-    torch multiplies a list in one kernel only if the factor has the list's dtype. A factor in
-    float32, which the norm of gradients of 16 bits is, costs a kernel for each of them. The
-    operator of `GradScaler` multiplies any list by a float32.
-    """
-    found = [tensor for tensor in tensors if tensor.grad is not None]
-    sixteen = [tensor for tensor in found if _has_16_bits(tensor.grad)]
-    others = [tensor for tensor in found if not _has_16_bits(tensor.grad)]
-    torch.nn.utils.clip_grads_with_norm_(others, max_norm, norm)
-    _multiply((tensor.grad for tensor in sixteen), (max_norm / (norm + 1e-6)).clamp(max=1.0))
-
-
-def _has_16_bits(gradient: Tensor | None) -> bool:
-    if gradient is None or type(gradient) is not Tensor or gradient.is_sparse:
-        return False
-    return gradient.dtype in (torch.bfloat16, torch.float16)
 
 
 def scale_gradients(model: nn.Module, factor: Tensor) -> None:
@@ -170,7 +150,11 @@ def scale_gradients(model: nn.Module, factor: Tensor) -> None:
 
 @torch.no_grad()
 def _multiply(gradients: Iterable[Tensor | None], factor: Tensor) -> None:
-    """Multiply tensors in place, those of one device and dtype in one kernel."""
+    """Multiply tensors in place, those of one device and dtype in one kernel.
+
+    `torch._foreach_mul_` multiplies a list in one kernel only by a factor of its dtype, and one for
+    16 bits is in float32: the operator of `GradScaler` multiplies any list by a float32.
+    """
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         if gradient is None:

@@ -41,9 +41,10 @@ class ShardedBucket(Bucket):
         own = range(before, before + self.counts[reduction.rank])
         self.own = slice(own.start, own.stop)
         self.values = self._move_parameters()
-        self.shards = list(self._own_shards(own, whole))
+        self._placed = list(self._own_shards(own, whole))
+        self.shards = [shard for _, shard in self._placed]
         self._of: dict[int, list[Tensor]] = {slot.index: [] for slot in self.slots}
-        for slot, shard in self._placed():
+        for slot, shard in self._placed:
             self._of[slot.index].append(shard.tensor)
         self._versions = self._current_versions()
         for slot in self.slots:
@@ -144,17 +145,13 @@ class ShardedBucket(Bucket):
                 yield slot, view
 
     def _start(self, reduction: Reduction, buffer: Tensor) -> Work[Tensor]:
-        held = reduction.ordered and any(shard.tensor.grad is not None for shard in self.shards)
-        before = self._own_gradients() if held else None
-        self._before = before
-        return reduction.shard(buffer, self.counts, before)
-
-    def _held(self, buffer: Tensor) -> Tensor | None:
-        return None  # the gradients from before are in the shards
+        held = any(shard.tensor.grad is not None for shard in self.shards)
+        self._before = self._own_gradients() if reduction.ordered and held else None
+        return reduction.shard(buffer, self.counts, self._before)
 
     def _give(self, reduced: Tensor, flags: Sequence[int]) -> None:
         reduced = reduced.to(self._shard_dtype())
-        for (slot, own), shard in zip(self._own_ranges(reduced), self.shards, strict=True):
+        for slot, shard, own in self._own_ranges(reduced):
             if flags[slot.index] == UNUSED:
                 continue
             gradient = own.view(shard.tensor.shape)
@@ -178,7 +175,7 @@ class ShardedBucket(Bucket):
     def _own_gradients(self) -> Tensor:
         """Return the gradients of this rank's shard, flat, zero for parameters without one."""
         own = self.values.new_zeros(self.own.stop - self.own.start, dtype=self._shard_dtype())
-        for (_, place), shard in zip(self._own_ranges(own), self.shards, strict=True):
+        for _, shard, place in self._own_ranges(own):
             if shard.tensor.grad is not None:
                 place.copy_(shard.tensor.grad.view(-1))
         return own
@@ -186,20 +183,15 @@ class ShardedBucket(Bucket):
     def _shard_dtype(self) -> torch.dtype:
         return self.shards[0].tensor.dtype if self.shards else _master_dtype(self.values.dtype)
 
-    def _own_ranges(self, own: Tensor) -> Iterator[tuple[Slot, Tensor]]:
-        """Yield slot and range of this rank's shard of a buffer, for each of its shards."""
+    def _own_ranges(self, own: Tensor) -> Iterator[tuple[Slot, Shard, Tensor]]:
+        """Yield this rank's shards with their slots, and their ranges of its own of a buffer."""
         at = 0
-        for slot, shard in self._placed():
+        for slot, shard in self._placed:
             length = shard.stop - shard.start
-            yield slot, own[at : at + length]
+            yield slot, shard, own[at : at + length]
             at += length
 
-    def _placed(self) -> Iterator[tuple[Slot, Shard]]:
-        slots = {slot.name: slot for slot in self.slots}
-        for shard in self.shards:
-            yield slots[shard.name], shard
-
-    def _own_shards(self, own: range, whole: bool) -> Iterator[Shard]:
+    def _own_shards(self, own: range, whole: bool) -> Iterator[tuple[Slot, Shard]]:
         for slot in self.slots:
             first = self._places[slot.index]
             start = max(own.start - first, 0)
@@ -208,7 +200,8 @@ class ShardedBucket(Bucket):
                 values = slot.parameter.detach().view(-1)[start:stop]
                 values = values.view(slot.parameter.shape) if whole else values
                 tensor = nn.Parameter(values.to(_master_dtype(values.dtype)))
-                yield Shard(slot.name, slot.parameter, start, stop, tensor, replicated=False)
+                shard = Shard(slot.name, slot.parameter, start, stop, tensor, replicated=False)
+                yield slot, shard
 
     def _uncut(self) -> list[int]:
         """Give each rank whole parameters, those whose middle lies in its even share."""

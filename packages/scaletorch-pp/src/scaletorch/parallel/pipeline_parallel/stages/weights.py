@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...pg_manager.building import (
-    bias_gradient,
-    linear_output,
-    plain_linears,
-    take_forward,
-    weight_factors,
-)
 from ..runtime.forms import as_autocast
 
 Inputs = tuple[Tensor, Tensor]  # of a linear layer, and the gradient of its output
@@ -81,8 +75,11 @@ def defer_weight_gradients(model: nn.Module, deferral: Deferral) -> None:
 
     Only layers that use `nn.Linear`'s own forward do; all others compute it at once.
     """
-    for layer in plain_linears(model):
-        take_forward(layer, _forward, deferral)
+    for layer in model.modules():
+        own = "forward" in vars(layer)
+        if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward and not own:
+            # A partial, not a closure, so that copies and pickles take layer and deferral along.
+            layer.forward = partial(_forward, layer, deferral)  # type: ignore[method-assign]
 
 
 def _forward(module: nn.Linear, deferral: Deferral, input: Tensor) -> Tensor:
@@ -112,7 +109,9 @@ class _Linear(torch.autograd.Function):
         ctx.later, ctx.trained_later = later, later[:1]
         # Saved for its version alone too: autograd refuses weights that were changed in between.
         ctx.save_for_backward(inputs, later[0])
-        return linear_output(inputs, as_autocast(later[0].detach()), bias)
+        output = F.linear(inputs, as_autocast(later[0].detach()), bias)
+        # Not a view for autograd, so that it may be changed in place, as by nn.ReLU(inplace=True).
+        return torch.ops.aten._unsafe_view(output, output.shape)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -121,7 +120,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_inputs = gradient @ weight.to(gradient.dtype)
         if ctx.needs_input_grad[1]:
-            of_bias = bias_gradient(gradient)
+            of_bias = _rows(gradient).sum(0)
         weight, into = ctx.later
         if into.open:  # and not a gradient that the model takes in its own forward
             into.leave(weight, inputs, gradient)
@@ -138,8 +137,11 @@ class _Later(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         inputs, gradient = ctx.inputs
         ctx.inputs = None
-        rows, columns = weight_factors(gradient, inputs)
-        return rows @ columns, None
+        return _rows(gradient).t() @ _rows(inputs), None
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def give_own_memory(parameters: Iterable[nn.Parameter], kept: Iterable[Tensor]) -> None:

@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from ....dist import all_reduce, get_rank, reduce_scatter
 from ....dist import functional as collectives
-from ...pg_manager.building import bias_gradient, weight_factors
 
 Operands = tuple[Tensor, Tensor | None]  # weight [out, in] and bias [out]
 # Of each call of a layer: the gradient of its output [..., out], and its input [..., in].
@@ -141,7 +140,7 @@ def weight_grad(products: Products) -> Tensor | None:
     """Return the sum of the products' gradients of the weight [out, in], None without any."""
     total: Tensor | None = None
     for grad, x in products:
-        rows, columns = weight_factors(grad, x)
+        rows, columns = _rows(grad).t(), _rows(x)
         total = rows.mm(columns) if total is None else total.addmm(rows, columns)
     return total
 
@@ -150,9 +149,13 @@ def bias_grad(products: Products) -> Tensor | None:
     """Return the sum of the products' gradients of the bias [out], None without any."""
     total: Tensor | None = None
     for grad, _ in products:
-        own = bias_gradient(grad)
+        own = _rows(grad).sum(0)
         total = own if total is None else total + own
     return total
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def send(
