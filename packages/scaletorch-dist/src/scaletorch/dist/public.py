@@ -43,7 +43,6 @@ from .launchers.environment import infer_launcher
 from .members import require_member
 from .ranks import RankPool, launch
 from .startup.initialize import cleanup_dist, init_dist
-from .transport.levels import use_hierarchy
 from .wire.checks import check_collectives
 from .world.hosts import get_local_group, get_local_rank, get_local_size, init_local_group
 from .world.info import (
@@ -116,5 +115,4 @@ __all__ = [
     "scatter",
     "send",
     "sync_random_seed",
-    "use_hierarchy",
 ]

@@ -60,7 +60,6 @@ class _Notes(threading.local):
     """What each thread's calls are made for."""
 
     last: object = None  # the collective noted last
-    chosen: object = None  # one noted before, whose calls are made now
     acts_for: int | None = None  # the thread in whose place it calls
     started_in: FrameType | None = None  # where that one is
 
@@ -100,30 +99,10 @@ def record(group: ProcessGroup, call: str, facts: Sequence[Any]) -> None:
         _notes.last = told.record(group, call, facts)
 
 
-def last_note() -> object:
-    """Return what the guard has noted of this thread's last collective; None without a guard."""
-    return None if guard is None else _notes.last
-
-
-def as_noted(note: object, stage: Callable[[bool], T]) -> T:
-    """Start a later stage of a collective that was noted before."""
-    if note is None:
-        return stage(True)
-    _notes.chosen = note
-    try:
-        return stage(True)
-    finally:
-        _notes.chosen = None
-
-
 def run_told(call: Callable[..., Any], args: Any, options: Any) -> Any:
     """Make a backend's call that may block, so that the guard, which is there, can free it."""
     told = guard
-    if told is None:
-        return call(*args, **options)
-    if _notes.chosen is not None:
-        return told.run_noted((_notes.chosen,), call, *args, **options)
-    return told.run(call, *args, **options)
+    return call(*args, **options) if told is None else told.run(call, *args, **options)
 
 
 def note(data: Tensor, peer: int, members: ProcessGroup, tag: int, sends: bool) -> object:
