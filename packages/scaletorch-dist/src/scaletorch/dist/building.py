@@ -10,7 +10,6 @@ from .agreement import agree, caught
 from .collectives.all_to_all import all_to_all_flat
 from .collectives.autograd import hear_made
 from .collectives.flat import all_gather_flat, all_reduce_flat, reduce_scatter_flat
-from .collectives.messages import Handle, Peer
 from .data_devices import map_tensors, tensors_in
 from .devices.threads import enter_device, prepare_backward
 from .differences import relative_error, worst
@@ -34,9 +33,7 @@ from .world.one_per_process import one_per_process
 
 __all__ = [
     "Guard",
-    "Handle",
     "Locator",
-    "Peer",
     "acting_for",
     "agree",
     "all_gather_flat",

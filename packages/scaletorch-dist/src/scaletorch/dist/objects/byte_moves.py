@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..collectives.gather import gather
-from ..collectives.messages import exchange
+from ..collectives.messages import MOST, exchange, send
 from ..transport.ways import arrived, way_of
 from ..wire.backend import bring_home, gather_ints, host_device
 from ..world.info import group_ranks
@@ -84,7 +84,8 @@ def gather_bytes(own: Buffer, lengths: list[int], dst: int, members: ProcessGrou
         return [_read(row, n) for row, n in zip(rows, lengths, strict=False)]
     if c10d.get_rank() != dst:
         wire = torch.frombuffer(own, dtype=torch.uint8).to(device)
-        exchange(sends=[(piece, dst) for piece in wire.split(PIECE)], group=members)
+        for piece in wire.split(PIECE):
+            send(piece, dst, members)
         return []
     ranks = group_ranks(members)
     parts = [own if r == dst else bytearray(n) for r, n in zip(ranks, lengths, strict=True)]
@@ -96,7 +97,8 @@ def gather_bytes(own: Buffer, lengths: list[int], dst: int, members: ProcessGrou
         if rank != dst
         for piece in wire.split(PIECE)
     ]
-    exchange(recvs=arrivals, group=members)
+    for start in range(0, len(arrivals), MOST):
+        exchange(recvs=arrivals[start : start + MOST], group=members)
     for host, wire in zip(hosts, wires, strict=True):
         bring_home(host, wire)
     return parts
