@@ -22,9 +22,6 @@ from .wire.backend import gather_ints, host_device
 from .wire.checks import describe
 from .wire.port import (
     Guard,
-    acting_for,
-    calling_frame,
-    calling_thread,
     install_guard,
     tell_guard,
 )
@@ -34,13 +31,10 @@ from .world.one_per_process import one_per_process
 __all__ = [
     "Guard",
     "Locator",
-    "acting_for",
     "agree",
     "all_gather_flat",
     "all_reduce_flat",
     "all_to_all_flat",
-    "calling_frame",
-    "calling_thread",
     "caught",
     "describe",
     "enter_device",

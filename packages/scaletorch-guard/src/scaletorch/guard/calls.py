@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..dist import get_rank, group_ranks
-from ..dist.building import Guard, calling_frame, describe, install_guard, name_ranks
+from ..dist.building import Guard, describe, install_guard, name_ranks
 
 KNOWN = 4096  # descriptions of calls that are kept
 _TEXT = 140  # bytes of a description
@@ -115,13 +115,9 @@ def call_site() -> tuple[bytes, int]:
             name = frame.f_globals.get("__name__", "")
             known = _inside[id(code)] = name.startswith(_SKIPPED), code
         outer = frame.f_back
-        if known[0] and outer is not None:
-            frame = outer
-            continue
-        started = calling_frame()
-        if started is None or frame.f_globals.get("__name__") != "threading":
+        if not known[0] or outer is None:
             break
-        frame = started  # where this thread was started, in whose place it calls
+        frame = outer
     key = id(code), frame.f_lasti
     site = _sites.get(key)
     if site is None:

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..dist import get_rank
-from ..dist.building import calling_thread
 from ..dist.devices import comm_entry
 from ..dist.errors import RankFaultError
 from .calls import Descriptions, call_site, fact_key, group_label, message_label
@@ -127,7 +126,7 @@ class Streams:
 MARK = 16  # every so many calls of a channel its checksum is kept, to be compared
 KEPT = 64  # marks, and ends of steps, that are kept
 
-_ident = calling_thread
+_ident = threading.get_ident
 _wall, _clock = time.time, time.monotonic
 
 

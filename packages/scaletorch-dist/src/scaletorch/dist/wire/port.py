@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
-
-T = TypeVar("T")
 
 
 class Guard(Protocol):
@@ -56,47 +51,11 @@ def tell_guard(error: BaseException) -> bool:
     return told is not None and told.tell(error)
 
 
-class _Notes(threading.local):
-    """What each thread's calls are made for."""
-
-    last: object = None  # the collective noted last
-    acts_for: int | None = None  # the thread in whose place it calls
-    started_in: FrameType | None = None  # where that one is
-
-
-_notes = _Notes()
-
-
-@contextmanager
-def acting_for(thread: int, frame: FrameType) -> Iterator[None]:
-    """Let this thread's calls be those of another one, which waits for it meanwhile.
-
-    Args:
-        thread: Its number.
-        frame: Where it waits: its callers are those of calls in here.
-    """
-    _notes.acts_for, _notes.started_in = thread, frame
-    try:
-        yield
-    finally:
-        _notes.acts_for = _notes.started_in = None
-
-
-def calling_thread() -> int:
-    """Return the number of the thread whose calls those of this one are."""
-    return _notes.acts_for or threading.get_ident()
-
-
-def calling_frame() -> FrameType | None:
-    """Return where the thread is in whose place this one calls; None if it calls for itself."""
-    return _notes.started_in
-
-
 def record(group: ProcessGroup, call: str, facts: Sequence[Any]) -> None:
     """Tell the guard, if there is one, of a collective that this thread is about to make."""
     told = guard  # another thread may end it meanwhile
     if told is not None:
-        _notes.last = told.record(group, call, facts)
+        told.record(group, call, facts)
 
 
 def run_told(call: Callable[..., Any], args: Any, options: Any) -> Any:
