@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, overload
+from typing import overload
 
 import torch.distributed as c10d
 from torch import Tensor
@@ -17,16 +17,17 @@ from torch.distributed import P2POp, ProcessGroup
 from ..errors import InvalidArgumentError
 from ..wire.backend import bring_home, movable, on_wire, process_group
 from ..wire.port import note, post
-from ..wire.work import Work, nothing
+from ..wire.work import Async, Sync, Work, nothing
 from ..world.info import get_rank
 from .arguments import check_member, check_tag, check_target, check_tensor
 
-Message = tuple[Tensor, int]
+Messages = Sequence[tuple[Tensor, int]]
+Group = ProcessGroup | None
 
 MOST = 128  # messages in one batch: NCCL cuts longer ones, not at the same places on both ends
 
 
-def send(data: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
+def send(data: Tensor, dst: int, group: Group = None, tag: int = 0) -> None:
     """Send `data` and wait until it may be changed.
 
     Args:
@@ -42,7 +43,7 @@ def send(data: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0
     isend(data, dst, group, tag).wait()
 
 
-def recv(data: Tensor, src: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
+def recv(data: Tensor, src: int, group: Group = None, tag: int = 0) -> None:
     """Wait for a message from `src` and write it into `data`.
 
     Args:
@@ -58,7 +59,7 @@ def recv(data: Tensor, src: int, group: ProcessGroup | None = None, tag: int = 0
     irecv(data, src, group, tag).wait()
 
 
-def isend(data: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> Work[None]:
+def isend(data: Tensor, dst: int, group: Group = None, tag: int = 0) -> Work[None]:
     """Start to send `data`; leave it unchanged and keep the handle until `wait()`.
 
     Args and errors as in `send`.
@@ -70,7 +71,7 @@ def isend(data: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 
     return Work((handle,), nothing, keep=buffer)
 
 
-def irecv(data: Tensor, src: int, group: ProcessGroup | None = None, tag: int = 0) -> Work[None]:
+def irecv(data: Tensor, src: int, group: Group = None, tag: int = 0) -> Work[None]:
     """Start to receive into `data`, which is filled after `wait()`.
 
     Args and errors as in `recv`.
@@ -86,23 +87,16 @@ def irecv(data: Tensor, src: int, group: ProcessGroup | None = None, tag: int = 
 
 @overload
 def exchange(
-    sends: Sequence[Message] = ...,
-    recvs: Sequence[Message] = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[False] = ...,
+    sends: Messages = ..., recvs: Messages = ..., group: Group = ..., async_op: Sync = ...
 ) -> None: ...
 @overload
 def exchange(
-    sends: Sequence[Message] = ...,
-    recvs: Sequence[Message] = ...,
-    group: ProcessGroup | None = ...,
-    *,
-    async_op: Literal[True],
+    sends: Messages = ..., recvs: Messages = ..., group: Group = ..., *, async_op: Async
 ) -> Work[None]: ...
 def exchange(
-    sends: Sequence[Message] = (),
-    recvs: Sequence[Message] = (),
-    group: ProcessGroup | None = None,
+    sends: Messages = (),
+    recvs: Messages = (),
+    group: Group = None,
     async_op: bool = False,
 ) -> Work[None] | None:
     """Send and receive a batch of messages at once, in no order that could deadlock.
@@ -135,9 +129,7 @@ def exchange(
     return work if async_op else work.wait()
 
 
-def _peers(
-    messages: Sequence[Message], name: str, group: ProcessGroup | None
-) -> list[tuple[Tensor, int, bool]]:
+def _peers(messages: Messages, name: str, group: Group) -> list[tuple[Tensor, int, bool]]:
     """Check the messages, and tell of each whether it stays on this rank."""
     checked = []
     for message in messages:
@@ -150,9 +142,7 @@ def _peers(
     return checked
 
 
-def _start(
-    sends: Sequence[Message], recvs: Sequence[Message], members: ProcessGroup | None
-) -> Work[None]:
+def _start(sends: Messages, recvs: Messages, members: Group) -> Work[None]:
     if members is None or not (sends or recvs):
         return Work((), nothing)
     if len(sends) + len(recvs) > MOST:
@@ -191,7 +181,7 @@ def _copies_to_self(sent: list[Tensor], received: list[Tensor]) -> list[tuple[Te
     return list(zip(received, sent, strict=True))
 
 
-def _to_other(data: Tensor, peer: int, name: str, group: ProcessGroup | None) -> ProcessGroup:
+def _to_other(data: Tensor, peer: int, name: str, group: Group) -> ProcessGroup:
     """Check a message between this rank and another, and return the group it goes by."""
     check_tensor(data, "send" if name == "dst" else "recv")
     members = process_group(group)

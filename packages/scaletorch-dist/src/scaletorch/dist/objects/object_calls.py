@@ -16,11 +16,11 @@ from torch.distributed import ProcessGroup
 
 from ..collectives.arguments import check_member
 from ..errors import InvalidArgumentError
-from ..wire.backend import gather_ints, process_group
-from ..wire.checks import checking, compare, tells_failure
+from ..wire.backend import gather_ints
+from ..wire.checks import begin, tells_failure
 from ..world.info import group_ranks
 from .byte_moves import Buffer, all_gather_bytes, broadcast_bytes, errors_of_all, gather_bytes
-from .packing import Terms, dump_object, load_object, named_types, pickle_allowed
+from .packing import Parcel, Terms, dump_object, load_object, named_types, pickle_allowed
 
 Group = ProcessGroup | None
 
@@ -29,13 +29,14 @@ class _Head(NamedTuple):
     """What every rank says of its parcel before it travels."""
 
     length: int  # -1 if it cannot be sent
+    may_fail: int  # whether it may not be restored
     allows: int  # whether it may be pickled
     named: int  # a checksum of the names of types
     entries: int
 
 
 Move = Callable[[Buffer, list[_Head]], list[Buffer]]  # this rank's bytes → what it reads
-Pack = Callable[[Terms], Buffer]
+Pack = Callable[[Terms], Parcel]
 
 
 @tells_failure
@@ -65,13 +66,11 @@ def broadcast_object_list(
     if not isinstance(data, list):
         message = f"broadcast_object_list fills a list in place, got {type(data).__name__}"
         raise InvalidArgumentError(message)
-    members = process_group(group)
     mine = check_member(src, "src", group)
     terms = Terms(allow_pickle, named_types(types))
-    if members is None or members.size() == 1:
+    members = begin(group, "broadcast_object_list", f"src={src}")
+    if members is None:
         return
-    if checking():
-        compare(members, "broadcast_object_list", f"src={src}")
 
     def move(content: Buffer, heads: list[_Head]) -> list[Buffer]:
         _check_counts([head.entries for head in heads], members)
@@ -79,8 +78,8 @@ def broadcast_object_list(
         broadcast_bytes(whole, src, members)
         return [] if mine else [whole]
 
-    def pack(agreed: Terms) -> Buffer:
-        return dump_object(list(data), agreed) if mine else bytearray()
+    def pack(agreed: Terms) -> Parcel:
+        return dump_object(list(data), agreed) if mine else Parcel(bytearray())
 
     for loaded in _exchange(pack, terms, members, move, len(data)):
         data[:] = loaded
@@ -106,12 +105,10 @@ def all_gather_object(
             one does not unpickle on any.
         NotInGroupError: This rank is outside the group.
     """
-    members = process_group(group)
     terms = Terms(allow_pickle, named_types(types))
-    if members is None or members.size() == 1:
+    members = begin(group, "all_gather_object")
+    if members is None:
         return [data]
-    if checking():
-        compare(members, "all_gather_object")
 
     def move(content: Buffer, heads: list[_Head]) -> list[Buffer]:
         return all_gather_bytes(content, [head.length for head in heads], members)
@@ -145,13 +142,11 @@ def gather_object(
             one does not unpickle.
         NotInGroupError: `dst` or this rank is outside the group.
     """
-    members = process_group(group)
     mine = check_member(dst, "dst", group)
     terms = Terms(allow_pickle, named_types(types))
-    if members is None or members.size() == 1:
+    members = begin(group, "gather_object", f"dst={dst}")
+    if members is None:
         return [data]
-    if checking():
-        compare(members, "gather_object", f"dst={dst}")
 
     def move(content: Buffer, heads: list[_Head]) -> list[Buffer]:
         return gather_bytes(content, [head.length for head in heads], dst, members)
@@ -167,8 +162,8 @@ def _exchange(
     named = zlib.crc32("\n".join(sorted(terms.named)).encode())
     allows = pickle_allowed(terms.allow_pickle)
     while True:
-        content, error = _packed(pack, terms)
-        own = _Head(len(content) if error is None else -1, allows, named, entries)
+        (content, may_fail), error = _packed(pack, terms)
+        own = _Head(len(content) if error is None else -1, may_fail, allows, named, entries)
         heads = [_Head(*head) for head in gather_ints(own, members)]
         if len({head.named for head in heads}) > 1:
             texts = errors_of_all(", ".join(sorted(terms.named)) or "none", members)
@@ -180,14 +175,16 @@ def _exchange(
         allows, terms = False, terms._replace(forbidden=True)  # one rank takes no pickles
     if any(head.length < 0 for head in heads):
         raise InvalidArgumentError("; ".join(errors_of_all(error, members)))
-    return _loaded(move(content, heads), terms, members)
+    may_fail = any(head.may_fail for head in heads)
+    return _loaded(move(content, heads), may_fail, terms, members)
 
 
-def _packed(pack: Pack, terms: Terms) -> tuple[Buffer, str | None]:
+def _packed(pack: Pack, terms: Terms) -> tuple[Parcel, str | None]:
     try:
         return pack(terms), None
     except Exception as error:  # the others must hear of whatever it is
-        return bytearray(), str(error) if isinstance(error, InvalidArgumentError) else repr(error)
+        text = str(error) if isinstance(error, InvalidArgumentError) else repr(error)
+        return Parcel(bytearray()), text
 
 
 def _check_counts(counts: list[int], members: ProcessGroup) -> None:
@@ -200,14 +197,16 @@ def _check_counts(counts: list[int], members: ProcessGroup) -> None:
         raise InvalidArgumentError(message)
 
 
-def _loaded(parts: list[Buffer], terms: Terms, members: ProcessGroup) -> list[Any]:
-    """Restore objects; all ranks hear of any that failed to."""
+def _loaded(parts: list[Buffer], may_fail: bool, terms: Terms, members: ProcessGroup) -> list[Any]:
+    """Restore objects; if that may fail, all ranks ask each other whether it has."""
     cause, loaded = None, []
     try:
         loaded = [load_object(part, terms) for part in parts]
     except InvalidArgumentError as error:
         cause = error
-    if any(failed for (failed,) in gather_ints((cause is not None,), members)):
+    if may_fail and any(failed for (failed,) in gather_ints((cause is not None,), members)):
         errors = errors_of_all(None if cause is None else str(cause), members)
         raise InvalidArgumentError("; ".join(errors)) from cause
+    if cause is not None:
+        raise cause
     return loaded

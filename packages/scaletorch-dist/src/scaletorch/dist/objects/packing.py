@@ -6,7 +6,6 @@ contiguous, each with its own memory.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import datetime
 import enum
@@ -33,6 +32,7 @@ _WAY_OUT = (
     "send plain types instead (numbers, strings, lists, tuples, dicts, sets, tensors, numpy arrays)"
 )
 _PROTOCOL = 5  # with a higher one, versions of Python could not read each other
+_EVERYWHERE = frozenset(("builtins", "collections", "torch"))  # whose types every rank has
 _SAVED = b"PK"  # with which a file of `torch.save` begins, and no pickle
 
 
@@ -86,28 +86,38 @@ def refusal(who: str, allow_pickle: bool) -> str:
     )
 
 
-def dump_object(data: Any, terms: Terms = _ALL) -> memoryview:
-    """Serialise an object: by pickle if that is allowed, else as a plain one.
+class Parcel(NamedTuple):
+    """An object as bytes, which may be written to.
 
-    Returns:
-        The bytes, which may be written to.
+    Attributes:
+        content: The bytes.
+        may_fail: Whether restoring them may fail: not for tensors and Python's own types.
+    """
+
+    content: bytearray | memoryview
+    may_fail: bool = False
+
+
+def dump_object(data: Any, terms: Terms = _ALL) -> Parcel:
+    """Serialise an object: by pickle if that is allowed, else as a plain one.
 
     Raises:
         InvalidArgumentError: It does not pickle; or it is not plain, and may not be pickled.
     """
     sink = io.BytesIO()  # its buffer can be sent as it is
     plain = terms.forbidden or not pickle_allowed(terms.allow_pickle)
+    pickler = _Pickler(sink, _PROTOCOL)
     try:
         if plain:
             torch.save(data, sink, pickle_module=_PLAIN_PICKLE)
         else:
-            _Pickler(sink, _PROTOCOL).dump(data)
+            pickler.dump(data)
     except Exception as error:  # whatever the object's own methods raise
         message = f"{type(data).__name__} does not pickle: {type(error).__name__}: {error}"
         raise InvalidArgumentError(message) from error
     if plain:
         _check_plain(data, sink, terms)
-    return sink.getbuffer()
+    return Parcel(sink.getbuffer(), plain or pickler.may_fail)
 
 
 def load_object(data: bytearray | memoryview, terms: Terms = _ALL) -> Any:
@@ -159,34 +169,22 @@ def _plain_types() -> tuple[Callable[..., Any], ...]:
     return tuple(found)
 
 
-class _PlainPickler(pickle.Pickler):
-    """Pickles tensors without what else lies in their memory."""
-
-    def reducer_override(self, data: Any) -> Any:
-        """Return how to make an object again; not called for builtin types."""
-        return _compact(data).__reduce_ex__(2) if _is_ordinary(data) else NotImplemented
-
-
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as their bytes."""
+    """Pickles tensors without what else lies in their memory, and notes what is none."""
+
+    may_fail = False
 
     def reducer_override(self, data: Any) -> Any:
-        """Return how to make an object again; not called for builtin types."""
-        if not _is_ordinary(data):
-            return NotImplemented
-        values = _compact(data)
-        content = bytearray(values.nbytes)
-        if content:
-            ctypes.memmove(_address(content), values.data_ptr(), len(content))
-        return _make_tensor, (content, data.dtype, tuple(data.shape), data.requires_grad)
+        """Return how to make an object again; not called for Python's own types."""
+        if _is_ordinary(data):
+            return _compact(data).__reduce_ex__(2)
+        home = str(getattr(data, "__module__", type(data).__module__)).partition(".")[0]
+        self.may_fail = self.may_fail or home not in _EVERYWHERE
+        return NotImplemented
 
 
 # What `torch.save` takes of a pickle module.
-_PLAIN_PICKLE = SimpleNamespace(__name__="pickle", Pickler=_PlainPickler)
-
-
-def _address(content: bytearray) -> int:
-    return ctypes.addressof((ctypes.c_ubyte * len(content)).from_buffer(content))
+_PLAIN_PICKLE = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
 
 
 def _is_ordinary(data: Any) -> bool:
@@ -201,13 +199,3 @@ def _compact(data: Tensor) -> Tensor:
     if values.untyped_storage().nbytes() != values.nbytes:
         values = values.clone()
     return values.requires_grad_(data.requires_grad)
-
-
-def _make_tensor(
-    content: bytearray, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool
-) -> Tensor:
-    if content:
-        values = torch.frombuffer(content, dtype=torch.uint8).view(dtype).view(shape)
-    else:
-        values = torch.empty(shape, dtype=dtype)
-    return values.requires_grad_(requires_grad)

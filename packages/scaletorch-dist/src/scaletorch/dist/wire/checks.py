@@ -23,7 +23,7 @@ from ..errors import InvalidArgumentError, MismatchError
 from ..naming import name_ranks
 from ..world.info import group_ranks
 from . import port
-from .backend import all_gather_single, host_device
+from .backend import all_gather_single, host_device, process_group
 
 VARIABLE = "SCALETORCH_DIST_CHECK"
 WIDTH = 512  # bytes of a description that travel; what is longer is cut and ends in a digest
@@ -90,6 +90,29 @@ def compare(group: ProcessGroup, call: str, *facts: Any) -> None:
     texts = exchange_texts(describe(call, *facts, f"{group.size()} ranks"), group)
     if texts is not None:
         raise MismatchError(f"ranks make different calls: {who_says_what(texts, group)}")
+
+
+def begin(group: ProcessGroup | None, call: str, *facts: Any) -> ProcessGroup | None:
+    """Begin a collective, told of and compared as `compare` does.
+
+    Args:
+        group: None for the default group.
+        call: Its name.
+        facts: As in `compare`.
+
+    Returns:
+        The group that it communicates on; None if this rank is alone.
+
+    Raises:
+        NotInGroupError: This rank is outside the group.
+        MismatchError: On every rank, if any rank's call differs.
+    """
+    members = process_group(group)
+    if members is None or members.size() == 1:
+        return None
+    if checking():
+        compare(members, call, *facts)
+    return members
 
 
 def tells_failure(call: Callable[P, R]) -> Callable[P, R]:
