@@ -1,7 +1,5 @@
 """Collectives of Python objects, and collecting results."""
 
-import dataclasses
-import enum
 import os
 import re
 import stat
@@ -165,53 +163,6 @@ def refuse_pickle(kind):
     assert dist.all_gather_object({"a": [rank]}, allow_pickle=allow)[2] == {"a": [2]}
     os.environ.pop(variable, None)
     assert type(dist.all_gather_object(odd)[1]) is Text
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """A record that callers name."""
-
-    number: int
-
-
-class Colour(enum.Enum):
-    """Members that callers name."""
-
-    RED = 1
-
-
-def test_types_that_the_callers_name_travel_without_pickle(tmp_path):
-    run_ranks(name_types, 2, str(tmp_path))
-
-
-def name_types(tmp_path):
-    rank, types = dist.get_rank(), (Sample, Colour)
-    mine = [Sample(rank), Colour.RED]
-    both = [[Sample(0), Colour.RED], [Sample(1), Colour.RED]]
-    assert dist.all_gather_object(mine, allow_pickle=False, types=types) == both
-    gathered = dist.gather_object(mine, 1, allow_pickle=False, types=types)
-    assert gathered == (both if rank else None)
-    data = mine.copy()
-    dist.broadcast_object_list(data, allow_pickle=False, types=types)
-    assert data == both[0]
-    for folder in (None, tmp_path):
-        results = dist.collect_results(mine, 2, "cpu", folder, allow_pickle=False, types=types)
-        assert results == (None if rank else [Sample(0), Sample(1)])
-    with pytest.raises(InvalidArgumentError, match="types takes dataclasses and enums"):
-        dist.all_gather_object(1, types=[int])
-
-
-@distributed_test(world_size=2)
-def test_types_that_differ_are_an_error_on_every_rank():
-    types = [Sample] if dist.get_rank() else []
-    text = r"types must be the same on every rank, got rank 0: none; rank 1: \S*Sample"
-    for call in (
-        lambda: dist.all_gather_object(1, types=types),
-        lambda: dist.gather_object(1, types=types),
-        lambda: dist.broadcast_object_list([1], types=types),
-    ):
-        with pytest.raises(InvalidArgumentError, match=text):
-            call()
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ module is this package's own.
 
 from .agreement import agree, caught
 from .collectives.all_to_all import all_to_all_flat
-from .collectives.autograd import hear_made
 from .collectives.flat import all_gather_flat, all_reduce_flat, reduce_scatter_flat
-from .data_devices import map_tensors, tensors_in
-from .devices.threads import enter_device, prepare_backward
+from .containers import map_tensors, tensors_in
+from .devices.threads import prepare_backward
 from .differences import relative_error, worst
 from .launchers.host import this_host
 from .launchers.interfaces import is_loopback
@@ -37,10 +36,8 @@ __all__ = [
     "all_to_all_flat",
     "caught",
     "describe",
-    "enter_device",
     "even_parts",
     "gather_ints",
-    "hear_made",
     "host_device",
     "install_guard",
     "is_loopback",

@@ -7,8 +7,7 @@ then the ranks of a job must trust each other; else plain ones alone travel.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from ..wire.backend import gather_ints
 from ..wire.checks import begin, tells_failure
 from ..world.info import group_ranks
 from .byte_moves import Buffer, all_gather_bytes, broadcast_bytes, errors_of_all, gather_bytes
-from .packing import Parcel, Terms, dump_object, load_object, named_types, pickle_allowed
+from .packing import Parcel, Terms, dump_object, load_object, pickle_allowed
 
 Group = ProcessGroup | None
 
@@ -31,7 +30,6 @@ class _Head(NamedTuple):
     length: int  # -1 if it cannot be sent
     may_fail: int  # whether it may not be restored
     allows: int  # whether it may be pickled
-    named: int  # a checksum of the names of types
     entries: int
 
 
@@ -46,7 +44,6 @@ def broadcast_object_list(
     group: Group = None,
     *,
     allow_pickle: bool = True,
-    types: Sequence[type] = (),
 ) -> None:
     """Replace the entries of `data` on every rank by those of rank `src`.
 
@@ -55,9 +52,9 @@ def broadcast_object_list(
         src: Global rank whose objects are taken.
         group: The default group by default.
         allow_pickle: Whether objects may be pickled; `SCALETORCH_ALLOW_PICKLE=0` switches that off
-            too. Else they must be plain: what `torch.load(weights_only=True)` reads, numpy's arrays
-            and numbers, slices, ranges, dates and paths.
-        types: Dataclasses and enums that are plain too, the same on every rank.
+            too. Else they must be plain: what `torch.load(weights_only=True)` reads (with what
+            `torch.serialization.add_safe_globals` has added on every rank), numpy's arrays and
+            numbers, slices, ranges, dates and paths.
 
     Raises:
         InvalidArgumentError: On every rank: an object cannot be sent, or the lengths differ.
@@ -67,7 +64,7 @@ def broadcast_object_list(
         message = f"broadcast_object_list fills a list in place, got {type(data).__name__}"
         raise InvalidArgumentError(message)
     mine = check_member(src, "src", group)
-    terms = Terms(allow_pickle, named_types(types))
+    terms = Terms(allow_pickle)
     members = begin(group, "broadcast_object_list", f"src={src}")
     if members is None:
         return
@@ -86,16 +83,13 @@ def broadcast_object_list(
 
 
 @tells_failure
-def all_gather_object(
-    data: Any, group: Group = None, *, allow_pickle: bool = True, types: Sequence[type] = ()
-) -> list[Any]:
+def all_gather_object(data: Any, group: Group = None, *, allow_pickle: bool = True) -> list[Any]:
     """Collect an object from every rank on every rank.
 
     Args:
         data: Anything that pickles, or that is plain where `allow_pickle` is False.
         group: The default group by default.
         allow_pickle: As in `broadcast_object_list`.
-        types: As in `broadcast_object_list`.
 
     Returns:
         The objects in the group's order. With one process it is `[data]`, not copied.
@@ -105,7 +99,7 @@ def all_gather_object(
             one does not unpickle on any.
         NotInGroupError: This rank is outside the group.
     """
-    terms = Terms(allow_pickle, named_types(types))
+    terms = Terms(allow_pickle)
     members = begin(group, "all_gather_object")
     if members is None:
         return [data]
@@ -123,7 +117,6 @@ def gather_object(
     group: Group = None,
     *,
     allow_pickle: bool = True,
-    types: Sequence[type] = (),
 ) -> list[Any] | None:
     """Collect an object from every rank on rank `dst`.
 
@@ -132,7 +125,6 @@ def gather_object(
         dst: Global rank that gets the list.
         group: The default group by default.
         allow_pickle: As in `broadcast_object_list`.
-        types: As in `broadcast_object_list`.
 
     Returns:
         On `dst` the objects in the group's order, elsewhere None.
@@ -143,7 +135,7 @@ def gather_object(
         NotInGroupError: `dst` or this rank is outside the group.
     """
     mine = check_member(dst, "dst", group)
-    terms = Terms(allow_pickle, named_types(types))
+    terms = Terms(allow_pickle)
     members = begin(group, "gather_object", f"dst={dst}")
     if members is None:
         return [data]
@@ -159,17 +151,11 @@ def _exchange(
     pack: Pack, terms: Terms, members: ProcessGroup, move: Move, entries: int = 0
 ) -> list[Any]:
     """Tell everyone of the bytes, move them if all can be sent, and restore objects."""
-    named = zlib.crc32("\n".join(sorted(terms.named)).encode())
     allows = pickle_allowed(terms.allow_pickle)
     while True:
         (content, may_fail), error = _packed(pack, terms)
-        own = _Head(len(content) if error is None else -1, may_fail, allows, named, entries)
+        own = _Head(len(content) if error is None else -1, may_fail, allows, entries)
         heads = [_Head(*head) for head in gather_ints(own, members)]
-        if len({head.named for head in heads}) > 1:
-            texts = errors_of_all(", ".join(sorted(terms.named)) or "none", members)
-            raise InvalidArgumentError(
-                f"types must be the same on every rank, got {'; '.join(texts)}"
-            )
         if len({head.allows for head in heads}) == 1:
             break
         allows, terms = False, terms._replace(forbidden=True)  # one rank takes no pickles

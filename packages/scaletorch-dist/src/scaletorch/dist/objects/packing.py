@@ -6,17 +6,15 @@ contiguous, each with its own memory.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
-import enum
 import functools
 import io
 import os
 import pathlib
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType, SimpleNamespace
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -41,35 +39,14 @@ class Terms(NamedTuple):
 
     Attributes:
         allow_pickle: As in the call; the environment may forbid it all the same.
-        named: Dataclasses and enums that are plain too, of `named_types`.
         forbidden: Whether another rank of the group forbids it.
     """
 
     allow_pickle: bool = True
-    named: Mapping[str, type] = MappingProxyType({})
     forbidden: bool = False
 
 
 _ALL = Terms()
-
-
-def named_types(types: Iterable[type]) -> Mapping[str, type]:
-    """Return dataclasses and enums by their names.
-
-    Raises:
-        InvalidArgumentError: One is neither, or cannot be made from its fields alone.
-    """
-    named = {}
-    for kind in types:
-        record = isinstance(kind, type) and dataclasses.is_dataclass(kind)
-        if not (record or (isinstance(kind, type) and issubclass(kind, enum.Enum))):
-            raise InvalidArgumentError(f"types takes dataclasses and enums, got {kind!r}")
-        own_new: Any = kind.__new__
-        if record and own_new is not object.__new__:
-            message = f"types: a {kind.__qualname__} is made by more than its fields: leave it out"
-            raise InvalidArgumentError(message)
-        named[f"{kind.__module__}.{kind.__qualname__}"] = kind
-    return named
 
 
 def pickle_allowed(allow_pickle: bool) -> bool:
@@ -130,27 +107,27 @@ def load_object(data: bytearray | memoryview, terms: Terms = _ALL) -> Any:
     if not plain and not pickle_allowed(terms.allow_pickle):
         raise InvalidArgumentError(refusal("what arrived", terms.allow_pickle))
     try:
-        return _load_plain(io.BytesIO(data), terms) if plain else pickle.loads(data)
+        return _load_plain(io.BytesIO(data)) if plain else pickle.loads(data)
     except Exception as error:  # whatever the object's own methods raise
         message = f"what arrived does not unpickle: {type(error).__name__}: {error}"
         raise InvalidArgumentError(message) from error
 
 
-def _load_plain(source: io.BytesIO, terms: Terms) -> Any:
-    with safe_globals([*_plain_types(), *terms.named.values()]):
+def _load_plain(source: io.BytesIO) -> Any:
+    with safe_globals([*_plain_types()]):
         return torch.load(source, "cpu", weights_only=True)
 
 
 def _check_plain(data: Any, sink: io.BytesIO, terms: Terms) -> None:
     """Refuse on the sender what no receiver would read."""
     sink.seek(0)
-    with safe_globals([*_plain_types(), *terms.named.values()]):
+    with safe_globals([*_plain_types()]):
         names = sorted(get_unsafe_globals_in_checkpoint(sink))
     if names:
         raise InvalidArgumentError(refusal(", ".join(names), terms.allow_pickle))
     sink.seek(0)
     try:
-        _load_plain(sink, terms)
+        _load_plain(sink)
     except Exception as error:
         reason = f"{type(data).__name__} ({type(error).__name__}: {error})"
         raise InvalidArgumentError(refusal(reason, terms.allow_pickle)) from error

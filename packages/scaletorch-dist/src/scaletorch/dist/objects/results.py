@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from ..wire.checks import tells_failure
 from ..world.info import get_rank, group_ranks
 from .byte_moves import errors_of_all
 from .object_calls import broadcast_object_list, gather_object
-from .packing import Terms, dump_object, load_object, named_types
+from .packing import Terms, dump_object, load_object
 
 T = TypeVar("T")
 
@@ -36,7 +36,6 @@ def collect_results(
     group: ProcessGroup | None = None,
     *,
     allow_pickle: bool = True,
-    types: Sequence[type] = (),
 ) -> list[Any] | None:
     """Collect the results of samples that were dealt out to the ranks one by one.
 
@@ -51,7 +50,6 @@ def collect_results(
             not there.
         group: The default group by default.
         allow_pickle: As in `broadcast_object_list`.
-        types: As in `broadcast_object_list`.
 
     Returns:
         On the group's first rank the results in the order of the samples, elsewhere None.
@@ -61,7 +59,7 @@ def collect_results(
         StateError: On every rank, if a file cannot be written or read, or is torn.
     """
     _check(results, size, device, tmpdir)
-    terms = Terms(allow_pickle, named_types(types))
+    terms = Terms(allow_pickle)
     members = process_group(group)
     if members is None or members.size() == 1:
         return results[:size]
@@ -69,7 +67,7 @@ def collect_results(
         parts = _through_files(results, os.fspath(tmpdir), members, terms)
     else:
         first = group_ranks(members)[0]
-        parts = gather_object(results, first, members, allow_pickle=allow_pickle, types=types)
+        parts = gather_object(results, first, members, allow_pickle=allow_pickle)
     return None if parts is None else interleave(parts)[:size]
 
 
