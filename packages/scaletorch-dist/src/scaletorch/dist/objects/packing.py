@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from ..errors import InvalidArgumentError
+from ..wire.backend import as_bytes
 
 VARIABLE = "SCALETORCH_ALLOW_PICKLE"
 
@@ -146,22 +147,34 @@ def _plain_types() -> tuple[Callable[..., Any], ...]:
     return tuple(found)
 
 
+class _PlainPickler(pickle.Pickler):
+    """Pickles tensors, for `torch.save`, without what else lies in their memory."""
+
+    def reducer_override(self, data: Any) -> Any:
+        """Return how to make an object again; not called for Python's own types."""
+        return _compact(data).__reduce_ex__(2) if _is_ordinary(data) else NotImplemented
+
+
 class _Pickler(pickle.Pickler):
-    """Pickles tensors without what else lies in their memory, and notes what is none."""
+    """Pickles tensors as their bytes, in every dtype, and notes what is none."""
 
     may_fail = False
 
     def reducer_override(self, data: Any) -> Any:
         """Return how to make an object again; not called for Python's own types."""
-        if _is_ordinary(data):
-            return _compact(data).__reduce_ex__(2)
-        home = str(getattr(data, "__module__", type(data).__module__)).partition(".")[0]
-        self.may_fail = self.may_fail or home not in _EVERYWHERE
-        return NotImplemented
+        if not _is_ordinary(data):
+            home = str(getattr(data, "__module__", type(data).__module__)).partition(".")[0]
+            self.may_fail |= home not in _EVERYWHERE and data is not _make_tensor
+            return NotImplemented
+        values = _compact(data)
+        content = bytearray(values.nbytes)
+        if content:
+            torch.frombuffer(content, dtype=torch.uint8).copy_(as_bytes(values.detach()))
+        return _make_tensor, (content, data.dtype, tuple(data.shape), data.requires_grad)
 
 
 # What `torch.save` takes of a pickle module.
-_PLAIN_PICKLE = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
+_PLAIN_PICKLE = SimpleNamespace(__name__="pickle", Pickler=_PlainPickler)
 
 
 def _is_ordinary(data: Any) -> bool:
@@ -176,3 +189,13 @@ def _compact(data: Tensor) -> Tensor:
     if values.untyped_storage().nbytes() != values.nbytes:
         values = values.clone()
     return values.requires_grad_(data.requires_grad)
+
+
+def _make_tensor(
+    content: bytearray, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool
+) -> Tensor:
+    if content:
+        values = torch.frombuffer(content, dtype=torch.uint8).view(dtype).view(shape)
+    else:
+        values = torch.empty(shape, dtype=dtype)
+    return values.requires_grad_(requires_grad)
