@@ -14,6 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
+from scaletorch.dist import use_hierarchy
 from scaletorch.parallel.data_parallel import (
     DataParallelBucket,
     DataParallelNaive,
@@ -164,11 +165,20 @@ SLOW = {
 }
 
 
+def _levels(model: nn.Module, group: ProcessGroup, **options: Any) -> nn.Module:
+    """Wrap it on a group whose collectives go inside the nodes first."""
+    if not use_hierarchy(group):
+        raise SystemExit("the nodes were not found")
+    return _ours(model, group, **options)
+
+
 # A node's ranks share its link. DDP with the bucket sizes that such a model could want.
 NODES = {
     ALONE: Way(_alone),
     **{f"DDP, {size:g} MB": Way(partial(_ddp, bucket_cap_mb=size)) for size in (0.5, 1, 2, 4, 25)},
     OURS: Way(_ours),
+    f"{OURS}, levels": Way(_levels),
+    f"{OURS}, levels, 2**18": Way(partial(_levels, bucket_size=SMALL)),
 }
 
 TABLES = {

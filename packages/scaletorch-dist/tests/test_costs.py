@@ -25,6 +25,7 @@ GUIDE = Path(__file__).parents[3] / "docs" / "communication.md"
 ELEMENTS = 3 * 2**17  # which all sizes of groups here divide
 P = 4 * ELEMENTS  # bytes of a whole tensor
 ACKED = 120  # offset in the kernel's tcp_info of what the other side has acknowledged
+HIERARCHICAL = ("all_reduce", "all_gather", "reduce_scatter")
 BEYOND = 0.02  # of the bytes: heads of gloo's messages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts by Linux's tcp_info")
@@ -78,8 +79,11 @@ def calls(size):
     }
 
 
-def count():
+def count(nodes, flat=True):
     """Count what this rank sends to every other in each call."""
+    if not flat:
+        os.environ["GROUP_RANK"] = str(nodes[dist.get_rank()])
+        assert dist.use_hierarchy()
     counted = {}
     for name, call in calls(dist.get_world_size()).items():
         call()  # which connects whatever is to be connected
@@ -102,7 +106,7 @@ def formulas():
     rows = [re.findall("`([^`]+)`", line) for line in lines]
     known = {}
     for name, *found in (row for row in rows if len(row) in (3, 4)):
-        known[name] = found
+        known.setdefault(name, []).append(found)
     return known
 
 
@@ -118,10 +122,10 @@ def check(call, counted, formula, **sizes):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_calls_send_what_the_guide_says(size):
-    rows = run_ranks(count, size)
+    rows = run_ranks(count, size, None)
     known = formulas()
     for call in rows[0]:
-        most, total = known[call]
+        most, total = known[call][0]
         by_rank = [sum(row[call].values()) for row in rows]
         check(call, max(by_rank), most, N=size, S=4 * uneven(size)[0])
         check(call, sum(by_rank), total, N=size)
@@ -131,6 +135,23 @@ def test_calls_send_what_the_guide_says(size):
 def test_the_bench_counts_the_bytes_of_the_guide(size):
     known = formulas()
     for call in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
-        assert CASES[call].factor(size) * P == pytest.approx(value(known[call][0], N=size))
+        assert CASES[call].factor(size) * P == pytest.approx(value(known[call][0][0], N=size))
     for call in ("gather", "scatter"):
-        assert CASES[call].factor(size) * P == pytest.approx(value(known[call][1], N=size))
+        assert CASES[call].factor(size) * P == pytest.approx(value(known[call][0][1], N=size))
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 0, 1, 1, 2, 2]], ids=str)
+def test_bytes_between_nodes_are_what_the_guide_says(nodes):
+    size, count_of_nodes = len(nodes), len(set(nodes))
+    sizes = {"N": size, "M": count_of_nodes, "L": size // count_of_nodes}
+    known = formulas()
+    for place, flat in enumerate((True, False)):
+        rows = run_ranks(count, size, nodes, flat)
+        for call in HIERARCHICAL:
+            across = sum(
+                row[call][other]
+                for rank, row in enumerate(rows)
+                for other in row[call]
+                if other is not None and nodes[rank] == 0 and nodes[other] != 0
+            )
+            check(call, across, known[call][1][place], **sizes)

@@ -383,6 +383,20 @@ def test_who_skips_a_call_of_torchs_own_is_among_those_named():
         assert "rank 1 (dp1 tp0) may have left out" in text
 
 
+def check_guarded():
+    os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
+    assert dist.use_hierarchy()
+    with guard.watch():
+        works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(3)]
+        assert [part.tolist() for part in dist.all_gather(torch.ones(1))] == [[1.0]] * 4
+        for work in works:
+            work.wait()
+
+
+def test_a_guard_is_told_of_later_stages():
+    run_ranks(check_guarded, 4)
+
+
 WITHOUT = """
 import sys
 

@@ -17,6 +17,7 @@ from .launchers.interfaces import is_loopback
 from .naming import name_ranks
 from .ranks.locate import Locator, locate
 from .ranks.report import without_coordinates
+from .transport.levels import is_staged
 from .wire.backend import gather_ints, host_device
 from .wire.checks import describe
 from .wire.port import (
@@ -41,6 +42,7 @@ __all__ = [
     "host_device",
     "install_guard",
     "is_loopback",
+    "is_staged",
     "locate",
     "map_tensors",
     "name_ranks",

@@ -42,6 +42,7 @@ from .launchers.environment import infer_launcher
 from .members import require_member
 from .ranks import RankPool, launch
 from .startup.initialize import cleanup_dist, init_dist
+from .transport.levels import use_hierarchy
 from .wire.checks import check_collectives
 from .world.hosts import get_local_rank, get_local_size
 from .world.info import (
@@ -110,4 +111,5 @@ __all__ = [
     "scatter",
     "send",
     "sync_random_seed",
+    "use_hierarchy",
 ]

@@ -1,1 +1,1 @@
-"""The way that a tensor takes between ranks: its group's backend."""
+"""The ways that a tensor takes between ranks: the backend's, by levels of nodes, by host memory."""

@@ -1,4 +1,4 @@
-"""How tensors travel: by a group's backend.
+"""How tensors travel: by a group's backend, or by levels of nodes.
 
 What every call takes: contiguous tensors on the group's device, packed by a recipe to be
 reduced, and `done`, which is given the result and returns what the caller promised. An asynchronous
@@ -49,7 +49,12 @@ def way_of(data: Tensor, group: ProcessGroup) -> Way:
         info = infos[group]
     except KeyError:
         info = info_of(group)
-    device = "cpu" if data.is_cpu else data.device.type
+    if not data.is_cpu:
+        device = data.device.type
+    elif info.levels is not None:
+        return info.levels  # type: ignore[no-any-return]
+    else:
+        device = "cpu"
     try:
         return info.ways[device]  # type: ignore[no-any-return]
     except KeyError:
@@ -238,7 +243,7 @@ class Way:
     ) -> T | Work[T]:
         """Gather everybody's tensor and reduce them on this rank, in rank order.
 
-        For what a backend lacks.
+        For what a backend lacks, and for two ranks far apart: as many bytes, in one step of two.
         """
         size = self.group.size()
         flat = movable(buffer).view(-1)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -32,6 +33,8 @@ class Guard(Protocol):
         """Tell all ranks of an exception; return whether they hear of a fault."""
 
 
+T = TypeVar("T")
+
 guard: Guard | None = None
 
 
@@ -51,17 +54,47 @@ def tell_guard(error: BaseException) -> bool:
     return told is not None and told.tell(error)
 
 
+class _Notes(threading.local):
+    """What each thread's calls are made for."""
+
+    last: object = None  # the collective noted last
+    chosen: object = None  # one noted before, whose calls are made now
+
+
+_notes = _Notes()
+
+
 def record(group: ProcessGroup, call: str, facts: Sequence[Any]) -> None:
     """Tell the guard, if there is one, of a collective that this thread is about to make."""
     told = guard  # another thread may end it meanwhile
     if told is not None:
-        told.record(group, call, facts)
+        _notes.last = told.record(group, call, facts)
+
+
+def last_note() -> object:
+    """Return what the guard has noted of this thread's last collective; None without a guard."""
+    return None if guard is None else _notes.last
+
+
+def as_noted(note: object, stage: Callable[[bool], T]) -> T:
+    """Start a later stage of a collective that was noted before."""
+    if note is None:
+        return stage(True)
+    _notes.chosen = note
+    try:
+        return stage(True)
+    finally:
+        _notes.chosen = None
 
 
 def run_told(call: Callable[..., Any], args: Any, options: Any) -> Any:
     """Make a backend's call that may block, so that the guard, which is there, can free it."""
     told = guard
-    return call(*args, **options) if told is None else told.run(call, *args, **options)
+    if told is None:
+        return call(*args, **options)
+    if _notes.chosen is not None:
+        return told.run_noted((_notes.chosen,), call, *args, **options)
+    return told.run(call, *args, **options)
 
 
 def note(data: Tensor, peer: int, members: ProcessGroup, tag: int, sends: bool) -> object:

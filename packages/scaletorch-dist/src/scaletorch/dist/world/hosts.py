@@ -79,6 +79,14 @@ def gather_digests(own: bytes, group: ProcessGroup | None = None) -> list[bytes]
     return [bytes(row.tolist()) for row in rows]
 
 
+def ranks_by_node(group: ProcessGroup | None) -> list[list[int]]:
+    """Return a group's ranks on each node, in the order of their first ranks."""
+    found: dict[bytes, list[int]] = {}
+    for rank, node in enumerate(nodes_of(group)):
+        found.setdefault(node, []).append(rank)
+    return list(found.values())
+
+
 def _node_digest() -> bytes:
     """The same on all processes of a node and on no other node."""
     # Two torchruns on one host are two nodes to everyone else.

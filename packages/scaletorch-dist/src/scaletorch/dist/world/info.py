@@ -37,12 +37,14 @@ class GroupInfo:
         nodes: A digest of each rank's node, in group order; None until asked for.
         routes: With which backend tensors travel, by the kind of their device.
         ways: How they travel then, by the kind of their device.
+        levels: The way by levels of nodes; None unless `use_hierarchy` has found one.
     """
 
     ranks: tuple[int, ...] = ()
     nodes: list[bytes] | None = None
     routes: dict[str, Any] = field(default_factory=dict)
     ways: dict[str, Any] = field(default_factory=dict)
+    levels: Any = None
 
 
 infos: WeakKeyDictionary[ProcessGroup, GroupInfo] = WeakKeyDictionary()

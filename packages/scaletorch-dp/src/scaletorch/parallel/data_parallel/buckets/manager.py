@@ -242,8 +242,6 @@ class BucketManager:
             self.use_buckets(self.fill(self.slots[index] for index in found))
 
 
-# Messages travel while backward goes on, but each costs the computation a little.
-LEAST_BUCKETS = 8
 SMALL = 2**18  # elements of a bucket that costs little more to start than to send
 
 
@@ -253,11 +251,12 @@ def fill_buckets(
     """Part slots, in the order given, into buckets of at most `bucket_size` elements.
 
     A bucket has one dtype and one device, and at least one parameter, however large. There are
-    `LEAST_BUCKETS` or so, if they do not get smaller than `SMALL`, and the first is that small, so
-    that its reduction begins early. Buckets come in the order in which their last parameters do.
+    as many or so as the reduction is quick with, if they do not get smaller than `SMALL`, and the
+    first is that small, so that its reduction begins early. Buckets come in the order in which
+    their last parameters do.
     """
     slots = list(slots)
-    share = sum(slot.parameter.numel() for slot in slots) // LEAST_BUCKETS
+    share = sum(slot.parameter.numel() for slot in slots) // reduction.least_buckets
     usual = min(bucket_size, max(share, SMALL))
     members: list[tuple[torch.dtype, list[Slot]]] = []
     current: dict[Any, list[Slot]] = {}

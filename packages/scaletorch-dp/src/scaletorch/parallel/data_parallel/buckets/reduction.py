@@ -15,6 +15,7 @@ from ....dist.building import (
     all_gather_flat,
     all_reduce_flat,
     even_parts,
+    is_staged,
     reduce_scatter_flat,
     sum_dtype,
 )
@@ -62,6 +63,12 @@ class Reduction:
     def ordered(self) -> bool:
         """Whether sums are in rank order."""
         return self.order == "rank"
+
+    @property
+    def least_buckets(self) -> int:
+        """Into how many buckets a model's gradients go at least, if these do not get too small."""
+        # Messages travel while backward goes on, but each costs the computation a little.
+        return 4 if is_staged(self.group) else 8
 
     def folds(self, dtype: torch.dtype) -> bool:
         """Return whether each rank adds up its shard of a buffer of `dtype`, and sends it to all.

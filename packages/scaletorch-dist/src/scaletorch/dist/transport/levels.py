@@ -1,0 +1,302 @@
+"""The way by levels of nodes: inside each node, across the nodes, and back.
+
+What crosses nodes is what has to, once, in as many steps as there are nodes and not ranks. All
+ranks at one place of their nodes work across at once, each on its shard.
+
+A call has at most three stages, and every stage a process group of its own, on which the stages of
+all calls are made in one order on every rank. So a call that waits for slow links does not hold up
+those behind it. No thread does it: whoever makes the next call, asks for the state of one or waits
+for it makes the stages that have become possible.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..wire import port
+from ..wire.backend import Route, process_group, route
+from ..wire.recipes import Recipe, recipe_for
+from ..wire.sums import as_one, even_parts
+from ..wire.work import Work
+from ..world.hosts import ranks_by_node
+from ..world.info import get_timeout, group_ranks, info_of
+from .ways import Done, T, Way, arrived, way_of
+
+Stage = tuple[int, Callable[[bool], Any]]  # a column, and what makes a stage, given `async_op`
+INSIDE, ACROSS, BACK, OVER = range(4)  # columns of stages, each with a group of its own
+
+
+class Task:
+    """A call under way: what it has yet to do, stage by stage.
+
+    Attributes:
+        column: Of the stage that is under way; `OVER` if none is left.
+        error: What one of them has raised.
+    """
+
+    __slots__ = ("_note", "_stages", "_work", "column", "error")
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = deque(stages)
+        self._note = port.last_note()
+        self._work: Work[Any] | None = None
+        self.column = -1
+        self.error: Exception | None = None
+
+    def advance(self, before: int, *, wait: bool = False) -> None:
+        """Make the stages that have become possible; what fails is for who waits for the call.
+
+        Args:
+            before: The column of the call before, which this one must not overtake: stages of one
+                column are made in one order on all ranks.
+            wait: Wait for the stage that is under way.
+        """
+        while self.column < OVER and (wait or self._work is None or self._work.is_completed()):
+            following = self._stages[0][0] if self._stages else OVER
+            try:
+                if self._work is not None:
+                    work, self._work = self._work, None
+                    work.wait()
+                if following > before:
+                    return
+                if self._stages:
+                    self._work = port.as_noted(self._note, self._stages.popleft()[1])
+                self.column = following
+            except Exception as error:
+                self.error, self.column = error, OVER
+            wait = False
+
+
+class LevelsWay(Way):
+    """How tensors travel on a group that spans nodes.
+
+    Attributes:
+        inside: The ranks of this node, in the group's order, for what goes in.
+        across: The ranks at this one's place on every node.
+        back: Those of this node again, for what comes back.
+        order: For each place the group's ranks that have it on their nodes, in the group's order.
+    """
+
+    __slots__ = ("_tasks", "across", "back", "inside", "order")
+
+    def __init__(
+        self, group: ProcessGroup, route: Route, order: tuple[tuple[int, ...], ...], mine: list[int]
+    ) -> None:
+        super().__init__(group, route)
+        ranks = group_ranks(group)
+        column = order[mine.index(group.rank())]
+        self.order = order
+        self.inside, self.back = (_made([ranks[at] for at in mine]) for _ in range(2))
+        self.across = _made([ranks[at] for at in column])
+        self._tasks: deque[Task] = deque()
+
+    def all_reduce(
+        self, buffer: Tensor, recipe: Recipe, done: Done[T], async_op: bool
+    ) -> T | Work[T]:
+        """Reduce a tensor: to the ranks of a node, each its shard across nodes, then gathered."""
+        flat = buffer.view(-1)
+        counts = even_parts(flat.numel(), len(self.order))
+        own = flat.split(counts)[self.inside.rank()]
+        alike = recipe_for(recipe.run, flat.dtype)  # it is packed already
+
+        def inside(later: bool) -> object:
+            way = way_of(flat, self.inside)
+            return way.reduce_scatter(flat, counts, alike, own.copy_, later)
+
+        def across(later: bool) -> object:
+            if not own.numel():
+                return None
+            way = way_of(own, self.across)
+            call = way.reduce_here if self.across.size() == 2 else way.all_reduce
+            return call(own, alike, own.copy_, later)
+
+        def back(later: bool) -> object:
+            return way_of(flat, self.back).gather_flat(flat, counts, arrived, later)
+
+        stages = [(INSIDE, inside), (ACROSS, across), (BACK, back)]
+        return self._make(stages, partial(done, buffer), async_op)
+
+    def reduce_scatter(
+        self, data: Tensor, counts: Sequence[int], recipe: Recipe, done: Done[T], async_op: bool
+    ) -> T | Work[T]:
+        """Reduce to each rank its shard: those of a place inside the node, then across nodes."""
+        entries = data.split(list(counts))
+        by_place = [[entries[rank] for rank in ranks] for ranks in self.order]
+        sizes = [sum(entry.numel() for entry in column) for column in by_place]
+        joined = as_one([entry for column in by_place for entry in column])
+        own = [entry.numel() for entry in by_place[self.inside.rank()]]
+        found: list[Tensor] = []
+
+        def inside(later: bool) -> object:
+            way = way_of(joined, self.inside)
+            return way.reduce_scatter(joined, sizes, recipe, found.append, later)
+
+        def across(later: bool) -> object:
+            mine = found.pop()
+            alike = recipe_for(recipe.run, mine.dtype)
+            way = way_of(mine, self.across)
+            return way.reduce_scatter(mine, own, alike, found.append, later)
+
+        stages = [(INSIDE, inside), (ACROSS, across)]
+        return self._make(stages, lambda: done(found.pop()), async_op)
+
+    def fold_scatter(
+        self, data: Tensor, counts: Sequence[int], recipe: Recipe, done: Done[T], async_op: bool
+    ) -> T | Work[T]:
+        """Reduce as `reduce_scatter` does, which adds 16-bit floats in float32 at both levels."""
+        return self.reduce_scatter(data, counts, recipe, done, async_op)
+
+    def all_gather(self, own: Tensor, done: Done[T], async_op: bool) -> T | Work[T]:
+        """Collect the tensors of all ranks: across nodes, then inside each."""
+        found: list[Tensor] = []
+
+        def across(later: bool) -> object:
+            return way_of(own, self.across).all_gather(own, found.append, later)
+
+        def back(later: bool) -> object:
+            column = found.pop()
+            return way_of(column, self.back).all_gather(column, found.append, later)
+
+        def finish() -> T:
+            came = found.pop().flatten(0, 1)
+            rows = torch.empty_like(came)
+            places = (rank for ranks in self.order for rank in ranks)
+            for rank, row in zip(places, came, strict=True):
+                rows[rank].copy_(row)
+            return done(rows)
+
+        return self._make([(ACROSS, across), (BACK, back)], finish, async_op)
+
+    def gather_flat(
+        self, data: Tensor, counts: Sequence[int], done: Done[T], async_op: bool
+    ) -> T | Work[T]:
+        """Fill a flat tensor with the shards of all: across nodes, then inside each."""
+        shards, place = data.split(list(counts)), self.inside.rank()
+        by_place = [[counts[rank] for rank in ranks] for ranks in self.order]
+        sizes = [sum(column) for column in by_place]
+        joined = torch.empty_like(data)  # the shards of one place lie together
+        column = joined.split(sizes)[place]
+        own = column.split(by_place[place])[self.across.rank()]
+        own.copy_(shards[self.group.rank()])
+
+        def across(later: bool) -> object:
+            way = way_of(column, self.across)
+            return way.gather_flat(column, by_place[place], arrived, later)
+
+        def back(later: bool) -> object:
+            return way_of(joined, self.back).gather_flat(joined, sizes, arrived, later)
+
+        def finish() -> T:
+            ordered = [shards[rank] for ranks in self.order for rank in ranks]
+            came = joined.split([shard.numel() for shard in ordered])
+            for shard, values in zip(ordered, came, strict=True):
+                shard.copy_(values)
+            return done(data)
+
+        return self._make([(ACROSS, across), (BACK, back)], finish, async_op)
+
+    def advance(self, until: Task | None = None) -> None:
+        """Make the stages that have become possible; wait for those of one call."""
+        while self._tasks:
+            before = OVER
+            for task in self._tasks:
+                task.advance(before)
+                before = task.column
+            while self._tasks and self._tasks[0].column == OVER:
+                self._tasks.popleft()
+            if until is None or until.column == OVER:
+                return
+            self._tasks[0].advance(OVER, wait=True)
+
+    def _make(
+        self, stages: Sequence[Stage], finish: Callable[[], T], async_op: bool
+    ) -> T | Work[T]:
+        if async_op:
+            task = Task(stages)
+            self._tasks.append(task)
+            self.advance()
+            return Work((_Handle(self, task),), finish)
+        if self._tasks:
+            self.advance(self._tasks[-1])
+        for _, stage in stages:
+            stage(False)
+        return finish()
+
+
+class _Handle:
+    """A task as `Work` wants it."""
+
+    def __init__(self, way: LevelsWay, task: Task) -> None:
+        self._way, self._task = way, task
+
+    def wait(self) -> None:
+        """Make this rank's stages, and those of calls before."""
+        self._way.advance(self._task)
+        if self._task.error is not None:
+            raise self._task.error
+
+    def is_completed(self) -> bool:
+        """Return whether no stage is left."""
+        self._way.advance()
+        return self._task.column == OVER
+
+
+def use_hierarchy(group: ProcessGroup | None = None) -> bool:
+    """Let a group's collectives go inside the nodes first, where that is possible.
+
+    Every rank of the group calls it, once. It is for groups on gloo whose ranks are on several
+    nodes, as many on each and more than one; its reductions to all, its gathering and its
+    reduce-scatter, synchronous or not, then go that way: those of tensors, gradients and
+    differentiable ones. Sums are added in another order than without it.
+
+    Args:
+        group: The default group by default.
+
+    Returns:
+        Whether they do.
+
+    Raises:
+        NotInGroupError: This rank is outside the group.
+    """
+    members = process_group(group)
+    if members is None:
+        return False
+    info = info_of(members)
+    if members.size() < 4 or info.levels is not None:
+        return info.levels is not None
+    places = _places(members)
+    found = route(torch.empty(0), members)
+    if places is None or found.backend != "gloo":
+        return False
+    order = tuple(tuple(sorted(each)) for each in zip(*places, strict=True))
+    mine = next(node for node in places if members.rank() in node)
+    info.levels = LevelsWay(members, found, order, mine)
+    return True
+
+
+def is_staged(group: ProcessGroup | None) -> bool:
+    """Return whether a call on a group is several, inside nodes and across (`use_hierarchy`)."""
+    return group is not None and info_of(group).levels is not None
+
+
+def _places(members: ProcessGroup) -> list[list[int]] | None:
+    """Return the group's ranks on each node, or None if nothing is to be gained."""
+    nodes = ranks_by_node(members)
+    sizes = {len(each) for each in nodes}
+    return nodes if len(nodes) > 1 and len(sizes) == 1 and sizes != {1} else None
+
+
+def _made(ranks: list[int]) -> ProcessGroup:
+    made: ProcessGroup = c10d.new_group(
+        ranks, timeout=get_timeout(), use_local_synchronization=True,
+        group_desc="scaletorch_hierarchy",
+    )  # fmt: skip
+    return made
