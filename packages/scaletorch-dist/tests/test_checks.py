@@ -141,17 +141,6 @@ DIFFERENT = {
         lambda: F.all_gather(x(2, 2), 1),
         r"functional.all_gather\(.*dim=0.*dim=1",
     ),
-    "message": (
-        lambda: dist.send(x(2), 1),
-        lambda: dist.recv(x(3), 0),
-        r"rank 0 sends float32\[2\].*rank 1 receives float32\[3\]|"
-        r"rank 1 receives float32\[3\].*rank 0 sends float32\[2\]",
-    ),
-    "batch": (
-        lambda: dist.exchange([(x(2), 1)], [(x(2), 1)]),
-        lambda: dist.exchange([(x(2), 0)], [(x(2, dtype=torch.int64), 0)]),
-        r"float32\[2\].*int64\[2\]|int64\[2\].*float32\[2\]",
-    ),
     "long": (
         lambda: dist.reduce_scatter(x(1), [x(1), x(*[1] * 400)]),
         lambda: dist.reduce_scatter(x(*[1] * 400), [x(2), x(*[1] * 400)]),

@@ -124,7 +124,6 @@ def test_a_registered_backend_needs_no_plugin():
     register_stand_in()
     dist.init_dist("pytorch", backend="hccl")
     assert dist.get_backend() == "hccl"
-    assert devices.backend_lacks(None, "gather")
     assert dist.get_comm_device() == torch.device("cpu")
     data = torch.ones(1)
     dist.all_reduce(data)
@@ -134,7 +133,6 @@ def test_a_registered_backend_needs_no_plugin():
 @distributed_test(world_size=2)
 def test_what_a_group_communicates_with():
     assert dist.get_comm_device() == torch.device("cpu")
-    assert not devices.backend_lacks(None, "gather")
     group = c10d.new_group([0, 1], backend="cpu:gloo,cuda:gloo")
     assert dist.get_comm_device(group) == torch.device("cpu")
     assert dist.get_backend(group) == "gloo"
@@ -142,7 +140,6 @@ def test_what_a_group_communicates_with():
 
 def test_what_no_group_communicates_with():
     assert dist.get_comm_device() == torch.device("cpu")
-    assert not devices.backend_lacks(None, "gather")
 
 
 def test_each_backend_lacks_what_the_table_says():
@@ -151,85 +148,6 @@ def test_each_backend_lacks_what_the_table_says():
     assert "bor" in entry_of_backend("nccl").lacks
     assert not entry_of_backend("gloo").lacks
     assert entry_of_backend("unheard-of") is None
-
-
-TENSOR = torch.arange(3.0)
-META = torch.empty(3, device="meta")
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        TENSOR,
-        [TENSOR, TENSOR],
-        (TENSOR, [TENSOR]),
-        {"a": TENSOR, "b": {"c": [TENSOR]}},
-        Pair(TENSOR, TENSOR),
-    ],
-)
-def test_the_device_of_nested_data(data):
-    assert dist.get_data_device(data) == torch.device("cpu")
-    lists = defaultdict(list, a=[TENSOR])
-    moved = dist.cast_data_device(lists, "meta")
-    assert moved.default_factory is list
-    assert moved["a"][0].is_meta
-    assert lists["a"][0] is TENSOR
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ([TENSOR, META], "one device; found cpu and meta"),
-        ({"a": TENSOR, "b": [META]}, "one device; found cpu and meta"),
-        ([], "no tensor at all"),
-        ({}, "no tensor at all"),
-        ("text", "expected a tensor.* not a str"),
-        (5, "expected a tensor.* not a int"),
-        ([TENSOR, None], "expected a tensor.* not a NoneType"),
-    ],
-)
-def test_data_without_one_device_is_refused(data, message):
-    with pytest.raises(InvalidArgumentError, match=message):
-        dist.get_data_device(data)
-
-
-def test_casting_keeps_containers():
-    data = OrderedDict(a=TENSOR, b=[TENSOR, (TENSOR, Pair(TENSOR, TENSOR))])
-    moved = dist.cast_data_device(data, "meta")
-    assert type(moved) is OrderedDict
-    assert type(moved["b"][1]) is tuple
-    assert type(moved["b"][1][1]) is Pair
-    assert dist.get_data_device(moved) == torch.device("meta")
-    assert dist.get_data_device(data) == torch.device("cpu")
-
-
-def test_casting_fills_out_in_place():
-    data = {"a": TENSOR, "b": [TENSOR + 1]}
-    out = {"a": torch.zeros(3), "b": [torch.zeros(3)]}
-    slots = out["a"], out["b"][0]
-    moved = dist.cast_data_device(data, torch.device("cpu"), out=out)
-    assert moved["a"].tolist() == [0, 1, 2]
-    assert [slot.tolist() for slot in slots] == [[0, 1, 2], [1, 2, 3]]
-    leaf = torch.zeros(3, requires_grad=True)
-    dist.cast_data_device(TENSOR, "cpu", out=leaf)
-    assert leaf.tolist() == [0, 1, 2]
-    assert leaf.is_leaf
-
-
-@pytest.mark.parametrize(
-    ("data", "out", "message"),
-    [
-        (TENSOR, [TENSOR], "out is a list, the data there a tensor"),
-        ([TENSOR], TENSOR, "out is a tensor of shape"),
-        (TENSOR, torch.zeros(4), r"out is a tensor of shape \(4,\), the data there a tensor of"),
-        ({"a": TENSOR}, {"b": TENSOR}, r"out has entries \['b'\]"),
-        ([TENSOR], [], r"out has entries \[\]"),
-        ({"a": [TENSOR]}, {"a": [torch.zeros(2)]}, r"out\['a'\]\[0\] is a tensor"),
-    ],
-)
-def test_an_out_of_another_structure_is_refused(data, out, message):
-    with pytest.raises(InvalidArgumentError, match=message):
-        dist.cast_data_device(data, "cpu", out=out)
 
 
 @dataclass

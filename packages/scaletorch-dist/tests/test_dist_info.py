@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as c10d
 
 import scaletorch.dist as dist
-from scaletorch.dist import InvalidArgumentError, NotInGroupError, StateError
+from scaletorch.dist import InvalidArgumentError, NotInGroupError
 from scaletorch.dist.testing import distributed_test
 
 
@@ -29,8 +29,6 @@ def test_one_process_is_a_world_of_its_own():
     assert dist.group_ranks() == (0,)
     assert dist.get_timeout() == timedelta(minutes=30)
     assert dist.infer_launcher() == "none"
-    dist.init_local_group()
-    assert dist.get_local_group() is None
     dist.require_member(None)
     dist.barrier()
     assert answer(5) == 5
@@ -104,39 +102,3 @@ def test_what_is_no_group_is_refused_in_one_process_too():
     for call in (dist.get_rank, dist.barrier, dist.get_comm_device, dist.sync_random_seed):
         with pytest.raises(InvalidArgumentError, match=r"must be a ProcessGroup, .* got list"):
             call([0, 1])
-
-
-@distributed_test(world_size=4)
-def test_the_group_of_a_node_found_by_host_names():
-    with pytest.raises(StateError, match="call init_local_group"):
-        dist.get_local_group()
-    dist.init_local_group()
-    assert dist.get_local_group() is c10d.group.WORLD  # all four ranks are on this machine
-    with pytest.raises(StateError, match="called before"):
-        dist.init_local_group()
-    dist.cleanup_dist()
-    with pytest.raises(StateError, match="call init_local_group"):
-        dist.get_local_group()
-
-
-@distributed_test(world_size=4)
-def test_the_group_of_a_node_by_numbers():
-    rank = c10d.get_rank()
-    for node_rank, per_node in ((1 - rank // 2, 2), (0, 0), (5, 2)):
-        with pytest.raises(InvalidArgumentError, match=f"rank {rank} of 4 is not on node"):
-            dist.init_local_group(node_rank, per_node)
-    with pytest.raises(InvalidArgumentError, match="go together"):
-        dist.init_local_group(0)
-    dist.init_local_group(rank // 2, 2)
-    group = dist.get_local_group()
-    assert dist.group_ranks(group) == ((0, 1), (2, 3))[rank // 2]
-    assert dist.get_timeout(group) == dist.get_timeout()
-    dist.cleanup_dist()
-
-
-@distributed_test(world_size=3)
-def test_the_last_node_may_have_fewer_ranks():
-    rank = c10d.get_rank()
-    dist.init_local_group(rank // 2, 2)
-    assert dist.group_ranks(dist.get_local_group()) == ((0, 1), (2,))[rank // 2]
-    dist.cleanup_dist()

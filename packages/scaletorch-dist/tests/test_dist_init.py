@@ -404,19 +404,6 @@ def test_all_are_connected_when_init_dist_returns():
     forget(folder)
 
 
-@distributed_test(world_size=2, init=False)
-def test_all_are_connected_when_the_local_group_is_made():
-    folder = notes()
-    os.environ["GROUP_RANK"] = os.environ["RANK"]  # two nodes
-    dist.init_dist("pytorch", backend="gloo")
-    dist.barrier()
-    with mock.patch.object(c10d, "new_group", slow(c10d.new_group, folder)):
-        dist.init_local_group()
-    assert sorted(each.name for each in folder.iterdir()) == ["0", "1"]
-    assert dist.get_local_group().size() == 1
-    forget(folder)
-
-
 def forget(folder):
     dist.barrier()
     if dist.get_rank() == 0:

@@ -132,7 +132,7 @@ MISSING = """
 import sys, warnings
 sys.modules["mpi4py"] = None
 import scaletorch.dist as dist
-from scaletorch.dist.mpi.library import load_mpi
+from scaletorch.dist.mpi.register import load_mpi
 try:
     load_mpi()
 except dist.StateError as error:

@@ -1,15 +1,11 @@
 """Messages between ranks, singly and in batches."""
 
-from types import SimpleNamespace
-from unittest.mock import patch
-
 import pytest
 import torch
 import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, NotInGroupError, devices
-from scaletorch.dist.collectives.batches import MOST, batches
 from scaletorch.dist.testing import distributed_test, run_ranks
 
 DTYPES = (
@@ -134,99 +130,6 @@ def test_peers_are_global_ranks_in_a_group():
         dist.exchange(recvs=[(target, 0)], group=pair)
 
 
-def exchange_many(each):
-    """Rank r sends rank s messages of more than one size, `each[r][s]` of them."""
-    rank, size = dist.get_dist_info()
-    longest, batch = [], c10d.batch_isend_irecv
-
-    def batched(operations):
-        longest.append(len(operations))
-        return batch(operations)
-
-    def message(source, target, k):
-        return torch.full((1 + k % 3,), float(100000 * source + 10000 * target + k))
-
-    others = [other for other in range(size) if other != rank]
-    sends = [(message(rank, to, k), to) for to in others for k in range(each[rank][to])]
-    recvs = [
-        (torch.zeros(1 + k % 3), source) for source in others for k in range(each[source][rank])
-    ]
-    with patch.object(c10d, "batch_isend_irecv", batched):
-        dist.exchange(sends, recvs)
-    arrived = iter(recvs)
-    for source in others:
-        for k in range(each[source][rank]):
-            assert torch.equal(next(arrived)[0], message(source, rank, k))
-    assert sum(longest) == len(sends) + len(recvs)
-    assert max(longest) <= MOST
-    return len(longest)
-
-
-def test_many_messages_go_in_several_batches():
-    both = run_ranks(exchange_many, 2, [[0, 150], [140, 0]])
-    assert both == [3, 3]
-    # The first rank alone has to cut: the others have no more than fit into one batch.
-    assert run_ranks(exchange_many, 3, [[0, 60, 60], [50, 0, 1], [50, 9, 0]]) == [2, 1, 1]
-
-
-def plan_all(size, counts):
-    """Return each rank's batches of (source, target, k) where r sends s `counts(r, s)` messages."""
-    plans = []
-    for rank in range(size):
-        ends = [
-            (c10d.isend, to, (rank, to, k))
-            for to in range(size) if to != rank for k in range(counts(rank, to))
-        ] + [
-            (c10d.irecv, source, (source, rank, k))
-            for source in range(size) if source != rank for k in range(counts(source, rank))
-        ]  # fmt: skip
-        operations = [SimpleNamespace(op=op, group_peer=peer) for op, peer, _ in ends]
-        found = list(batches(operations, rank, size))
-        assert sorted(i for batch in found for i in batch) == list(range(len(ends)))
-        assert all(0 < len(batch) <= MOST for batch in found)
-        plans.append([{ends[i][2] for i in batch} for batch in found])
-    return plans
-
-
-def run_plans(plans):
-    """Run batches as a device does: a batch ends when each of its messages is at both heads."""
-    heads = [0] * len(plans)
-    left = [set(plan[0]) for plan in plans]
-    while any(left):
-        done = {m for rank in left for m in rank if m in left[m[0]] and m in left[m[1]]}
-        assert done, "a deadlock"
-        for rank, plan in enumerate(plans):
-            left[rank] -= done
-            while not left[rank] and heads[rank] + 1 < len(plan):
-                heads[rank] += 1
-                left[rank] = set(plan[heads[rank]])
-
-
-@pytest.mark.parametrize(
-    ("size", "counts"),
-    [
-        (3, lambda r, s: 200),
-        (9, lambda r, s: 20 + 7 * r - s),
-        (9, lambda r, s: 100 if s == 0 else 1),
-        (66, lambda r, s: 1 + (r < 3)),
-        (140, lambda r, s: 1),
-        (140, lambda r, s: 2 if s == 1 else (r + s) % 5 == 0),
-    ],
-)
-def test_batches_end_on_every_rank(size, counts):
-    run_plans(plan_all(size, counts))
-
-
-def test_batches_in_the_order_of_the_lists_would_deadlock():
-    in_order = [
-        [{(0, 1, 0), (0, 2, 0)}, {(1, 0, 0), (2, 0, 0)}],
-        [{(1, 2, 0), (1, 0, 0)}, {(2, 1, 0), (0, 1, 0)}],
-        [{(2, 0, 0), (2, 1, 0)}, {(0, 2, 0), (1, 2, 0)}],
-    ]
-    with pytest.raises(AssertionError, match="a deadlock"):
-        run_plans(in_order)
-
-
 def refuse():
     x = torch.ones(2)
     rank, size = dist.get_dist_info()
@@ -247,6 +150,9 @@ def refuse():
         dist.exchange([(x, rank)], [(torch.ones(3), rank)])
     with pytest.raises(InvalidArgumentError, match="sends to itself"):
         dist.exchange([(x, rank)])
+    if size > 1:
+        with pytest.raises(InvalidArgumentError, match="128 messages at once, got 100 sends"):
+            dist.exchange([(x, 1 - rank)] * 100, [(x, 1 - rank)] * 100)
 
 
 @pytest.mark.parametrize("size", [0, 1, 2])

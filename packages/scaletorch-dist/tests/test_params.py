@@ -43,10 +43,16 @@ def test_dicts_that_differ_are_named_on_every_rank():
     rank = dist.get_rank()
     one, two = torch.ones(1), torch.ones(2)
     for data, text in (
-        ({"a": one, "b" if rank else "c": one}, r"'b' \(ranks 1, 2: float32\[1\]; rank 0: missing"),
-        ({"a": one if rank != 1 else two}, r"'a' \(ranks 0, 2: float32\[1\]; rank 1: float32\[2\]"),
-        ({"a": one if rank != 2 else one.double()}, r"rank 2: float64\[1\]"),
-        ({"a": one} if rank else {}, "rank 0: missing"),
+        (
+            {"a": one, "b" if rank else "c": one},
+            r"rank 0 \(\+\).*\n  - b: .*\n  \+ c: ",
+        ),
+        (
+            {"a": one if rank != 1 else two},
+            r"rank 1 \(\+\).*\n  - a: .*\n  \+ a: float32\[2\]",
+        ),
+        ({"a": one if rank != 2 else one.double()}, r"\n  \+ a: float64\[1\]"),
+        ({"a": one} if rank else {}, r"rank 0 \(\+\), ranks 1, 2 \(-\):\n  - a: float32\[1\]"),
     ):
         with pytest.raises(MismatchError, match=text):
             dist.all_reduce_dict(data)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import scaletorch.dist as dist
 from scaletorch.dist import StateError
 from scaletorch.dist.naming import name_ranks
-from scaletorch.dist.startup.callers import ALL_ARE_HERE, Caller, judge, read_caller
+from scaletorch.dist.startup.callers import ALL_ARE_HERE, Caller, judge
 from scaletorch.dist.startup.rollcall import call_roll
 from scaletorch.dist.testing import run_ranks
 
@@ -189,33 +189,3 @@ def test_starts_in_one_store_never_see_one_another(starts):
             server.queue_push("knocks", f"nonce {restart} {died}")
         met = one_start(server, world_size, restart)
         assert met == dict.fromkeys(range(world_size), [str(restart).encode()] * world_size)
-
-
-GARBAGE = ["hello", '{"a": 1}', "[1]", "5", "null", "[" * 100_000, '{"rank": 1}', ""]
-GARBAGE += ['{"rank": 7, "world_size": 2, "job": "", "host": "h", "process": 1}']
-GARBAGE += ['{"rank": "1", "world_size": 2, "job": "", "host": "h", "process": 1}']
-
-
-@pytest.mark.parametrize("text", GARBAGE)
-def test_garbage_is_refused_in_words(text):
-    with pytest.raises(StateError, match="no rank of this library has come to the roll call"):
-        read_caller(text)
-
-
-def test_garbage_in_the_store_ends_the_start_with_a_state_error():
-    store = c10d.HashStore()
-    errors = []
-
-    def lead():
-        try:
-            call_roll(store, Caller(0, 2, "job", "host", 1), time.monotonic() + 20, shared=False)
-        except StateError as error:
-            errors.append(str(error))
-
-    leader = threading.Thread(target=lead)
-    leader.start()
-    store.queue_push("knocks", "n")
-    name = store.get("answer n").decode()
-    c10d.PrefixStore(name, store).queue_push("here", b"\xff hello")
-    leader.join(20)
-    assert "no rank of this library has come to the roll call" in errors[0]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaletorch.dist import StateError
-from scaletorch.dist.launchers.slurm import expand_hosts, expand_tasks_per_node, first_host
+from scaletorch.dist.launchers.slurm import expand_tasks_per_node, first_host
 
 
 @pytest.mark.parametrize(
@@ -31,42 +31,40 @@ def test_tasks_per_node_survive_the_short_form(runs):
 
 HOSTS = [
     ("node1", "node1"),
-    ("node1,node2", "node1 node2"),
-    ("node[01-03,07]", "node01 node02 node03 node07"),
-    ("a1,b[2-3]x", "a1 b2x b3x"),
-    ("gpu[7,9],login", "gpu7 gpu9 login"),
-    ("rack[2-3]n[004-005]", "rack2n004 rack2n005 rack3n004 rack3n005"),
-    ("n[098-101]", "n098 n099 n100 n101"),
-    ("n[8-11]", "n8 n9 n10 n11"),
-    ("a[1,b[2-3]c]d", "a1d ab2cd ab3cd"),
-    ("a.b.c,d-e", "a.b.c d-e"),
-    ("10.0.0.[1-2], 10.0.0.9", "10.0.0.1 10.0.0.2 10.0.0.9"),
+    ("node1,node2", "node1"),
+    ("node[01-03,07]", "node01"),
+    ("a1,b[2-3]x", "a1"),
+    ("b[2-3]x,a1", "b2x"),
+    ("gpu[7,9],login", "gpu7"),
+    ("rack[2-3]n[004-005]", "rack2n004"),
+    ("n[098-101]", "n098"),
+    ("n[8-11]", "n8"),
+    ("a.b.c,d-e", "a.b.c"),
+    ("d-e,a.b.c", "d-e"),
+    ("10.0.0.[1-2], 10.0.0.9", "10.0.0.1"),
 ]
 
 
-@pytest.mark.parametrize(("nodes", "hosts"), HOSTS)
-def test_a_host_list_is_expanded(nodes, hosts):
-    assert list(expand_hosts(nodes)) == hosts.split()
-    assert first_host(nodes) == hosts.split()[0]
+@pytest.mark.parametrize(("nodes", "host"), HOSTS)
+def test_the_first_host_of_a_list(nodes, host):
+    assert first_host(nodes) == host
 
 
-@pytest.mark.parametrize(
-    "nodes", ["", " ", ",", "a,", "a[1", "a1]", "a[3-1]", "a[]", "a[1,]", "]["]
-)
+@pytest.mark.parametrize("nodes", ["", " ", ",", "a,", "a[1", "a1]", "a[]", "a[1,]", "]["])
 def test_a_broken_host_list_is_shown(nodes):
     with pytest.raises(StateError, match=re.escape(f"cannot read the node list {nodes!r}")):
-        list(expand_hosts(nodes))
+        first_host(nodes)
 
 
 @settings(deadline=None)
 @given(st.text("ab[]-,0129 x", max_size=20))
 def test_any_text_is_read_or_refused(text):
     try:
-        hosts = list(expand_hosts(text))
+        host = first_host(text)
     except StateError:
         return
-    assert hosts
-    assert all(host and not set(host) & set("[],") for host in hosts)
+    assert host
+    assert not set(host) & set("[], ")
 
 
 NAMES = st.text("abxyz.", min_size=1, max_size=5)
@@ -104,7 +102,6 @@ def host_lists(draw):
 @given(host_lists())
 def test_hosts_survive_the_short_form(drawn):
     text, hosts = drawn
-    assert list(expand_hosts(text)) == hosts
     assert first_host(text) == hosts[0]
 
 
@@ -125,4 +122,4 @@ def test_hosts_that_scontrol_shortened(scontrol, numbers, width):
     command = ["scontrol", "show", "hostlist", ",".join(hosts)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=scontrol)
     assert done.returncode == 0, done.stderr
-    assert list(expand_hosts(done.stdout.strip())) == hosts
+    assert first_host(done.stdout.strip()) == hosts[0]

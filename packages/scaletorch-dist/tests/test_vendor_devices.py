@@ -69,7 +69,6 @@ def join(device, backend, asked=None):
     assert devices.current_device() == dist.get_comm_device() == own
     assert devices.default_entry().backend == backend
     assert torch.empty(1, device=device).device == own
-    assert devices.backend_lacks(None, "gather")
     assert dist.get_timeout().total_seconds() == 200
     devices.synchronize()
     return own
@@ -99,8 +98,7 @@ def moves_data(device, backend):
     host = torch.tensor([float(rank)])
     dist.all_reduce(host)  # CPU tensors go by gloo
     assert (host.device.type, host.item()) == ("cpu", 1.0)
-    there = dist.cast_data_device({"a": [host]}, own)["a"][0]
-    assert dist.get_data_device(there) == own
+    there = host.to(own)
     dist.all_reduce(there, "mean")  # neither AVG nor, next, gather is asked of the backend
     assert (there.device, there.item()) == (own, 1.0)
     parts = dist.gather(there + rank, 1)

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as c10d
 
 from scaletorch import dist, guard
-from scaletorch.dist.building import Peer
 from scaletorch.dist.testing import distributed_test
 from scaletorch.dist.wire import port
 from scaletorch.guard.ledger import tails
@@ -30,8 +29,8 @@ def make_calls():
     else:
         dist.recv(torch.ones(2), peer, tag=3)
     dist.exchange([(torch.ones(5), peer)], [(torch.ones(5), peer)])
-    handles = [Peer(peer, None, torch.device("cpu")).send(torch.ones(1))]
-    handles.append(Peer(peer, None, torch.device("cpu")).receive(torch.ones(1)))
+    handles = [dist.isend(torch.ones(1), peer)]
+    handles.append(dist.irecv(torch.ones(1), peer))
     for handle in handles:
         handle.wait()
     out, back = f"messages from rank {me} to rank {peer}", f"messages from rank {peer} to rank {me}"

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from .dist import all_gather, all_gather_object
+from .collectives.gather import all_gather
 from .errors import MismatchError, ScaletorchError
 from .naming import name_ranks
+from .objects.object_calls import all_gather_object
 from .world.info import get_rank, group_ranks
 
 SHOWN = 12  # lines of difference for each rank

@@ -8,11 +8,9 @@ module is this package's own.
 
 from .agreement import agree, caught
 from .collectives.all_to_all import all_to_all_flat
-from .collectives.autograd import hear_made
 from .collectives.flat import all_gather_flat, all_reduce_flat, reduce_scatter_flat
-from .collectives.messages import Handle, Peer
-from .data_devices import map_tensors, tensors_in
-from .devices.threads import enter_device, prepare_backward
+from .containers import map_tensors, tensors_in
+from .devices.threads import prepare_backward
 from .differences import relative_error, worst
 from .launchers.host import this_host
 from .launchers.interfaces import is_loopback
@@ -24,9 +22,6 @@ from .wire.backend import gather_ints, host_device
 from .wire.checks import describe
 from .wire.port import (
     Guard,
-    acting_for,
-    calling_frame,
-    calling_thread,
     install_guard,
     tell_guard,
 )
@@ -35,22 +30,15 @@ from .world.one_per_process import one_per_process
 
 __all__ = [
     "Guard",
-    "Handle",
     "Locator",
-    "Peer",
-    "acting_for",
     "agree",
     "all_gather_flat",
     "all_reduce_flat",
     "all_to_all_flat",
-    "calling_frame",
-    "calling_thread",
     "caught",
     "describe",
-    "enter_device",
     "even_parts",
     "gather_ints",
-    "hear_made",
     "host_device",
     "install_guard",
     "is_loopback",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,12 +11,12 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed import ProcessGroup
 
+from .agreement import agree
 from .collectives.arguments import check_target
 from .collectives.reduce import all_reduce
-from .errors import InvalidArgumentError, MismatchError
-from .objects.object_calls import all_gather_object
-from .wire.backend import broadcast_ints, gather_ints, process_group
-from .wire.checks import checking, compare, describe, tells_failure, who_says_what
+from .errors import InvalidArgumentError
+from .wire.backend import broadcast_ints
+from .wire.checks import begin, describe, tells_failure
 from .wire.ops import Op, op_name
 from .wire.recipes import recipe_for
 from .world.info import group_ranks
@@ -47,12 +46,14 @@ def all_reduce_dict(data: Mapping[str, Tensor], op: Op = "sum", group: Group = N
     for key, value in ordered.items():
         check_target(value, "all_reduce_dict", f"data[{key!r}]")
         recipe_for(op, value.dtype)
-    members = process_group(group)
-    if members is None or members.size() == 1:
+    members = begin(group, "all_reduce_dict", op_name(op))
+    if members is None:
         return
-    if checking():
-        compare(members, "all_reduce_dict", op_name(op))
-    _compare_entries({key: describe("", value)[1:-1] for key, value in ordered.items()}, members)
+    agree(
+        "the dict of all_reduce_dict",
+        [f"{key}: {describe('', value)[1:-1]}" for key, value in ordered.items()],
+        members,
+    )
     _reduce_all(list(ordered.values()), op, members, coalesce=True, limit=None)
 
 
@@ -90,11 +91,10 @@ def all_reduce_params(
         check_target(tensor, "all_reduce_params", f"params[{position}]")
     for dtype in {tensor.dtype for tensor in tensors}:
         recipe_for(op, dtype)
-    members = process_group(group)
-    if members is None or members.size() == 1:
+    call = "all_reduce_params", tensors, op_name(op), coalesce, bucket_size_mb
+    members = begin(group, *call)
+    if members is None:
         return
-    if checking():
-        compare(members, "all_reduce_params", tensors, op_name(op), coalesce, bucket_size_mb)
     limit = None if bucket_size_mb == -1 else int(bucket_size_mb * 2**20)
     _reduce_all(tensors, op, members, coalesce, limit)
 
@@ -106,11 +106,9 @@ def sync_random_seed(group: Group = None) -> int:
     The first rank of the group draws it from the operating system; no generator is touched.
     """
     seed = secrets.randbelow(2**31)
-    members = process_group(group)
-    if members is None or members.size() == 1:
+    members = begin(group, "sync_random_seed")
+    if members is None:
         return seed
-    if checking():
-        compare(members, "sync_random_seed")
     return broadcast_ints([seed], group_ranks(members)[0], members)[0]
 
 
@@ -150,23 +148,6 @@ def _buckets(tensors: list[Tensor], limit: int | None) -> list[list[Tensor]]:
         buckets[-1].append(tensor)
         filled += tensor.nbytes
     return buckets
-
-
-def _compare_entries(entries: dict[str, str], members: ProcessGroup) -> None:
-    """Compare what the ranks have under each key: 16 bytes a rank where all agree."""
-    digest = hashlib.sha256(repr(entries).encode()).digest()
-    halves = [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in (0, 8)]
-    rows = gather_ints(halves, members)
-    if rows.count(rows[0]) == len(rows):
-        return
-    everyone = all_gather_object(entries, members)
-    keys = sorted({key for one in everyone for key in one})
-    differing = [key for key in keys if len({one.get(key) for one in everyone}) > 1]
-    lines = [
-        f"{key!r} ({who_says_what([one.get(key, 'missing') for one in everyone], members)})"
-        for key in differing
-    ]
-    raise MismatchError(f"all_reduce_dict: the ranks' dicts differ in {', '.join(lines)}")
 
 
 def _kind(data: Any) -> str:

@@ -4,7 +4,6 @@ from torch.distributed import ReduceOp
 
 from ._version import __version__
 from .collectives.barrier import barrier
-from .data_devices import cast_data_device, get_data_device
 from .devices import get_comm_device
 from .dist import (
     Work,
@@ -45,7 +44,7 @@ from .ranks import RankPool, launch
 from .startup.initialize import cleanup_dist, init_dist
 from .transport.levels import use_hierarchy
 from .wire.checks import check_collectives
-from .world.hosts import get_local_group, get_local_rank, get_local_size, init_local_group
+from .world.hosts import get_local_rank, get_local_size
 from .world.info import (
     get_backend,
     get_default_group,
@@ -81,7 +80,6 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object_list",
-    "cast_data_device",
     "check_collectives",
     "cleanup_dist",
     "collect_results",
@@ -90,10 +88,8 @@ __all__ = [
     "gather_object",
     "get_backend",
     "get_comm_device",
-    "get_data_device",
     "get_default_group",
     "get_dist_info",
-    "get_local_group",
     "get_local_rank",
     "get_local_size",
     "get_rank",
@@ -102,7 +98,6 @@ __all__ = [
     "group_ranks",
     "infer_launcher",
     "init_dist",
-    "init_local_group",
     "irecv",
     "is_distributed",
     "is_main_process",

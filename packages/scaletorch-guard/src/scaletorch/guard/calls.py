@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..dist import get_rank, group_ranks
-from ..dist.building import Guard, calling_frame, describe, install_guard, name_ranks
+from ..dist.building import Guard, describe, install_guard, name_ranks
 
 _PACKAGE = __name__.rpartition(".guard.")[0] + "."  # this library, also in a vendored copy
 _SKIPPED = (_PACKAGE, "torch.", "contextlib", "functools")
@@ -63,13 +63,9 @@ def call_site() -> tuple[bytes, int]:
     while True:
         inside = frame.f_globals.get("__name__", "").startswith(_SKIPPED)
         outer = frame.f_back
-        if inside and outer is not None:
-            frame = outer
-            continue
-        started = calling_frame()
-        if started is None or frame.f_globals.get("__name__") != "threading":
+        if not inside or outer is None:
             break
-        frame = started  # where this thread was started, in whose place it calls
+        frame = outer
     file = "/".join(frame.f_code.co_filename.rsplit("/", 2)[-2:])[-40:]
     text = f"{file}:{frame.f_lineno} in {frame.f_code.co_name}".encode()[:72]
     return text, crc32(text)

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..dist import get_rank
-from ..dist.building import calling_thread
 from ..dist.devices import comm_entry
 from ..dist.errors import RankFaultError
 from .calls import call_site, collective_texts, group_label, message_label, message_text
@@ -129,7 +128,7 @@ MARK = 16  # every so many calls of a channel its checksum is kept, to be compar
 KEPT = 64  # marks that are kept until they are told
 TEXT = 140  # bytes of a call in the ledger
 
-_ident = calling_thread
+_ident = threading.get_ident
 _wall, _clock = time.time, time.monotonic
 
 

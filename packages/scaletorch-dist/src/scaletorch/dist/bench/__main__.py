@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 
 from ..errors import ScaletorchError
@@ -26,11 +25,6 @@ def size(text: str) -> int:
     return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
 
 
-def most(text: str) -> int | None:
-    """Read a largest size; None for what memory allows."""
-    return None if text == "memory" else size(text)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, on ranks of our own or as one of a launcher's."""
     reads = argparse.ArgumentParser(
@@ -43,8 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--calls", nargs="+", choices=list(CASES), default=list(CASES), metavar="CALL",
         help=f"of {', '.join(CASES)}; all by default")  # fmt: skip
     add("--min-size", type=size, default=8, metavar="SIZE", help="smallest size (8)")
-    add("--max-size", type=most, default=64 << 20, metavar="SIZE",
-        help="largest size (64M, as far as memory allows); 'memory': what that allows")  # fmt: skip
+    add("--max-size", type=size, default=64 << 20, metavar="SIZE", help="largest size (64M)")
     add("--factor", type=int, default=8, metavar="N", help="between sizes (8)")
     add("--seconds", type=float, default=0.25, metavar="S", help="for each call and size (0.25)")
     add("--backend", help="such as gloo or nccl; this machine's device's by default")
@@ -57,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.ranks is None and infer_launcher() == "none":
         reads.error("start it with a launcher (torchrun, srun, mpirun), or give --ranks")
     try:
-        sizes_between(given.min_size, given.max_size or sys.maxsize, given.factor)
+        sizes_between(given.min_size, given.max_size, given.factor)
         if given.ranks is None:
             report(given)
         else:

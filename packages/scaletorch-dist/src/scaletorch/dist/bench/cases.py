@@ -41,18 +41,16 @@ class Case(NamedTuple):
         factor: Ranks → bytes that the busiest link carries for each byte of size.
         steps: Ranks → messages one after another, on a ring or (rooted calls) a binary tree.
         split: Whether the size is cut into one share a rank.
-        unit: Bytes that the size is rounded up to a multiple of.
     """
 
     make: Callable[[Place, int, int], Run]
     factor: Callable[[int], float]
     steps: Callable[[int], int]
     split: bool = False
-    unit: int = 4
 
     def size(self, asked: int, ranks: int) -> int:
-        """Return the bytes that are measured where `asked` were asked for."""
-        unit = self.unit * ranks if self.split else self.unit
+        """Return the bytes of whole numbers that are measured where `asked` were asked for."""
+        unit = 4 * ranks if self.split else 4
         return max(1, math.ceil(asked / unit)) * unit
 
 
@@ -115,21 +113,6 @@ def _barrier(place: Place, size: int, share: int) -> Run:
     return lambda: barrier(place.group)
 
 
-def _all_gather_object(place: Place, size: int, share: int) -> Run:
-    data = bytes(share)
-    return lambda: dist.all_gather_object(data, place.group)
-
-
-def _gather_object(place: Place, size: int, share: int) -> Run:
-    data = bytes(share)
-    return lambda: dist.gather_object(data, place.ranks[0], place.group)
-
-
-def _broadcast_object(place: Place, size: int, share: int) -> Run:
-    data = [bytes(size)]
-    return lambda: dist.broadcast_object_list(data, place.ranks[0], place.group)
-
-
 def _share(ranks: int) -> float:
     return (ranks - 1) / ranks
 
@@ -158,7 +141,4 @@ CASES: dict[str, Case] = {
     "send_recv": Case(_send_recv, _once, lambda n: 1),
     "ping_pong": Case(_ping_pong, _once, lambda n: 1),
     "barrier": Case(_barrier, _once, lambda n: 2 * (n - 1)),
-    "all_gather_object": Case(_all_gather_object, _share, _ring, split=True, unit=1),
-    "gather_object": Case(_gather_object, _share, _ring, split=True, unit=1),
-    "broadcast_object_list": Case(_broadcast_object, _once, _tree, unit=1),
 }

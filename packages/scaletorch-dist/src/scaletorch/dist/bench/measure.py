@@ -21,12 +21,10 @@ from .. import dist
 from ..devices import default_backend, get_comm_device, synchronize
 from ..errors import InvalidArgumentError
 from ..startup.initialize import cleanup_dist, init_dist
-from ..world.hosts import get_local_size
 from ..world.info import get_backend, get_rank, get_timeout, get_world_size, group_ranks
 from .cases import CASES, Place, Run
 
 ORDER = ("dp", "pp", "cp", "tp")  # axes of a grid: ranks next to each other differ in the last
-COPIES = 6  # of a size that a rank may need at once
 ROUNDS = 5
 MOST_CALLS = 500  # in one round
 DOUBTFUL = 0.3  # constants with larger relative errors say nothing
@@ -103,16 +101,6 @@ def axis_group(grid: dict[str, int], axis: str) -> ProcessGroup:
     ranks = torch.arange(world).view(*grid.values()).movedim(place, -1).reshape(-1, grid[axis])
     groups = [c10d.new_group(members, timeout=get_timeout()) for members in ranks.tolist()]
     return next(group for group in groups if isinstance(group, ProcessGroup) and group.rank() >= 0)
-
-
-def memory_allows(device: torch.device, local_ranks: int) -> int:
-    """Return the largest size, in bytes, that ranks on this machine can all hold, rounded down."""
-    if device.type == "cpu":
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_ranks
-    else:
-        module: Any = getattr(torch, device.type)
-        free = module.mem_get_info(device)[0]
-    return 1 << max(3, (free // COPIES).bit_length() - 1)
 
 
 def sizes_between(least: int, most: int, factor: int) -> list[int]:
@@ -238,12 +226,9 @@ def run(given: argparse.Namespace, tell: Callable[[Iterable[Any]], None]) -> dic
         message = f"calls are measured between ranks, and the group has {get_world_size(group)}"
         raise InvalidArgumentError(message)
     place = Place(group, group.rank(), group_ranks(group), get_comm_device(group))
-    own = torch.tensor(memory_allows(place.device, get_local_size()), device=get_comm_device())
-    dist.all_reduce(own, "min")
-    most = min(int(own), given.max_size or int(own))
     rows: list[Row] = []
     for name in given.calls:
-        sizes = sizes_between(given.min_size, most, given.factor)
+        sizes = sizes_between(given.min_size, given.max_size, given.factor)
         for size in [0] if name == "barrier" else sizes:
             rows.append(measure(name, size, place, given.seconds))
             tell(rows[-1:])
@@ -256,7 +241,6 @@ def run(given: argparse.Namespace, tell: Callable[[Iterable[Any]], None]) -> dic
         "torch": torch.__version__,
         "host": platform.node(),
         "cores": os.cpu_count(),
-        "largest": most,
     }
     return {
         "conditions": conditions,

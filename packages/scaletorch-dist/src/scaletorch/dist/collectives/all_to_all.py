@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, cast, overload
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
@@ -12,34 +12,30 @@ from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError, MismatchError
 from ..transport.ways import way_of
-from ..wire.backend import as_bytes, gather_ints, on_wire, process_group
-from ..wire.checks import checking, compare, tells_failure
+from ..wire.backend import as_bytes, gather_ints, on_wire
+from ..wire.checks import begin, checking, tells_failure
 from ..wire.sums import as_one
-from ..wire.work import Work, given, settled
-from ..world.info import group_ranks
+from ..wire.work import Async, Sync, Work, given, settled
+from ..world.info import get_dist_info, get_world_size, group_ranks
 from .arguments import check_form_with_list, check_list, check_target, check_tensor
 
 Group = ProcessGroup | None
 
 
 @overload
-def all_to_all(data: Tensor, group: Group = ..., async_op: Literal[False] = ...) -> Tensor: ...
+def all_to_all(data: Tensor, group: Group = ..., async_op: Sync = ...) -> Tensor: ...
 @overload
-def all_to_all(data: Tensor, group: Group = ..., *, async_op: Literal[True]) -> Work[Tensor]: ...
+def all_to_all(data: Tensor, group: Group = ..., *, async_op: Async) -> Work[Tensor]: ...
 @overload
 def all_to_all(
     send_list: Sequence[Tensor],
     recv_list: Sequence[Tensor],
     group: Group = ...,
-    async_op: Literal[False] = ...,
+    async_op: Sync = ...,
 ) -> None: ...
 @overload
 def all_to_all(
-    send_list: Sequence[Tensor],
-    recv_list: Sequence[Tensor],
-    group: Group = ...,
-    *,
-    async_op: Literal[True],
+    send_list: Sequence[Tensor], recv_list: Sequence[Tensor], group: Group = ..., *, async_op: Async
 ) -> Work[None]: ...
 @tells_failure
 def all_to_all(*args: Any, **options: Any) -> Any:
@@ -96,8 +92,7 @@ def all_to_all_flat(
         NotInGroupError: This rank is outside the group.
     """
     check_tensor(data, "all_to_all_flat")
-    members = process_group(group)
-    size = 1 if members is None else members.size()
+    size = get_world_size(group)
     lengths = len(counts), len(received_counts)
     fits = lengths == (size, size) and min(*counts, *received_counts) >= 0
     if data.ndim != 1 or not fits or sum(counts) != data.numel():
@@ -105,7 +100,8 @@ def all_to_all_flat(
             f"all_to_all_flat takes a flat tensor and its elements for and from each of {size} "
             f"ranks, got shape {tuple(data.shape)}, {list(counts)} and {list(received_counts)}"
         )
-    if members is None or size == 1:
+    members = begin(group, "all_to_all_flat", str(data.dtype))
+    if members is None:
         if list(counts) != list(received_counts):
             raise InvalidArgumentError(
                 f"all_to_all_flat sends {counts[0]} elements to this rank alone, and "
@@ -113,7 +109,6 @@ def all_to_all_flat(
             )
         return Work((), partial(_copied, data))
     if checking():
-        compare(members, "all_to_all_flat", str(data.dtype))
         scale = data.element_size()
         sizes = [[count * scale for count in each] for each in (counts, received_counts)]
         _compare_pairs(sizes[0], sizes[1], members)
@@ -125,16 +120,13 @@ def all_to_all_flat(
 
 def _all_to_all(data: Tensor, group: Group = None, async_op: bool = False) -> Tensor | Work[Tensor]:
     check_tensor(data, "all_to_all")
-    members = process_group(group)
     if data.dim() == 0:
         message = "all_to_all cuts dim 0, which a tensor without dims does not have"
         raise InvalidArgumentError(message)
-    if members is None or members.size() == 1:
-        return settled((), partial(_copied, data), async_op)
-    if checking():
-        compare(members, "all_to_all", data)
-    _check_blocks(data, members)
-    if data.numel() == 0:
+    members = begin(group, "all_to_all", data)
+    if members is not None:
+        _check_blocks(data, members)
+    if members is None or data.numel() == 0:
         return settled((), partial(_copied, data), async_op)
     sent = on_wire(data, members)
     done = partial(_moved, data.device)
@@ -171,23 +163,22 @@ def _all_to_all_lists(
     group: Group = None,
     async_op: bool = False,
 ) -> Work[None] | None:
-    members = process_group(group)
-    size, rank = (1, 0) if members is None else (members.size(), members.rank())
+    rank, size = get_dist_info(group)
     check_list(send_list, size, "all_to_all", "send_list")
     check_list(recv_list, size, "all_to_all", "recv_list")
     for entry in recv_list:
         check_target(entry, "all_to_all", "recv_list")
     to_self, from_self = send_list[rank], recv_list[rank]
     check_list([from_self], 1, "all_to_all", f"recv_list[{rank}]", like=to_self)
-    if members is None or size == 1:
+    members = begin(group, "all_to_all with lists")
+    if members is None:
         return settled((), partial(_keep_own, from_self, to_self), async_op)
     sent = [as_bytes(on_wire(entry, members)) for entry in send_list]
     counts = [entry.numel() * entry.element_size() for entry in recv_list]
-    if checking():
-        compare(members, "all_to_all with lists")
-        _compare_pairs([part.numel() for part in sent], counts, members)
-    joined = as_one(sent)
     sizes = [part.numel() for part in sent]
+    if checking():
+        _compare_pairs(sizes, counts, members)
+    joined = as_one(sent)
     done = partial(_distribute, recv_list, counts)
     return way_of(joined, members).exchange(joined, sizes, counts, done, async_op)
 

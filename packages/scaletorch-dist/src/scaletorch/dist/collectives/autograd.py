@@ -1,13 +1,8 @@
-"""The autograd functions behind `functional`: each one's backward applies another's forward.
-
-What they gather can be made again: they tell whoever would not keep it how.
-"""
+"""The autograd functions behind `functional`: each one's backward applies another's forward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,24 +14,6 @@ from ..wire.backend import process_group
 from . import pieces
 
 Group = ProcessGroup | None
-Made = Callable[[Tensor, Callable[[Tensor], Tensor], Tensor], None]
-
-_listener: ContextVar[Made | None] = ContextVar("_listener", default=None)
-
-
-@contextmanager
-def hear_made(listener: Made) -> Iterator[None]:
-    """Hear, while the body runs, of tensors that ranks could make again.
-
-    Args:
-        listener: Called with a tensor, what makes it of its source, and the source. Every rank of
-            the group makes it again, in the same order, or none does.
-    """
-    token = _listener.set(listener)
-    try:
-        yield
-    finally:
-        _listener.reset(token)
 
 
 def apply(function: type[Function], *args: Any) -> Tensor:
@@ -60,14 +37,6 @@ def _back(function: type[Function], grad: Tensor, group: Group, *args: Any) -> T
     if alone(group) or (function is Copy and not torch.is_grad_enabled()):
         return grad
     return apply(function, grad, *args)
-
-
-def _joined(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None) -> Tensor:
-    whole = pieces.joined(x, dim, group, sizes)
-    listener = _listener.get()
-    if listener is not None:
-        listener(whole, lambda own: pieces.joined(own, dim, group, sizes), x)
-    return whole
 
 
 class _Whole(Function):
@@ -129,7 +98,7 @@ class AllGather(_Pieces):
     ) -> Tensor:
         """Return every rank's `x` joined along `dim`."""
         ctx.way = ReduceScatter, dim, group, sizes
-        return _joined(x, dim, group, sizes)
+        return pieces.joined(x, dim, group, sizes)
 
 
 class ReduceScatter(_Pieces):
@@ -159,7 +128,7 @@ class Gather(_Pieces):
     ) -> Tensor:
         """Return every rank's `x` joined along `dim`."""
         ctx.way = Split, dim, group, sizes
-        return _joined(x, dim, group, sizes)
+        return pieces.joined(x, dim, group, sizes)
 
 
 class Split(_Pieces):

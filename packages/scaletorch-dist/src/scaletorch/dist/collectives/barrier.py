@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch.distributed import ProcessGroup
 
 from ..devices import get_comm_device
-from ..wire.backend import process_group, raw_barrier
-from ..wire.checks import checking, compare
+from ..wire.backend import raw_barrier
+from ..wire.checks import begin
 
 
 def barrier(group: ProcessGroup | None = None) -> None:
@@ -15,11 +15,9 @@ def barrier(group: ProcessGroup | None = None) -> None:
     Raises:
         NotInGroupError: This rank is outside the group.
     """
-    members = process_group(group)
-    if members is None or members.size() == 1:
+    members = begin(group, "barrier")
+    if members is None:
         return
-    if checking():
-        compare(members, "barrier")
     device = get_comm_device(members)
     if device.type == "cpu":
         raw_barrier(members)

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError
 from ..transport.ways import arrived, way_of
-from ..wire.backend import bring_home, broadcast_ints, on_wire, process_group
-from ..wire.checks import checking, compare, tells_failure
-from ..wire.work import Work, nothing, settled
+from ..wire.backend import bring_home, broadcast_ints, on_wire
+from ..wire.checks import begin, tells_failure
+from ..wire.work import Async, Sync, Work, nothing, settled
 from .arguments import check_list, check_member, check_target
 
 Group = ProcessGroup | None
 
 
 @overload
-def broadcast(
-    data: Tensor, src: int = ..., group: Group = ..., async_op: Literal[False] = ...
-) -> None: ...
+def broadcast(data: Tensor, src: int = ..., group: Group = ..., async_op: Sync = ...) -> None: ...
 @overload
 def broadcast(
-    data: Tensor, src: int = ..., group: Group = ..., *, async_op: Literal[True]
+    data: Tensor, src: int = ..., group: Group = ..., *, async_op: Async
 ) -> Work[None]: ...
 @tells_failure
 def broadcast(
@@ -43,11 +41,9 @@ def broadcast(
         NotInGroupError: `src` or this rank is outside the group.
     """
     check_target(data, "broadcast")
-    members = process_group(group)
     mine = check_member(src, "src", group)
-    if members is not None and checking():
-        compare(members, "broadcast", data, f"src={src}")
-    if members is None or members.size() == 1 or data.numel() == 0:
+    members = begin(group, "broadcast", data, f"src={src}")
+    if members is None or data.numel() == 0:
         return settled((), nothing, async_op)
     buffer = on_wire(data, members)
     done = arrived if mine else partial(bring_home, data.detach())
@@ -57,12 +53,12 @@ def broadcast(
 @overload
 def scatter(
     data: Tensor, scatter_list: Sequence[Tensor] | None = ..., src: int = ..., group: Group = ...,
-    async_op: Literal[False] = ...,
+    async_op: Sync = ...,
 ) -> None: ...  # fmt: skip
 @overload
 def scatter(
     data: Tensor, scatter_list: Sequence[Tensor] | None = ..., src: int = ..., group: Group = ...,
-    *, async_op: Literal[True],
+    *, async_op: Async,
 ) -> Work[None]: ...  # fmt: skip
 @tells_failure
 def scatter(
@@ -89,13 +85,10 @@ def scatter(
         NotInGroupError: `src` or this rank is outside the group.
     """
     check_target(data, "scatter")
-    members = process_group(group)
     mine = check_member(src, "src", group)
-    size = 1 if members is None else members.size()
-    if members is not None and checking():
-        compare(members, "scatter", data, f"src={src}")
+    members = begin(group, "scatter", data, f"src={src}")
     _check_list_of_root(scatter_list, data, src, mine, members)
-    if members is None or size == 1 or data.numel() == 0:
+    if members is None or data.numel() == 0:
         source = scatter_list[0] if scatter_list else data
         return settled((), partial(bring_home, data.detach(), source.detach()), async_op)
     entries = [on_wire(entry, members) for entry in scatter_list or ()] if mine else None
@@ -113,7 +106,7 @@ def _check_list_of_root(tensors: Any, data: Tensor, src: int, mine: bool, member
             check_list(tensors, size, "scatter", "scatter_list", like=data)
         except InvalidArgumentError as found:
             error = found
-    if members is not None and size > 1:
+    if members is not None:
         (bad,) = broadcast_ints([int(error is not None)], src, members)
         if bad and error is None:
             message = f"scatter: the list of rank {src} does not fit; its error says how"

@@ -13,10 +13,11 @@ from torch.distributed import ProcessGroup
 from ..errors import InvalidArgumentError
 from ..transport.ways import way_of
 from ..wire.backend import bring_home, on_wire, process_group
-from ..wire.checks import checking, compare, tells_failure
+from ..wire.checks import begin, tells_failure
 from ..wire.recipes import Recipe, recipe_for
 from ..wire.sums import even_parts, fold, parts_of, sum_dtype
 from ..wire.work import Work, given, nothing, settled
+from ..world.info import get_dist_info, get_world_size
 from .reduce import unpack_into
 
 SCALED = {"sum": False, "mean": True}
@@ -58,12 +59,10 @@ def all_reduce_flat(
         first = None if start is None else start[own.start : own.stop]
         shard = reduce_scatter_flat(data, counts, op, group, ordered=ordered, start=first)
         return Work((shard,), partial(_put_together, data, counts, own, group, shard))
-    if members is not None and checking():
-        compare(members, "all_reduce_flat", data, op)
-    if members is None or size == 1 or not data.numel():
+    if begin(group, "all_reduce_flat", data, op) is None or members is None or not data.numel():
         return Work((), partial(given, data))
     recipe = recipe_for(op, wire.dtype)
-    packed = wire if recipe.plain else recipe.pack(wire)
+    packed = recipe.pack(wire)
     done = partial(_unpacked_into, data, recipe, size)
     return cast(Work[Tensor], way_of(packed, members).all_reduce(packed, recipe, done, True))
 
@@ -92,15 +91,12 @@ def reduce_scatter_flat(
     Raises:
         InvalidArgumentError: The parts are not the buffer's, or an unknown op.
     """
-    members = process_group(group)
-    size, rank = (1, 0) if members is None else (members.size(), members.rank())
+    rank, size = get_dist_info(group)
     _check(data, counts, size, "reduce_scatter_flat")
-    mean = _is_mean(op)
-    divisor = size if mean else 1
-    if members is None or size == 1:
+    divisor = size if _is_mean(op) else 1
+    members = begin(group, "reduce_scatter_flat", data, list(counts), op, f"ordered={ordered}")
+    if members is None:
         return Work((), partial(_summed, data.device, start, divisor, 1, False, data.detach()))
-    if checking():
-        compare(members, "reduce_scatter_flat", data, list(counts), op, f"ordered={ordered}")
     wire = on_wire(data, members)
     way = way_of(wire, members)
     if not ordered:
@@ -130,13 +126,10 @@ def all_gather_flat(
     Raises:
         InvalidArgumentError: The parts are not the buffer's.
     """
-    members = process_group(group)
-    size = 1 if members is None else members.size()
-    _check(data, counts, size, "all_gather_flat")
-    if members is None or size == 1 or not data.numel():
+    _check(data, counts, get_world_size(group), "all_gather_flat")
+    members = begin(group, "all_gather_flat", data, list(counts))
+    if members is None or not data.numel():
         return settled((), nothing, async_op)
-    if checking():
-        compare(members, "all_gather_flat", data, list(counts))
     wire = on_wire(data, members)
     return way_of(wire, members).gather_flat(wire, counts, partial(bring_home, data), async_op)
 
@@ -183,5 +176,5 @@ def _put_together(
 
 
 def _unpacked_into(data: Tensor, recipe: Recipe, size: int, reduced: Tensor) -> Tensor:
-    unpack_into(data.detach(), recipe, size, reduced)
+    unpack_into(data, recipe, size, reduced)
     return data

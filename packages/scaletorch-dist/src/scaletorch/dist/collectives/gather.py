@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..transport.ways import way_of
-from ..wire.backend import on_wire, process_group
-from ..wire.checks import checking, compare, tells_failure
-from ..wire.work import Work, settled
+from ..wire.backend import on_wire
+from ..wire.checks import begin, tells_failure
+from ..wire.work import Async, Sync, Work, settled
+from ..world.info import get_world_size
 from .arguments import (
     check_form_with_list,
     check_list,
@@ -26,23 +27,16 @@ Group = ProcessGroup | None
 
 
 @overload
-def all_gather(
-    data: Tensor, group: Group = ..., async_op: Literal[False] = ...
-) -> list[Tensor]: ...
+def all_gather(data: Tensor, group: Group = ..., async_op: Sync = ...) -> list[Tensor]: ...
+@overload
+def all_gather(data: Tensor, group: Group = ..., *, async_op: Async) -> Work[list[Tensor]]: ...
 @overload
 def all_gather(
-    data: Tensor, group: Group = ..., *, async_op: Literal[True]
-) -> Work[list[Tensor]]: ...
-@overload
-def all_gather(
-    tensor_list: Sequence[Tensor],
-    tensor: Tensor,
-    group: Group = ...,
-    async_op: Literal[False] = ...,
+    tensor_list: Sequence[Tensor], tensor: Tensor, group: Group = ..., async_op: Sync = ...
 ) -> None: ...
 @overload
 def all_gather(
-    tensor_list: Sequence[Tensor], tensor: Tensor, group: Group = ..., *, async_op: Literal[True]
+    tensor_list: Sequence[Tensor], tensor: Tensor, group: Group = ..., *, async_op: Async
 ) -> Work[None]: ...
 @tells_failure
 def all_gather(*args: Any, **options: Any) -> Any:
@@ -76,10 +70,8 @@ def _all_gather(
     data: Tensor, group: Group = None, async_op: bool = False
 ) -> list[Tensor] | Work[list[Tensor]]:
     check_tensor(data, "all_gather")
-    members = process_group(group)
-    if members is not None and checking():
-        compare(members, "all_gather", data)
-    if members is None or members.size() == 1 or data.numel() == 0:
+    members = begin(group, "all_gather", data)
+    if members is None or data.numel() == 0:
         return settled((), partial(_alone, data, members), async_op)
     own = on_wire(data, members)
     done = partial(_listed, data.device)
@@ -90,14 +82,12 @@ def _all_gather_into(
     tensor_list: Sequence[Tensor], tensor: Tensor, group: Group = None, async_op: bool = False
 ) -> Work[None] | None:
     check_tensor(tensor, "all_gather", "tensor")
-    members = process_group(group)
-    size = 1 if members is None else members.size()
+    size = get_world_size(group)
     check_list(tensor_list, size, "all_gather", "tensor_list", like=tensor)
     for entry in tensor_list:
         check_target(entry, "all_gather", "tensor_list")
-    if members is not None and checking():
-        compare(members, "all_gather", tensor)
-    if members is None or size == 1 or tensor.numel() == 0:
+    members = begin(group, "all_gather", tensor)
+    if members is None or tensor.numel() == 0:
         return settled((), partial(_fill, tensor_list, [tensor.detach()] * size), async_op)
     own = on_wire(tensor, members)
     done = partial(_fill, tensor_list)
@@ -106,11 +96,11 @@ def _all_gather_into(
 
 @overload
 def gather(
-    data: Tensor, dst: int = ..., group: Group = ..., async_op: Literal[False] = ...
+    data: Tensor, dst: int = ..., group: Group = ..., async_op: Sync = ...
 ) -> list[Tensor]: ...
 @overload
 def gather(
-    data: Tensor, dst: int = ..., group: Group = ..., *, async_op: Literal[True]
+    data: Tensor, dst: int = ..., group: Group = ..., *, async_op: Async
 ) -> Work[list[Tensor]]: ...
 @tells_failure
 def gather(
@@ -132,11 +122,9 @@ def gather(
         NotInGroupError: `dst` or this rank is outside the group.
     """
     check_tensor(data, "gather")
-    members = process_group(group)
     mine = check_member(dst, "dst", group)
-    if members is not None and checking():
-        compare(members, "gather", data, f"dst={dst}")
-    if members is None or members.size() == 1 or data.numel() == 0:
+    members = begin(group, "gather", data, f"dst={dst}")
+    if members is None or data.numel() == 0:
         return settled((), partial(_alone, data, members, mine), async_op)
     own = on_wire(data, members)
     done = partial(_listed, data.device, mine=mine)

@@ -30,9 +30,7 @@ def total(x: Tensor, group: Group) -> Tensor:
         return x
     recipe = recipe_for("sum", x.dtype)
     _compare("all_reduce", x, members)
-    buffer = on_wire(x, members, reduced=True)
-    if not recipe.plain:
-        buffer = recipe.pack(buffer)
+    buffer = recipe.pack(on_wire(x, members, reduced=True))
     if buffer.data_ptr() == x.data_ptr():
         buffer = buffer.clone()  # on_wire may also have copied it, from other strides or devices
     if not buffer.numel():

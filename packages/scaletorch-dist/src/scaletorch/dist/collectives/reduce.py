@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Literal, overload
+from typing import overload
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..transport.ways import arrived, way_of
-from ..wire.backend import on_wire, process_group, route
-from ..wire.checks import checking, compare, tells_failure
+from ..wire.backend import on_wire, route
+from ..wire.checks import begin, tells_failure
 from ..wire.ops import Op
 from ..wire.recipes import Recipe, recipe_for
 from ..wire.sums import as_one
-from ..wire.work import Work, nothing, settled
+from ..wire.work import Async, Sync, Work, nothing, settled
+from ..world.info import get_dist_info
 from .arguments import check_list, check_member, check_target
 
 Group = ProcessGroup | None
 
 
 @overload
-def all_reduce(
-    data: Tensor, op: Op = ..., group: Group = ..., async_op: Literal[False] = ...
-) -> None: ...
+def all_reduce(data: Tensor, op: Op = ..., group: Group = ..., async_op: Sync = ...) -> None: ...
 @overload
 def all_reduce(
-    data: Tensor, op: Op = ..., group: Group = ..., *, async_op: Literal[True]
+    data: Tensor, op: Op = ..., group: Group = ..., *, async_op: Async
 ) -> Work[None]: ...
 @tells_failure
 def all_reduce(
@@ -49,32 +48,22 @@ def all_reduce(
     """
     check_target(data, "all_reduce")
     recipe = recipe_for(op, data.dtype)
-    members = process_group(group)
-    if members is None:
-        return settled((), nothing, async_op)
-    if checking():
-        compare(members, "all_reduce", data, recipe.name)
-    size = members.size()
-    if size == 1 or data.numel() == 0:
+    members = begin(group, "all_reduce", data, recipe.name)
+    if members is None or data.numel() == 0:
         return settled((), nothing, async_op)
     recipe = _recipe_on(op, data, members)
-    buffer = on_wire(data, members, reduced=True)
-    if not recipe.plain:
-        buffer = recipe.pack(buffer)
-    if recipe.plain and buffer.data_ptr() == data.data_ptr():
-        done: Callable[[Tensor], None] = partial(_in_place, data)
-    else:
-        done = partial(unpack_into, data.detach(), recipe, size)
+    buffer = recipe.pack(on_wire(data, members, reduced=True))
+    done = partial(unpack_into, data, recipe, members.size())
     return way_of(buffer, members).all_reduce(buffer, recipe, done, async_op)
 
 
 @overload
 def reduce(
-    data: Tensor, dst: int = ..., op: Op = ..., group: Group = ..., async_op: Literal[False] = ...
+    data: Tensor, dst: int = ..., op: Op = ..., group: Group = ..., async_op: Sync = ...
 ) -> None: ...
 @overload
 def reduce(
-    data: Tensor, dst: int = ..., op: Op = ..., group: Group = ..., *, async_op: Literal[True]
+    data: Tensor, dst: int = ..., op: Op = ..., group: Group = ..., *, async_op: Async
 ) -> Work[None]: ...
 @tells_failure
 def reduce(
@@ -95,33 +84,27 @@ def reduce(
     """
     check_target(data, "reduce")
     recipe = recipe_for(op, data.dtype)
-    members = process_group(group)
     mine = check_member(dst, "dst", group)
-    if members is None:
+    members = begin(group, "reduce", data, recipe.name, f"dst={dst}")
+    if members is None or data.numel() == 0:
         return settled((), nothing, async_op)
-    if checking():
-        compare(members, "reduce", data, recipe.name, f"dst={dst}")
-    size = members.size()
-    if size == 1 or data.numel() == 0:
-        return settled((), nothing, async_op)
-    data = data.detach()
     recipe = _recipe_on(op, data, members)
     buffer = recipe.pack(on_wire(data, members, reduced=True))
     if buffer.data_ptr() == data.data_ptr() and not mine:
         buffer = buffer.clone()  # backends leave partial results in it
-    done = partial(unpack_into, data, recipe, size) if mine else arrived
+    done = partial(unpack_into, data, recipe, members.size()) if mine else arrived
     return way_of(buffer, members).reduce(buffer, dst, recipe, done, async_op)
 
 
 @overload
 def reduce_scatter(
     output: Tensor, input_list: Sequence[Tensor], op: Op = ..., group: Group = ...,
-    async_op: Literal[False] = ...,
+    async_op: Sync = ...,
 ) -> None: ...  # fmt: skip
 @overload
 def reduce_scatter(
     output: Tensor, input_list: Sequence[Tensor], op: Op = ..., group: Group = ...,
-    *, async_op: Literal[True],
+    *, async_op: Async,
 ) -> Work[None]: ...  # fmt: skip
 @tells_failure
 def reduce_scatter(
@@ -149,13 +132,11 @@ def reduce_scatter(
     """
     check_target(output, "reduce_scatter", "output")
     recipe = recipe_for(op, output.dtype)
-    members = process_group(group)
-    size, rank = (1, 0) if members is None else (members.size(), members.rank())
+    rank, size = get_dist_info(group)
     check_list(input_list, size, "reduce_scatter", "input_list", dtype=output.dtype)
     check_list([input_list[rank]], 1, "reduce_scatter", f"input_list[{rank}]", like=output)
-    if members is not None and checking():
-        compare(members, "reduce_scatter", list(input_list), recipe.name)
-    if members is None or size == 1:
+    members = begin(group, "reduce_scatter", list(input_list), recipe.name)
+    if members is None:
         output.detach().copy_(input_list[0].detach())
         return settled((), nothing, async_op)
     recipe = _recipe_on(op, output, members)
@@ -164,19 +145,13 @@ def reduce_scatter(
     if flat.numel() == 0:
         return settled((), nothing, async_op)
     counts = [entry.numel() for entry in input_list]
-    done = partial(unpack_into, output.detach(), recipe, size)
+    done = partial(unpack_into, output, recipe, size)
     return way_of(flat, members).reduce_scatter(flat, counts, recipe, done, async_op)
 
 
 def _recipe_on(op: Op, data: Tensor, group: ProcessGroup) -> Recipe:
     """Return how to reduce a tensor on a group, of which the backend may not know its dtype."""
     return recipe_for(op, data.dtype, data.dtype in route(data, group).reduces)
-
-
-def _in_place(data: Tensor, reduced: Tensor) -> None:
-    """Bring the result to `data`, unless the tensor itself was reduced."""
-    if reduced is not data and reduced.data_ptr() != data.data_ptr():
-        data.detach().copy_(reduced.view(data.shape))
 
 
 def unpack_into(data: Tensor, recipe: Recipe, size: int, reduced: Tensor) -> None:
@@ -188,6 +163,6 @@ def unpack_into(data: Tensor, recipe: Recipe, size: int, reduced: Tensor) -> Non
         size: Ranks whose tensors were reduced.
         reduced: The packed result.
     """
-    result = reduced if recipe.plain else recipe.unpack(reduced, size)
+    result = recipe.unpack(reduced, size)
     if result.data_ptr() != data.data_ptr():
-        data.copy_(result.view(data.shape))
+        data.detach().copy_(result.view(data.shape))

@@ -1,7 +1,6 @@
 """Kinds of devices and their backends: the table, what this machine has, and what follows."""
 
 from .chosen import (
-    backend_lacks,
     comm_entry,
     current_device,
     get_comm_device,
@@ -9,14 +8,16 @@ from .chosen import (
     synchronize,
 )
 from .probe import (
+    backend_config,
     backend_problem,
+    check_pair,
     default_backend,
     default_entry,
     device_problem,
     plugin_problem,
     require_plugin,
+    resolve_backend,
 )
-from .strings import backend_config, check_pair, resolve_backend
 from .table import (
     DEVICES,
     FEATURES,
@@ -33,7 +34,6 @@ __all__ = [
     "REDUCED",
     "DeviceEntry",
     "backend_config",
-    "backend_lacks",
     "backend_problem",
     "check_pair",
     "comm_entry",

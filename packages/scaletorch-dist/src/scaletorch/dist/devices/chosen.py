@@ -11,7 +11,6 @@ from torch.distributed import ProcessGroup
 from ..errors import InvalidArgumentError
 from ..members import require_member
 from .probe import default_entry, is_usable, torch_module
-from .table import entry_of_backend
 
 
 def current_device() -> torch.device:
@@ -77,20 +76,3 @@ def get_comm_device(group: ProcessGroup | None = None) -> torch.device:
     if not c10d.is_initialized():
         return torch.device("cpu")
     return current_of(comm_entry(group)[0])
-
-
-def backend_lacks(group: ProcessGroup | None, feature: str) -> bool:
-    """Return whether a group's backend is known to lack a collective or a reduction.
-
-    Args:
-        group: None for the default group.
-        feature: "gather", "reduce_scatter", "avg", "band" … as in `DeviceEntry.lacks`.
-
-    Raises:
-        NotInGroupError: This rank is outside the group.
-    """
-    require_member(group)
-    if not c10d.is_initialized():
-        return False
-    entry = entry_of_backend(comm_entry(group)[1])
-    return entry is not None and feature in entry.lacks

@@ -253,30 +253,6 @@ def _check(entry: DeviceEntry) -> None:
             f"field 'lacks' of the entry of {entry.backend!r} must be a frozenset of "
             f"{', '.join(FEATURES)}, not {entry.lacks!r}"
         )
-    if not isinstance(entry.reduces, frozenset) or not all(
-        isinstance(dtype, torch.dtype) for dtype in entry.reduces
-    ):
-        raise InvalidArgumentError(
-            f"field 'reduces' of the entry of {entry.backend!r} must be a frozenset of dtypes, not "
-            f"{entry.reduces!r}"
-        )
-    if type(entry.group_memory) is not int or entry.group_memory < 0:
-        raise InvalidArgumentError(
-            f"field 'group_memory' of the entry of {entry.backend!r} must be a number of bytes, "
-            f"not {entry.group_memory!r}"
-        )
-    functions = {
-        "activate": "without arguments",
-        "check": "of rank and world size",
-        "options": "of the axes of a group",
-    }
-    for name, takes in functions.items():
-        value = getattr(entry, name)
-        if value is not None and not callable(value):
-            raise InvalidArgumentError(
-                f"field {name!r} of the entry of {entry.backend!r} must be a function {takes}, "
-                f"not {value!r}"
-            )
 
 
 def device_entries() -> tuple[DeviceEntry, ...]:

@@ -7,89 +7,29 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
 
 from ..errors import StateError
 
-_RANGE = re.compile(r"(\d+)-(\d+)")
+# A name with lists in brackets, `rack[2-3]n[004-005,9]`, and a list of such names.
+_NAME = r"(?:[^\s,\[\]]|\[[^\s,\[\]]+(?:,[^\s,\[\]]+)*\])+"
+_LIST = re.compile(rf"\s*({_NAME})(?:\s*,\s*{_NAME})*\s*")
+_BRACKET = re.compile(r"\[(\d+(?=-\d)|[^,\[\]]+)[^\[\]]*\]")  # and the first in it
 
 
 def first_host(nodelist: str) -> str:
-    """Return the first host of a host list, without making the others.
+    """Return the first host of a host list.
+
+    Raises:
+        StateError: It is empty, or its brackets are broken.
 
     Example:
         >>> first_host("gpu[003-007,12],login1")
         'gpu003'
     """
-    return next(expand_hosts(nodelist))
-
-
-def expand_hosts(nodelist: str) -> Iterator[str]:
-    """Yield all hosts of a host list, in its order.
-
-    Args:
-        nodelist: Names with commas between; brackets hold numbers, ranges (zeros in front are
-            kept) or names, several in one name or one in another.
-
-    Raises:
-        StateError: It is empty, or its brackets or ranges are broken.
-    """
-    found = False
-    for item in _split(nodelist, nodelist):
-        for host in _names(item.strip(), nodelist):
-            found = True
-            yield host
-    if not found:
-        raise _unreadable(nodelist)
-
-
-def _split(text: str, nodelist: str) -> list[str]:
-    """Cut at the commas that are in no bracket."""
-    parts, depth = [""], 0
-    for character in text:
-        depth += (character == "[") - (character == "]")
-        if depth < 0:
-            raise _unreadable(nodelist)
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    if depth or not all(part.strip() for part in parts):
-        raise _unreadable(nodelist)
-    return parts
-
-
-def _names(item: str, nodelist: str) -> Iterator[str]:
-    """The names that one item with brackets stands for; the last bracket runs fastest."""
-    head, bracket, rest = item.partition("[")
-    if not bracket:
-        yield head
-        return
-    depth, end = 1, 0
-    while depth:
-        depth += (rest[end] == "[") - (rest[end] == "]")
-        end += 1
-    inside, tail = rest[: end - 1], rest[end:]
-    for part in _split(inside, nodelist):
-        for middle in _range(part, nodelist):
-            for end_of_name in _names(tail, nodelist):
-                yield head + middle + end_of_name
-
-
-def _range(part: str, nodelist: str) -> Iterator[str]:
-    match = _RANGE.fullmatch(part)
-    if match is None:
-        yield from _names(part, nodelist)
-        return
-    first, last = match.groups()
-    if int(first) > int(last):
-        raise _unreadable(nodelist)
-    for number in range(int(first), int(last) + 1):
-        yield str(number).zfill(len(first))
-
-
-def _unreadable(nodelist: str) -> StateError:
-    return StateError(f"cannot read the node list {nodelist!r}: expected 'node[01-03,07],login'")
+    read = _LIST.fullmatch(nodelist)
+    if read is None:
+        raise StateError(f"cannot read the node list {nodelist!r}: expected 'node[01-03,07],login'")
+    return _BRACKET.sub(r"\1", read[1])
 
 
 def expand_tasks_per_node(text: str) -> list[int]:

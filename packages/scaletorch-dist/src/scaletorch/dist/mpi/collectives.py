@@ -1,6 +1,7 @@
-"""Collectives over MPI: each starts MPI's non-blocking calls and says what remains after them.
+"""Calls over MPI: each starts MPI's non-blocking ones and says what remains after them.
 
-Movement is of bytes, so that every dtype travels. Roots are ranks of the group.
+Tensors are described to MPI as memory. Movement is of bytes, so that every dtype travels. Roots are
+ranks of the group.
 """
 
 from __future__ import annotations
@@ -14,18 +15,110 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidArgumentError
-from .memory import bring_home, flat, raw, reduce_op, reduced, reducible, typed
+from ..wire.ops import op_name
 from .progress import Call
 
-Finish = Callable[[], None]
+# Names in mpi4py.MPI of what MPI reduces as it is.
+_TYPES = {
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    **{
+        getattr(torch, f"{sign}int{bits}"): f"{sign}int{bits}_t".upper()
+        for sign in ("", "u")
+        for bits in (8, 16, 32, 64)
+    },
+}
+MOST = 2**31 - 1  # elements that every MPI can count
+_HALVES = (torch.float16, torch.bfloat16)
+_OPS = {"sum": "SUM", "mean": "SUM", "product": "PROD", "min": "MIN", "max": "MAX",
+        "band": "BAND", "bor": "BOR", "bxor": "BXOR"}  # fmt: skip
+# Of bools, which stay 0 and 1: a sum is "any", a product "all".
+_BOOL_OPS = {"sum": "MAX", "max": "MAX", "bor": "MAX", "product": "MIN", "min": "MIN",
+             "band": "MIN", "bxor": "BXOR"}  # fmt: skip
 
 
-def _one_after_another(finishes: Sequence[Finish]) -> Finish:
+def flat(data: Tensor) -> Tensor:
+    """Return a tensor's elements in order, flat and contiguous: its own memory if it is so."""
+    if not data.is_cpu:
+        raise InvalidArgumentError(
+            f"backend 'mpi4py' moves CPU tensors, not {data.device.type}: copy it to the CPU, or "
+            "use scaletorch.dist's calls, which do"
+        )
+    if data.layout is not torch.strided or data.is_quantized:
+        raise InvalidArgumentError("backend 'mpi4py' moves dense tensors only")
+    return data.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def raw(mpi: Any, data: Tensor, parts: int = 1) -> list[Any]:
+    """Return MPI's description of a flat tensor's bytes: memory, those of one part, and type."""
+    size = data.numel() * data.element_size()
+    memory, count = mpi.buffer.fromaddress(data.data_ptr(), size), size // parts
+    if count > MOST and count % 8 == 0:  # Open MPI 5 counts no further
+        return [memory, count // 8, mpi.INT64_T]
+    return [memory, count, mpi.BYTE]
+
+
+def typed(mpi: Any, data: Tensor) -> list[Any]:
+    """Return MPI's description of a flat tensor's numbers, of a dtype that MPI reduces."""
+    size = data.numel() * data.element_size()
+    kind = getattr(mpi, _TYPES[data.dtype])
+    return [mpi.buffer.fromaddress(data.data_ptr(), size), data.numel(), kind]
+
+
+def reducible(data: Tensor) -> Tensor:
+    """Return a flat tensor that MPI can reduce: 16-bit floats widened, bools and complex viewed.
+
+    Raises:
+        InvalidArgumentError: MPI has no such numbers.
+    """
+    if data.dtype in _HALVES:
+        return data.float()
+    if data.dtype == torch.bool:
+        return data.view(torch.uint8)
+    if data.is_complex():
+        return torch.view_as_real(data).view(-1)
+    if data.dtype not in _TYPES:
+        raise InvalidArgumentError(f"backend 'mpi4py' cannot reduce {data.dtype}")
+    return data
+
+
+def reduce_op(mpi: Any, op: Any, dtype: torch.dtype) -> tuple[Any, str]:
+    """Return MPI's operation for torch's, and its name in `wire.ops`.
+
+    Raises:
+        InvalidArgumentError: MPI has none, or none for this dtype.
+    """
+    name = op_name(op)
+    table = _BOOL_OPS if dtype == torch.bool else _OPS
+    senseless = dtype.is_floating_point and name in ("band", "bor", "bxor")
+    senseless = senseless or (dtype.is_complex and name not in ("sum", "mean"))
+    if name not in table or senseless:
+        raise InvalidArgumentError(f"backend 'mpi4py' cannot reduce {dtype} with op {name!r}")
+    return getattr(mpi, table[name]), name
+
+
+def reduced(target: Tensor, result: Tensor, name: str, size: int) -> Callable[[], None]:
+    """Return what brings a reduced flat tensor home to `target`."""
+
     def finish() -> None:
-        for step in finishes:
-            step()
+        total = result
+        if name == "mean":
+            floats = total.is_floating_point()
+            total = total.div_(size, rounding_mode=None if floats else "trunc")
+        bring_home(target, total)
 
     return finish
+
+
+def bring_home(target: Tensor, source: Tensor) -> None:
+    """Write a flat tensor's elements into `target`, unless they lie there already."""
+    if source.data_ptr() == target.data_ptr():
+        return
+    if target.dtype == torch.bool and source.dtype == torch.uint8:
+        source = source.view(torch.bool)
+    if target.is_complex() and not source.is_complex():
+        source = torch.view_as_complex(source.view(-1, 2))
+    target.detach().copy_(source.view(target.shape))
 
 
 def broadcast(mpi: Any, comm: Any, data: Tensor, root: int) -> Call:
@@ -35,15 +128,13 @@ def broadcast(mpi: Any, comm: Any, data: Tensor, root: int) -> Call:
     return Call("broadcast", [request], [data], partial(bring_home, data, content), content)
 
 
-def all_reduce(mpi: Any, comm: Any, tensors: Sequence[Tensor], op: Any) -> Call:
-    """Reduce each tensor over the ranks, in place."""
-    requests, finishes = [], []
-    for data in tensors:
-        kind, name = reduce_op(mpi, op, data.dtype)
-        content = reducible(flat(data))
-        requests.append(comm.Iallreduce(mpi.IN_PLACE, typed(mpi, content), op=kind))
-        finishes.append(reduced(data, content, name, comm.size))
-    return Call("all_reduce", requests, list(tensors), _one_after_another(finishes))
+def all_reduce(mpi: Any, comm: Any, data: Tensor, op: Any) -> Call:
+    """Reduce `data` over the ranks, in place."""
+    kind, name = reduce_op(mpi, op, data.dtype)
+    content = reducible(flat(data))
+    request = comm.Iallreduce(mpi.IN_PLACE, typed(mpi, content), op=kind)
+    finish = reduced(data, content, name, comm.size)
+    return Call("all_reduce", [request], [data], finish, content)
 
 
 def reduce(mpi: Any, comm: Any, data: Tensor, op: Any, root: int) -> Call:
@@ -57,37 +148,27 @@ def reduce(mpi: Any, comm: Any, data: Tensor, op: Any, root: int) -> Call:
     return Call("reduce", [request], [data], reduced(data, content, name, comm.size), content)
 
 
-def all_gather(
-    mpi: Any, comm: Any, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]
-) -> Call:
-    """Collect every rank's `inputs[i]` in the list `outputs[i]`; ranks' sizes may differ."""
-    requests, finishes = [], []
-    for parts, data in zip(outputs, inputs, strict=True):
-        _check_count(parts, comm.size, "all_gather")
-        content, received, pieces = flat(data), *_buffer(parts, data)
-        counts = _byte_counts(parts)
-        described = [raw(mpi, received)[0], counts, _starts(counts), mpi.BYTE]
-        requests.append(comm.Iallgatherv(raw(mpi, content), described))
-        finishes.append(partial(_spread, parts, pieces, content))
-    flattened = [part for parts in outputs for part in parts]
-    return Call("all_gather", requests, flattened, _one_after_another(finishes))
+def all_gather(mpi: Any, comm: Any, parts: Sequence[Tensor], data: Tensor) -> Call:
+    """Collect every rank's tensor in a list; ranks' sizes may differ."""
+    _check_count(parts, comm.size, "all_gather")
+    content, received, pieces = flat(data), *_buffer(parts, data)
+    counts = _byte_counts(parts)
+    described = [raw(mpi, received)[0], counts, _starts(counts), mpi.BYTE]
+    request = comm.Iallgatherv(raw(mpi, content), described)
+    return Call("all_gather", [request], list(parts), partial(_spread, parts, pieces), content)
 
 
-def all_gather_single(
-    mpi: Any, comm: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
-) -> Call:
-    """Collect every rank's `inputs[i]`, joined in `outputs[i]`."""
-    requests, finishes = [], []
-    for output, data in zip(outputs, inputs, strict=True):
-        if output.numel() != data.numel() * comm.size or output.dtype != data.dtype:
-            raise InvalidArgumentError(
-                f"all_gather of {tuple(data.shape)} {data.dtype} over {comm.size} ranks does not "
-                f"fit an output of {tuple(output.shape)} {output.dtype}"
-            )
-        content, received = flat(data), flat(output)
-        requests.append(comm.Iallgather(raw(mpi, content), raw(mpi, received, comm.size)))
-        finishes.append(partial(_home, output, received, content))
-    return Call("all_gather", requests, list(outputs), _one_after_another(finishes))
+def all_gather_single(mpi: Any, comm: Any, output: Tensor, data: Tensor) -> Call:
+    """Collect every rank's tensor, joined in `output`."""
+    if output.numel() != data.numel() * comm.size or output.dtype != data.dtype:
+        raise InvalidArgumentError(
+            f"all_gather of {tuple(data.shape)} {data.dtype} over {comm.size} ranks does not "
+            f"fit an output of {tuple(output.shape)} {output.dtype}"
+        )
+    content, received = flat(data), flat(output)
+    request = comm.Iallgather(raw(mpi, content), raw(mpi, received, comm.size))
+    finish = partial(bring_home, output, received)
+    return Call("all_gather", [request], [output], finish, content)
 
 
 def gather(mpi: Any, comm: Any, parts: Sequence[Tensor], data: Tensor, root: int) -> Call:
@@ -99,7 +180,7 @@ def gather(mpi: Any, comm: Any, parts: Sequence[Tensor], data: Tensor, root: int
     _check_count(parts, comm.size, "gather")
     received, pieces = _buffer(parts, data)
     request = comm.Igather(raw(mpi, content), raw(mpi, received, comm.size), root=root)
-    return Call("gather", [request], list(parts), partial(_spread, parts, pieces, content))
+    return Call("gather", [request], list(parts), partial(_spread, parts, pieces), content)
 
 
 def scatter(mpi: Any, comm: Any, output: Tensor, parts: Sequence[Tensor], root: int) -> Call:
@@ -110,26 +191,20 @@ def scatter(mpi: Any, comm: Any, output: Tensor, parts: Sequence[Tensor], root: 
         content = torch.cat([flat(part) for part in parts])
     sent = None if content is None else raw(mpi, content, comm.size)
     request = comm.Iscatter(sent, raw(mpi, received), root=root)
-    return Call("scatter", [request], [output], partial(_home, output, received, content))
+    return Call("scatter", [request], [output], partial(bring_home, output, received), content)
 
 
-def reduce_scatter(
-    mpi: Any, comm: Any, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], op: Any
-) -> Call:
-    """Reduce entry r of each rank's `inputs[i]` into `outputs[i]` of rank r; sizes may differ."""
-    requests, finishes = [], []
-    for output, parts in zip(outputs, inputs, strict=True):
-        _check_count(parts, comm.size, "reduce_scatter")
-        kind, name = reduce_op(mpi, op, output.dtype)
-        content = reducible(torch.cat([flat(part) for part in parts]))
-        scale = 2 if output.is_complex() else 1
-        counts = [part.numel() * scale for part in parts]
-        received = content.new_empty(counts[comm.rank])
-        requests.append(
-            comm.Ireduce_scatter(typed(mpi, content), typed(mpi, received), counts, op=kind)
-        )
-        finishes.append(partial(_after, reduced(output, received, name, comm.size), content))
-    return Call("reduce_scatter", requests, list(outputs), _one_after_another(finishes))
+def reduce_scatter(mpi: Any, comm: Any, output: Tensor, parts: Sequence[Tensor], op: Any) -> Call:
+    """Reduce entry r of each rank's list into `output` of rank r; sizes may differ."""
+    _check_count(parts, comm.size, "reduce_scatter")
+    kind, name = reduce_op(mpi, op, output.dtype)
+    content = reducible(torch.cat([flat(part) for part in parts]))
+    scale = 2 if output.is_complex() else 1
+    counts = [part.numel() * scale for part in parts]
+    received = content.new_empty(counts[comm.rank])
+    request = comm.Ireduce_scatter(typed(mpi, content), typed(mpi, received), counts, op=kind)
+    finish = reduced(output, received, name, comm.size)
+    return Call("reduce_scatter", [request], [output], finish, content)
 
 
 def all_to_all(mpi: Any, comm: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Call:
@@ -141,7 +216,7 @@ def all_to_all(mpi: Any, comm: Any, outputs: Sequence[Tensor], inputs: Sequence[
     request = _exchange(mpi, comm, received, _byte_counts(outputs), content, _byte_counts(inputs))
     pieces = list(received.split(_byte_counts(outputs)))
     views = [piece.view(part.dtype) for piece, part in zip(pieces, outputs, strict=True)]
-    return Call("all_to_all", [request], list(outputs), partial(_spread, outputs, views, content))
+    return Call("all_to_all", [request], list(outputs), partial(_spread, outputs, views), content)
 
 
 def all_to_all_single(
@@ -157,8 +232,8 @@ def all_to_all_single(
     sent = _row_counts(data, input_sizes, comm.size, "input")
     comes = _row_counts(output, output_sizes, comm.size, "output")
     request = _exchange(mpi, comm, received, comes, content, sent)
-    finish = partial(_home, output, received, content)
-    return Call("all_to_all", [request], [output], finish)
+    finish = partial(bring_home, output, received)
+    return Call("all_to_all", [request], [output], finish, content)
 
 
 def barrier(mpi: Any, comm: Any) -> Call:
@@ -208,14 +283,23 @@ def _check_count(parts: Sequence[Tensor], size: int, call: str) -> None:
         raise InvalidArgumentError(f"{call} needs {size} tensors, one a rank, got {len(parts)}")
 
 
-def _spread(parts: Sequence[Tensor], pieces: Sequence[Tensor], keep: Tensor) -> None:
+def _spread(parts: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
     for part, piece in zip(parts, pieces, strict=True):
         bring_home(part, piece)
 
 
-def _home(output: Tensor, received: Tensor, keep: Any) -> None:
-    bring_home(output, received)
+def send(mpi: Any, comm: Any, data: Tensor, dst: int, tag: int) -> Call:
+    """Send a tensor to the group's rank `dst`."""
+    content = flat(data)
+    request = comm.Isend(raw(mpi, content), dest=dst, tag=tag)
+    return Call("send", [request], [data], keep=content)
 
 
-def _after(finish: Finish, keep: Tensor) -> None:
-    finish()
+def receive(mpi: Any, comm: Any, data: Tensor, src: int, tag: int) -> Call:
+    """Fill a tensor from the group's rank `src`, or from any."""
+    content = flat(data)
+    request = comm.Irecv(raw(mpi, content), source=src, tag=tag)
+    finish = partial(bring_home, data, content)
+    size = content.numel() * content.element_size()
+    expected = size if size <= MOST else None  # beyond, MPI cannot say how many bytes came
+    return Call("recv", [request], [data], finish, content, expected)

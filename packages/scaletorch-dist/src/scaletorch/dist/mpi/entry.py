@@ -12,7 +12,7 @@ def _register() -> None:
 
 
 def _check(rank: int, world_size: int) -> None:
-    from .library import check_world, load_mpi
+    from .register import check_world, load_mpi
 
     check_world(load_mpi(), rank, world_size)
 

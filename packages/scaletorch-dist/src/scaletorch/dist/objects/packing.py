@@ -6,18 +6,15 @@ contiguous, each with its own memory.
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
 import datetime
-import enum
 import functools
 import io
 import os
 import pathlib
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType, SimpleNamespace
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +22,7 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from ..errors import InvalidArgumentError
+from ..wire.backend import as_bytes
 
 VARIABLE = "SCALETORCH_ALLOW_PICKLE"
 
@@ -33,6 +31,7 @@ _WAY_OUT = (
     "send plain types instead (numbers, strings, lists, tuples, dicts, sets, tensors, numpy arrays)"
 )
 _PROTOCOL = 5  # with a higher one, versions of Python could not read each other
+_EVERYWHERE = frozenset(("builtins", "collections", "torch"))  # whose types every rank has
 _SAVED = b"PK"  # with which a file of `torch.save` begins, and no pickle
 
 
@@ -41,35 +40,14 @@ class Terms(NamedTuple):
 
     Attributes:
         allow_pickle: As in the call; the environment may forbid it all the same.
-        named: Dataclasses and enums that are plain too, of `named_types`.
         forbidden: Whether another rank of the group forbids it.
     """
 
     allow_pickle: bool = True
-    named: Mapping[str, type] = MappingProxyType({})
     forbidden: bool = False
 
 
 _ALL = Terms()
-
-
-def named_types(types: Iterable[type]) -> Mapping[str, type]:
-    """Return dataclasses and enums by their names.
-
-    Raises:
-        InvalidArgumentError: One is neither, or cannot be made from its fields alone.
-    """
-    named = {}
-    for kind in types:
-        record = isinstance(kind, type) and dataclasses.is_dataclass(kind)
-        if not (record or (isinstance(kind, type) and issubclass(kind, enum.Enum))):
-            raise InvalidArgumentError(f"types takes dataclasses and enums, got {kind!r}")
-        own_new: Any = kind.__new__
-        if record and own_new is not object.__new__:
-            message = f"types: a {kind.__qualname__} is made by more than its fields: leave it out"
-            raise InvalidArgumentError(message)
-        named[f"{kind.__module__}.{kind.__qualname__}"] = kind
-    return named
 
 
 def pickle_allowed(allow_pickle: bool) -> bool:
@@ -86,28 +64,38 @@ def refusal(who: str, allow_pickle: bool) -> str:
     )
 
 
-def dump_object(data: Any, terms: Terms = _ALL) -> memoryview:
-    """Serialise an object: by pickle if that is allowed, else as a plain one.
+class Parcel(NamedTuple):
+    """An object as bytes, which may be written to.
 
-    Returns:
-        The bytes, which may be written to.
+    Attributes:
+        content: The bytes.
+        may_fail: Whether restoring them may fail: not for tensors and Python's own types.
+    """
+
+    content: bytearray | memoryview
+    may_fail: bool = False
+
+
+def dump_object(data: Any, terms: Terms = _ALL) -> Parcel:
+    """Serialise an object: by pickle if that is allowed, else as a plain one.
 
     Raises:
         InvalidArgumentError: It does not pickle; or it is not plain, and may not be pickled.
     """
     sink = io.BytesIO()  # its buffer can be sent as it is
     plain = terms.forbidden or not pickle_allowed(terms.allow_pickle)
+    pickler = _Pickler(sink, _PROTOCOL)
     try:
         if plain:
             torch.save(data, sink, pickle_module=_PLAIN_PICKLE)
         else:
-            _Pickler(sink, _PROTOCOL).dump(data)
+            pickler.dump(data)
     except Exception as error:  # whatever the object's own methods raise
         message = f"{type(data).__name__} does not pickle: {type(error).__name__}: {error}"
         raise InvalidArgumentError(message) from error
     if plain:
         _check_plain(data, sink, terms)
-    return sink.getbuffer()
+    return Parcel(sink.getbuffer(), plain or pickler.may_fail)
 
 
 def load_object(data: bytearray | memoryview, terms: Terms = _ALL) -> Any:
@@ -120,27 +108,27 @@ def load_object(data: bytearray | memoryview, terms: Terms = _ALL) -> Any:
     if not plain and not pickle_allowed(terms.allow_pickle):
         raise InvalidArgumentError(refusal("what arrived", terms.allow_pickle))
     try:
-        return _load_plain(io.BytesIO(data), terms) if plain else pickle.loads(data)
+        return _load_plain(io.BytesIO(data)) if plain else pickle.loads(data)
     except Exception as error:  # whatever the object's own methods raise
         message = f"what arrived does not unpickle: {type(error).__name__}: {error}"
         raise InvalidArgumentError(message) from error
 
 
-def _load_plain(source: io.BytesIO, terms: Terms) -> Any:
-    with safe_globals([*_plain_types(), *terms.named.values()]):
+def _load_plain(source: io.BytesIO) -> Any:
+    with safe_globals([*_plain_types()]):
         return torch.load(source, "cpu", weights_only=True)
 
 
 def _check_plain(data: Any, sink: io.BytesIO, terms: Terms) -> None:
     """Refuse on the sender what no receiver would read."""
     sink.seek(0)
-    with safe_globals([*_plain_types(), *terms.named.values()]):
+    with safe_globals([*_plain_types()]):
         names = sorted(get_unsafe_globals_in_checkpoint(sink))
     if names:
         raise InvalidArgumentError(refusal(", ".join(names), terms.allow_pickle))
     sink.seek(0)
     try:
-        _load_plain(sink, terms)
+        _load_plain(sink)
     except Exception as error:
         reason = f"{type(data).__name__} ({type(error).__name__}: {error})"
         raise InvalidArgumentError(refusal(reason, terms.allow_pickle)) from error
@@ -160,33 +148,33 @@ def _plain_types() -> tuple[Callable[..., Any], ...]:
 
 
 class _PlainPickler(pickle.Pickler):
-    """Pickles tensors without what else lies in their memory."""
+    """Pickles tensors, for `torch.save`, without what else lies in their memory."""
 
     def reducer_override(self, data: Any) -> Any:
-        """Return how to make an object again; not called for builtin types."""
+        """Return how to make an object again; not called for Python's own types."""
         return _compact(data).__reduce_ex__(2) if _is_ordinary(data) else NotImplemented
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as their bytes."""
+    """Pickles tensors as their bytes, in every dtype, and notes what is none."""
+
+    may_fail = False
 
     def reducer_override(self, data: Any) -> Any:
-        """Return how to make an object again; not called for builtin types."""
+        """Return how to make an object again; not called for Python's own types."""
         if not _is_ordinary(data):
+            home = str(getattr(data, "__module__", type(data).__module__)).partition(".")[0]
+            self.may_fail |= home not in _EVERYWHERE and data is not _make_tensor
             return NotImplemented
         values = _compact(data)
         content = bytearray(values.nbytes)
         if content:
-            ctypes.memmove(_address(content), values.data_ptr(), len(content))
+            torch.frombuffer(content, dtype=torch.uint8).copy_(as_bytes(values.detach()))
         return _make_tensor, (content, data.dtype, tuple(data.shape), data.requires_grad)
 
 
 # What `torch.save` takes of a pickle module.
 _PLAIN_PICKLE = SimpleNamespace(__name__="pickle", Pickler=_PlainPickler)
-
-
-def _address(content: bytearray) -> int:
-    return ctypes.addressof((ctypes.c_ubyte * len(content)).from_buffer(content))
 
 
 def _is_ordinary(data: Any) -> bool:

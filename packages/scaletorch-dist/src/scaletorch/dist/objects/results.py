@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
-from collections.abc import Sequence
+import shutil
+import tempfile
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from torch.distributed import ProcessGroup
 
@@ -15,8 +20,9 @@ from ..wire.checks import tells_failure
 from ..world.info import get_rank, group_ranks
 from .byte_moves import errors_of_all
 from .object_calls import broadcast_object_list, gather_object
-from .packing import Terms, named_types
-from .result_files import caught, make_folder, read_parts, remove_parts, write_part
+from .packing import Terms, dump_object, load_object
+
+T = TypeVar("T")
 
 _DEVICE_NAMES = ("cpu", "gpu", "npu", "cuda", "mlu", "musa", "xpu")
 
@@ -30,7 +36,6 @@ def collect_results(
     group: ProcessGroup | None = None,
     *,
     allow_pickle: bool = True,
-    types: Sequence[type] = (),
 ) -> list[Any] | None:
     """Collect the results of samples that were dealt out to the ranks one by one.
 
@@ -45,17 +50,16 @@ def collect_results(
             not there.
         group: The default group by default.
         allow_pickle: As in `broadcast_object_list`.
-        types: As in `broadcast_object_list`.
 
     Returns:
         On the group's first rank the results in the order of the samples, elsewhere None.
 
     Raises:
         InvalidArgumentError: A bad argument; on every rank if a result cannot be sent.
-        StateError: On every rank, if a file cannot be written or read, is torn or not ours.
+        StateError: On every rank, if a file cannot be written or read, or is torn.
     """
     _check(results, size, device, tmpdir)
-    terms = Terms(allow_pickle, named_types(types))
+    terms = Terms(allow_pickle)
     members = process_group(group)
     if members is None or members.size() == 1:
         return results[:size]
@@ -63,7 +67,7 @@ def collect_results(
         parts = _through_files(results, os.fspath(tmpdir), members, terms)
     else:
         first = group_ranks(members)[0]
-        parts = gather_object(results, first, members, allow_pickle=allow_pickle, types=types)
+        parts = gather_object(results, first, members, allow_pickle=allow_pickle)
     return None if parts is None else interleave(parts)[:size]
 
 
@@ -92,24 +96,66 @@ def _check(results: Any, size: Any, device: Any, tmpdir: Any) -> None:
 def _through_files(
     results: list[Any], tmpdir: str, members: ProcessGroup, terms: Terms
 ) -> list[list[Any]] | None:
+    """Collect through a folder in `tmpdir` that only this user may enter, and that is gone then."""
     ranks = group_ranks(members)
     first = get_rank() == ranks[0]
-    given: list[Any] = [caught(partial(make_folder, tmpdir)) if first else None]
+    given: list[Any] = [_caught(partial(_make_folder, tmpdir)) if first else None]
     broadcast_object_list(given, ranks[0], members)
-    folder, error = given[0]
+    made, error = given[0]
     _raise_together(error if first else None, members)
-    path, made, mark = folder
+    folder, parents = made
     parts: list[list[Any]] | None = None
     try:
-        write = partial(write_part, path, mark, get_rank(), results, terms)
-        _raise_together(caught(write)[1], members)
+        write = partial(_write, Path(folder, f"rank-{get_rank()}"), results, terms)
+        _raise_together(_caught(write)[1], members)
         if first:
-            parts, error = caught(partial(read_parts, path, mark, ranks, terms))
+            paths = [Path(folder, f"rank-{rank}") for rank in ranks]
+            parts, error = _caught(lambda: [_read(path, terms) for path in paths])
     finally:
         if first:
-            remove_parts(path, mark, ranks, made)
+            shutil.rmtree(folder, ignore_errors=True)
+            for parent in parents:
+                with contextlib.suppress(OSError):
+                    os.rmdir(parent)
     _raise_together(error, members)
     return parts
+
+
+def _make_folder(parent: str) -> tuple[str, list[str]]:
+    """Return a new folder in `parent`, and which folders above it were made, the deepest first."""
+    place = Path(parent).absolute()
+    missing = [str(each) for each in (place, *place.parents) if not each.exists()]
+    os.makedirs(place, 0o700, exist_ok=True)
+    return tempfile.mkdtemp(prefix="scaletorch-", dir=place), missing
+
+
+def _write(path: Path, data: Any, terms: Terms) -> None:
+    content = dump_object(data, terms).content
+    with open(path, "xb") as file:
+        file.write(_digest(content))
+        file.write(content)
+
+
+def _read(path: Path, terms: Terms) -> Any:
+    content = memoryview(path.read_bytes())
+    size = len(_digest(b""))
+    if bytes(content[:size]) != _digest(content[size:]):
+        raise StateError(f"{path} is torn: its checksum is another")
+    return load_object(content[size:], terms)
+
+
+def _digest(content: bytes | bytearray | memoryview) -> bytes:
+    return hashlib.blake2b(content, digest_size=32).digest()
+
+
+def _caught(call: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Return what a call returns and no error, or its error's text, to tell the other ranks."""
+    try:
+        return call(), None
+    except StateError as error:
+        return None, str(error)
+    except Exception as error:  # objects raise whatever they like
+        return None, f"{type(error).__name__}: {error}"
 
 
 def _raise_together(error: str | None, members: ProcessGroup) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from ..errors import StateError
 from ..naming import name_ranks
 
 ALL_ARE_HERE = "all are here"
@@ -25,33 +21,6 @@ class Caller:
 
     def __str__(self) -> str:
         return f"process {self.process} on host {self.host}"
-
-
-def this_caller(rank: int, world_size: int, job: str) -> Caller:
-    """This process, as it introduces itself to the others."""
-    return Caller(rank, world_size, job, socket.gethostname(), os.getpid())
-
-
-def read_caller(text: str) -> Caller:
-    """Return who introduces itself by JSON, which anybody who reaches the store can write.
-
-    Raises:
-        StateError: It is nothing that a rank writes.
-    """
-    kinds = [int if field.type == "int" else str for field in fields(Caller)]
-    try:
-        values = json.loads(text)
-        caller = Caller(**values)
-        said = [values[field.name] for field in fields(Caller)]
-    except (ValueError, TypeError, RecursionError):
-        said = []
-    if [type(value) for value in said] == kinds and 0 <= caller.rank < caller.world_size:
-        return caller
-    shown = text if len(text) <= 60 else f"{text[:60]} …"
-    raise StateError(
-        f"something that is no rank of this library has come to the roll call and says {shown!r}: "
-        "another program uses this MASTER_PORT; set another one, or pass port="
-    )
 
 
 def judge(callers: list[Caller], too_late: bool) -> str:

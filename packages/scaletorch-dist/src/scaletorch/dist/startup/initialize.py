@@ -25,8 +25,8 @@ from ..launchers.environment import (
     remember_launcher,
 )
 from ..launchers.interfaces import gloo_interface
-from ..world.hosts import forget_local_group, get_local_rank, wait_for_connections
-from ..world.info import expect_one_process
+from ..world.hosts import get_local_rank, wait_for_connections
+from ..world.info import expect_one_process, forget_nodes
 from .creators import CREATORS, DEFAULT, choose_backend
 from .rendezvous import Meeting, agent_holds_store, find_meeting
 from .sharing import crowded, rank_variables, ranks_here, refuse_shared_devices
@@ -119,7 +119,7 @@ def cleanup_dist() -> None:
     """
     global _group, _ours
     ours = _ours and _group is not None and _group() is c10d.group.WORLD
-    forget_local_group()
+    forget_nodes()
     if ours and c10d.is_initialized():
         _release_references()
         c10d.destroy_process_group()

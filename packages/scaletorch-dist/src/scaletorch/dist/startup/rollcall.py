@@ -21,7 +21,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from ..errors import StateError
-from .callers import ALL_ARE_HERE, Caller, judge, read_caller
+from .callers import ALL_ARE_HERE, Caller, judge
 
 _KNOCKS, _COMPLETE = "knocks", "complete"  # keys of the store
 _HERE, _VERDICT, _GIVEN_UP, _HEARD = "here", "verdict", "given up", "heard"  # keys of a start
@@ -67,8 +67,8 @@ def _lead(store: Store, me: Caller, deadline: float) -> str:
     verdict = ""
     for _ in _pauses(me.world_size):
         _answer(store, name)
-        verdict = _hear(start, callers)
-        verdict = verdict or judge(callers, time.monotonic() > deadline or start.check([_GIVEN_UP]))
+        callers += [Caller(**json.loads(text)) for text in _drain(start, _HERE)]
+        verdict = judge(callers, time.monotonic() > deadline or start.check([_GIVEN_UP]))
         if verdict:
             break
     if verdict == ALL_ARE_HERE:
@@ -81,16 +81,6 @@ def _lead(store: Store, me: Caller, deadline: float) -> str:
         _linger(store, name, others)
         raise StateError(verdict)
     return name
-
-
-def _hear(start: Store, callers: list[Caller]) -> str:
-    """Add who has come; return what is wrong with what one of them says, if anything is."""
-    for text in _drain(start, _HERE):
-        try:
-            callers.append(read_caller(text))
-        except StateError as error:
-            return str(error)
-    return ""
 
 
 def _answer(store: Store, name: str) -> None:
@@ -170,7 +160,7 @@ def _drain(store: Store, key: str) -> Iterator[str]:
             item: bytes = store.queue_pop(key, False)
         except QueueEmptyError:
             return
-        yield item.decode(errors="backslashreplace")
+        yield item.decode()
 
 
 def _wait(ready: Callable[[], bool], deadline: float, ranks: int) -> bool:

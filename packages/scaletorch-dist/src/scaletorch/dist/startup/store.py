@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import queue
 import socket
 import threading
@@ -16,7 +17,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from ..errors import StateError
 from ..launchers.environment import Placement, job_name
 from ..launchers.interfaces import is_loopback
-from .callers import this_caller
+from .callers import Caller
 from .rendezvous import LOOPBACK, Meeting
 from .rollcall import StoreClosedError, call_roll
 
@@ -30,7 +31,8 @@ def open_store(placement: Placement, meeting: Meeting, timeout: timedelta | None
     """
     timeout = timeout or default_pg_timeout
     deadline = time.monotonic() + timeout.total_seconds()
-    caller = this_caller(placement.rank, placement.world_size, job_name(placement))
+    own = placement.rank, placement.world_size, job_name(placement)
+    caller = Caller(*own, socket.gethostname(), os.getpid())
     while True:
         if placement.rank == 0 and not meeting.by_agent:
             store: Store = _serve(meeting, placement.world_size, timeout)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
-
-T = TypeVar("T")
 
 
 class Guard(Protocol):
@@ -37,6 +33,8 @@ class Guard(Protocol):
         """Tell all ranks of an exception; return whether they hear of a fault."""
 
 
+T = TypeVar("T")
+
 guard: Guard | None = None
 
 
@@ -61,36 +59,9 @@ class _Notes(threading.local):
 
     last: object = None  # the collective noted last
     chosen: object = None  # one noted before, whose calls are made now
-    acts_for: int | None = None  # the thread in whose place it calls
-    started_in: FrameType | None = None  # where that one is
 
 
 _notes = _Notes()
-
-
-@contextmanager
-def acting_for(thread: int, frame: FrameType) -> Iterator[None]:
-    """Let this thread's calls be those of another one, which waits for it meanwhile.
-
-    Args:
-        thread: Its number.
-        frame: Where it waits: its callers are those of calls in here.
-    """
-    _notes.acts_for, _notes.started_in = thread, frame
-    try:
-        yield
-    finally:
-        _notes.acts_for = _notes.started_in = None
-
-
-def calling_thread() -> int:
-    """Return the number of the thread whose calls those of this one are."""
-    return _notes.acts_for or threading.get_ident()
-
-
-def calling_frame() -> FrameType | None:
-    """Return where the thread is in whose place this one calls; None if it calls for itself."""
-    return _notes.started_in
 
 
 def record(group: ProcessGroup, call: str, facts: Sequence[Any]) -> None:

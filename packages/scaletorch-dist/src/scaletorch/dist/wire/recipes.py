@@ -36,7 +36,6 @@ class Recipe:
         raw: The ReduceOp of torch for it.
         pack: Contiguous tensor → tensor to reduce (the same one where nothing changes).
         unpack: Reduced tensor, number of ranks → result; any dtype that converts to the wanted one.
-        plain: Neither packs nor unpacks: the backend reduces the tensor as it is.
     """
 
     name: str
@@ -44,12 +43,10 @@ class Recipe:
     raw: Any
     pack: Pack
     unpack: Unpack
-    plain: bool
 
 
 def _make(name: str, run: str, pack: Pack = _keep, unpack: Unpack = _keep) -> Recipe:
-    plain = pack is _keep and unpack is _keep
-    return Recipe(name, run, REDUCE_OPS[run], pack, unpack, plain)
+    return Recipe(name, run, REDUCE_OPS[run], pack, unpack)
 
 
 @cache

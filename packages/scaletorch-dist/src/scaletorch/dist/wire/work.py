@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 T = TypeVar("T")
+
+# What `async_op` is where a call returns its result, and where it returns a Work.
+Sync = Literal[False]
+Async = Literal[True]
 
 
 class Work(Generic[T]):

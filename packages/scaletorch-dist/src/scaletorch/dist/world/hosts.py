@@ -1,23 +1,20 @@
-"""Ranks of this node: local rank and size, and the group of the node."""
+"""Ranks of this node: local rank and size."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import weakref
 
 import torch
 import torch.distributed as c10d
 from torch.distributed import ProcessGroup
 
 from ..devices import get_comm_device
-from ..errors import InvalidArgumentError, StateError
 from ..launchers.environment import find_environment, read_placement
 from ..launchers.host import this_host
-from .info import forget_nodes, get_rank, get_timeout, get_world_size, info_of, is_distributed
+from .info import get_rank, get_world_size, info_of, is_distributed
 
 DIGEST = 16  # bytes that stand for a node
-_local: tuple[weakref.ref[ProcessGroup], ProcessGroup] | None = None
 
 
 def get_local_rank(group: ProcessGroup | None = None) -> int:
@@ -98,37 +95,6 @@ def _node_digest() -> bytes:
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=DIGEST).digest()
 
 
-def init_local_group(node_rank: int | None = None, num_gpus_per_node: int | None = None) -> None:
-    """Create the group of this node's ranks; every rank calls it, after `init_dist`.
-
-    Args:
-        node_rank: Which node this is, for nodes of consecutive ranks; None finds the ranks by
-            comparing nodes.
-        num_gpus_per_node: Ranks on each node; goes with `node_rank`.
-
-    Raises:
-        StateError: It exists already.
-        InvalidArgumentError: This rank is not among the ranks of that node.
-    """
-    global _local
-    if not is_distributed():
-        return
-    if _current_local() is not None:
-        raise StateError(
-            "init_local_group() was called before: get_local_group() returns the group"
-        )
-    nodes = _all_nodes(node_rank, num_gpus_per_node)
-    world = c10d.group.WORLD
-    if world is None:
-        return
-    own = world
-    if len(nodes) > 1:  # every rank makes every node's group, so that torch names them alike
-        groups = [c10d.new_group(ranks, timeout=get_timeout()) for ranks in nodes]
-        own = next(g for g, ranks in zip(groups, nodes, strict=True) if get_rank() in ranks)
-    _local = weakref.ref(world), own
-    wait_for_connections()
-
-
 def wait_for_connections(flag: bool = False) -> bool:
     """Wait until every rank has connected the groups that were just made.
 
@@ -143,47 +109,3 @@ def wait_for_connections(flag: bool = False) -> bool:
     flags = torch.tensor([float(flag)])
     c10d.all_reduce(flags, group=world)
     return bool(flags)
-
-
-def _all_nodes(node_rank: int | None, per_node: int | None) -> list[list[int]]:
-    """Ranks of each node, in the order of their first ranks."""
-    rank, world_size = get_rank(), get_world_size()
-    if node_rank is None and per_node is None:
-        return ranks_by_node(None)
-    if node_rank is None or per_node is None:
-        raise InvalidArgumentError("node_rank and num_gpus_per_node go together; pass both or none")
-    if per_node < 1 or rank // per_node != node_rank:
-        raise InvalidArgumentError(
-            f"rank {rank} of {world_size} is not on node {node_rank} of nodes with {per_node} "
-            "consecutive ranks each: call init_local_group() without arguments to have nodes found"
-        )
-    starts = range(0, world_size, per_node)
-    return [list(range(start, min(start + per_node, world_size))) for start in starts]
-
-
-def get_local_group() -> ProcessGroup | None:
-    """The group that `init_local_group` created; None without torch.distributed.
-
-    Raises:
-        StateError: It was not created.
-    """
-    if not is_distributed():
-        return None
-    group = _current_local()
-    if group is None:
-        raise StateError("there is no local group yet: call init_local_group() on every rank first")
-    return group
-
-
-def _current_local() -> ProcessGroup | None:
-    """The local group, unless the default group it belongs to is gone."""
-    if _local is None or _local[0]() is not c10d.group.WORLD:
-        return None
-    return _local[1]
-
-
-def forget_local_group() -> None:
-    """Let go of the local group before the default group is destroyed."""
-    global _local
-    _local = None
-    forget_nodes()

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ....dist import exchange
-from ....dist.building import Handle, Peer
+from ....dist import Work, exchange, irecv, isend
 from ...pg_manager.building import has_streams
 
 IN_FLIGHT = 8  # sends under way before the first is waited for: what they hold stays in memory
@@ -36,7 +35,7 @@ def neighbours(stages: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
 class Parcel(NamedTuple):
     """Tensors on their way to this rank; they are there once all works are done."""
 
-    works: list[Handle]
+    works: list[Work[None]]
     tensors: list[Tensor]
 
 
@@ -58,9 +57,8 @@ class Posts:
     ) -> None:
         self.device = device
         self._ranks, self._group = ranks, group
-        self._peers: dict[int, Peer] = {}
         self.in_batches = goes_in_batches(group)
-        self._under_way: deque[tuple[Handle, Sequence[Tensor]]] = deque()
+        self._under_way: deque[tuple[Work[None], Sequence[Tensor]]] = deque()
         self._batch: tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]]] = [], []
         self._waiting: list[Parcel] = []
 
@@ -70,13 +68,13 @@ class Posts:
         if self.in_batches:
             self._gather(0, tensor, peer)
         else:
-            self._hold(self._peer(peer).send(tensor), [tensor])
+            self._hold(isend(tensor, self._ranks[peer], self._group), [tensor])
 
     def receive(self, tensors: list[Tensor], peer: int) -> Parcel:
         """Begin to receive from a rank of the pipeline, or with the next `flush`."""
         if not self.in_batches:
-            source = self._peer(peer)
-            return Parcel([source.receive(tensor) for tensor in tensors], tensors)
+            source = self._ranks[peer]
+            return Parcel([irecv(tensor, source, self._group) for tensor in tensors], tensors)
         parcel = Parcel([], tensors)
         for tensor in tensors:
             self._gather(1, tensor, peer)
@@ -108,13 +106,7 @@ class Posts:
             self.flush()
         self._batch[side].append((tensor, self._ranks[peer]))
 
-    def _peer(self, place: int) -> Peer:
-        peer = self._peers.get(place)
-        if peer is None:
-            peer = self._peers[place] = Peer(self._ranks[place], self._group, self.device)
-        return peer
-
-    def _hold(self, work: Handle, tensors: Sequence[Tensor]) -> None:
+    def _hold(self, work: Work[None], tensors: Sequence[Tensor]) -> None:
         self._under_way.append((work, tensors))
         if len(self._under_way) > IN_FLIGHT:
             self._finish_first()
