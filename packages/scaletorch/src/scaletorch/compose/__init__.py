@@ -1,7 +1,6 @@
 """The four strategies together: one call that composes them, one training step, whole tensors."""
 
 from ._version import __version__
-from .adapters import add_adapters
 from .batches import shard_global_batch
 from .costs import active_costs
 from .draws import rows_of_step, seed_ranks
@@ -27,7 +26,6 @@ from .whole_matrices import whole_matrices
 __all__ = [
     "__version__",
     "active_costs",
-    "add_adapters",
     "check_replicas",
     "clip_grad_norm_",
     "count_routing",

@@ -26,9 +26,9 @@ from .costs import agreed_split
 from .experts import divide_experts, expert_groups, settle_tokens
 from .forward import Counting, Terms, keep_terms, read_terms, require_manager, require_own_names
 from .loss import keep_logits_sharded
-from .plain import Plain, outline_of
+from .plain import Plain
 from .recompute import offload_layers, recompute_layers, select_layers
-from .state import keep_whole_state
+from .state import keep_whole_state, whole_shapes
 from .updates import watch
 
 _KEEPING = {True: recompute_layers, "selective": select_layers, "offload": offload_layers}
@@ -93,6 +93,7 @@ def parallelize(
     """
     settings = _How(sequence_parallel, loss_parallel, recompute, cp_layout, cp_method, rehearse)
     terms = _checked(model, manager, settings, (data_parallel or {}).get("init_sync", "check"))
+    shapes = whole_shapes(model)
     layers = divide_experts(model, manager, plan, shares_sequences=terms.shares_sequences)
     if manager.tp_size > 1:  # while all layers are there; one rank needs no plan
         _shard_layers(model, manager, layers, settings, terms)
@@ -101,17 +102,17 @@ def parallelize(
         _KEEPING[recompute](model, split)
     cut = agreed_split(model, split, manager)
     stage = PipelineParallel(model, cut, manager.pp_group, schedule=schedule)
-    if terms.outline is not None:
-        keep_whole_state(stage.module, terms.outline, manager)
-    terms.wrapping = dict(bucket_size=bucket_size, **data_parallel or {})
-    return wrap(stage, terms, manager)
+    keep_whole_state(stage.module, shapes, manager)
+    return _in_buckets(stage, terms, manager, {"bucket_size": bucket_size, **(data_parallel or {})})
 
 
-def wrap(stage: PipelineParallel, terms: Terms, manager: ProcessGroupManager) -> DataParallelBucket:
+def _in_buckets(
+    stage: PipelineParallel, terms: Terms, manager: ProcessGroupManager, options: Mapping[str, Any]
+) -> DataParallelBucket:
     """Sum a stage's gradients, when only this rank's parameters remain, in buckets of their own."""
     stage.runtime.steps_alone = True
     groups = expert_groups(stage, manager)
-    parallel = DataParallelBucket(stage, group=manager.cp_dp_group, groups=groups, **terms.wrapping)
+    parallel = DataParallelBucket(stage, group=manager.cp_dp_group, groups=groups, **options)
     if manager.pp_size > 1:
         # No stage can be asked alone whether it mixes positions.
         asked(stage.module, must_attend=terms.plain is None)
@@ -120,7 +121,7 @@ def wrap(stage: PipelineParallel, terms: Terms, manager: ProcessGroupManager) ->
     return parallel
 
 
-def copy_plain(model: nn.Module) -> Plain | None:
+def _copy_plain(model: nn.Module) -> Plain | None:
     """Return the structure of a plain model; warn if it cannot be copied."""
     try:
         return Plain(model)
@@ -163,7 +164,6 @@ def _checked(
     except Exception as error:  # the other ranks are told
         failed = error
     require_one_model(model, asdict(settings), manager, init_sync=init_sync, error=failed)
-    terms.outline = outline_of(model)
     return terms
 
 
@@ -179,7 +179,7 @@ def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _How) -> Te
         )
     shares = manager.tp_size > 1 and bool(settings.sequence_parallel)
     balance = read_router_loss(model, manager)
-    plain = copy_plain(model) if settings.rehearse else None
+    plain = _copy_plain(model) if settings.rehearse else None
     synchronise_batch_norms(model, manager, recompute=settings.recompute is True, shares=shares)
     terms = read_terms(model)
     terms.plain, terms.rehearses = plain, plain is not None
