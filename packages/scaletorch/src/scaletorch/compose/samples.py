@@ -21,7 +21,7 @@ from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from .digests import Key, digest, keyed_pieces
 from .forward import wait_for_parameters
-from .replicas import HEAD, SHOWN, exchange, key_hash, refuse
+from .replicas import SHOWN, Sides, parted_sides, refuse, text_hash
 
 PERIOD = 16  # steps within which every parameter has its turn
 MODULUS = 2**32  # of a rank's term in the message: sums over 2**21 ranks are exact in float64
@@ -107,7 +107,7 @@ class Samples:
     def settle(self) -> None:
         """Find out, with all ranks, which of them hold the same."""
         held = [each for each in self._held if each.key not in self._left]
-        hashes = [key_hash([each.key]) for each in held]
+        hashes = [text_hash(repr(each.key)) for each in held]
         everyone = [set(each) for each in all_gather_object(hashes, self._manager.world_group)]
         own = get_rank(self._manager.world_group)
         groups: dict[tuple[int, ...], list[tuple[Held, int]]] = {}
@@ -178,7 +178,7 @@ class Samples:
             wait_for_parameters(model)
             held = [each for each in self._held if each.key not in self._left]
             values = {each.key: each.values() for each in held}
-            self._left |= {*_refuse_parted(model, values, taken, self._manager)}
+            self._left |= {*_refuse_parted(values, taken, self._manager)}
         if parted or unsettled:
             self.settle()
 
@@ -249,7 +249,6 @@ def _cut_of(piece: Tensor, whole: Tensor) -> tuple[int, int, int] | None:
 
 
 def _refuse_parted(
-    model: nn.Module,
     values: Mapping[Key, Tensor],
     taken: Mapping[Key, Tensor],
     manager: ProcessGroupManager,
@@ -257,7 +256,6 @@ def _refuse_parted(
     """Compare all replicated parameters, and raise on every rank if any differ; all ranks call it.
 
     Args:
-        model: What `parallelize` returned.
         values: This rank's parameters.
         taken: Digests of an earlier sample, which count for these parameters.
         manager: The grid.
@@ -269,18 +267,15 @@ def _refuse_parted(
         MismatchError: Others differ.
     """
     digests = [(key, taken[key] if key in taken else digest(x)) for key, x in values.items()]
-    table, numbers = exchange(model, digests, 0, manager)
-    numbers = numbers[:, HEAD:]
-    unequal = table.unequal(numbers)
-    if not unequal:
+    parted = parted_sides(digests, manager)
+    if not parted:
         return []
-    gaps = _gaps(unequal, values, manager)
-    unequal.sort(key=lambda key: gaps.get(key, 0.0), reverse=True)
+    gaps = _gaps([*parted], values, manager)
+    unequal = sorted(parted, key=lambda key: gaps.get(key, 0.0), reverse=True)
     most = gaps.get(unequal[0], 0.0)
     inexact = sorted({each.device.type for each in values.values()} - {*EXACT})
     devices = {d for each in all_gather_object(inexact, manager.world_group) for d in each}
-    sides = {key: table.sides(key, numbers) for key in unequal}
-    if devices and most <= ROUNDING and _over_tp(sides.values(), manager):
+    if devices and most <= ROUNDING and _over_tp(parted.values(), manager):
         more = f" and {len(unequal) - SHOWN} more" if len(unequal) > SHOWN else ""
         warnings.warn(
             f"{describe_rank()}: tp ranks no longer hold the same of "
@@ -291,9 +286,9 @@ def _refuse_parted(
         )
         return unequal
     own = get_rank(manager.world_group)
-    odd = (key for key in gaps if own not in sides[key][0])
+    odd = (key for key in gaps if own not in parted[key][0])
     texts = {key: f"up to {gaps[key]:.1e} of the largest value apart" for key in odd}
-    refuse(unequal, table, numbers, texts, manager, None, advice=ADVICE)
+    refuse({key: parted[key] for key in unequal}, texts, manager, advice=ADVICE)
 
 
 def _gaps(
@@ -327,7 +322,7 @@ def _gaps(
     return found
 
 
-def _over_tp(all_sides: Iterable[Sequence[Sequence[int]]], manager: ProcessGroupManager) -> bool:
+def _over_tp(all_sides: Iterable[Sides], manager: ProcessGroupManager) -> bool:
     """Return whether only ranks of different tp coordinates differ."""
     coordinates = [manager.grid.coordinates(rank).tp for rank in group_ranks(manager.world_group)]
     for sides in all_sides:
