@@ -111,14 +111,14 @@ FAULTS = {
     "tp": (
         Features,
         None,
-        r"output of layers\.0 is off by (?!.*(One process|divide rows)).*tp div",
+        r"output of layers\.0 is off by .*tp div",
     ),
     "sums": (
         models.Normed,
         (SUMS, lambda _: lambda *_: None),
         r"gradient of layers\.\d\.self_attn",
     ),
-    "dp": (Rows, None, r"output of layers\.0 is off by .*\. One process gives the same if rows"),
+    "dp": (Rows, None, r"output of layers\.0 is off by .*divide rows"),
     "cp": (models.Conv, None, r"output of layers\.0 is off by .*ix (positions|them) by F\.scaled"),
     "pp": (
         models.Plain,

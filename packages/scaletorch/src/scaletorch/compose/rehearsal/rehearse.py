@@ -29,7 +29,6 @@ from ..plain import Plain
 from ..ready import as_called
 from ..summation import chain_length
 from ..words import listed
-from .axis import FEATURES, POSITIONS, ROWS, STAGES, TOKENS, advice
 from .batch import SmallBatch, entries_added, small_batch
 from .joining import Joiner
 from .judging import Finding, Judge
@@ -38,6 +37,18 @@ from .ranks import PartedError, Ranks
 from .replay import Replay
 from .training import as_for_a_rehearsal, count_losses, trained, wish_for_float32
 
+_ADVICE = {  # what may be wrong where an axis divides
+    "tp": "tp divides features: what is computed from a share of them has to be named in the "
+    "plan, or all that it is computed from left out of it",
+    "sequence_parallel": "sequence parallelism divides tokens between layers: style what mixes or "
+    "counts them 'sequence_whole', or the layers 'sequence_layer'",
+    "cp": "cp divides positions: mix them by F.scaled_dot_product_attention alone, and read the "
+    "forward's argument position_ids rather than count them; positions that do not begin at 0 "
+    "have to be in the batch as position_ids",
+    "rows": "dp and micro-batches divide rows: compute each from that row alone",
+    "pp": "pp hands hidden states and their gradients from stage to stage: what changes them "
+    "between layers, as a hook does, has to be in a layer",
+}
 _ALL_AT_ONCE = 2**28  # bytes of weights that a rank may hold beside its own, if need be
 
 Step = Callable[..., Tensor]
@@ -309,8 +320,8 @@ def _explained(
     """Return in words why a layout may differ, if it does; all ranks call it."""
     if first is None:
         return ""
-    stage, axes = pipeline_of(model).module, first.axes
-    if manager.cp_size > 1 and manager.pp_size == 1 and (axes is None or POSITIONS in axes):
+    stage = pipeline_of(model).module
+    if manager.cp_size > 1 and manager.pp_size == 1:
         asked(stage, before=False)
         called = {**as_called(small.micro_batches[0], terms)}
         called.pop("labels", None)
@@ -320,13 +331,13 @@ def _explained(
         except InvalidArgumentError as error:
             return str(error)
     divided = {
-        FEATURES: manager.tp_size > 1,
-        TOKENS: manager.tp_size > 1 and terms.shares_sequences,
-        POSITIONS: manager.cp_size > 1,
-        ROWS: manager.dp_size > 1 or len(small.micro_batches) > 1,
-        STAGES: manager.pp_size > 1,
+        "tp": manager.tp_size > 1,
+        "sequence_parallel": terms.shares_sequences,
+        "cp": manager.cp_size > 1,
+        "rows": manager.dp_size > 1 or len(small.micro_batches) > 1,
+        "pp": manager.pp_size > 1,
     }
-    return advice(axes, [axis for axis, holds in divided.items() if holds])
+    return "; ".join(_ADVICE[axis] for axis, holds in divided.items() if holds)
 
 
 def _refuse(
