@@ -2,7 +2,6 @@
 
 from ._version import __version__
 from .batches import shard_global_batch
-from .costs import active_costs
 from .draws import rows_of_step, seed_ranks
 from .evaluate import eval_step, forward_step
 from .loss import token_loss_sum
@@ -25,7 +24,6 @@ from .whole_matrices import whole_matrices
 
 __all__ = [
     "__version__",
-    "active_costs",
     "check_replicas",
     "clip_grad_norm_",
     "count_routing",

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ..dist import get_rank
+from ..dist import all_reduce, get_rank
 from ..dist.errors import InvalidArgumentError
 from ..parallel.context_parallel import apply_context_parallel
 from ..parallel.context_parallel.building import asked
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ModuleWrapper, ProcessGroupManager
 from ..parallel.pipeline_parallel import AnySchedule, PipelineParallel, Split
+from ..parallel.pipeline_parallel.building import parameter_costs, parts_of
 from ..parallel.tensor_parallel import apply_tensor_parallel
 from ..parallel.tensor_parallel.building import counts_of_ids, shares_in_layers
 from .balance import read_router_loss
 from .before.batch_norm import synchronise_batch_norms
 from .before.initial import require_one_model
-from .costs import agreed_split
 from .experts import divide_experts, expert_groups, settle_tokens
 from .forward import Counting, Terms, keep_terms, read_terms, require_manager, require_own_names
 from .loss import keep_logits_sharded
@@ -100,10 +101,26 @@ def parallelize(
     apply_context_parallel(model, manager.cp_group, layout=cp_layout, method=cp_method)
     if recompute:  # around all that a layer does, communication included
         _KEEPING[recompute](model, split)
-    cut = agreed_split(model, split, manager)
+    cut = _agreed_split(model, split, manager)
     stage = PipelineParallel(model, cut, manager.pp_group, schedule=schedule)
     keep_whole_state(stage.module, shapes, manager)
     return _in_buckets(stage, terms, manager, {"bucket_size": bucket_size, **(data_parallel or {})})
+
+
+def _agreed_split(
+    model: nn.Module, split: Split | None, manager: ProcessGroupManager
+) -> Split | None:
+    """Return a split by parameters as one by numbers: the most that any rank has of each part.
+
+    Ranks may have unequal shares, as of three experts on two ranks. Each of them counting its own
+    would cut the layers elsewhere.
+    """
+    if not isinstance(split, Split) or split.costs != "parameters" or manager.pp_size == 1:
+        return split
+    costs = parameter_costs(model, parts_of(model, split))
+    most = torch.tensor(costs, dtype=torch.int64)
+    all_reduce(most, "max", group=manager.world_group)
+    return replace(split, costs=tuple(most.tolist()))
 
 
 def _in_buckets(
