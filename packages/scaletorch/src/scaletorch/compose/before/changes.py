@@ -119,7 +119,6 @@ class _Changes:
 
     def __init__(self, model: nn.Module, writes: _Writes) -> None:
         self.model, self.writes = model, writes
-        self.shortened = {*_tables(model, "max_norm")}  # when a row is first looked up
         self.modules = [*model.named_modules()]  # those of all the rank's stages
         named = [
             *model.named_parameters(remove_duplicate=False),
@@ -159,7 +158,7 @@ class _Changes:
     def note(self) -> None:
         """Note how all looks after a forward."""
         others = {n for n, each in self.model.named_parameters() if self._is_other(n, each)}
-        self.replaced |= others - self.shortened
+        self.replaced |= others
         self.after_each.append(self.now())
 
     def again(self) -> list[Key]:
@@ -168,10 +167,7 @@ class _Changes:
         first: Looks = {}
         for looks in self.after_each:
             first = looks | first
-        once = {(_PARAMETER, name) for name in self.shortened}
-        return [
-            key for key, look in last.items() if first.get(key, look) != look and key not in once
-        ]
+        return [key for key, look in last.items() if first.get(key, look) != look]
 
     def _is_other(self, name: str, tensor: Tensor) -> bool:
         old, version, address = self.before.get(name, (None, 0, 0))
@@ -193,8 +189,7 @@ def changes_followed(
 
     Raises:
         InvalidArgumentError: Ranks that should hold the same buffer or parameter hold others, or
-            it depends on the number of micro-batches, as may the gradient of a table; on every
-            rank, at the end of the step.
+            it depends on the number of micro-batches; on every rank, at the end of the step.
     """
     wait_for_parameters(model)  # which are written to as they come
     writes = _Writes(model)
@@ -216,15 +211,11 @@ def changes_followed(
         (kind, _by_what_it_sees(kind, name, whose)) for (kind, name), whose in unlike.items()
     ]
     unlikely += [(kind, _several_times(kind, name, runs)) for kind, name in again]
-    wrong = [*_of_tables(model, num_micro_batches, manager)]
-    wrong += [text for kind, text in unlikely if kind != _ATTRIBUTE]
+    wrong = [text for kind, text in unlikely if kind != _ATTRIBUTE]
     error = InvalidArgumentError(f"{describe_rank()}: {wrong[0]}") if wrong else None
     agree("what the first step has changed", [], manager.world_group, error=error)
     doubts = [text for _, text in unlikely]
-    doubts += map(
-        _unseen,
-        sorted((shards | experts) & ((writes.written - changes.shortened) | changes.replaced)),
-    )
+    doubts += map(_unseen, sorted((shards | experts) & (writes.written | changes.replaced)))
     for text in doubts:
         warnings.warn(f"{describe_rank()}: {text}", stacklevel=2)
 
@@ -256,37 +247,6 @@ def _buffers_of_shards(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if isinstance(module, TensorParallelLayer) or module in divided:
             yield from (f"{name}.{own}" for own in module._buffers)
-
-
-def _tables(model: nn.Module, option: str) -> Iterator[str]:
-    """Yield the names of tables whose module has an option of `nn.Embedding`."""
-    for name, module in model.named_modules():
-        if getattr(module, option, None) and isinstance(getattr(module, "weight", None), Tensor):
-            yield f"{name}.weight"
-
-
-def _of_tables(
-    model: nn.Module, num_micro_batches: int, manager: ProcessGroupManager
-) -> Iterator[str]:
-    """Yield what is wrong with tables whose values or gradients depend on all ids of a call."""
-    sizes = {"dp_size": manager.dp_size, "cp_size": manager.cp_size}
-    divided = " and ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
-    tied = getattr(model, "tied_parameters", {})
-    for name in _tables(model, "max_norm"):
-        if divided or name in tied:
-            why = f"{divided} gives ranks other ids" if divided else "several stages hold it"
-            yield (
-                f"the forward shortens rows of {name} as it looks them up (max_norm), and {why}, "
-                "so that its values would differ between ranks. Do without max_norm, and shorten "
-                "all rows after optimizer.step(), on all ranks alike"
-            )
-    for name in _tables(model, "scale_grad_by_freq"):
-        if divided or num_micro_batches > 1:
-            why = divided or f"{num_micro_batches} micro-batches"
-            yield (
-                f"scale_grad_by_freq divides the gradient of {name} by how often an id occurs in "
-                f"one call, which is not how often the global batch has it ({why}): do without it"
-            )
 
 
 def _by_what_it_sees(kind: str, name: str, whose: str) -> str:
