@@ -57,23 +57,6 @@ class Held(NamedTuple):
         return whole if self.cut is None else whole.narrow(*self.cut)
 
 
-class Replicated(NamedTuple):
-    """Parameters that the same ranks hold.
-
-    Attributes:
-        held: In the same order on these ranks.
-        weights: [len(held)] int64; of each parameter they add up to 0 over the ranks.
-    """
-
-    held: Sequence[Held]
-    weights: Tensor
-
-    def turn(self, number: int) -> slice:
-        """Return which of them a step looks at: each in one of 16 steps, one of them in each."""
-        period = min(PERIOD, len(self.held))
-        return slice(number % period, None, period)
-
-
 class Samples:
     """The replicated parameters of this rank, and the sample of the last step.
 
@@ -85,7 +68,8 @@ class Samples:
     def __init__(self, model: DataParallelBucket, manager: ProcessGroupManager) -> None:
         self._model, self._manager = ref(model), manager
         self._held: list[Held] = []
-        self._replicated: list[Replicated] = []
+        self._turns: list[list[tuple[Held, int]]] = [[]]  # of a period's steps, with weights
+        self._factors: dict[int, Tensor] = {}  # these weights, on the parameters' device
         self._known: list[int] = []  # ids of the parameters when they were looked up
         self._unseen: set[str] = set()  # no plain tensors
         self._left: set[Key] = set()  # parted by rounding alone
@@ -110,16 +94,12 @@ class Samples:
         hashes = [text_hash(repr(each.key)) for each in held]
         everyone = [set(each) for each in all_gather_object(hashes, self._manager.world_group)]
         own = get_rank(self._manager.world_group)
-        groups: dict[tuple[int, ...], list[tuple[Held, int]]] = {}
+        self._turns, self._factors = [[] for _ in range(PERIOD)], {}
         for key, each in sorted(zip(hashes, held, strict=True), key=lambda pair: pair[0]):
-            ranks = tuple(rank for rank, keys in enumerate(everyone) if key in keys)
-            if len(ranks) > 1:
-                weights = _weights(key, len(ranks))
-                groups.setdefault(ranks, []).append((each, weights[ranks.index(own)]))
-        self._replicated = [
-            Replicated([each for each, _ in pairs], torch.tensor([weight for _, weight in pairs]))
-            for pairs in groups.values()
-        ]
+            ranks = [rank for rank, keys in enumerate(everyone) if key in keys]
+            if len(ranks) > 1:  # which all look at it in one step
+                weight = _weights(key, len(ranks))[ranks.index(own)]
+                self._turns[key % PERIOD].append((each, weight))
         self._turn, self.settled = 0, True
 
     def take(self) -> None:
@@ -141,22 +121,17 @@ class Samples:
         self._turn += 1
 
     def _take(self) -> None:
-        chosen: list[Held] = []
-        weights = []
-        for number, each in enumerate(self._replicated):
-            device = each.held[0].parameter.device
-            if each.weights.device != device:
-                each = self._replicated[number] = each._replace(weights=each.weights.to(device))
-            turn = each.turn(self._turn)
-            chosen += each.held[turn]
-            weights.append(each.weights[turn])
-        if chosen:
-            device = weights[0].device
-            self.taken = [(each.key, digest(each.values())) for each in chosen]
-            numbers = torch.stack([number.to(device) for _, number in self.taken])
-            folded = numbers ^ (numbers >> 32)  # the low half of a product is that of low halves
-            factors = torch.cat([each.to(device) for each in weights])
-            self._residue = (folded * factors).sum() % MODULUS
+        place = self._turn % len(self._turns)
+        chosen = self._turns[place]
+        if not chosen:
+            return
+        self.taken = [(each.key, digest(each.values())) for each, _ in chosen]
+        device = self.taken[0][1].device
+        if place not in self._factors:
+            self._factors[place] = torch.tensor([weight for _, weight in chosen], device=device)
+        numbers = torch.stack([number.to(device) for _, number in self.taken])
+        folded = numbers ^ (numbers >> 32)  # the low half of a product is that of low halves
+        self._residue = (folded * self._factors[place].to(device)).sum() % MODULUS
 
     def residue(self) -> int:
         """Return this rank's term of the message, read after the loss; 0 without a sample."""
