@@ -13,7 +13,7 @@ from ..dist.building import agree
 from ..dist.errors import InvalidArgumentError, MismatchError
 from ..parallel.context_parallel.building import note_shards, require_computable
 from ..parallel.data_parallel import DataParallelBucket, parameter_shards
-from ..parallel.pg_manager import ProcessGroupManager
+from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel.building import read
 from .balance import require_one_micro_batch
 from .batches import Batch, Called, MicroBatch, counts_nothing, token_count
@@ -87,11 +87,9 @@ def ready(
     terms.several = several > 0
     if failures:  # taken out of the list, since a traceback has this frame
         agree("this step", [], manager.world_group, error=failed.pop() if failed else None)
-    _require_alike(unsynchronised, owners, manager, alone=alone, has_own=has_own)
+    _require_alike(unsynchronised, owners, later, manager, alone=alone, has_own=has_own)
     if samples is not None:
         samples.compare(residues, unsettled)
-    if 0 < later < manager.world_size and own is not None:
-        total = _count_now(model, called, own, manager)
     number = int(total) if total.is_integer() else total
     return called, _with_counts(number, count if counts else 0, manager) if elsewhere else number
 
@@ -227,27 +225,6 @@ def _counted(called: Sequence[Called], own: OwnLoss | None, computes: bool) -> f
     return sum(batch.count for batch in called)
 
 
-def _count_now(
-    model: DataParallelBucket, called: Sequence[Called], own: OwnLoss, manager: ProcessGroupManager
-) -> float:
-    """Return the count of the global batch, where some ranks cannot correct theirs later.
-
-    Raises:
-        InvalidArgumentError: The batch does not say it, and there is no count_fn.
-        MismatchError: That is so on another rank.
-    """
-    own.counts_later, is_last, failed = False, pipeline_of(model).is_last_stage, list[Exception]()
-    count: float | Tensor = 0.0
-    try:
-        count = _counted(called, own, is_last)
-    except Exception as error:  # the others would wait in the all-reduce
-        failed.append(error)
-    agree("this step", [], manager.world_group, error=failed.pop() if failed else None)
-    told = torch.tensor(float(count) if is_last and not manager.tp_rank else 0.0).double()
-    all_reduce(told, group=manager.world_group)
-    return float(told)
-
-
 def _has_gradients(model: DataParallelBucket) -> bool:
     return any(shard.tensor.grad is not None for shard in parameter_shards(model))
 
@@ -262,18 +239,25 @@ def size_of(batch: Called) -> int:
 def _require_alike(
     unsynchronised: float,
     owners: float,
+    later: float,
     manager: ProcessGroupManager,
     *,
     alone: bool,
     has_own: bool,
 ) -> None:
-    """Refuse ranks of which some alone are within `no_sync`, or have a loss_fn."""
+    """Refuse ranks of which some alone are within `no_sync`, have a loss_fn, or count later."""
     if 0 < unsynchronised < manager.world_size:
         line = f"gradients {'stay on this rank (no_sync)' if alone else 'are summed over ranks'}"
         _refuse_unlike("no_sync(), which all enter and leave alike", line, manager)
     if 0 < owners < manager.world_size:
         line = "a loss_fn of its own" if has_own else "the loss of tokens"
         _refuse_unlike("the loss, which has the same function everywhere", line, manager)
+    if 0 < later < manager.world_size:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: gradients of several steps add up on some ranks, and none are "
+            "there on others, so that losses have to be counted before: pass train_step(..., "
+            "count_fn=), a function of the micro-batch that returns their number"
+        )
 
 
 def _refuse_unlike(subject: str, line: str, manager: ProcessGroupManager) -> None:
