@@ -99,7 +99,7 @@ def forwards(
     terms = terms_of(model)
     with evaluating(model) if evaluates else nullcontext(), torch.no_grad():
         called, _ = ready(model, micro_batches, manager, terms, own, False)
-        look_first(micro_batches, manager, terms)
+        look_first(model, micro_batches, called, manager, terms)
         return pipeline_forward(model, called, group=manager.pp_group, each=each)
 
 
