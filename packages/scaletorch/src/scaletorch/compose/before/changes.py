@@ -1,13 +1,11 @@
-"""Refuse, or warn of, changes that a forward makes to its model unless one process makes the same.
+"""Refuse changes that a forward makes to its model unless one process makes the same.
 
-Buffers and parameters are refused. Numbers and texts that a module keeps as plain attributes are
-warned of: some are counts on which the next forward depends, others are only kept for a reader, and
-nothing tells which.
+These are of buffers and parameters. Numbers and texts that a module keeps as plain attributes are
+left to the rehearsal, which shows whether forwards compute otherwise by them.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
@@ -28,9 +26,8 @@ from ...parallel.tensor_parallel.building import find_cuts
 from ..digests import written
 from ..experts import expert_names
 from ..forward import pipeline_of, wait_for_parameters
-from ..plain import plain_attributes
 
-_BUFFER, _PARAMETER, _ATTRIBUTE = "buffer", "parameter", "attribute"
+_BUFFER, _PARAMETER = "buffer", "parameter"
 _WAY_OUT = {
     _BUFFER: (
         "In one process it would follow the whole batch. Keep such a buffer out of the forward, "
@@ -40,10 +37,6 @@ _WAY_OUT = {
         "In one process it would change once, by the whole batch. Change it after "
         "optimizer.step(), on all ranks alike, or let forward use what it makes of it "
         "(weight.clamp(...), torch.nn.utils.parametrize)"
-    ),
-    _ATTRIBUTE: (
-        "In one process it would change once a step, by the whole batch. If the forward depends on "
-        "it, set it from outside, once a step; if it is only read, go on"
     ),
 }
 # Axes whose ranks should hold the same values -> in what these ranks differ.
@@ -119,13 +112,11 @@ class _Changes:
 
     def __init__(self, model: nn.Module, writes: _Writes) -> None:
         self.model, self.writes = model, writes
-        self.modules = [*model.named_modules()]  # those of all the rank's stages
         named = [
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
         ]
         self.before = {name: (t, _version(t), _address(t)) for name, t in named}
-        self.attributes = plain_attributes(self.modules)
         self.after_each: list[Looks] = []
         self.replaced: set[str] = set()  # parameters that have other values otherwise
 
@@ -141,11 +132,6 @@ class _Changes:
             (_BUFFER, name): written(buffer)
             for name, buffer in self.model.named_buffers()
             if name in of_forward or self._is_other(name, buffer)
-        }
-        looks |= {
-            (_ATTRIBUTE, name): repr(value)
-            for name, value in plain_attributes(self.modules).items()
-            if repr(self.attributes.get(name, ...)) != repr(value)
         }
         return looks
 
@@ -207,17 +193,10 @@ def changes_followed(
     cuts = find_cuts(model).keys() if manager.tp_size > 1 else ()
     shards, experts = frozenset({*cuts, *_buffers_of_shards(model)}), expert_names(model)
     unlike, runs = _unlike(looks, shards, experts, manager), _runs(model, num_micro_batches)
-    unlikely = [
-        (kind, _by_what_it_sees(kind, name, whose)) for (kind, name), whose in unlike.items()
-    ]
-    unlikely += [(kind, _several_times(kind, name, runs)) for kind, name in again]
-    wrong = [text for kind, text in unlikely if kind != _ATTRIBUTE]
+    wrong = [_by_what_it_sees(kind, name, whose) for (kind, name), whose in unlike.items()]
+    wrong += [_several_times(kind, name, runs) for kind, name in again]
     error = InvalidArgumentError(f"{describe_rank()}: {wrong[0]}") if wrong else None
     agree("what the first step has changed", [], manager.world_group, error=error)
-    doubts = [text for _, text in unlikely]
-    doubts += map(_unseen, sorted((shards | experts) & (writes.written | changes.replaced)))
-    for text in doubts:
-        warnings.warn(f"{describe_rank()}: {text}", stacklevel=2)
 
 
 def _unlike(
@@ -260,14 +239,6 @@ def _several_times(kind: str, name: str, runs: str) -> str:
     return (
         f"the forward changes {kind} {name} each time that it runs, and {runs} it several times "
         f"for one batch. {_WAY_OUT[kind]}"
-    )
-
-
-def _unseen(name: str) -> str:
-    return (
-        f"the forward changes parameter {name}, of which each rank has its shard, and nothing here "
-        "sees whether that is what one process would make of the whole: make sure that it changes "
-        "each element by itself"
     )
 
 
