@@ -90,19 +90,14 @@ def _partial_of(model: DataParallelBucket, manager: ProcessGroupManager) -> _Par
     return _known[model]
 
 
-def _parts(model: DataParallelBucket, names: Iterable[str]) -> list[Shard]:
+def _parts(known: _Partial, model: DataParallelBucket, names: Iterable[str]) -> list[Shard]:
     """Return what this rank updates of some parameters, in their order."""
-    whole = _whole_of(model)
+    whole = known.whole
     if model.optimizer_shards is None:
         return [Shard(n, whole[n], 0, whole[n].numel(), whole[n], replicated=True) for n in names]
     order = {name: index for index, name in enumerate(names)}
     found = [each for each in model.optimizer_shards if each.name in order]
     return sorted(found, key=lambda shard: (order[shard.name], shard.start))
-
-
-def _whole_of(model: DataParallelBucket) -> Mapping[str, nn.Parameter]:
-    known = _known[model]
-    return {} if known is None else known.whole
 
 
 def _share_earlier(
@@ -113,7 +108,9 @@ def _share_earlier(
     A power of two divides them without rounding.
     """
     held = (name for name in known.names if known.whole[name].grad is not None)
-    gradients = {id(g): g for part in _parts(model, held) if (g := part.tensor.grad) is not None}
+    gradients = {
+        id(g): g for part in _parts(known, model, held) if (g := part.tensor.grad) is not None
+    }
     if gradients:
         torch._foreach_div_([*gradients.values()], manager.tp_size)
 
@@ -136,7 +133,7 @@ def _compare(
     reached = {name: known.sums.reach(each).value for name, each in known.whole.items()}
     ties = [tie.names for tie in pipeline_of(model).ties]
     place = manager.pp_rank, manager.cp_dp_rank
-    ranges = [(each.name, each.start, each.stop) for each in _parts(model, known.whole)]
+    ranges = [(each.name, each.start, each.stop) for each in _parts(known, model, known.whole)]
     told = all_gather_object((reached, ties, place, ranges, earlier), manager.world_group)
     if any(earlier for *_, earlier in told):
         raise InvalidArgumentError(
@@ -219,7 +216,7 @@ def _sum(known: _Partial, model: DataParallelBucket, manager: ProcessGroupManage
         wide = torch.promote_types(known.whole[name].dtype, torch.float32)
         by_dtype.setdefault(wide, []).append(name)
     for dtype, names in by_dtype.items():
-        _sum_parts(names, _parts(model, names), dtype, known, manager)
+        _sum_parts(names, _parts(known, model, names), dtype, known, manager)
 
 
 @torch.no_grad()

@@ -43,7 +43,10 @@ class Plain:
                 raise InvalidArgumentError(
                     f"the forward of {name or 'the model'} was replaced by a function that holds it"
                 )
-        memo: dict[int, Any] = {id(p): _on_meta(p) for p in model.parameters()}
+        memo: dict[int, Any] = {}
+        for p in model.parameters():
+            empty = torch.empty_like(p, device="meta", requires_grad=False)
+            memo[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
         memo |= {id(b): b.detach().clone() for b in model.buffers()}
         self.model = copy.deepcopy(model, memo)
         self.units = units_of(self.model)
@@ -214,11 +217,6 @@ def _holds_module(value: Any) -> bool:
         isinstance(getattr(each, "__self__", each), nn.Module) or _holds_module(each)
         for each in held
     )
-
-
-def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    empty = torch.empty_like(parameter, device="meta", requires_grad=False)
-    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
 def _answered(

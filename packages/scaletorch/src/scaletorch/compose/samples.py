@@ -161,7 +161,8 @@ class Samples:
         """Yield the parameters with their keys; warn of those that are no plain tensors."""
         own = dict(model.named_parameters())
         values = {name: each.detach() for name, each in own.items() if not each.is_meta}
-        plain = {name: each for name, each in values.items() if _is_plain(each)}
+        strided = {name: each for name, each in values.items() if each.layout is torch.strided}
+        plain = {name: each for name, each in strided.items() if type(each) is Tensor}
         unseen = values.keys() - plain.keys() - self._unseen
         if unseen:
             self._unseen |= unseen
@@ -207,10 +208,6 @@ def _weights(key: int, count: int) -> list[int]:
     generator = Random(key)
     weights = [generator.randrange(MODULUS) for _ in range(count - 1)]
     return [-sum(weights) % MODULUS, *weights]
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.layout is torch.strided
 
 
 def _cut_of(piece: Tensor, whole: Tensor) -> tuple[int, int, int] | None:

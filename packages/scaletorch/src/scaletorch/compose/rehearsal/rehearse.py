@@ -21,7 +21,7 @@ from ...parallel.data_parallel import DataParallelBucket
 from ...parallel.pg_manager import ProcessGroupManager, describe_rank
 from ...parallel.pg_manager.building import eagerly
 from ..balance import router_loss
-from ..batches import Batch, Called, real_positions, real_tokens
+from ..batches import Batch, real_positions, real_tokens
 from ..before.initial import require_one_batch
 from ..forward import Terms, pipeline_of
 from ..loss import LossBatch, token_loss_sum
@@ -29,7 +29,7 @@ from ..plain import Plain
 from ..ready import as_called
 from ..summation import chain_length
 from ..words import listed
-from .batch import SmallBatch, entries_added, small_batch
+from .batch import SmallBatch, entries_added, on_device, small_batch
 from .joining import Joiner
 from .judging import Finding, Judge
 from .quiet import restored
@@ -95,8 +95,8 @@ def rehearse_step(
             joiner = Joiner(manager, small.sequences, small.rows, len(small.micro_batches), device)
             ranks = Ranks(model, manager, plain, joiner, records)
             ranks.exchange(hooks_changed=hooks_changed)
-            batch, loss_of = _on(small.called, device), partial(_loss, small, terms, loss_fn)
-            run = _replayed(plain, ranks, batch, loss_of, loss)
+            batch = {n: on_device(x, device) for n, x in small.called.items()}
+            run = _replayed(plain, ranks, batch, partial(_loss, small, terms, loss_fn), loss)
             return *run, _explained(model, small, terms, manager, run[1].first)
 
     try:
@@ -211,10 +211,6 @@ def _ran(replay: Replay, run: Callable[[], None]) -> _Found:
 
 def _size(plain: Plain) -> int:
     return sum(p.numel() * p.element_size() for p in plain.model.parameters())
-
-
-def _on(batch: Called, device: torch.device) -> dict[str, Any]:
-    return {n: x.to(device) if isinstance(x, Tensor) else x for n, x in batch.items()}
 
 
 class _Watch(TorchDispatchMode):
