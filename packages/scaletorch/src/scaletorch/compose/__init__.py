@@ -15,7 +15,7 @@ from .loss_values import (
 )
 from .norm import clip_grad_norm_, global_grad_norm, nonfinite_gradients
 from .parallelize import parallelize
-from .recompute import offload_layers, recompute_layers, select_layers
+from .recompute import recompute_layers
 from .replicas import check_replicas
 from .routing import count_routing, move_biases
 from .state import full_gradients, full_state_dict, local_gradients
@@ -37,13 +37,11 @@ __all__ = [
     "log_probs",
     "move_biases",
     "nonfinite_gradients",
-    "offload_layers",
     "parallelize",
     "recompute_layers",
     "rehearse",
     "rows_of_step",
     "seed_ranks",
-    "select_layers",
     "sequence_sums",
     "shard_global_batch",
     "token_log_probs",

@@ -28,11 +28,9 @@ from .experts import divide_experts, expert_groups, settle_tokens
 from .forward import Counting, Terms, keep_terms, read_terms, require_manager, require_own_names
 from .loss import keep_logits_sharded
 from .plain import Plain
-from .recompute import offload_layers, recompute_layers, select_layers
+from .recompute import recompute_layers, require_way
 from .state import keep_whole_state, whole_shapes
 from .updates import watch
-
-_KEEPING = {True: recompute_layers, "selective": select_layers, "offload": offload_layers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +97,8 @@ def parallelize(
     if manager.tp_size > 1:  # while all layers are there; one rank needs no plan
         _shard_layers(model, manager, layers, settings, terms)
     apply_context_parallel(model, manager.cp_group, layout=cp_layout, method=cp_method)
-    if recompute:  # around all that a layer does, communication included
-        _KEEPING[recompute](model, split)
+    # Around all that a layer does, communication included.
+    recompute_layers(model, split, recompute=recompute)
     cut = _agreed_split(model, split, manager)
     stage = PipelineParallel(model, cut, manager.pp_group, schedule=schedule)
     keep_whole_state(stage.module, shapes, manager)
@@ -190,10 +188,7 @@ def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _How) -> Te
             f"parallelize takes a plain nn.Module, got {type(model).__name__}"
         )
     require_own_names(model)
-    if not isinstance(settings.recompute, bool) and settings.recompute not in (*_KEEPING,):
-        raise InvalidArgumentError(
-            f'recompute must be True, False, "selective" or "offload", got {settings.recompute!r}'
-        )
+    require_way(settings.recompute)
     shares = manager.tp_size > 1 and bool(settings.sequence_parallel)
     balance = read_router_loss(model, manager)
     plain = _copy_plain(model) if settings.rehearse else None
