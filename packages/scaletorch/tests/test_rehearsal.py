@@ -504,7 +504,7 @@ def test_too_little_memory_for_float32_is_told():
 
 
 def without_memory():
-    with patched("compose.rehearsal.width:_free", lambda _: lambda device: 0):
+    with patched("compose.rehearsal.training:_free", lambda _: lambda device: 0):
         return rehearsed(models.Plain, Layout({"dp": 2}), torch.bfloat16, {}, casts=False)
 
 

@@ -115,5 +115,9 @@ def seed_ranks(seed: int, manager: ProcessGroupManager) -> None:
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise InvalidArgumentError(f"seed must be an integer; it is {seed!r}")
     # Neighbouring seeds are no neighbours after this; the CPU generator uses 32 bits.
-    place = manager.dp_rank, manager.pp_rank, manager.cp_rank  # by which activations differ
-    torch.manual_seed(random.Random(f"{seed} {place}").getrandbits(32))
+    torch.manual_seed(random.Random(f"{seed} {_place(manager)}").getrandbits(32))
+
+
+def _place(manager: ProcessGroupManager) -> tuple[int, ...]:
+    """Return the coordinates by which activations differ: of rows, layers and positions."""
+    return manager.dp_rank, manager.pp_rank, manager.cp_rank
