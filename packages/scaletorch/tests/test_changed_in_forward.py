@@ -249,6 +249,7 @@ def test_later_steps_with_several_micro_batches_are_looked_at_first():
     try:
         model = parallelize(made("Frequent"), manager)
         train_step(model, shard_global_batch(batch(0), 1, manager))
+        model.zero_grad()
         with pytest.raises(ScaletorchError, match=FREQUENT):
             train_step(model, shard_global_batch(batch(1), 2, manager))
     finally:
