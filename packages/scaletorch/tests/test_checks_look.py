@@ -20,6 +20,7 @@ from scaletorch.compose import (
 from scaletorch.dist import get_rank
 from scaletorch.dist.errors import ScaletorchError
 from scaletorch.dist.testing import run_ranks
+from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.data_parallel import DataParallelBucket
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
@@ -252,3 +253,19 @@ def buffers_apart():
 
 def test_buffers_that_ranks_hold_differently_are_found():
     run_ranks(buffers_apart, 2)
+
+
+def attended():
+    """Five heads are three and two on tp ranks: only two divide over two cp ranks."""
+    manager = setup_process_group_manager(tp_size=2, cp_size=2)
+    sizes = {"hidden_size": 20, "intermediate_size": 24, "num_heads": 5, "num_kv_heads": 5}
+    model = Llama(LlamaConfig(vocab_size=16, num_layers=1, **sizes))
+    model = parallelize(model, manager, cp_method="ulysses", rehearse=False)
+    tokens = torch.randint(16, (2, 9), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+    with pytest.raises(ScaletorchError, match=r"Ulysses divides heads over 2 ranks|rank \d"):
+        train_step(model, shard_global_batch(batch, 1, model=model))
+
+
+def test_attention_that_one_tp_rank_alone_refuses_is_refused_on_all():
+    run_ranks(attended, 4, timeout=60)

@@ -203,14 +203,6 @@ def test_the_proof_has_no_layouts_of_ep_for_them():
     assert re.search(REFUSED.replace("4", "5"), str(report))
 
 
-def test_a_token_meets_its_own_experts_alone():
-    model = built()
-    before, first, *_ = compose.active_costs(model, plan=PLAN, top_k=2)
-    experts = sum(p.numel() for p in model.layers[0].mlp.experts.parameters())
-    assert first == sum(p.numel() for p in model.layers[0].parameters()) - experts * 3 / 5
-    assert compose.active_costs(model, top_k=2)[:2] == (before, first)
-
-
 def uncounted():
     manager = setup_process_group_manager(dp_size=2)
     try:

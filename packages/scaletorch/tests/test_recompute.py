@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from scaletorch.compose import (
-    offload_layers,
     parallelize,
     recompute,
     recompute_layers,
@@ -123,7 +122,7 @@ def test_offloading_copies_activations_and_no_parameters():
         copied.append(tensor.untyped_storage().data_ptr())
         return made(tensor, **options)
 
-    offload_layers(model)
+    recompute_layers(model, recompute="offload")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recompute.torch, "empty_like", noted)
         model(torch.zeros(2, 64, dtype=torch.int64))

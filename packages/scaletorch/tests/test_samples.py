@@ -281,8 +281,7 @@ def test_torchs_clipping_is_found_where_it_parts_ranks():
 def one_of_four():
     """The minority is named, and the cause is the optimizer."""
     job = Job({"dp_size": 4}, lr=0.02 if c10d.get_rank() == 2 else 0.01)
-    count, text = job.steps_until_told(3)
-    assert count == 3
+    _, text = job.steps_until_told(samples.PERIOD + 2)
     first, second, *_ = text.splitlines()
     assert re.match(r"rank \d \(.*\): ranks that should hold the same do not\.$", first)
     apart = r" \(up to .* of the largest value apart\)"
@@ -372,12 +371,3 @@ def test_weights_add_up_to_nothing(count):
     weights = samples._weights(count, count)
     assert sum(weights) % samples.MODULUS == 0
     assert len({*weights}) == count
-
-
-def test_every_parameter_has_its_turn():
-    for count in (1, 3, 16, 17, 300):
-        held = samples.Replicated([None] * count, torch.zeros(count))
-        turns = [range(count)[held.turn(number)] for number in range(samples.PERIOD)]
-        assert all(turns)
-        assert {*range(count)} == {each for turn in turns for each in turn}
-        assert max(map(len, turns)) <= -(-count // samples.PERIOD)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scaletorch.compose import parallelize, select_layers, shard_global_batch, train_step
+from scaletorch.compose import parallelize, recompute_layers, shard_global_batch, train_step
 from scaletorch.dist.testing import run_ranks
 from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.pg_manager import setup_process_group_manager
@@ -48,7 +48,7 @@ def gradients(function, *, select):
     model = nn.Module()
     model.layers = nn.ModuleList([Layer(function)])
     if select:
-        select_layers(model)
+        recompute_layers(model, recompute="selective")
     torch.manual_seed(1)
     x = torch.randn(4, 8, requires_grad=True)
     out = model.layers[0](x)
@@ -148,7 +148,7 @@ def test_products_attention_run_once():
         torch.manual_seed(0)
         model = Llama(CONFIG)
         if select:
-            select_layers(model)
+            recompute_layers(model, recompute="selective")
         loss = model(torch.arange(32).view(2, 16)).sum()
         with Watched() as watched:
             loss.backward()
@@ -160,7 +160,7 @@ def test_products_attention_run_once():
 
 def test_copies_call_themselves():
     model = Llama(CONFIG)
-    select_layers(model)
+    recompute_layers(model, recompute="selective")
     twin = copy.deepcopy(model)
     for parameter in twin.layers.parameters():
         parameter.data.zero_()

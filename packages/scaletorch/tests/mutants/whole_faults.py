@@ -140,25 +140,25 @@ def norm_of_one_stage(norm_over: Any) -> Any:
     return lambda gradients, groups, model, norm_type: norm_over(gradients, [], model, norm_type)
 
 
-@fault("randomness:_place", layout="2x1x1x1", born="forward: *.dropout")
+@fault("draws:_place", layout="2x1x1x1", born="forward: *.dropout")
 def dropout_alike_over_dp(place: Any) -> Any:
     """Data-parallel ranks drop the same elements of different rows."""
     return lambda manager: (0, *place(manager)[1:])
 
 
-@fault("randomness:_place", layout="1x1x2x1", born="forward: *.dropout")
+@fault("draws:_place", layout="1x1x2x1", born="forward: *.dropout")
 def dropout_alike_over_cp(place: Any) -> Any:
     """Context-parallel ranks drop the same elements of different positions."""
     return lambda manager: (*place(manager)[:-1], 0)
 
 
-@fault("randomness:_place", layout="1x2x1x1", born="forward: *.dropout")
+@fault("draws:_place", layout="1x2x1x1", born="forward: *.dropout")
 def dropout_alike_over_pp(place: Any) -> Any:
     """Stages drop the same elements of different layers."""
     return lambda manager: (manager.dp_rank, 0, manager.cp_rank)
 
 
-@fault("randomness:_place", layout="1x1x1x2", born="forward: *.dropout")
+@fault("draws:_place", layout="1x1x1x2", born="forward: *.dropout")
 def dropout_differs_on_replicas(place: Any) -> Any:
     """Tensor-parallel ranks drop different elements of what all of them hold."""
     return lambda manager: (*place(manager), manager.tp_rank)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from scaletorch.compose import recompute_layers, select_layers, token_loss_sum
+from scaletorch.compose import recompute_layers, token_loss_sum
 from scaletorch.parallel.context_parallel import apply_context_parallel
 from scaletorch.parallel.pg_manager import ProcessGroupManager, legal_layouts
 from scaletorch.parallel.tensor_parallel import apply_tensor_parallel
@@ -96,7 +96,8 @@ def _prepared(case: Case, manager: ProcessGroupManager):
         apply_tensor_parallel(model, group=manager.tp_group)
     apply_context_parallel(model, manager.cp_group, layout="zigzag")
     if case.layout.recompute != "none":
-        {"full": recompute_layers, "selective": select_layers}[case.layout.recompute](model)
+        way = case.layout.recompute == "full" or case.layout.recompute
+        recompute_layers(model, recompute=way)
     _shard(model, manager)
     return model, torch.optim.AdamW(model.parameters())
 

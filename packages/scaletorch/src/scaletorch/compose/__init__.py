@@ -1,9 +1,7 @@
 """The four strategies together: one call that composes them, one training step, whole tensors."""
 
 from ._version import __version__
-from .adapters import add_adapters
 from .batches import shard_global_batch
-from .costs import active_costs
 from .draws import rows_of_step, seed_ranks
 from .evaluate import eval_step, forward_step
 from .loss import token_loss_sum
@@ -17,7 +15,7 @@ from .loss_values import (
 )
 from .norm import clip_grad_norm_, global_grad_norm, nonfinite_gradients
 from .parallelize import parallelize
-from .recompute import offload_layers, recompute_layers, select_layers
+from .recompute import recompute_layers
 from .replicas import check_replicas
 from .routing import count_routing, move_biases
 from .state import full_gradients, full_state_dict, local_gradients
@@ -26,8 +24,6 @@ from .whole_matrices import whole_matrices
 
 __all__ = [
     "__version__",
-    "active_costs",
-    "add_adapters",
     "check_replicas",
     "clip_grad_norm_",
     "count_routing",
@@ -41,13 +37,11 @@ __all__ = [
     "log_probs",
     "move_biases",
     "nonfinite_gradients",
-    "offload_layers",
     "parallelize",
     "recompute_layers",
     "rehearse",
     "rows_of_step",
     "seed_ranks",
-    "select_layers",
     "sequence_sums",
     "shard_global_batch",
     "token_log_probs",

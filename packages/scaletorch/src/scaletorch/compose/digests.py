@@ -143,11 +143,8 @@ def nonfinite_parameters(model: nn.Module) -> list[str]:
         return []
     # A sum costs one pass; it may overflow of itself, so a suspect is looked at again.
     sums = torch.stack([p.sum().isfinite().cpu() for _, p in held]).tolist()
-    return [n for (n, p), fine in zip(held, sums, strict=True) if not fine and not _finite(p)]
-
-
-def _finite(tensor: Tensor) -> bool:
-    return bool(tensor.isfinite().all())
+    suspects = [pair for pair, fine in zip(held, sums, strict=True) if not fine]
+    return [name for name, p in suspects if not p.isfinite().all()]
 
 
 def optimizer_lines(optimizer: torch.optim.Optimizer) -> list[str]:

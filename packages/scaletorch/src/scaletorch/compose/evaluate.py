@@ -41,23 +41,6 @@ def losses_per_item(
     return count / size if 0 < count < math.inf else 1.0
 
 
-def totals(
-    model: DataParallelBucket,
-    micro_batches: Sequence[Batch],
-    manager: ProcessGroupManager,
-    loss_fn: LossFunction,
-) -> list[Tensor]:
-    """Return the sum of a global batch's losses and their count, in float64.
-
-    Raises:
-        InvalidArgumentError: The loss_fn's return does not do.
-        MismatchError: Another rank has raised, or its sum differs.
-    """
-    own = OwnLoss(loss_fn, None, model, manager, trains=False)
-    total, count, _ = _summed(model, micro_batches, manager, own, evaluates=True)
-    return [total, count]
-
-
 def _summed(
     model: DataParallelBucket,
     micro_batches: Sequence[Batch],
@@ -99,7 +82,7 @@ def forwards(
     terms = terms_of(model)
     with evaluating(model) if evaluates else nullcontext(), torch.no_grad():
         called, _ = ready(model, micro_batches, manager, terms, own, False)
-        look_first(micro_batches, manager, terms)
+        look_first(model, micro_batches, called, manager, terms)
         return pipeline_forward(model, called, group=manager.pp_group, each=each)
 
 
@@ -128,7 +111,8 @@ def eval_step(
         MismatchError: As in `train_step`.
     """
     manager = manager_of(model, manager)
-    total, count = totals(model, micro_batches, manager, loss_fn or _of_tokens)
+    own = OwnLoss(loss_fn or _of_tokens, None, model, manager, trains=False)
+    total, count, _ = _summed(model, micro_batches, manager, own, evaluates=True).unbind()
     if not count:
         raise InvalidArgumentError(NOTHING_COUNTS)
     return total / count

@@ -52,8 +52,6 @@ class Terms:
         counted: How many losses a loss_fn has counted lately for each token of a batch, or row of
             another; None before the first step.
         seen: How far first steps have been looked at: 1 with one micro-batch, 2 with several.
-        outline: Of the plain model, for adapters that come later; None if put together by hand.
-        wrapping: How its stage is wrapped, beside the groups.
         originals: The plain model's parameters, as code may hold them that had them before.
         plain: The plain model, without memory for its weights; None if it is not to be rehearsed.
         rehearses: Whether the next training step is rehearsed.
@@ -78,8 +76,6 @@ class Terms:
     several: bool = False
     counted: float | None = None
     seen: int = 0
-    outline: nn.Module | None = None
-    wrapping: Mapping[str, Any] = field(default_factory=dict)
     originals: Mapping[str, ref[Tensor]] = field(default_factory=dict)
     plain: Plain | None = None
     rehearses: bool = False

@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ..dist import get_rank
+from ..dist import all_reduce, get_rank
 from ..dist.errors import InvalidArgumentError
 from ..parallel.context_parallel import apply_context_parallel
 from ..parallel.context_parallel.building import asked
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ModuleWrapper, ProcessGroupManager
 from ..parallel.pipeline_parallel import AnySchedule, PipelineParallel, Split
+from ..parallel.pipeline_parallel.building import parameter_costs, parts_of
 from ..parallel.tensor_parallel import apply_tensor_parallel
 from ..parallel.tensor_parallel.building import counts_of_ids, shares_in_layers
 from .balance import read_router_loss
 from .before.batch_norm import synchronise_batch_norms
 from .before.initial import require_one_model
-from .costs import agreed_split
 from .experts import divide_experts, expert_groups, settle_tokens
 from .forward import Counting, Terms, keep_terms, read_terms, require_manager, require_own_names
 from .loss import keep_logits_sharded
-from .plain import Plain, outline_of
-from .recompute import offload_layers, recompute_layers, select_layers
-from .state import keep_whole_state
+from .plain import Plain
+from .recompute import recompute_layers, require_way
+from .state import keep_whole_state, whole_shapes
 from .updates import watch
-
-_KEEPING = {True: recompute_layers, "selective": select_layers, "offload": offload_layers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,25 +92,42 @@ def parallelize(
     """
     settings = _How(sequence_parallel, loss_parallel, recompute, cp_layout, cp_method, rehearse)
     terms = _checked(model, manager, settings, (data_parallel or {}).get("init_sync", "check"))
+    shapes = whole_shapes(model)
     layers = divide_experts(model, manager, plan, shares_sequences=terms.shares_sequences)
     if manager.tp_size > 1:  # while all layers are there; one rank needs no plan
         _shard_layers(model, manager, layers, settings, terms)
     apply_context_parallel(model, manager.cp_group, layout=cp_layout, method=cp_method)
-    if recompute:  # around all that a layer does, communication included
-        _KEEPING[recompute](model, split)
-    cut = agreed_split(model, split, manager)
+    # Around all that a layer does, communication included.
+    recompute_layers(model, split, recompute=recompute)
+    cut = _agreed_split(model, split, manager)
     stage = PipelineParallel(model, cut, manager.pp_group, schedule=schedule)
-    if terms.outline is not None:
-        keep_whole_state(stage.module, terms.outline, manager)
-    terms.wrapping = dict(bucket_size=bucket_size, **data_parallel or {})
-    return wrap(stage, terms, manager)
+    keep_whole_state(stage.module, shapes, manager)
+    return _in_buckets(stage, terms, manager, {"bucket_size": bucket_size, **(data_parallel or {})})
 
 
-def wrap(stage: PipelineParallel, terms: Terms, manager: ProcessGroupManager) -> DataParallelBucket:
+def _agreed_split(
+    model: nn.Module, split: Split | None, manager: ProcessGroupManager
+) -> Split | None:
+    """Return a split by parameters as one by numbers: the most that any rank has of each part.
+
+    Ranks may have unequal shares, as of three experts on two ranks. Each of them counting its own
+    would cut the layers elsewhere.
+    """
+    if not isinstance(split, Split) or split.costs != "parameters" or manager.pp_size == 1:
+        return split
+    costs = parameter_costs(model, parts_of(model, split))
+    most = torch.tensor(costs, dtype=torch.int64)
+    all_reduce(most, "max", group=manager.world_group)
+    return replace(split, costs=tuple(most.tolist()))
+
+
+def _in_buckets(
+    stage: PipelineParallel, terms: Terms, manager: ProcessGroupManager, options: Mapping[str, Any]
+) -> DataParallelBucket:
     """Sum a stage's gradients, when only this rank's parameters remain, in buckets of their own."""
     stage.runtime.steps_alone = True
     groups = expert_groups(stage, manager)
-    parallel = DataParallelBucket(stage, group=manager.cp_dp_group, groups=groups, **terms.wrapping)
+    parallel = DataParallelBucket(stage, group=manager.cp_dp_group, groups=groups, **options)
     if manager.pp_size > 1:
         # No stage can be asked alone whether it mixes positions.
         asked(stage.module, must_attend=terms.plain is None)
@@ -120,7 +136,7 @@ def wrap(stage: PipelineParallel, terms: Terms, manager: ProcessGroupManager) ->
     return parallel
 
 
-def copy_plain(model: nn.Module) -> Plain | None:
+def _copy_plain(model: nn.Module) -> Plain | None:
     """Return the structure of a plain model; warn if it cannot be copied."""
     try:
         return Plain(model)
@@ -163,7 +179,6 @@ def _checked(
     except Exception as error:  # the other ranks are told
         failed = error
     require_one_model(model, asdict(settings), manager, init_sync=init_sync, error=failed)
-    terms.outline = outline_of(model)
     return terms
 
 
@@ -173,13 +188,10 @@ def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _How) -> Te
             f"parallelize takes a plain nn.Module, got {type(model).__name__}"
         )
     require_own_names(model)
-    if not isinstance(settings.recompute, bool) and settings.recompute not in (*_KEEPING,):
-        raise InvalidArgumentError(
-            f'recompute must be True, False, "selective" or "offload", got {settings.recompute!r}'
-        )
+    require_way(settings.recompute)
     shares = manager.tp_size > 1 and bool(settings.sequence_parallel)
     balance = read_router_loss(model, manager)
-    plain = copy_plain(model) if settings.rehearse else None
+    plain = _copy_plain(model) if settings.rehearse else None
     synchronise_batch_norms(model, manager, recompute=settings.recompute is True, shares=shares)
     terms = read_terms(model)
     terms.plain, terms.rehearses = plain, plain is not None

@@ -25,19 +25,6 @@ from .forward import pipeline_of
 
 
 @dataclass(slots=True)
-class _Kept:
-    """A gradient of earlier steps, which is summed already.
-
-    Attributes:
-        gradient: Of the parameter, or what stands for it.
-        parts: Each tensor that an optimizer updates, and its gradient.
-    """
-
-    gradient: Tensor
-    parts: list[tuple[Tensor, Tensor]]
-
-
-@dataclass(slots=True)
 class _Partial:
     """What is known of one model's gradients.
 
@@ -50,7 +37,6 @@ class _Partial:
         shards: What this rank's optimizers updated when they did.
         same: Whether tp ranks have equal shards of them.
         pending: Whether the last step was in `no_sync`, so that its gradients are not summed.
-        kept: Gradients of earlier steps, until this step's are summed.
     """
 
     sums: GradientSums
@@ -61,7 +47,6 @@ class _Partial:
     shards: list[Shard] | None = None
     same: bool = True
     pending: bool = False
-    kept: dict[str, _Kept] = field(default_factory=dict)
 
 
 _known: WeakKeyDictionary[nn.Module, _Partial | None] = WeakKeyDictionary()
@@ -79,20 +64,21 @@ def summed_once(model: DataParallelBucket, manager: ProcessGroupManager) -> Iter
     if known is None:
         yield
         return
-    first = not known.compared
+    first, earlier = not known.compared, False
     if first:
         known.sums.look_again()
-    _set_aside(known, model)
+        earlier = any(each.grad is not None for each in known.whole.values())
+    elif not known.pending:
+        _share_earlier(known, model, manager)
     with known.sums.summed_later(), eagerly() if first else nullcontext():
         yield
     if first or model.optimizer_shards is not known.shards:
-        _compare(known, model, manager)
+        _compare(known, model, manager, earlier)
     elif known.unknown:
         _compare_late(known, manager)
     known.pending = not model.require_backward_grad_sync
     if not known.pending:
         _sum(known, model, manager)
-        _put_back(known, model)
 
 
 def _partial_of(model: DataParallelBucket, manager: ProcessGroupManager) -> _Partial | None:
@@ -104,9 +90,9 @@ def _partial_of(model: DataParallelBucket, manager: ProcessGroupManager) -> _Par
     return _known[model]
 
 
-def _parts(model: DataParallelBucket, names: Iterable[str]) -> list[Shard]:
+def _parts(known: _Partial, model: DataParallelBucket, names: Iterable[str]) -> list[Shard]:
     """Return what this rank updates of some parameters, in their order."""
-    whole = _whole_of(model)
+    whole = known.whole
     if model.optimizer_shards is None:
         return [Shard(n, whole[n], 0, whole[n].numel(), whole[n], replicated=True) for n in names]
     order = {name: index for index, name in enumerate(names)}
@@ -114,52 +100,46 @@ def _parts(model: DataParallelBucket, names: Iterable[str]) -> list[Shard]:
     return sorted(found, key=lambda shard: (order[shard.name], shard.start))
 
 
-def _whole_of(model: DataParallelBucket) -> Mapping[str, nn.Parameter]:
-    known = _known[model]
-    return {} if known is None else known.whole
+def _share_earlier(
+    known: _Partial, model: DataParallelBucket, manager: ProcessGroupManager
+) -> None:
+    """Leave each rank its share of gradients of earlier steps, which are summed, and are so again.
+
+    A power of two divides them without rounding.
+    """
+    held = (name for name in known.names if known.whole[name].grad is not None)
+    gradients = {
+        id(g): g for part in _parts(known, model, held) if (g := part.tensor.grad) is not None
+    }
+    if gradients:
+        torch._foreach_div_([*gradients.values()], manager.tp_size)
 
 
-def _set_aside(known: _Partial, model: DataParallelBucket) -> None:
-    """Take away gradients that are summed already: this step's are to be summed alone."""
-    if known.pending:  # what is there is not summed; what was dropped since is not put back
-        known.kept = {n: k for n, k in known.kept.items() if known.whole[n].grad is not None}
-        return
-    names = [*known.whole] if not known.compared else [*known.names, *known.unknown]
-    held = [name for name in names if known.whole[name].grad is not None]
-    known.kept = {}
-    for part in _parts(model, held):
-        gradient, earlier = part.parameter.grad, part.tensor.grad
-        if gradient is not None and earlier is not None:
-            kept = known.kept.setdefault(part.name, _Kept(gradient, []))
-            kept.parts.append((part.tensor, earlier.clone()))
-    for name in held:
-        known.whole[name].grad = None
-
-
-def _put_back(known: _Partial, model: DataParallelBucket) -> None:
-    """Add the gradients of earlier steps again."""
-    for name, kept in known.kept.items():
-        if known.whole[name].grad is None:  # not used in this step
-            known.whole[name].grad = kept.gradient
-        for tensor, earlier in kept.parts:
-            if tensor.grad is None or tensor.grad is kept.gradient:
-                tensor.grad = earlier
-            else:
-                tensor.grad += earlier
-    known.kept = {}
-
-
-def _compare(known: _Partial, model: DataParallelBucket, manager: ProcessGroupManager) -> None:
+def _compare(
+    known: _Partial, model: DataParallelBucket, manager: ProcessGroupManager, earlier: bool
+) -> None:
     """Let all ranks know how any of them reaches each parameter, and who has which shards.
 
+    Args:
+        known: What this rank knows.
+        model: What `parallelize` returned.
+        manager: The grid.
+        earlier: Whether the first step has begun with gradients.
+
     Raises:
-        InvalidArgumentError: A parameter is reached both ways; on every rank.
+        InvalidArgumentError: A parameter is reached both ways, or some rank's first step has begun
+            with gradients, of which nobody knows whether they are summed; on every rank.
     """
     reached = {name: known.sums.reach(each).value for name, each in known.whole.items()}
     ties = [tie.names for tie in pipeline_of(model).ties]
     place = manager.pp_rank, manager.cp_dp_rank
-    ranges = [(each.name, each.start, each.stop) for each in _parts(model, known.whole)]
-    told = all_gather_object((reached, ties, place, ranges), manager.world_group)
+    ranges = [(each.name, each.start, each.stop) for each in _parts(known, model, known.whole)]
+    told = all_gather_object((reached, ties, place, ranges, earlier), manager.world_group)
+    if any(earlier for *_, earlier in told):
+        raise InvalidArgumentError(
+            f"{describe_rank()}: the first train_step began with gradients, which may be sums over "
+            "the tensor-parallel ranks or terms of them: call zero_grad() before it"
+        )
     found: dict[str, Reach] = {}
     for theirs, *_ in told:
         for name, value in theirs.items():
@@ -183,7 +163,9 @@ def _compare(known: _Partial, model: DataParallelBucket, manager: ProcessGroupMa
         known.sums.refuse_hidden(name)
         known.sums.note(known.whole[name], Reach.WHOLE)
     _sort(known)
-    spans = {(at, tuple(their)) for _, _, at, their in told}  # one for each place if all are equal
+    spans = {
+        (at, tuple(their)) for _, _, at, their, _ in told
+    }  # one for each place if all are equal
     known.compared, known.shards = True, model.optimizer_shards
     known.same = len(spans) == len({at for at, _ in spans})
 
@@ -234,7 +216,7 @@ def _sum(known: _Partial, model: DataParallelBucket, manager: ProcessGroupManage
         wide = torch.promote_types(known.whole[name].dtype, torch.float32)
         by_dtype.setdefault(wide, []).append(name)
     for dtype, names in by_dtype.items():
-        _sum_parts(names, _parts(model, names), dtype, known, manager)
+        _sum_parts(names, _parts(known, model, names), dtype, known, manager)
 
 
 @torch.no_grad()

@@ -11,16 +11,22 @@ from torch import Tensor
 from ..dist import all_reduce, get_comm_device
 from ..dist.building import agree
 from ..dist.errors import InvalidArgumentError, MismatchError
-from ..parallel.context_parallel.building import note_shards, require_computable
+from ..parallel.context_parallel.building import (
+    each_alone,
+    looking,
+    note_shards,
+    require_computable,
+)
 from ..parallel.data_parallel import DataParallelBucket, parameter_shards
-from ..parallel.pg_manager import ProcessGroupManager
+from ..parallel.pg_manager import ProcessGroupManager, describe_rank
+from ..parallel.pipeline_parallel import pipeline_forward
 from ..parallel.pipeline_parallel.building import read
 from .balance import require_one_micro_batch
 from .batches import Batch, Called, MicroBatch, counts_nothing, token_count
 from .before.batch_norm import require_whole_batches
 from .before.initial import require_one_batch
 from .entries import OF_LOSS, TOKENS, first_entry, sequence_shape
-from .forward import Terms, pipeline_of, rehearses
+from .forward import Terms, pipeline_of, rehearses, rehearsing
 from .own_loss import Number, OwnLoss
 from .row_dims import POSITIONS
 from .samples import samples_of
@@ -87,25 +93,51 @@ def ready(
     terms.several = several > 0
     if failures:  # taken out of the list, since a traceback has this frame
         agree("this step", [], manager.world_group, error=failed.pop() if failed else None)
-    _require_alike(unsynchronised, owners, manager, alone=alone, has_own=has_own)
+    _require_alike(unsynchronised, owners, later, manager, alone=alone, has_own=has_own)
     if samples is not None:
         samples.compare(residues, unsettled)
-    if 0 < later < manager.world_size and own is not None:
-        total = _count_now(model, called, own, manager)
     number = int(total) if total.is_integer() else total
     return called, _with_counts(number, count if counts else 0, manager) if elsewhere else number
 
 
-def look_first(micro_batches: Sequence[Batch], manager: ProcessGroupManager, terms: Terms) -> None:
-    """Look, once, whether ranks hold the same batch.
+def look_first(
+    model: DataParallelBucket,
+    micro_batches: Sequence[Batch],
+    called: Sequence[Called],
+    manager: ProcessGroupManager,
+    terms: Terms,
+) -> None:
+    """Look, once, whether ranks hold the same batch, and can all attend.
 
     Raises:
-        MismatchError: Ranks hold other batches than they must.
+        InvalidArgumentError: This rank cannot.
+        MismatchError: Ranks hold other batches than they must, or another cannot attend.
     """
     if not terms.looked:
         if not rehearses():  # whose small batch every rank has made of a whole one
             require_one_batch(micro_batches, manager)
+        if manager.cp_size > 1 and manager.tp_size > 1:
+            _require_attention(model, called[0], manager)
         terms.looked = True
+
+
+def _require_attention(
+    model: DataParallelBucket, batch: Called, manager: ProcessGroupManager
+) -> None:
+    """Refuse calls of attention on every rank that one would refuse, while the others wait for it.
+
+    Each tp rank has its own heads, so that one of them alone may have too few for the cp ranks. A
+    forward in which no cp rank waits for another finds that.
+    """
+    pipeline, failed = pipeline_of(model), list[Exception]()
+    try:
+        with rehearsing(False), each_alone() as run, looking(pipeline.module):
+            pipeline_forward(pipeline, [batch], each=lambda *_: torch.empty(0))
+        failed += [] if run.error is None else [run.error]
+    except Exception as error:  # the other ranks must learn of it
+        failed.append(error)
+    # Taken out of the list, since its traceback has this frame.
+    agree("attention", [], manager.world_group, error=failed.pop() if failed else None)
 
 
 def _called(
@@ -227,27 +259,6 @@ def _counted(called: Sequence[Called], own: OwnLoss | None, computes: bool) -> f
     return sum(batch.count for batch in called)
 
 
-def _count_now(
-    model: DataParallelBucket, called: Sequence[Called], own: OwnLoss, manager: ProcessGroupManager
-) -> float:
-    """Return the count of the global batch, where some ranks cannot correct theirs later.
-
-    Raises:
-        InvalidArgumentError: The batch does not say it, and there is no count_fn.
-        MismatchError: That is so on another rank.
-    """
-    own.counts_later, is_last, failed = False, pipeline_of(model).is_last_stage, list[Exception]()
-    count: float | Tensor = 0.0
-    try:
-        count = _counted(called, own, is_last)
-    except Exception as error:  # the others would wait in the all-reduce
-        failed.append(error)
-    agree("this step", [], manager.world_group, error=failed.pop() if failed else None)
-    told = torch.tensor(float(count) if is_last and not manager.tp_rank else 0.0).double()
-    all_reduce(told, group=manager.world_group)
-    return float(told)
-
-
 def _has_gradients(model: DataParallelBucket) -> bool:
     return any(shard.tensor.grad is not None for shard in parameter_shards(model))
 
@@ -262,18 +273,25 @@ def size_of(batch: Called) -> int:
 def _require_alike(
     unsynchronised: float,
     owners: float,
+    later: float,
     manager: ProcessGroupManager,
     *,
     alone: bool,
     has_own: bool,
 ) -> None:
-    """Refuse ranks of which some alone are within `no_sync`, or have a loss_fn."""
+    """Refuse ranks of which some alone are within `no_sync`, have a loss_fn, or count later."""
     if 0 < unsynchronised < manager.world_size:
         line = f"gradients {'stay on this rank (no_sync)' if alone else 'are summed over ranks'}"
         _refuse_unlike("no_sync(), which all enter and leave alike", line, manager)
     if 0 < owners < manager.world_size:
         line = "a loss_fn of its own" if has_own else "the loss of tokens"
         _refuse_unlike("the loss, which has the same function everywhere", line, manager)
+    if 0 < later < manager.world_size:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: gradients of several steps add up on some ranks, and none are "
+            "there on others, so that losses have to be counted before: pass train_step(..., "
+            "count_fn=), a function of the micro-batch that returns their number"
+        )
 
 
 def _refuse_unlike(subject: str, line: str, manager: ProcessGroupManager) -> None:

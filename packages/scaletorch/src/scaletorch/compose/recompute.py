@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from ..dist.errors import InvalidArgumentError
 from ..parallel.pipeline_parallel import Split, layers_of
 
 _Inner = Callable[..., Any]
@@ -26,60 +27,49 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::convolution"
 _ATTENTION = "aten::_scaled_dot_product_"
 
 
-def recompute_layers(model: nn.Module, split: Split | None = None) -> None:
-    """Let every layer of `model` drop its activations in forward, in place.
+def recompute_layers(
+    model: nn.Module, split: Split | None = None, *, recompute: bool | str = True
+) -> None:
+    """Let every layer of `model` keep less on the device between forward and backward, in place.
 
-    A layer communicates again in backward as it did in forward. Random draws, such as
-    dropout's, are the same both times.
+    With True a layer drops its activations and runs again in backward; it communicates again as it
+    did in forward, and random draws, such as dropout's, are the same both times.
+
+    With "selective" the results of matrix products, convolutions and attention kernels are kept,
+    and all else runs again: norms, activation functions, attention written out, and what the layer
+    communicates, with attention over several cp ranks. Values are the same bits.
+
+    With "offload" activations are kept in the host's memory. Each is copied there as forward keeps
+    it, and back when backward wants it, in the order of the device's own work; the host's memory is
+    pinned where the device is CUDA. Parameters and buffers stay. Where the host is the device, the
+    copies cost time and save nothing.
 
     Args:
         model: A module that holds its layers in a list; already tensor and context parallel.
         split: Names the list; None infers it.
+        recompute: True, "selective" or "offload"; False changes nothing.
 
     Raises:
-        InvalidArgumentError: The list of layers cannot be found.
+        InvalidArgumentError: The list of layers cannot be found, or there is no such way.
     """
-    _surround(model, split, _recomputed)
-
-
-def select_layers(model: nn.Module, split: Split | None = None) -> None:
-    """Let every layer of `model` drop what is cheap to make again, in place.
-
-    The results of matrix products, convolutions and attention kernels are kept, and all else runs
-    again in backward: norms, activation functions, attention written out, and what the layer
-    communicates, with attention over several cp ranks. Values are the same bits.
-
-    Args:
-        model: As in `recompute_layers`.
-        split: As there.
-
-    Raises:
-        InvalidArgumentError: The list of layers cannot be found.
-    """
-    _surround(model, split, _selected)
-
-
-def offload_layers(model: nn.Module, split: Split | None = None) -> None:
-    """Let every layer of `model` keep its activations in the host's memory, in place.
-
-    Each is copied there as forward keeps it, and back when backward wants it, in the order of the
-    device's own work; the host's memory is pinned where the device is CUDA. Parameters and buffers
-    stay. Where the host is the device, the copies cost time and save nothing.
-
-    Args:
-        model: As in `recompute_layers`.
-        split: As there.
-
-    Raises:
-        InvalidArgumentError: The list of layers cannot be found.
-    """
-    _surround(model, split, _offloaded)
-
-
-def _surround(model: nn.Module, split: Split | None, run: Callable[..., Any]) -> None:
+    require_way(recompute)
+    if not recompute:
+        return
     for layer in dict.fromkeys(map(model.get_submodule, layers_of(model, split))):
         # Bound to the layer, so that a deep copy of the model calls itself, not this one.
-        layer.forward = MethodType(_around(layer.forward, run), layer)
+        layer.forward = MethodType(_around(layer.forward, _WAYS[recompute]), layer)
+
+
+def require_way(recompute: object) -> None:
+    """Refuse what is no way to recompute.
+
+    Raises:
+        InvalidArgumentError: It is none.
+    """
+    if not isinstance(recompute, bool) and recompute not in (*_WAYS,):
+        raise InvalidArgumentError(
+            f'recompute must be True, False, "selective" or "offload", got {recompute!r}'
+        )
 
 
 def _around(forward: _Inner, run: Callable[..., Any]) -> _Inner:
@@ -143,3 +133,10 @@ def _offloaded(inner: _Inner, layer: nn.Module, *args: Any, **kwargs: Any) -> An
 
     with saved_tensors_hooks(keep, bring_back):
         return inner(layer, *args, **kwargs)
+
+
+_WAYS: Mapping[bool | str, Callable[..., Any]] = {
+    True: _recomputed,
+    "selective": _selected,
+    "offload": _offloaded,
+}

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..dist import all_gather, all_gather_object, get_comm_device, group_ranks
+from ..dist import all_gather_object, get_rank, group_ranks
 from ..dist.errors import InvalidArgumentError, MismatchError, NonFiniteError
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from .digests import Key, nonfinite_parameters, optimizer_lines, tensor_digests, value_lines
@@ -22,51 +22,9 @@ ADVICE = (
     "They were given other weights, batches, seeds or rates, made other calls, or a memory is "
     "faulty; go on from a checkpoint from before."
 )
-HEAD = 2  # numbers before a rank's digests: of its keys, and of tensors that are not finite
+Sides = list[list[int]]  # ranks that have one digest, the largest side first
 
-
-class Table:
-    """The keys of every rank's numbers, and which of them are to be equal.
-
-    Args:
-        keys: Each rank's, in the order of its digests.
-    """
-
-    def __init__(self, keys: Sequence[Sequence[Key]]) -> None:
-        self.keys = keys
-        self.hashes = [key_hash(each) for each in keys]
-        self.length = max(map(len, keys))
-        self.agreed: int | None = None  # the last step at which all was well
-        first: dict[Key, tuple[int, int]] = {}
-        pairs = [
-            (rank, at, *first.setdefault(key, (rank, at)))
-            for rank, named in enumerate(keys)
-            for at, key in enumerate(named)
-        ]
-        later = [pair for pair in pairs if pair[:2] != pair[2:]]
-        self._pairs = torch.tensor(later, dtype=torch.int64).view(-1, 4).T
-
-    def unequal(self, numbers: Tensor) -> list[Key]:
-        """Return the keys whose digests differ, in the order in which ranks have them.
-
-        Args:
-            numbers: [ranks, length] int64.
-        """
-        rank, at, first, place = self._pairs
-        unlike = numbers[rank, at] != numbers[first, place]
-        found = self._pairs[:, unlike].T.tolist()
-        return list(dict.fromkeys(self.keys[rank][at] for rank, at, _, _ in found))
-
-    def sides(self, key: Key, numbers: Tensor) -> list[list[int]]:
-        """Return the ranks that have one digest, for each; the largest side first."""
-        held: dict[int, list[int]] = {}
-        for rank, named in enumerate(self.keys):
-            if key in named:
-                held.setdefault(int(numbers[rank, named.index(key)]), []).append(rank)
-        return sorted(held.values(), key=len, reverse=True)
-
-
-_tables: WeakKeyDictionary[nn.Module, Table] = WeakKeyDictionary()
+_agreed: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()  # last step that was well
 
 
 def check_replicas(
@@ -83,8 +41,8 @@ def check_replicas(
     Over cp x dp these are every parameter, every gradient that is whole, and every buffer that is
     saved; over tp parameters that are replicated there, over pp those that are tied. Call it on all
     ranks between backward and `optimizer.step()`, when all ranks' gradients are the same. It reads
-    all of these once, and costs one all-gather of 8 bytes for each; the first call also exchanges
-    their names.
+    all of these once, and of each place on tp, pp and ep one rank sends 8 bytes for each, and a
+    hash of its name.
 
     Ranks that were given other weights, rates or seeds, swapped collectives, or have a faulty
     memory, drift apart in silence: this says so. Other batches within tp or pp show in no tensor,
@@ -116,40 +74,58 @@ def check_replicas(
     texts = {Key("optimizer", "optimizer", (manager.pp_rank,)): "; ".join(told)}
     texts |= {Key("value", name): line for name, line in value_lines(values or {}).items()}
     digests = [*tensor_digests(model, manager), *((k, text_hash(t)) for k, t in texts.items())]
-    infinite = nonfinite_parameters(model)
-    table, numbers = exchange(model, digests, len(infinite), manager)
-    if int(numbers[:, 1].sum()):
-        refuse_nonfinite(infinite, manager, step)
-    unequal = table.unequal(numbers[:, HEAD:])
-    if unequal:
-        refuse(unequal, table, numbers[:, HEAD:], texts, manager, step)
-    table.agreed = step
+    infinite = all_gather_object(nonfinite_parameters(model), manager.world_group)
+    if any(infinite):
+        _refuse_nonfinite(infinite, manager, step)
+    parted = parted_sides(digests, manager)
+    if parted:
+        before = _agreed.get(model)
+        since = "" if before is None else f"; at step {before} they were the same"
+        refuse(parted, texts, manager, f"{_at(step)}ranks that should hold the same do not{since}")
+    _agreed[model] = step
 
 
-def exchange(
-    model: nn.Module,
-    digests: Sequence[tuple[Key, Tensor | int]],
-    infinite: int,
-    manager: ProcessGroupManager,
-) -> tuple[Table, Tensor]:
-    """Return the keys of all ranks' numbers, and the numbers: [ranks, 2 + length] int64."""
-    keys = [key for key, _ in digests]
-    table = _tables.get(model)
-    if table is None:
-        table = _tables[model] = Table(all_gather_object(keys, manager.world_group))
-    row = [key_hash(keys), infinite, *_numbers([number for _, number in digests])]
-    numbers = _gather(row, HEAD + table.length, manager)
-    if numbers[:, 0].tolist() != table.hashes:  # some rank's model has changed
-        table = _tables[model] = Table(all_gather_object(keys, manager.world_group))
-        numbers = _gather(row, HEAD + table.length, manager)
-    return table, numbers
+def parted_sides(
+    digests: Sequence[tuple[Key, Tensor | int]], manager: ProcessGroupManager
+) -> dict[Key, Sides]:
+    """Return the keys whose digests differ, each with the ranks that have one; all ranks call it.
 
+    Ranks that have the same keys and numbers speak through the first of them.
 
-def _gather(row: Sequence[int], length: int, manager: ProcessGroupManager) -> Tensor:
-    mine = torch.zeros(length, dtype=torch.int64)
-    mine[: len(row)] = torch.tensor(row[:length])
+    Args:
+        digests: This rank's numbers, by keys.
+        manager: The grid.
+    """
+    keys = {text_hash(repr(key)): key for key, _ in digests}
+    own = dict(zip(keys, _numbers([number for _, number in digests]), strict=True))
     group = manager.world_group
-    return torch.stack(all_gather(mine.to(get_comm_device(group)), group=group)).cpu()
+    place = text_hash(str([*own]))
+    states = all_gather_object((place, text_hash(str(own))), group)
+    first: dict[int, tuple[int, int]] = {}  # of ranks with the same keys: rank and numbers
+    for rank, (names, numbers) in enumerate(states):
+        first.setdefault(names, (rank, numbers))
+    alike = all(first[names][1] == numbers for names, numbers in states)
+    speaks = not alike or first[place][0] == get_rank(group)
+    told = all_gather_object(own if speaks else {}, group)
+    found: dict[int, set[int]] = {}
+    for theirs in told:
+        for name, number in theirs.items():
+            found.setdefault(name, set()).add(number)
+    parted = [name for name, numbers in found.items() if len(numbers) > 1]
+    if not parted:
+        return {}
+    held = [told[first[names][0] if alike else rank] for rank, (names, _) in enumerate(states)]
+    named = {n: key for each in all_gather_object(keys, group) for n, key in each.items()}
+    return {named[name]: _sides_of([theirs.get(name) for theirs in held]) for name in parted}
+
+
+def _sides_of(numbers: Sequence[int | None]) -> Sides:
+    """Return the ranks that have each number; None is one that has none."""
+    ranks: dict[int, list[int]] = {}
+    for rank, number in enumerate(numbers):
+        if number is not None:
+            ranks.setdefault(number, []).append(rank)
+    return sorted(ranks.values(), key=len, reverse=True)
 
 
 def _numbers(digests: Iterable[Tensor | int]) -> list[int]:
@@ -160,9 +136,10 @@ def _numbers(digests: Iterable[Tensor | int]) -> list[int]:
     return [next(fetched) if isinstance(each, Tensor) else each for each in digests]
 
 
-def refuse_nonfinite(names: list[str], manager: ProcessGroupManager, step: int | None) -> NoReturn:
+def _refuse_nonfinite(
+    everyone: Sequence[Sequence[str]], manager: ProcessGroupManager, step: int | None
+) -> NoReturn:
     """Raise with the parameters that are not finite, and their ranks."""
-    everyone = all_gather_object(names, manager.world_group)
     places: dict[str, list[int]] = {}
     for rank, theirs in enumerate(everyone):
         for name in theirs:
@@ -175,12 +152,10 @@ def refuse_nonfinite(names: list[str], manager: ProcessGroupManager, step: int |
 
 
 def refuse(
-    unequal: Sequence[Key],
-    table: Table,
-    numbers: Tensor,
+    parted: Mapping[Key, Sides],
     texts: Mapping[Key, str],
     manager: ProcessGroupManager,
-    step: int | None,
+    what: str = "ranks that should hold the same do not",
     advice: str = ADVICE,
 ) -> NoReturn:
     """Raise with the tensors that differ, and the ranks.
@@ -190,15 +165,13 @@ def refuse(
     """
     told = all_gather_object(dict(texts), manager.world_group)
     shown = []
-    for key in sorted(unequal, key=lambda key: key.kind in ("parameter", "gradient")):
-        sides = table.sides(key, numbers)
-        said = [told[ranks[0]].get(key) for ranks in sides]
-        shown.append(f"{key}: {_sides(sides, said, manager)}")
-    before = "" if table.agreed is None else f"; at step {table.agreed} they were the same"
-    guilty = _minority(unequal, table, numbers)
+    for key in sorted(parted, key=lambda key: key.kind in ("parameter", "gradient")):
+        said = [told[ranks[0]].get(key) for ranks in parted[key]]
+        shown.append(f"{key}: {_sides(parted[key], said, manager)}")
+    guilty = _minority(parted.values())
     suspects = f"Look at {_named(guilty, manager)} first. " if guilty else ""
     raise MismatchError(
-        f"{describe_rank()}: {_at(step)}ranks that should hold the same do not{before}.\n  "
+        f"{describe_rank()}: {what}.\n  "
         + "\n  ".join(shown[:SHOWN])
         + (f"\n  and {len(shown) - SHOWN} more" if len(shown) > SHOWN else "")
         + f"\n{suspects}{advice}"
@@ -220,11 +193,10 @@ def _sides(
     return f"on {_named(most, manager)}{words[0]} not as on {odd}; no majority tells who is right"
 
 
-def _minority(unequal: Iterable[Key], table: Table, numbers: Tensor) -> list[int]:
+def _minority(parted: Iterable[Sides]) -> list[int]:
     """Return the ranks that are most often outside a majority; none if there never is one."""
     counts: Counter[int] = Counter()
-    for key in unequal:
-        most, *others = table.sides(key, numbers)
+    for most, *others in parted:
         if len(most) > sum(map(len, others)):
             counts.update(rank for ranks in others for rank in ranks)
     highest = max(counts.values(), default=0)
@@ -245,11 +217,6 @@ def _some(shown: Sequence[str]) -> str:
 
 def _at(step: int | None) -> str:
     return "" if step is None else f"step {step}: "
-
-
-def key_hash(keys: Iterable[Key]) -> int:
-    """Return a number for a rank's keys."""
-    return text_hash("\n".join(map(repr, keys)))
 
 
 def text_hash(text: str) -> int:

@@ -21,7 +21,7 @@ from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from .digests import Key, digest, keyed_pieces
 from .forward import wait_for_parameters
-from .replicas import HEAD, SHOWN, exchange, key_hash, refuse
+from .replicas import SHOWN, Sides, parted_sides, refuse, text_hash
 
 PERIOD = 16  # steps within which every parameter has its turn
 MODULUS = 2**32  # of a rank's term in the message: sums over 2**21 ranks are exact in float64
@@ -57,23 +57,6 @@ class Held(NamedTuple):
         return whole if self.cut is None else whole.narrow(*self.cut)
 
 
-class Replicated(NamedTuple):
-    """Parameters that the same ranks hold.
-
-    Attributes:
-        held: In the same order on these ranks.
-        weights: [len(held)] int64; of each parameter they add up to 0 over the ranks.
-    """
-
-    held: Sequence[Held]
-    weights: Tensor
-
-    def turn(self, number: int) -> slice:
-        """Return which of them a step looks at: each in one of 16 steps, one of them in each."""
-        period = min(PERIOD, len(self.held))
-        return slice(number % period, None, period)
-
-
 class Samples:
     """The replicated parameters of this rank, and the sample of the last step.
 
@@ -85,7 +68,8 @@ class Samples:
     def __init__(self, model: DataParallelBucket, manager: ProcessGroupManager) -> None:
         self._model, self._manager = ref(model), manager
         self._held: list[Held] = []
-        self._replicated: list[Replicated] = []
+        self._turns: list[list[tuple[Held, int]]] = [[]]  # of a period's steps, with weights
+        self._factors: dict[int, Tensor] = {}  # these weights, on the parameters' device
         self._known: list[int] = []  # ids of the parameters when they were looked up
         self._unseen: set[str] = set()  # no plain tensors
         self._left: set[Key] = set()  # parted by rounding alone
@@ -107,19 +91,15 @@ class Samples:
     def settle(self) -> None:
         """Find out, with all ranks, which of them hold the same."""
         held = [each for each in self._held if each.key not in self._left]
-        hashes = [key_hash([each.key]) for each in held]
+        hashes = [text_hash(repr(each.key)) for each in held]
         everyone = [set(each) for each in all_gather_object(hashes, self._manager.world_group)]
         own = get_rank(self._manager.world_group)
-        groups: dict[tuple[int, ...], list[tuple[Held, int]]] = {}
+        self._turns, self._factors = [[] for _ in range(PERIOD)], {}
         for key, each in sorted(zip(hashes, held, strict=True), key=lambda pair: pair[0]):
-            ranks = tuple(rank for rank, keys in enumerate(everyone) if key in keys)
-            if len(ranks) > 1:
-                weights = _weights(key, len(ranks))
-                groups.setdefault(ranks, []).append((each, weights[ranks.index(own)]))
-        self._replicated = [
-            Replicated([each for each, _ in pairs], torch.tensor([weight for _, weight in pairs]))
-            for pairs in groups.values()
-        ]
+            ranks = [rank for rank, keys in enumerate(everyone) if key in keys]
+            if len(ranks) > 1:  # which all look at it in one step
+                weight = _weights(key, len(ranks))[ranks.index(own)]
+                self._turns[key % PERIOD].append((each, weight))
         self._turn, self.settled = 0, True
 
     def take(self) -> None:
@@ -141,22 +121,17 @@ class Samples:
         self._turn += 1
 
     def _take(self) -> None:
-        chosen: list[Held] = []
-        weights = []
-        for number, each in enumerate(self._replicated):
-            device = each.held[0].parameter.device
-            if each.weights.device != device:
-                each = self._replicated[number] = each._replace(weights=each.weights.to(device))
-            turn = each.turn(self._turn)
-            chosen += each.held[turn]
-            weights.append(each.weights[turn])
-        if chosen:
-            device = weights[0].device
-            self.taken = [(each.key, digest(each.values())) for each in chosen]
-            numbers = torch.stack([number.to(device) for _, number in self.taken])
-            folded = numbers ^ (numbers >> 32)  # the low half of a product is that of low halves
-            factors = torch.cat([each.to(device) for each in weights])
-            self._residue = (folded * factors).sum() % MODULUS
+        place = self._turn % len(self._turns)
+        chosen = self._turns[place]
+        if not chosen:
+            return
+        self.taken = [(each.key, digest(each.values())) for each, _ in chosen]
+        device = self.taken[0][1].device
+        if place not in self._factors:
+            self._factors[place] = torch.tensor([weight for _, weight in chosen], device=device)
+        numbers = torch.stack([number.to(device) for _, number in self.taken])
+        folded = numbers ^ (numbers >> 32)  # the low half of a product is that of low halves
+        self._residue = (folded * self._factors[place].to(device)).sum() % MODULUS
 
     def residue(self) -> int:
         """Return this rank's term of the message, read after the loss; 0 without a sample."""
@@ -178,7 +153,7 @@ class Samples:
             wait_for_parameters(model)
             held = [each for each in self._held if each.key not in self._left]
             values = {each.key: each.values() for each in held}
-            self._left |= {*_refuse_parted(model, values, taken, self._manager)}
+            self._left |= {*_refuse_parted(values, taken, self._manager)}
         if parted or unsettled:
             self.settle()
 
@@ -186,7 +161,8 @@ class Samples:
         """Yield the parameters with their keys; warn of those that are no plain tensors."""
         own = dict(model.named_parameters())
         values = {name: each.detach() for name, each in own.items() if not each.is_meta}
-        plain = {name: each for name, each in values.items() if _is_plain(each)}
+        strided = {name: each for name, each in values.items() if each.layout is torch.strided}
+        plain = {name: each for name, each in strided.items() if type(each) is Tensor}
         unseen = values.keys() - plain.keys() - self._unseen
         if unseen:
             self._unseen |= unseen
@@ -234,10 +210,6 @@ def _weights(key: int, count: int) -> list[int]:
     return [-sum(weights) % MODULUS, *weights]
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.layout is torch.strided
-
-
 def _cut_of(piece: Tensor, whole: Tensor) -> tuple[int, int, int] | None:
     """Return the dim, start and length of a piece; None if it is the whole."""
     pairs = zip(piece.shape, whole.shape, strict=True)
@@ -249,7 +221,6 @@ def _cut_of(piece: Tensor, whole: Tensor) -> tuple[int, int, int] | None:
 
 
 def _refuse_parted(
-    model: nn.Module,
     values: Mapping[Key, Tensor],
     taken: Mapping[Key, Tensor],
     manager: ProcessGroupManager,
@@ -257,7 +228,6 @@ def _refuse_parted(
     """Compare all replicated parameters, and raise on every rank if any differ; all ranks call it.
 
     Args:
-        model: What `parallelize` returned.
         values: This rank's parameters.
         taken: Digests of an earlier sample, which count for these parameters.
         manager: The grid.
@@ -269,18 +239,15 @@ def _refuse_parted(
         MismatchError: Others differ.
     """
     digests = [(key, taken[key] if key in taken else digest(x)) for key, x in values.items()]
-    table, numbers = exchange(model, digests, 0, manager)
-    numbers = numbers[:, HEAD:]
-    unequal = table.unequal(numbers)
-    if not unequal:
+    parted = parted_sides(digests, manager)
+    if not parted:
         return []
-    gaps = _gaps(unequal, values, manager)
-    unequal.sort(key=lambda key: gaps.get(key, 0.0), reverse=True)
+    gaps = _gaps([*parted], values, manager)
+    unequal = sorted(parted, key=lambda key: gaps.get(key, 0.0), reverse=True)
     most = gaps.get(unequal[0], 0.0)
     inexact = sorted({each.device.type for each in values.values()} - {*EXACT})
     devices = {d for each in all_gather_object(inexact, manager.world_group) for d in each}
-    sides = {key: table.sides(key, numbers) for key in unequal}
-    if devices and most <= ROUNDING and _over_tp(sides.values(), manager):
+    if devices and most <= ROUNDING and _over_tp(parted.values(), manager):
         more = f" and {len(unequal) - SHOWN} more" if len(unequal) > SHOWN else ""
         warnings.warn(
             f"{describe_rank()}: tp ranks no longer hold the same of "
@@ -291,9 +258,9 @@ def _refuse_parted(
         )
         return unequal
     own = get_rank(manager.world_group)
-    odd = (key for key in gaps if own not in sides[key][0])
+    odd = (key for key in gaps if own not in parted[key][0])
     texts = {key: f"up to {gaps[key]:.1e} of the largest value apart" for key in odd}
-    refuse(unequal, table, numbers, texts, manager, None, advice=ADVICE)
+    refuse({key: parted[key] for key in unequal}, texts, manager, advice=ADVICE)
 
 
 def _gaps(
@@ -327,7 +294,7 @@ def _gaps(
     return found
 
 
-def _over_tp(all_sides: Iterable[Sequence[Sequence[int]]], manager: ProcessGroupManager) -> bool:
+def _over_tp(all_sides: Iterable[Sides], manager: ProcessGroupManager) -> bool:
     """Return whether only ranks of different tp coordinates differ."""
     coordinates = [manager.grid.coordinates(rank).tp for rank in group_ranks(manager.world_group)]
     for sides in all_sides:

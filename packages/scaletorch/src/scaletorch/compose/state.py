@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..dist import all_gather_object, broadcast, get_comm_device, group_ranks
 from ..dist.errors import StateError
@@ -116,17 +117,22 @@ def full_gradients(
 Shapes = dict[str, torch.Size]
 
 
-def keep_whole_state(model: nn.Module, outline: nn.Module, manager: ProcessGroupManager) -> None:
+def whole_shapes(model: nn.Module) -> Shapes:
+    """Return the shapes of a plain model's parameters under all their names."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: p.shape for name, p in named if not is_lazy(p)}
+
+
+def keep_whole_state(model: nn.Module, shapes: Shapes, manager: ProcessGroupManager) -> None:
     """Let a divided model load whole state dicts, and not save its shards for the whole; in place.
 
     Args:
         model: The module within the wrappers.
-        outline: Of the plain model.
+        shapes: Of the plain model's parameters.
         manager: The grid.
     """
     if manager.tp_size * manager.pp_size * manager.ep_size == 1:
         return
-    shapes = {n: p.shape for n, p in outline.named_parameters(remove_duplicate=False)}
     model.register_load_state_dict_pre_hook(partial(_take_own, shapes))
     for name, module in model.named_modules():
         if hasattr(type(module), "save_pretrained"):

@@ -110,9 +110,8 @@ def _refuse_added(names: Sequence[str]) -> None:
             f"{describe_rank()}: {shortened(names)} came after the module was wrapped (as "
             "adapters, a new head or load_state_dict(assign=True) do), so its gradient would not "
             "be synchronised, nor would an optimizer made before update it: change the module "
-            "first (get_peft_model of the plain model), then wrap or parallelize it; or call "
-            "scaletorch.compose.add_adapters, and use what it returns; or copy values into the "
-            "parameters it has"
+            "first (get_peft_model of the plain model), then wrap or parallelize it; or copy "
+            "values into the parameters it has"
         )
 
 

@@ -3,8 +3,7 @@
 Recorded and versioned like the rest: a patch release changes nothing here.
 """
 
-from .regions.region import ADAPTED, layer_of, summed_outside
-from .sharing.adapters import Adapter, check_adapters, shard_adapters
+from .regions.region import summed_outside
 from .sharing.gradient_paths import Reach
 from .sharing.gradient_sums import GradientSums, find_sums, whole_parameters
 from .sharing.sequence import counts_of_ids, shares_in_layers
@@ -12,18 +11,13 @@ from .sharing.whole_sequence import WholeSequence
 from .state.whole import ParameterCut, find_cuts
 
 __all__ = [
-    "ADAPTED",
-    "Adapter",
     "GradientSums",
     "ParameterCut",
     "Reach",
     "WholeSequence",
-    "check_adapters",
     "counts_of_ids",
     "find_cuts",
     "find_sums",
-    "layer_of",
-    "shard_adapters",
     "shares_in_layers",
     "summed_outside",
     "whole_parameters",

@@ -95,9 +95,16 @@ def require_whole_batches(
 def _require_fit(found: Mapping[str, _BatchNorm], *, recompute: bool, shares: bool) -> None:
     """Refuse norms that take statistics of a batch where these would be others."""
     found = {name: norm for name, norm in found.items() if _of_batch(norm)}
-    why = _unfit(recompute=recompute, shares=shares)
-    if found and why:
-        raise InvalidArgumentError(f"{_named(found)} {why}")
+    if found and recompute:
+        raise InvalidArgumentError(
+            f"{_named(found)} would count every batch twice in its running statistics, as "
+            "recompute=True runs layers again: leave recompute out, or use another norm"
+        )
+    if found and shares:
+        raise InvalidArgumentError(
+            f"{_named(found)} would take statistics of a rank's share of the tokens with "
+            "sequence_parallel=True: leave that out, or use another norm"
+        )
 
 
 def _require_known(found: Mapping[str, _BatchNorm]) -> None:
@@ -110,20 +117,6 @@ def _require_known(found: Mapping[str, _BatchNorm]) -> None:
             "the rows of all dp ranks: use a norm of torch.nn and put what it adds (such as an "
             "activation) behind that, or another norm, or dp_size=1"
         )
-
-
-def _unfit(*, recompute: bool, shares: bool) -> str | None:
-    if recompute:
-        return (
-            "would count every batch twice in its running statistics, as recompute=True runs "
-            "layers again: leave recompute out, or use another norm"
-        )
-    if shares:
-        return (
-            "would take statistics of a rank's share of the tokens with sequence_parallel=True: "
-            "leave that out, or use another norm"
-        )
-    return None
 
 
 def _named(found: Mapping[str, Any]) -> str:

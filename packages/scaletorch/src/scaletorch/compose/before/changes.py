@@ -1,13 +1,11 @@
-"""Refuse, or warn of, changes that a forward makes to its model unless one process makes the same.
+"""Refuse changes that a forward makes to its model unless one process makes the same.
 
-Buffers and parameters are refused. Numbers and texts that a module keeps as plain attributes are
-warned of: some are counts on which the next forward depends, others are only kept for a reader, and
-nothing tells which.
+These are of buffers and parameters. Numbers and texts that a module keeps as plain attributes are
+left to the rehearsal, which shows whether forwards compute otherwise by them.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
@@ -28,9 +26,8 @@ from ...parallel.tensor_parallel.building import find_cuts
 from ..digests import written
 from ..experts import expert_names
 from ..forward import pipeline_of, wait_for_parameters
-from ..plain import plain_attributes
 
-_BUFFER, _PARAMETER, _ATTRIBUTE = "buffer", "parameter", "attribute"
+_BUFFER, _PARAMETER = "buffer", "parameter"
 _WAY_OUT = {
     _BUFFER: (
         "In one process it would follow the whole batch. Keep such a buffer out of the forward, "
@@ -40,10 +37,6 @@ _WAY_OUT = {
         "In one process it would change once, by the whole batch. Change it after "
         "optimizer.step(), on all ranks alike, or let forward use what it makes of it "
         "(weight.clamp(...), torch.nn.utils.parametrize)"
-    ),
-    _ATTRIBUTE: (
-        "In one process it would change once a step, by the whole batch. If the forward depends on "
-        "it, set it from outside, once a step; if it is only read, go on"
     ),
 }
 # Axes whose ranks should hold the same values -> in what these ranks differ.
@@ -119,14 +112,11 @@ class _Changes:
 
     def __init__(self, model: nn.Module, writes: _Writes) -> None:
         self.model, self.writes = model, writes
-        self.shortened = {*_tables(model, "max_norm")}  # when a row is first looked up
-        self.modules = [*model.named_modules()]  # those of all the rank's stages
         named = [
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
         ]
         self.before = {name: (t, _version(t), _address(t)) for name, t in named}
-        self.attributes = plain_attributes(self.modules)
         self.after_each: list[Looks] = []
         self.replaced: set[str] = set()  # parameters that have other values otherwise
 
@@ -143,11 +133,6 @@ class _Changes:
             for name, buffer in self.model.named_buffers()
             if name in of_forward or self._is_other(name, buffer)
         }
-        looks |= {
-            (_ATTRIBUTE, name): repr(value)
-            for name, value in plain_attributes(self.modules).items()
-            if repr(self.attributes.get(name, ...)) != repr(value)
-        }
         return looks
 
     def around(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +144,7 @@ class _Changes:
     def note(self) -> None:
         """Note how all looks after a forward."""
         others = {n for n, each in self.model.named_parameters() if self._is_other(n, each)}
-        self.replaced |= others - self.shortened
+        self.replaced |= others
         self.after_each.append(self.now())
 
     def again(self) -> list[Key]:
@@ -168,10 +153,7 @@ class _Changes:
         first: Looks = {}
         for looks in self.after_each:
             first = looks | first
-        once = {(_PARAMETER, name) for name in self.shortened}
-        return [
-            key for key, look in last.items() if first.get(key, look) != look and key not in once
-        ]
+        return [key for key, look in last.items() if first.get(key, look) != look]
 
     def _is_other(self, name: str, tensor: Tensor) -> bool:
         old, version, address = self.before.get(name, (None, 0, 0))
@@ -193,8 +175,7 @@ def changes_followed(
 
     Raises:
         InvalidArgumentError: Ranks that should hold the same buffer or parameter hold others, or
-            it depends on the number of micro-batches, as may the gradient of a table; on every
-            rank, at the end of the step.
+            it depends on the number of micro-batches; on every rank, at the end of the step.
     """
     wait_for_parameters(model)  # which are written to as they come
     writes = _Writes(model)
@@ -212,21 +193,10 @@ def changes_followed(
     cuts = find_cuts(model).keys() if manager.tp_size > 1 else ()
     shards, experts = frozenset({*cuts, *_buffers_of_shards(model)}), expert_names(model)
     unlike, runs = _unlike(looks, shards, experts, manager), _runs(model, num_micro_batches)
-    unlikely = [
-        (kind, _by_what_it_sees(kind, name, whose)) for (kind, name), whose in unlike.items()
-    ]
-    unlikely += [(kind, _several_times(kind, name, runs)) for kind, name in again]
-    wrong = [*_of_tables(model, num_micro_batches, manager)]
-    wrong += [text for kind, text in unlikely if kind != _ATTRIBUTE]
+    wrong = [_by_what_it_sees(kind, name, whose) for (kind, name), whose in unlike.items()]
+    wrong += [_several_times(kind, name, runs) for kind, name in again]
     error = InvalidArgumentError(f"{describe_rank()}: {wrong[0]}") if wrong else None
     agree("what the first step has changed", [], manager.world_group, error=error)
-    doubts = [text for _, text in unlikely]
-    doubts += map(
-        _unseen,
-        sorted((shards | experts) & ((writes.written - changes.shortened) | changes.replaced)),
-    )
-    for text in doubts:
-        warnings.warn(f"{describe_rank()}: {text}", stacklevel=2)
 
 
 def _unlike(
@@ -258,37 +228,6 @@ def _buffers_of_shards(model: nn.Module) -> Iterator[str]:
             yield from (f"{name}.{own}" for own in module._buffers)
 
 
-def _tables(model: nn.Module, option: str) -> Iterator[str]:
-    """Yield the names of tables whose module has an option of `nn.Embedding`."""
-    for name, module in model.named_modules():
-        if getattr(module, option, None) and isinstance(getattr(module, "weight", None), Tensor):
-            yield f"{name}.weight"
-
-
-def _of_tables(
-    model: nn.Module, num_micro_batches: int, manager: ProcessGroupManager
-) -> Iterator[str]:
-    """Yield what is wrong with tables whose values or gradients depend on all ids of a call."""
-    sizes = {"dp_size": manager.dp_size, "cp_size": manager.cp_size}
-    divided = " and ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
-    tied = getattr(model, "tied_parameters", {})
-    for name in _tables(model, "max_norm"):
-        if divided or name in tied:
-            why = f"{divided} gives ranks other ids" if divided else "several stages hold it"
-            yield (
-                f"the forward shortens rows of {name} as it looks them up (max_norm), and {why}, "
-                "so that its values would differ between ranks. Do without max_norm, and shorten "
-                "all rows after optimizer.step(), on all ranks alike"
-            )
-    for name in _tables(model, "scale_grad_by_freq"):
-        if divided or num_micro_batches > 1:
-            why = divided or f"{num_micro_batches} micro-batches"
-            yield (
-                f"scale_grad_by_freq divides the gradient of {name} by how often an id occurs in "
-                f"one call, which is not how often the global batch has it ({why}): do without it"
-            )
-
-
 def _by_what_it_sees(kind: str, name: str, whose: str) -> str:
     return (
         f"the forward changes {kind} {name} by what it sees, and ranks of {whose} now hold other "
@@ -300,14 +239,6 @@ def _several_times(kind: str, name: str, runs: str) -> str:
     return (
         f"the forward changes {kind} {name} each time that it runs, and {runs} it several times "
         f"for one batch. {_WAY_OUT[kind]}"
-    )
-
-
-def _unseen(name: str) -> str:
-    return (
-        f"the forward changes parameter {name}, of which each rank has its shard, and nothing here "
-        "sees whether that is what one process would make of the whole: make sure that it changes "
-        "each element by itself"
     )
 
 

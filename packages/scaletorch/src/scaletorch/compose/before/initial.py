@@ -91,7 +91,9 @@ def require_one_batch(micro_batches: Sequence[Batch], manager: ProcessGroupManag
     own = any(cut.own for cut in cuts.values())
     read = f"the rows of dp{manager.dp_rank}" if own else "the global batch"
     place = f"dp{manager.dp_rank} cp{manager.cp_rank}"
-    called = [_without_loss(batch) if cuts else batch for batch in micro_batches]
+    called: Sequence[Batch] = micro_batches
+    if cuts:
+        called = [{n: x for n, x in b.items() if not n.startswith(OF_LOSS)} for b in micro_batches]
     mine = [(read, _looks([cut.whole for cut in cuts.values()])), (place, _looks(called))]
     everyone = all_gather_object(mine, manager.world_group)
     for looked in zip(*everyone, strict=True):  # the batches that were read first
@@ -104,10 +106,6 @@ def require_one_batch(micro_batches: Sequence[Batch], manager: ProcessGroupManag
                 anywhere = {n: look for each in reversed(found) for n, look in each.items()}
                 found = [{**anywhere, **each} for each in found]
             _require_equal(where, ranks, found, manager)
-
-
-def _without_loss(batch: Batch) -> Batch:
-    return {name: entry for name, entry in batch.items() if not name.startswith(OF_LOSS)}
 
 
 def _looks(batches: Sequence[Batch]) -> list[tuple[str, list[str]]]:

@@ -125,7 +125,7 @@ def _rows_of(cut: Cut, count: int, kept: int, manager: ProcessGroupManager) -> d
     }
     dims = {name: dim for name, dim in cut.row_dims.items() if dim is not None}
     if cut.own and manager.dp_size > 1:
-        shown = {n: _on(x, "cpu") for n, x in picked.items()}
+        shown = {n: on_device(x, "cpu") for n, x in picked.items()}
         everyone = all_gather_object(shown, manager.dp_group)
         for name, dim in dims.items():
             own = cut.whole[name]
@@ -140,7 +140,8 @@ def _pick(x: Tensor, dim: int, rows: Sequence[int]) -> Tensor:
     return x.index_select(dim, torch.tensor(rows, device=x.device))
 
 
-def _on(x: Any, device: str) -> Any:
+def on_device(x: Any, device: torch.device | str) -> Any:
+    """Return a tensor on a device, anything else as it is."""
     return x.to(device) if isinstance(x, Tensor) else x
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...dist import all_gather
-from ...parallel.context_parallel import Layout, ShardedSequences, contiguous
+from ...parallel.context_parallel import ShardedSequences, contiguous
 from ...parallel.pg_manager import ProcessGroupManager
 from ..state import of_all_stages
 
@@ -83,8 +83,12 @@ class Joiner:
 
     def _form(self, part: torch.Size, whole: torch.Size) -> _Form | None:
         """Return how parts make up a whole of this shape."""
-        layout, dims = self.layout_of(whole), range(len(whole))
-        rows, own = self.rows_of_a_part, layout.local_length
+        dims = range(len(whole))
+        # One shard, if positions are not known.
+        layout = contiguous(whole[1] if len(whole) > 2 else 1, 1)
+        if self.sequences is not None:
+            layout = self.sequences.layout
+        rows, own = self._rows_of_a_part, layout.local_length
         shares = {own: False}
         if self.manager.tp_size > 1 and own % self.manager.tp_size == 0:
             shares[own // self.manager.tp_size] = True
@@ -105,21 +109,15 @@ class Joiner:
                 return _Form(0, None, flat=True, shared=shared)
         return next((_Form(r, None) for r in dims if fits({r: (rows, self.rows)})), None)
 
-    def layout_of(self, hidden: torch.Size) -> Layout:
-        """Return the layout of positions of hidden states [B, L, ...]; one shard if unknown."""
-        if self.sequences is not None:
-            return self.sequences.layout
-        return contiguous(hidden[1] if len(hidden) > 2 else 1, 1)
-
     @property
-    def rows_of_a_part(self) -> int:
+    def _rows_of_a_part(self) -> int:
         """The number of rows in one micro-batch of a rank."""
         return self.rows // (self.manager.dp_size * self.micro_batches)
 
     def _joined(self, parts: list[Tensor], form: _Form, shape: torch.Size) -> Tensor:
         manager, rows, positions = self.manager, form.rows, form.positions
         if form.flat:
-            parts = [part.unflatten(0, (self.rows_of_a_part, -1)) for part in parts]
+            parts = [part.unflatten(0, (self._rows_of_a_part, -1)) for part in parts]
             rows, positions = 0, 1
         whole = torch.cat(parts, rows)
         if form.shared:

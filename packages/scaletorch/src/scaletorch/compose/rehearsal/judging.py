@@ -32,14 +32,12 @@ class Finding:
         what: The tensor, and of which unit.
         error: 2-norm of the difference over the tensor's scale; infinite if one is missing.
         note: What is known of the difference.
-        axes: The divisions that may be its cause, see `axes_of`; None if they were not asked.
     """
 
     order: int
     what: str
     error: float
     note: str = ""
-    axes: tuple[str, ...] | None = None
 
 
 @dataclass(slots=True)

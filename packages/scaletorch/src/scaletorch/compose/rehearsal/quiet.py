@@ -68,10 +68,9 @@ class State:
             for name, buffer in module._buffers.items()
             if buffer is not None and not buffer.is_meta
         ]
-        self._hooks = [(module, kind, {**getattr(module, kind)}) for module, kind in self._kinds()]
-
-    def _kinds(self) -> Iterator[tuple[nn.Module, str]]:
-        return ((module, kind) for module in self._modules for kind in HOOKS)
+        self._hooks = [
+            (module, kind, {**getattr(module, kind)}) for module in self._modules for kind in HOOKS
+        ]
 
     def put_back(self) -> None:
         """Let all be as it was."""

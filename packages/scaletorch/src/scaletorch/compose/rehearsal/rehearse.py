@@ -21,7 +21,7 @@ from ...parallel.data_parallel import DataParallelBucket
 from ...parallel.pg_manager import ProcessGroupManager, describe_rank
 from ...parallel.pg_manager.building import eagerly
 from ..balance import router_loss
-from ..batches import Batch, Called, real_positions, real_tokens
+from ..batches import Batch, real_positions, real_tokens
 from ..before.initial import require_one_batch
 from ..forward import Terms, pipeline_of
 from ..loss import LossBatch, token_loss_sum
@@ -29,8 +29,7 @@ from ..plain import Plain
 from ..ready import as_called
 from ..summation import chain_length
 from ..words import listed
-from .axis import FEATURES, POSITIONS, ROWS, STAGES, TOKENS, advice
-from .batch import SmallBatch, entries_added, small_batch
+from .batch import SmallBatch, entries_added, on_device, small_batch
 from .joining import Joiner
 from .judging import Finding, Judge
 from .quiet import restored
@@ -38,6 +37,18 @@ from .ranks import PartedError, Ranks
 from .replay import Replay
 from .training import as_for_a_rehearsal, count_losses, trained, wish_for_float32
 
+_ADVICE = {  # what may be wrong where an axis divides
+    "tp": "tp divides features: what is computed from a share of them has to be named in the "
+    "plan, or all that it is computed from left out of it",
+    "sequence_parallel": "sequence parallelism divides tokens between layers: style what mixes or "
+    "counts them 'sequence_whole', or the layers 'sequence_layer'",
+    "cp": "cp divides positions: mix them by F.scaled_dot_product_attention alone, and read the "
+    "forward's argument position_ids rather than count them; positions that do not begin at 0 "
+    "have to be in the batch as position_ids",
+    "rows": "dp and micro-batches divide rows: compute each from that row alone",
+    "pp": "pp hands hidden states and their gradients from stage to stage: what changes them "
+    "between layers, as a hook does, has to be in a layer",
+}
 _ALL_AT_ONCE = 2**28  # bytes of weights that a rank may hold beside its own, if need be
 
 Step = Callable[..., Tensor]
@@ -84,8 +95,8 @@ def rehearse_step(
             joiner = Joiner(manager, small.sequences, small.rows, len(small.micro_batches), device)
             ranks = Ranks(model, manager, plain, joiner, records)
             ranks.exchange(hooks_changed=hooks_changed)
-            batch, loss_of = _on(small.called, device), partial(_loss, small, terms, loss_fn)
-            run = _replayed(plain, ranks, batch, loss_of, loss)
+            batch = {n: on_device(x, device) for n, x in small.called.items()}
+            run = _replayed(plain, ranks, batch, partial(_loss, small, terms, loss_fn), loss)
             return *run, _explained(model, small, terms, manager, run[1].first)
 
     try:
@@ -202,10 +213,6 @@ def _size(plain: Plain) -> int:
     return sum(p.numel() * p.element_size() for p in plain.model.parameters())
 
 
-def _on(batch: Called, device: torch.device) -> dict[str, Any]:
-    return {n: x.to(device) if isinstance(x, Tensor) else x for n, x in batch.items()}
-
-
 class _Watch(TorchDispatchMode):
     """Notes whether anything is sent or received."""
 
@@ -309,8 +316,8 @@ def _explained(
     """Return in words why a layout may differ, if it does; all ranks call it."""
     if first is None:
         return ""
-    stage, axes = pipeline_of(model).module, first.axes
-    if manager.cp_size > 1 and manager.pp_size == 1 and (axes is None or POSITIONS in axes):
+    stage = pipeline_of(model).module
+    if manager.cp_size > 1 and manager.pp_size == 1:
         asked(stage, before=False)
         called = {**as_called(small.micro_batches[0], terms)}
         called.pop("labels", None)
@@ -320,13 +327,13 @@ def _explained(
         except InvalidArgumentError as error:
             return str(error)
     divided = {
-        FEATURES: manager.tp_size > 1,
-        TOKENS: manager.tp_size > 1 and terms.shares_sequences,
-        POSITIONS: manager.cp_size > 1,
-        ROWS: manager.dp_size > 1 or len(small.micro_batches) > 1,
-        STAGES: manager.pp_size > 1,
+        "tp": manager.tp_size > 1,
+        "sequence_parallel": terms.shares_sequences,
+        "cp": manager.cp_size > 1,
+        "rows": manager.dp_size > 1 or len(small.micro_batches) > 1,
+        "pp": manager.pp_size > 1,
     }
-    return advice(axes, [axis for axis, holds in divided.items() if holds])
+    return "; ".join(_ADVICE[axis] for axis, holds in divided.items() if holds)
 
 
 def _refuse(

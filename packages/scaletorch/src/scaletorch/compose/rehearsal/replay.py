@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ...dist.building import map_tensors
 from ..summation import root_mean_square
-from .axis import axes_of
 from .calls import Both, Call, Handover, sum_of
 from .quiet import State
 from .recording import filled, hidden_of, is_same
@@ -147,7 +146,6 @@ class Replay(Both):
             if not same:
                 self.random.add(name)
                 self.unasked.append(f"{name}, which gives another answer each time")
-            self._ask_axes(call, ours)
         call.handed = [y.detach() if ours is None else ours.to(y.dtype), *made.outputs[1:]]
         if not any(each.requires_grad for each in made.outputs):
             return map_tensors(lambda t: call.handed[0] if t is y else t, made.result)
@@ -160,13 +158,6 @@ class Replay(Both):
         self._leaves += [(call, index, n, ref(leaf)) for index, n, leaf in leaves]
         self._done.setdefault(name, [])
         return map_tensors(lambda t: swapped.get(id(t), t.detach()), made.result)
-
-    def _ask_axes(self, call: Call, ours: Tensor | None) -> None:
-        """Ask on which axis a unit's output differs, if it is the first thing that does."""
-        found = self.judge.findings
-        if len(found) == 1 and found[0].order == self.judge.compared and ours is not None:
-            limit = self.judge.limit(ours.dtype)
-            found[0] = replace(found[0], axes=axes_of(call, ours, self.ranks.joiner, limit))
 
     def _give_out(self, call: Call, x: Tensor) -> Tensor | None:
         """Let the next rank run a call, forward and backward; return what all hand on.

@@ -5,14 +5,12 @@ from ..splitting.balance import parameter_costs
 from ..splitting.split import parts_of
 from ..stages.calls import release, surround
 from ..stages.cut import PassThrough, forms_cast
-from ..stages.stage import adopt
 from ..stages.stand_ins import stands
 from ..steps.batches import read
 
 __all__ = [
     "IN_FLIGHT",
     "PassThrough",
-    "adopt",
     "forms_cast",
     "parameter_costs",
     "parts_of",

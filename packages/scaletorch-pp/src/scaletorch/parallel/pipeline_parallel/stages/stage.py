@@ -298,13 +298,6 @@ class PipelineParallel(ModuleWrapper):
             self.runtime.tied.sync()
 
 
-def adopt(stage: PipelineParallel) -> None:
-    """Take note of a stage's new layers, and of what was frozen on all ranks, between two steps."""
-    if stages_of(stage.schedule, len(stage.ranks))[1]:
-        defer_weight_gradients(stage.module, stage.runtime.deferral)
-    stage.runtime.tied.forget_frozen()
-
-
 def _called_whole(num_stages: int, count: int, kwargs: Iterable[str]) -> str:
     return (
         f"{describe_rank()}: this is one of {num_stages} stages of a pipeline, which takes one "

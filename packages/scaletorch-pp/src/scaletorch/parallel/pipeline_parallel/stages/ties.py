@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 
 import torch
@@ -164,15 +164,6 @@ class TiedGradients:
         told = all_gather_object(own, self._group)
         for index, tie in enumerate(self.ties):
             _require_all_or_none([o for o in tie.owners if told[o][index]], tie)
-
-    def forget_frozen(self) -> None:
-        """Sum no more what has been frozen since, on all its owners."""
-        self.ties = tuple(
-            replace(
-                tie, trained=tie.trained and (tie.parameter is None or tie.parameter.requires_grad)
-            )
-            for tie in self.ties
-        )
 
     def begin(self) -> None:
         """Set gradients of earlier, already summed backwards aside, so that none is summed twice.
