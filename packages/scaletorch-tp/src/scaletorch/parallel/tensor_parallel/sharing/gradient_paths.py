@@ -225,10 +225,10 @@ class Walk:
         name = f"{describe_rank()}: {own_class(self._model).__name__}"
         if not both:
             return (
-                f"{name} uses a tensor given to it, of shape {tuple(given[0].shape)}, which "
-                "requires a gradient, in a parallel region or on this rank's share of the tokens, "
-                "so each rank would have a term of its gradient; use it outside, or make it a "
-                "parameter of the model"
+                f"{name} uses a tensor given to it, which requires a gradient (of shape "
+                f"{tuple(given[0].shape)}), in a parallel region or on this rank's share of the "
+                "tokens, so each rank would have a term of its gradient; use it outside, or make "
+                "it a parameter of the model"
             )
         more = f" and {len(both) - 3} more" if len(both) > 3 else ""
         hint = ""
