@@ -137,7 +137,7 @@ def test_what_leaves_before_or_comes_behind_has_whole_gradients():
 
 def refused():
     for options in REFUSED:
-        words = r"Model uses 'gate.(weight|bias)' in a parallel region \(.*'gate.*style 'replicate'"
+        words = r"Model uses 'gate.\w+'(, 'gate.\w+')? in a parallel region and outside"
         with pytest.raises(InvalidArgumentError, match=words):
             compare(made(**options), PLAN)
 

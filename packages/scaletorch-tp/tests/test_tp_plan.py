@@ -213,15 +213,6 @@ def test_a_model_that_only_resembles_a_family_is_refused():
     refuse(
         model, None, 1, "gpt-oss has such names, but 'layers.0.self_attn' has no parameter sinks"
     )
-    model = Model()
-    model.layers[1].self_attn.norms = nn.ModuleList([nn.LayerNorm(2)])
-    refuse(model, None, 2, "'layers.1.self_attn.norms.0'", "['bias', 'weight']")
-    model = Model()
-    model.layers[1].self_attn.gate = nn.Linear(2, 2)
-    refuse(model, None, 2, "'layers.1.self_attn.gate'", "['bias', 'weight']")
-    model = Model()
-    model.layers[0].mlp.register_parameter("router", nn.Parameter(torch.ones(2)))
-    refuse(model, None, 2, "'layers.0.mlp'", "router")
 
 
 def test_a_family_may_come_without_its_head():

@@ -185,7 +185,7 @@ def test_a_second_sequence_is_refused():
 class Ordered(Attention):
     """Takes positions before the hidden states."""
 
-    def forward(self, positions, x, mask=None):
+    def forward(self, positions, x):
         assert positions.shape[-1] == x.shape[-2]
         return super().forward(x)
 
@@ -209,19 +209,12 @@ class NoSequence(OrderedModel):
         return self.attention(self.positions, self.positions)
 
 
-class OwnMask(OrderedModel):
-    def mixed(self, x):
-        n = x.shape[1]
-        return self.attention(self.positions, self.first(x), torch.ones(2, 1, n, n).tril())
-
-
 def first_tensors():
     for kind in (OrderedModel, ByName):
         for rows, length in ((2, 4), (4, 8), (3, 7)):
             compare(made(kind, Ordered), {**PLAN, **ATTENTION}, length, rows)
     plan = {**PLAN, **ATTENTION}
     refused(made(NoSequence, Ordered), plan, r"a floating tensor \[..., tokens, 12\], and got")
-    refused(made(OwnMask, Ordered), plan, r"a mask of shape \(2, 1, 4, 4\), made for this rank's 4")
 
 
 def test_a_region_finds_its_hidden_states():
@@ -255,14 +248,14 @@ class Reshaping(Model):
 
 def in_words():
     plan = {**PLAN, **ATTENTION}
-    inside = r"Residual sees the whole sequence, but .* share of the tokens \(4 of 8\)"
+    inside = r"in Residual does not fit this rank's share of the tokens \(4 of 8\)"
     refused(made(Model, Residual), plan, inside)
-    refused(made(Model, Whole), plan, r"Whole has a share of the heads .* write -1 for a size")
+    refused(made(Model, Whole), plan, "in Whole does not fit .* heads and features")
     Longer.added = 4
     refused(made(Longer), plan, "It is the whole sequence, made between the layers")
     Longer.added = 1
     refused(made(Longer), plan, r"Tokens were added or dropped .* style the layers 'sequence_lay")
-    refused(made(Reshaping), plan, r"Reshaping makes something of .* 'sequence_layer', or do w")
+    refused(made(Reshaping), plan, "in Reshaping does not fit .* 'sequence_layer'; or do w")
     refused(made(Model, Partly), plan, "checkpoint the whole module")
 
 

@@ -228,6 +228,7 @@ _NO_PLAN = r"{} has no plan of its own .* writes a plan of its layers: complete 
 _NO_LAYERS = r"cannot tell which modules are the layers: .*{} has .*; pass Split\("
 _CP = r"cp divides .* it is not known where this batch .* take cp_size=1 and the ranks for dp"
 _SP = r"sequence_parallel divides .* style the layers 'sequence_layer' .* or do without it"
+_LISTS = r"shares sequences out in the layers of .* beside them: .* do without sequence parallelism"
 _OF_IMAGES = r"{} takes pixel_values, and cp divides .*: take cp_size=1"
 _TWO = r"T5\w+ was called with .*encoder_hidden_states|T5Attention was called with two sequences"
 _COUNTS = r"T5\w+ (takes no position_ids|computes its attention itself)"
@@ -236,7 +237,7 @@ _ROWS = (
     r"dp and micro-batches divide rows: compute each from that row alone"
 )
 _TOWERS = {
-    "sp": r"text_model.final_layer_norm.* joins .*do without sequence parallelism",
+    "sp": _LISTS,
     "pp": r"the model's own code between its layers fails where modules are another stage's",
     "cp": r"CLIPVisionModel is run, and text alone can be divided.*keep sequences whole",
 }
@@ -258,7 +259,7 @@ REFUSED = {
     "clip, one micro-batch": {**_TOWERS, "tp4": RIGHT, "": _ROWS},
     "clip_vision": {"sp": _SP, "cp": _OF_IMAGES.format("CLIPVisionModel")},
     "clip_text": {"cp": r"CLIPTextModel computes something else .*cp divides positions: mix them"},
-    "whisper": {"sp": _SP, "cp": _CP},
+    "whisper": {"sp": _LISTS, "cp": _CP},
     "t5": {"sp": _TWO, "cp": _COUNTS},
     "t5, longer": {"sp": _TWO, "cp": _COUNTS},
     "unet": _whole("UNet"),

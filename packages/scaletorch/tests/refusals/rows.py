@@ -233,7 +233,7 @@ CASES: Mapping[str, Mapping[str, Case]] = {
         "in and out": Case(
             models.Both,
             lambda features: "tp" in features and "sequence_parallel" not in features,
-            r"mlp\.scale.*in a parallel region .* and outside",
+            r"mlp\.scale.*in a parallel region and outside",
         ),
     },
     "uses one parameter both on shares": {

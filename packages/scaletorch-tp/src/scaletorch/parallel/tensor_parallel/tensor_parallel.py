@@ -56,10 +56,9 @@ def apply_tensor_parallel(
         plan: Pattern of module names -> style. `*` stands for any text inside one component of a
             name, a component `**` for any number of them; "" is the root. Styles are "column",
             "column_gather", "row", "row_split", "vocab", "attention", "replicate", "sequence",
-            "sharded", "sequence_layer", "sequence_whole", "sequence_positions", `Fused`,
-            `Stacked`, `PerHead`, `SharedTail` and `Divide`. None is the model's own plan
-            (transformers), its family's or that of layers of `torch.nn`, but for experts divided
-            already.
+            "sharded", "sequence_layer", "sequence_whole", `Fused`, `Stacked`, `PerHead`,
+            `SharedTail` and `Divide`. None is the model's own plan (transformers), its family's or
+            that of layers of `torch.nn`, but for experts divided already.
         group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
         sequence_parallel: Between sharded layers each rank holds its share of every sequence.
 

@@ -16,7 +16,6 @@ from ...pg_manager import axis_group, describe_rank
 from ..cuts.cut import Cut, require_shares, share_cut
 from ..cuts.fused import fuse
 from ..optimizers import watch
-from ..regions.region import leave
 from ..regions.sequence_shares import SequenceShares
 from ..regions.surround import not_pickled
 from ..regions.uncompiled import gather, reduce
@@ -243,7 +242,7 @@ class TensorParallelLayer(nn.Module):
         """End the region: sum the ranks' partial results, whole on each rank or in shares."""
         if self.sequence is None:
             return reduce(partial, self.group)
-        return leave(partial, self.sequence)
+        return self.sequence.leave(partial)
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
         """Return this rank's shard of a whole tensor, a view if it is contiguous there."""

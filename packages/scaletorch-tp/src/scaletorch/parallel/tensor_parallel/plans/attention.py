@@ -139,14 +139,6 @@ def head_length(attention: nn.Module, query_size: int, *, by_config: bool = True
     return 0
 
 
-def head_length_of(
-    modules: Mapping[str, nn.Module], attention: str, projections: tuple[str, ...]
-) -> int:
-    """Return the length of a head, or 0 if nothing tells it; the first projection is of queries."""
-    query = modules.get(f"{attention}.{projections[0]}")
-    return head_length(modules[attention], 0 if query is None else out_features(query))
-
-
 def out_features(module: nn.Module) -> int:
     """Return the output features of a linear layer or a Conv1D, or 0 for another module."""
     return int(getattr(module, "out_features", 0) or getattr(module, "nf", 0))

@@ -6,7 +6,7 @@ that say nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,19 +40,15 @@ class Family:
     foreign: frozenset[str] = frozenset()
 
     @property
-    def heads(self) -> dict[str, tuple[str, ...]]:
-        """Pattern of attention -> its projections, whose outputs are cut at head borders."""
-        attention = (p for p, style in self.plan.items() if isinstance(style, Divide | PerHead))
-        return {pattern: self._columns(pattern) for pattern in attention}
+    def heads(self) -> tuple[str, ...]:
+        """Patterns of attention, whose projections are cut at head borders."""
+        return tuple(p for p, style in self.plan.items() if isinstance(style, Divide | PerHead))
 
     @property
-    def complete(self) -> tuple[str, ...]:
-        """Patterns of attention and MLPs, in which every parameter must be the plan's.
-
-        One that is not (a router) would get a part of its gradient only.
-        """
-        above = dict.fromkeys(pattern.rpartition(".")[0] for pattern in self.plan)
-        return tuple(pattern for pattern in above if self._columns(pattern))
+    def regions(self) -> tuple[str, ...]:
+        """Patterns of attention and MLPs: of modules that have column-parallel layers."""
+        columns = (p for p, s in self.plan.items() if getattr(s, "style", s) == "column")
+        return tuple(dict.fromkeys(pattern.rpartition(".")[0] for pattern in columns))
 
     def lacks(self, names: Iterable[str]) -> bool:
         """Return whether a model with modules of these names is of another family."""
@@ -60,27 +56,17 @@ class Family:
         needed = (p for p, s in self.plan.items() if s not in _OPTIONAL and p not in self.may_lack)
         return any(not matching(pattern, names) for pattern in needed)
 
-    def _columns(self, parent: str) -> tuple[str, ...]:
-        styles = {p: getattr(s, "style", s) for p, s in self.plan.items()}
-        below = (p.rpartition(".") for p, style in styles.items() if style == "column")
-        return tuple(name for above, _, name in below if above == parent)
-
 
 class Recognised(NamedTuple):
     """What is known of a model for which no plan was given.
 
     Attributes:
-        name: What messages call that knowledge.
         matches: What is sharded.
-        complete: Names of modules in which every parameter must be among the matches.
-        heads: Name of an attention module -> its projections, cut at head borders. What sums
-            gradients in it must be of the size of one head.
+        heads: Names of attention modules, whose projections are cut at head borders.
     """
 
-    name: str
     matches: list[Match]
-    complete: tuple[str, ...]
-    heads: Mapping[str, tuple[str, ...]]
+    heads: Sequence[str]
 
 
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -190,17 +176,17 @@ FAMILIES: tuple[Family, ...] = (
         "BART",  # and OPT, Whisper, Pegasus
         {
             "**.embed_tokens": "vocab",
-            "**.embed_positions": "sequence_positions",
             "**.layers.*.self_attn": _divide("num_heads", "embed_dim"),
             **_linear("**.layers.*.self_attn", _QKV, "out_proj"),
             **_BART_CROSS,
             "**.layers.*.fc1": "column",
             "**.layers.*.fc2": "row",
+            "**.layers.*": "sequence_layer",  # before them it counts positions
             "**.output_projection": "column_gather",
             "**.proj_out": "column_gather",
             **_HEAD,
         },
-        may_lack=frozenset({"**.embed_positions", *_BART_CROSS}),
+        may_lack=frozenset(_BART_CROSS),
         foreign=frozenset({"kdim"}),  # TrOCR, which reshapes by the width of hidden states
     ),
     Family(
@@ -322,7 +308,7 @@ FAMILIES: tuple[Family, ...] = (
 
 def _foreign(model: nn.Module, family: Family, names: Sequence[str]) -> str | None:
     """Return which module of the family's names has other parts or parameters, or None."""
-    for name in (n for pattern in family.complete for n in matching(pattern, names)):
+    for name in (n for pattern in family.regions for n in matching(pattern, names)):
         module = model.get_submodule(name)
         own = {**vars(module), **module._modules}
         found = [each for each in sorted(family.foreign) if own.get(each, False) is not False]
@@ -348,9 +334,8 @@ def find_family(model: nn.Module) -> Recognised | None:
         if not family.lacks(names) and _foreign(model, family, names) is None:
             optional = frozenset(p for p, style in family.plan.items() if style in _OPTIONAL)
             matches = match_plan(model, family.plan, optional | family.may_lack)
-            complete = tuple(n for pattern in family.complete for n in matching(pattern, names))
-            heads = {n: own for p, own in family.heads.items() for n in matching(p, names)}
-            return Recognised(f"the {family.name} family", matches, complete, heads)
+            heads = [name for pattern in family.heads for name in matching(pattern, names)]
+            return Recognised(matches, heads)
     return None
 
 
@@ -370,29 +355,3 @@ def unplanned(model: nn.Module, tp_size: int) -> InvalidArgumentError:
         "scaletorch.parallel.tensor_parallel writes a plan of its layers: complete it, and pass it "
         "as plan=, or leave tp_size at 1 and use the other axes"
     )
-
-
-def check_complete(modules: Mapping[str, nn.Module], known: Recognised) -> None:
-    """Refuse a model that has parameters where its family has none.
-
-    Raises:
-        InvalidArgumentError: It has.
-    """
-    planned = {m.module for m in known.matches if not isinstance(m.style, Divide)}
-    for name in known.complete:
-        for inner, module in modules[name].named_modules(prefix=name):
-            if module not in planned and module._parameters and not _is_vector(name, inner, module):
-                raise InvalidArgumentError(
-                    f"the names are those of {known.name}, but '{inner}' has "
-                    f"parameters {sorted(module._parameters)} that its plan does not know; "
-                    "pass a plan of your own"
-                )
-
-
-def _is_vector(name: str, inner: str, module: nn.Module) -> bool:
-    """Return whether what is right inside a module is a norm, or another with vectors alone.
-
-    It works on one head, or on all features: on others its shape would not fit.
-    """
-    direct = inner.rpartition(".")[0] == name and not module._modules
-    return direct and all(parameter.ndim < 2 for parameter in module.parameters())

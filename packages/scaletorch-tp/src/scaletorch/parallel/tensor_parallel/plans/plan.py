@@ -32,7 +32,6 @@ from ..layers.linear import (
 from ..layers.multihead import ParallelMultiheadAttention
 from ..regions.random import CommonRandom, ShardedRandom
 from ..regions.surround import Surrounded
-from ..sharing.positions import WholePositions
 from ..sharing.sequence_layers import SequenceLayer
 from ..sharing.shared_tail import SharedTail, TailShared
 
@@ -80,7 +79,6 @@ STYLES: Mapping[
     "sequence": None,  # what sequence parallelism makes of every module it is not told about
     "sequence_layer": SequenceLayer,
     SEQUENCE_WHOLE: None,  # with sequence parallelism it becomes a `WholeSequence`
-    "sequence_positions": WholePositions,
     "sharded": ShardedRandom,
 }
 

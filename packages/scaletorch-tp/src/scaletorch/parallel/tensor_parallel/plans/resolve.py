@@ -18,7 +18,7 @@ from ..layers.multihead import ParallelMultiheadAttention
 from ..regions.region import Region
 from ..regions.surround import cannot_surround
 from .attention import Attention, find_attentions, find_whole
-from .families import check_complete, find_family, unplanned
+from .families import find_family, unplanned
 from .plan import SEQUENCE_WHOLE, Divide, Match, Matches, Plan, children_of, match_plan, with_mixins
 from .sequences import (
     check_in_attention,
@@ -28,12 +28,10 @@ from .sequences import (
     layers_that_share,
 )
 from .sizes import (
-    Length,
-    check_head_norms,
     check_lengths,
+    check_of_heads,
     check_ties,
     find_lengths,
-    head_counts,
     local_attributes,
     with_cuts,
 )
@@ -85,14 +83,13 @@ def resolve(
             would be sharded in two ways, the model is not quite of its family, or would compute
             something else on shards of its sequences.
     """
-    found, named, heads = _match(model, plan, divided, tp_size, sequence_parallel=sequence_parallel)
+    found, heads = _match(model, plan, divided, tp_size, sequence_parallel=sequence_parallel)
     matches = {match.module: match for match in with_mixins(_checked_styles(found))}
     _check_mixins(matches.values())
+    check_of_heads(heads, matches)
+    named = {*heads.values()}
     attentions = find_attentions(model, matches, named)
-    lengths = find_lengths(model, matches, attentions, tp_size)
-    if named - attentions.keys():  # not understood by its layers: heads must divide at least
-        lengths.divided.extend(heads)
-    check_lengths(lengths, tp_size)
+    check_lengths(find_lengths(model, matches, attentions, heads, tp_size), tp_size)
     _check_heads(matches, attentions)
     matches = with_cuts(matches, attentions, tp_size)
     check_ties(model, matches)
@@ -119,25 +116,22 @@ def _match(
     tp_size: int,
     *,
     sequence_parallel: bool,
-) -> tuple[list[Match], set[nn.Module], list[Length]]:
-    """Return what is sharded, the modules known to be attention, and how many heads they have."""
+) -> tuple[list[Match], dict[str, nn.Module]]:
+    """Return what is sharded, and the modules known to be attention."""
     if plan is not None:
         found = match_plan(model, plan)
         _check_divided(found, divided)
-        return found, set(), []
+        return found, {}
     known = find_own_plan(model, divided) or find_family(model)
     known = known or find_torch_layers(model, divided)
     if known is None:
         raise unplanned(model, tp_size)
     modules = dict(model.named_modules(remove_duplicate=False))
-    check_complete(modules, known)
-    heads = list(head_counts(modules, known.heads))
-    check_head_norms(modules, known.heads, known.matches)
     left = [match for match in known.matches if match.module not in divided]
     if sequence_parallel:
         left = heads_that_gather(model, left)
         left += layers_that_share(model, left)
-    return left, {modules[name] for name in known.heads}, heads
+    return left, {name: modules[name] for name in known.heads}
 
 
 def _check_divided(matches: Iterable[Match], divided: Collection[nn.Module]) -> None:

@@ -13,9 +13,10 @@ from torch import nn
 from ....dist.errors import InvalidArgumentError
 from ..cuts.cut import Cut, legal_sizes, share_cut
 from ..cuts.fused import fuse
+from ..cuts.per_head import PerHead
 from ..layers.heads import HeadParameters
 from ..layers.multihead import ParallelMultiheadAttention
-from .attention import SHARED_KEYS, Attention, has_heads, head_length_of, latent_heads, out_features
+from .attention import SHARED_KEYS, Attention, has_heads, head_length, latent_heads
 from .plan import Divide, Match, Matches, children_of
 
 # A size that is divided over the ranks: where it is, and how long.
@@ -31,9 +32,17 @@ class Lengths(NamedTuple):
 
 
 def find_lengths(
-    model: nn.Module, matches: Matches, attentions: Attentions, tp_size: int
+    model: nn.Module,
+    matches: Matches,
+    attentions: Attentions,
+    named: Mapping[str, nn.Module],
+    tp_size: int,
 ) -> Lengths:
-    """Return what is divided: in attention that was understood the heads, else each size."""
+    """Return what is divided: in attention that was understood the heads, else each size.
+
+    Raises:
+        InvalidArgumentError: Nothing says where heads end in what is known to be attention.
+    """
     by_heads = {layer for attention in attentions.values() for layer in attention.lengths}
     # Such a layer may cut a head in two if it is cut anywhere.
     whole = {
@@ -51,6 +60,9 @@ def find_lengths(
             where = f"{match.name}.{match.layer.sharded_size}".lstrip(".")
             kind = found.divided if match.module in whole else found.shared
             kind.extend((where, length) for length in match.lengths)
+    for name, module in named.items():
+        if module not in attentions:
+            found.divided.extend(_heads(module, name, matches))
     return found
 
 
@@ -160,65 +172,68 @@ def _sharding(dim: int | None, cut: Cut | None) -> str:
     return "replicates" if dim is None else f"shards along dim {dim}{sizes}"
 
 
-def head_counts(
-    modules: Mapping[str, nn.Module], heads: Mapping[str, tuple[str, ...]]
-) -> Iterator[Length]:
-    """Yield how many heads each projection of a recognised model has, so that none is cut in two.
+def _heads(attention: nn.Module, name: str, matches: Matches) -> Iterator[Length]:
+    """Yield how many heads each projection of attention has, so that none is cut in two.
 
     Raises:
         InvalidArgumentError: Nothing says where the heads end.
     """
-    for name, projections in heads.items():
-        latent = latent_heads(modules[name])
-        if latent:
-            yield f"heads of {name}", latent
-            continue
-        found = {p: modules[f"{name}.{p}"] for p in projections if f"{name}.{p}" in modules}
-        head_dim = head_length_of(modules, name, tuple(found) or projections)
-        sizes = {projection: out_features(module) for projection, module in found.items()}
-        query = max(sizes.values(), default=0) // max(head_dim, 1)
-        for projection, size in sizes.items():
-            if head_dim > 0 and size % head_dim and size == query:  # a gate of each head
-                yield f"heads of {name}.{projection}", size
-                continue
-            if head_dim < 1 or size % head_dim:
-                raise InvalidArgumentError(
-                    f"'{name}' does not say how the {size} output features of its "
-                    f"{projection} are divided into heads: expected a head_dim, or a number "
-                    "of heads, on the module or its config; pass a plan of your own"
-                )
-            yield f"heads of {name}.{projection}", size // head_dim
+    latent = latent_heads(attention)
+    if latent:
+        yield f"heads of {name}", latent
+        return
+    columns = [m for m in children_of(attention, matches) if m.is_column]
+    sizes = [(m.name.removeprefix(f"{name}."), size) for m in columns for size in m.lengths]
+    longest = max((size for _, size in sizes), default=0)
+    length = head_length(attention, longest)
+    query = longest // max(length, 1)
+    for projection, size in sizes:
+        gate = length > 0 and size % length and size == query  # a feature of each head
+        if not gate and (length < 1 or size % length):
+            raise InvalidArgumentError(
+                f"'{name}' does not say how the {size} output features of its {projection} are "
+                "divided into heads: expected a head_dim, or a number of heads, on the module or "
+                "its config; pass a plan of your own"
+            )
+        yield f"heads of {name}.{projection}", size if gate else size // length
 
 
 _HEAD_NORM = "(q|k|query|key)_?(layer)?norm"
 
 
-def check_head_norms(
-    modules: Mapping[str, nn.Module],
-    heads: Mapping[str, tuple[str, ...]],
-    matches: Iterable[Match],
-) -> None:
-    """Refuse a norm over all heads: its statistics would be of this rank's heads only."""
-    told = {match.module for match in matches if match.style != "replicate"}
-    for attention, projections in heads.items():
-        norms = {
-            name: child
-            for name, child in modules[attention].named_children()
-            if re.fullmatch(_HEAD_NORM, name) and child not in told
-        }
-        sizes = {
-            f"{child}.{name}": parameter.numel()
-            for child, norm in norms.items()
-            for name, parameter in norm.named_parameters()
-        }
-        if not sizes:
-            continue
-        head_dim = head_length_of(modules, attention, projections)
-        shared = vars(modules[attention]).get(SHARED_KEYS)  # normed once for all heads
-        for name, size in sizes.items():
-            if size not in (head_dim, shared):
+def check_of_heads(named: Mapping[str, nn.Module], matches: Matches) -> None:
+    """Refuse what stays whole in attention although it is of all heads, of which a rank has some.
+
+    That is a norm over several of them, and a parameter with an element for each.
+
+    Args:
+        named: Modules known to be attention.
+        matches: What of the model is sharded.
+    """
+    for attention, module in named.items():
+        mine = children_of(module, matches)
+        sizes = [length for match in mine if match.is_column for length in match.lengths]
+        length = head_length(module, max(sizes, default=0))
+        if not length:
+            continue  # refused where heads are counted
+        counts = {size // length for size in sizes} - {0, 1}
+        own = isinstance(getattr(matches.get(module), "style", None), PerHead)
+        for name, parameter in module.named_parameters(recurse=False):
+            if not own and parameter.ndim == 1 and parameter.numel() in counts:
                 raise InvalidArgumentError(
-                    f"'{attention}.{name}' has {size} elements, but a head has "
-                    f"{head_dim}: a norm over several heads does not divide over ranks; only one "
-                    "over each head can be tensor parallel"
+                    f"'{attention}.{name}' has {parameter.numel()} elements, as many as there are "
+                    "heads, and the plan does not name it; pass a plan of your own, with PerHead "
+                    "for the module"
                 )
+        told = {m.module for m in matches.values() if m.style != "replicate"}
+        legal = (length, vars(module).get(SHARED_KEYS))  # the latter is normed once for all heads
+        for child, norm in module.named_children():
+            if not re.fullmatch(_HEAD_NORM, child) or norm in told:
+                continue
+            for name, parameter in norm.named_parameters():
+                if parameter.numel() not in legal:
+                    raise InvalidArgumentError(
+                        f"'{attention}.{child}.{name}' has {parameter.numel()} elements, but a "
+                        f"head has {length}: a norm over several heads does not divide over "
+                        "ranks; only one over each head can be tensor parallel"
+                    )

@@ -39,7 +39,7 @@ def find_torch_layers(model: nn.Module, divided: Collection[nn.Module] = ()) -> 
         return None
     matches = with_outputs(matches)
     ordered = [matches[module] for module in model.modules() if module in matches]
-    return Recognised("torch.nn's transformer layers", ordered, (), {})
+    return Recognised(ordered, ())
 
 
 def computes_as_torch(layer: nn.Module) -> bool:

@@ -16,9 +16,9 @@ from ..cuts.fused import Fused
 from ..cuts.per_head import PerHead
 from ..cuts.stacked import Slices, Stacked
 from ..sharing.shared_tail import SharedTail
-from .attention import SHARED_KEYS, has_heads, head_length_of, latent_heads, out_features
+from .attention import SHARED_KEYS, has_heads, latent_heads
 from .families import Recognised
-from .plan import Match, Matches, Style, look_up
+from .plan import Match, Matches, Style, children_of, look_up
 
 PER_HEAD = "local_params"  # the style of a module of which single parameters have one
 SHARED_TAIL = "mla_kv_a_proj"
@@ -97,15 +97,14 @@ def find_own_plan(model: nn.Module, divided: Collection[nn.Module] = ()) -> Reco
                 f"style '{plan[pattern]}', but only modules are sharded; pass a plan of your own"
             )
     _leave_whole(modules, matches)
-    heads = dict(_attentions(modules, matches))
+    heads = [*_attentions(modules, matches)]
     for match in latent_wholes(modules, heads):
         matches.setdefault(match.module, match)
     _add_tied(modules, matches)
     for name in heads:  # dropout there is of this rank's heads
         matches.setdefault(modules[name], look_up(name, modules[name], name, "sharded"))
-    _check_per_head(modules, matches, heads)
     ordered = [matches[module] for module in model.modules() if module in matches]
-    return Recognised(f"{type(model).__name__}._tp_plan", ordered, (), heads)
+    return Recognised(ordered, heads)
 
 
 def _parameters(modules: Mapping[str, nn.Module]) -> Iterator[tuple[nn.Module, str]]:
@@ -168,19 +167,15 @@ def _match(plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[nn
     return matches
 
 
-def _attentions(
-    modules: Mapping[str, nn.Module], matches: Matches
-) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the modules that work on this rank's heads, and their sharded projections."""
+def _attentions(modules: Mapping[str, nn.Module], matches: Matches) -> Iterator[str]:
+    """Yield the modules that work on this rank's heads."""
     for name, module in modules.items():
-        children = dict(module.named_children())
-        mine = {n: matches[child] for n, child in children.items() if child in matches}
-        columns = tuple(n for n, match in mine.items() if match.is_column)
-        rows = any(match.is_row for match in mine.values())
+        mine = children_of(module, matches)
+        columns, rows = any(m.is_column for m in mine), any(m.is_row for m in mine)
         called = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
         named = "attn" in called or "attention" in called
         if columns and rows and (has_heads(module) or named):
-            yield name, columns
+            yield name
 
 
 def _leave_whole(modules: Mapping[str, nn.Module], matches: dict[nn.Module, Match]) -> None:
@@ -188,31 +183,11 @@ def _leave_whole(modules: Mapping[str, nn.Module], matches: dict[nn.Module, Matc
 
     What the first of these returns is of all heads, while the rest would work on this rank's.
     """
-    for name, _ in [*_attentions(modules, matches)]:
+    for name in [*_attentions(modules, matches)]:
         children = modules[name].children()
         if sum(child in matches and matches[child].is_row for child in children) > 1:
             for inner in modules[name].modules():
                 matches.pop(inner, None)
-
-
-def _check_per_head(
-    modules: Mapping[str, nn.Module], matches: Matches, heads: Mapping[str, tuple[str, ...]]
-) -> None:
-    """Refuse parameters that have something for each head, which the plan does not name."""
-    for attention, projections in heads.items():
-        module = modules[attention]
-        if module in matches and isinstance(matches[module].style, PerHead):
-            continue
-        length = head_length_of(modules, attention, projections)
-        wide = [out_features(module.get_submodule(name)) for name in projections]
-        counts = {width // length for width in wide} - {0, 1} if length else set()
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim == 1 and parameter.numel() in counts:
-                raise InvalidArgumentError(
-                    f"the model's own plan (_tp_plan) does not name '{attention}.{name}', of "
-                    f"{parameter.numel()} elements, as many as its heads, of which each rank has "
-                    "its own; pass a plan of your own, with PerHead for the module"
-                )
 
 
 def _add_tied(modules: Mapping[str, nn.Module], matches: dict[nn.Module, Match]) -> None:

@@ -20,8 +20,7 @@ from torch.distributed import ProcessGroup
 from ....dist.functional import copy
 from .overlap import Entrance
 from .region_inputs import Inputs, residuals_of
-from .sequence_shares import SequenceShares
-from .shape_errors import BEHIND_ROW, IN_REGION, Reason, shapes_explained
+from .sequence_shares import SequenceShares, shapes_explained
 from .surround import Surrounded, own_class
 from .uncompiled import around_compiled, uncompiled
 
@@ -45,13 +44,11 @@ class _Running:
         overlapping: Its layers whose weights' gradients are computed while the inputs' travel.
         entries: What layers took in: tensors that entered, and entrances of those layers.
         gathered: The entrance of the sequence, with sequence parallelism.
-        left: Whether a row-parallel layer has left it.
     """
 
     overlapping: list[Any]
     entries: dict[Any, _Entry] = field(default_factory=dict)
     gathered: Entrance | None = None
-    left: bool = False
 
     def once(self, x: Tensor, call: Callable[..., T], *args: Any) -> T:
         """Return `call(x, *args)`, made for the first layer that takes in `x`."""
@@ -117,14 +114,6 @@ def in_region() -> Iterator[None]:
         _running.reset(token)
 
 
-def leave(x: Tensor, sequence: SequenceShares) -> Tensor:
-    """Return this rank's share of the sum of the ranks' partial results, and note it."""
-    running = _running.get()
-    if running is not None:
-        running.left = True
-    return sequence.leave(x)
-
-
 class Region(Surrounded):
     """A module that holds column-parallel layers: what they take enters once.
 
@@ -140,29 +129,23 @@ class Region(Surrounded):
         """Run the module's own forward."""
         children = [layer_of(each) for each in self._modules.values()]
         running = _Running([each for each in children if getattr(each, "async_all_reduce", False)])
+        explained: AbstractContextManager[None] = nullcontext()
         if self._sequence is not None:
+            name = own_class(self).__name__
             columns = [each for each in children if hasattr(each, "gather_output")]
             widths = {int(getattr(each, "in_features", 0)) for each in columns}
             gather = partial(_gather, running, self._sequence)
             # Widths tell the hidden states from a mask or from positions.
             residuals = residuals_of(own_class(self).forward, args)
-            inputs = Inputs(own_class(self).__name__, widths, self._sequence, residuals)
+            inputs = Inputs(name, widths, self._sequence, residuals)
             args, kwargs = inputs.changed(gather, args, kwargs)
+            explained = shapes_explained(name, self._sequence)
         token = _running.set(running)
         try:
-            with self._explained(running):
+            with explained:
                 return super().forward(*args, **kwargs)
         finally:
             _running.reset(token)
-
-    def _explained(self, running: _Running) -> AbstractContextManager[None]:
-        if self._sequence is None:
-            return nullcontext()
-
-        def why() -> Reason:
-            return BEHIND_ROW if running.left else IN_REGION
-
-        return shapes_explained(own_class(self).__name__, why, self._sequence)
 
 
 def summed_outside(model: nn.Module) -> Iterator[str]:

@@ -51,7 +51,7 @@ class Inputs:
         """Return the arguments with the hidden states among them changed.
 
         Raises:
-            InvalidArgumentError: There are none, or a second sequence or a mask of shares.
+            InvalidArgumentError: There are none, or a second sequence.
         """
         given: dict[int | str, Any] = dict(enumerate(args))
         given.update(kwargs.items())
@@ -93,8 +93,7 @@ class Inputs:
         )
 
     def _check(self, other: Tensor, hidden: Tensor, whole: int) -> None:
-        """Refuse what a projection might take for a second sequence, and masks of shares."""
-        own = hidden.shape[-2]
+        """Refuse what a projection might take for a second sequence."""
         widths = self.widths or {hidden.shape[-1]}
         alike = other.is_floating_point() and other.ndim == hidden.ndim
         # A table (of positions) that no gradient reaches and that is whole harms nobody.
@@ -105,12 +104,6 @@ class Inputs:
                 f"{tuple(hidden.shape)} and {tuple(other.shape)}; with sequence parallelism it "
                 "cannot be known whether the second is this rank's share of its tokens or the "
                 f"whole, nor whose sum its gradient is; {_WAY_OUT}"
-            )
-        if other.ndim == 4 and other.shape[-2:] == (own, own) and whole not in other.shape:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: {self.name} was called with a mask of shape "
-                f"{tuple(other.shape)}, made for this rank's {own} of {whole} tokens; make it from "
-                f"the ids, which are whole, or {_WAY_OUT}"
             )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +18,11 @@ from ..cuts.cut import shard_sizes
 from .overlap import DIM
 from .random import end_sharded_random
 from .surround import SharedGroup
-from .uncompiled import uncompiled
+from .uncompiled import around_compiled, uncompiled
+
+_OF_SHAPES = re.compile(
+    r"[Ss]izes? of tensor|shape '|view size|must match|split_sizes|shapes cannot be multiplied"
+)
 
 
 @dataclass(slots=True)
@@ -173,6 +180,33 @@ def find_shares(model: nn.Module) -> SequenceShares | None:
     """Return how the sequences of a model are shared out; None without sequence parallelism."""
     held = (vars(module).get("_sequence") for module in model.modules())
     return next((each for each in held if isinstance(each, SequenceShares)), None)
+
+
+@contextmanager
+@around_compiled
+def shapes_explained(where: str, shares: SequenceShares) -> Iterator[None]:
+    """Add to an error of torch about shapes what sequence parallelism has to do with it.
+
+    Args:
+        where: What the body runs.
+        shares: How sequences are shared out.
+
+    Raises:
+        InvalidArgumentError: In place of torch's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is not RuntimeError or not _OF_SHAPES.search(str(error)):
+            raise
+        tokens = "" if shares.own is None else f" ({shares.own} of {shares.length})"
+        raise InvalidArgumentError(
+            f"{describe_rank()}: something in {where} does not fit this rank's share of the "
+            f"tokens{tokens}, or within attention and MLP modules of their heads and features. "
+            "With sequence parallelism make what is of the whole length inside of these modules, "
+            "or style the layers 'sequence_layer'; or do without. "
+            f"It failed with {str(error).splitlines()[0]!r}"
+        ) from error
 
 
 def _in_backward() -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Flag, auto
 from typing import Any
 
@@ -22,7 +21,6 @@ from ..layers.base import TensorParallelLayer
 from ..regions.overlap import Enter
 from ..regions.sequence_shares import find_shares
 from ..regions.surround import own_class
-from .inner_backward import watch_inner_backward
 from .shared_tail import SumTail
 
 
@@ -45,24 +43,6 @@ _WAYS: Mapping[type, Reach] = {
     AllGather: Reach.PARTIAL,
     ReduceScatter: Reach.PARTIAL,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A node on the way back from an output, and the one before it."""
-
-    node: Node
-    reach: Reach
-    before: _Step | None
-
-
-@dataclass(slots=True)
-class _Places:
-    """Where gradients reach one leaf, for messages: a path for each way."""
-
-    leaf: Tensor
-    reach: Reach = Reach.NOT
-    steps: dict[Reach, _Step] = field(default_factory=dict)
 
 
 class Leaves:
@@ -115,7 +95,7 @@ class Walk:
         self._model, self._group, self._leaves = model, group, Leaves(model)
         self._known, self._note, self._note_opaque = known, note, note_opaque
         self._seen: set[tuple[Node, Reach]] = set()
-        self._found: dict[int, _Places] = {}
+        self._found: dict[int, tuple[Tensor, Reach]] = {}
         self._returns_parts = False
         self._outer: dict[int, Node] = {}  # where gradients of a checkpoint's inputs go
 
@@ -156,43 +136,37 @@ class Walk:
         Raises:
             InvalidArgumentError: See `GradientSums.look`.
         """
-        todo = [_Step(node, reach, None) for node, reach in roots]
-        self._returns_parts |= any(step.reach is Reach.PARTIAL for step in todo)
+        todo = [*roots]
+        self._returns_parts |= any(reach is Reach.PARTIAL for _, reach in todo)
         while todo:
-            step = todo.pop()
-            if (step.node, step.reach) in self._seen:
+            node, reach = step = todo.pop()
+            if step in self._seen:
                 continue
-            self._seen.add((step.node, step.reach))
-            for leaf in _leaves_of(step.node):
+            self._seen.add(step)
+            for leaf in _leaves_of(node):
                 outer = self._outer.get(id(leaf))
-                if outer is None:
-                    self._arrive(leaf, step)
+                if outer is not None:
+                    todo.append((outer, reach))
                 else:
-                    todo.append(_Step(outer, step.reach, step))
-            if _kind(step.node) is CheckpointFunction:
-                self._follow_later(step.node, step.reach)
+                    before = self._found.get(id(leaf), (leaf, Reach.NOT))[1]
+                    self._found[id(leaf)] = leaf, before | reach
+            if _kind(node) is CheckpointFunction:
+                self._follow_later(node, reach)
                 continue
-            after = self._after(step)
+            after = self._after(node, reach)
             todo += [
-                _Step(following, after, step)
-                for following, _ in step.node.next_functions
-                if following is not None
+                (following, after) for following, _ in node.next_functions if following is not None
             ]
         self._settle()
 
-    def _arrive(self, leaf: Tensor, step: _Step) -> None:
-        places = self._found.setdefault(id(leaf), _Places(leaf))
-        places.reach |= step.reach
-        places.steps.setdefault(step.reach, step)
-
-    def _after(self, step: _Step) -> Reach:
-        """Return what the gradients are that a node gives."""
-        node, kind = step.node, _kind(step.node)
+    def _after(self, node: Node, reach: Reach) -> Reach:
+        """Return what the gradients are that a node gives, given what those are that it gets."""
+        kind = _kind(node)
         if kind is None:
-            return step.reach
+            return reach
         way, group = _way_of(node)
         if way is not None:
-            return _WAYS[way] if group is self._group else step.reach
+            return _WAYS[way] if group is self._group else reach
         if issubclass(kind, SumTail):
             return Reach.WHOLE
         if issubclass(kind, CrossEntropy):
@@ -206,8 +180,7 @@ class Walk:
             )
         if not _is_ours(kind) and not kind.__module__.startswith("torch."):
             self._note_opaque(kind)
-            self._follow_inner(node, step.reach)
-        return step.reach
+        return reach
 
     def _follow_later(self, node: Any, reach: Reach) -> None:
         """Follow a reentrant checkpoint when it runs again, in backward: its graph is made then."""
@@ -224,32 +197,22 @@ class Walk:
 
         node.run_function = run_and_follow
 
-    def _follow_inner(self, node: Node, reach: Reach) -> None:
-        """Follow the graphs that a function makes in its backward, if it makes any."""
-
-        def look(outputs: list[Tensor]) -> None:
-            walk = Walk(self._model, self._group, self._known, self._note, self._note_opaque)
-            walk.follow([(x.grad_fn, reach) for x in outputs if x.grad_fn is not None])
-
-        watch_inner_backward(node, look)
-
     def _settle(self) -> None:
         """Note what was found.
 
         Raises:
             InvalidArgumentError: A leaf is reached both ways, or is partial and no parameter.
         """
-        both: list[_Places] = []
-        given: list[_Places] = []
-        for key, places in self._found.items():
+        both: list[str] = []
+        given: list[Tensor] = []
+        for key, (leaf, reach) in self._found.items():
             if key in self._leaves.whole:
-                reach = self._known(places.leaf) | places.reach
-                if reach is Reach.BOTH:
-                    both.append(places)
+                if self._known(leaf) | reach is Reach.BOTH:
+                    both.append(self._leaves.names[key])
                 else:
-                    self._note(places.leaf, reach)
-            elif Reach.PARTIAL in places.reach and self._is_given(places.leaf):
-                given.append(places)
+                    self._note(leaf, reach)
+            elif Reach.PARTIAL in reach and self._is_given(leaf):
+                given.append(leaf)
         if both or given:
             raise InvalidArgumentError(self._message(both, given))
 
@@ -258,48 +221,31 @@ class Walk:
         own = id(leaf) in self._leaves.names or self._is_share(leaf)
         return not own and leaf.numel() > 0  # else a mere placeholder
 
-    def _message(self, both: Collection[_Places], given: Collection[_Places]) -> str:
+    def _message(self, both: Sequence[str], given: Sequence[Tensor]) -> str:
         name = f"{describe_rank()}: {own_class(self._model).__name__}"
         if not both:
-            place = self._place(next(iter(given)).steps[Reach.PARTIAL])
             return (
-                f"{name} uses a tensor given to it, which requires a gradient, in a parallel "
-                f"region or on this rank's share of the tokens ({place}), so each rank would have "
-                "a term of its gradient; use it outside, or make it a parameter of the model"
+                f"{name} uses a tensor given to it, which requires a gradient (of shape "
+                f"{tuple(given[0].shape)}), in a parallel region or on this rank's share of the "
+                "tokens, so each rank would have a term of its gradient; use it outside, or make "
+                "it a parameter of the model"
             )
-        shown = []
-        for places in [*both][:3]:
-            own = self._leaves.names[id(places.leaf)]
-            where = {each: self._place(step) for each, step in places.steps.items()}
-            inside = where.get(Reach.PARTIAL, "in another stage or forward")
-            outside = where.get(Reach.WHOLE, "in another stage or forward")
-            shown.append(f"'{own}' in a parallel region ({inside}) and outside of one ({outside})")
         more = f" and {len(both) - 3} more" if len(both) > 3 else ""
+        hint = ""
         if self._returns_parts:
-            more += (
+            hint = (
                 ". What the model returns is of this rank's shards alone, perhaps because a head "
                 "multiplies by a sharded table without entering a region, as F.linear(x, "
                 "embedding.weight) does: make it an nn.Linear with that weight, of style "
                 "'column_gather'"
             )
         return (
-            f"{name} uses {'; '.join(shown)}{more}. Inside, or on shares of the tokens, each rank "
-            "has a term of the gradient, and outside the whole of it: their sum over the ranks "
-            "would be wrong either way. Use one parameter inside and another outside, or give the "
-            "layers of that region the style 'replicate'"
+            f"{name} uses {', '.join(map(repr, both[:3]))}{more} in a parallel region and outside "
+            f"of one{hint}. Inside, or on shares of the tokens, each rank has a term of the "
+            "gradient, and outside the whole of it: their sum over the ranks would be wrong either "
+            "way. Use one parameter inside and another outside, or give the layers of that region "
+            "the style 'replicate'"
         )
-
-    def _place(self, step: _Step) -> str:
-        """Say where a leaf is used: beside, or on the way to, which other parameter."""
-        own, at = next(_leaves_of(step.node), None), step.before
-        while at is not None:
-            for node in _below(at.node):
-                leaf = getattr(node, "variable", None)
-                name = self._leaves.names.get(id(leaf))
-                if leaf is not None and leaf is not own and name is not None:
-                    return f"on the way to '{name}'"
-            at = at.before
-        return "on the way to the output"
 
 
 def _kind(node: Node) -> type | None:
@@ -340,15 +286,6 @@ def _leaves_of(node: Node) -> Iterator[Tensor]:
     if leaf is not None:
         yield leaf
     yield from getattr(node, "trained_later", ())
-
-
-def _below(node: Node, depth: int = 3) -> Iterator[Node]:
-    """Yield the nodes that a node's gradients go to, without following long ways."""
-    for following, _ in node.next_functions:
-        if following is not None:
-            yield following
-            if depth > 1 and len(following.next_functions) == 1:
-                yield from _below(following, depth - 1)
 
 
 def _gathered(model: nn.Module) -> dict[Tensor, Tensor]:

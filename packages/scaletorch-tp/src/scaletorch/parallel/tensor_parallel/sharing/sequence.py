@@ -25,11 +25,9 @@ from ..layers.heads import HeadParameters
 from ..regions.overlap import DIM
 from ..regions.random import sharded_random
 from ..regions.region import Region
-from ..regions.sequence_shares import SequenceShares, find_shares
-from ..regions.shape_errors import IN_MODEL, shapes_explained
+from ..regions.sequence_shares import SequenceShares, find_shares, shapes_explained
 from ..regions.surround import SharedGroup, Surrounded, own_class, surround
 from ..regions.uncompiled import around_compiled
-from .positions import WholePositions
 from .sequence_layers import SequenceLayer, inside_layers, layers_of
 from .whole_sequence import WholeSequence, mask_configs, whole_masks
 
@@ -57,9 +55,7 @@ class SequenceRoot(Surrounded):
             # Left to count its tokens, it would count those of its share.
             kwargs["position_ids"] = torch.arange(ids.shape[-1], device=ids.device)[None]
         with ExitStack() as stack:
-            stack.enter_context(
-                shapes_explained(own_class(self).__name__, IN_MODEL, self._sequence)
-            )
+            stack.enter_context(shapes_explained(own_class(self).__name__, self._sequence))
             stack.enter_context(whole_masks(self._configs, self._sequence))
             if self.training and not self._layered:  # else layers do
                 stack.enter_context(sharded_random(self._tp_group.group))
@@ -79,8 +75,8 @@ class SplitSequence(Surrounded):
             raise InvalidArgumentError(
                 f"{describe_rank()}: with sequence parallelism {own_class(self).__name__} must be "
                 f"called with all {length} tokens' ids or positions, and returned a tensor of "
-                f"shape {tuple(out.shape)}. If it is of positions, style it 'sequence_positions', "
-                "else do without sequence parallelism"
+                f"shape {tuple(out.shape)}. If the model counts positions, style its layers "
+                "'sequence_layer', else do without sequence parallelism"
             )
         return self._sequence.split(out)
 
@@ -100,7 +96,7 @@ def share_sequences(model: M, group: ProcessGroup | None, whole: Sequence[nn.Mod
         if module in kept:
             continue
         _share(module, shares, whole)
-        if isinstance(module, SequenceLayer | WholePositions):
+        if isinstance(module, SequenceLayer):
             vars(module)["_sequence"] = shares
     vars(surround(model, SequenceRoot, group)).update(
         _sequence=shares, _configs=[] if layers else mask_configs(model), _layered=bool(layers)
@@ -129,7 +125,7 @@ def _share(module: nn.Module, shares: SequenceShares, whole: Collection[nn.Modul
     ):
         name = "_sequence" if isinstance(module, Region) else "sequence"
         vars(module)[name] = shares
-    elif isinstance(module, nn.Embedding | WholePositions):
+    elif isinstance(module, nn.Embedding):
         vars(surround(module, SplitSequence, group))["_sequence"] = shares
 
 
