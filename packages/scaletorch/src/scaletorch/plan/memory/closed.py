@@ -237,6 +237,8 @@ def _parts(
     if own.inside and not own.last:
         rest = max(0, activations - going + min(0, chunk.inside))
         yield brought, rest, max(0, chunk.inside), messages + own.inside
+        rest = max(0, activations + min(0, chunk.inside))  # and one is there from its first on
+        yield brought, rest, max(0, chunk.inside), messages + own.bucket
     if own.brought and moment.kind != "W":  # behind this backward
         rest = max(0, activations - chunk.kept)
         again = own.again // len(chunks)  # of this chunk alone
