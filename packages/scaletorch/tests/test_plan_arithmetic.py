@@ -228,7 +228,8 @@ def test_what_is_alive_is_what_the_checked_schedule_keeps(name, chunks):
             built = schedule_of(layout)
             assert stages_of(name, ranks, chunks) == built.stages
             peaks = tuple(
-                max(sum(each.whole) + sum(each.halves) for each in own) for own in alive(layout)
+                max(sum(each.whole) + sum(each.halves) for each in alive(layout, rank))
+                for rank in range(ranks)
             )
             assert peaks == check(built).peak_live, layout
             counts = [sum(a.kind != "F" for a in own) // chunks for own in built.ranks]
@@ -248,7 +249,8 @@ def test_zero_divides_what_it_says():
     assert (second.gradients, third.parameters) == (4 * share, 4 * share)
     assert third.optimizer == 8 * share + 4 * 19
     assert first.optimizer == second.optimizer == 8 * share + 4 * 5
-    assert first.activations == whole.activations == second.activations
+    assert first.activations == whole.activations
+    assert second.activations < whole.activations  # some are gone when buckets are on their way
     wide = memory(known, Layout(Grid(dp=4)), Optimizer(sum_item=8))[0]
     assert wide.gradients == 12 * elements
 
@@ -273,7 +275,7 @@ def test_activations_are_those_of_micro_batches_under_way():
     first, last = memory(known, layout)
     assert first.activations == 2 * (150 + layers + 5)
     assert last.activations == layers + 5 + 600
-    assert first.buffers == 10 * hand  # eight that were sent latest, and two that come
+    assert first.buffers == 9 * hand  # eight that were sent latest, and one that comes
     full = memory(known, replace(layout, recompute="full"))
     assert [each.activations for each in full] == [2 * (150 + 4 * hand + 5), 4 * hand + 605]
     assert full[0].working == 90 + 8 + 3 * 960  # what it keeps but for its input, which is kept

@@ -85,7 +85,7 @@ def random_states(known: Known, layout: Layout, place: int) -> int:
     chunks = known.content(known.numbers(layout)[place]).chunks
     layers = [sum(n for kind, n in runs if kind in known.layers) for runs in chunks]
     return torch.get_rng_state().nbytes * max(
-        sum(map(mul, moment.whole, layers)) for moment in alive(layout)[place]
+        sum(map(mul, moment.whole, layers)) for moment in alive(layout, place)
     )
 
 

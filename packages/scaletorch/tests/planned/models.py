@@ -15,7 +15,7 @@ from scaletorch.plan.describing import describe
 from .drawing import Case
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
-WIDE = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 176}
+WIDE = {"vocab_size": 256, "hidden_size": 160, "intermediate_size": 440}
 
 
 def model_of(case: Case) -> Llama:

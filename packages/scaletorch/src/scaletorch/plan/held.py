@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from .description import Description
 from .layout import Layout
-from .stages import Content, Moment, alive, contents
+from .stages import Content, contents
 
 BUCKET_SIZE = 2**24  # elements, the default of `parallelize`
 SMALL = 2**18  # elements of a bucket that costs little more to start than to send
@@ -135,18 +135,20 @@ class Known:
             self.cache[key] = found
         return found
 
-    def fullest(self, layout: Layout) -> list[tuple[int, tuple[Moment, ...]]]:
-        """Return numbers of ranks with their moments, but for those of which others have more."""
-        numbers = self.numbers(layout)  # raises, if there is no such pipeline
-        every = alive(layout)
-        key = "fullest", layout.schedule, layout.grid.pp, layout.chunks, every[0], every[-1]
-        found: list[tuple[int, tuple[Moment, ...]]] | None = self.cache.get(key)
+    def ends(self, layout: Layout) -> list[tuple[int, int]]:
+        """Return number and rank of the first and the last rank of each number.
+
+        One of these holds the most: along the pipeline ranks with equal blocks keep ever more
+        micro-batches, or ever fewer.
+        """
+        numbers = self.numbers(layout)
+        key = "ends", numbers
+        found: list[tuple[int, int]] | None = self.cache.get(key)
         if found is None:
-            most: dict[int, list[Moment]] = {}
-            for number, moments in zip(numbers, every, strict=True):
-                most.setdefault(number, []).extend(moments)
-            found = [(number, _most(moments)) for number, moments in most.items()]
-            self.cache[key] = found
+            last = {number: rank for rank, number in enumerate(numbers)}
+            first = {number: rank for rank, number in reversed([*enumerate(numbers)])}
+            both = [*first.items(), *last.items()]
+            found = self.cache[key] = [*dict.fromkeys(both)]
         return found
 
     def groups(self, layout: Layout, number: int) -> tuple[Group, ...]:
@@ -187,15 +189,3 @@ class Known:
                 else:
                     found[key] = own._replace(rest=own.rest + size * times)
         return [*found.values()]
-
-
-def _most(moments: list[Moment]) -> tuple[Moment, ...]:
-    """Return the fullest moments: of each chunk one forward, one backward, one of halves."""
-    most: dict[tuple[int, str], tuple[int, Moment]] = {}
-    for moment in moments:
-        whole, halves = sum(moment.whole), sum(moment.halves)
-        keys = {"F": "F", "FB": "F", "W": "W"}.get(moment.kind, "B")
-        weighed = halves if keys == "W" else whole + halves
-        if weighed > most.get((moment.chunk, keys), (-1, moment))[0]:
-            most[moment.chunk, keys] = weighed, moment
-    return tuple(dict.fromkeys(moment for _, moment in most.values()))

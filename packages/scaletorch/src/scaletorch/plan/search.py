@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
 
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import Grid, count_communicators
@@ -75,13 +74,6 @@ class Plan:
         return lines(self.description, chosen, rank, self.optimizer)
 
 
-class Weighed(NamedTuple):
-    """A layout and its peak without communicators."""
-
-    peak: int
-    layout: Layout
-
-
 def plan(
     description: Description,
     rows: int,
@@ -129,52 +121,81 @@ def _plan(
     optimizer: Optimizer | None, time: Timer | None,
 ) -> Plan:  # fmt: skip
     known, room = Known(description, optimizer), Room(cluster.device)
-    fitting: list[Weighed] = []
-    over: list[Weighed] = []
-    refused: list[Refused] = []
+    fitting: list[Layout] = []
+    over: list[list[Layout]] = []
+    refused: list[Refused | list[Layout]] = []
     for each in legal(description, rows, cluster.ranks, chosen):
         if isinstance(each, Refused):
             refused.append(each)
             continue
-        found, near = _fitting(known, each, room.left(each.grid), chosen)
+        found, tried = _fitting(known, each, room.left(each.grid), chosen)
         fitting += found
-        if near is not None:
-            over.append(near.own)
-            refused.append(near.refused(room))
+        if not found and tried:
+            over.append(tried)
+            refused.append(tried)
     steps = None if time is None else _steps(time, description, cluster)
+    peaks = Peaks(known, room)
+    estimates = Later(lambda: _ranked(peaks, fitting, steps), len(fitting))
+    estimates[:1]  # the best is found now
     return Plan(
-        description, cluster, known.optimizer,
-        Later(lambda: _ranked(known, fitting, room, steps), len(fitting)), refused,
-        Later(lambda: _by_memory(known, over, room, steps), len(over)),
+        description, cluster, known.optimizer, estimates,
+        Later(lambda: (_refused(peaks, each) for each in refused), len(refused)),
+        Later(lambda: _by_memory(peaks, map(peaks.nearest, over), steps), len(over)),
     )  # fmt: skip
 
 
-def _ranked(
-    known: Known, layouts: Sequence[Weighed], room: Room, steps: Steps | None
-) -> Iterator[Estimate]:
+def _fitting(
+    known: Known, layout: Layout, memory: int, options: Options
+) -> tuple[list[Layout], list[Layout]]:
+    """Return what fits with the least of what saves memory, and all that was tried."""
+    found: list[Layout] = []
+    tried: list[Layout] = []
+    steps: list[tuple[int, int]] = []
+    for step, recompute, zero in ladder(layout, options, steps):
+        own = layout.saving(recompute, zero)
+        if _described(known.description, layout, recompute, own):
+            tried.append(own)
+            if peak(known, own, memory) <= memory:
+                found.append(own)
+                steps.append(step)
+    return found, tried
+
+
+def _ranked(peaks: Peaks, layouts: Sequence[Layout], steps: Steps | None) -> Iterator[Estimate]:
     """Yield estimates, the best first; no more times are worked out than tells which that is."""
     if steps is None:
-        yield from _by_memory(known, layouts, room, None)
+        yield from _by_memory(peaks, layouts, None)
         return
-    queue = [(steps.least(own.layout), -1, at) for at, own in enumerate(layouts)]
+    queue = [(steps.least(layout), -1, at) for at, layout in enumerate(layouts)]
     heapify(queue)
-    times: dict[int, Time] = {}
     while queue:
-        _, _, at = heappop(queue)
-        peak, layout = layouts[at]
-        if at in times:
-            yield _estimate(known, layout, room, times[at])
+        _, held, at = heappop(queue)
+        layout = layouts[at]
+        if held >= 0:
+            yield _estimate(peaks, layout, steps.exact(layout))
         else:  # whether it is the best is seen when its turn comes again
-            times[at] = steps.exact(layout)
-            heappush(queue, (times[at].step, peak + room.held(layout.grid), at))
+            heappush(queue, (steps.step(layout), peaks.of(layout), at))
 
 
-def _by_memory(
-    known: Known, layouts: Sequence[Weighed], room: Room, steps: Steps | None
-) -> Iterator[Estimate]:
+def _by_memory(peaks: Peaks, layouts: Iterable[Layout], steps: Steps | None) -> Iterator[Estimate]:
     """Yield estimates of layouts, those with the least memory first."""
-    for _, layout in sorted(layouts, key=lambda own: own.peak + room.held(own.layout.grid)):
-        yield _estimate(known, layout, room, steps.exact(layout) if steps else None)
+    for layout in sorted(layouts, key=peaks.of):
+        yield _estimate(peaks, layout, steps.exact(layout) if steps else None)
+
+
+def _refused(peaks: Peaks, found: Refused | list[Layout]) -> Refused:
+    """Return why all that was tried of a layout takes too much, if that is not known yet."""
+    if isinstance(found, Refused):
+        return found
+    layout, room = peaks.nearest(found), peaks.room
+    all_, how = in_bytes(room.memory), f"with zero {layout.zero}"
+    early = before(peaks.known, layout) + room.held(layout.grid)
+    if early > room.memory:
+        why = f"needs {in_bytes(early)} of {all_} before a step, {how}"
+    else:
+        needs = in_bytes(peaks.of(layout))
+        why = f"needs {needs} of {all_}, {how} and recompute {layout.recompute}"
+    return Refused(layout.grid, why, layout)
 
 
 class Room:
@@ -195,50 +216,22 @@ class Room:
         return self.memory - self.held(grid)
 
 
-class Near(NamedTuple):
-    """What of a layout takes the least memory, which is too much.
+class Peaks:
+    """The most that ranks of layouts hold, each worked out once."""
 
-    Attributes:
-        own: The layout with what saves memory, and its peak.
-        early: Bytes that are too much before a step; 0 if those are not.
-    """
+    def __init__(self, known: Known, room: Room) -> None:
+        self.known, self.room = known, room
+        self._found: dict[Layout, int] = {}
 
-    own: Weighed
-    early: int
+    def of(self, layout: Layout) -> int:
+        """Return the bytes of the fullest rank, its communicators included."""
+        if layout not in self._found:
+            self._found[layout] = peak(self.known, layout) + self.room.held(layout.grid)
+        return self._found[layout]
 
-    def refused(self, room: Room) -> Refused:
-        """Return it with the reason."""
-        layout, all_ = self.own.layout, in_bytes(room.memory)
-        held, how = room.held(layout.grid), f"with zero {layout.zero}"
-        if self.early:
-            why = f"needs {in_bytes(self.early + held)} of {all_} before a step, {how}"
-        else:
-            needs = in_bytes(self.own.peak + held)
-            why = f"needs {needs} of {all_}, {how} and recompute {layout.recompute}"
-        return Refused(layout.grid, why, layout)
-
-
-def _fitting(
-    known: Known, layout: Layout, memory: int, options: Options
-) -> tuple[list[Weighed], Near | None]:
-    """Return what fits with the least of what saves memory; if nothing does, what is nearest."""
-    found: list[Weighed] = []
-    steps: list[tuple[int, int]] = []
-    near: Weighed | None = None
-    for step, recompute, zero in ladder(layout, options, steps):
-        own = layout.saving(recompute, zero)
-        if not _described(known.description, layout, recompute, own):
-            continue
-        weighed = Weighed(peak(known, own), own)
-        if weighed.peak <= memory:
-            found.append(weighed)
-            steps.append(step)
-        elif near is None or weighed.peak < near.peak:
-            near = weighed
-    if found or near is None:
-        return found, None
-    least = before(known, near.layout)
-    return [], Near(near, least if least > memory else 0)
+    def nearest(self, layouts: Sequence[Layout]) -> Layout:
+        """Return which one takes the least."""
+        return min(layouts, key=self.of)
 
 
 def _described(description: Description, layout: Layout, recompute: Recompute, own: Layout) -> bool:
@@ -253,12 +246,12 @@ def _steps(time: Timer, description: Description, cluster: Cluster) -> Steps:
     if time is seconds_of:
         return steps_of(description, cluster)
     exact = cache(lambda layout: time(description, layout, cluster))
-    return Steps(exact, lambda layout: exact(layout).step)
+    return Steps(exact, *[lambda layout: exact(layout).step] * 2)
 
 
-def _estimate(known: Known, layout: Layout, room: Room, time: Time | None) -> Estimate:
-    ranks = layout.grid.pp
+def _estimate(peaks: Peaks, layout: Layout, time: Time | None) -> Estimate:
+    ranks, known = layout.grid.pp, peaks.known
     return Estimate(
         layout, Later(lambda: memory(known.description, layout, known=known), ranks),
-        Later(lambda: ranks_send(known, layout), ranks), time, room.held(layout.grid),
+        Later(lambda: ranks_send(known, layout), ranks), time, peaks.room.held(layout.grid),
     )  # fmt: skip

@@ -6,7 +6,6 @@ stage and what stands behind them on the last; the stages of a rank are those of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache, lru_cache, partial
 from itertools import groupby
 from typing import NamedTuple
@@ -30,7 +29,7 @@ class Moment(NamedTuple):
     """What a rank keeps while an action runs, when that is the most.
 
     Attributes:
-        kind: Of the action: "F", whose own micro-batch counts, "B", "I" and "W" for the halves of a
+        kind: Of the action: "F", whose own micro-batch counts, "B", or "I" for the first half of a
             backward; "FB" if either may run.
         chunk: Of the action.
         whole: Whole micro-batches by chunk.
@@ -161,8 +160,8 @@ def holders_of(description: Description, where: Places) -> dict[str, set[int]]:
     }
 
 
-def alive(layout: Layout) -> tuple[tuple[Moment, ...], ...]:
-    """Return for each rank the moments at which it keeps the most micro-batches.
+def alive(layout: Layout, rank: int) -> tuple[Moment, ...]:
+    """Return the moments at which a rank of the pipeline keeps the most micro-batches.
 
     For each sort of action one with the most whole ones, and one with the most of whole ones and
     halves together. No more micro-batches are followed than it takes until the pipeline repeats
@@ -172,9 +171,9 @@ def alive(layout: Layout) -> tuple[tuple[Moment, ...], ...]:
     m = layout.micro_batches
     _check(schedule, pp, chunks)
     if schedule in ("afab", "looped_bfs"):
-        return ((Moment("FB", chunks - 1, (m,) * chunks, (0,) * chunks, 0),),) * pp
+        return (Moment("FB", chunks - 1, (m,) * chunks, (0,) * chunks, 0),)
     few = enough(schedule, pp, m)
-    return _alive(schedule, pp, few, chunks, few < m)
+    return _alive(schedule, pp, few, chunks, few < m, rank)
 
 
 def enough(schedule: str, pp: int, micro_batches: int) -> int:
@@ -190,26 +189,21 @@ def enough(schedule: str, pp: int, micro_batches: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _alive(
-    schedule: str, pp: int, m: int, chunks: int, more: bool
-) -> tuple[tuple[Moment, ...], ...]:
+    schedule: str, pp: int, m: int, chunks: int, more: bool, rank: int
+) -> tuple[Moment, ...]:
     """Return the moments of `m` micro-batches; `more`: whether others follow, which repeat them."""
     if schedule == "1f1b":
-        return tuple(
-            (Moment("FB", 0, (min(pp - rank, m),), (0,), int(more or pp - rank < m)),)
-            for rank in range(pp)
-        )
-    ranks = _built(schedule, pp, m, chunks).ranks
-    return tuple(_fullest([(a.kind, a.chunk) for a in own], chunks, more) for own in ranks)
-
-
-def _fullest(actions: Sequence[tuple[str, int]], chunks: int, more: bool) -> tuple[Moment, ...]:
+        return (Moment("FB", 0, (min(pp - rank, m),), (0,), int(more or pp - rank < m)),)
     whole, halves, begun = [0] * chunks, [0] * chunks, set[int]()
     most: dict[tuple[str, int, int], tuple[tuple[int, int], Moment]] = {}
-    for kind, chunk in actions:
+    for action in _built(schedule, pp, m, chunks).ranks[rank]:
+        kind, chunk = action.kind, action.chunk
         before = tuple(whole), tuple(halves)
         added, parts = CHANGES[kind]
         whole[chunk] += added
         halves[chunk] += parts
+        if kind == "W":  # less than the other half took
+            continue
         counts = (tuple(whole), tuple(halves)) if kind == "F" else before
         both = sum(counts[0]), sum(counts[1])
         moment = Moment(kind, chunk, *counts, chunks if more else len(begun))

@@ -106,13 +106,24 @@ def memory(
         InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
     """
     own = known or Known(description, optimizer)
-    each = zip(own.numbers(layout), alive(layout), strict=True)
-    return tuple(_fullest(own, layout, number, moments)[0] for number, moments in each)
+    return tuple(
+        _fullest(own, layout, number, rank)[0] for rank, number in enumerate(own.numbers(layout))
+    )
 
 
-def peak(known: Known, layout: Layout) -> int:
-    """Return the largest total of `memory`."""
-    return max(_fullest(known, layout, *own)[0].total for own in known.fullest(layout))
+def peak(known: Known, layout: Layout, room: int | None = None) -> int:
+    """Return the largest total of `memory`; of one above `room` something above it, sooner."""
+    found = 0
+    for number, rank in known.ends(layout):
+        own = state(known, layout, number)
+        still = own.parameters + own.gradients + own.optimizer
+        if room is not None and still > room:
+            return still
+        for _, parts in _parts(known, layout, number, rank):
+            found = max(found, still + sum(parts))
+            if room is not None and found > room:
+                return found
+    return found
 
 
 def before(known: Known, layout: Layout) -> int:
@@ -144,9 +155,9 @@ def kept_by_autograd(description: Description, layout: Layout) -> tuple[int, ...
     return tuple(
         max(
             sum(n * own.kept for n, own in zip(m.whole, chunks_of(known, layout, at), strict=True))
-            for m in moments
+            for m in alive(layout, rank)
         )
-        for at, moments in zip(known.numbers(layout), alive(layout), strict=True)
+        for rank, at in enumerate(known.numbers(layout))
     )
 
 
@@ -176,7 +187,7 @@ def lines(
 
 def _lines(known: Known, layout: Layout, rank: int) -> Iterator[Line]:
     number = known.numbers(layout)[rank]
-    held, moment = _fullest(known, layout, number, alive(layout)[rank])
+    held, moment = _fullest(known, layout, number, rank)
     content = known.content(number)
     tensors = sum(group.tensors for group in known.groups(layout, number))
     count = sum(content.kinds.values())
@@ -200,57 +211,51 @@ def _lines(known: Known, layout: Layout, rank: int) -> Iterator[Line]:
     yield Line("buffers", "messages between stages", messages)
 
 
-def _fullest(
-    known: Known, layout: Layout, number: int, moments: tuple[Moment, ...]
-) -> tuple[Memory, Moment]:
+def _fullest(known: Known, layout: Layout, number: int, rank: int) -> tuple[Memory, Moment]:
     """Return what a rank holds at the moment at which that is the most."""
-    own, chunks = state(known, layout, number), chunks_of(known, layout, number)
-    most, found = -1, ((0, 0, 0, 0), moments[0])
-    for moment in moments:
-        for parts in _parts(known, layout, number, own, chunks, moment):
-            if (size := sum(parts)) > most:
-                most, found = size, (parts, moment)
-    (gradients, *rest), moment = found
+    own = state(known, layout, number)
+    moment, parts = max(_parts(known, layout, number, rank), key=lambda each: sum(each[1]))
+    gradients, *rest = parts
     return Memory(own.parameters, own.gradients + gradients, own.optimizer, *rest), moment
 
 
 def _parts(
-    known: Known, layout: Layout, number: int, own: State, chunks: list[Chunk], moment: Moment
-) -> Iterator[tuple[int, int, int, int]]:
+    known: Known, layout: Layout, number: int, rank: int
+) -> Iterator[tuple[Moment, tuple[int, int, int, int]]]:
     """Yield gradients, activations, working memory and buffers when they may be the most.
 
     In a backward activations go as fast as gradients come, so that the most is there when it begins
     or when it ends, or while its layers run.
     """
-    whole, halves = moment.whole, moment.halves
-    kept = [chunk.kept for chunk in chunks]
-    activations = sum(map(mul, whole, kept))
-    if any(halves):
-        activations += sum(map(mul, halves, [chunk.left for chunk in chunks]))
-    chunk = chunks[moment.chunk]
-    messages = _messages(known, layout, number, moment)
-    brought = own.brought * moment.begun // len(chunks)
+    own, chunks = state(known, layout, number), chunks_of(known, layout, number)
+    kept, left = [chunk.kept for chunk in chunks], [chunk.left for chunk in chunks]
     # A bucket leaves when it is full, and by then as large a share of activations has gone.
     share = own.bucket / own.whole if own.whole else 0.0
-    going = round(chunk.kept * min(1.0, share * (1 if own.last else OPEN - 1)))
-    yield brought, activations, chunk.working[moment.kind], messages + own.start
-    if own.inside and not own.last:
-        rest = max(0, activations - going + min(0, chunk.inside))
-        yield brought, rest, max(0, chunk.inside), messages + own.inside
-        rest = max(0, activations + min(0, chunk.inside))  # and one is there from its first on
-        yield brought, rest, max(0, chunk.inside), messages + own.bucket
-    if own.brought and moment.kind != "W":  # behind this backward
-        rest = max(0, activations - chunk.kept)
-        again = own.again // len(chunks)  # of this chunk alone
-        more = own.brought + (again if moment.begun else 0)
-        more -= round((again if moment.begun else own.brought) * min(1.0, share + chunk.ahead))
-        yield more, rest, chunk.tail, messages + own.inside
-    if own.last:
-        rest = max(0, chunk.kept - going + min(0, chunk.inside))
-        yield 0, rest, max(0, chunk.inside), messages + own.inside
-        come = own.last * max(0.0, 1 - share - chunk.ahead)
-        yield round(come), 0, chunk.tail, messages + own.inside
-    yield own.brought + own.last, 0, 0, own.ties
+    open_ = min(1.0, share * (1 if own.last else OPEN - 1))
+    again = own.again // len(chunks)  # of a chunk alone
+    for moment in alive(layout, rank):
+        chunk = chunks[moment.chunk]
+        activations = sum(map(mul, moment.whole, kept)) + sum(map(mul, moment.halves, left))
+        messages = _messages(known, layout, number, moment)
+        brought = own.brought * moment.begun // len(chunks)
+        yield moment, (brought, activations, chunk.working[moment.kind], messages + own.start)
+        inside, less = max(0, chunk.inside), min(0, chunk.inside)
+        if own.inside and not own.last:
+            rest = max(0, activations - round(chunk.kept * open_) + less)
+            yield moment, (brought, rest, inside, messages + own.inside)
+            rest = max(0, activations + less)  # and one is there from its first on
+            yield moment, (brought, rest, inside, messages + own.bucket)
+        if own.brought:  # behind this backward
+            rest = max(0, activations - chunk.kept)
+            more = own.brought + (again if moment.begun else 0)
+            more -= round((again if moment.begun else own.brought) * min(1.0, share + chunk.ahead))
+            yield moment, (more, rest, chunk.tail, messages + own.inside)
+        if own.last:
+            rest = max(0, chunk.kept - round(chunk.kept * open_) + less)
+            yield moment, (0, rest, inside, messages + own.inside)
+            come = own.last * max(0.0, 1 - share - chunk.ahead)
+            yield moment, (round(come), 0, chunk.tail, messages + own.inside)
+    yield moment, (own.brought + own.last, 0, 0, own.ties)
 
 
 def _messages(known: Known, layout: Layout, number: int, moment: Moment) -> int:
@@ -260,17 +265,19 @@ def _messages(known: Known, layout: Layout, number: int, moment: Moment) -> int:
     `IN_FLIGHT` messages and the one that has come; in another program there is one that has come,
     and one on its way.
     """
-    content = known.content(number)
-    if layout.grid.pp == 1 or not (content.sent or content.received):
+    if layout.grid.pp == 1:
         return 0
-    size = known.handed(layout)
-    passed = round(sum(moment.whole) * content.sent / len(content.chunks))
-    if layout.recompute == "offload":  # what has come is kept here, too
-        passed += round(sum(moment.whole) * content.received / len(content.chunks))
-    if not known.description.early:
-        return (passed + (content.sent > 0) + (content.received > 0)) * size
+    content = known.content(number)
     ways = (content.sent > 0) + (content.received > 0)
-    done = layout.micro_batches * len(content.chunks) - sum(moment.whole)
+    if not ways:
+        return 0
+    size, alive_ = known.handed(layout), sum(moment.whole)
+    passed = round(alive_ * content.sent / len(content.chunks))
+    if layout.recompute == "offload":  # what has come is kept here, too
+        passed += round(alive_ * content.received / len(content.chunks))
+    if not known.description.early:
+        return (passed + ways) * size
+    done = layout.micro_batches * len(content.chunks) - alive_
     back = min(IN_FLIGHT // ways, done) if content.received else 0
     forward = max(0, min(IN_FLIGHT // ways, done + passed) - passed) if content.sent else 0
     return (passed + back + forward + 1) * size
@@ -352,8 +359,16 @@ def chunks_of(known: Known, layout: Layout, number: int) -> list[Chunk]:
     if found is None:
         content, behaviours = known.content(number), known.description.behaviours(layout.cut)
         all_ = sum(_elements(behaviours[kind]) * n for kind, n in content.kinds.items()) or 1
-        found = [_chunk(known, layout, own, split=split) for own in content.chunks]
+        found = [_once(known, layout, own, split=split) for own in content.chunks]
         found = known.cache[key] = [own._replace(ahead=own.ahead / all_) for own in found]
+    return found
+
+
+def _once(known: Known, layout: Layout, runs: Runs, *, split: bool) -> Chunk:
+    key = "chunk", layout.cut, layout.recompute, layout.micro_rows, split, runs
+    if key not in known.cache:
+        known.cache[key] = _chunk(known, layout, runs, split=split)
+    found: Chunk = known.cache[key]
     return found
 
 
@@ -389,7 +404,7 @@ def _chunk(known: Known, layout: Layout, runs: Runs, *, split: bool) -> Chunk:
     plain = [needs for needs, _, _ in backwards]
     inside = [needs for needs, _, layer in backwards if layer] or plain
     most = {
-        "F": max(forwards), "B": max(plain), "W": under,
+        "F": max(forwards), "B": max(plain),
         "I": max(needs + left - here for needs, here, _ in backwards),
     }  # fmt: skip
     most["FB"] = max(most["F"], most["B"])

@@ -17,7 +17,6 @@ from ..layout import Layout
 from ..stages import schedule_of
 
 DIGITS = 2  # of the ratios of times by which simulations are told apart
-SHORT = 0.02  # of a micro-batch's time: messages that no rank waits for but at both ends
 
 
 class Stage(NamedTuple):
@@ -51,19 +50,18 @@ def ends(layout: Layout, stages: Sequence[Stage], message: float) -> list[float]
     def share(seconds: float) -> float:
         return max(round(seconds / unit, DIGITS), 1e-12)
 
-    passing = 2 * (len(stages) - 1) * message if message < SHORT * unit else 0.0
     alike = (
         layout.schedule, layout.chunks, ranks, share(costs.forward), share(costs.backward),
         share(costs.backward_input), share(costs.backward_weight),
-        0.0 if passing else share(message) * (message > 0),
+        round(message / unit, DIGITS + 1),
         tuple(max(round(each * len(stages), DIGITS) / len(stages), 1e-12) for each in costs.stages),
     )  # fmt: skip
     few = (2 if layout.chunks > 1 else 1) * ranks + number % ranks
     if number <= few + ranks:
-        return [end * unit + passing for end in _ends(*alike, number)]
+        return [end * unit for end in _ends(*alike, number)]
     near, far = _ends(*alike, few), _ends(*alike, few + ranks)
     rounds = (number - few) // ranks
-    return [(a + (b - a) * rounds) * unit + passing for a, b in zip(near, far, strict=True)]
+    return [(a + (b - a) * rounds) * unit for a, b in zip(near, far, strict=True)]
 
 
 @lru_cache(maxsize=4096)

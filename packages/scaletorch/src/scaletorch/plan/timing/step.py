@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from operator import add
 from typing import NamedTuple
 
 from ...parallel.pipeline_parallel import Timeline
@@ -12,7 +13,7 @@ from ..description import Description
 from ..estimate import Time
 from ..held import Known
 from ..layout import Layout
-from ..stages import schedule_of, stages_of
+from ..stages import SPLIT, schedule_of, stages_of
 from .blocks import INNER, Kind, Spends, kinds_of, summed
 from .ends import Ended, ended
 from .messages import Route, route, seconds
@@ -26,11 +27,12 @@ SURE = 0.97  # of a bound, since ratios of times are rounded before a schedule i
 
 
 class Rank(NamedTuple):
-    """A rank of the pipeline, for a micro-batch."""
+    """A rank of the pipeline, for a micro-batch, and the seconds that follow its pipeline."""
 
     stages: list[Stage]
     kinds: list[tuple[Kind, int]]
     end: Ended
+    after: float
 
     @property
     def computing(self) -> float:
@@ -71,11 +73,13 @@ class Steps(NamedTuple):
 
     Attributes:
         exact: Returns `time` of a layout.
-        least: Returns seconds that its step takes at the least, sooner: those in which the busiest
-            rank of its pipeline computes.
+        step: Returns the seconds of its step alone, sooner.
+        least: Returns seconds that its step takes at the least, much sooner: a rank of its pipeline
+            begins when the first micro-batch comes, and computes without a pause.
     """
 
     exact: Callable[[Layout], Time]
+    step: Callable[[Layout], float]
     least: Callable[[Layout], float]
 
 
@@ -84,6 +88,7 @@ def steps_of(description: Description, cluster: Cluster) -> Steps:
     known, times = Known(description), _Steps(description, cluster)
     return Steps(
         lambda layout: times.time(layout, times.ranks(known, layout)),
+        lambda layout: times.step(layout, times.ranks(known, layout)),
         lambda layout: times.least(known, layout),
     )
 
@@ -158,16 +163,29 @@ class _Steps:
         forward = sum(n * kind.forward.computing for kind, n in own)
         backward = sum(n * kind.backward.computing for kind, n in own)
         groups = known.groups(layout, number)
-        return Rank(stages, own, ended(groups, layout, forward, backward, self._cluster, ways))
+        end = ended(groups, layout, forward, backward, self._cluster, ways)
+        return Rank(stages, own, end, sum(end.exposed.values()) + end.update)
 
     def least(self, known: Known, layout: Layout) -> float:
-        """Return seconds that the busiest rank computes, as far as roundings leave that sure."""
-        kinds = self._kinds_of(layout)
-        busy = max(
-            sum(n * (kinds[k].forward.total + kinds[k].backward.total) for k, n in own.items())
-            for own in (known.content(number).kinds for number in {*known.numbers(layout)})
-        )
-        return busy * layout.micro_batches * SURE
+        """Return seconds that a step takes at the least, as far as roundings leave that sure.
+
+        Of the first and the last rank of equal ones: until the first micro-batch comes, all that
+        it computes, and if backwards are whole, the way of the last one back to the first rank.
+        """
+        ranks, number = self.ranks(known, layout), layout.micro_batches
+        coming, going = [0.0], [0.0]  # of the chunks that come first
+        for rank in ranks:
+            coming.append(coming[-1] + rank.stages[0].forward)
+            going.append(going[-1] + rank.stages[0].backward)
+        found = 0.0
+        for _, at in known.ends(layout):
+            own = ranks[at]
+            busy = number * sum(each.forward + each.backward for each in own.stages)
+            done = SURE * (coming[at] + busy)
+            found = max(found, done + own.after)
+            if layout.schedule not in SPLIT:
+                found = max(found, done + SURE * going[at] + ranks[0].after)
+        return found
 
     def stages(self, layout: Layout, ranks: list[Rank]) -> list[Stage]:
         """Return the stages of all ranks in the order of the forward."""
@@ -187,19 +205,22 @@ class _Steps:
             self._messages[key] = seconds("send", 1, handed, way, self._cluster)
         return self._messages[key]
 
-    def time(self, layout: Layout, ranks: list[Rank]) -> Time:
-        """Return the time of a step."""
-        ways, message, order = (
-            self._routes(layout.grid), self.message(layout), self.stages(layout, ranks)
-        )  # fmt: skip
-        done = ends(layout, order, message)
-        control = sum(
+    def step(self, layout: Layout, ranks: list[Rank]) -> float:
+        """Return the seconds of a step."""
+        done = ends(layout, self.stages(layout, ranks), self.message(layout))
+        return max(map(add, done, [rank.after for rank in ranks])) + self._control(layout)
+
+    def _control(self, layout: Layout) -> float:
+        ways = self._routes(layout.grid)
+        return sum(
             seconds("all_reduce", n, 0, ways[axis], self._cluster) for axis, n in CONTROL.items()
         )
-        totals = [
-            end + sum(rank.end.exposed.values()) + rank.end.update
-            for end, rank in zip(done, ranks, strict=True)
-        ]
+
+    def time(self, layout: Layout, ranks: list[Rank]) -> Time:
+        """Return the time of a step."""
+        message, order = self.message(layout), self.stages(layout, ranks)
+        done, control = ends(layout, order, message), self._control(layout)
+        totals = [end + rank.after for end, rank in zip(done, ranks, strict=True)]
         slowest = max(range(len(ranks)), key=totals.__getitem__)
         without = max(ends(layout, order, 0.0)) if message else max(done)
         return _summed(
