@@ -76,16 +76,16 @@ SHARED = [  # where the peak is that of activations, of buckets, or of shards
 
 MORE = {  # experts, with and without others to sum with; tied weights; a gradient within a block
     2: [
-        Case("wide mixture", 2, False, "float32", 64, Layout(Grid(dp=2), zero=1)),
-        Case("wide mixture", 2, True, "float32", 64,
+        Case("large mixture", 2, False, "float32", 64, Layout(Grid(dp=2), zero=1)),
+        Case("large mixture", 2, True, "float32", 64,
              Layout(Grid(cp=2, ep=2), zero=2, recompute="full", micro_batches=2)),
-        Case("wide", 4, True, "float32", 64, Layout(Grid(dp=2), zero=1, recompute="full")),
+        Case("large", 4, True, "float32", 64, Layout(Grid(dp=2), zero=1, recompute="full")),
     ],
     4: [
         Case("wide", 4, False, "float32", 64, Layout(Grid(pp=4), schedule="afab", micro_batches=2)),
-        Case("wide", 4, True, "float32", 64,
+        Case("large", 4, True, "float32", 64,
              Layout(Grid(pp=2, dp=2), zero=1, schedule="zb_h1", micro_batches=3)),
-        Case("wide mixture", 4, True, "float32", 64,
+        Case("large mixture", 4, True, "float32", 64,
              Layout(Grid(pp=2, cp=2, ep=2), zero=2, schedule="zb_v", chunks=2, micro_batches=3)),
     ],
 }  # fmt: skip
@@ -100,7 +100,7 @@ GATHERING = [
 
 @pytest.mark.filterwarnings("ignore:Memory block of unknown size")
 def test_ranks_that_share_gradients_hold_what_is_planned():
-    cases = [Case("wide", 8, False, "float32", 64, layout) for layout in SHARED]
+    cases = [Case("large", 8, False, "float32", 64, layout) for layout in SHARED]
     found = run_ranks(peaks, 4, cases, timeout=200)
     for case, *own in zip(cases, *found, strict=True):
         assert not list(higher(case, own))

@@ -12,7 +12,7 @@ from scaletorch.parallel.pg_manager import Grid
 from scaletorch.plan import Layout, Memory, Optimizer
 from scaletorch.plan.held import Known
 from scaletorch.plan.memory import kept_by_autograd, memory
-from scaletorch.plan.stages import alive
+from scaletorch.plan.stages import SPLIT, alive
 from scaletorch.plan.traffic import ranks_send
 
 from .drawing import Case
@@ -21,9 +21,9 @@ from .peaks import Peak
 from .ranks import AXES, Sends
 
 CLOSE = 0.03  # of what ranks hold and send
-# Gradients of models this small are one bucket or two, which a plan takes to be whole longer than
-# they are; of real models it is nearer.
-FEW = 0.45
+# Experts that no other rank has, with ZeRO 2 and halves of backwards: planned larger than they are.
+HALVES = 0.15
+ROOM = 2**15  # bytes of a peak that no plan has: heads of messages, flags, blocks of the allocator
 SMALL = 4096  # bytes that may be missing besides: padding, flags, states of single tensors
 Found = tuple[list[int], Sends, Sends]
 
@@ -70,8 +70,10 @@ def higher(case: Case, ranks: list[Peak]) -> Iterator[str]:
             yield f"{case}: autograd keeps {own.kept} bytes on rank {rank}, planned {kept}"
         found = planned[place].total + random_states(known, layout, place)
         most = own.before + own.taken
-        less, more = (2 * CLOSE, FEW) if layout.zero else (CLOSE, CLOSE)
-        if not (1 - less) * (most - own.rest) <= found <= (1 + more) * most:
+        off = 2 * CLOSE if layout.zero else CLOSE  # what is full of buckets is known less well
+        halves = case.family.endswith("mixture") and layout.zero == 2 and layout.schedule in SPLIT
+        more = HALVES if halves else off
+        if not (1 - off) * (most - own.rest) - ROOM <= found <= (1 + more) * most + ROOM:
             yield f"{case}: rank {rank} holds {own}, planned {planned[place]}: {found}"
 
 

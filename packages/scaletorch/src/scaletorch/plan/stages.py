@@ -171,7 +171,10 @@ def alive(layout: Layout, rank: int) -> tuple[Moment, ...]:
     m = layout.micro_batches
     _check(schedule, pp, chunks)
     if schedule in ("afab", "looped_bfs"):
-        return (Moment("FB", chunks - 1, (m,) * chunks, (0,) * chunks, 0),)
+        none = (0,) * chunks
+        first = Moment("FB", chunks - 1, (m,) * chunks, none, 0)
+        # With gradients, when one is gone.
+        return (first, Moment("B", chunks - 1, (m - 1,) * chunks, none, chunks))[: min(m, 2)]
     few = enough(schedule, pp, m)
     return _alive(schedule, pp, few, chunks, few < m, rank)
 

@@ -233,6 +233,8 @@ def _parts(
     share = own.bucket / own.whole if own.whole else 0.0
     open_ = min(1.0, share * (1 if own.last else OPEN - 1))
     again = own.again // len(chunks)  # of a chunk alone
+    # A layer that runs again fills a bucket as what it takes goes.
+    filled = own.bucket if layout.recompute == "full" else 0
     for moment in alive(layout, rank):
         chunk = chunks[moment.chunk]
         activations = sum(map(mul, moment.whole, kept)) + sum(map(mul, moment.halves, left))
@@ -240,21 +242,27 @@ def _parts(
         brought = own.brought * moment.begun // len(chunks)
         yield moment, (brought, activations, chunk.working[moment.kind], messages + own.start)
         inside, less = max(0, chunk.inside), min(0, chunk.inside)
+        open_inside, open_tail = (
+            messages + max(0, own.inside - min(filled, takes)) for takes in (inside, chunk.tail)
+        )
         if own.inside and not own.last:
             rest = max(0, activations - round(chunk.kept * open_) + less)
-            yield moment, (brought, rest, inside, messages + own.inside)
+            yield moment, (brought, rest, inside, open_inside)
             rest = max(0, activations + less)  # and one is there from its first on
             yield moment, (brought, rest, inside, messages + own.bucket)
         if own.brought:  # behind this backward
             rest = max(0, activations - chunk.kept)
-            more = own.brought + (again if moment.begun else 0)
-            more -= round((again if moment.begun else own.brought) * min(1.0, share + chunk.ahead))
-            yield moment, (more, rest, chunk.tail, messages + own.inside)
+            late = again if moment.begun else own.brought // len(chunks)
+            more = own.brought * min(moment.begun + 1, len(chunks)) // len(chunks)
+            more += (again if moment.begun else 0) - round(late * min(1.0, share + chunk.ahead))
+            yield moment, (more, rest, chunk.tail, open_tail)
         if own.last:
             rest = max(0, chunk.kept - round(chunk.kept * open_) + less)
-            yield moment, (0, rest, inside, messages + own.inside)
+            yield moment, (0, rest, inside, open_inside)
             come = own.last * max(0.0, 1 - share - chunk.ahead)
-            yield moment, (round(come), 0, chunk.tail, messages + own.inside)
+            yield moment, (round(come), 0, chunk.tail, open_tail)
+            # The last two buckets come while the shards of all before them are there.
+            yield moment, (round(own.last * (1 - share)), 0, 0, 2 * own.inside)
     yield moment, (own.brought + own.last, 0, 0, own.ties)
 
 
@@ -337,13 +345,13 @@ def _state(known: Known, layout: Layout, group: Group, ranks: int) -> State:
     coming = 0
     if ranks > 1:  # into memory of a shard, or of a bucket where sums are made here
         here = not optimizer.native or sums == 2
-        coming = group.in_a_row(2, optimizer.bucket_size) * sums // (1 if here else ranks)
+        coming = group.bucket(optimizer.bucket_size) * sums // (1 if here else ranks)
     if zero == 1 and not early:  # other programs have shards from the start
         return State(whole * item, whole * sums + own * master, states)
     if zero == 1:
         return State(whole * item, whole * sums, states, last=own * master, inside=coming,
                      bucket=bucket, whole=whole * sums)  # fmt: skip
-    shards = own * master * (2 if layout.schedule in SPLIT else 1)
+    shards = own * master * (2 if layout.schedule in SPLIT and ranks > 1 else 1)
     return State(
         whole * item, 0, states, shards, own * master,
         inside=group.in_a_row(OPEN, optimizer.bucket_size) * sums + coming,

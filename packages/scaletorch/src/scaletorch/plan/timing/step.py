@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from operator import add
 from typing import NamedTuple
 
 from ...parallel.pipeline_parallel import Timeline
@@ -208,7 +207,8 @@ class _Steps:
     def step(self, layout: Layout, ranks: list[Rank]) -> float:
         """Return the seconds of a step."""
         done = ends(layout, self.stages(layout, ranks), self.message(layout))
-        return max(map(add, done, [rank.after for rank in ranks])) + self._control(layout)
+        after = [rank.after for rank in ranks]
+        return max(a + b for a, b in zip(done, after, strict=True)) + self._control(layout)
 
     def _control(self, layout: Layout) -> float:
         ways = self._routes(layout.grid)
