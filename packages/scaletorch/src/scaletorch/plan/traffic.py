@@ -139,6 +139,9 @@ def _gradients(known: Known, layout: Layout, number: int, rounds: int) -> Iterat
             calls = layers + (group.rest > 0)
             fetches = (2 * layers + (group.rest > 0)) * layout.micro_batches
             gathered = (2 * group.elements - group.rest) * group.item * layout.micro_batches
+        if layout.zero == 2:  # a bucket with gradients of two chunks is summed for each
+            item = optimizer.sum_item or group.item
+            whole += (layout.chunks - 1) * group.bucket(optimizer.bucket_size) * item
         own = whole * (ranks - 1) // ranks * rounds
         yield Traffic(group.axis, "reduce_scatter", calls * rounds, own)
         yield Traffic(group.axis, "all_gather", fetches, gathered * (ranks - 1) // ranks)
