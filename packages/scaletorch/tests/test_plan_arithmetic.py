@@ -11,7 +11,7 @@ import pytest
 
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.parallel.pg_manager import Grid, legal_layouts
-from scaletorch.parallel.pipeline_parallel import Action, Send, check, derive_messages
+from scaletorch.parallel.pipeline_parallel import Action, Send, building, check, derive_messages
 from scaletorch.plan import (
     Affine,
     Behaviour,
@@ -32,6 +32,7 @@ from scaletorch.plan import (
 from scaletorch.plan.applying import arguments
 from scaletorch.plan.held import Known
 from scaletorch.plan.memory import memory, peak
+from scaletorch.plan.memory.closed import IN_FLIGHT
 from scaletorch.plan.stages import alive, backwards, places, schedule_of, stages_of
 from scaletorch.plan.traffic import ranks_send
 
@@ -275,6 +276,7 @@ def test_activations_are_those_of_micro_batches_under_way():
     first, last = memory(known, layout)
     assert first.activations == 2 * (150 + layers + 5)
     assert last.activations == layers + 5 + 600
+    assert IN_FLIGHT == building.IN_FLIGHT
     assert first.buffers == 9 * hand  # eight that were sent latest, and one that comes
     full = memory(known, replace(layout, recompute="full"))
     assert [each.activations for each in full] == [2 * (150 + 4 * hand + 5), 4 * hand + 605]

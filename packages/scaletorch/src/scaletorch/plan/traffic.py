@@ -131,7 +131,8 @@ def _gradients(known: Known, layout: Layout, number: int, rounds: int) -> Iterat
         whole = group.elements * (optimizer.sum_item or group.item)
         calls = group.buckets(optimizer.bucket_size)
         if not layout.zero or group.others:
-            yield from _reduced(group.axis, ranks, whole, calls)
+            times = rounds if group.others else 1  # of tied weights whole, in each round
+            yield from _reduced(group.axis, ranks, whole * times, calls * times)
             continue
         gathered, fetches = group.elements * group.item, calls
         if layout.zero == 3:  # a layer is fetched for its forward and again for its backward

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from operator import mul
 from typing import NamedTuple
 
-from ...parallel.pipeline_parallel.building import IN_FLIGHT
 from ..description import Behaviour, Description
 from ..estimate import Memory
 from ..held import Known, Optimizer
 from ..layout import Layout
 from ..stages import SPLIT, Moment, Runs, alive
 from .state import OPEN, state
+
+IN_FLIGHT = 8  # sends under way, as the pipeline's runtime has it, which needs torch
 
 
 class Chunk(NamedTuple):
