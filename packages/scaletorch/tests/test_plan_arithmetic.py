@@ -233,7 +233,7 @@ def test_what_is_alive_is_what_the_checked_schedule_keeps(name, chunks):
                 for rank in range(ranks)
             )
             assert peaks == check(built).peak_live, layout
-            counts = [sum(a.kind != "F" for a in own) // chunks for own in built.ranks]
+            counts = [sum(a.kind != "F" for a in own) / chunks for own in built.ranks]
             assert list(backwards(name, ranks, micro_batches, chunks)) == counts
 
 

@@ -34,17 +34,17 @@ def ranks_send(known: Known, layout: Layout) -> tuple[tuple[Traffic, ...], ...]:
     Raises:
         InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
     """
-    rounds = [1] * layout.grid.pp
+    rounds = [1.0] * layout.grid.pp
     if layout.zero >= 2:  # each backward sums the gradients of its chunk
         rounds = [*backwards(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)]
-    found: dict[tuple[int, int], tuple[Traffic, ...]] = {}
+    found: dict[tuple[int, float], tuple[Traffic, ...]] = {}
     for own in zip(known.numbers(layout), rounds, strict=True):
         if own not in found:
             found[own] = tuple(_calls(known, layout, *own))
     return tuple(found[own] for own in zip(known.numbers(layout), rounds, strict=True))
 
 
-def _calls(known: Known, layout: Layout, number: int, rounds: int) -> Iterator[Traffic]:
+def _calls(known: Known, layout: Layout, number: int, rounds: float) -> Iterator[Traffic]:
     """Yield the collectives of a step, those of one sort and purpose together."""
     yield from _joined(_blocks(known, layout, number))
     yield from _sends(known, layout, number)
@@ -108,7 +108,7 @@ def _partial(known: Known, layout: Layout, number: int) -> Iterator[Traffic]:
         yield from _reduced("tp", layout.grid.tp, size)
 
 
-def _ends(known: Known, layout: Layout, number: int, rounds: int) -> Iterator[Traffic]:
+def _ends(known: Known, layout: Layout, number: int, rounds: float) -> Iterator[Traffic]:
     """Yield what the end of a step sends: gradients are summed, ranks agree."""
     grid = layout.grid
     for own in (AGREED, ENDED) if grid.pp > 1 else ():
@@ -119,7 +119,7 @@ def _ends(known: Known, layout: Layout, number: int, rounds: int) -> Iterator[Tr
     yield from _reduced("world", grid.world_size, COUNTS)
 
 
-def _gradients(known: Known, layout: Layout, number: int, rounds: int) -> Iterator[Traffic]:
+def _gradients(known: Known, layout: Layout, number: int, rounds: float) -> Iterator[Traffic]:
     """Yield the sums of gradients, and with ZeRO the fetching of updated parameters."""
     optimizer, grid = known.optimizer, layout.grid
     flags: dict[str, int] = {}
@@ -132,7 +132,7 @@ def _gradients(known: Known, layout: Layout, number: int, rounds: int) -> Iterat
         calls = group.buckets(optimizer.bucket_size)
         if not layout.zero or group.others:
             times = rounds if group.others else 1  # of tied weights whole, in each round
-            yield from _reduced(group.axis, ranks, whole * times, calls * times)
+            yield from _reduced(group.axis, ranks, round(whole * times), round(calls * times))
             continue
         gathered, fetches = group.elements * group.item, calls
         if layout.zero == 3:  # a layer is fetched for its forward and again for its backward
@@ -143,13 +143,13 @@ def _gradients(known: Known, layout: Layout, number: int, rounds: int) -> Iterat
         if layout.zero == 2:  # a bucket with gradients of two chunks is summed for each
             item = optimizer.sum_item or group.item
             whole += (layout.chunks - 1) * group.bucket(optimizer.bucket_size) * item
-        own = whole * (ranks - 1) // ranks * rounds
-        yield Traffic(group.axis, "reduce_scatter", calls * rounds, own)
+        own = round(whole * (ranks - 1) // ranks * rounds)
+        yield Traffic(group.axis, "reduce_scatter", round(calls * rounds), own)
         yield Traffic(group.axis, "all_gather", fetches, gathered * (ranks - 1) // ranks)
     for axis, words in flags.items() if layout.zero < 3 else ():
         ranks = grid.edp if axis == "edp" else grid.cp * grid.dp
         # With ZeRO 2 each chunk has a round of its own.
-        times = rounds * (layout.chunks if layout.zero == 2 else 1)
+        times = round(rounds * (layout.chunks if layout.zero == 2 else 1))
         yield from _reduced(axis, ranks, words * WORD * times, times)
 
 
