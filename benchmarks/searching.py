@@ -93,7 +93,6 @@ def widened(known: Description, cut: Cut) -> tuple[Behaviour, ...]:
             parameters=tuple(map(parameter, kind.parameters)),
             sent=tuple(replace(sent, bytes=of(sent.bytes)) for sent in kind.sent),
             work=tuple(replace(w, flops=of(w.flops), moved=of(w.moved)) for w in kind.work),
-            made=tuple((name, of(a), of(b), of(c)) for name, a, b, c in kind.made),
             **{name: of(getattr(kind, name)) for name in SHRINKING},
         )
         for kind in known.behaviours(near)

@@ -17,7 +17,7 @@ from benchmarks.known.tables import compared, memory_errors, time_errors
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.plan import Cut, Layout
-from scaletorch.plan.holding import Holdings
+from scaletorch.plan.held import Known
 from scaletorch.plan.memory import memory
 from scaletorch.plan.traffic import ranks_send
 
@@ -112,7 +112,7 @@ def test_sequence_parallelism_sends_as_much_and_hides_what_is_gathered_twice():
 
 def test_a_layout_of_closed_forms_has_traffic():
     layout = Layout(Grid(tp=2, pp=2, dp=2), micro_batches=4)
-    known = Holdings(transformer(Sizes("small", 64, 2, 4, 256, 32), [layout.cut]))
+    known = Known(transformer(Sizes("small", 64, 2, 4, 256, 32), [layout.cut]))
     own = ranks_send(known, layout)[0]
     assert {each.axis for each in own if each.bytes} >= {"tp", "pp", "cp_dp"}
 

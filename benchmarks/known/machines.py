@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from scaletorch.plan import Optimizer
 from scaletorch.plan.clusters import DEVICES, Cluster, Link
-from scaletorch.plan.holding import Optimizer
 
 GIB = 2**30
 MOVING = 0.8  # share of the memory's bandwidth that all but products reach; assumed, not fitted

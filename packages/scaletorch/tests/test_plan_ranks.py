@@ -1,6 +1,6 @@
-"""What a plan says of layouts is what their ranks hold and send, to the byte and the call."""
+"""What a plan says of layouts is within 3 % of what their ranks hold and send."""
 
-from itertools import islice, product
+from itertools import islice
 
 import pytest
 from planned import (
@@ -15,13 +15,10 @@ from planned import (
     sharded,
     unlike,
 )
-from planned.models import described
 
 from scaletorch.dist.testing import preload, run_ranks
 from scaletorch.parallel.pg_manager import Grid
-from scaletorch.plan import Layout, Optimizer
-from scaletorch.plan.holding import Holdings
-from scaletorch.plan.memory import Peaks, memory
+from scaletorch.plan import Layout
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,16 +76,16 @@ SHARED = [  # where the peak is that of activations, of buckets, or of shards
 
 MORE = {  # experts, with and without others to sum with; tied weights; a gradient within a block
     2: [
-        Case("wide mixture", 2, False, "float32", 64, Layout(Grid(dp=2), zero=1)),
-        Case("wide mixture", 2, True, "float32", 64,
+        Case("large mixture", 2, False, "float32", 64, Layout(Grid(dp=2), zero=1)),
+        Case("large mixture", 2, True, "float32", 64,
              Layout(Grid(cp=2, ep=2), zero=2, recompute="full", micro_batches=2)),
-        Case("wide", 4, True, "float32", 64, Layout(Grid(dp=2), zero=1, recompute="full")),
+        Case("large", 4, True, "float32", 64, Layout(Grid(dp=2), zero=1, recompute="full")),
     ],
     4: [
         Case("wide", 4, False, "float32", 64, Layout(Grid(pp=4), schedule="afab", micro_batches=2)),
-        Case("wide", 4, True, "float32", 64,
+        Case("large", 4, True, "float32", 64,
              Layout(Grid(pp=2, dp=2), zero=1, schedule="zb_h1", micro_batches=3)),
-        Case("wide mixture", 4, True, "float32", 64,
+        Case("large mixture", 4, True, "float32", 64,
              Layout(Grid(pp=2, cp=2, ep=2), zero=2, schedule="zb_v", chunks=2, micro_batches=3)),
     ],
 }  # fmt: skip
@@ -101,27 +98,9 @@ GATHERING = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("family", "tied"), [("llama", True), ("llama", False), ("mixture", False)]
-)
-def test_searches_bound_what_shared_gradients_need(family, tied):
-    for grid in (Grid(dp=4), Grid(pp=2, dp=2)):
-        known = described(Case(family, 5, tied, "float32", 16, Layout(grid)))
-        names = [("zb_h1", 1), ("interleaved_1f1b", 2), ("zb_v", 2), ("looped_bfs", 2)]
-        schedules = [("1f1b", 1), *names][: None if grid.pp > 1 else 1]
-        every = product((500, 2000, 20000), (True, False), schedules, (1, 2))
-        for size, native, (schedule, chunks), zero in every:
-            if zero == 1:  # both know what was worked out for the other
-                holdings = Holdings(known, Optimizer(bucket_size=size, native=native))
-            layout = Layout(grid, zero=zero, schedule=schedule, chunks=chunks, micro_batches=3)
-            least, most, _ = Peaks(holdings, layout)("none", zero)
-            held = max(each.total for each in memory(known, layout, holdings=holdings))
-            assert least <= held <= most, (layout, size, native)
-
-
 @pytest.mark.filterwarnings("ignore:Memory block of unknown size")
 def test_ranks_that_share_gradients_hold_what_is_planned():
-    cases = [Case("wide", 8, False, "float32", 64, layout) for layout in SHARED]
+    cases = [Case("large", 8, False, "float32", 64, layout) for layout in SHARED]
     found = run_ranks(peaks, 4, cases, timeout=200)
     for case, *own in zip(cases, *found, strict=True):
         assert not list(higher(case, own))

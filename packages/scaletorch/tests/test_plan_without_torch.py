@@ -64,7 +64,6 @@ def kind(width: int, cut: Cut) -> Behaviour:
         kept=Affine(8, 9000 // share), handed=Affine(0, 4000 // cut.cp), entered=Affine(0, 400),
         again=Affine(0, 5000 // share),
         forward_peak=Affine(0, 7000), backward_peak=Affine(64, 9000),
-        made=(("w", Affine(0, 100), Affine(0, 300), Affine(0, 700)),),
         sent=tuple(each for each in sent if getattr(cut, each.axis) > 1),
         work=(Work("matmul", 2, Affine(0, 1e7 * width / share), Affine(0, 1e4)),),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a plan says of each rank of a case, and where the ranks differ."""
+"""What a plan says of each rank of a case, and where the ranks differ by more than it allows."""
 
 from __future__ import annotations
 
@@ -9,99 +9,87 @@ from operator import mul
 import torch
 
 from scaletorch.parallel.pg_manager import Grid
-from scaletorch.plan import Layout, Optimizer
-from scaletorch.plan.holding.holdings import Holdings
-from scaletorch.plan.holding.live import halved
+from scaletorch.plan import Layout, Memory, Optimizer
+from scaletorch.plan.held import Known
 from scaletorch.plan.memory import kept_by_autograd, memory
-from scaletorch.plan.memory.busy import busy
-from scaletorch.plan.memory.ranks import fullest_moment
-from scaletorch.plan.memory.running import running
-from scaletorch.plan.memory.state import state
-from scaletorch.plan.traffic import calls
+from scaletorch.plan.stages import SPLIT, alive
+from scaletorch.plan.traffic import ranks_send
 
 from .drawing import Case
 from .models import described, described_on_gloo
 from .peaks import Peak
 from .ranks import AXES, Sends
 
+CLOSE = 0.03  # of what ranks hold and send
+# Experts that no other rank has, with ZeRO 2 and halves of backwards: planned larger than they are.
+HALVES = 0.15
+ROOM = 2**15  # bytes of a peak that no plan has: heads of messages, flags, blocks of the allocator
+SMALL = 4096  # bytes that may be missing besides: padding, flags, states of single tensors
 Found = tuple[list[int], Sends, Sends]
 
 
-def expected(case: Case, holdings: Holdings, rank: int) -> Found:
-    """Return what a rank of a case holds, its counts and its bytes, by the plan."""
+def expected(case: Case, known: Known, rank: int) -> tuple[Memory, Sends]:
+    """Return what the fullest rank at a rank's place of the pipeline holds and sends, by axis."""
     grid, layout = case.layout.grid, case.layout
-    place = grid.coordinates(rank)
-    number = holdings.numbers(layout)[place.pp]
-    replica = place.dp * grid.cp + place.cp, grid.expert_coordinates(rank).edp
-    halves = halved(layout.schedule, grid.pp, layout.micro_batches)[place.pp]
-    held = state(holdings, layout, number, place.tp, replica, halves)
-    counts, sizes = Counter(), Counter()
-    for each in calls(holdings, layout, place.pp, place.tp):
-        own = _first(grid, each.axis, rank), each.operation
-        counts[own] += each.count
-        sizes[own] += each.bytes
-    return [held.parameters, held.gradients, held.optimizer], counts, sizes
+    place = grid.coordinates(rank).pp
+    sizes = Counter()
+    for each in ranks_send(known, layout)[place]:
+        sizes[_first(grid, each.axis, rank), each.operation] += each.bytes
+    return memory(known.description, layout, known=known)[place], sizes
 
 
 def differences(case: Case, ranks: list[Found]) -> Iterator[str]:
     """Yield what ranks have found otherwise than planned; what experts send goes by routes."""
-    holdings = Holdings(described(case), Optimizer(sum_item=case.sum_item, native=False))
-    for rank, (held, counts, sizes) in enumerate(ranks):
-        planned = expected(case, holdings, rank)
-        for what, own, found in zip(
-            ("parameters", "gradients", "state"), planned[0], held, strict=True
-        ):
-            if own != found:
+    known = Known(described(case), Optimizer(sum_item=case.sum_item, native=False))
+    for rank, (held, _, sizes) in enumerate(ranks):
+        planned, sent = expected(case, known, rank)
+        for what, own, found in (
+            ("parameters", planned.parameters, held[0]), ("state", planned.optimizer, held[2]),
+        ):  # fmt: skip
+            if not close(own, found):
                 yield f"{case}: rank {rank} has {found} bytes of {what}, planned {own}"
-        for what, own, found in (("calls", planned[1], counts), ("bytes", planned[2], sizes)):
-            for key in sorted({*own, *found}):
-                if own[key] != found[key] and not _by_routes(case, key[0], rank):
-                    yield f"{case}: rank {rank} {found[key]} {what} of {key}, planned {own[key]}"
+        for key in sorted({*sent, *sizes}):
+            if not close(sent[key], sizes[key]) and not _by_routes(case, key[0], rank):
+                yield f"{case}: rank {rank} {sizes[key]} bytes of {key}, planned {sent[key]}"
+
+
+def close(planned: int, found: int) -> bool:
+    """Return whether a plan is as near as it says."""
+    return abs(planned - found) <= CLOSE * found + SMALL
 
 
 def higher(case: Case, ranks: list[Peak]) -> Iterator[str]:
-    """Yield what autograd keeps on ranks otherwise than planned, and peaks that are 2 % off."""
+    """Yield what autograd keeps on ranks otherwise than planned, and peaks that are too far off."""
     layout = case.layout
-    holdings = Holdings(described_on_gloo(case), Optimizer(native=False))
-    planned = memory(holdings.description, layout, holdings=holdings)
+    known = Known(described_on_gloo(case), Optimizer(native=False))
+    planned = memory(known.description, layout, known=known)
     for rank, own in enumerate(ranks):
         place = layout.grid.coordinates(rank).pp
-        kept = kept_by_autograd(holdings.description, layout)[place]  # none of halves
-        if own.kept not in (None, kept):
+        kept = kept_by_autograd(known.description, layout)[place]  # none of halves
+        if own.kept is not None and not close(kept, own.kept):
             yield f"{case}: autograd keeps {own.kept} bytes on rank {rank}, planned {kept}"
-        found = planned[place].total + random_states(holdings, layout, place)
+        found = planned[place].total + random_states(known, layout, place)
         most = own.before + own.taken
-        less = _fewer_shards(holdings, layout, rank)
-        if not (0.98 * (most - own.rest) <= found and found - less <= 1.02 * most):
+        # What is full of buckets is known less well, and when gloo frees what it gathers.
+        off = 2 * CLOSE if layout.zero or layout.sequence_parallel else CLOSE
+        halves = case.family.endswith("mixture") and layout.zero == 2 and layout.schedule in SPLIT
+        more = HALVES if halves else off
+        if not (1 - off) * (most - own.rest) - ROOM <= found <= (1 + more) * most + ROOM:
             yield f"{case}: rank {rank} holds {own}, planned {planned[place]}: {found}"
 
 
-def _fewer_shards(holdings: Holdings, layout: Layout, rank: int) -> int:
-    """Return how much less a rank has of gradients than the fullest of those that share them."""
-    place, grid = layout.grid.coordinates(rank), layout.grid
-    replica = place.dp * grid.cp + place.cp, grid.expert_coordinates(rank).edp
-    halves = halved(layout.schedule, grid.pp, layout.micro_batches)[place.pp]
-    number = holdings.numbers(layout)[place.pp]
-    most, own = (
-        state(holdings, layout, number, place.tp, each, halves) for each in (None, replica)
-    )
-    return most.gradients - own.gradients
-
-
-def random_states(holdings: Holdings, layout: Layout, place: int) -> int:
-    """Return bytes of the host's random states that layers keep to run again at a rank's peak.
+def random_states(known: Known, layout: Layout, place: int) -> int:
+    """Return bytes of the host's random states that layers keep to run again.
 
     They are no part of a plan: of a device's memory they take nothing.
     """
     if layout.recompute != "full":
         return 0
-    ranks = busy(holdings, layout)
-    rank = ranks.each[ranks.places[place]]
-    (own,) = running(holdings, layout, [rank[:2]])
-    kept = fullest_moment(own, rank.moments)[1].kept
-    layers = [sum(n for k, n in c.items() if k in holdings.layers)
-              for c in holdings.chunks(rank.number)]  # fmt: skip
-    return torch.get_rng_state().nbytes * sum(map(mul, kept, layers))
+    chunks = known.content(known.numbers(layout)[place]).chunks
+    layers = [sum(n for kind, n in runs if kind in known.layers) for runs in chunks]
+    return torch.get_rng_state().nbytes * max(
+        sum(map(mul, moment.whole, layers)) for moment in alive(layout, place)
+    )
 
 
 def _by_routes(case: Case, axis: str, rank: int) -> bool:

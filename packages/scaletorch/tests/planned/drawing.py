@@ -91,8 +91,8 @@ def drawn_shared(seed: int, ranks: int) -> Iterator[Case]:
     for case in drawn_wide(seed, ranks):
         grid = case.layout.grid
         if grid.cp * grid.dp > 1:
-            family, tied = models.choice(("wide", "wide mixture")), models.random() < 0.4
-            if family == "wide mixture":
+            family, tied = models.choice(("large", "large mixture")), models.random() < 0.4
+            if family == "large mixture":
                 grid = _with_experts(models, grid)
             layout = replace(case.layout, grid=grid, zero=random_.choice((1, 2)))
             yield replace(case, family=family, tied=tied, layout=layout)

@@ -16,12 +16,13 @@ from .drawing import Case
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
 WIDE = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 176}
+LARGE = {"vocab_size": 256, "hidden_size": 160, "intermediate_size": 440}  # of several buckets
 
 
 def model_of(case: Case) -> Llama:
     """Return the plain model."""
     layers, tied = case.layers, case.tied
-    sizes = WIDE if case.family.startswith("wide") else SIZES
+    sizes = {"wide": WIDE, "large": LARGE}.get(case.family.split()[0], SIZES)
     if case.family.endswith("mixture"):
         model: Llama = Mixture(MixtureConfig(**sizes, num_layers=layers, tie_embeddings=tied))
     else:

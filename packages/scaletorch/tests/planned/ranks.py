@@ -20,7 +20,7 @@ from scaletorch.parallel.pg_manager import (
     setup_process_group_manager,
 )
 from scaletorch.plan.applying import arguments
-from scaletorch.plan.holding.stages import schedule_of
+from scaletorch.plan.stages import schedule_of
 
 from .drawing import Case
 from .models import model_of

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -17,13 +16,13 @@ from scaletorch.parallel.context_parallel import apply_context_parallel
 from scaletorch.parallel.pg_manager import ProcessGroupManager, legal_layouts
 from scaletorch.parallel.tensor_parallel import apply_tensor_parallel
 from scaletorch.plan import Layout
-from scaletorch.plan.holding.holdings import Holdings
+from scaletorch.plan.held import Known
 
-from .comparing import Found, expected
+from .comparing import Found, close, expected
 from .drawing import Case
 from .models import described, model_of
 from .peaks import Peak, most_taken
-from .ranks import Ledger, Sends, axes_of, batch_of, on_grid, storage
+from .ranks import Ledger, axes_of, batch_of, on_grid, storage
 
 COMPARED = ("all_gather", "reduce_scatter")
 
@@ -140,16 +139,12 @@ def _backwards(case: Case, model, manager: ProcessGroupManager) -> None:
 
 def unlike(case: Case, ranks: list[Found]) -> Iterator[str]:
     """Yield what ranks have found otherwise than planned: shards, and what is sent for them."""
-    holdings = Holdings(described(case))
-    for rank, (held, *found) in enumerate(ranks):
-        state, *planned = expected(case, holdings, rank)
-        if held != state:
-            yield f"{case}: rank {rank} holds {held}, planned {state}"
-        for what, own, other in zip(("calls", "bytes"), planned, found, strict=True):
-            if _shards(own) != _shards(other):
-                yield f"{case}: rank {rank} {_shards(other)} {what}, planned {_shards(own)}"
-
-
-def _shards(sent: Sends) -> Sends:
-    """Return what is sent over cp x dp, or an axis with the same ranks, for shards."""
-    return Counter({k: n for k, n in sent.items() if k[1] in COMPARED})
+    known = Known(described(case))
+    for rank, (held, _, found) in enumerate(ranks):
+        planned, sent = expected(case, known, rank)
+        for own, other in zip((planned.parameters, planned.optimizer), held[::2], strict=True):
+            if not close(own, other):
+                yield f"{case}: rank {rank} holds {held}, planned {planned}"
+        for key in (key for key in {*sent, *found} if key[1] in COMPARED):
+            if not close(sent[key], found[key]):
+                yield f"{case}: rank {rank} sends {found[key]} of {key}, planned {sent[key]}"

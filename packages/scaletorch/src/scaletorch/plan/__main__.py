@@ -20,7 +20,7 @@ from .clusters import write_cluster
 from .description import Description
 from .estimate import Estimate
 from .options import Options, Refused
-from .search import Sure, plan
+from .search import plan
 from .showing import Shown, explained, grouped, page, table
 from .timing import time, timeline
 from .written import read, write
@@ -55,16 +55,13 @@ def planned(arguments: Any) -> tuple[Shown, Sequence[Estimate]]:
     if arguments.explain and not _files(arguments):
         options = _only(parse_layout(arguments.explain), options)
     found = plan(description, arguments.rows, cluster, options=options, time=time)
-    listed, sure = len(found.estimates[: arguments.top]), found.sure
-    if arguments.json or listed < arguments.top:  # all are looked at
-        sure = Sure(len(found.estimates), len(found.refused))
     shown = Shown(
         description.name, description.length, arguments.rows, cluster,
-        found.estimates or found.over, max(sure.fit, listed),
-        [(_named(each), each.why) for each in found.refused[: sure.refused]],
+        found.estimates or found.over, len(found.estimates),
+        [(_named(each), each.why) for each in found.refused],
         lambda layout: [(f"{part}: {what}", size) for part, what, size in found.explain(layout)],
         lambda layout: timeline(description, layout, cluster),
-        [] if arguments.device or arguments.cluster else [ASSUMED], sure.open,
+        [] if arguments.device or arguments.cluster else [ASSUMED],
     )  # fmt: skip
     return shown, found.over
 

@@ -35,7 +35,6 @@ class Parameter:
         item: Bytes of an element.
         local: Elements on each tp rank.
         expert: Whether it belongs to experts, which are shared out over ep (`local` is by ep then).
-        late: Whether the second half of a backward makes its gradient, if it has halves.
     """
 
     name: str
@@ -43,7 +42,6 @@ class Parameter:
     item: int
     local: tuple[int, ...]
     expert: bool = False
-    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +98,12 @@ class Behaviour:
             parameters and without `shared`.
         shared: Bytes that all layers of a stage keep together, once: angles of positions, a mask.
             Of kinds that keep unlike ones, such as masks of two sorts, the larger counts.
-        left: Bytes that the first half of a backward leaves for the second: inputs of linear layers
-            and gradients of their outputs, each memory once.
+        left: Bytes that the first half of a backward leaves for the second: inputs of linear
+            layers, each memory once, and gradients of their outputs.
         entered: Bytes of its input, which is all that is kept with `recompute`.
         again: Bytes of `kept` that come when it runs again: all but its input.
         forward_peak: Bytes above `kept` while forward runs.
         backward_peak: Bytes above `kept` while backward runs, without gradients of parameters.
-        parted_peak: The same while the first half of a backward runs, with what that has left.
-        made: Names of parameters in the order in which backward makes their gradients, each with
-            the bytes above `kept` when it comes, those when it has been taken over, and the most
-            from then until the next one. None is before the first: there it is `backward_peak`, as
-            it is everywhere if this is empty.
         handed: Bytes of what it returns to the next block.
         sent: Its collectives.
         work: Its operations.
@@ -124,8 +117,6 @@ class Behaviour:
     again: Affine = Affine()
     forward_peak: Affine = Affine()
     backward_peak: Affine = Affine()
-    parted_peak: Affine = Affine()
-    made: tuple[tuple[str, Affine, Affine, Affine], ...] = ()
     handed: Affine = Affine()
     sent: tuple[Sent, ...] = ()
     work: tuple[Work, ...] = ()

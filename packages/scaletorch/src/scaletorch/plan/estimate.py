@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from .layout import Layout
 
@@ -13,6 +14,59 @@ if TYPE_CHECKING:
 
     from ..parallel.data_parallel import DataParallelBucket
     from ..parallel.pg_manager import ProcessGroupManager
+
+T = TypeVar("T")
+
+
+class Later(Sequence[T]):
+    """A tuple of which no more is made than somebody looks at; pickled as a plain one.
+
+    Args:
+        make: Returns the items.
+        length: How many there are.
+    """
+
+    def __init__(self, make: Callable[[], Iterable[T]], length: int) -> None:
+        self._make, self._length = make, length
+        self._items: Iterator[T] | None = None
+        self._made: list[T] = []
+
+    def _until(self, stop: int | None) -> list[T]:
+        if self._items is None:
+            self._items = iter(self._make())
+        self._made += islice(self._items, None if stop is None else max(0, stop - len(self._made)))
+        return self._made
+
+    @overload
+    def __getitem__(self, at: int) -> T: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[T, ...]: ...
+    def __getitem__(self, at: int | slice) -> T | tuple[T, ...]:
+        """Return one or some of it."""
+        if isinstance(at, slice):
+            behind = at.stop is None or min(at.start or 0, at.stop, at.step or 1) < 0
+            return tuple(self._until(None if behind else at.stop)[at])
+        return self._until(None if at < 0 else at + 1)[at]
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return self._length
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the other one has the same in the same order."""
+        return tuple(self) == (tuple(other) if isinstance(other, Later) else other)
+
+    def __hash__(self) -> int:
+        """Return the hash of the tuple."""
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        """Return the tuple's text."""
+        return repr(tuple(self))
+
+    def __reduce__(self) -> tuple[type[tuple[T, ...]], tuple[tuple[T, ...]]]:
+        """Pickle the tuple."""
+        return tuple, (tuple(self),)
 
 
 @dataclass(frozen=True, slots=True)

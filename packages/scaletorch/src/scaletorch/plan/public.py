@@ -16,11 +16,11 @@ from .clusters.calibrate import calibrate
 from .describing import describe, usual_cuts
 from .description import Affine, Behaviour, Block, Cut, Description, Parameter, Sent, Work
 from .estimate import Estimate, Memory, Time, Traffic
-from .holding import Optimizer
+from .held import Optimizer
 from .layout import Layout
 from .memory import Line, lines
 from .options import Options, Refused, legal
-from .search import Plan, Sure, plan
+from .search import Plan, plan
 from .timing import time, timer
 from .training import as_trained
 
@@ -45,7 +45,6 @@ __all__ = [
     "Plan",
     "Refused",
     "Sent",
-    "Sure",
     "Time",
     "Traffic",
     "Work",

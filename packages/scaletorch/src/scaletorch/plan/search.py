@@ -8,40 +8,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from heapq import heapify, heappop, heappush
-from itertools import chain
-from typing import Any, NamedTuple, TypeVar
 
 from ..dist.errors import InvalidArgumentError
-from .clusters import Cluster
+from ..parallel.pg_manager import Grid, count_communicators
+from .clusters import Cluster, Device
 from .description import Description
-from .estimate import Estimate, Time
-from .fitting import Bounded, Fits, Over, Room, fitting
-from .holding import Holdings, Optimizer
-from .later import Later
-from .layout import Layout
-from .memory import Line, lines, ranks_hold
-from .options import Options, Refused, legal
-from .timing import Timers, timers
+from .estimate import Estimate, Later, Time
+from .held import Known, Optimizer
+from .layout import Layout, Recompute
+from .memory import Line, before, lines, memory, peak
+from .options import Options, Refused, ladder, legal
+from .timing import Steps, steps_of
 from .timing import time as seconds_of
 from .traffic import ranks_send
+from .units import in_bytes
 
-UNKNOWN = -1  # in place of a peak: goes before all whose time is the same
-T = TypeVar("T")
 Timer = Callable[[Description, Layout, Cluster], Time]
-
-
-class Sure(NamedTuple):
-    """What bounds of peaks tell of layouts.
-
-    Attributes:
-        fit: How many of them fit, at the least.
-        refused: How many do not, or cannot be: the first of `Plan.refused`.
-        open: Of how many others only the peak itself tells.
-    """
-
-    fit: int = 0
-    refused: int = 0
-    open: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +34,9 @@ class Plan:
         description: The model.
         cluster: What it would run on.
         optimizer: What is kept for each parameter.
-        estimates: Of those that fit, the best first: by time if it is known, else by memory. What
-            one costs is worked out when it is looked at, and so is whether it fits where that takes
-            long; how many there are only all of them tell.
-        refused: The others, and why; that is put into words when it is looked at.
+        estimates: Of those that fit, the best first: by time if it is known, else by memory.
+        refused: The others, and why.
         over: Of these, what takes more memory than there is, the least first, as `estimates`.
-        sure: What is known of their numbers before all peaks are.
     """
 
     description: Description
@@ -66,7 +45,6 @@ class Plan:
     estimates: Sequence[Estimate]
     refused: Sequence[Refused]
     over: Sequence[Estimate]
-    sure: Sure
 
     def best(self) -> Estimate:
         """Return the first estimate.
@@ -128,136 +106,152 @@ def plan(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Look for no cycles meanwhile: a search makes none, and very many objects that stay.
-
-    They are not looked at when it ends either: to freeze all that there is and to let it go again
-    makes it old, at no cost.
-    """
-    before = gc.isenabled()
+    """Look for no cycles meanwhile: a search makes none, and very many objects that stay."""
+    on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if before:
-            if not gc.get_freeze_count():
-                gc.freeze()
-                gc.unfreeze()
+        if on:
             gc.enable()
 
 
 def _plan(
-    description: Description,
-    rows: int,
-    cluster: Cluster,
-    chosen: Options,
-    optimizer: Optimizer | None,
-    time: Timer | None,
-) -> Plan:
-    known = Holdings(description, optimizer)
-    room = Room(cluster.device)
-    fits, sure = Fits(known, room), 0
-    may: list[Bounded] = []
-    unsure: list[tuple[Over, list[Bounded]]] = []
-    over: list[Over] = []
-    refused: list[Refused | Over] = []
+    description: Description, rows: int, cluster: Cluster, chosen: Options,
+    optimizer: Optimizer | None, time: Timer | None,
+) -> Plan:  # fmt: skip
+    known, room = Known(description, optimizer), Room(cluster.device)
+    fitting: list[Layout] = []
+    over: list[list[Layout]] = []
+    refused: list[Refused | list[Layout]] = []
     for each in legal(description, rows, cluster.ranks, chosen):
         if isinstance(each, Refused):
             refused.append(each)
             continue
-        own, nearest = fitting(known, each, room.left(each), chosen)
-        may += own
-        if nearest is None:
-            sure += _sure(own, room)
-        elif own:
-            unsure.append((nearest, own))
-        else:
-            over.append(nearest)
-            refused.append(nearest)
-    timed = None if time is None else _timers(time, description, cluster)
-    least = [0.0 if timed is None else timed.least(own.layout) for own in may]
-    estimates = Later(_fitting(fits, may, least, timed))
+        found, tried = _fitting(known, each, room.left(each.grid), chosen)
+        fitting += found
+        if not found and tried:
+            over.append(tried)
+            refused.append(tried)
+    steps = None if time is None else _steps(time, description, cluster)
+    peaks = Peaks(known, room)
+    estimates = Later(lambda: _ranked(peaks, fitting, steps), len(fitting))
     estimates[:1]  # the best is found now
-    late = Later(near.seen(fits, own) for near, own in unsure if not any(map(fits, own)))
-    why = (each.refused(room) if isinstance(each, Over) else each for each in refused)
     return Plan(
         description, cluster, known.optimizer, estimates,
-        Later(chain(why, (each.refused(room) for each in late))),
-        Later(_by_memory(fits, over, late, timed)),
-        Sure(sure, len(refused), len(unsure)),
+        Later(lambda: (_refused(peaks, each) for each in refused), len(refused)),
+        Later(lambda: _by_memory(peaks, map(peaks.nearest, over), steps), len(over)),
     )  # fmt: skip
 
 
-def _sure(own: Sequence[Bounded], room: Room) -> int:
-    """Return how many of a layout's ways to fit are there whatever the peaks of the others are."""
-    alone = [each for each in own if not each.less and each.bounds.fits(room.left(each.layout))]
-    return len(alone) or len(own) > 0
+def _fitting(
+    known: Known, layout: Layout, memory: int, options: Options
+) -> tuple[list[Layout], list[Layout]]:
+    """Return what fits with the least of what saves memory, and all that was tried."""
+    found: list[Layout] = []
+    tried: list[Layout] = []
+    steps: list[tuple[int, int]] = []
+    for step, recompute, zero in ladder(layout, options, steps):
+        own = layout.saving(recompute, zero)
+        if _described(known.description, layout, recompute, own):
+            tried.append(own)
+            if peak(known, own, memory) <= memory:
+                found.append(own)
+                steps.append(step)
+    return found, tried
 
 
-def _timers(time: Timer, description: Description, cluster: Cluster) -> Timers:
+def _ranked(peaks: Peaks, layouts: Sequence[Layout], steps: Steps | None) -> Iterator[Estimate]:
+    """Yield estimates, the best first; no more times are worked out than tells which that is."""
+    if steps is None:
+        yield from _by_memory(peaks, layouts, None)
+        return
+    queue = [(steps.least(layout), -1, at) for at, layout in enumerate(layouts)]
+    heapify(queue)
+    while queue:
+        _, held, at = heappop(queue)
+        layout = layouts[at]
+        if held >= 0:
+            yield _estimate(peaks, layout, steps.exact(layout))
+        else:  # whether it is the best is seen when its turn comes again
+            heappush(queue, (steps.step(layout), peaks.of(layout), at))
+
+
+def _by_memory(peaks: Peaks, layouts: Iterable[Layout], steps: Steps | None) -> Iterator[Estimate]:
+    """Yield estimates of layouts, those with the least memory first."""
+    for layout in sorted(layouts, key=peaks.of):
+        yield _estimate(peaks, layout, steps.exact(layout) if steps else None)
+
+
+def _refused(peaks: Peaks, found: Refused | list[Layout]) -> Refused:
+    """Return why all that was tried of a layout takes too much, if that is not known yet."""
+    if isinstance(found, Refused):
+        return found
+    layout, room = peaks.nearest(found), peaks.room
+    all_, how = in_bytes(room.memory), f"with zero {layout.zero}"
+    early = before(peaks.known, layout) + room.held(layout.grid)
+    if early > room.memory:
+        why = f"needs {in_bytes(early)} of {all_} before a step, {how}"
+    else:
+        needs = in_bytes(peaks.of(layout))
+        why = f"needs {needs} of {all_}, {how} and recompute {layout.recompute}"
+    return Refused(layout.grid, why, layout)
+
+
+class Room:
+    """The memory of a rank, and what its communicators leave of it."""
+
+    def __init__(self, device: Device) -> None:
+        self.memory, self._group = device.memory, device.group_memory
+        self._held: dict[Grid, int] = {}
+
+    def held(self, grid: Grid) -> int:
+        """Return the bytes of a grid's communicators."""
+        if self._group and grid not in self._held:
+            self._held[grid] = self._group * count_communicators(grid)
+        return self._held.get(grid, 0)
+
+    def left(self, grid: Grid) -> int:
+        """Return the bytes for all else."""
+        return self.memory - self.held(grid)
+
+
+class Peaks:
+    """The most that ranks of layouts hold, each worked out once."""
+
+    def __init__(self, known: Known, room: Room) -> None:
+        self.known, self.room = known, room
+        self._found: dict[Layout, int] = {}
+
+    def of(self, layout: Layout) -> int:
+        """Return the bytes of the fullest rank, its communicators included."""
+        if layout not in self._found:
+            self._found[layout] = peak(self.known, layout) + self.room.held(layout.grid)
+        return self._found[layout]
+
+    def nearest(self, layouts: Sequence[Layout]) -> Layout:
+        """Return which one takes the least."""
+        return min(layouts, key=self.of)
+
+
+def _described(description: Description, layout: Layout, recompute: Recompute, own: Layout) -> bool:
+    """Return whether a model is described so: not each cut is with selective recomputation."""
+    return (recompute == "selective") == (layout.recompute == "selective") or (
+        own.cut in description.cuts
+    )
+
+
+def _steps(time: Timer, description: Description, cluster: Cluster) -> Steps:
     """Return what tells the time of a layout; of another timer than ours no least time is known."""
     if time is seconds_of:
-        return timers(description, cluster)
+        return steps_of(description, cluster)
     exact = cache(lambda layout: time(description, layout, cluster))
-    return Timers(exact, lambda layout: exact(layout).step)
+    return Steps(exact, *[lambda layout: exact(layout).step] * 2)
 
 
-def _fitting(
-    fits: Fits, may: Sequence[Bounded], least: Sequence[float], timed: Timers | None
-) -> Iterator[Estimate]:
-    """Yield those that fit; of the others no more is worked out than it takes to tell that."""
-    for own, spent in _ranked(fits, may, least, timed):
-        if fits(own):
-            yield _estimate(fits, own.layout, spent)
-
-
-def _by_memory(
-    fits: Fits, over: Sequence[Over], late: Sequence[Over], timed: Timers | None
-) -> Iterator[Estimate]:
-    """Yield estimates of what does not fit, with the least memory first, and their times."""
-    bounded = [each.bounded() for each in (*over, *late)]
-    for own, _ in _ranked(fits, bounded, [0.0] * len(bounded), None):
-        yield _estimate(fits, own.layout, timed.exact(own.layout) if timed else None)
-
-
-def _ranked(
-    fits: Fits, layouts: Sequence[Bounded], least: Sequence[float], timed: Timers | None
-) -> Iterator[tuple[Bounded, Time | None]]:
-    """Yield layouts, the best first, and their times; no more is worked out than tells which.
-
-    Args:
-        fits: Tells peaks.
-        layouts: In any order.
-        least: Seconds that each takes at the least.
-        timed: By whose times they are ranked, and then by peaks; None is by peaks alone.
-    """
-    held = [fits.room.held(own.layout) for own in layouts]
-    queue = [
-        (low, UNKNOWN if timed else own.bounds.least + held[at], at)
-        for at, (low, own) in enumerate(zip(least, layouts, strict=True))
-    ]
-    heapify(queue)
-    times: dict[int, Time] = {}
-    exact: set[int] = set()
-    while queue:
-        _, _, at = heappop(queue)
-        own = layouts[at]
-        if at in exact or not (timed or own.bounds.least != own.bounds.most):
-            yield own, times.get(at)
-            continue
-        exact.add(at)  # if it is the best is seen when its turn comes again
-        if timed:
-            times[at] = timed.exact(own.layout)
-            heappush(queue, (times[at].step, own.bounds.least + held[at], at))
-        else:
-            heappush(queue, (0.0, fits.peak(own) + held[at], at))
-
-
-def _estimate(fits: Fits, layout: Layout, spent: Time | None) -> Estimate:
-    stages = layout.grid.pp
-    held = Later(_when_asked(ranks_hold, fits.known, layout), stages)
-    sent = Later(_when_asked(ranks_send, fits.known, layout), stages)
-    return Estimate(layout, held, sent, spent, fits.room.held(layout))
-
-
-def _when_asked(make: Callable[..., Iterable[T]], *arguments: Any) -> Iterator[T]:
-    yield from make(*arguments)
+def _estimate(peaks: Peaks, layout: Layout, time: Time | None) -> Estimate:
+    ranks, known = layout.grid.pp, peaks.known
+    return Estimate(
+        layout, Later(lambda: memory(known.description, layout, known=known), ranks),
+        Later(lambda: ranks_send(known, layout), ranks), time, peaks.room.held(layout.grid),
+    )  # fmt: skip

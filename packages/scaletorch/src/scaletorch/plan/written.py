@@ -11,7 +11,7 @@ from typing import Any
 from ..dist.errors import InvalidArgumentError
 from .description import Affine, Behaviour, Block, Cut, Description, Parameter, Sent, Work
 
-VERSION = 5
+VERSION = 6
 
 
 def write(description: Description, path: Path) -> None:
@@ -74,10 +74,6 @@ def _behaviour(given: dict[str, Any]) -> Behaviour:
     return Behaviour(
         tuple(Parameter(**{**each, "local": tuple(each["local"])}) for each in given["parameters"]),
         **{f.name: _affine(given[f.name]) for f in fields(Behaviour) if f.type == "Affine"},
-        made=tuple(
-            (str(name), _affine(comes), _affine(taken), _affine(most))
-            for name, comes, taken, most in given["made"]
-        ),
         sent=tuple(Sent(**{**each, "bytes": _affine(each["bytes"])}) for each in given["sent"]),
         work=tuple(
             Work(**{**each, "flops": _affine(each["flops"]), "moved": _affine(each["moved"])})

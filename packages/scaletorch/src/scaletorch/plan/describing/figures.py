@@ -11,11 +11,7 @@ from .observed import BACKWARD, FORWARD, PHASES, Observed, Operation, Phase, See
 
 
 def behaviour(
-    kind: int,
-    rows: tuple[int, int],
-    pair: Sequence[Observed],
-    parameters: Sequence[Parameter],
-    inside: Callable[[str], str],
+    kind: int, rows: tuple[int, int], pair: Sequence[Observed], parameters: Sequence[Parameter]
 ) -> Behaviour:
     """Return how a kind of block behaves, from steps of two numbers of rows.
 
@@ -24,7 +20,6 @@ def behaviour(
         rows: Of the steps.
         pair: What was seen of them.
         parameters: Of the block.
-        inside: The name in the block of a parameter of the model.
     """
 
     def line(figure: Callable[[Observed], float]) -> Affine:
@@ -39,8 +34,6 @@ def behaviour(
         again=line(lambda seen: seen.kept[kind] - seen.kept_inputs[kind]),
         forward_peak=line(lambda seen: _forward_peak(seen, kind)),
         backward_peak=line(lambda seen: _backward_peak(seen, kind)),
-        parted_peak=line(lambda seen: seen.parted[kind]),
-        made=tuple(_made(kind, rows, pair, inside)),
         handed=line(lambda seen: seen.handed.get(kind, 0)),
         sent=tuple(_all_sent(kind, rows, pair)),
         work=tuple(_all_work(kind, rows, pair)),
@@ -59,18 +52,6 @@ def _forward_peak(seen: Observed, kind: int) -> int:
 
 def _backward_peak(seen: Observed, kind: int) -> int:
     return max(seen.peaks.get((kind, BACKWARD), 0) - seen.bases.get((kind, BACKWARD), 0), 0)
-
-
-def _made(
-    kind: int, rows: tuple[int, int], pair: Sequence[Observed], inside: Callable[[str], str]
-) -> Iterator[tuple[str, Affine, Affine, Affine]]:
-    bases = [seen.bases.get((kind, BACKWARD), 0) for seen in pair]
-    for low, high in zip(*(seen.made[kind] for seen in pair), strict=True):
-        comes, taken, most = (
-            _affine(rows, a - bases[0], b - bases[1])
-            for a, b in zip(low[1:], high[1:], strict=True)
-        )
-        yield inside(low.name), comes, taken, most
 
 
 def _all_sent(kind: int, rows: tuple[int, int], pair: Sequence[Observed]) -> Iterator[Sent]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from ...compose import parallelize, shard_global_batch, train_step
 from ...compose.experts import expert_names
@@ -26,7 +23,7 @@ from .failing import own_code
 from .figures import behaviour
 from .hollow import Hollow
 from .observed import Observed
-from .watching import put_off, watch
+from .watching import watch
 from .world import pretended
 
 ROWS = (2, 3)  # what is affine in rows is known from two
@@ -73,19 +70,7 @@ class Job:
                 pair.append(seen)
             parameters = self._parameters(model, cut)
         kinds = range(self.blocks[-1].kind + 1)
-        names = _names(model)
-        return tuple(
-            behaviour(kind, ROWS, pair, parameters[kind], partial(self._inside, names, kind))
-            for kind in kinds
-        )
-
-    def _inside(self, names: Mapping[str, Sequence[str]], kind: int, name: str) -> str:
-        """Return a parameter's name in a block; of a tied one's names that which the block has."""
-        for each in names[name]:
-            block = block_of(each, self.blocks)
-            if block is not None and block.kind == kind:
-                return inner(each, block)
-        return name
+        return tuple(behaviour(kind, ROWS, pair, parameters[kind]) for kind in kinds)
 
     def _run(self, cut: Cut, manager: ProcessGroupManager, rows: int) -> tuple[Observed, nn.Module]:
         model = self.build()
@@ -103,11 +88,9 @@ class Job:
             )  # fmt: skip
             asked(model)
             terms_of(parallel).seen = 2
-            for buckets in parallel.bucket_managers:
-                buckets.place = _told(buckets.place, seen)  # type: ignore[assignment,method-assign]
             batch = self.batch(rows * manager.dp_size)
             watched = watch(model, seen, self.chosen, like)
-            with parallel.no_sync(), _ties_told(model, seen), watched:
+            with parallel.no_sync(), watched:
                 parts = shard_global_batch(batch, 1, manager, model=parallel, **self.dims)
                 train_step(parallel, parts, manager, **self._loss())
         return seen, model
@@ -127,10 +110,6 @@ class Job:
             others = {each.name: each.local_shapes for each in known.parameters}
         whole = dict(self.model.named_parameters(remove_duplicate=False))
         experts = expert_names(model)
-        linear = {
-            *put_off(model)
-        }  # by name: what a tied weight is elsewhere has its gradient early
-        late = {f"{name}.weight" for name, each in model.named_modules() if each in linear}
         found: dict[int, list[Parameter]] = {block.kind: [] for block in self.blocks}
         for name, tensor in model.named_parameters(remove_duplicate=False):
             block = block_of(name, self.blocks)
@@ -142,42 +121,10 @@ class Job:
             found[block.kind].append(
                 Parameter(
                     inner(name, block), whole[name].numel(), tensor.element_size(), local,
-                    name in experts, name in late,
+                    name in experts,
                 )
             )  # fmt: skip
         return found
-
-
-@contextmanager
-def _ties_told(model: nn.Module, seen: Observed) -> Iterator[None]:
-    """Tell when autograd comes to tied weights, whose gradients may have their memory already."""
-    names = dict.fromkeys(names[0] for names in _names(model).values() if len(names) > 1)
-    nodes = [get_gradient_edge(model.get_parameter(name)).node for name in names]
-    handles = [
-        node.register_hook(lambda *_, name=name: seen.gradient(name))
-        for node, name in zip(nodes, names, strict=True)
-    ]
-    yield
-    for handle in handles:
-        handle.remove()
-
-
-def _names(model: nn.Module) -> dict[str, list[str]]:
-    """Return all names of each parameter, by each of them."""
-    found: dict[int, list[str]] = {}
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(tensor), []).append(name)
-    return {name: names for names in found.values() for name in names}
-
-
-def _told(place: Callable[[Any], Tensor], seen: Observed) -> Callable[[Any], Tensor]:
-    """Return what gives gradients their memory, and tells whose come."""
-
-    def told(slot: Any) -> Tensor:
-        seen.gradient(slot.name)
-        return place(slot)
-
-    return told
 
 
 def _grid(cut: Cut) -> Grid:

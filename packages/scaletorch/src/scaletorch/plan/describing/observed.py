@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ PHASES: tuple[Phase, Phase] = ("forward", "backward")
 FORWARD, BACKWARD = PHASES
 Place = tuple[int, Phase]  # a block and a phase
 Operation = tuple[str, float, float]  # sort, flops, bytes moved
-Event = tuple[Place, int, int, int]  # where, which storage, how many bytes, its how-manieth birth
+Event = tuple[Place, int, int]  # where, which storage, how many bytes
 
 
 @dataclass(slots=True)
@@ -38,28 +38,6 @@ class Seen:
     work: list[Operation] = field(default_factory=list)
     sent: list[tuple[str, str, float]] = field(default_factory=list)
     again: int = 0
-
-
-class Made(NamedTuple):
-    """A gradient, and bytes that are alive then.
-
-    Attributes:
-        name: Of the parameter.
-        comes: When it comes.
-        taken: When it has been taken over, and its own memory is gone.
-        most: From then on, until the next one.
-    """
-
-    name: str
-    comes: int
-    taken: int
-    most: int
-
-    def going_on(self, live: int, *, settled: bool) -> Made:
-        """Return it with so much alive later; `settled`: after it has been taken over."""
-        if settled:
-            return self._replace(most=max(self.most, live))
-        return self._replace(taken=live, most=live)
 
 
 class Observed:
@@ -82,15 +60,11 @@ class Observed:
         self.kept_inputs: Counter[int] = Counter()  # block -> bytes of `kept` that are its input
         self.shared: Counter[int] = Counter()  # block -> bytes that other layers keep too
         self.left: Counter[int] = Counter()  # block -> bytes for the second half of a backward
-        self.parted: Counter[int] = Counter()  # block -> the most above what it kept in the first
-        self.made: dict[int, list[Made]] = defaultdict(list)  # block -> in order
         self.entered: dict[int, int] = {}  # block -> bytes of its input
         self.handed: dict[int, int] = {}  # block -> bytes of its output
         self._born: dict[int, int] = {}  # storage -> block
-        self._births: Counter[int] = Counter()  # storage -> how often one was there
-        self._leaving: set[tuple[int, int, int]] = set()  # block, storage, its birth
+        self._multiplied: set[tuple[int, int]] = set()  # block, storage of a linear layer's input
         self._inputs: dict[int, int] = {}  # block -> storage
-        self._put_off: set[int] = set()  # storages of gradients that linear layers are given
         self._held: set[int] = set()  # storages that are counted
         self._axes: dict[str, str] = {}
         for axis, group in axes.items():
@@ -99,7 +73,6 @@ class Observed:
         self._block, self._phase, self._on = 0, FORWARD, False
         self._events: list[Event] = []
         self._parameters: set[int] = set()
-        self._gradients: list[tuple[int, Place, str]] = []  # before which event, where, whose
         self._added: tuple[int, int] | None = None  # what a sum was added to, and its own event
 
     def begin(self, model: nn.Module) -> None:
@@ -112,38 +85,17 @@ class Observed:
         """Stop watching; what is alive now, such as gradients, is nothing that a block needs."""
         self._on = False
         alive: dict[int, int] = {}
-        for index, (_, key, change, _) in enumerate(self._events):
+        for index, (_, key, change) in enumerate(self._events):
             if change > 0:
                 alive[key] = index
             else:
                 alive.pop(key, None)
-        staying = {*alive.values()}
-        gradients = deque(self._gradients)
-        live, settled = 0, True
-        for index, (place, _, change, _) in enumerate(self._events):
-            while gradients and gradients[0][0] <= index:
-                _, (block, _), name = gradients.popleft()
-                self.made[block].append(Made(name, live, live, live))
-                settled = False
+        staying, live = {*alive.values()}, 0
+        for index, (place, _, change) in enumerate(self._events):
             if index not in staying:
                 self.bases.setdefault(place, live)
                 live += change
                 self.peaks[place] = max(self.peaks.get(place, 0), live)
-                settled |= change > 0
-                if (made := self.made[place[0]]) and place[1] == BACKWARD:
-                    made[-1] = made[-1].going_on(live, settled=settled)
-        for _, (block, _), name in gradients:
-            self.made[block].append(Made(name, live, live, live))
-        self._part([e for at, e in enumerate(self._events) if at not in staying])
-
-    def _part(self, events: Sequence[Event]) -> None:
-        """Follow what backwards need if each leaves its weights' gradients for later."""
-        now = Counter[int]()
-        for (block, phase), key, change, birth in events:
-            leaves = change < 0 and (block, key, birth) in self._leaving
-            if phase == BACKWARD and not leaves:
-                now[block] += change
-                self.parted[block] = max(self.parted[block], now[block])
 
     def enter(self, block: int, phase: Phase) -> None:
         """Go on with another block."""
@@ -159,35 +111,14 @@ class Observed:
         self.handed[block] = bytes_of([hidden])
         self.come_in(self.last, hidden)
 
-    def leave(self, block: int, tensor: Tensor) -> None:
-        """Note what a block's first half of a backward would leave for the second."""
-        storage = tensor.untyped_storage()
-        key = block, storage._cdata, self._births[storage._cdata]
-        if self._on and key not in self._leaving:
-            self._leaving.add(key)
-            self.left[block] += storage.nbytes()
-
-    def ran(self, output: Tensor) -> None:
+    def ran(self, given: Tensor, output: Tensor) -> None:
         """Note that a linear layer has run whose weight's gradient may be put off."""
-        block = self._block
-
-        def arrived(gradient: Tensor) -> None:
-            self._put_off.add(gradient.untyped_storage()._cdata)
-            self.leave(block, gradient)
-
+        key = self._block, given.untyped_storage()._cdata
         if self._on and self._phase == FORWARD and output.requires_grad:
-            output.register_hook(arrived)
-
-    def _multiply(self, factors: Sequence[Tensor]) -> None:
-        """Note what is multiplied with a gradient to be put off: the layer's input, or its weight.
-
-        It may have been made again since the forward, and is looked for here therefore.
-        """
-        keys = [each.untyped_storage()._cdata for each in factors]
-        if not self._put_off.isdisjoint(keys):
-            for key, each in zip(keys, factors, strict=True):
-                if key not in self._parameters:
-                    self.leave(self._block, each)
+            if key not in self._multiplied:
+                self._multiplied.add(key)
+                self.left[self._block] += given.untyped_storage().nbytes()
+            self.left[self._block] += bytes_of([output])
 
     def operation(
         self, func: Any, args: Any, ins: Sequence[Tensor], outs: Sequence[Tensor]
@@ -203,16 +134,8 @@ class Observed:
                     self._pack(each)
             moved, sort = float(bytes_of(ins) + bytes_of(outs)), sort_of(func)
             self._now.work.append((sort, flops_of(func, args, ins, outs), moved))
-            if self._phase == BACKWARD and sort == "matmul":
-                self._multiply([each for each in args if isinstance(each, Tensor)][-2:])
             if self._phase == BACKWARD and func is aten.add.Tensor and self._events:
                 self._added = ins[0].untyped_storage()._cdata, len(self._events) - 1
-
-    def gradient(self, name: str) -> None:
-        """Note that a parameter's gradient is made, unless that was noted just before."""
-        place = self._block, self._phase
-        if self._on and (place, name) not in [each[1:] for each in self._gradients[-1:]]:
-            self._gradients.append((len(self._events), place, name))
 
     def collective(self, func: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         """Count a call for the block that runs."""
@@ -224,14 +147,12 @@ class Observed:
 
     def memory(self, key: int, change: int) -> None:
         """Follow what is alive."""
-        self._births[key] += change > 0
-        self._put_off.discard(key)
         if self._on and (change > 0 or self._born.get(key, -1) >= 0):
             place, at = (self._block, self._phase), len(self._events)
             if change < 0 and self._added is not None and self._added[0] == key:
                 # Nobody else had it: autograd adds in place, but where a dispatch mode looks on.
                 at = self._added[1]
-            self._events.insert(at, (place, key, change, self._births[key]))
+            self._events.insert(at, (place, key, change))
         self._born[key] = self._block if self._on and change > 0 else -1
 
     def keeping(self) -> AbstractContextManager[None]:

@@ -45,8 +45,8 @@ def watch(
         if kind == order[-1]:
             seen.enter(seen.last, FORWARD)
 
-    def ran(_: nn.Module, __: Any, output: Tensor) -> None:
-        seen.ran(output)
+    def ran(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        seen.ran(args[0], output)
 
     with ExitStack() as stack:
         for kind, layer in layers.items():

@@ -40,14 +40,12 @@ class Kept(saved_tensors_hooks):
     def _pack(self, tensor: Tensor) -> Any:
         return _Held(tensor, self)
 
-    def change(self, tensor: Tensor, users: int) -> None:
-        """Count so many more users of a tensor's memory."""
-        storage = tensor.untyped_storage()
-        at = storage.data_ptr()
+    def change(self, at: int, size: int, users: int) -> None:
+        """Count so many more users of memory."""
         if at not in self._parameters:
             before, after = self._users[at], self._users[at] + users
             self._users[at] = after
-            self._now += storage.nbytes() * ((after > 0) - (before > 0))
+            self._now += size * ((after > 0) - (before > 0))
             self.most = max(self.most, self._now)
 
 
@@ -56,10 +54,12 @@ class _Held:
 
     def __init__(self, tensor: Tensor, kept: Kept) -> None:
         self.tensor, self._kept = tensor, kept
-        kept.change(tensor, 1)
+        storage = tensor.untyped_storage()
+        self._memory = storage.data_ptr(), storage.nbytes()
+        kept.change(*self._memory, 1)
 
     def __del__(self) -> None:
-        self._kept.change(self.tensor, -1)
+        self._kept.change(*self._memory, -1)
 
 
 def held(model: DataParallelBucket, optimizer: Optimizer, activations: int = 0) -> Memory:

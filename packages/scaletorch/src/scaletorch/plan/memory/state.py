@@ -1,160 +1,110 @@
-"""Bytes that stay from step to step: parameters, summed gradients, the optimizer's state."""
+"""Bytes of a rank's parameters, gradients and optimizer, and of buckets on their way."""
 
 from __future__ import annotations
 
-from operator import add
 from typing import NamedTuple
 
-from ..gradients.brought import brings
-from ..gradients.ties import of_ties
-from ..holding import Holdings
-from ..holding.buckets import Bucket, Buckets, Optimizer
+from ..held import Group, Known
 from ..layout import Layout
+from ..stages import SPLIT
+
+OPEN = 3  # buckets that a backward fills with ZeRO 2 before the first has left
+GATHERED = 4  # layers that are whole with ZeRO 3: one that runs, the next, and gradients of two
 
 
 class State(NamedTuple):
-    """Bytes of parameters and of what goes with them."""
+    """Bytes of a rank's parameters and of what goes with them.
+
+    Attributes:
+        parameters: Its shards.
+        gradients: Where they are summed, from step to step.
+        optimizer: The optimizer's state, and master weights.
+        brought: Gradients or shards of them that the first backward makes.
+        again: Shards that each later backward makes beside these.
+        last: Shards that the last backward alone makes.
+        start: What is whole of buckets or of parameters when a backward begins.
+        inside: The same while its layers run.
+        bucket: Of a bucket of these gradients.
+        whole: Of all that come in buckets.
+        ties: Gradients of tied weights that other stages send when a step ends.
+    """
 
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
-    buffers: int = 0
+    brought: int = 0
+    again: int = 0
+    last: int = 0
+    start: int = 0
+    inside: int = 0
+    bucket: int = 0
+    whole: int = 0
+    ties: int = 0
 
-    def plus(self, other: State) -> State:
-        """Return the sum."""
-        return State._make(map(add, self, other))
 
-
-def state(
-    known: Holdings,
-    layout: Layout,
-    number: int,
-    tp: int | None = None,
-    replica: tuple[int, int] | None = None,
-    halves: tuple[bool, ...] = (),
-) -> State:
+def state(known: Known, layout: Layout, number: int) -> State:
     """Return what a rank keeps of parameters, gradients and the optimizer's state.
 
     Args:
         known: Of the description.
         layout: The layout.
         number: Of `known.numbers(layout)`.
-        tp: The tp rank, and the ep rank of experts; None is the one that has the most.
-        replica: Its place among the ranks that sum its gradients, and those of its experts; None is
-            that with the most.
-        halves: Of `halved`, of its place in the pipeline.
     """
-    grid = layout.grid
-    halves = halves if layout.zero == 2 else ()
-    replica = replica or known.replica(layout, number, halves)
-    whole = not brings(known, layout)  # gradients that nobody follows through a step
-    key = (
-        grid.tp, grid.ep, grid.etp, number, tp, replica, layout.zero, grid.cp * grid.dp, halves,
-        whole,
-    )  # fmt: skip
-    found: State | None = known.states.get(key)
+    grid, zero = layout.grid, layout.zero
+    rounds = min(layout.micro_batches, 2) if zero == 2 else 0
+    split = zero == 2 and layout.schedule in SPLIT
+    key = "state", grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, number, zero, rounds, split
+    found: State | None = known.cache.get(key)
     if found is None:
-        totals, others = of_ties(known, layout, number, tp)
-        found = State(gradients=totals, buffers=others * whole)
-        for axis, buckets in known.buckets(layout, number, tp).items():
-            ranks = grid.edp if axis == "edp" else grid.cp * grid.dp
-            place = replica[axis == "edp"]
-            found = found.plus(_of_group(known, buckets, layout.zero, halves, ranks, place))
-            if whole and ranks > 1:
-                found = found.plus(State(buffers=_moving(known, buckets, layout.zero, ranks)))
-        known.states[key] = found
+        each = [
+            _state(known, layout, group, grid.edp if group.axis == "edp" else grid.cp * grid.dp)
+            for group in known.groups(layout, number)
+        ]
+        found = known.cache[key] = State(*map(sum, zip(*each, strict=True)))
     return found
 
 
-def _of_group(
-    known: Holdings, buckets: Buckets, zero: int, halves: tuple[bool, ...], ranks: int, replica: int
-) -> State:
-    """Return what there is of parameters that are summed over the same ranks."""
-    key = buckets, ranks, replica, zero, halves
-    found: State | None = known.groups.get(key)
-    if found is None:
-        parameters = gradients = optimizer = 0
-        for bucket, times in buckets.each:
-            own = _of_bucket(known, bucket, zero, halves, ranks, replica)
-            parameters += own.parameters * times
-            gradients += own.gradients * times
-            optimizer += own.optimizer * times
-        found = known.groups[key] = State(parameters, gradients, optimizer)
-    return found
-
-
-def _moving(known: Holdings, buckets: Buckets, zero: int, ranks: int) -> int:
-    """Return what is whole of what is shared: one is filled while the one before it travels."""
-    if zero == 3:
-        return _gathered(buckets, ranks)
-    if zero < 2:
-        return 0
-    sizes = sorted(
-        b.elements * b.sum_item(known.optimizer)
-        for b, times in buckets.each
-        for _ in range(min(times, 2))
-        if b.sharded
-    )
-    return sum(sizes[-2:])
-
-
-def _gathered(buckets: Buckets, ranks: int) -> int:
-    """Return what `fully_shard` has whole while a layer runs backward, at most.
-
-    All that is outside of layers, the layer itself, the one that is fetched ahead, gradients, and
-    those of the layer behind it on their way.
-    """
-    whole = [(bucket.padded(ranks) * bucket.item, bucket.gathered) for bucket, _ in buckets.each]
-    layers = max((size for size, of in whole if of == "layer"), default=0)
-    return sum(size for size, of in whole if of == "rest") + 4 * layers
-
-
-def _of_bucket(
-    known: Holdings, bucket: Bucket, zero: int, halves: tuple[bool, ...], ranks: int, replica: int
-) -> State:
-    """Return what there is of a bucket, of which other ranks have one like it."""
-    key = bucket, zero, halves, ranks, replica
-    found: State | None = known.groups.get(key)
-    if found is None:
-        found = known.groups[key] = _shares(bucket, zero, halves, ranks, replica, known.optimizer)
-    return found
-
-
-def _shares(
-    bucket: Bucket,
-    zero: int,
-    halves: tuple[bool, ...],
-    ranks: int,
-    replica: int,
-    optimizer: Optimizer,
-) -> State:
-    """Return what there is of a bucket.
-
-    Args:
-        bucket: The bucket.
-        zero: Stage of ZeRO.
-        halves: Whether the first backward of each chunk comes in two.
-        ranks: That sum it.
-        replica: Which of these this is.
-        optimizer: What is kept.
-    """
-    sums = bucket.sum_item(optimizer)
-    if not bucket.sharded:
-        own, tensors = bucket.elements, len(bucket.sizes)
+def _state(known: Known, layout: Layout, group: Group, ranks: int) -> State:
+    """Return what there is of parameters that are summed over so many ranks."""
+    optimizer, item, zero = known.optimizer, group.item, layout.zero
+    sums, whole = optimizer.sum_item or item, group.elements
+    early = known.description.early
+    if not zero or group.others:
         # Sums of another dtype are kept beside the gradients that the optimizer takes.
-        item = bucket.item if sums == bucket.item else bucket.item + sums
-        state = own * optimizer.moments * (optimizer.item or bucket.item)
-        state += optimizer.per_tensor * tensors
-        return State(own * bucket.item, own * item, state)
-    shards = bucket.shards(ranks, replica)
-    own = sum([size for size, _ in shards])
-    master = bucket.master_item(zero)
-    length = bucket.padded(ranks)
-    share = length // ranks
-    # Each backward's sum is memory of its own. With ZeRO 2 that of the first one stays which makes
-    # any gradient of the shard: of each chunk, and of both halves of a backward.
-    passes = max(len(bucket.made(ranks, replica, halves)), 1) if zero == 2 else 1
-    gradients = share * passes * master + (length * sums if zero == 1 else 0)
-    state = own * optimizer.moments * (optimizer.item or master)
-    state += own * master * (master != bucket.item) + optimizer.per_tensor * len(shards)
-    return State((share if zero == 3 else length) * bucket.item, gradients, state)
+        gradients = whole * (item if sums == item else item + sums)
+        gradients += whole * item * (group.others > 0 and sums == item and ranks > 1)
+        states = whole * optimizer.moments * (optimizer.item or item)
+        states += optimizer.per_tensor * group.tensors
+        summed = layout.grid.cp * layout.grid.dp > 1 or ranks > 1
+        stays = summed or bool(optimizer.sum_item) or not early
+        return State(
+            whole * item, gradients * stays, states, gradients * (not stays),
+            ties=whole * item * group.others,
+        )  # fmt: skip
+    own = -(-whole // ranks)
+    master = item if zero == 3 else max(item, 4)
+    states = own * optimizer.moments * (optimizer.item or master)
+    states += own * master * (master != item)
+    states += optimizer.per_tensor * (group.tensors if zero == 3 else -(-group.tensors // ranks))
+    if zero == 3:
+        layer, rest = group.layer * item, group.rest * item
+        return State(
+            own * item, own * item * (not early), states, own * item * early,
+            start=rest + layer, inside=rest + GATHERED * layer,
+        )  # fmt: skip
+    bucket = group.bucket(optimizer.bucket_size) * sums
+    coming = 0
+    if ranks > 1:  # into memory of a shard, or of a bucket where sums are made here
+        here = not optimizer.native or sums == 2
+        coming = group.bucket(optimizer.bucket_size) * sums // (1 if here else ranks)
+    if zero == 1 and not early:  # other programs have shards from the start
+        return State(whole * item, whole * sums + own * master, states)
+    if zero == 1:
+        return State(whole * item, whole * sums, states, last=own * master, inside=coming,
+                     bucket=bucket, whole=whole * sums)  # fmt: skip
+    shards = own * master * (2 if layout.schedule in SPLIT and ranks > 1 else 1)
+    return State(
+        whole * item, 0, states, shards, own * master,
+        inside=group.in_a_row(OPEN, optimizer.bucket_size) * sums + coming,
+        bucket=bucket, whole=whole * sums,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A plan for people: a table in the terminal, one HTML page, a PNG."""
+"""A plan for people: a table in the terminal, one HTML page."""
 
 from .page import page
 from .shown import Shown, grouped

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from xml.etree import ElementTree as Xml
 
+from ...parallel.pipeline_parallel.drawing import to_text
 from ..estimate import Estimate
 from ..units import in_bytes, in_seconds, in_short
-from .bars import bars
-from .columns import LEFT, Column, common, held, ranked
-from .lanes import lanes
-from .nodes import nodes
-from .shown import Shown, grouped, options_of, sent_by_axis, sizes_of
+from .columns import LEFT, Column, common, gib, held, ranked
+from .shown import (
+    AXES,
+    SORTS,
+    Shown,
+    crossing,
+    grouped,
+    options_of,
+    sent_by_axis,
+    shortened,
+    sizes_of,
+)
 from .style import STYLE
 
-DRAWN = 3  # layouts with pictures
+DRAWN = 3  # layouts in full
 Cells = Iterable[tuple[str, str]]  # a class and what stands there
 
 
@@ -24,7 +31,7 @@ def page(shown: Shown, top: int = 10) -> str:
 
     Args:
         shown: The plan.
-        top: Layouts in the table; the first three have pictures.
+        top: Layouts in the table; the first three are shown in full.
     """
     title = f"Plan for {shown.name} on {shown.cluster.ranks} x {shown.cluster.device.name}"
     listed = shown.estimates[:top]
@@ -99,28 +106,40 @@ def _columns(columns: Sequence[Column]) -> Iterator[str]:
 
 
 def _layout(shown: Shown, estimate: Estimate, place: int) -> Iterator[str]:
-    """Yield the pictures of a layout and what its fullest rank holds, line by line."""
+    """Yield the tables of a layout and what its fullest rank holds, line by line."""
     layout = estimate.layout
     said = f"{sizes_of(layout)}: {', '.join(options_of(layout))}"
     yield f"<h2>{'The first in full' if place == 0 else 'The next'}</h2>" if place < 2 else ""
     opened = ' open=""' if place == 0 else ""
     yield f"<details{opened}><summary>{escape(said)}</summary>"
-    memory = bars(estimate, shown.cluster.device.memory - estimate.communicators)
-    yield _figure("Memory of each rank of the pipeline", memory)
-    if layout.grid.pp > 1:
-        words = (
-            ""
-            if shown.timeline
-            else "Stages are drawn as equal, backward twice as long as forward."
-        )
-        yield _figure("What the pipeline computes when", lanes(shown, layout), words)
-    yield _figure("The ranks over the nodes", nodes(layout.grid, shown.cluster))
+    yield from _memories(estimate)
+    if layout.grid.pp > 1 and shown.timeline is not None:
+        yield "<h3>What the pipeline computes when</h3>"
+        yield f"<pre>{escape(to_text(shown.timeline(shortened(layout)), 120))}</pre>"
+    yield "<h3>Where ranks meet</h3>"
+    sizes = [(axis, layout.grid.size(axis)) for axis in AXES]
+    rows = [
+        (f"{axis} {n}", crossing(layout.grid, shown.cluster, axis)) for axis, n in sizes if n > 1
+    ]
+    yield from _pairs(("axis", "groups lie"), rows)
     yield from _sent(estimate)
     if shown.lines is not None:
         yield f"<h3>What pipeline rank {estimate.fullest} holds</h3>"
-        rows = [(name, size) for name, size in shown.lines(layout) if size]
-        yield from _pairs(("what", "bytes"), [(name, f"{size:,}") for name, size in rows])
+        named = [(name, f"{size:,}") for name, size in shown.lines(layout) if size]
+        yield from _pairs(("what", "bytes"), named)
     yield "</details>"
+
+
+def _memories(estimate: Estimate) -> Iterator[str]:
+    """Yield the memory of each rank of the pipeline as a table."""
+    yield "<h3>Memory of each rank of the pipeline, GiB</h3>"
+    yield '<div class="wide"><table><thead>'
+    yield _row([("", each) for each in ("pp", *SORTS, "total")], "th") + "</thead><tbody>"
+    for rank, own in enumerate(estimate.memory):
+        sizes = [gib(getattr(own, sort)) for sort in SORTS]
+        cells = [("", each) for each in (str(rank), *sizes, gib(own.total))]
+        yield _row(cells, "td", "best" if rank == estimate.fullest else "")
+    yield "</tbody></table></div>"
 
 
 def _sent(estimate: Estimate) -> Iterator[str]:
@@ -174,10 +193,3 @@ def _row(cells: Cells, tag: str, kind: str = "") -> str:
         for own, said in cells
     )
     return f'<tr class="{kind}">{inner}</tr>' if kind else f"<tr>{inner}</tr>"
-
-
-def _figure(title: str, drawn: Xml.Element, words: str = "") -> str:
-    drawn.set("aria-label", title)
-    small = f'<p class="pale">{escape(words)}</p>' if words else ""
-    text = Xml.tostring(drawn, encoding="unicode")
-    return f"<figure><figcaption>{escape(title)}</figcaption>{small}{text}</figure>"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ...parallel.pg_manager import layout_name
+from ...parallel.pg_manager import Grid, layout_name
 from ...parallel.pipeline_parallel import Timeline
 from ..clusters import Cluster
 from ..estimate import Estimate
@@ -29,12 +29,11 @@ class Shown:
         rows: Sequences of a global batch.
         cluster: What it would run on.
         estimates: The best first.
-        fitting: How many of them fit at the least, which are the first.
+        fitting: How many of them fit, which are the first.
         refused: Layouts that cannot be, as text, and why.
         lines: Returns what the fullest rank of a layout holds, line by line: a name and bytes.
         timeline: Returns when the ranks of a layout's pipeline compute; None if that is not known.
         notes: What is assumed, a sentence each.
-        open: How many others fit or not, as only their peaks tell.
     """
 
     name: str
@@ -47,13 +46,10 @@ class Shown:
     lines: Callable[[Layout], Sequence[tuple[str, int]]] | None = None
     timeline: Callable[[Layout], Timeline] | None = None
     notes: Sequence[str] = ()
-    open: int = 0
 
     def counted(self, into: str = "") -> str:
         """Return how many layouts fit, and how many do not."""
-        more = f" at the least, {self.open} others may" if self.open else ""
-        refused = len(self.refused)
-        return f"{self.fitting} layouts fit{into}{more}; {refused} do not, or cannot be"
+        return f"{self.fitting} layouts fit{into}; {len(self.refused)} do not, or cannot be"
 
     def fits(self, estimate: Estimate) -> bool:
         """Return whether the fullest rank has memory enough."""
@@ -109,3 +105,15 @@ def grouped(refused: Sequence[tuple[str, str]]) -> Iterator[tuple[int, str, str]
 
 def _rows(count: int) -> str:
     return "1 row" if count == 1 else f"{count} rows"
+
+
+def shortened(layout: Layout) -> Layout:
+    """Return a layout with as few micro-batches as show how its pipeline repeats itself."""
+    return replace(layout, micro_batches=min(layout.micro_batches, 2 * layout.grid.pp))
+
+
+def crossing(grid: Grid, cluster: Cluster, axis: str) -> str:
+    """Return in words whether an axis leaves the nodes."""
+    size = cluster.links[0].ranks if cluster.links else 1
+    spanned = {rank // size for rank in grid.group(axis, 0)}
+    return "inside a node" if len(spanned) == 1 else f"over {len(spanned)} nodes"

@@ -29,13 +29,7 @@ code { font: .9em ui-monospace, Menlo, Consolas, monospace; }
 details { border: 1px solid var(--line); border-radius: 8px; padding: .5rem 1rem; margin: .75rem 0;
   background: var(--card); }
 summary { cursor: pointer; font-weight: 600; padding: .25rem 0; }
-figure { margin: 1rem 0; } figcaption { font-weight: 600; margin-bottom: .35rem; }
-figcaption + .pale { margin-top: 0; font-size: .875rem; }
-figure { overflow-x: auto; }
-svg { width: 100%; min-width: 640px; height: auto; display: block; }
-svg rect[stroke="#ffffff"] { stroke: var(--card); }
-svg .paper { fill: none; } svg .idle { fill: var(--idle); } svg text.ink { fill: var(--ink); }
-svg line.ink { stroke: var(--ink); }
+pre { overflow-x: auto; font: 12px/1.4 ui-monospace, Menlo, Consolas, monospace; }
 li { margin: .25rem 0; }
 @media print { body { max-width: none; } details { break-inside: avoid; } }
 """

@@ -1,5 +1,5 @@
 """How long a step takes: computing, messages, the pipeline, gradients and update."""
 
-from .step import Timers, time, timeline, timer, timers
+from .step import Steps, steps_of, time, timeline, timer
 
-__all__ = ["Timers", "time", "timeline", "timer", "timers"]
+__all__ = ["Steps", "steps_of", "time", "timeline", "timer"]

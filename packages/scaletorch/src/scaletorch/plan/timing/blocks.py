@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ..clusters.cluster import Cluster, Device, Shares
-from ..description import Behaviour, Sent, Work
+from ..description import Behaviour, Description, Sent, Work
+from ..layout import Layout
 from .messages import Route, seconds
 
+INNER = ("tp", "cp", "ep")  # axes inside of blocks
 # A backward, if a description has forwards alone: calls, flops and bytes for each of a forward.
 # Of y = x w it is two products; attention runs its scores again (Dao 2022: 2.5 times the flops).
 BACKWARD = {"matmul": (2.0, 2.0, 2.0), "attention": (1.0, 2.5, 2.0), "other": (1.5, 1.0, 1.5)}
@@ -138,3 +140,62 @@ def _messages(
         hidden[axis] = min(took * cluster.device.hides, room)
         exposed[axis] = exposed.get(axis, 0.0) + took - hidden[axis]
     return exposed, hidden
+
+
+# Forward and backward of each kind, by cut, rows and routes.
+Spends = dict[tuple[object, ...], list[tuple[Spent, Spent]]]
+
+
+class Kind(NamedTuple):
+    """A kind of block on a rank, for a micro-batch."""
+
+    forward: Spent
+    backward: Spent
+    weights: float
+
+
+def kinds_of(
+    description: Description, layout: Layout, cluster: Cluster, ways: dict[str, Route],
+    spends: Spends,
+) -> list[Kind]:  # fmt: skip
+    """Return what blocks take; `spends` has what was worked out before, and gets more."""
+    layers = {block.kind for block in description.blocks if block.place == "layer"}
+    key = layout.cut, layout.micro_rows, *(ways[axis] for axis in INNER)
+    if key not in spends:
+        spends[key] = [
+            (
+                spent(own, "forward", layout.micro_rows, description.dtype, cluster, ways),
+                spent(own, "backward", layout.micro_rows, description.dtype, cluster, ways),
+            )
+            for own in description.behaviours(layout.cut)
+        ]
+    return [
+        Kind(
+            forward,
+            _again(backward, forward, layout.recompute) if kind in layers else backward,
+            backward.matmul / 2,  # of the two products, that for the weights
+        )
+        for kind, (forward, backward) in enumerate(spends[key])
+    ]
+
+
+def _again(backward: Spent, forward: Spent, recompute: str) -> Spent:
+    """Return a backward with what it runs again before it."""
+    if recompute != "full":
+        return backward
+    return Spent(
+        backward.matmul + forward.matmul,
+        backward.attention + forward.attention,
+        backward.other + forward.other,
+        summed([(backward.exposed, 1), (forward.exposed, 1)]),
+        summed([(backward.hidden, 1), (forward.hidden, 1)]),
+    )
+
+
+def summed(parts: Iterable[tuple[Mapping[str, float], float]]) -> dict[str, float]:
+    """Add up seconds by axis, each so many times."""
+    found: dict[str, float] = {}
+    for part, times in parts:
+        for axis, each in part.items():
+            found[axis] = found.get(axis, 0.0) + each * times
+    return found

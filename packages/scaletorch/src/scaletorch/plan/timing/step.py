@@ -3,66 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cache
-from itertools import accumulate
-from operator import add
 from typing import NamedTuple
 
-from ...parallel.pg_manager import Grid
 from ...parallel.pipeline_parallel import Timeline
 from ..clusters import Cluster
 from ..description import Description
 from ..estimate import Time
-from ..holding import Holdings
-from ..holding.stages import stages_of
+from ..held import Known
 from ..layout import Layout
-from .kinds import INNER, Kind, Spends, kinds_of, summed
+from ..stages import SPLIT, schedule_of, stages_of
+from .blocks import INNER, Kind, Spends, kinds_of, summed
+from .ends import Ended, ended
 from .messages import Route, route, seconds
-from .pipelines import Stage, built, ends, simulated
-from .ranks import Known, Rank, ranks_of
+from .pipelines import Stage, ends, simulated
 
 OUTER = ("pp", "cp_dp", "edp")  # axes outside of blocks
 WORLD = "tp_cp_pp_dp"
 # All-reduces of a few numbers in each step: tokens are counted, ranks agree, losses are summed.
 CONTROL = {WORLD: 1, "pp": 2, "cp_dp": 2}
-
-FILLED = ("1f1b", "afab")  # schedules of one stage a rank, whose backwards are whole
-UNSURE = 1e-9  # share by which sums in another order may be off
+SURE = 0.97  # of a bound, since ratios of times are rounded before a schedule is simulated
 
 
-class Timers(NamedTuple):
-    """What tells how long layouts of one model take on a cluster.
+class Rank(NamedTuple):
+    """A rank of the pipeline, for a micro-batch, and the seconds that follow its pipeline."""
 
-    Attributes:
-        exact: Returns `time` of a layout.
-        least: Returns seconds that its step takes at the least, sooner: those in which the busiest
-            rank of its pipeline computes, with messages that it waits for meanwhile; of `FILLED`
-            also those in which a micro-batch comes to it from the first rank, and goes back.
-    """
+    stages: list[Stage]
+    kinds: list[tuple[Kind, int]]
+    end: Ended
+    after: float
 
-    exact: Callable[[Layout], Time]
-    least: Callable[[Layout], float]
-
-
-class Shared(NamedTuple):
-    """What layouts of a model have in common that have the same cut and the same routes in it.
-
-    Attributes:
-        kinds: What blocks take.
-        whole: Seconds of each, forward and backward.
-        ranks: What ranks take, of `ranks_of`.
-        busy: Seconds of ranks for a micro-batch, by their numbers.
-    """
-
-    kinds: list[Kind]
-    whole: list[float]
-    ranks: Known
-    busy: dict[int, float]
-
-
-# The timers that `time` used last: a search asks for layout after layout of one model.
-_LATEST: list[tuple[Description, Cluster, Timers]] = []
+    @property
+    def computing(self) -> float:
+        """Without messages."""
+        return sum(n * (k.forward.computing + k.backward.computing) for k, n in self.kinds)
 
 
 def time(description: Description, layout: Layout, cluster: Cluster) -> Time:
@@ -70,9 +44,9 @@ def time(description: Description, layout: Layout, cluster: Cluster) -> Time:
 
     Computing is a roofline of each block's operations with the shares of the peaks that the device
     reaches; messages are alpha-beta by the links that a group crosses; the pipeline is its
-    schedule, simulated if it is short, else in closed form (`timing.closed`). `low` and `high` are
-    the step if computing is off by the device's `spread` either way, and for `high` if nothing of
-    what is taken to hide does: no bounds, but what the estimate is least sure of.
+    schedule, simulated. `low` and `high` are the step if computing is off by the device's `spread`
+    either way, and for `high` if nothing of what is taken to hide does: no bounds, but what the
+    estimate is least sure of.
 
     Offloading (`recompute="offload"`) is taken to hide behind computing.
 
@@ -85,76 +59,43 @@ def time(description: Description, layout: Layout, cluster: Cluster) -> Time:
         InvalidArgumentError: The model is not described so, or cannot be cut so; or the device has
             no figure for its dtype.
     """
-    return timers(description, cluster).exact(layout)
+    return timer(description, cluster)(layout)
 
 
 def timer(description: Description, cluster: Cluster) -> Callable[[Layout], Time]:
     """Return `time` for many layouts of one model: what they share is worked out once."""
-    return timers(description, cluster).exact
+    return steps_of(description, cluster).exact
 
 
-def timers(description: Description, cluster: Cluster) -> Timers:
+class Steps(NamedTuple):
+    """What tells how long layouts of one model take on a cluster.
+
+    Attributes:
+        exact: Returns `time` of a layout.
+        step: Returns the seconds of its step alone, sooner.
+        least: Returns seconds that its step takes at the least, much sooner: a rank of its pipeline
+            begins when the first micro-batch comes, and computes without a pause.
+    """
+
+    exact: Callable[[Layout], Time]
+    step: Callable[[Layout], float]
+    least: Callable[[Layout], float]
+
+
+def steps_of(description: Description, cluster: Cluster) -> Steps:
     """Return what tells the times of many layouts of one model."""
-    for known, its, found in _LATEST:
-        if known is description and its is cluster:
-            return found
-    found = _timers(description, cluster)
-    _LATEST[:] = [(description, cluster, found)]
-    return found
-
-
-def _timers(description: Description, cluster: Cluster) -> Timers:
-    known: dict[tuple[object, ...], Shared] = {}
-    alike: dict[tuple[Route, ...], int] = {}
-    spends: Spends = {}
-    holdings = Holdings(description)
-
-    @cache
-    def inner(grid: Grid) -> tuple[dict[str, Route], int]:
-        ways = {axis: route(grid, axis, cluster) for axis in INNER}
-        return ways, alike.setdefault(tuple(ways.values()), len(alike))
-
-    @cache
-    def of_grid(grid: Grid) -> tuple[dict[str, Route], float]:
-        ways = inner(grid)[0] | {axis: route(grid, axis, cluster) for axis in (*OUTER, WORLD)}
-        return ways, _control(cluster, ways)
-
-    def shared(layout: Layout) -> Shared:
-        ways, place = inner(layout.grid)
-        key = layout.cut, layout.micro_rows, layout.recompute, place
-        if key not in known:
-            kinds = kinds_of(description, layout, cluster, ways, spends)
-            whole = [each.forward.total + each.backward.total for each in kinds]
-            known[key] = Shared(kinds, whole, {}, {})
-        return known[key]
-
-    def exact(layout: Layout) -> Time:
-        ways, control = of_grid(layout.grid)
-        own = shared(layout)
-        ranks = ranks_of(holdings, layout, cluster, own.kinds, ways, own.ranks)
-        return _time(description, layout, cluster, ranks, ways["pp"], control)
-
-    def least(layout: Layout) -> float:
-        _, whole, _, busy = shared(layout)
-        numbers = {*holdings.numbers(layout)}
-        most: float
-        for number in numbers - busy.keys():
-            busy[number] = sum([n * whole[k] for k, n in holdings.kinds(number).items()])
-        batches, quicker = layout.micro_batches, max(_speeds(layout, cluster), default=1.0)
-        if layout.schedule in FILLED:
-            each = [busy[place] for place in holdings.numbers(layout)]
-            most = max(map(add, accumulate(each, initial=0.0), [batches * one for one in each]))
-        else:
-            most = batches * max([busy[place] for place in numbers])
-        return most / quicker * (1 - UNSURE)
-
-    return Timers(exact, least)
+    known, times = Known(description), _Steps(description, cluster)
+    return Steps(
+        lambda layout: times.time(layout, times.ranks(known, layout)),
+        lambda layout: times.step(layout, times.ranks(known, layout)),
+        lambda layout: times.least(known, layout),
+    )
 
 
 def timeline(description: Description, layout: Layout, cluster: Cluster) -> Timeline:
     """Return when each rank of the pipeline computes what in a step, in seconds.
 
-    Without gradients' sums and the update, which come after it, and as if each rank had a device.
+    Without gradients' sums and the update, which come after it.
 
     Args:
         description: Of the model.
@@ -164,34 +105,128 @@ def timeline(description: Description, layout: Layout, cluster: Cluster) -> Time
     Raises:
         InvalidArgumentError: As `time`.
     """
-    ways = {axis: route(layout.grid, axis, cluster) for axis in (*INNER, *OUTER, WORLD)}
-    kinds = kinds_of(description, layout, cluster, ways, {})
-    ranks = ranks_of(Holdings(description), layout, cluster, kinds, ways, {})
-    message = _message(description, layout, cluster, ways["pp"])
-    schedule = built(layout.schedule, layout.grid.pp, layout.micro_batches, len(ranks[0].stages))
-    return replace(simulated(schedule, _in_order(layout, ranks), message), unit="s")
+    times = _Steps(description, cluster)
+    stages = times.stages(layout, times.ranks(Known(description), layout))
+    return simulated(schedule_of(layout), stages, times.message(layout))
 
 
-def _time(
-    description: Description, layout: Layout, cluster: Cluster, ranks: list[Rank], way: Route,
-    control: float,
-) -> Time:  # fmt: skip
-    order = _in_order(layout, ranks)
-    message = _message(description, layout, cluster, way)
-    speeds = _speeds(layout, cluster)
-    name, chunks, number = layout.schedule, len(ranks[0].stages), layout.micro_batches
-    done = ends(name, chunks, number, order, message, speeds)
-    totals = [
-        end + sum(rank.end.exposed.values()) + rank.end.update
-        for end, rank in zip(done, ranks, strict=True)
-    ]
-    slowest = max(range(len(ranks)), key=totals.__getitem__)
-    step = totals[slowest] + control
-    without = max(ends(name, chunks, number, order, 0.0, speeds)) if message else max(done)
-    return _summed(
-        layout, ranks[slowest], step, max(done), control, max(done) - without,
-        cluster.device.spread,
-    )  # fmt: skip
+class _Steps:
+    """Times of layouts of one model on a cluster."""
+
+    def __init__(self, description: Description, cluster: Cluster) -> None:
+        self._description, self._cluster = description, cluster
+        self._spends: Spends = {}
+        self._kinds: dict[tuple[object, ...], list[Kind]] = {}
+        self._ranks: dict[tuple[object, ...], Rank] = {}
+        self._messages: dict[tuple[object, ...], float] = {}
+        self._routes = cache(
+            lambda grid: {a: route(grid, a, cluster) for a in (*INNER, *OUTER, WORLD)}
+        )
+
+    def ranks(self, known: Known, layout: Layout) -> list[Rank]:
+        """Return what the ranks of the pipeline take; equal ones are worked out once."""
+        ways, kinds = self._routes(layout.grid), self._kinds_of(layout)
+        key = layout.cut, layout.micro_rows, layout.recompute, *(ways[axis] for axis in INNER)
+        rounds = layout.micro_batches if layout.zero >= 2 else 1
+        own = (*key, layout.zero, rounds, *(ways[axis] for axis in OUTER))
+        numbers = known.numbers(layout)
+        for number in {*numbers}:
+            if (number, *own) not in self._ranks:
+                self._ranks[number, *own] = self._rank(known, layout, kinds, number, ways)
+        return [self._ranks[number, *own] for number in numbers]
+
+    def _kinds_of(self, layout: Layout) -> list[Kind]:
+        """Return what the kinds of blocks take in a layout."""
+        ways = self._routes(layout.grid)
+        key = layout.cut, layout.micro_rows, layout.recompute, *(ways[axis] for axis in INNER)
+        if key not in self._kinds:
+            self._kinds[key] = kinds_of(
+                self._description, layout, self._cluster, ways, self._spends
+            )
+        return self._kinds[key]
+
+    def _rank(
+        self, known: Known, layout: Layout, kinds: list[Kind], number: int,
+        ways: Mapping[str, Route],
+    ) -> Rank:  # fmt: skip
+        content = known.content(number)
+        stages = [
+            Stage(
+                sum(n * kinds[kind].forward.total for kind, n in chunk),
+                sum(n * kinds[kind].backward.total for kind, n in chunk),
+                sum(n * kinds[kind].weights for kind, n in chunk),
+            )
+            for chunk in content.chunks
+        ]
+        own = [(kinds[kind], n) for kind, n in content.kinds.items()]
+        forward = sum(n * kind.forward.computing for kind, n in own)
+        backward = sum(n * kind.backward.computing for kind, n in own)
+        groups = known.groups(layout, number)
+        end = ended(groups, layout, forward, backward, self._cluster, ways)
+        return Rank(stages, own, end, sum(end.exposed.values()) + end.update)
+
+    def least(self, known: Known, layout: Layout) -> float:
+        """Return seconds that a step takes at the least, as far as roundings leave that sure.
+
+        Of the first and the last rank of equal ones: until the first micro-batch comes, all that
+        it computes, and if backwards are whole, the way of the last one back to the first rank.
+        """
+        ranks, number = self.ranks(known, layout), layout.micro_batches
+        coming, going = [0.0], [0.0]  # of the chunks that come first
+        for rank in ranks:
+            coming.append(coming[-1] + rank.stages[0].forward)
+            going.append(going[-1] + rank.stages[0].backward)
+        found = 0.0
+        for _, at in known.ends(layout):
+            own = ranks[at]
+            busy = number * sum(each.forward + each.backward for each in own.stages)
+            done = SURE * (coming[at] + busy)
+            found = max(found, done + own.after)
+            if layout.schedule not in SPLIT:
+                found = max(found, done + SURE * going[at] + ranks[0].after)
+        return found
+
+    def stages(self, layout: Layout, ranks: list[Rank]) -> list[Stage]:
+        """Return the stages of all ranks in the order of the forward."""
+        order = _order(layout.schedule, layout.grid.pp, layout.chunks)
+        return [ranks[rank].stages[chunk] for rank, chunk in order]
+
+    def message(self, layout: Layout) -> float:
+        """Return seconds of a message between stages: what a layer hands on, the slowest way."""
+        if layout.grid.pp == 1:
+            return 0.0
+        way = self._routes(layout.grid)["pp"]
+        key = layout.cut, layout.micro_rows, way
+        if key not in self._messages:
+            behaviours = self._description.behaviours(layout.cut)
+            kinds = {block.kind for block in self._description.blocks if block.place != "last"}
+            handed = max(behaviours[kind].handed.at(layout.micro_rows) for kind in kinds)
+            self._messages[key] = seconds("send", 1, handed, way, self._cluster)
+        return self._messages[key]
+
+    def step(self, layout: Layout, ranks: list[Rank]) -> float:
+        """Return the seconds of a step."""
+        done = ends(layout, self.stages(layout, ranks), self.message(layout))
+        after = [rank.after for rank in ranks]
+        return max(a + b for a, b in zip(done, after, strict=True)) + self._control(layout)
+
+    def _control(self, layout: Layout) -> float:
+        ways = self._routes(layout.grid)
+        return sum(
+            seconds("all_reduce", n, 0, ways[axis], self._cluster) for axis, n in CONTROL.items()
+        )
+
+    def time(self, layout: Layout, ranks: list[Rank]) -> Time:
+        """Return the time of a step."""
+        message, order = self.message(layout), self.stages(layout, ranks)
+        done, control = ends(layout, order, message), self._control(layout)
+        totals = [end + rank.after for end, rank in zip(done, ranks, strict=True)]
+        slowest = max(range(len(ranks)), key=totals.__getitem__)
+        without = max(ends(layout, order, 0.0)) if message else max(done)
+        return _summed(
+            layout, ranks[slowest], totals[slowest] + control, max(done), control,
+            max(done) - without, self._cluster.device.spread,
+        )  # fmt: skip
 
 
 def _summed(
@@ -226,44 +261,9 @@ def _summed(
     )  # fmt: skip
 
 
-def _control(cluster: Cluster, ways: Mapping[str, Route]) -> float:
-    return sum(
-        seconds("all_reduce", count, 0, ways[axis], cluster) for axis, count in CONTROL.items()
-    )
-
-
-def _in_order(layout: Layout, ranks: list[Rank]) -> list[Stage]:
-    """Return the stages of all ranks in the order of the forward."""
-    order = _order(layout.schedule, layout.grid.pp, layout.chunks)
-    return [ranks[rank].stages[chunk] for rank, chunk in order]
-
-
 @cache
 def _order(schedule: str, pp: int, chunks: int) -> list[tuple[int, int]]:
     """Return rank and chunk of each stage."""
     each = enumerate(stages_of(schedule, pp, chunks))
     found = {stage: (rank, at) for rank, own in each for at, stage in enumerate(own)}
     return [found[stage] for stage in sorted(found)]
-
-
-def _message(description: Description, layout: Layout, cluster: Cluster, way: Route) -> float:
-    """Return seconds of a message between stages: what a layer hands on, the slowest way."""
-    if layout.grid.pp == 1:
-        return 0.0
-    behaviours = description.behaviours(layout.cut)
-    kinds = {block.kind for block in description.blocks if block.place != "last"}
-    handed = max(behaviours[kind].handed.at(layout.micro_rows) for kind in kinds)
-    return seconds("send", 1, handed, way, cluster)
-
-
-def _speeds(layout: Layout, cluster: Cluster) -> list[float]:
-    """Return how much quicker ranks are while some of the pipeline's wait; [] if they share none.
-
-    The ranks of the other axes compute when theirs of the pipeline do.
-    """
-    grid, cores = layout.grid, cluster.cores
-    if not cores or grid.pp == 1:
-        return []
-    beside = grid.world_size // grid.pp
-    slowest = min(1.0, cores / grid.world_size)
-    return [min(1.0, cores / (at * beside)) / slowest for at in range(1, grid.pp + 1)]

@@ -1,1 +1,0 @@
-"""A rank's gradients while a step makes and sums them: which come when, and what holds them."""

@@ -1,0 +1,331 @@
+"""Bytes on the ranks of a layout, in closed form from what a description says of each block.
+
+A rank holds parameters, gradients and the optimizer's state, what autograd keeps of the
+micro-batches that are alive, what the block that needs the most takes beside that while it runs,
+gradient buckets on their way, and messages between stages. Real ranks are within 3 % of the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import mul
+from typing import NamedTuple
+
+from ..description import Behaviour, Description
+from ..estimate import Memory
+from ..held import Known, Optimizer
+from ..layout import Layout
+from ..stages import SPLIT, Moment, Runs, alive
+from .state import OPEN, state
+
+IN_FLIGHT = 8  # sends under way, as the pipeline's runtime has it, which needs torch
+
+
+class Chunk(NamedTuple):
+    """Bytes of a chunk of blocks for a micro-batch.
+
+    Attributes:
+        kept: What autograd keeps until backward.
+        left: What the first half of a backward leaves for the second.
+        working: By the kind of an action, what the block that needs the most takes while it runs,
+            above what is kept.
+        inside: The same of layers alone, backward.
+        tail: What the first layer needs in backward, when nothing else is kept.
+        ahead: Share of the rank's parameters whose gradients have not come by then.
+    """
+
+    kept: int
+    left: int
+    working: dict[str, int]
+    inside: int
+    tail: int
+    ahead: float
+
+
+class Line(NamedTuple):
+    """A part of a rank's memory.
+
+    Attributes:
+        part: As `Memory` calls it.
+        what: What of it.
+        bytes: How many.
+    """
+
+    part: str
+    what: str
+    bytes: int
+
+
+def memory(
+    description: Description,
+    layout: Layout,
+    optimizer: Optimizer | None = None,
+    *,
+    known: Known | None = None,
+) -> tuple[Memory, ...]:
+    """Return the bytes of the fullest rank at each place of the pipeline.
+
+    Args:
+        description: The model.
+        layout: The layout; with `zero` 3 as `fully_shard` of torch has it, a block at a time.
+        optimizer: What is kept for each parameter.
+        known: Of the same description and optimizer, to work out nothing twice.
+
+    Raises:
+        InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
+    """
+    own = known or Known(description, optimizer)
+    return tuple(
+        _fullest(own, layout, number, rank)[0] for rank, number in enumerate(own.numbers(layout))
+    )
+
+
+def peak(known: Known, layout: Layout, room: int | None = None) -> int:
+    """Return the largest total of `memory`; of one above `room` something above it, sooner."""
+    found = 0
+    for number, rank in known.ends(layout):
+        own = state(known, layout, number)
+        still = own.parameters + own.gradients + own.optimizer
+        if room is not None and still > room:
+            return still
+        for _, parts in _parts(known, layout, number, rank):
+            found = max(found, still + sum(parts))
+            if room is not None and found > room:
+                return found
+    return found
+
+
+def before(known: Known, layout: Layout) -> int:
+    """Return the most that a rank holds before a step begins."""
+    each = (state(known, layout, number) for number in {*known.numbers(layout)})
+    return max(own.parameters + own.gradients + own.optimizer for own in each)
+
+
+def summed_gradients(description: Description, layout: Layout) -> tuple[int, ...]:
+    """Return the bytes of gradients on each rank of the pipeline when a step has made all.
+
+    Raises:
+        InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
+    """
+    known = Known(description)
+    each = [state(known, layout, number) for number in known.numbers(layout)]
+    return tuple(own.gradients + own.brought + own.last for own in each)
+
+
+def kept_by_autograd(description: Description, layout: Layout) -> tuple[int, ...]:
+    """Return the most bytes that autograd keeps on each rank of the pipeline.
+
+    Not the same as `Memory.activations`, which have what halves of backwards leave.
+
+    Raises:
+        InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
+    """
+    known = Known(description)
+    return tuple(
+        max(
+            sum(n * own.kept for n, own in zip(m.whole, chunks_of(known, layout, at), strict=True))
+            for m in alive(layout, rank)
+        )
+        for rank, at in enumerate(known.numbers(layout))
+    )
+
+
+def lines(
+    description: Description,
+    layout: Layout,
+    rank: int | None = None,
+    optimizer: Optimizer | None = None,
+) -> tuple[Line, ...]:
+    """Return what fills the memory of a rank; the lines add up to `Memory.total`.
+
+    Args:
+        description: The model.
+        layout: The layout.
+        rank: Of the pipeline; None is the fullest.
+        optimizer: What is kept for each parameter.
+
+    Raises:
+        InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
+    """
+    known = Known(description, optimizer)
+    if rank is None:
+        totals = [each.total for each in memory(description, layout, known=known)]
+        rank = totals.index(max(totals))
+    return tuple(line for line in _lines(known, layout, rank) if line.bytes)
+
+
+def _lines(known: Known, layout: Layout, rank: int) -> Iterator[Line]:
+    number = known.numbers(layout)[rank]
+    held, moment = _fullest(known, layout, number, rank)
+    content = known.content(number)
+    tensors = sum(group.tensors for group in known.groups(layout, number))
+    count = sum(content.kinds.values())
+    yield Line("parameters", f"{tensors} tensors of {count} blocks", held.parameters)
+    yield Line("gradients", f"zero {layout.zero}", held.gradients)
+    yield Line("optimizer", known.optimizer.name, held.optimizer)
+    left = held.activations
+    for at, own in enumerate(chunks_of(known, layout, number)):
+        where = f"chunk {at}: " if layout.chunks > 1 else ""
+        again = "inputs of " if layout.recompute == "full" else ""
+        blocks = " + ".join(f"{times} x {known.name(k)}" for k, times in content.chunks[at])
+        what = f"{where}{moment.whole[at]} micro-batches of {again}{blocks}"
+        size = min(left, moment.whole[at] * own.kept)
+        left -= size
+        yield Line("activations", what, size)
+    yield Line("activations", "halves of backwards, and of blocks that run", left)
+    whole = ", and blocks that are whole" * (layout.zero == 3)
+    yield Line("working", f"the block that needs the most while it runs{whole}", held.working)
+    messages = min(held.buffers, _messages(known, layout, number, moment))
+    yield Line("buffers", "gradients on their way", held.buffers - messages)
+    yield Line("buffers", "messages between stages", messages)
+
+
+def _fullest(known: Known, layout: Layout, number: int, rank: int) -> tuple[Memory, Moment]:
+    """Return what a rank holds at the moment at which that is the most."""
+    own = state(known, layout, number)
+    moment, parts = max(_parts(known, layout, number, rank), key=lambda each: sum(each[1]))
+    gradients, *rest = parts
+    return Memory(own.parameters, own.gradients + gradients, own.optimizer, *rest), moment
+
+
+def _parts(
+    known: Known, layout: Layout, number: int, rank: int
+) -> Iterator[tuple[Moment, tuple[int, int, int, int]]]:
+    """Yield gradients, activations, working memory and buffers when they may be the most.
+
+    In a backward activations go as fast as gradients come, so that the most is there when it begins
+    or when it ends, or while its layers run.
+    """
+    own, chunks = state(known, layout, number), chunks_of(known, layout, number)
+    kept, left = [chunk.kept for chunk in chunks], [chunk.left for chunk in chunks]
+    # A bucket leaves when it is full, and by then as large a share of activations has gone.
+    share = own.bucket / own.whole if own.whole else 0.0
+    open_ = min(1.0, share * (1 if own.last else OPEN - 1))
+    again = own.again // len(chunks)  # of a chunk alone
+    # A layer that runs again fills a bucket as what it takes goes.
+    filled = own.bucket if layout.recompute == "full" else 0
+    for moment in alive(layout, rank):
+        chunk = chunks[moment.chunk]
+        activations = sum(map(mul, moment.whole, kept)) + sum(map(mul, moment.halves, left))
+        messages = _messages(known, layout, number, moment)
+        brought = own.brought * moment.begun // len(chunks)
+        yield moment, (brought, activations, chunk.working[moment.kind], messages + own.start)
+        inside, less = max(0, chunk.inside), min(0, chunk.inside)
+        open_inside, open_tail = (
+            messages + max(0, own.inside - min(filled, takes)) for takes in (inside, chunk.tail)
+        )
+        if own.inside and not own.last:
+            rest = max(0, activations - round(chunk.kept * open_) + less)
+            yield moment, (brought, rest, inside, open_inside)
+            rest = max(0, activations + less)  # and one is there from its first on
+            yield moment, (brought, rest, inside, messages + own.bucket)
+        if own.brought:  # behind this backward
+            rest = max(0, activations - chunk.kept)
+            late = again if moment.begun else own.brought // len(chunks)
+            more = own.brought * min(moment.begun + 1, len(chunks)) // len(chunks)
+            more += (again if moment.begun else 0) - round(late * min(1.0, share + chunk.ahead))
+            yield moment, (more, rest, chunk.tail, open_tail)
+        if own.last:
+            rest = max(0, chunk.kept - round(chunk.kept * open_) + less)
+            yield moment, (0, rest, inside, open_inside)
+            come = own.last * max(0.0, 1 - share - chunk.ahead)
+            yield moment, (round(come), 0, chunk.tail, open_tail)
+            # The last two buckets come while the shards of all before them are there.
+            yield moment, (round(own.last * (1 - share)), 0, 0, 2 * own.inside)
+    yield moment, (own.brought + own.last, 0, 0, own.ties)
+
+
+def _messages(known: Known, layout: Layout, number: int, moment: Moment) -> int:
+    """Return the bytes of messages between stages.
+
+    What was sent on stays until its backward, in this library's runtime beside the latest
+    `IN_FLIGHT` messages and the one that has come; in another program there is one that has come,
+    and one on its way.
+    """
+    if layout.grid.pp == 1:
+        return 0
+    content = known.content(number)
+    ways = (content.sent > 0) + (content.received > 0)
+    if not ways:
+        return 0
+    size, alive_ = known.handed(layout), sum(moment.whole)
+    passed = round(alive_ * content.sent / len(content.chunks))
+    if layout.recompute == "offload":  # what has come is kept here, too
+        passed += round(alive_ * content.received / len(content.chunks))
+    if not known.description.early:
+        return (passed + ways) * size
+    done = layout.micro_batches * len(content.chunks) - alive_
+    back = min(IN_FLIGHT // ways, done) if content.received else 0
+    forward = max(0, min(IN_FLIGHT // ways, done + passed) - passed) if content.sent else 0
+    return (passed + back + forward + 1) * size
+
+
+def chunks_of(known: Known, layout: Layout, number: int) -> list[Chunk]:
+    """Return what the chunks of a rank keep of a micro-batch and need to run."""
+    split = layout.schedule in SPLIT
+    key = layout.cut, layout.recompute, layout.micro_rows, split, number
+    found: list[Chunk] | None = known.cache.get(key)
+    if found is None:
+        content, behaviours = known.content(number), known.description.behaviours(layout.cut)
+        all_ = sum(_elements(behaviours[kind]) * n for kind, n in content.kinds.items()) or 1
+        found = [_once(known, layout, own, split=split) for own in content.chunks]
+        found = known.cache[key] = [own._replace(ahead=own.ahead / all_) for own in found]
+    return found
+
+
+def _once(known: Known, layout: Layout, runs: Runs, *, split: bool) -> Chunk:
+    key = "chunk", layout.cut, layout.recompute, layout.micro_rows, split, runs
+    if key not in known.cache:
+        known.cache[key] = _chunk(known, layout, runs, split=split)
+    found: Chunk = known.cache[key]
+    return found
+
+
+def _chunk(known: Known, layout: Layout, runs: Runs, *, split: bool) -> Chunk:
+    """Return a chunk's bytes.
+
+    While a block runs, those behind it keep nothing yet, or no more, but for what the first half of
+    a backward leaves, and the gradient of its output.
+    """
+    rows = layout.micro_rows
+    behaviours = known.description.behaviours(layout.cut)
+    shared = left = under = 0.0
+    forwards: list[float] = []
+    backwards: list[tuple[float, float, bool]] = []  # bytes, what is left behind, of a layer
+    gradients = [behaviours[kind].entered.at(rows) for kind, _ in runs[1:]] + [0.0]
+    for (kind, times), gradient in zip(runs, gradients, strict=True):
+        own, layer = behaviours[kind], kind in known.layers
+        entered, again, keeps = own.entered.at(rows), 0.0, own.kept.at(rows)
+        if layer and layout.recompute == "full":
+            keeps, again = entered, own.again.at(rows)
+        elif layer and layout.recompute == "offload":
+            keeps = 0.0
+        if layout.recompute != "offload":
+            shared = max(shared, own.shared.at(rows))
+        leaves, needs = own.left.at(rows) * split, own.backward_peak.at(rows) + again
+        # Of equal blocks the last has the most before it, and the first the most behind it.
+        first = under + keeps + needs + (entered if times > 1 else gradient)
+        under += keeps * times
+        forwards.append(under + own.forward_peak.at(rows))
+        backwards.append((first, left + leaves, layer))
+        backwards.append((under + needs + gradient, left + leaves * times, layer))
+        left += leaves * times
+    plain = [needs for needs, _, _ in backwards]
+    inside = [needs for needs, _, layer in backwards if layer] or plain
+    most = {
+        "F": max(forwards), "B": max(plain),
+        "I": max(needs + left - here for needs, here, _ in backwards),
+    }  # fmt: skip
+    most["FB"] = max(most["F"], most["B"])
+    working = {kind: max(0, round(needs - under)) for kind, needs in most.items()}
+    first = next((at for at, (kind, _) in enumerate(runs) if kind in known.layers), 0)
+    early = [*runs[:first], (runs[first][0], 1)]
+    ahead = sum(_elements(behaviours[kind]) * times for kind, times in early)
+    return Chunk(
+        round(under + shared), round(left), working, round(max(inside) - under), round(inside[0]),
+        ahead,
+    )  # fmt: skip
+
+
+def _elements(behaviour: Behaviour) -> int:
+    return sum(max(each.local) for each in behaviour.parameters)

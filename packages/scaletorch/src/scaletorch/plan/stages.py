@@ -1,0 +1,241 @@
+"""Which blocks lie on which rank of a pipeline, and how many micro-batches are alive there.
+
+As the pipeline itself distributes them: layers by count, what stands before them on the first
+stage and what stands behind them on the last; the stages of a rank are those of its schedule.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache, partial
+from itertools import groupby
+from typing import NamedTuple
+
+from ..dist.errors import InvalidArgumentError
+from ..parallel.pipeline_parallel import SCHEDULES, Schedule, distribute_layers
+from .description import Description
+from .layout import LOOPED, V_SHAPED, Layout
+
+SPLIT = ("zb_h1", "zb_v", "dualpipe_v")  # schedules whose backwards may come in two halves
+# What an action changes: whole micro-batches, and halves that wait for their weights' gradients.
+CHANGES = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}
+ROUNDS = 2  # of interleaving until no more micro-batches are kept
+
+Runs = tuple[tuple[int, int], ...]  # kinds of blocks, and how many follow one another
+Places = tuple[tuple[tuple[int, ...], ...], ...]
+"""For each rank of the pipeline, for each of its chunks: indices of blocks."""
+
+
+class Moment(NamedTuple):
+    """What a rank keeps while an action runs, when that is the most.
+
+    Attributes:
+        kind: Of the action: "F", whose own micro-batch counts, "B", or "I" for the first half of a
+            backward; "FB" if either may run.
+        chunk: Of the action.
+        whole: Whole micro-batches by chunk.
+        halves: Halves of backwards that wait for the others, by chunk.
+        begun: Of how many chunks a backward has ended before.
+    """
+
+    kind: str
+    chunk: int
+    whole: tuple[int, ...]
+    halves: tuple[int, ...]
+    begun: int
+
+
+class Content(NamedTuple):
+    """What a rank of the pipeline has.
+
+    Attributes:
+        chunks: Runs of blocks of each chunk.
+        sent: How many chunks send their output to another rank.
+        received: How many get their input from another rank.
+        ties: Names of tied parameters, and how many other ranks have them.
+    """
+
+    chunks: tuple[Runs, ...]
+    sent: int
+    received: int
+    ties: tuple[tuple[str, int], ...]
+
+    @property
+    def kinds(self) -> dict[int, int]:
+        """How many blocks there are of each kind."""
+        found: dict[int, int] = {}
+        for kind, times in (run for runs in self.chunks for run in runs):
+            found[kind] = found.get(kind, 0) + times
+        return found
+
+
+def schedule_of(layout: Layout) -> Schedule:
+    """Return the schedule of a layout, action by action.
+
+    Raises:
+        InvalidArgumentError: An unknown schedule, or chunks that it does not have.
+    """
+    return _built(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)
+
+
+@lru_cache(maxsize=256)
+def _built(schedule: str, pp: int, micro_batches: int, chunks: int) -> Schedule:
+    _check(schedule, pp, chunks)
+    build = SCHEDULES[schedule]
+    if schedule in LOOPED:
+        build = partial(LOOPED[schedule], num_chunks=chunks)
+    return build(pp, micro_batches)
+
+
+@cache
+def stages_of(schedule: str, pp: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the stages of each rank of the pipeline, chunk by chunk.
+
+    Raises:
+        InvalidArgumentError: An unknown schedule, or chunks that it does not have.
+    """
+    _check(schedule, pp, chunks)
+    if schedule in V_SHAPED:
+        return tuple((rank, 2 * pp - 1 - rank) for rank in range(pp))
+    return tuple(tuple(range(rank, pp * chunks, pp)) for rank in range(pp))
+
+
+def places(description: Description, layout: Layout) -> Places:
+    """Return which blocks each rank of the pipeline has, chunk by chunk.
+
+    Raises:
+        InvalidArgumentError: Fewer layers than stages, or a schedule that is not to be had.
+    """
+    where = [block.place for block in description.blocks]
+    first, layers, last = where.count("first"), where.count("layer"), where.count("last")
+    stages = stages_of(layout.schedule, layout.grid.pp, layout.chunks)
+    count = sum(map(len, stages))
+    if count == 1:
+        return ((tuple(range(first + layers + last)),),)
+    if layers < count:
+        raise InvalidArgumentError(
+            f"{layers} layers are fewer than {count} stages: pp {layout.grid.pp}"
+            + (f" x {layout.chunks} chunks" if layout.chunks > 1 else "")
+        )
+    cut = [[first + layer for layer in each] for each in distribute_layers(layers, count)]
+    cut[0] = [*range(first), *cut[0]]
+    cut[-1] += range(first + layers, first + layers + last)
+    return tuple(tuple(tuple(cut[stage]) for stage in own) for own in stages)
+
+
+def contents(description: Description, layout: Layout) -> list[Content]:
+    """Return what each rank of a layout's pipeline has.
+
+    Raises:
+        InvalidArgumentError: As `places`.
+    """
+    kinds = [block.kind for block in description.blocks]
+    where = places(description, layout)
+    stages = stages_of(layout.schedule, layout.grid.pp, layout.chunks)
+    owner = {stage: rank for rank, own in enumerate(stages) for stage in own}
+    holders = holders_of(description, where)
+    return [
+        Content(
+            tuple(
+                tuple((kind, len([*run])) for kind, run in groupby(kinds[at] for at in chunk))
+                for chunk in chunks
+            ),
+            sum(owner.get(stage + 1, rank) != rank for stage in own),
+            sum(owner.get(stage - 1, rank) != rank for stage in own),
+            tuple((name, len(ranks - {rank})) for name, ranks in holders.items() if rank in ranks),
+        )
+        for rank, (own, chunks) in enumerate(zip(stages, where, strict=True))
+    ]
+
+
+def holders_of(description: Description, where: Places) -> dict[str, set[int]]:
+    """Return the ranks of the pipeline that have a tied parameter, by each of its names."""
+    on: dict[int, set[int]] = {}
+    for rank, chunks in enumerate(where):
+        for at in (at for chunk in chunks for at in chunk):
+            on.setdefault(description.blocks[at].kind, set()).add(rank)
+    return {
+        name: {r for each in names for r in on.get(int(each.partition(".")[0]), ())}
+        for names in description.tied
+        for name in names
+    }
+
+
+def alive(layout: Layout, rank: int) -> tuple[Moment, ...]:
+    """Return the moments at which a rank of the pipeline keeps the most micro-batches.
+
+    For each sort of action one with the most whole ones, and one with the most of whole ones and
+    halves together. No more micro-batches are followed than it takes until the pipeline repeats
+    itself.
+    """
+    schedule, pp, chunks = layout.schedule, layout.grid.pp, layout.chunks
+    m = layout.micro_batches
+    _check(schedule, pp, chunks)
+    if schedule in ("afab", "looped_bfs"):
+        none = (0,) * chunks
+        first = Moment("FB", chunks - 1, (m,) * chunks, none, 0)
+        # With gradients, when one is gone.
+        return (first, Moment("B", chunks - 1, (m - 1,) * chunks, none, chunks))[: min(m, 2)]
+    few = enough(schedule, pp, m)
+    return _alive(schedule, pp, few, chunks, few < m, rank)
+
+
+def enough(schedule: str, pp: int, micro_batches: int) -> int:
+    """Return how many micro-batches keep as much alive as so many."""
+    if schedule in V_SHAPED:
+        return min(micro_batches, 2 * pp)
+    if schedule != "interleaved_1f1b":
+        return min(micro_batches, pp)
+    number = max(1, micro_batches // pp)
+    size, longer = divmod(micro_batches, number)  # rounds of unlike lengths
+    return (size + 1) * min(longer, ROUNDS) + size * min(number - longer, ROUNDS)
+
+
+@lru_cache(maxsize=4096)
+def _alive(
+    schedule: str, pp: int, m: int, chunks: int, more: bool, rank: int
+) -> tuple[Moment, ...]:
+    """Return the moments of `m` micro-batches; `more`: whether others follow, which repeat them."""
+    if schedule == "1f1b":
+        return (Moment("FB", 0, (min(pp - rank, m),), (0,), int(more or pp - rank < m)),)
+    whole, halves, begun = [0] * chunks, [0] * chunks, set[int]()
+    most: dict[tuple[str, int, int], tuple[tuple[int, int], Moment]] = {}
+    for action in _built(schedule, pp, m, chunks).ranks[rank]:
+        kind, chunk = action.kind, action.chunk
+        before = tuple(whole), tuple(halves)
+        added, parts = CHANGES[kind]
+        whole[chunk] += added
+        halves[chunk] += parts
+        if kind == "W":  # less than the other half took
+            continue
+        counts = (tuple(whole), tuple(halves)) if kind == "F" else before
+        both = sum(counts[0]), sum(counts[1])
+        moment = Moment(kind, chunk, *counts, chunks if more else len(begun))
+        for at, weighed in enumerate((both, (sum(both), both[0]), both[::-1])):
+            if weighed >= most.get((kind, chunk, at), ((-1, -1), moment))[0]:
+                most[kind, chunk, at] = weighed, moment
+        if kind != "F":
+            begun.add(chunk)
+    return tuple(dict.fromkeys(moment for _, moment in most.values()))
+
+
+@lru_cache(maxsize=1024)
+def backwards(schedule: str, pp: int, micro_batches: int, chunks: int) -> tuple[float, ...]:
+    """Return how many actions of backward each rank has for a chunk on average, halves as two."""
+    if schedule != "dualpipe_v":  # whose halves come while the pipeline fills and drains
+        return ((2 if schedule in SPLIT else 1) * micro_batches,) * pp
+    few = min(micro_batches, 2 * pp)
+    more = micro_batches - few
+    ranks = _built(schedule, pp, few, chunks).ranks
+    return tuple(sum(a.kind != "F" for a in own) / chunks + more for own in ranks)
+
+
+def _check(schedule: str, pp: int, chunks: int) -> None:
+    if schedule not in SCHEDULES or schedule == "forward_only":
+        known = ", ".join(name for name in SCHEDULES if name != "forward_only")
+        raise InvalidArgumentError(f"schedule {schedule!r} is not one of {known}")
+    wanted = 2 if schedule in V_SHAPED else 1
+    if chunks < 1 or (schedule not in LOOPED and chunks != wanted):
+        some = "1 or more" if schedule in LOOPED else str(wanted)
+        raise InvalidArgumentError(
+            f"{schedule} has {some} chunks on each rank of the pipeline, not {chunks}"
+        )
