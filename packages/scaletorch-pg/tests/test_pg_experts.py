@@ -12,11 +12,11 @@ from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.parallel.pg_manager import (
     ExpertCoordinates,
     Grid,
-    experts,
     groups,
     layouts,
     nearest_layouts,
 )
+from scaletorch.parallel.pg_manager.grid import divisors, wrong_fold
 
 EXPERTS = ("edp", "ep", "etp")
 JOINS = ["_".join(axes) for count in (1, 2, 3) for axes in itertools.permutations(EXPERTS, count)]
@@ -126,7 +126,7 @@ def test_all_views_of_a_layout_are_told_apart_by_their_names(tp, cp, pp, dp):
     every = [
         Grid(tp, cp, pp, dp, ep, etp)
         for etp in sorted({1, tp})
-        for ep in experts.divisors(tp * cp * dp // etp)
+        for ep in divisors(tp * cp * dp // etp)
     ]
     assert len(set(every)) == len({str(grid) for grid in every}) == len(every)
     assert [grid for grid in every if "EP" not in str(grid)] == [Grid(tp, cp, pp, dp)]
@@ -192,7 +192,7 @@ def test_sizes_that_do_not_fold_name_the_nearest_that_do(sizes, message):
 @given(sizes, sizes, sizes, st.integers(1, 70), st.booleans())
 def test_the_sizes_that_a_message_names_are_legal(tp, cp, dp, ep, cut):
     etp = tp if cut else 1
-    problem = experts.wrong_fold(ep, etp, tp=tp, cp=cp, dp=dp)
+    problem = wrong_fold(ep, etp, tp=tp, cp=cp, dp=dp)
     if problem is None:
         assert Grid(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp).ep == ep
         return
