@@ -236,7 +236,6 @@ def cards(monkeypatch):
     for name in ("flash", "cudnn", "efficient"):
         monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda *_: True)
     monkeypatch.setattr(cuda, "_is_new", lambda device: True)
-    monkeypatch.setattr(cuda, "flash_attn_is_installed", lambda: False)
     monkeypatch.setitem(table.KERNELS, "meta", table.KERNELS["cuda"])
 
 

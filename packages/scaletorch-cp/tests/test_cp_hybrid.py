@@ -105,8 +105,8 @@ def differing(_):
 
 def test_ranks_of_two_groups_that_differ_are_told_on_every_rank():
     for message in run_ranks(differing, 4, None):
-        assert "rank 0, 1, 2: hybrid over parts of 2" in message
-        assert "rank 3: hybrid over parts of 2" in message
+        assert "the ranks disagree on this call of context-parallel attention" in message
+        assert "+ scale 0.1" in message
 
 
 def refused(_):

@@ -54,21 +54,3 @@ def test_buckets_go_through_the_nodes():
     for stages in run_ranks(step, 4):
         assert len(stages) >= 8
         assert set(stages) == {3}
-
-
-def buckets(group):
-    layers = [nn.Linear(512, 512, bias=False) for _ in range(8)]  # of 2**18 elements each
-    model = DataParallelBucket(nn.Sequential(*layers), group=group, init_sync="none")
-    return len(model.get_bucket_info())
-
-
-def fewer():
-    os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
-    group = c10d.new_group()
-    flat = buckets(group)
-    assert dist.use_hierarchy(group)
-    return flat, buckets(group)
-
-
-def test_buckets_of_several_calls_are_fewer():
-    assert run_ranks(fewer, 4) == [(8, 5)] * 4

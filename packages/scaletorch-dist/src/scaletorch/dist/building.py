@@ -17,7 +17,6 @@ from .launchers.interfaces import is_loopback
 from .naming import name_ranks
 from .ranks.locate import Locator, locate
 from .ranks.report import without_coordinates
-from .transport.levels import is_staged
 from .wire.backend import gather_ints, host_device
 from .wire.checks import describe
 from .wire.port import (
@@ -42,7 +41,6 @@ __all__ = [
     "host_device",
     "install_guard",
     "is_loopback",
-    "is_staged",
     "locate",
     "map_tensors",
     "name_ranks",

@@ -282,11 +282,6 @@ def use_hierarchy(group: ProcessGroup | None = None) -> bool:
     return True
 
 
-def is_staged(group: ProcessGroup | None) -> bool:
-    """Return whether a call on a group is several, inside nodes and across (`use_hierarchy`)."""
-    return group is not None and info_of(group).levels is not None
-
-
 def _places(members: ProcessGroup) -> list[list[int]] | None:
     """Return the group's ranks on each node, or None if nothing is to be gained."""
     nodes = ranks_by_node(members)
