@@ -154,10 +154,11 @@ def test_the_commands(run, tmp_path, capsys):
     text = capsys.readouterr().err
     assert text.startswith("InvalidArgumentError: ")
     assert text.endswith("has no checkpoint: train with --out and --save-every\n")
-    assert main(["sample", str(tmp_path / "hf")]) == 2
-    text = capsys.readouterr().err
-    assert text.startswith("CheckpointError: ")
-    assert "import_safetensors" in text
+    for foreign in (tmp_path / "hf", tmp_path):
+        assert main(["sample", str(foreign)]) == 2
+        text = capsys.readouterr().err
+        assert text.startswith(f"CheckpointError: {foreign} has no checkpoint ")
+        assert "import_safetensors" in text
 
 
 def test_checkpoints_of_other_programs_and_damaged_ones(tmp_path):

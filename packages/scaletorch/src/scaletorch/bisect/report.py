@@ -83,7 +83,7 @@ class Report:
 
     @property
     def sound(self) -> bool:
-        """Whether every result of the training was compared and agrees within rounding."""
+        """True if every result of the training was compared and agrees up to rounding errors."""
         return not self.found and not self.unjudged
 
     @property

@@ -63,8 +63,7 @@ def load_trained(folder: Path, tokenizer: Path | None = None) -> Trained:
 
     Raises:
         InvalidArgumentError: There is none, or the tokenizer is another.
-        CheckpointError: It is damaged, or of another program, or the folder
-            holds something else.
+        CheckpointError: It is damaged or of another program, or the folder holds other files.
     """
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     damage: list[str] = []
