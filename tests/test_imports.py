@@ -101,3 +101,12 @@ def test_any_name_may_be_the_first_that_is_asked_for(package):
     words = [sys.executable, "-c", FIRST, package, *names]
     done = subprocess.run(words, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
+
+
+def test_importing_all_of_it_leaves_the_compiler_out():
+    """It takes seconds, of every program that never compiles."""
+    names = ", ".join(sorted(name for name in NAMES if name.count(".") < 3))
+    code = f"import sys, {names}, scaletorch.compose, scaletorch.verify, scaletorch.pretrain"
+    code += "\nassert 'torch._dynamo' not in sys.modules and 'transformers' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr

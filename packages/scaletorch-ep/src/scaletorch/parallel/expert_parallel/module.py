@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,14 +16,12 @@ from ...dist import functional, get_rank, get_world_size
 from ...dist.building import agree
 from ...dist.errors import StateError
 from ..pg_manager import describe_rank
-from ..pg_manager.building import deep_copy, shallow_copy
+from ..pg_manager.building import call_uncompiled, deep_copy, shallow_copy
 from .calls import ALL, ROUTED, WAYS, Given, Run, read_call, runner
 from .computing import compute
 from .exchange.dispatch import Dispatched, combine_computed, dispatch_along
 from .exchange.routes import find_route, number_apart, stay
 from .exchange.shares import ranges_of, share_out
-
-_hidden: dict[Callable[..., Any], Callable[..., Any]] = {}  # what the compiler leaves alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +73,7 @@ class DividedExperts(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the experts' results for tokens of this rank, [T, H], as the whole module does."""
-        results: Tensor = _call_uncompiled(_call, self, super().forward, args, kwargs)
+        results: Tensor = call_uncompiled(_call, self, super().forward, args, kwargs)
         if not self._division.checked:
             self._division.checked.append(True)
         return results
@@ -189,21 +186,6 @@ def _call_first(
     lines.append(f"results {results.dtype}, of width {results.shape[1]}")
     agree(f"the experts '{division.name}'", lines, division.group, error=wrong)
     return results
-
-
-def _call_uncompiled(call: Callable[..., Any], *args: Any) -> Any:
-    """Call what is not compiled, nor anything that it calls: a graph ends here.
-
-    `torch.compiler.disable` imports the compiler, which takes seconds of every program that never
-    compiles. So it waits until the compiler is there: that cannot trace `_hide`, and runs it.
-    """
-    if torch.compiler.is_compiling() and call not in _hidden:
-        _hide(call)
-    return _hidden.get(call, call)(*args)
-
-
-def _hide(call: Callable[..., Any]) -> None:
-    _hidden[call] = importlib.import_module("torch._dynamo.decorators").disable(call)
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:

@@ -7,6 +7,7 @@ from .connecting import connect, connect_all, has_streams
 from .groups import first_unused_number, groups_within
 from .loss import mean_over
 from .module_helpers import (
+    call_uncompiled,
     class_before,
     deep_copy,
     divided_modules,
@@ -27,6 +28,7 @@ from .update_scope import Scope, known_elementwise, update_scope
 
 __all__ = [
     "Scope",
+    "call_uncompiled",
     "class_before",
     "connect",
     "connect_all",

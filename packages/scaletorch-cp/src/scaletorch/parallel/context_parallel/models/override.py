@@ -17,13 +17,13 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ....dist.errors import StateError
 from ...pg_manager import describe_rank
+from ...pg_manager.building import call_uncompiled
 from ..alone import alone
 from ..attention import Asked
 from ..masks.documents import CU_SEQLENS, Documents, read_documents
@@ -42,7 +42,6 @@ class _Running(threading.local):
 
 _running = _Running()
 _HIDING = ("torch.utils.checkpoint", "torch.autograd.function")  # what runs in backward by itself
-_require_apart = torch.compiler.disable(require_apart)  # a compiled model is asked as it is written
 
 
 def install(model: nn.Module) -> None:
@@ -166,7 +165,7 @@ def _overriding(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
             require_no_labels(self, kwargs)
             asks = settings.ring.size > 1 and not settings.asked and alone() is None
             if asks:
-                _require_apart(self, inner, (args, kwargs), settings, _turned_on)
+                call_uncompiled(require_apart, self, inner, (args, kwargs), settings, _turned_on)
         else:
             settings.require_told_alike()
         with _turned_on(settings, kwargs) as override:
