@@ -7,6 +7,7 @@ contiguous, each with its own memory.
 from __future__ import annotations
 
 import datetime
+import enum
 import functools
 import io
 import os
@@ -152,6 +153,8 @@ class _PlainPickler(pickle.Pickler):
 
     def reducer_override(self, data: Any) -> Any:
         """Return how to make an object again; not called for Python's own types."""
+        if isinstance(data, enum.Enum):  # until Python 3.11.4 by getattr, which is not plain
+            return type(data), (data.value,)
         return _compact(data).__reduce_ex__(2) if _is_ordinary(data) else NotImplemented
 
 
