@@ -205,14 +205,13 @@ def errors():
 
 
 def checks():
-    """Ranks that differ are told so, by comparison over MPI and through the store."""
+    """Ranks that make different calls are told so, by comparison over MPI; messages pass."""
     dist.check_collectives(True)
     rank = dist.get_rank()
     data = torch.ones(1 + rank)
     refuse("ranks make different calls", dist.all_reduce, data)
     send_or_receive = dist.send if rank == 0 else dist.recv
     if rank < 2:
-        refuse("rank [01]", send_or_receive, torch.ones(2 + rank), 1 - rank)
         message = torch.full((2,), float(rank))
         send_or_receive(message, 1 - rank)
         assert message.tolist() == [0, 0]

@@ -7,7 +7,7 @@ them too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -120,6 +120,17 @@ class MPIGroup(MPIMembers):
         self._sequence += 1
         return MPIWork(self.engine, self.engine.start(lambda: make(mpi, comm, *args)), seconds)
 
+    def _start_several(
+        self, make: Callable[..., Call], *columns: Sequence[Any], opts: Any = None
+    ) -> MPIWork:
+        """Start a call for each row of these, as C++'s functional collectives ask for."""
+
+        def several(mpi: Any, comm: Any) -> Call:
+            rows = zip(*columns, strict=True)
+            return Call.of_several([make(mpi, comm, *row) for row in rows])
+
+        return self._start(several, opts=opts)
+
     def broadcast(self, tensors: Tensors, opts: Any = None) -> MPIWork:
         """See `torch.distributed.broadcast`."""
         return self._start(collectives.broadcast, tensors[0], opts.rootRank, opts=opts)
@@ -127,7 +138,10 @@ class MPIGroup(MPIMembers):
     def allreduce(self, tensors: Tensors, opts: Any = None) -> MPIWork:
         """See `torch.distributed.all_reduce`."""
         op = c10d.ReduceOp.SUM if opts is None else opts.reduceOp
-        return self._start(collectives.all_reduce, tensors[0], op, opts=opts)
+        each = [op] * len(tensors)
+        return self._start_several(collectives.all_reduce, tensors, each, opts=opts)
+
+    allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: Any) -> MPIWork:
         """See `torch.distributed.reduce`."""
@@ -139,7 +153,13 @@ class MPIGroup(MPIMembers):
 
     def all_gather_single(self, output: Tensor, data: Tensor, opts: Any = None) -> MPIWork:
         """See `torch.distributed.all_gather_into_tensor`."""
-        return self._start(collectives.all_gather_single, output, data, opts=opts)
+        return self.all_gather_single_coalesced([output], [data], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> MPIWork:
+        """Gather several tensors, each into one."""
+        return self._start_several(collectives.all_gather_single, outputs, inputs, opts=opts)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> MPIWork:
         """See `torch.distributed.gather`."""
@@ -158,8 +178,15 @@ class MPIGroup(MPIMembers):
 
     def reduce_scatter_single(self, output: Tensor, data: Tensor, opts: Any) -> MPIWork:
         """See `torch.distributed.reduce_scatter_tensor`."""
-        parts = list(data.detach().reshape(self.size(), -1).unbind(0))
-        return self._start(collectives.reduce_scatter, output, parts, opts.reduceOp, opts=opts)
+        return self.reduce_scatter_single_coalesced([output], [data], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any
+    ) -> MPIWork:
+        """Reduce and scatter several tensors, each in equal parts."""
+        parts = [list(data.detach().reshape(self.size(), -1).unbind(0)) for data in inputs]
+        ops = [opts.reduceOp] * len(parts)
+        return self._start_several(collectives.reduce_scatter, outputs, parts, ops, opts=opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> MPIWork:
         """See `torch.distributed.all_to_all`: what is received comes first."""
@@ -195,5 +222,7 @@ class MPIGroup(MPIMembers):
 
     # torch before 2.13 calls these by other names.
     _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single

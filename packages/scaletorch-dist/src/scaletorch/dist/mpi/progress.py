@@ -82,6 +82,19 @@ class Call:
             self._settle()
         return True
 
+    @classmethod
+    def of_several(cls, calls: Sequence[Call]) -> Call:
+        """Return one call that ends when all of these have ended."""
+
+        def finish() -> None:
+            for call in calls:
+                if call._finish is not None:
+                    call._finish()
+
+        requests = [request for call in calls for request in call._requests]
+        results = [result for call in calls for result in call.results]
+        return cls(calls[0].name, requests, results, finish, keep=calls)
+
     def _check_message(self, mpi: Any, status: Any) -> None:
         came, self.source = status.Get_count(mpi.BYTE), status.Get_source()
         if came != self._expected:
