@@ -106,12 +106,13 @@ def test_a_minor_version_moves_pins_and_raises_dependents(workspace):
     assert len(compared) == 2
     assert all('"scaletorch-dist~=0.2.0": dist' in file.read_text() for file in compared)
     text = (workspace / DIST / "CHANGELOG.md").read_text()
-    assert "## 0.2.0 (2030-01-02)\n\n### Added\n\n- Faster.\n\n## 0.1.0 (unreleased)" in text
+    added = "## 0.2.0 (2030-01-02)\n\n### Added\n\n- Faster.\n\n"
+    assert f"{added}### Changed\n\n- Needs scaletorch-guard 0.2.\n\n## 0.1.0 (unreleased)" in text
     assert not list((workspace / DIST / "changes").glob("*.md"))
     assert "- Needs scaletorch-dist 0.2." in (workspace / TP / "CHANGELOG.md").read_text()
     built = {file.name for file in (workspace / "dist" / "scaletorch-dist-v0.2.0").iterdir()}
     assert {"scaletorch_tp-0.2.0-py3-none-any.whl", "scaletorch-0.2.0.tar.gz"} <= built
-    assert len(built) == 16
+    assert len(built) == 18
     assert said.count("PASSED") == 16
 
 
@@ -179,7 +180,7 @@ def urls(folder):
 
 def test_all_packages_say_alike_where_they_come_from(workspace):
     said = urls(ROOT)
-    assert len(said) == 8
+    assert len(said) == 9
     assert all(each.keys() == said["scaletorch"].keys() for each in said.values())
     release(workspace, "bump", "patch", "scaletorch-tp", "--date", "2030-01-02")
     expected = {

@@ -118,7 +118,7 @@ def test_a_copy_that_fails_changes_nothing(into, monkeypatch, attempt, fails):
 @pytest.mark.parametrize(
     ("place", "packages", "message"),
     [
-        ("acme/_vendor", ["tq"], "there is no package 'tq': .* cp, dist, dp, ep, pg, pp, tp"),
+        ("acme/_vendor", ["tq"], "there is no package 'tq': .* cp, dist, dp, ep, guard, pg, pp, tp"),
         ("acme/third-party", ["tp"], "'third-party' is no name that Python can import"),
         ("acme/import", ["tp"], "'import' is no name"),
         ("acne/_vendor", ["tp"], "acne is no folder"),
@@ -194,7 +194,7 @@ def test_the_guides_project_runs_and_mypy_checks_it(into):
     (host / "acme" / "__init__.py").touch()
     (host / "acme" / "train.py").write_text(guides("py"))
     (host / "pyproject.toml").write_text(guides("toml"))
-    run = {"cwd": host, "capture_output": True, "text": True, "timeout": 100}
+    run = {"cwd": host, "capture_output": True, "text": True, "timeout": 300}
     done = subprocess.run([sys.executable, "-m", "acme.train"], **run, check=False)
     assert done.stdout == "True\n", done.stderr
     wrong = ['    launch(work, "two", 4)', "    setup_process_group_manager().no_such_attribute"]
