@@ -6,12 +6,13 @@ refused by its name.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from .settings import refusal
 
@@ -19,6 +20,7 @@ FUNCTION = F.multi_head_attention_forward
 _NAME = "nn.MultiheadAttention"
 _project_packed, _project = vars(F)["_in_projection_packed"], vars(F)["_in_projection"]
 _SIGNATURE = inspect.signature(FUNCTION)
+_FORWARD = inspect.signature(nn.MultiheadAttention.forward)
 
 
 def _require_known(given: Mapping[str, Any]) -> None:
@@ -90,3 +92,23 @@ def _by_head(heads: int) -> Callable[[Tensor], Tensor]:
         return by_head
 
     return split
+
+
+def without_weights(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the forward of a module as it is, or one that is never asked for attention's weights.
+
+    The latter for an `nn.MultiheadAttention` of a class with a forward of its own, as tensor
+    parallelism has: it calls no function of torch's, and attends by products to make weights.
+    """
+    own = isinstance(module, nn.MultiheadAttention)
+    if not own or type(module).forward is nn.MultiheadAttention.forward:
+        return forward
+
+    @functools.wraps(forward)
+    def attended(*args: Any, **kwargs: Any) -> Any:
+        bound = _FORWARD.bind(*args, **kwargs)
+        bound.apply_defaults()
+        bound.arguments["need_weights"] = False
+        return forward(*bound.args, **bound.kwargs)
+
+    return attended

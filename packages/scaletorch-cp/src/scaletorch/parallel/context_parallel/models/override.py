@@ -29,7 +29,7 @@ from ..attention import Asked
 from ..masks.documents import CU_SEQLENS, Documents, read_documents
 from .calls import require_documents_kept, require_no_labels
 from .mixing import require_apart, warn_unasked
-from .multihead import FUNCTION, attend_projected
+from .multihead import FUNCTION, attend_projected, without_weights
 from .settings import Settings, note_backward, refusal, settings_of
 
 
@@ -147,6 +147,7 @@ def running_override(settings: Settings | None = None) -> AttentionOverride | No
 def _overriding(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
     """Return a forward for `module` that turns the override on if it is off."""
     inner = own_forward(module)
+    sharded = without_weights(module, inner)
 
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +161,7 @@ def _overriding(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
         running = running_override(settings)
         if running is not None:
             running.position_ids = kwargs.get("position_ids", running.position_ids)
-            return inner(self, *args, **kwargs)
+            return sharded(self, *args, **kwargs)
         if outermost:
             require_no_labels(self, kwargs)
             asks = settings.ring.size > 1 and not settings.asked and alone() is None
@@ -169,7 +170,7 @@ def _overriding(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
         else:
             settings.require_told_alike()
         with _turned_on(settings, kwargs) as override:
-            result = inner(self, *args, **kwargs)
+            result = sharded(self, *args, **kwargs)
         if outermost and settings.must_attend and not override.calls:
             raise _unseen(self)
         if outermost:
