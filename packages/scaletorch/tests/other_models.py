@@ -257,7 +257,7 @@ REFUSED = {
     "vit": {"cp": _OF_IMAGES.format("ViTForImageClassification")},
     "clip": {**_TOWERS, "": _ROWS},
     "clip, one micro-batch": {**_TOWERS, "tp4": RIGHT, "": _ROWS},
-    "clip_vision": {"sp": _SP, "cp": _OF_IMAGES.format("CLIPVisionModel")},
+    "clip_vision": {"cp": _OF_IMAGES.format("CLIPVisionModel")},
     "clip_text": {"cp": r"CLIPTextModel computes something else .*cp divides positions: mix them"},
     "whisper": {"sp": _LISTS, "cp": _CP},
     "t5": {"sp": _TWO, "cp": _COUNTS},

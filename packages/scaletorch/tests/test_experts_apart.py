@@ -65,7 +65,7 @@ class Model(nn.Module):
     def __init__(self, kind):
         super().__init__()
         self.embed, self.head = nn.Embedding(16, HIDDEN), nn.Linear(HIDDEN, 16)
-        self.layers = nn.ModuleList([Block(kind)])
+        self.layers = nn.ModuleList(Block(kind) for _ in range(2))
 
     def forward(self, input_ids):
         x = self.embed(input_ids)

@@ -4,9 +4,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from small_models import small_mixture, small_model
 from sweeps import today
-from test_verify_experts import small as small_mixture
-from test_verify_vendors import small_model
 
 import scaletorch.dist as dist
 from scaletorch.checkpoint import load, save

@@ -8,6 +8,7 @@ import re
 import zipfile
 from collections import defaultdict
 from collections.abc import Mapping
+from enum import EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,15 @@ class _Unpickler(pickle.Unpickler):
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if dtype or (module in _MODULES and name in _CLASSES):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # of an enum, until Python 3.11.4
+            return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}, as no description does")
+
+
+def _member(kind: Any, name: Any) -> Any:
+    if isinstance(kind, EnumMeta):
+        return kind[name]
+    raise pickle.UnpicklingError(f"it takes {name} of {kind}, as no description does")
 
 
 def _are_equal(root: Path, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

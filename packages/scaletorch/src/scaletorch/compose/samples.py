@@ -68,8 +68,8 @@ class Samples:
     def __init__(self, model: DataParallelBucket, manager: ProcessGroupManager) -> None:
         self._model, self._manager = ref(model), manager
         self._held: list[Held] = []
-        self._turns: list[list[tuple[Held, int]]] = [[]]  # of a period's steps, with weights
-        self._factors: dict[int, Tensor] = {}  # these weights, on the parameters' device
+        # Of a period's steps: whose turn it is, and their weights, on the device of the first.
+        self._turns: list[tuple[list[Held], Tensor]] = []
         self._known: list[int] = []  # ids of the parameters when they were looked up
         self._unseen: set[str] = set()  # no plain tensors
         self._left: set[Key] = set()  # parted by rounding alone
@@ -94,12 +94,17 @@ class Samples:
         hashes = [text_hash(repr(each.key)) for each in held]
         everyone = [set(each) for each in all_gather_object(hashes, self._manager.world_group)]
         own = get_rank(self._manager.world_group)
-        self._turns, self._factors = [[] for _ in range(PERIOD)], {}
+        turns: list[list[tuple[Held, int]]] = [[] for _ in range(PERIOD)]
         for key, each in sorted(zip(hashes, held, strict=True), key=lambda pair: pair[0]):
             ranks = [rank for rank, keys in enumerate(everyone) if key in keys]
             if len(ranks) > 1:  # which all look at it in one step
                 weight = _weights(key, len(ranks))[ranks.index(own)]
-                self._turns[key % PERIOD].append((each, weight))
+                turns[key % PERIOD].append((each, weight))
+        # All at once: what goes to the device later would let the host wait in a warm step.
+        self._turns = [
+            ([each for each, _ in turn], torch.tensor([w for _, w in turn]).to(_device(turn)))
+            for turn in turns
+        ]
         self._turn, self.settled = 0, True
 
     def take(self) -> None:
@@ -121,17 +126,13 @@ class Samples:
         self._turn += 1
 
     def _take(self) -> None:
-        place = self._turn % len(self._turns)
-        chosen = self._turns[place]
-        if not chosen:
+        held, weights = self._turns[self._turn % PERIOD]
+        if not held:
             return
-        self.taken = [(each.key, digest(each.values())) for each, _ in chosen]
-        device = self.taken[0][1].device
-        if place not in self._factors:
-            self._factors[place] = torch.tensor([weight for _, weight in chosen], device=device)
-        numbers = torch.stack([number.to(device) for _, number in self.taken])
+        self.taken = [(each.key, digest(each.values())) for each in held]
+        numbers = torch.stack([number.to(weights.device) for _, number in self.taken])
         folded = numbers ^ (numbers >> 32)  # the low half of a product is that of low halves
-        self._residue = (folded * self._factors[place].to(device)).sum() % MODULUS
+        self._residue = (folded * weights).sum() % MODULUS
 
     def residue(self) -> int:
         """Return this rank's term of the message, read after the loss; 0 without a sample."""
@@ -201,6 +202,10 @@ def take_sample(model: DataParallelBucket) -> None:
     samples = _samples.get(model)
     if samples is not None and model.require_backward_grad_sync:
         samples.take()
+
+
+def _device(turn: Sequence[tuple[Held, int]]) -> torch.device:
+    return turn[0][0].parameter.device if turn else torch.device("cpu")
 
 
 def _weights(key: int, count: int) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ...dist.building import agree, caught
+from ...dist.building import agree, caught, prepare_backward
 from ...dist.errors import InvalidArgumentError, NonFiniteError, StateError
 from ..pg_manager import ModuleWrapper, axis_group
 from ..pg_manager.building import connect_all
@@ -78,6 +78,7 @@ class _DataParallel(ModuleWrapper):
             self._agreed_reduction(module, named, each, settings) for each, named in parts
         ]
         super().__init__(module)
+        prepare_backward(module.parameters())  # where sharded layers' backward begins by products
         self.wrapped = Wrapped(parameters)
         self.parameter_groups = dict(groups)
         family: WeakSet[GradientSync] = WeakSet()
