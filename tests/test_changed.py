@@ -11,6 +11,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from tools.packages import PACKAGES, ROOT, closure, dependents
+from tools.testing import quick
 from tools.testing.changed import SUITES, concerned
 from tools.testing.suites import PARTS, Suite, in_order
 
@@ -128,3 +129,15 @@ def test_a_clone_of_main_compares_with_the_commit_before(clone, tmp_path_factory
     assert changed(whole) == ["scaletorch-pp", "scaletorch", "tests"]
     git(clone, "clone", "-q", "--depth", "1", clone.as_uri(), str(shallow))
     assert changed(shallow) == SUITES
+
+
+def test_the_quick_run_has_tests_of_every_suite():
+    assert {*quick.TESTS} == {*SUITES}
+    assert all((ROOT / file).is_file() for file in quick.tests())
+
+
+def test_the_quick_run_checks_types_of_what_mypy_knows():
+    own = "packages/scaletorch-pg/src/scaletorch/parallel/pg_manager/grid.py"
+    files = [own, "packages/scaletorch-pg/tests/test_grid.py", "README.md", "tools/gone.py", ""]
+    assert quick.typed(files) == [own]
+    assert quick.typed(None) == []
