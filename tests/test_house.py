@@ -82,6 +82,10 @@ DOCSTRINGS = {
 }
 
 
+def test_the_readme_stays_short():
+    assert (ROOT / "README.md").read_text().count("\n") <= 120
+
+
 @pytest.mark.parametrize("text", DOCSTRINGS)
 def test_what_is_found(text, tmp_path):
     module = tmp_path / "module.py"
