@@ -235,43 +235,50 @@ def own_layout(layouts):
     return type(caught.value), str(caught.value), made
 
 
+PLAIN = "TP(1)-CP(1)-PP(1)-DP(4)"
+EXPERTS = {"tp_size": 2, "dp_size": 2, "ep_size": 2}
+
+
 @pytest.mark.parametrize(
     ("layouts", "said"),
     [
         (
-            {"others": {"tp_size": 2, "dp_size": 2}, 2: {"tp_size": 2, "pp_size": 2}},
-            "ranks 0-1, 3 TP(2)-CP(1)-PP(1)-DP(2), but rank 2 TP(2)-CP(1)-PP(2)-DP(1)",
-        ),
-        (  # one rank passes sizes that are no layout
-            {"others": {"dp_size": 4}, 3: {"dp_size": "4"}},
-            "ranks 0-2 TP(1)-CP(1)-PP(1)-DP(4), but rank 3 sizes that are no layout",
+            {"others": {"dp_size": 4}, 2: {"tp_size": 2, "pp_size": 2}},
+            "the ranks disagree on the layout: rank 2 differs from ranks 0, 1, 3; every rank must "
+            "be given the same (this is rank {})\n"
+            f"rank 2 (+), ranks 0, 1, 3 (-):\n  - {PLAIN}\n  + TP(2)-CP(1)-PP(2)-DP(1)",
         ),
         (
             {"others": {"dp_size": 4}, 1: {"tp_size": 4}, 2: {"cp_size": 4}},
-            "ranks 0, 3 TP(1)-CP(1)-PP(1)-DP(4), but rank 1 TP(4)-CP(1)-PP(1)-DP(1); "
-            "rank 2 TP(1)-CP(4)-PP(1)-DP(1)",
+            f"rank 2 (+), ranks 0, 3 (-):\n  - {PLAIN}\n  + TP(1)-CP(4)-PP(1)-DP(1)",
         ),
         (
-            {
-                "others": {"tp_size": 2, "dp_size": 2, "ep_size": 2},
-                0: {"tp_size": 2, "dp_size": 2, "ep_size": 2, "etp_size": 2},
-            },
-            "ranks 1-3 TP(2)-CP(1)-PP(1)-DP(2)-EP(2), "
-            "but rank 0 TP(2)-CP(1)-PP(1)-DP(2)-EP(2)-ETP(2)",
-        ),
-        (  # one rank passes a size of experts that does not fold
-            {"others": {"dp_size": 4, "ep_size": 2}, 1: {"dp_size": 4, "ep_size": 3}},
-            "ranks 0, 2-3 TP(1)-CP(1)-PP(1)-DP(4)-EP(2), but rank 1 sizes that are no layout",
+            {"others": EXPERTS, 0: {**EXPERTS, "etp_size": 2}},
+            "rank 0 (+), ranks 1-3 (-):\n  - TP(2)-CP(1)-PP(1)-DP(2)-EP(2)\n  + TP(2)-CP(1)-PP(1)-"
+            "DP(2)-EP(2)-ETP(2)",
         ),
     ],
 )
 def test_every_rank_names_the_odd_one_out_before_any_group(layouts, said):
     for rank, (kind, message, made) in enumerate(run_ranks(own_layout, 4, layouts, timeout=30)):
         assert kind is MismatchError
-        assert message == (
-            f"ranks were given different layouts: {said} (this is rank {rank}); "
-            "call it with the same sizes on every rank"
-        )
+        assert said.format(rank) in message
+        assert made == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"dp_size": "4"}, "dp size must be a positive int, got '4'"),
+        ({"dp_size": 4, "ep_size": 3}, "ep * etp = 3 * 1 must divide the ranks of a stage"),
+    ],
+)
+def test_sizes_that_are_no_layout_on_one_rank_are_told_to_all(sizes, said):
+    layouts = {"others": {"dp_size": 4}, 3: sizes}
+    for rank, (kind, message, made) in enumerate(run_ranks(own_layout, 4, layouts, timeout=30)):
+        assert kind is (InvalidArgumentError if rank == 3 else MismatchError)
+        assert message.startswith("rank 3 cannot take part in the layout: ") is (rank != 3)
+        assert said in message
         assert made == 0
 
 
