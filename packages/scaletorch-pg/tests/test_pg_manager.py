@@ -299,12 +299,6 @@ def bad_sizes(sizes):
             "ep * etp = 4 * 1 must divide the ranks of a stage, tp * cp * dp = 1 * 1 * 2 = 2; "
             "nearest legal ep sizes: 2, 1",
         ),
-        (
-            {"tp_size": 2, "dp_size": 2, "ep_size": 2},
-            "the layout needs tp * cp * pp * dp = 2 * 1 * 1 * 2 = 4 ranks, but the world has "
-            "2 ranks; nearest layouts that fit: (tp=2, cp=1, pp=1, dp=1, ep=2), "
-            "(tp=1, cp=1, pp=1, dp=2, ep=2), (tp=1, cp=2, pp=1, dp=1, ep=2)",
-        ),
     ],
 )
 def test_sizes_that_are_wrong_everywhere(sizes, said):
