@@ -206,9 +206,11 @@ class FakeMpi:
 
 
 def test_mpi_on_several_nodes_needs_an_address_or_mpi4py(launched_by, monkeypatch):
-    launched_by(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0"})
+    launched_by(HYDRA | {"MASTER_ADDR": "host", "MASTER_PORT": "7"})
     monkeypatch.setattr(rendezvous.importlib, "import_module", no_module)
-    with pytest.raises(StateError, match=r"MASTER_ADDR.*or install mpi4py"):
+    assert find_meeting(read_placement("mpi"), None) == Meeting("host", 7)
+    launched_by(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0"})
+    with pytest.raises(StateError, match=r"does not say where rank 0 is.*or install mpi4py"):
         find_meeting(read_placement("mpi"), None)
     monkeypatch.setattr(rendezvous.importlib, "import_module", lambda name: FakeMpi(1))
     with pytest.raises(StateError, match="mpi4py sees 1 ranks"):
