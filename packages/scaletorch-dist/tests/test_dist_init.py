@@ -5,10 +5,8 @@ import importlib
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 import types
 import warnings
@@ -111,8 +109,7 @@ def as_srun(launcher):
     return seen
 
 
-@pytest.mark.parametrize("launcher", ["pytorch", None])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("world_size", "launcher"), [(1, "pytorch"), (4, None)])
 def test_torchruns_variables(world_size, launcher):
     assert run_ranks(as_torchrun, world_size, launcher, init=False) == expected(
         world_size, "pytorch"
@@ -123,8 +120,7 @@ OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_R
 HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
-@pytest.mark.parametrize("launcher", ["mpi", None])
-@pytest.mark.parametrize("names", [OPEN_MPI, HYDRA], ids=["Open MPI", "Hydra"])
+@pytest.mark.parametrize(("names", "launcher"), [(OPEN_MPI, "mpi"), (HYDRA, None)])
 def test_mpiruns_variables(names, launcher):
     assert run_ranks(as_mpirun, 2, launcher, names, init=False) == expected(2, "mpi")
 
@@ -167,9 +163,8 @@ def test_mpirun_on_several_nodes_meets_through_mpi():
     assert run_ranks(as_mpirun_on_two_nodes, 2, init=False) == places
 
 
-@pytest.mark.parametrize("launcher", ["slurm", None])
-def test_sruns_variables(launcher):
-    assert run_ranks(as_srun, 2, launcher, init=False) == expected(2, "slurm")
+def test_sruns_variables():
+    assert run_ranks(as_srun, 2, None, init=False) == expected(2, "slurm")
 
 
 @distributed_test(world_size=4, init=False)
@@ -197,7 +192,7 @@ def test_a_backend_that_is_not_here_falls_back_with_one_warning_of_one_rank():
     assert ranks_sum() == 2
 
 
-@pytest.mark.parametrize("backend", ["hccl", "cncl", "mccl", "mpi"])
+@pytest.mark.parametrize("backend", ["hccl", "mpi"])
 def test_every_backend_of_the_table_falls_back(backend):
     assert run_ranks(falls_back, 2, backend, init=False)[1] == "gloo"
 
@@ -241,8 +236,9 @@ def test_a_named_launcher_without_its_variables_says_which(launcher, variable):
 
 
 def test_one_process_needs_no_launcher():
-    dist.init_dist()
-    assert not dist.is_distributed()
+    for launcher in (None, dist.infer_launcher()):
+        dist.init_dist(launcher)
+        assert not dist.is_distributed()
     dist.cleanup_dist()
     dist.cleanup_dist()
 
@@ -447,18 +443,10 @@ def test_deepspeed_takes_over_the_group():
 @distributed_test(world_size=2, init=False)
 def test_colossalai_creates_the_group_itself():
     fake = sys.modules["colossalai"] = FakeLibrary()
-    dist.init_dist("pytorch", backend="gloo", init_backend="colossalai")
+    dist.init_dist("pytorch", backend="gloo", init_backend="colossalai", timeout=77)
     assert fake.calls == [{"config": {}, "backend": "gloo"}]
     assert ranks_sum() == 2
-
-
-# Ranks of its own: a second group at the port of a first may meet where that is being closed.
-@distributed_test(world_size=2, init=False)
-def test_the_group_of_colossalai_has_the_timeout_that_was_asked():
-    sys.modules["colossalai"] = FakeLibrary()
-    dist.init_dist("pytorch", backend="gloo", init_backend="colossalai", timeout=77)
-    group = c10d.group.WORLD
-    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+    assert dist.get_timeout() == timedelta(seconds=77)
 
 
 def with_library(name):
@@ -484,36 +472,3 @@ def test_a_launch_that_never_initialises_is_told_once():
         assert len(messages) == 1
         assert "launched as one of 2" in messages[0]
         assert "init_dist()" in messages[0]
-
-
-def test_torchrun_itself(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(
-        textwrap.dedent(
-            """
-            import pathlib, sys, warnings
-            import torch
-            import scaletorch.dist as dist
-
-            warnings.simplefilter("error")
-            dist.init_dist("pytorch", backend="gloo", timeout=200, port=1)
-            data = torch.ones(1)
-            dist.all_reduce(data)
-            place = (*dist.get_dist_info(), dist.get_local_rank(), dist.get_local_size())
-            line = f"{place} {data.item()} {dist.get_timeout().total_seconds()}"
-            pathlib.Path(sys.argv[1], str(place[0])).write_text(line)
-            dist.cleanup_dist()
-            """
-        )
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node=2", str(program), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    for rank in range(2):
-        assert (tmp_path / str(rank)).read_text() == f"({rank}, 2, {rank}, 2) 2.0 200.0"
-
-
-def test_what_infer_launcher_answers_is_a_launcher():
-    dist.init_dist(dist.infer_launcher())
-    assert not dist.is_distributed()

@@ -105,10 +105,6 @@ def test_a_batch_script_without_srun_is_told_so(launched_by):
     launched_by(BATCH)
     with pytest.raises(StateError, match=r"straight from the batch script. Start it with srun"):
         read_placement("slurm")
-
-
-def test_a_batch_script_without_srun_is_told_so_when_no_launcher_is_named(launched_by):
-    launched_by(BATCH)
     with pytest.raises(StateError, match=r"asks for 8 tasks.* start it with srun.*--ntasks=1"):
         init_dist()
 
@@ -210,9 +206,11 @@ class FakeMpi:
 
 
 def test_mpi_on_several_nodes_needs_an_address_or_mpi4py(launched_by, monkeypatch):
-    launched_by(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0"})
+    launched_by(HYDRA | {"MASTER_ADDR": "host", "MASTER_PORT": "7"})
     monkeypatch.setattr(rendezvous.importlib, "import_module", no_module)
-    with pytest.raises(StateError, match=r"MASTER_ADDR.*or install mpi4py"):
+    assert find_meeting(read_placement("mpi"), None) == Meeting("host", 7)
+    launched_by(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0"})
+    with pytest.raises(StateError, match=r"does not say where rank 0 is.*or install mpi4py"):
         find_meeting(read_placement("mpi"), None)
     monkeypatch.setattr(rendezvous.importlib, "import_module", lambda name: FakeMpi(1))
     with pytest.raises(StateError, match="mpi4py sees 1 ranks"):
@@ -246,22 +244,17 @@ def test_a_port_that_is_no_number_is_shown(launched_by):
 @pytest.mark.parametrize(
     ("address", "loopback"),
     [
-        ("127.0.0.1", True),
-        ("127.0.1.1", True),
-        ("localhost", True),
-        ("::1", True),
-        ("10.0.0.1", False),
-        ("node1", False),
-        ("::", False),
+        *((here, True) for here in ("127.0.0.1", "127.0.1.1", "localhost", "::1")),
+        *((there, False) for there in ("10.0.0.1", "node1", "::")),
     ],
 )
 def test_loopback_is_told_by_the_address_alone(address, loopback):
     assert is_loopback(address) is loopback
 
 
-@pytest.mark.parametrize(("address", "one_machine"), [("127.0.0.1", False), ("node1", True)])
-def test_gloo_stays_on_loopback_where_all_ranks_are_here(address, one_machine):
-    assert gloo_interface(address, one_machine) in ("lo", "lo0", None)
+def test_gloo_stays_on_loopback_where_all_ranks_are_here():
+    for address, one_machine in (("127.0.0.1", False), ("node1", True)):
+        assert gloo_interface(address, one_machine) in ("lo", "lo0", None)
 
 
 NAMED = {"node1": "10.0.0.7", "here": "127.0.1.1"}
@@ -310,17 +303,11 @@ PYTORCH_JOB = {
 }
 
 
-@pytest.mark.parametrize("rank", range(4))
-def test_a_pod_of_a_pytorchjob_is_one_rank(launched_by, rank):
-    launched_by(PYTORCH_JOB | {"RANK": str(rank)})
+def test_a_pod_of_a_pytorchjob_is_one_rank(launched_by):
+    launched_by(PYTORCH_JOB | {"RANK": "3"})
     assert infer_launcher() == "pytorch"
     place = read_placement("pytorch")
-    assert (place.rank, place.world_size, place.local_rank, place.local_size) == (
-        rank,
-        4,
-        None,
-        None,
-    )
+    assert place == Placement("torchrun", "pytorch", 3, 4, None, None)
     assert find_meeting(place, None) == Meeting("train-master-0", 23456)
     assert gloo_interface("train-master-0", False) != "lo"
 

@@ -67,11 +67,6 @@ def test_the_decorator_keeps_parameters_and_fixtures(factor, number):
     assert data.item() == 2 * factor * number
 
 
-@distributed_test(world_size=3, timeout=30)
-def test_the_decorator_takes_a_world_size():
-    assert c10d.get_world_size() == 3
-
-
 @distributed_test(world_size=2)
 def skip_everywhere():
     pytest.skip("as planned")
@@ -96,18 +91,6 @@ def test_the_decorator_passes_options_on():
     assert os.environ["COLOUR"] == "blue"
 
 
-class TestInAClass:
-    @distributed_test(world_size=2)
-    def test_methods_run_too(self):
-        assert c10d.get_world_size() == 2
-
-
-@settings(max_examples=20, deadline=None)
-@given(x=st.integers(-1000, 1000))
-def test_ranks_take_many_examples_quickly(x):
-    assert run_ranks(add, 2, x) == [2 * x, 2 * x]
-
-
 @settings(max_examples=5, deadline=None)
 @given(x=st.integers(-1000, 1000))
 @distributed_test(world_size=2)
@@ -123,10 +106,11 @@ def test_ranks_are_reused_while_that_is_safe():
     assert not set(run_ranks(pid, 2)) & set(first)
 
 
-def test_failed_ranks_are_not_reused():
+def test_a_failed_assert_shows_its_values_and_its_ranks_are_not_reused():
     first = run_ranks(pid, 2)
-    with pytest.raises(RankFailedError):
+    with pytest.raises(RankFailedError, match="rank 1 failed; rank 0 finished") as caught:
         run_ranks(compare, 2, 0)
+    assert "assert 0 == 1" in str(caught.value)
     assert not set(run_ranks(pid, 2)) & set(first)
 
 
@@ -149,12 +133,6 @@ def test_ranks_that_fail_alike_have_one_traceback(experts):
     assert text.count("2 layers are too few") == 1
     assert set(caught.value.failures) == {0, 1, 2, 3}
     assert "rank 3 (dp3" in caught.value.failures[3]
-
-
-def test_a_failed_assert_shows_its_values():
-    with pytest.raises(RankFailedError, match="rank 1 failed; rank 0 finished") as caught:
-        run_ranks(compare, 2, 0)
-    assert "assert 0 == 1" in str(caught.value)
 
 
 def test_ranks_see_the_environment_of_the_moment(monkeypatch):
@@ -204,11 +182,6 @@ def test_ranks_meet_the_warning_filters_of_the_moment():
         warnings.filterwarnings("error", module="elsewhere", append=True)
         assert run_ranks(warn, 2, "a word", OddWarning) == ["a word"] * 2
         assert run_ranks(actions, 2) == [["ignore", "error"]] * 2
-
-
-@pytest.mark.filterwarnings("default::UserWarning")
-def test_a_marker_of_pytest_holds_on_ranks():
-    assert run_ranks(warn, 2, "let through") == ["let through"] * 2
 
 
 def test_warnings_are_errors_on_ranks_as_in_this_process():

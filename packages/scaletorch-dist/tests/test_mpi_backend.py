@@ -60,6 +60,11 @@ def mpi(request):
     return found
 
 
+def by(kind):
+    """Ask one MPI of the workspace for what is the same with every other."""
+    return pytest.mark.parametrize("mpi", [str(LAUNCHERS / kind)], indirect=True, ids=[kind])
+
+
 def run(mpi, size, *arguments, python=None, seconds=110):
     mpirun, own = mpi
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=200)
@@ -82,14 +87,17 @@ def test_two_ranks(mpi):
     must_do(mpi, 2, "bodies,torch_calls,wrappers,groups,checks,errors")
 
 
+@by("openmpi")
 def test_four_ranks(mpi):
     must_do(mpi, 4, "torch_calls,groups,wrappers")
 
 
+@by("mpich")
 def test_one_rank(mpi):
     must_do(mpi, 1, "alone")
 
 
+@by("openmpi")
 def test_a_rank_that_never_comes_ends_the_job(mpi):
     done = run(mpi, 2, PROGRAM, "late", 3)
     assert done.returncode != 0
@@ -97,6 +105,7 @@ def test_a_rank_that_never_comes_ends_the_job(mpi):
     assert "slept to the end" not in done.stderr
 
 
+@by("mpich")
 def test_a_rank_that_fails_ends_the_job(mpi):
     done = run(mpi, 2, PROGRAM, "fail", 600)
     assert done.returncode != 0
@@ -117,6 +126,7 @@ def test_the_mpirun_of_another_mpi_is_named(mpi):
     assert "is not the MPI of that mpirun" in done.stderr or "PMI version" in done.stderr
 
 
+@by("openmpi")
 def test_torchrun_is_no_mpirun(mpi, tmp_path):
     (tmp_path / "program.py").write_text(INIT.replace("'mpi', ", ""))
     command = [mpi[1], "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -81,8 +81,7 @@ def ring(async_op, count):
     assert torch.equal(mine, data)
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("size", "async_op"), [(1, False), (2, True), (3, False)])
 def test_exchange_in_a_ring(size, async_op):
     run_ranks(ring, size, async_op, 1 << 18) if size > 1 else ring_of_one()
 
@@ -155,6 +154,6 @@ def refuse():
             dist.exchange([(x, 1 - rank)] * 100, [(x, 1 - rank)] * 100)
 
 
-@pytest.mark.parametrize("size", [0, 1, 2])
+@pytest.mark.parametrize("size", [0, 2])
 def test_bad_arguments(size):
     run_ranks(refuse, size) if size else refuse()

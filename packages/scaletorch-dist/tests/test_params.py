@@ -92,8 +92,7 @@ def build():
     return model
 
 
-@pytest.mark.parametrize("coalesce", [True, False])
-@pytest.mark.parametrize("bucket", [-1, 0.00001, 1])
+@pytest.mark.parametrize(("coalesce", "bucket"), [(True, -1), (True, 0.00001), (False, 1)])
 @distributed_test(world_size=2)
 def test_parameters_of_any_kind_are_reduced_in_place(coalesce, bucket):
     model = build()

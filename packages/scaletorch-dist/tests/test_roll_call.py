@@ -180,7 +180,7 @@ def one_start(server, world_size, restart):
     return results
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=4))
 def test_starts_in_one_store_never_see_one_another(starts):
     server = c10d.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)

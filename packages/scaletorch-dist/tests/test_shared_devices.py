@@ -87,12 +87,6 @@ def test_test_ranks_share_a_device_and_keep_what_the_user_has_set(card, monkeypa
     assert found == [("cardcl", 0, own | {HOST: f"scaletorch-{rank}"}) for rank in range(2)]
 
 
-def test_ranks_with_a_device_each_get_no_variables(card, caplog):
-    found = dist.launch(place, 2, backend="cardcl", env={"STANDIN_REFUSES": "1"})
-    assert found == [("cardcl", 0, {}), ("cardcl", 1, {})]
-    assert not said(caplog)
-
-
 def test_the_same_host_on_two_ranks_is_refused(card):
     with pytest.raises(dist.RankFailedError, match="Duplicate card detected"):
         dist.launch(place, 2, backend="cardcl", env={**ONE, HOST: "mine"})
@@ -107,6 +101,8 @@ def test_launch_takes_the_machines_own_backend_where_each_rank_has_a_device(card
     assert dist.launch(place, 2) == [("cardcl", 0, {}), ("cardcl", 1, {})]
     assert said(caplog) == ["2 ranks, 4 card devices: backend 'cardcl'"]
     caplog.clear()
+    assert dist.launch(place, 2, backend="cardcl") == [("cardcl", 0, {}), ("cardcl", 1, {})]
+    assert not said(caplog)
     assert dist.launch(place, 2, env=ONE) == [("gloo", 0, {}), ("gloo", 0, {})]
     assert said(caplog) == [
         "2 ranks, 1 card device: backend 'gloo', by way of the host's memory; backend='cardcl' "
@@ -173,11 +169,6 @@ def join_apart():
 def test_ranks_that_see_a_device_of_their_own_each_are_no_crowd(card):
     found = run_ranks(join_apart, 2, init=False, env={"STANDIN_DEVICES": "1"})
     assert found == [("cardcl", 0, {}), ("cardcl", 0, {})]
-
-
-def test_ranks_without_a_group_have_the_variables_for_init_dist(card):
-    found = run_ranks(join, 2, init=False, backend="cardcl", env=ONE)
-    assert found == [("cardcl", 0, {**SHARING, HOST: f"scaletorch-{rank}"}) for rank in range(2)]
 
 
 def test_a_backend_without_a_way_to_share_says_what_else_there_is(built, monkeypatch):

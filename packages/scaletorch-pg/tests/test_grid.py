@@ -1,4 +1,4 @@
-"""The grid as plain data: arithmetic on any number of ranks, errors."""
+"""The grid as plain data: arithmetic on any number of ranks, the view of experts, errors."""
 
 from __future__ import annotations
 
@@ -10,63 +10,87 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaletorch.dist.errors import InvalidArgumentError, ScaletorchError
-from scaletorch.parallel.pg_manager import Coordinates, Grid
+from scaletorch.parallel.pg_manager import (
+    Coordinates,
+    ExpertCoordinates,
+    Grid,
+    groups,
+    layouts,
+    nearest_layouts,
+)
+from scaletorch.parallel.pg_manager.grid import divisors, wrong_fold
 
 ORDER = ("dp", "pp", "cp", "tp")
-SETS = [axes for count in (1, 2, 3, 4) for axes in itertools.permutations(ORDER, count)]
-
-sizes = st.integers(1, 5)
-grids = st.builds(Grid, tp=sizes, cp=sizes, pp=sizes, dp=sizes)
-axes = st.one_of(st.sampled_from(["world", "all"]), st.sampled_from(SETS).map("_".join))
+EXPERTS = ("edp", "ep", "etp")
 
 
-def names_of(axis):
-    return set(ORDER) if axis in ("world", "all") else set(axis.split("_"))
+def joined(axes):
+    """All names of one or several of these axes, in any order."""
+    counts = range(1, len(axes) + 1)
+    return ["_".join(names) for n in counts for names in itertools.permutations(axes, n)]
+
+
+AXES = ["world", "all", *joined(ORDER), *joined(EXPERTS)]
+sizes = st.integers(1, 4)
 
 
 @st.composite
-def grids_and_ranks(draw):
-    grid = draw(grids)
-    return grid, draw(st.integers(0, grid.world_size - 1))
+def grids(draw):
+    """Any grid of up to 256 ranks, with any view of experts that folds."""
+    tp, cp, pp, dp = (draw(sizes) for _ in range(4))
+    etp = draw(st.sampled_from([1, tp]))
+    ep = draw(st.sampled_from(divisors(tp * cp * dp // etp)))
+    return Grid(tp=tp, cp=cp, pp=pp, dp=dp, ep=ep, etp=etp)
 
 
-@settings(deadline=None)
-@given(grids)
-def test_coordinates_and_rank_are_inverse_and_tp_is_fastest(grid):
-    ranges = (range(grid.dp), range(grid.pp), range(grid.cp), range(grid.tp))
-    expected = [Coordinates(*place) for place in itertools.product(*ranges)]
-    assert [grid.coordinates(rank) for rank in range(grid.world_size)] == expected
-    assert [grid.rank(**place._asdict()) for place in expected] == list(range(grid.world_size))
+def places(grid):
+    """Each rank's index on every axis, by the definitions.
+
+    tp is the fastest axis. The view of experts is each stage's line in (dp, cp, tp), folded anew.
+    """
+    found = []
+    for place in itertools.product(*(range(getattr(grid, axis)) for axis in ORDER)):
+        dp, pp, cp, tp = place
+        rest, etp = divmod((dp * grid.cp + cp) * grid.tp + tp, grid.etp)
+        edp, ep = divmod(rest, grid.ep)
+        found.append({"dp": dp, "pp": pp, "cp": cp, "tp": tp, "edp": edp, "ep": ep, "etp": etp})
+    return found
 
 
-@settings(deadline=None)
-@given(grids_and_ranks(), axes)
-def test_group_holds_the_ranks_that_agree_on_all_other_axes(grid_and_rank, axis):
-    grid, rank = grid_and_rank
-    fixed = [name for name in ORDER if name not in names_of(axis)]
-
-    def key(other):
-        return [getattr(grid.coordinates(other), name) for name in fixed]
-
-    expected = tuple(other for other in range(grid.world_size) if key(other) == key(rank))
-    assert grid.group(axis, rank) == expected
-    assert grid.size(axis) == len(expected)
-    assert expected[grid.group_rank(axis, rank)] == rank
+@settings(max_examples=200, deadline=None)
+@given(grids())
+def test_coordinates_and_rank_are_inverse(grid):
+    every = places(grid)
+    assert len(every) == grid.world_size
+    for rank, place in enumerate(every):
+        own = {axis: place[axis] for axis in ORDER}
+        assert grid.coordinates(rank) == Coordinates(**own)
+        assert grid.expert_coordinates(rank) == ExpertCoordinates(*(place[x] for x in EXPERTS))
+        assert grid.rank(**own) == rank
 
 
-@settings(deadline=None)
-@given(grids, axes)
-def test_groups_partition_the_world(grid, axis):
-    groups = grid.groups(axis)
-    assert sorted(itertools.chain(*groups)) == list(range(grid.world_size))
-    assert groups == sorted(groups)
-    assert all(grid.group(axis, rank) == group for group in groups for rank in group)
+@settings(max_examples=400, deadline=None)
+@given(grids(), st.sampled_from(AXES))
+def test_groups_hold_the_ranks_that_agree_on_all_other_axes(grid, axis):
+    names = ORDER if axis in ("world", "all") else axis.split("_")
+    others = {"pp", *EXPERTS} if names[0] in EXPERTS else set(ORDER)
+    expected = {}
+    for rank, place in enumerate(places(grid)):
+        fixed = tuple(place[name] for name in sorted(others - set(names)))
+        expected.setdefault(fixed, []).append(rank)
+    assert grid.groups(axis) == sorted(map(tuple, expected.values()))
+    assert grid.edp * grid.ep * grid.etp == grid.size("tp_cp_dp")
+    for group in grid.groups(axis):
+        assert len(group) == grid.size(axis)
+        for position, rank in enumerate(group):
+            assert grid.group(axis, rank) == group
+            assert grid.group_rank(axis, rank) == position
 
 
-@settings(deadline=None)
-@given(grids_and_ranks(), axes)
-def test_ring_neighbours_answer_each_other_and_visit_the_group(grid_and_rank, axis):
-    grid, rank = grid_and_rank
+@settings(max_examples=200, deadline=None)
+@given(grids(), st.sampled_from(AXES), st.data())
+def test_ring_neighbours_answer_each_other_and_visit_the_group(grid, axis, data):
+    rank = data.draw(st.integers(0, grid.world_size - 1))
     ring = grid.ring_neighbours(axis, rank)
     assert grid.ring_neighbours(axis, ring.send).recv == rank
     assert grid.ring_neighbours(axis, ring.recv).send == rank
@@ -76,10 +100,10 @@ def test_ring_neighbours_answer_each_other_and_visit_the_group(grid_and_rank, ax
     assert sorted(visited) == list(grid.group(axis, rank))
 
 
-@settings(deadline=None)
-@given(grids_and_ranks())
-def test_pipeline_neighbours_answer_each_other_and_end(grid_and_rank):
-    grid, rank = grid_and_rank
+@settings(max_examples=200, deadline=None)
+@given(grids(), st.data())
+def test_pipeline_neighbours_answer_each_other_and_end(grid, data):
+    rank = data.draw(st.integers(0, grid.world_size - 1))
     stage = grid.coordinates(rank).pp
     before, after = grid.pipeline_neighbours(rank)
     stages = grid.group("pp", rank)
@@ -89,13 +113,52 @@ def test_pipeline_neighbours_answer_each_other_and_end(grid_and_rank):
         assert grid.pipeline_neighbours(after).prev == rank
 
 
-@settings(deadline=None)
-@given(grids)
-def test_any_spelling_of_joined_axes_is_the_same_group(grid):
-    assert grid.groups("cp_dp") == grid.groups("dp_cp")
-    assert grid.groups("tp_pp_cp") == grid.groups("cp_tp_pp")
-    assert grid.groups("world") == grid.groups("all") == grid.groups("tp_cp_pp_dp")
-    assert grid.groups("world") == [tuple(range(grid.world_size))]
+@settings(max_examples=300, deadline=None)
+@given(grids())
+def test_either_all_groups_of_two_axes_are_the_same_or_none_is(grid):
+    """So either all ranks share a group of an earlier axis, or all make one: nobody waits."""
+    found = [set(grid.groups(axis)) for axis in groups.AXES]
+    for one, other in itertools.combinations(found, 2):
+        assert one == other or one.isdisjoint(other)
+
+
+@settings(max_examples=300, deadline=None)
+@given(sizes, sizes, sizes, sizes)
+def test_the_plain_view_is_that_of_all_other_layers(tp, cp, pp, dp):
+    grid = Grid(tp, cp, pp, dp)
+    assert grid.is_plain
+    assert grid == Grid(tp, cp, pp, dp, 1) == Grid(tp, cp, pp, dp, 1, tp)
+    assert (grid.ep, grid.etp, grid.edp) == (1, tp, cp * dp)
+    assert grid.groups("edp") == grid.groups("cp_dp")
+    assert grid.groups("etp") == grid.groups("tp")
+    assert grid.groups("ep") == [(rank,) for rank in range(grid.world_size)]
+    assert "EP" not in str(grid)
+
+
+@settings(max_examples=300, deadline=None)
+@given(sizes, sizes, sizes, sizes)
+def test_all_views_of_a_layout_are_told_apart_by_their_names(tp, cp, pp, dp):
+    """Ranks compare these names, so that two views under one would pass for the same."""
+    every = [
+        Grid(tp, cp, pp, dp, ep, etp)
+        for etp in sorted({1, tp})
+        for ep in divisors(tp * cp * dp // etp)
+    ]
+    assert len(set(every)) == len({str(grid) for grid in every}) == len(every)
+    assert [grid for grid in every if "EP" not in str(grid)] == [Grid(tp, cp, pp, dp)]
+
+
+@pytest.mark.parametrize(
+    ("grid", "text"),
+    [
+        (Grid(dp=4, ep=4), "TP(1)-CP(1)-PP(1)-DP(4)-EP(4)"),
+        (Grid(tp=2, dp=4, ep=4), "TP(2)-CP(1)-PP(1)-DP(4)-EP(4)"),
+        (Grid(tp=2, dp=4, ep=4, etp=2), "TP(2)-CP(1)-PP(1)-DP(4)-EP(4)-ETP(2)"),
+        (Grid(tp=2, dp=4, etp=1), "TP(2)-CP(1)-PP(1)-DP(4)-EP(1)-ETP(1)"),
+    ],
+)
+def test_names(grid, text):
+    assert str(grid) == text
 
 
 def test_documented_example_of_1024_ranks():
@@ -114,14 +177,16 @@ def test_documented_example_of_1024_ranks():
     assert str(grid) == "TP(8)-CP(4)-PP(16)-DP(2)"
 
 
-def test_documented_example_of_128_ranks():
-    grid = Grid(tp=2, cp=16, pp=1, dp=4)
-    assert grid.world_size == 128
-    assert grid.group("cp", 1) == tuple(range(1, 32, 2))
-    assert grid.group("pp", 1) == (1,)
-    assert grid.pipeline_neighbours(1) == (None, None)
-    assert grid.ring_neighbours("pp", 1) == (1, 1)
-    assert [len(grid.groups(axis)) for axis in ("tp", "cp", "pp", "dp")] == [64, 8, 128, 32]
+def test_documented_experts_of_1024_ranks():
+    grid = Grid(tp=8, cp=4, pp=16, dp=2, ep=32)
+    assert (grid.ep, grid.etp, grid.edp) == (32, 1, 2)
+    assert str(grid.expert_coordinates(300)) == "edp0 ep12 etp0"
+    assert grid.group("ep", 300) == tuple(range(288, 320))
+    assert grid.group("edp", 300) == (300, 812)
+    wide = Grid(tp=8, cp=4, pp=16, dp=2, ep=8, etp=8)
+    assert wide.group("etp", 300) == wide.group("tp", 300)
+    assert wide.group("ep", 300) == (292, 300, 308, 316, 804, 812, 820, 828)
+    assert wide.group("edp", 300) == (300,)
 
 
 def test_grid_is_a_value():
@@ -148,8 +213,51 @@ def test_groups_of_a_rank_are_not_looked_up_in_lists_of_all():
     assert most < 2**19  # a list of all groups has some MiB
 
 
-@pytest.mark.parametrize("size", [0, -1, True, 2.0, "2", None])
-@pytest.mark.parametrize("axis", ORDER)
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"tp": 2, "dp": 4, "ep": 3},
+            "ep * etp = 3 * 1 must divide the ranks of a stage, tp * cp * dp = 2 * 1 * 4 = 8; "
+            "nearest legal ep sizes: 4, 2, 8",
+        ),
+        (
+            {"tp": 2, "cp": 3, "pp": 5, "dp": 2, "ep": 8, "etp": 2},
+            "ep * etp = 8 * 2 must divide the ranks of a stage, tp * cp * dp = 2 * 3 * 2 = 12; "
+            "nearest legal ep sizes: 6, 3, 2",
+        ),
+        (
+            {"dp": 1, "ep": 64},
+            "ep * etp = 64 * 1 must divide the ranks of a stage, tp * cp * dp = 1 * 1 * 1 = 1; "
+            "nearest legal ep sizes: 1",
+        ),
+        (
+            {"tp": 4, "dp": 2, "ep": 2, "etp": 2},
+            "etp size must be 1 (whole experts) or the tp size 4, got 2",
+        ),
+        ({"dp": 4, "ep": 2, "etp": 2}, "etp size must be 1, got 2"),
+    ],
+)
+def test_sizes_that_do_not_fold_name_the_nearest_that_do(sizes, message):
+    with pytest.raises(InvalidArgumentError) as caught:
+        Grid(**sizes)
+    assert str(caught.value) == message
+
+
+@settings(max_examples=200, deadline=None)
+@given(sizes, sizes, sizes, st.integers(1, 70), st.booleans())
+def test_the_sizes_that_a_message_names_are_legal(tp, cp, dp, ep, cut):
+    etp = tp if cut else 1
+    problem = wrong_fold(ep, etp, tp=tp, cp=cp, dp=dp)
+    if problem is None:
+        assert Grid(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp).ep == ep
+        return
+    for near in problem.rpartition(": ")[2].split(", "):
+        assert Grid(tp=tp, cp=cp, dp=dp, ep=int(near), etp=etp).ep == int(near)
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 2.0, "2"])
+@pytest.mark.parametrize("axis", [*ORDER, "ep", "etp"])
 def test_sizes_that_are_not_positive_ints(axis, size):
     with pytest.raises(InvalidArgumentError) as caught:
         Grid(**{axis: size})
@@ -163,6 +271,7 @@ def test_sizes_that_are_not_positive_ints(axis, size):
     "call",
     [
         lambda grid, rank: grid.coordinates(rank),
+        lambda grid, rank: grid.expert_coordinates(rank),
         lambda grid, rank: grid.group("tp", rank),
         lambda grid, rank: grid.group_rank("tp", rank),
         lambda grid, rank: grid.ring_neighbours("tp", rank),
@@ -183,7 +292,10 @@ def test_coordinates_outside_their_axis(index):
     assert str(caught.value).startswith(f"pp coordinate must be an int from 0 to 1, got {index!r}")
 
 
-@pytest.mark.parametrize("axis", ["", "xp", "cp_", "cp-dp", "tp_tp", "world_tp", "TP", 3, None])
+@pytest.mark.parametrize(
+    "axis",
+    ["", "xp", "cp_", "cp-dp", "tp_tp", "world_tp", "TP", 3, None, "tp_ep", "ep_ep", "ep_"],
+)
 def test_unknown_axes(axis):
     with pytest.raises(InvalidArgumentError) as caught:
         Grid().group(axis, 0)
@@ -191,3 +303,34 @@ def test_unknown_axes(axis):
         f"unknown axis {axis!r}: expected one of tp, cp, pp, dp, several of them joined by '_' "
         "(such as 'cp_dp'), or 'world'; or one or several of etp, ep, edp"
     )
+
+
+@settings(max_examples=200, deadline=None)
+@given(grids(), st.integers(1, 64))
+def test_nearest_layouts_fit_the_world_and_fold(asked, world_size):
+    near = nearest_layouts(asked, world_size)
+    assert 1 <= len(near) <= 3
+    assert len(set(near)) == len(near)
+    assert {grid.world_size for grid in near} == {world_size}
+    assert nearest_layouts(asked, asked.world_size, count=1) == [asked]
+
+
+def test_a_layout_that_does_not_fit_is_answered_with_experts():
+    assert layouts.wrong_product(Grid(tp=2, pp=2, dp=4, ep=4), 8) == (
+        "the layout needs tp * cp * pp * dp = 2 * 1 * 2 * 4 = 16 ranks, but the world has "
+        "8 ranks; nearest layouts that fit: (tp=2, cp=1, pp=2, dp=2, ep=4), "
+        "(tp=2, cp=1, pp=1, dp=4, ep=4), (tp=1, cp=1, pp=2, dp=4, ep=4)"
+    )
+    said = layouts.wrong_product(Grid(tp=2, dp=4, ep=2, etp=2), 4)
+    assert "nearest layouts that fit: (tp=2, cp=1, pp=1, dp=2, ep=2, etp=2)," in said
+
+
+@pytest.mark.parametrize(
+    ("grid", "text"),
+    [
+        (Grid(tp=2, dp=2), "dp0 pp0 cp0 tp1"),
+        (Grid(tp=2, dp=2, ep=4), "dp0 pp0 cp0 tp1 edp0 ep1 etp0"),
+    ],
+)
+def test_places_name_experts_only_where_these_have_a_view_of_their_own(grid, text):
+    assert layouts.place_text(grid, 1) == text

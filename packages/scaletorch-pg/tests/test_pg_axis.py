@@ -75,22 +75,14 @@ def with_a_manager(sizes):
     return name
 
 
-def test_the_current_manager_answers():
-    assert run_ranks(with_a_manager, 4, {}) == [
-        "rank 0 (dp0 pp0 cp0 tp0)",
-        "rank 1 (dp0 pp0 cp0 tp1)",
-        "rank 2 (dp0 pp1 cp0 tp0)",
-        "rank 3 (dp0 pp1 cp0 tp1)",
-    ]
-
-
-def test_the_current_manager_answers_for_experts():
-    assert run_ranks(with_a_manager, 4, {"ep_size": 2}) == [
-        "rank 0 (dp0 pp0 cp0 tp0 edp0 ep0 etp0)",
-        "rank 1 (dp0 pp0 cp0 tp1 edp0 ep1 etp0)",
-        "rank 2 (dp0 pp1 cp0 tp0 edp0 ep0 etp0)",
-        "rank 3 (dp0 pp1 cp0 tp1 edp0 ep1 etp0)",
-    ]
+@pytest.mark.parametrize(
+    ("sizes", "second"),
+    [({}, "dp0 pp0 cp0 tp1"), ({"ep_size": 2}, "dp0 pp0 cp0 tp1 edp0 ep1 etp0")],
+)
+def test_the_current_manager_answers(sizes, second):
+    names = run_ranks(with_a_manager, 4, sizes)
+    assert names[1] == f"rank 1 ({second})"
+    assert names[3] == f"rank 3 ({second.replace('pp0', 'pp1')})"
 
 
 def explicit_group():

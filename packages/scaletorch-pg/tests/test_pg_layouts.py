@@ -7,14 +7,9 @@ import sys
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.parallel.pg_manager import Grid, layouts, legal_layouts, nearest_layouts
-
-sizes = st.integers(1, 12)
-grids = st.builds(Grid, tp=sizes, cp=sizes, pp=sizes, dp=sizes)
 
 
 @pytest.mark.parametrize(("world_size", "count"), [(1, 1), (2, 4), (7, 4), (12, 40), (16, 35)])
@@ -22,20 +17,6 @@ def test_legal_layouts_are_all_there_are(world_size, count):
     found = list(legal_layouts(world_size))
     assert len(found) == len(set(found)) == count
     assert {grid.world_size for grid in found} == {world_size}
-
-
-@settings(deadline=None)
-@given(grids, st.integers(1, 200))
-def test_nearest_layouts_fit_the_world(asked, world_size):
-    near = nearest_layouts(asked, world_size)
-    assert 1 <= len(near) <= 3
-    assert {grid.world_size for grid in near} == {world_size}
-
-
-@settings(deadline=None)
-@given(grids)
-def test_a_layout_that_fits_is_its_own_nearest(asked):
-    assert nearest_layouts(asked, asked.world_size, count=1) == [asked]
 
 
 @pytest.mark.parametrize(
@@ -57,14 +38,6 @@ def test_big_worlds_are_searched_by_divisors():
         found = list(legal_layouts(100_000))
     assert len(found) == 56 * 56  # each of 2^5 and 5^5 goes to four axes
     assert calls.call_count < len(found)
-
-
-def test_the_message_has_the_real_numbers():
-    assert layouts.wrong_product(Grid(4, 2, 2, 2), 16) == (
-        "the layout needs tp * cp * pp * dp = 4 * 2 * 2 * 2 = 32 ranks, but the world has "
-        "16 ranks; nearest layouts that fit: (tp=4, cp=2, pp=2, dp=1), (tp=4, cp=2, pp=1, dp=2), "
-        "(tp=4, cp=1, pp=2, dp=2)"
-    )
 
 
 @pytest.mark.parametrize(

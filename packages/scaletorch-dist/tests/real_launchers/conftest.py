@@ -1,6 +1,7 @@
 """Starts what real launchers need, for tests that skip where it is not installed."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -94,6 +95,22 @@ class Launch:
 
     def run(self, command, timeout=90, cwd=None, **variables):
         return self.finish(self.start(command, cwd, **variables), timeout=timeout)[0]
+
+    def batch(self, slurm, script, **variables):
+        """Run a batch script as users do; (exit status of the job, what it printed)."""
+        output = self.folder / "output"
+        command = ["sbatch", "--parsable", f"--output={output}", script]
+        status, job, err = self.run(command, cwd=script.parent, **slurm, **variables)
+        assert status == 0, err
+        deadline = time.monotonic() + 80
+        while time.monotonic() < deadline:  # sbatch --wait asks at ever longer intervals
+            _, shown, _ = self.run(["scontrol", "-o", "show", "job", job.strip()], **slurm)
+            state, code = re.search(r"JobState=(\w+).* ExitCode=(\d+):", shown).groups()
+            if state not in ("PENDING", "RUNNING", "COMPLETING"):
+                return int(code), output.read_text()
+            time.sleep(0.2)
+        self.run(["scancel", job.strip()], **slurm)
+        pytest.fail(f"the job does not end: {shown}\n{output.read_text()}")
 
     def end(self):
         for process in self.running:

@@ -1,6 +1,5 @@
-"""torchrun on one host and on two, and its restarts after a rank was killed."""
+"""torchrun on two hosts and on one, and its restarts after a rank was killed."""
 
-import itertools
 import os
 import signal
 import sys
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-DEATHS = 2
+DEATHS = 1
 
 
 def agents(launch, hosts, torchrun, program, ranks, restarts=0):
@@ -31,21 +30,6 @@ def agents(launch, hosts, torchrun, program, ranks, restarts=0):
         command += [f"--max-restarts={restarts}", *program]
         started.append(launch.start(command))
     return launch.finish(*started, timeout=200)
-
-
-def test_two_hosts(launch, two_hosts, torchrun, programs):
-    done = agents(launch, two_hosts, torchrun, [programs / "place.py", launch.folder], ranks=2)
-    assert [status for status, _, _ in done] == [0, 0], done
-    places = itertools.product(range(2), range(2))
-    assert launch.places() == [f"({2 * n + i}, 4, {i}, 2) 4.0 pytorch" for n, i in places]
-
-
-def test_every_restart_works_on_one_host(launch, torchrun, programs):
-    log = launch.folder / "log"
-    command = [*torchrun, "--standalone", "--nproc-per-node=2", f"--max-restarts={DEATHS}"]
-    status, _, err = launch.run([*command, programs / "lives.py", log, DEATHS])
-    assert status == 0, err
-    assert log.read_text() == "2 of 2\n" * (DEATHS + 1)
 
 
 @pytest.mark.timeout(300)
@@ -127,7 +111,7 @@ def test_the_example_goes_on_where_it_was(launch, examples):
 
 
 def test_a_rank_0_that_never_joins_is_named(launch, torchrun, programs):
-    """Its agent's store is there without it; of other ranks test_roll_call.py and Slurm's tell."""
+    """Its agent's store is there without it; of other ranks test_roll_call.py tells."""
     command = [*torchrun, "--standalone", "--nproc-per-node=3", programs / "absent.py"]
     status, _, err = launch.run([*command, launch.folder, 0])
     assert status == 0, err

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import os
 import re
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -67,8 +65,7 @@ class DeviceEntry:
         variables: Environment variables, (name, value), that each of several ranks gets before it
             first uses its device, unless it has them.
         group_memory: Bytes of device memory that one communicator holds, by default.
-        options: Called with the axes of the grid that a new group serves, its names in the manager:
-            it returns `pg_options` for `new_group`, or None for the backend's defaults.
+
     """
 
     device: str
@@ -86,7 +83,6 @@ class DeviceEntry:
     reduces: frozenset[torch.dtype] = REDUCED
     variables: tuple[tuple[str, str], ...] = ()
     group_memory: int = 0
-    options: Callable[[Collection[str]], Any] | None = None
 
 
 # Run on one H200 with NCCL 2.28.9: each rank is on a host of its own, and hosts are connected by
@@ -116,24 +112,8 @@ _CUDA_VARIABLES = (("CUDA_MODULE_LOADING", "EAGER"), ("TORCH_NCCL_TRACE_BUFFER_S
 NCCL_GROUP = 512 * 2**20
 
 # HCCL_BUFFSIZE in CANN's documentation: 200 MB by default, and each communicator holds two such
-# buffers. Over dp beside cp, and over pp_dp, few and small tensors go; gradients go over cp_dp.
+# buffers.
 _HCCL_GROUP = 2 * 200 * 2**20
-_HCCL_SMALL = frozenset({"dp", "pp_dp"})
-_HCCL_SMALL_MB = 16
-
-
-def _hccl_options(axes: Collection[str]) -> Any:
-    """Return small buffers for a group whose calls carry little, unless the user says a size."""
-    if not set(axes) <= _HCCL_SMALL or "HCCL_BUFFSIZE" in os.environ:
-        return None
-    plugin = importlib.import_module("torch_npu")
-    try:
-        options = plugin._C._distributed_c10d.ProcessGroupHCCL.Options()
-        options.hccl_config = {"hccl_buffer_size": _HCCL_SMALL_MB}
-    except AttributeError:  # a release without them
-        return None
-    return options
-
 
 DEVICES: tuple[DeviceEntry, ...] = (
     DeviceEntry(
@@ -171,7 +151,6 @@ DEVICES: tuple[DeviceEntry, ...] = (
         # HcclAllReduce, CANN 8.0 to 9.0: no int16 on the 910A, no product of int16 and bfloat16.
         reduces=_dtypes("int8 int16 int32 int64 float16 bfloat16 float32"),
         group_memory=_HCCL_GROUP,
-        options=_hccl_options,
     ),
     DeviceEntry(
         "mlu",

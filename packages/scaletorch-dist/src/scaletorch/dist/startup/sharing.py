@@ -73,24 +73,20 @@ def ranks_here(placement: Placement) -> int:
     return placement.local_size or placement.world_size
 
 
-def asked_variables(config: str, placement: Placement) -> dict[str, str]:
-    """Return the variables of sharing for a launcher's rank, if `SETTING` asks for them.
+def rank_variables(config: str, placement: Placement) -> dict[str, str]:
+    """Return the variables that a launcher's rank gets before it uses its device.
 
-    There are none where each rank has a device, nor for ranks on several hosts.
+    Those of sharing are there if `SETTING` asks for them, but not where each rank has a device, nor
+    for ranks on several hosts.
     """
+    found = startup_variables(config, placement.world_size)
     ranks, asked = ranks_here(placement), os.environ.get(SETTING, "").strip().lower() in _YES
     entry = crowded(config, ranks) if asked and ranks == placement.world_size else None
-    if entry is None:
-        return {}
-    if placement.rank == 0:
-        logger.warning("%s", _shared(entry, ranks))
-    return sharing_variables(entry, placement.rank)
-
-
-def rank_variables(config: str, placement: Placement) -> dict[str, str]:
-    """Return the variables that a launcher's rank gets before it uses its device."""
-    ranks = placement.world_size
-    return startup_variables(config, ranks) | asked_variables(config, placement)
+    if entry is not None:
+        if placement.rank == 0:
+            logger.warning("%s", _shared(entry, ranks))
+        found |= sharing_variables(entry, placement.rank)
+    return found
 
 
 def startup_variables(config: str, ranks: int) -> dict[str, str]:

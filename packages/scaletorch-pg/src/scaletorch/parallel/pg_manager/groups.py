@@ -13,7 +13,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from ...dist import get_backend, get_default_group, get_rank, get_timeout, group_ranks
 from ...dist.building import agree, one_per_process
-from ...dist.devices import entry_of_backend
 from ...dist.errors import InvalidArgumentError, StateError
 from .communicators import AXES
 from .connecting import connect, has_streams
@@ -224,11 +223,6 @@ def _is_mpi() -> bool:
 
 def _new_group(grid: Grid, axis: str, members: tuple[int, ...]) -> ProcessGroup:
     options: dict[str, Any] = {"timeout": get_timeout(), "group_desc": f"scaletorch_{axis}"}
-    backend = get_backend()
-    entry = None if backend is None else entry_of_backend(backend)
-    if entry is not None and entry.options is not None and len(members) > 1:
-        alike = [each for each in AXES if grid.group(each, members[0]) == members]
-        options["pg_options"] = entry.options(alike)
     group: ProcessGroup
     if not _is_mpi():
         group = torch_dist.new_group(list(members), use_local_synchronization=True, **options)

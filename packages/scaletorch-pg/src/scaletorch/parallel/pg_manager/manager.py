@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...dist import (
-    MismatchError,
-    all_gather_object,
     get_default_group,
     get_local_rank,
     get_rank,
@@ -22,7 +20,7 @@ from .attributes import AxisAttributes
 from .communicators import AXES
 from .grid import Grid
 from .groups import GroupSet, first_unused_number, grouped_axis
-from .layouts import short_ranks, wrong_product
+from .layouts import wrong_product
 from .mesh import make_device_mesh, make_expert_mesh
 
 _current: ProcessGroupManager | None = None
@@ -235,53 +233,19 @@ def destroy_process_group_manager() -> None:
 
 
 def _agreed_grid(make: Callable[[], Grid]) -> tuple[Grid, int]:
-    """Check the sizes across ranks and here; also return the number from which groups are named."""
+    """Compare the sizes over the ranks, and with the world's.
+
+    Returns:
+        The layout, and the number from which groups are named: the highest that any rank offers.
+    """
+    grid = Grid()
+    problem: InvalidArgumentError | None = None
     try:
         grid = make()
-    except InvalidArgumentError:
-        agree_on_layout(None, first_unused_number())  # else the other ranks would wait for this one
-        raise
-    first_number = agree_on_layout(grid, first_unused_number())
+    except InvalidArgumentError as error:
+        problem = error  # raised once the others know of it
+    numbers = agree("the layout", [str(grid)], error=problem, note=first_unused_number())
     world_size = get_world_size()
     if grid.world_size != world_size:
         raise InvalidArgumentError(wrong_product(grid, world_size))
-    return grid, first_number
-
-
-def agree_on_layout(grid: Grid | None, number: int) -> int:
-    """Compare the layout with all ranks', and agree on the highest `number`.
-
-    A collective over the default group: one all-gather of 24 bytes a rank.
-
-    Args:
-        grid: The layout this rank was given; None if its sizes are no layout.
-        number: This rank's offer.
-
-    Returns:
-        The highest offer of any rank.
-
-    Raises:
-        MismatchError: On every rank, naming the ranks that differ and both layouts.
-    """
-    layout = "sizes that are no layout" if grid is None else str(grid)
-    try:
-        return max(agree("the layout", [layout], note=number))
-    except MismatchError:  # on all ranks; its lines are by rank, and a layout is of many
-        _report(layout)
-
-
-def _report(layout: str) -> NoReturn:
-    """Collect every rank's layout and name the odd ones out; all ranks come here together."""
-    given: dict[str, list[int]] = {}
-    for rank, theirs in enumerate(all_gather_object(layout)):
-        given.setdefault(theirs, []).append(rank)
-    (usual, most), *others = sorted(given.items(), key=lambda item: -len(item[1]))
-    odd = "; ".join(f"{_ranks(ranks)} {layout}" for layout, ranks in others)
-    raise MismatchError(
-        f"ranks were given different layouts: {_ranks(most)} {usual}, but {odd} "
-        f"(this is rank {get_rank()}); call it with the same sizes on every rank"
-    ) from None
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {short_ranks(ranks)}"
+    return grid, max(numbers)

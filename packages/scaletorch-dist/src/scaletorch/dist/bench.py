@@ -1,4 +1,11 @@
-"""One run on the ranks: measured calls, the constants of each, and both as tables and JSON."""
+"""Measure every call between ranks: latency, bandwidth, and the constants of both.
+
+python -m scaletorch.dist.bench --ranks 2
+torchrun --nproc-per-node 4 -m scaletorch.dist.bench --grid tp=2,dp=2 --axis tp --json tp.json
+
+As in nccl-tests, the size of a call is that of the whole buffer: what each rank holds for
+all_reduce, reduce and broadcast; what all ranks hold together for the calls that split or join.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +14,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import sys
 import time
@@ -15,14 +23,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as c10d
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import dist
-from ..devices import default_backend, get_comm_device, synchronize
-from ..errors import InvalidArgumentError
-from ..startup.initialize import cleanup_dist, init_dist
-from ..world.info import get_backend, get_rank, get_timeout, get_world_size, group_ranks
-from .cases import CASES, Place, Run
+from . import dist
+from .collectives.barrier import barrier
+from .devices import default_backend, get_comm_device, synchronize
+from .errors import InvalidArgumentError, ScaletorchError
+from .launchers.environment import infer_launcher
+from .ranks import launch
+from .startup.initialize import cleanup_dist, init_dist
+from .world.info import get_backend, get_rank, get_timeout, get_world_size, group_ranks
 
 ORDER = ("dp", "pp", "cp", "tp")  # axes of a grid: ranks next to each other differ in the last
 ROUNDS = 5
@@ -32,6 +43,81 @@ HEAD = (
     f"{'call':22}{'size':>10}{'time µs':>11}{'least µs':>11}{'alg GB/s':>10}{'bus GB/s':>10}"
     f"{'calls':>8}"
 )
+Run = Callable[[], Any]
+
+
+class Case(NamedTuple):
+    """What one call costs on a ring.
+
+    Attributes:
+        factor: Ranks → bytes that the busiest link carries for each byte of size.
+        steps: Ranks → messages one after another, on a ring or (rooted calls) a binary tree.
+        split: Whether the size is cut into one share a rank.
+    """
+
+    factor: Callable[[int], float]
+    steps: Callable[[int], int]
+    split: bool = False
+
+    def size(self, asked: int, ranks: int) -> int:
+        """Return the bytes of whole numbers that are measured where `asked` were asked for."""
+        unit = 4 * ranks if self.split else 4
+        return max(1, math.ceil(asked / unit)) * unit
+
+
+_ROOTED = Case(lambda n: 1.0, lambda n: math.ceil(math.log2(n)))
+_SHARES = Case(lambda n: (n - 1) / n, lambda n: n - 1, split=True)
+_MESSAGE = Case(lambda n: 1.0, lambda n: 1)
+CASES = {
+    "all_reduce": Case(lambda n: 2 * (n - 1) / n, lambda n: 2 * (n - 1)),
+    "reduce": _ROOTED,
+    "broadcast": _ROOTED,
+    **dict.fromkeys(("all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"), _SHARES),
+    "send_recv": _MESSAGE,
+    "ping_pong": _MESSAGE,
+    "barrier": Case(lambda n: 1.0, lambda n: 2 * (n - 1)),
+}
+
+
+class Place(NamedTuple):
+    """Where a call is measured: a group, this rank in it, and the device of its tensors."""
+
+    group: ProcessGroup
+    rank: int
+    ranks: tuple[int, ...]
+    device: torch.device
+
+    def call(self, name: str, size: int) -> Run:
+        """Return what makes a call of `CASES` once, on so many bytes."""
+        group, root, count = self.group, self.ranks[0], len(self.ranks)
+        whole = torch.zeros(size // 4, device=self.device)
+        own = torch.zeros(size // 4 // count, device=self.device)
+        parts, received = list(whole.chunk(count)), torch.empty_like(whole)
+        after, before = (self.ranks[(self.rank + step) % count] for step in (1, -1))
+        runs: dict[str, Run] = {
+            "all_reduce": lambda: dist.all_reduce(whole, group=group),
+            "reduce": lambda: dist.reduce(whole, root, group=group),
+            "broadcast": lambda: dist.broadcast(whole, root, group),
+            "all_gather": lambda: dist.all_gather(own, group),
+            "gather": lambda: dist.gather(own, root, group),
+            "scatter": lambda: dist.scatter(own, parts, root, group),
+            "reduce_scatter": lambda: dist.reduce_scatter(own, parts, group=group),
+            "all_to_all": lambda: dist.all_to_all(whole, group),
+            "send_recv": lambda: dist.exchange([(whole, after)], [(received, before)], group),
+            "ping_pong": lambda: self._ping_pong(whole),
+            "barrier": lambda: barrier(group),
+        }
+        return runs[name]
+
+    def _ping_pong(self, data: Tensor) -> None:
+        """Send a message to and fro between the first two ranks; half of the time is one way's."""
+        first, second, *_ = self.ranks
+        if self.rank == 0:
+            dist.send(data, second, self.group)
+            dist.recv(data, second, self.group)
+        elif self.rank == 1:
+            dist.recv(data, first, self.group)
+            dist.send(data, first, self.group)
 
 
 class Row(NamedTuple):
@@ -126,11 +212,10 @@ def measure(name: str, size: int, place: Place, seconds: float) -> Row:
     """
     case, ranks = CASES[name], len(place.ranks)
     size = 0 if name == "barrier" else case.size(size, ranks)
-    run = case.make(place, size, size // ranks)
+    run = place.call(name, size)
     _time(run, 2, place)
-    once = _slowest(_time(run, 3, place))
-    calls = max(1, min(MOST_CALLS, int(seconds / ROUNDS / once)))
-    rounds = [_slowest(_time(run, calls, place)) for _ in range(ROUNDS)]
+    calls = max(1, min(MOST_CALLS, int(seconds / ROUNDS / _time(run, 3, place))))
+    rounds = [_time(run, calls, place) for _ in range(ROUNDS)]
     share = 2 if name == "ping_pong" else 1  # there and back
     median, least = statistics.median(rounds) / share, min(rounds) / share
     bandwidth = size / median
@@ -138,21 +223,20 @@ def measure(name: str, size: int, place: Place, seconds: float) -> Row:
 
 
 def _time(run: Run, calls: int, place: Place) -> float:
-    """Return the seconds of one call, of so many in a row that all ranks begin together."""
+    """Return the seconds of one call, of so many in a row that all ranks begin together.
+
+    It is the slowest rank's time, over the world: groups along an axis work side by side.
+    """
     synchronize(place.device)
     c10d.barrier()
     begin = time.perf_counter()
     for _ in range(calls):
         run()
     synchronize(place.device)
-    return (time.perf_counter() - begin) / calls
-
-
-def _slowest(seconds: float) -> float:
-    """Return the slowest rank's time, over the world: groups along an axis work side by side."""
-    data = torch.tensor(seconds, dtype=torch.float64, device=get_comm_device())
-    dist.all_reduce(data, "max")
-    return float(data)
+    own = (time.perf_counter() - begin) / calls
+    slowest = torch.tensor(own, dtype=torch.float64, device=get_comm_device())
+    dist.all_reduce(slowest, "max")
+    return float(slowest)
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
@@ -242,12 +326,8 @@ def run(given: argparse.Namespace, tell: Callable[[Iterable[Any]], None]) -> dic
         "host": platform.node(),
         "cores": os.cpu_count(),
     }
-    return {
-        "conditions": conditions,
-        "units": {"size": "bytes", "seconds": "s", "alpha": "s", "beta": "s/byte"},
-        "rows": [row._asdict() for row in rows],
-        "constants": constants(rows, group.size()),
-    }
+    written = [row._asdict() for row in rows]
+    return {"conditions": conditions, "rows": written, "constants": constants(rows, group.size())}
 
 
 def report(given: argparse.Namespace) -> None:
@@ -256,7 +336,7 @@ def report(given: argparse.Namespace) -> None:
     if joined:
         init_dist(backend=given.backend or default_backend())
     try:
-        tell = _say if get_rank() == 0 else _ignore
+        tell = _say if get_rank() == 0 else lambda lines: None
         tell([HEAD])
         result = run(given, tell)
     finally:
@@ -274,5 +354,47 @@ def _say(lines: Iterable[Any]) -> None:
     sys.stdout.flush()
 
 
-def _ignore(lines: Iterable[Any]) -> None:
-    pass
+def size(text: str) -> int:
+    """Read a number of bytes, such as 8, 64K or 1G."""
+    match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:i?B)?", text, re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 8, 64K, 64M or 1G")
+    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, on ranks of our own or as one of a launcher's."""
+    reads = argparse.ArgumentParser(
+        prog=f"python -m {__package__}.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = reads.add_argument  # torchrun takes an option --max for one of its own
+    add("--ranks", type=int, metavar="N", help="start N ranks here; else a launcher has")
+    add("--calls", nargs="+", choices=list(CASES), default=list(CASES), metavar="CALL",
+        help=f"of {', '.join(CASES)}; all by default")  # fmt: skip
+    add("--min-size", type=size, default=8, metavar="SIZE", help="smallest size (8)")
+    add("--max-size", type=size, default=64 << 20, metavar="SIZE", help="largest size (64M)")
+    add("--factor", type=int, default=8, metavar="N", help="between sizes (8)")
+    add("--seconds", type=float, default=0.25, metavar="S", help="for each call and size (0.25)")
+    add("--backend", help="such as gloo or nccl; this machine's device's by default")
+    add("--grid", default="", metavar="AXES", help="such as tp=2,dp=2: groups along --axis")
+    add("--axis", default="", help="of the grid")
+    add("--json", metavar="FILE", help="write rows and constants")
+    given = reads.parse_args(arguments)
+    if bool(given.grid) != bool(given.axis):
+        reads.error("--grid and --axis go together")
+    if given.ranks is None and infer_launcher() == "none":
+        reads.error("start it with a launcher (torchrun, srun, mpirun), or give --ranks")
+    try:
+        sizes_between(given.min_size, given.max_size, given.factor)
+        if given.ranks is None:
+            report(given)
+        else:
+            launch(report, given.ranks, given, init=False)
+    except ScaletorchError as error:
+        reads.exit(1, f"{error}\n")
+
+
+if __name__ == "__main__":
+    main()

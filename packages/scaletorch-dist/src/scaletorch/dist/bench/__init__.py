@@ -1,1 +1,0 @@
-"""Measuring every call on real ranks: `python -m scaletorch.dist.bench`."""
