@@ -50,12 +50,7 @@ def check_mismatch(kind):
         assert "rank 1 (+), ranks 0, 2 (-)" in message
         assert f"this is rank {c10d.get_rank()}" in message
         for part in expected:
-            assert part in message
-
-
-@pytest.mark.parametrize("kind", ODD)
-def test_every_rank_reports_the_odd_one(kind):
-    run_ranks(check_mismatch, 3, kind)
+            assert part in message, kind
 
 
 def check_options():
@@ -69,10 +64,6 @@ def check_options():
     DataParallelNaive(Plain(), group=c10d.group.WORLD)  # and the group still works
 
 
-def test_options_are_compared_too():
-    run_ranks(check_options, 3)
-
-
 def check_long():
     count = 60 if c10d.get_rank() else 3
     model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(count)]).to(torch.float64)
@@ -80,5 +71,12 @@ def check_long():
         DataParallelBucket(model, group=c10d.group.WORLD)
 
 
-def test_long_differences_are_cut():
-    run_ranks(check_long, 2)
+def check_all():
+    for kind in ODD:
+        check_mismatch(kind)
+    check_options()
+    check_long()
+
+
+def test_every_rank_reports_the_odd_one():
+    run_ranks(check_all, 3)

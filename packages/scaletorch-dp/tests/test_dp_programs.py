@@ -11,7 +11,7 @@ import torch
 import torch.distributed as c10d
 from torch import nn
 
-from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.data_parallel import (
     DataParallelBucket,
     clip_grad_norm_,
@@ -20,11 +20,6 @@ from scaletorch.parallel.data_parallel import (
 )
 
 PARTS = 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _dynamo():
-    preload("torch._dynamo")  # which the first optimizer of a process imports
 
 
 class Parts(nn.Module):
