@@ -71,34 +71,6 @@ def freeze(model):
 CHANGES = (drop, put, freeze)
 
 
-def check_clipping(stage, change):
-    plain = two_layers()
-    model, ours, theirs = wrapped(stage, plain)
-    backward(model, plain)
-    change(model.module)
-    change(plain)
-    norm = clip_grad_norm_(model, 0.5, c10d.group.WORLD)
-    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-    torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
-    found = whole_gradients(model)
-    for name, each in plain.named_parameters():
-        assert (name in found) == (each.grad is not None)
-        if each.grad is not None:
-            torch.testing.assert_close(found[name], each.grad)
-            (own,) = whole_gradients(model, [name]).items()
-            assert own[0] == name
-            torch.testing.assert_close(own[1], each.grad)
-        else:
-            assert whole_gradients(model, [name]) == {}
-    ours.step()
-    theirs.step()
-    assert_same(model, plain)
-
-
-def test_norms_and_clipping_follow():
-    run_ranks(in_turn, 2, for_each(check_clipping, product(STAGES, CHANGES)))
-
-
 def check_closure(stage, change):
     plain = two_layers()
     model, ours, theirs = wrapped(stage, plain)

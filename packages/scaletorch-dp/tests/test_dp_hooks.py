@@ -84,24 +84,6 @@ class Net(nn.Module):
         return checkpoint(lambda t: torch.tanh(self.shared(t)), x, use_reentrant=self.reentrant)
 
 
-def check_unused(kind, options):
-    model, plain = both(
-        Net, lambda m, rank: m(inputs(rank), side=min(rank, 1)).sum().backward(), kind, options
-    )
-    assert_same_gradients(model, plain)
-    assert plain.sides[0].weight.grad is not None
-    assert plain.sides[2].weight.grad is None
-    # A second one without zero_grad: side 1 keeps the gradient that is there.
-    for rank in range(c10d.get_world_size()):
-        plain(inputs(rank + 9), side=2).sum().backward()
-    model(inputs(c10d.get_rank() + 9), side=2).sum().backward()
-    assert_same_gradients(model, plain)
-
-
-def test_parameters_that_some_ranks_use():
-    run_ranks(in_turn, 4, for_each(check_unused, KINDS))
-
-
 def check_checkpoint(reentrant, kind, options):
     def run(module, rank):
         module(inputs(rank).requires_grad_()).square().sum().backward()
