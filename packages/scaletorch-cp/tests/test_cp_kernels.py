@@ -59,8 +59,13 @@ def test_any_band_of_any_shape(kernel, batch, kv_heads, group, rows, keys, dim, 
 
 
 @by_kernel
-@pytest.mark.parametrize("band", [FULL, CAUSAL, (-99, 0), (-700, -300), (-40, 41), (512, None)])
-@pytest.mark.parametrize("heads", [(2, 2), (4, 1)], ids=["mha", "mqa"])
+@pytest.mark.parametrize(
+    ("heads", "band"),
+    [
+        ((2, 2), FULL), ((2, 2), (-99, 0)), ((2, 2), (512, None)),
+        ((4, 1), CAUSAL), ((4, 1), (-700, -300)), ((4, 1), (-40, 41)),
+    ],
+)  # fmt: skip
 def test_blocks_larger_than_the_kernels_tiles(kernel, heads, band):
     inputs = random_tensors(*heads, 781, 781, 16)
     assert_close(_run(kernel, *inputs, 0.25, band), dense(*inputs, 0.25, band), 1e-11)

@@ -46,7 +46,7 @@ def _cases(draw):
     return mask, layout, draw(st.sampled_from([1, 2, 5, 256]))
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(case=_cases())
 def test_blocks_of_all_ranks_are_the_mask_of_the_whole(case):
     mask, layout, tile = case
