@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as c10d
+from in_turn import for_each, in_turn_of
 from torch import nn
 
 from scaletorch.dist.errors import MismatchError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.data_parallel import DataParallelBucket, DataParallelNaive
+
+in_turn = in_turn_of(__name__)
 
 
 class Renamed(nn.Module):
@@ -71,12 +76,5 @@ def check_long():
         DataParallelBucket(model, group=c10d.group.WORLD)
 
 
-def check_all():
-    for kind in ODD:
-        check_mismatch(kind)
-    check_options()
-    check_long()
-
-
 def test_every_rank_reports_the_odd_one():
-    run_ranks(check_all, 3)
+    run_ranks(in_turn, 3, [*for_each(check_mismatch, product(ODD)), check_options, check_long])
