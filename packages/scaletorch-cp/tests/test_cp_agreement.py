@@ -23,7 +23,7 @@ def compared(monkeypatch):
 def test_off_the_cpu_a_call_is_compared_where_it_is_new(compared, device, times):
     ring = Ring(Group(), (0, 1), 0)
     for _ in range(3):
-        agreement.require_agreement(("call",), torch.device(device), (ring, None))
+        agreement.require_agreement(("call",), torch.device(device), ring)
     assert len(compared) == times
 
 
@@ -32,7 +32,7 @@ def test_calls_that_are_remembered_have_an_end(compared, monkeypatch):
     ring = Ring(Group(), (0, 1), 0)
     packed = [(f"documents {digest}",) for digest in range(5)]
     for each in [*packed, packed[4], packed[0]]:  # the fourth took the place of the first three
-        agreement.require_agreement(each, torch.device("cuda"), (ring, None))
+        agreement.require_agreement(each, torch.device("cuda"), ring)
     assert compared == [*packed, packed[0]]
     (known,) = agreement._agreed[ring.group].values()
     assert len(known) == 3

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from dense_attention import assert_close, dense, random_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +23,6 @@ from scaletorch.parallel.context_parallel.kernels import (
     tile,
     update_out_and_lse,
 )
-from scaletorch.parallel.context_parallel.kernels.strips import strips
 from scaletorch.parallel.context_parallel.masks.blocks import CAUSAL, FULL
 
 TAKES_WINDOWS = "scaletorch.parallel.context_parallel.methods.call.takes_windows"
@@ -31,51 +31,10 @@ BOUNDS = st.none() | st.integers(-40, 40)
 by_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=["cpu_flash", "tile", "table"])
 
 
-def _inputs(heads, kv_heads, rows, keys, dim, *, batch=1, dtype=torch.float64, seed=0):
-    """Return q, k, v and the gradient of the output."""
-    random = torch.Generator().manual_seed(seed)
-    shapes = [(heads, rows), (kv_heads, keys), (kv_heads, keys), (heads, rows)]
-    return [
-        torch.randn(batch, n, length, dim, generator=random, dtype=torch.float64).to(dtype)
-        for n, length in shapes
-    ]
-
-
-def _seen(band, rows, keys):
-    lower = -999 if band[0] is None else band[0]
-    upper = 999 if band[1] is None else band[1]
-    distance = torch.arange(keys) - torch.arange(rows).unsqueeze(1)
-    return (distance >= lower) & (distance <= upper)
-
-
-def _dense(q, k, v, grad, scale, band, cap=None):
-    """Return out, lse, dq, dk, dv in float64, with the whole matrix of scores."""
-    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    group = q.shape[1] // k.shape[1]
-    queries, (keys, values) = leaves[0], (x.repeat_interleave(group, 1) for x in leaves[1:])
-    seen = _seen(band, q.shape[2], k.shape[2])
-    scores = queries @ keys.mT * scale
-    scores = scores if cap is None else cap * (scores / cap).tanh()
-    scores = scores.masked_fill(~seen, -math.inf)
-    lse = scores.logsumexp(-1)
-    weights = torch.where(seen, scores - lse.nan_to_num(neginf=0).unsqueeze(-1), -math.inf).exp()
-    out = weights @ values
-    out.backward(grad.double())
-    return [out.detach(), lse.detach(), *(x.grad for x in leaves)]
-
-
 def _run(kernel, q, k, v, grad, scale, band, *cap):
     """Return out, lse, dq, dk, dv of one block that is everything there is."""
     out, lse = kernel.forward(q, k, v, scale, band, *cap)
     return [out, lse, *kernel.backward(Operands(grad, q, k, v, out, lse), scale, band, *cap)]
-
-
-def _assert_close(mine, expected, limit):
-    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), mine, expected, strict=True):
-        assert a.shape == b.shape
-        torch.testing.assert_close(
-            a.double(), b, rtol=limit, atol=limit, msg=lambda m, name=name: f"{name}: {m}"
-        )
 
 
 @by_kernel
@@ -91,38 +50,53 @@ def _assert_close(mine, expected, limit):
     step=st.sampled_from([1, 5, 16, 256]),
 )
 def test_any_band_of_any_shape(kernel, batch, kv_heads, group, rows, keys, dim, band, step):
-    inputs = _inputs(kv_heads * group, kv_heads, rows, keys, dim, batch=batch, seed=rows)
+    inputs = random_tensors(kv_heads * group, kv_heads, rows, keys, dim, batch=batch, seed=rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_flash, "STRIP_ROWS", step)
         patch.setitem(tile.SIZES, "cpu", tile.Size(step, step * 20))
         mine = _run(kernel, *inputs, 0.3, band)
-    _assert_close(mine, _dense(*inputs, 0.3, band), 1e-11)
+    assert_close(mine, dense(*inputs, 0.3, band), 1e-11)
 
 
 @by_kernel
-@pytest.mark.parametrize("band", [FULL, CAUSAL, (-99, 0), (-700, -300), (-40, 41), (512, None)])
-@pytest.mark.parametrize("heads", [(2, 2), (4, 1)], ids=["mha", "mqa"])
+@pytest.mark.parametrize(
+    ("heads", "band"),
+    [
+        ((2, 2), FULL), ((2, 2), (-99, 0)), ((2, 2), (512, None)),
+        ((4, 1), CAUSAL), ((4, 1), (-700, -300)), ((4, 1), (-40, 41)),
+    ],
+)  # fmt: skip
 def test_blocks_larger_than_the_kernels_tiles(kernel, heads, band):
-    inputs = _inputs(*heads, 781, 781, 16)
-    _assert_close(_run(kernel, *inputs, 0.25, band), _dense(*inputs, 0.25, band), 1e-11)
+    inputs = random_tensors(*heads, 781, 781, 16)
+    assert_close(_run(kernel, *inputs, 0.25, band), dense(*inputs, 0.25, band), 1e-11)
     in_float32 = [x.float() for x in inputs]
     mine = _run(kernel, *in_float32, 0.25, band)
     assert {x.dtype for x in mine} == {torch.float32}
-    _assert_close(mine, _dense(*in_float32, 0.25, band), 2e-5)
+    assert_close(mine, dense(*in_float32, 0.25, band), 2e-5)
 
 
 @by_kernel
-@pytest.mark.parametrize("band", [(0, -1), (40, None), (None, -40), (35, 38)])
-def test_blocks_that_nothing_sees(kernel, band):
-    inputs = _inputs(4, 2, 33, 33, 8)
+@pytest.mark.parametrize(
+    ("rows", "keys", "band"),
+    [
+        (33, 33, (0, -1)), (33, 33, (40, None)), (33, 33, (None, -40)), (33, 33, (35, 38)),
+        (0, 3, FULL), (3, 0, FULL),
+    ],
+)  # fmt: skip
+def test_blocks_that_nothing_sees(kernel, rows, keys, band):
+    inputs = random_tensors(4, 2, rows, keys, 8)
+    if kernel is cpu_flash and not rows * keys:
+        assert not cpu_flash.fits(*inputs[:3], FULL)
+        return
     out, lse, *grads = _run(kernel, *inputs, 0.3, band)
+    assert out.shape == (1, 4, rows, 8)
     assert (lse == -math.inf).all()
     assert not any(x.any() for x in (out, *grads))
 
 
 @by_kernel
 def test_a_row_that_saw_nothing_anywhere_has_no_gradient(kernel):
-    q, k, v, grad = _inputs(2, 1, 9, 9, 4)
+    q, k, v, grad = random_tensors(2, 1, 9, 9, 4)
     out, lse = kernel.forward(q, k, v, 1.0, FULL)
     out[:, :, 4], lse[:, :, 4] = 0, -math.inf
     operands = Operands(grad, q, k, v, out, lse)
@@ -135,22 +109,10 @@ def test_a_row_that_saw_nothing_anywhere_has_no_gradient(kernel):
 
 
 @by_kernel
-@pytest.mark.parametrize(("rows", "keys"), [(0, 3), (3, 0)])
-def test_empty_blocks(kernel, rows, keys):
-    if kernel is cpu_flash:
-        assert not cpu_flash.fits(*_inputs(2, 1, rows, keys, 4)[:3], FULL)
-        return
-    out, lse, *grads = _run(kernel, *_inputs(2, 1, rows, keys, 4), 1.0, FULL)
-    assert out.shape == (1, 2, rows, 4)
-    assert (lse == -math.inf).all()
-    assert not any(x.any() for x in (out, *grads))
-
-
-@by_kernel
 @pytest.mark.parametrize("band", [FULL, CAUSAL, (-3, 2)])
 def test_strided_operands_and_their_safety(kernel, band):
     """As models hold them, [B, L, H, D]; with another stride in the last dim; and expanded."""
-    plain = _inputs(4, 2, 21, 21, 8, batch=2)
+    plain = random_tensors(4, 2, 21, 21, 8, batch=2)
     expected = _run(kernel, *plain, 0.3, band)
     layouts = [
         lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
@@ -160,18 +122,20 @@ def test_strided_operands_and_their_safety(kernel, band):
     for layout in layouts:
         inputs = [layout(x) for x in plain]
         before = [x.clone() for x in inputs]
-        _assert_close(_run(kernel, *inputs, 0.3, band), expected, 1e-13)
+        assert_close(_run(kernel, *inputs, 0.3, band), expected, 1e-13)
         assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
     ones = torch.ones((), dtype=torch.float64).expand(plain[3].shape)
     mine = _run(kernel, *plain[:3], ones, 0.3, band)
-    _assert_close(mine, _dense(*plain[:3], ones.clone(), 0.3, band), 1e-12)
+    assert_close(mine, dense(*plain[:3], ones.clone(), 0.3, band), 1e-12)
 
 
 @by_kernel
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("band", [FULL, CAUSAL, (-100, 0)])
+@pytest.mark.parametrize(
+    ("dtype", "band"),
+    [(torch.bfloat16, FULL), (torch.bfloat16, (-100, 0)), (torch.float32, CAUSAL)],
+)
 def test_bitwise_repeatable(kernel, dtype, band):
-    inputs = _inputs(4, 2, 800, 800, 64, dtype=dtype)
+    inputs = random_tensors(4, 2, 800, 800, 64, dtype=dtype)
     first, second = (_run(kernel, *inputs, 0.25, band) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -180,26 +144,23 @@ def test_bitwise_repeatable(kernel, dtype, band):
 @pytest.mark.parametrize("band", [FULL, CAUSAL, (-9, 4), (40, None)])
 @pytest.mark.parametrize("kernel", [tile, kernels], ids=["tile", "table"])
 def test_capped_scores(kernel, band, cap):
-    inputs = _inputs(4, 2, 37, 37, 8, batch=2)
-    _assert_close(_run(kernel, *inputs, 0.9, band, cap), _dense(*inputs, 0.9, band, cap), 1e-12)
+    inputs = random_tensors(4, 2, 37, 37, 8, batch=2)
+    assert_close(_run(kernel, *inputs, 0.9, band, cap), dense(*inputs, 0.9, band, cap), 1e-12)
     large = [x * 1e4 for x in inputs[:2]]
     assert all(x.isfinite().all() for x in _run(kernel, *large, *inputs[2:], 1.0, CAUSAL, cap))
 
 
 @by_kernel
 def test_large_scores_do_not_overflow(kernel):
-    q, k, v, grad = _inputs(1, 1, 9, 9, 4)
+    q, k, v, grad = random_tensors(1, 1, 9, 9, 4)
     mine = _run(kernel, q * 1e4, k * 1e4, v, grad, 1.0, CAUSAL)
     assert all(x.isfinite().all() for x in mine)
 
 
 def test_head_dim_of_values_may_differ():
-    q, k, v, grad = _inputs(4, 2, 9, 11, 6)
-    v, grad = v[..., :4], grad[..., :4]
-    assert kernels.kernel_for(q, k, v, FULL) is table.TILE
-    _assert_close(
-        _run(kernels, q, k, v, grad, 0.3, (-5, 2)), _dense(q, k, v, grad, 0.3, (-5, 2)), 1e-12
-    )
+    inputs = random_tensors(4, 2, 9, 11, 6, value_dim=4)
+    assert kernels.kernel_for(*inputs[:3], FULL) is table.TILE
+    assert_close(_run(kernels, *inputs, 0.3, (-5, 2)), dense(*inputs, 0.3, (-5, 2)), 1e-12)
 
 
 def _in_blocks(tensors, band, count, scale):
@@ -222,27 +183,27 @@ def _in_blocks(tensors, band, count, scale):
     return [operands.out, *(x.to(q.dtype) for x in totals)]
 
 
-@pytest.mark.parametrize("peak", [1, 2], ids=["flat", "peaked"])
-@pytest.mark.parametrize("mean", [0, 1])
 @pytest.mark.parametrize("band", [FULL, CAUSAL])
 @pytest.mark.parametrize(
-    ("dtype", "length", "count"),
+    ("dtype", "length", "count", "mean", "peak"),
     [
-        (torch.bfloat16, 256, 2),
-        (torch.bfloat16, 256, 8),
-        (torch.bfloat16, 1024, 2),
-        (torch.bfloat16, 2048, 2),
-        (torch.float16, 512, 4),
+        (torch.bfloat16, 256, 2, 0, 1),
+        (torch.bfloat16, 256, 2, 1, 2),
+        (torch.bfloat16, 256, 8, 1, 1),
+        (torch.bfloat16, 256, 8, 0, 2),
+        (torch.bfloat16, 1024, 2, 1, 1),
+        (torch.bfloat16, 2048, 2, 0, 2),
+        (torch.float16, 512, 4, 1, 2),
     ],
 )
 def test_half_precision_in_blocks_loses_little_more_than_one_process(
-    dtype, length, count, band, mean, peak
+    dtype, length, count, mean, peak, band
 ):
     # FULL blocks weigh alike: `methods.call` gives them in float32.
     most = 1.4 if band == FULL and dtype == torch.bfloat16 else 1.25
-    q, k, v, grad = _inputs(2, 1, length, length, 64)
+    q, k, v, grad = random_tensors(2, 1, length, length, 64)
     tensors = [x.to(dtype) for x in (q * peak, k, v + mean, grad + mean)]
-    reference = _dense(*tensors, 0.125, band)
+    reference = dense(*tensors, 0.125, band)
     leaves = [x.clone().requires_grad_() for x in tensors[:3]]
     plain = F.scaled_dot_product_attention(*leaves, is_causal=band == CAUSAL, enable_gqa=True)
     plain.backward(tensors[3])
@@ -258,7 +219,7 @@ def test_half_precision_in_blocks_loses_little_more_than_one_process(
 @pytest.mark.parametrize("heads", [(2, 2), (4, 1)], ids=["mha", "mqa"])
 @pytest.mark.parametrize("band", [FULL, CAUSAL])
 def test_one_block_in_bfloat16_has_the_bits_of_one_process(band, heads):
-    q, k, v, _ = _inputs(*heads, 300, 300, 64, dtype=torch.bfloat16)
+    q, k, v, _ = random_tensors(*heads, 300, 300, 64, dtype=torch.bfloat16)
     one = F.scaled_dot_product_attention(q, k, v, is_causal=band == CAUSAL, enable_gqa=True)
     out, _ = kernels.forward(q, k, v, 0.125, band)
     assert torch.equal(out.bfloat16(), one)
@@ -266,64 +227,24 @@ def test_one_block_in_bfloat16_has_the_bits_of_one_process(band, heads):
 
 @pytest.mark.parametrize("kv_heads", [16, 1])
 def test_gradients_of_a_group_are_summed_in_float32(kv_heads):
-    tensors = _inputs(16, kv_heads, 800, 800, 64, dtype=torch.bfloat16)
-    mine, exact = _run(kernels, *tensors, 0.125, FULL), _dense(*tensors, 0.125, FULL)
+    tensors = random_tensors(16, kv_heads, 800, 800, 64, dtype=torch.bfloat16)
+    mine, exact = _run(kernels, *tensors, 0.125, FULL), dense(*tensors, 0.125, FULL)
     for a, b in zip(mine[3:], exact[3:], strict=True):
         assert (a.double() - b).norm() <= 4e-3 * b.norm()
-
-
-class _Blocks(torch.autograd.Function):
-    """Attention over several blocks of keys, merged: a ring without ranks."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, scale, count, kernel):
-        out = lse = None
-        for keys, values in zip(k.chunk(count, 2), v.chunk(count, 2), strict=True):
-            out, lse = update_out_and_lse(out, lse, *kernel.forward(q, keys, values, scale, FULL))
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = (scale, count, kernel)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        q, k, v, out, lse = ctx.saved_tensors
-        scale, count, kernel = ctx.options
-        dq, dks, dvs = torch.zeros_like(q), [], []
-        for keys, values in zip(k.chunk(count, 2), v.chunk(count, 2), strict=True):
-            operands = Operands(grad, q, keys, values, out, lse)
-            share, dk, dv = kernel.backward(operands, scale, FULL)
-            dq += share
-            dks.append(dk)
-            dvs.append(dv)
-        return dq, torch.cat(dks, 2), torch.cat(dvs, 2), None, None, None
-
-
-@by_kernel
-def test_gradcheck_through_merged_blocks_and_grouped_heads(kernel):
-    inputs = [x.requires_grad_() for x in _inputs(4, 2, 3, 6, 4)[:3]]
-    assert torch.autograd.gradcheck(lambda *x: _Blocks.apply(*x, 0.5, 3, kernel), inputs)
 
 
 def test_tile_keeps_one_tile_of_scores(monkeypatch):
     monkeypatch.setitem(tile.SIZES, "cpu", tile.Size(8, 4096))
     sizes, plain = [], tile._scores
     monkeypatch.setattr(tile, "_scores", lambda *a: sizes.append(s := plain(*a)) or s)
-    _run(tile, *_inputs(4, 2, 256, 256, 4), 1.0, (-31, 0))
+    _run(tile, *random_tensors(4, 2, 256, 256, 4), 1.0, (-31, 0))
     assert max(s.numel() for s in sizes) <= 4096
     # Rows and the keys that they see: 8 · (8 + 31) at most, for each of the 32 strips and 4 heads.
     assert sum(s.numel() for s in sizes) <= 2 * 32 * 4 * 8 * 39
 
 
-def test_strips_skip_what_nothing_sees():
-    assert list(strips((-2, -1), 10, 5, 3)) == [
-        (range(1, 4), range(0, 3)),
-        (range(4, 7), range(2, 5)),
-    ]
-    assert list(strips(FULL, 3, 0, 2)) == []
-
-
 def test_merge_equals_attention_over_all_keys():
-    q, k, v, _ = _inputs(2, 2, 7, 10, 4)
+    q, k, v, _ = random_tensors(2, 2, 7, 10, 4)
     expected, expected_lse = kernels.forward(q, k, v, 0.5, FULL)
     left = kernels.forward(q, k[:, :, :3], v[:, :, :3], 0.5, FULL)
     right = kernels.forward(q, k[:, :, 3:], v[:, :, 3:], 0.5, FULL)
@@ -392,19 +313,8 @@ def _of(operator):
 
 
 def _half(heads, kv_heads, rows, keys, device="meta"):
-    inputs = _inputs(heads, kv_heads, rows, keys, 64, batch=2, dtype=torch.bfloat16)
+    inputs = random_tensors(heads, kv_heads, rows, keys, 64, batch=2, dtype=torch.bfloat16)
     return [x.to(device) for x in inputs]
-
-
-@pytest.mark.parametrize("operator", FUSED.values(), ids=FUSED)
-@pytest.mark.parametrize("band", [FULL, CAUSAL])
-def test_fused_operators_take_and_give_what_their_schemas_say(operator, band):
-    """Shapes and dtypes alone: nothing is computed on meta tensors."""
-    q, k, v, grad = _half(4, 2, 40, 40)
-    out, lse, *grads = _run(_of(operator), q, k, v, grad, 0.1, band)
-    assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
-    assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
-    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
 
 
 class Asked(TorchDispatchMode):
@@ -426,9 +336,15 @@ class Asked(TorchDispatchMode):
 @pytest.mark.parametrize("operator", FUSED.values(), ids=FUSED)
 @pytest.mark.parametrize(("band", "keys"), [(FULL, 24), (CAUSAL, 40)])
 def test_fused_operators_are_asked_for_no_dropout_and_for_this_mask(operator, band, keys):
+    """Shapes and dtypes alone: nothing is computed on meta tensors."""
+    q, k, v, grad = _half(4, 2, 40, keys)
     with Asked() as asked:
-        _run(_of(operator), *_half(4, 4, 40, keys), 0.1, band)
+        out, lse, *grads = _run(_of(operator), q, k, v, grad, 0.1, band)
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
+    assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
     assert len(asked.calls) == 2
+    heads = 2 if operator is cuda.FLASH else 1
     for call in asked.calls:
         assert call["dropout_p"] == 0
         assert call["is_causal"] is (band is CAUSAL)
@@ -436,6 +352,8 @@ def test_fused_operators_are_asked_for_no_dropout_and_for_this_mask(operator, ba
         assert call.get("max_q", 40) == 40
         assert call.get("max_k", keys) == keys
         assert call.get("grad_input_mask", [True, True, True, False]) == [True, True, True, False]
+        if operator is not cuda.EFFICIENT:  # the others take grouped heads as they are
+            assert call["key"].shape[heads] == call["value"].shape[heads] == 2
 
 
 @pytest.mark.parametrize("operator", FUSED.values(), ids=FUSED)
@@ -471,15 +389,6 @@ def test_devices_have_few_large_tiles():
     assert count["meta"] == 16 < count["cpu"] // 10
 
 
-@pytest.mark.parametrize("operator", [cuda.FLASH, cuda.CUDNN], ids=["flash", "cudnn"])
-def test_grouped_heads_are_not_expanded(operator):
-    with Asked() as asked:
-        _run(_of(operator), *_half(4, 2, 40, 40), 0.1, CAUSAL)
-    heads = 2 if operator is cuda.FLASH else 1
-    for call in asked.calls:
-        assert call["key"].shape[heads] == call["value"].shape[heads] == 2
-
-
 class Flash:
     """Torch's operators of flash by their conventions: [B, L, H, D], bands from the last key on."""
 
@@ -513,14 +422,14 @@ class Flash:
 @pytest.mark.parametrize("rows", [24, 40])
 @pytest.mark.parametrize("band", [FULL, (None, 16), (-7, 3), (-7, None), (None, 20), (16, 16)])
 def test_flash_is_asked_for_windows_by_its_convention(band, rows):
-    inputs = _inputs(6, 2, rows, 40, 8)
+    inputs = random_tensors(6, 2, rows, 40, 8)
     window = cuda.window_of(*inputs[:2], band)
     if window is None:  # a band that lies beside the last row's own key
         assert band not in (FULL, (None, 16)) or rows == 24
         return
     with mock.patch.object(cuda, "aten", Flash()):
         found = _run(_of(cuda.FLASH), *inputs, 0.3, band)
-    _assert_close(found, _dense(*inputs, 0.3, band), 1e-12)
+    assert_close(found, dense(*inputs, 0.3, band), 1e-12)
 
 
 @pytest.mark.parametrize(("causal", "window"), [(True, 5), (True, 100), (False, 5)])
@@ -528,7 +437,7 @@ def test_flash_is_asked_for_windows_by_its_convention(band, rows):
 def test_blocks_that_are_not_cut_give_what_cut_ones_do(causal, window, length):
     """As on devices whose kernels take windows."""
     torch.manual_seed(0)
-    q, k, v, grad = _inputs(4, 2, length, length, 8)
+    q, k, v, grad = random_tensors(4, 2, length, length, 8)
     found = {}
     for whole in (False, True):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -537,7 +446,7 @@ def test_blocks_that_are_not_cut_give_what_cut_ones_do(causal, window, length):
             out.backward(grad)
         found[whole] = [out.detach(), *(x.grad for x in leaves)]
     band = (1 - window, 0 if causal else window - 1)
-    out, _, *grads = _dense(q, k, v, grad, 8**-0.5, band)
+    out, _, *grads = dense(q, k, v, grad, 8**-0.5, band)
     for mine in found.values():
         for a, b in zip(mine, [out, *grads], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
@@ -566,12 +475,12 @@ def _reference_operator(lse_layout):
     ids=["flash", "cudnn", "efficient"],
 )
 def test_frame_of_fused_operators(lse_layout, band):
-    kernel, inputs = _of(_reference_operator(lse_layout)), _inputs(6, 2, 29, 29, 8)
-    _assert_close(_run(kernel, *inputs, 0.3, band), _dense(*inputs, 0.3, band), 1e-12)
+    kernel, inputs = _of(_reference_operator(lse_layout)), random_tensors(6, 2, 29, 29, 8)
+    assert_close(_run(kernel, *inputs, 0.3, band), dense(*inputs, 0.3, band), 1e-12)
 
 
 def test_table_falls_back_to_the_tile():
-    q, k, v, _ = _inputs(2, 2, 8, 8, 8)
+    q, k, v, _ = random_tensors(2, 2, 8, 8, 8)
     assert kernels.kernel_for(q, k, v, FULL) is table.CPU_FLASH
     assert kernels.kernel_for(q, k, v, (-2, 0)) is table.CPU_FLASH
     half = [x.to("meta", torch.bfloat16) for x in (q, k, v)]
@@ -586,7 +495,7 @@ def test_table_falls_back_to_the_tile():
 
 @pytest.mark.parametrize("band", [FULL, CAUSAL])
 def test_pytorch_is_asked_of_kernels_without_dropout(band):
-    q, k, v, _ = _inputs(6, 2, 8, 8, 8)
+    q, k, v, _ = random_tensors(6, 2, 8, 8, 8)
     asked = cuda.asked(q, k, v, band)
     assert asked.dropout == 0
     assert asked.is_causal is (band is CAUSAL)
@@ -601,8 +510,8 @@ def test_kernels_of_cuda(name, band):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     kernel = next(kernel for kernel in cuda.KERNELS[1:] if kernel.name == name)
-    tensors = [x.to("cuda") for x in _inputs(4, 2, 200, 200, 64, dtype=torch.float16)]
+    tensors = [x.to("cuda") for x in random_tensors(4, 2, 200, 200, 64, dtype=torch.float16)]
     if not kernel.fits(*tensors[:3], band):
         pytest.skip(f"{name} does not fit this device")
     mine = [x.cpu() for x in _run(kernel, *tensors, 0.125, band)]
-    _assert_close(mine, _dense(*(x.cpu() for x in tensors), 0.125, band), 1e-2)
+    assert_close(mine, dense(*(x.cpu() for x in tensors), 0.125, band), 1e-2)

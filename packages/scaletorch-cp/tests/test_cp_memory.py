@@ -6,8 +6,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.context_parallel import attention
-from scaletorch.parallel.context_parallel.kernels import Operands, tile
-from scaletorch.parallel.context_parallel.masks.blocks import CAUSAL
 
 LENGTH, DIM, RANKS = 16_384, 16, 2
 HEADS = {"ring": 1, "all_gather": 1, "ulysses": RANKS}  # "hybrid" on two ranks is one of these
@@ -18,6 +16,9 @@ MASKS = {
     },
     "window": lambda length: {"window": 500},
 }
+CASES = [  # a window and documents are cut alike by every method
+    *(("ring", mask) for mask in MASKS), ("all_gather", "documents"), ("ulysses", "window")
+]  # fmt: skip
 QUIET = {"KINETO_LOG_LEVEL": "99"}  # the profiler tells of every start and stop
 
 
@@ -54,33 +55,18 @@ def peak_of_attention(method, length, options):
 
 
 def of_attention():
-    """Return of each method and mask what a quarter of the length takes, and the whole."""
+    """Return of each case what a quarter of the length takes, and the whole."""
     return {
         (method, mask): [
-            peak_of_attention(method, length, options(length)) for length in (LENGTH // 4, LENGTH)
+            peak_of_attention(method, length, MASKS[mask](length))
+            for length in (LENGTH // 4, LENGTH)
         ]
-        for method in HEADS
-        for mask, options in MASKS.items()
+        for method, mask in CASES
     }
 
 
 def of_a_ring():
     return peak_of_attention("ring", RANKS * 1024, {})[0]
-
-
-def peak_of_tiles(length):
-    """Return the peak of forward and backward by the tile kernel, and the bytes of its inputs."""
-    q, k, v, grad, inputs = random(1, length)
-
-    def run():
-        out, lse = tile.forward(q, k, v, 0.25, CAUSAL)
-        tile.backward(Operands(grad, q, k, v, out, lse), 0.25, CAUSAL)
-
-    return peak(run), inputs
-
-
-def of_tiles():
-    return [peak_of_tiles(length) for length in (4096, 8192)]
 
 
 def test_16k_positions_on_two_ranks():
@@ -95,10 +81,3 @@ def test_16k_positions_on_two_ranks():
 def test_a_ring_takes_no_more_on_more_ranks():
     three, five = (max(run_ranks(of_a_ring, size, env=QUIET)) for size in (3, 5))
     assert five < 1.1 * three
-
-
-def test_tiles():
-    # Scores would be 128 times the inputs; a tile of 128 rows and all keys is twice them.
-    (((half, _), (whole, inputs)),) = run_ranks(of_tiles, 1, env=QUIET)
-    assert inputs < whole < 8 * inputs
-    assert whole < 2.2 * half

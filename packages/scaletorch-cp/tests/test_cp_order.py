@@ -64,11 +64,15 @@ def _error_of_default(name, layout):
     return relative_error(unshard_sequence(out, 2, group), expected)
 
 
-@pytest.mark.parametrize("layout", [None, *LAYOUTS])
-@pytest.mark.parametrize("name", ["attention", "ring_attention", "apply_context_parallel"])
-def test_attention_takes_the_order_in_which_a_sequence_was_sharded(name, layout):
-    for error in run_ranks(_error_of_default, 2, name, layout):
-        assert error < 1e-12
+def _errors_of_defaults():
+    names = ("attention", "ring_attention", "apply_context_parallel")
+    return {(n, layout): _error_of_default(n, layout) for n in names for layout in (None, *LAYOUTS)}
+
+
+def test_attention_takes_the_order_in_which_a_sequence_was_sharded():
+    for errors in run_ranks(_errors_of_defaults, 2):
+        for case, error in errors.items():
+            assert error < 1e-12, case
 
 
 def test_all_that_shard_have_one_default():
@@ -101,8 +105,7 @@ def _taken(name, group, layout):
 TAKE = ["attention", "windowed", "ring_attention", "model", "unshard", "positions", "rope"]
 
 
-def _contradicted(name, by, sharded, taken):
-    group = c10d.new_group()
+def _contradicted(group, name, by, sharded, taken):
     if by == "shard_batch":
         shard_batch(IDS, group, layout=sharded)
     elif by == "shard_sequence":
@@ -115,64 +118,49 @@ def _contradicted(name, by, sharded, taken):
     _taken(name, group, sharded)
 
 
-@pytest.mark.parametrize("by", ["shard_batch", "shard_sequence", "ShardedSequences"])
-@pytest.mark.parametrize("name", TAKE)
-def test_another_order_than_the_shards_have_is_refused_on_every_rank(name, by):
-    for sharded, taken in (("contiguous", "zigzag"), ("zigzag", "stripe")):
-        run_ranks(_contradicted, 2, name, by, sharded, taken)
-
-
-def _one_rank_alone(sharded):
+def _all_contradicted():
+    for by in ("shard_batch", "shard_sequence", "ShardedSequences"):
+        for at, name in enumerate(TAKE):
+            sharded, taken = (("contiguous", "zigzag"), ("zigzag", "stripe"))[at % 2]
+            _contradicted(c10d.new_group(), name, by, sharded, taken)
     group = c10d.new_group()
-    shard_batch(IDS, group, layout=sharded)
-    other = "zigzag" if c10d.get_rank() else sharded
+    shard_batch(IDS, group, layout="contiguous")
+    other = "zigzag" if c10d.get_rank() else "contiguous"  # of one rank alone
     with pytest.raises(ScaletorchError, match=r"shards to be zigzag|its own error"):
         _taken("attention", group, other)
 
 
-def test_what_one_rank_refuses_is_an_error_on_the_others():
-    run_ranks(_one_rank_alone, 2, "contiguous")
+def test_another_order_than_the_shards_have_is_refused_on_every_rank():
+    run_ranks(_all_contradicted, 2, timeout=200)
 
 
-def _made_by_hand(name):
-    group = c10d.new_group()
-    with pytest.raises(InvalidArgumentError, match=r"which positions .* layout=\"zigzag\""):
-        _taken(name, group, None)
-    _taken(name, group, "contiguous")
+def _made_by_hand():
+    for name in ("attention", "windowed", "unshard", "positions", "rope"):
+        group = c10d.new_group()
+        with pytest.raises(InvalidArgumentError, match=r"which positions .* layout=\"zigzag\""):
+            _taken(name, group, None)
+        _taken(name, group, "contiguous")
 
 
-@pytest.mark.parametrize("name", ["attention", "windowed", "unshard", "positions", "rope"])
-def test_the_order_of_shards_made_by_hand_must_be_said(name):
-    run_ranks(_made_by_hand, 2, name)
+def test_the_order_of_shards_made_by_hand_must_be_said():
+    run_ranks(_made_by_hand, 2)
 
 
-def _full():
-    """Return the error of full attention of shards made by hand: any order is right."""
-    q, k, v = _qkv()
-    own = [x[:, :, c10d.get_rank() :: 2] for x in (q, k, v)]
-    out = attention(*own, group=c10d.new_group())
-    expected = F.scaled_dot_product_attention(q, k, v)[:, :, c10d.get_rank() :: 2]
-    return relative_error(out, expected)
-
-
-def test_full_attention_needs_no_order():
-    assert max(run_ranks(_full, 2)) < 1e-12
-
-
-def _by_hand_contiguous():
-    """Return the errors of `ring_attention` and of a model over shards made by hand."""
-    q, k, v = _qkv()
-    own = [x.chunk(2, 2)[c10d.get_rank()] for x in (q, k, v)]
-    group, rank = c10d.new_group(), c10d.get_rank()
+def _needs_no_order():
+    """Return errors over shards made by hand: of full attention in any order, else contiguous."""
+    (q, k, v), group, rank = _qkv(), c10d.new_group(), c10d.get_rank()
+    full = attention(*(x[:, :, rank::2] for x in (q, k, v)), group=c10d.new_group())
+    pairs = [(full, F.scaled_dot_product_attention(q, k, v)[:, :, rank::2])]
+    own = [x.chunk(2, 2)[rank] for x in (q, k, v)]
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True).chunk(2, 2)[rank]
+    pairs.append((ring_attention(*own, is_causal=True, group=group), expected))
     same = F.scaled_dot_product_attention(q, q, q, is_causal=True).chunk(2, 2)[rank]
-    out = ring_attention(*own, is_causal=True, group=group)
-    model = apply_context_parallel(Layer(), group)
-    return relative_error(out, expected), relative_error(model(own[0]), same)
+    pairs.append((apply_context_parallel(Layer(), group)(own[0]), same))
+    return [relative_error(*pair) for pair in pairs]
 
 
-def test_shards_made_by_hand_are_contiguous_to_ring_attention_and_models():
-    for errors in run_ranks(_by_hand_contiguous, 2):
+def test_full_attention_needs_no_order_and_ring_attention_and_models_take_contiguous():
+    for errors in run_ranks(_needs_no_order, 2):
         assert max(errors) < 1e-12
 
 

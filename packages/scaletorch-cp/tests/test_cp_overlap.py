@@ -19,18 +19,17 @@ METHODS = ("ring", "all_gather")
 LENGTH, HEADS, KV_HEADS, DIM = 24, 4, 2, 8
 
 
-def run(method, kind="zigzag", dtype=torch.float32, between=lambda: None):
-    """Return this rank's output and gradients; call `between` forward and backward."""
+def run(method, kind="zigzag"):
+    """Return this rank's output and gradients."""
     generator = torch.Generator().manual_seed(3)
     layout = LAYOUTS[kind](LENGTH, dist.get_world_size())
     held = layout.positions(dist.get_rank())
     shapes = [(1, heads, LENGTH, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
-    own = [torch.randn(s, generator=generator).to(dtype)[:, :, held].contiguous() for s in shapes]
+    own = [torch.randn(s, generator=generator)[:, :, held].contiguous() for s in shapes]
     before = [x.clone() for x in own]
     q, k, v = (x.requires_grad_() for x in own[:3])
     causal, world = kind != "contiguous", dist.group.WORLD
     out = attention(q, k, v, causal=causal, layout=layout, method=method, group=world)
-    between()
     out.backward(own[3])
     assert all(map(torch.equal, own, before)), "an input was changed"
     return [out.detach(), q.grad, k.grad, v.grad]
@@ -38,23 +37,16 @@ def run(method, kind="zigzag", dtype=torch.float32, between=lambda: None):
 
 @contextmanager
 def watched():
-    """Note what happens: ("start", n, sent, received), ("compute", pairs), ("wait", n)."""
+    """Note what happens: ("start", n), ("compute", pairs), ("wait", n)."""
     events, works = [], []
 
-    def started(result, sent, received):
-        works.append(result)
-        events.append(("start", len(works) - 1, sent, received))
-        return result
+    def starting(call):
+        def started(*args, **options):
+            works.append(call(*args, **options))
+            events.append(("start", len(works) - 1))
+            return works[-1]
 
-    def exchanging(sends, recvs, *args, call=cp_comms.exchange, **options):
-        sent, received = ([tensor for tensor, _ in side] for side in (sends, recvs))
-        return started(call(sends, recvs, *args, **options), sent, received)
-
-    def gathering(x, *args, call=gathered.all_gather, **options):
-        return started(call(x, *args, **options), [x] * (dist.get_world_size() - 1), [])
-
-    def summing(shares, ring, call=gathered._summed):
-        return started(call(shares, ring), list(shares[1:]), [])
+        return started
 
     def computing(call):
         def computed(self, source, *args):
@@ -69,9 +61,9 @@ def watched():
 
     with ExitStack() as stack:
         for owner, name, change in [
-            (cp_comms, "exchange", exchanging),
-            (gathered, "all_gather", gathering),
-            (gathered, "_summed", summing),
+            (cp_comms, "exchange", starting(cp_comms.exchange)),
+            (gathered, "all_gather", starting(gathered.all_gather)),
+            (gathered, "_summed", starting(gathered._summed)),
             (Call, "attend", computing(Call.attend)),
             (Call, "attend_backward", computing(Call.attend_backward)),
             (Work, "wait", waiting),
@@ -93,48 +85,21 @@ def behind_each_message(method, kind):
     ]
 
 
-@pytest.mark.parametrize("kind", ["zigzag", "stripe", "contiguous"])
-@pytest.mark.parametrize("method", METHODS)
+CASES = [(method, kind) for method in METHODS for kind in ("zigzag", "stripe", "contiguous")]
+
+
+def behind_all():
+    return {case: behind_each_message(*case) for case in CASES}
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_message_has_computation_behind_it(size, method, kind):
-    # The ring: a message a hop, forward and twice backward. All-gather: K and V forward and
-    # backward, and their gradients.
-    expected = 3 * (size - 1) if method == "ring" else 5
-    for pairs in run_ranks(behind_each_message, size, method, kind):
-        assert len(pairs) == expected
-        assert min(pairs) > 0, pairs
-
-
-def bytes_sent(method, dtype):
-    """Return the bytes that this rank sends forward and backward."""
-    with watched() as events:
-        ends = []
-        run(method, dtype=dtype, between=lambda: ends.append(len(events)))
-    parts = events[: ends[0]], events[ends[0] :]
-    starts = [[event[2] for event in part if event[0] == "start"] for part in parts]
-    return tuple(sum(x.nbytes for tensors in part for x in tensors) for part in starts)
-
-
-@pytest.mark.parametrize(("dtype", "ratio"), [(torch.float32, 1), (torch.bfloat16, 2)])
-@pytest.mark.parametrize("method", METHODS)
-def test_bytes_sent_are_those_of_the_formula(method, dtype, ratio):
-    size = 3
-    hops = (size - 1) * 2 * KV_HEADS * LENGTH // size * DIM * dtype.itemsize
-    assert run_ranks(bytes_sent, size, method, dtype) == [(hops, hops * (1 + ratio))] * size
-
-
-def received_into():
-    """Return how many places the ring receives keys or values, and gradients, into."""
-    with watched() as events:
-        run("ring")
-    tensors = [x for event in events if event[0] == "start" for x in event[3]]
-    return [len({x.data_ptr() for x in tensors if x.dim() == dim}) for dim in (4, 5)]
-
-
-def test_the_ring_receives_into_two_places_in_turn():
-    # Two of K and two of V, forward and again backward; two of the gradients. `events` keeps all
-    # of them alive, so that no two share an address. The first to be sent is one of the latter.
-    assert run_ranks(received_into, 6) == [[8, 2]] * 6
+def test_every_message_has_computation_behind_it(size):
+    for found in run_ranks(behind_all, size):
+        for (method, _), pairs in found.items():
+            # The ring: a message a hop, forward and twice backward. All-gather: K and V forward
+            # and backward, and their gradients.
+            assert len(pairs) == (3 * (size - 1) if method == "ring" else 5)
+            assert min(pairs) > 0, pairs
 
 
 def with_slow_ranks(method):
@@ -154,6 +119,9 @@ def with_slow_ranks(method):
     return all(same)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_slow_ranks_change_no_bit(method):
-    assert all(run_ranks(with_slow_ranks, 4, method))
+def all_with_slow_ranks():
+    return [with_slow_ranks(method) for method in METHODS]
+
+
+def test_slow_ranks_change_no_bit():
+    assert run_ranks(all_with_slow_ranks, 4) == [[True, True]] * 4

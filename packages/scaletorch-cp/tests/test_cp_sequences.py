@@ -94,40 +94,56 @@ def _sharded(layout, documents, method):
     return worst(relative_error(a, b) for a, b in pairs)
 
 
+CASES = [
+    ("zigzag", None, "ring"),
+    ("zigzag", PACKED, "auto"),
+    ("stripe", PACKED, "ring"),
+    ("contiguous", PACKED, "all_gather"),
+]
+
+
+def _all_sharded():
+    return [_sharded(*case) for case in CASES]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("layout", "documents", "method"),
-    [
-        ("zigzag", None, "ring"),
-        ("zigzag", PACKED, "auto"),
-        ("stripe", PACKED, "ring"),
-        ("contiguous", PACKED, "all_gather"),
-    ],
-)
-def test_loss_and_gradients_equal_one_process(layout, documents, method, size):
-    assert worst(run_ranks(_sharded, size, layout, documents, method)) < 1e-12
+def test_loss_and_gradients_equal_one_process(size):
+    for errors in run_ranks(_all_sharded, size):
+        for case, error in zip(CASES, errors, strict=True):
+            assert error < 1e-12, case
 
 
-def _whole_of(name, batch, **options):
+def _joined(name, batch, documents):
     """Return one entry of the shards, joined again, and this rank's padding of it."""
-    sequences = ShardedSequences(LENGTH, group=c10d.group.WORLD, **options)
+    sequences = ShardedSequences(LENGTH, cu_seqlens=documents, group=c10d.group.WORLD)
     own = sequences.shard(batch)[name]
-    return sequences.unshard(own), own[:, sequences.positions() >= LENGTH]
+    padding = own[:, sequences.positions() >= LENGTH]
+    assert padding.shape[1] == (3, 0)[c10d.get_rank()]
+    return sequences.unshard(own), padding
 
 
-@pytest.mark.parametrize("documents", [None, PACKED])
-def test_labels_are_shifted_within_documents_before_they_are_cut(documents):
+def _labels_and_positions():
     batch = _batch()
     kept = batch["labels"].clone()
-    expected = torch.full_like(kept, -100)
-    for start, stop in pairwise(documents or (0, LENGTH)):
-        expected[:, start : stop - 1] = kept[:, start + 1 : stop]
-    results = run_ranks(_whole_of, 2, "labels", batch, cu_seqlens=documents)
-    for labels, padding in results:
-        assert torch.equal(labels, expected)
+    for documents in (None, PACKED):
+        targets, places = torch.full_like(kept, -100), torch.zeros_like(kept)
+        for start, stop in pairwise(documents or (0, LENGTH)):
+            targets[:, start : stop - 1] = kept[:, start + 1 : stop]
+            places[:, start:stop] = torch.arange(stop - start)
+        labels, padding = _joined("labels", batch, documents)
+        assert torch.equal(labels, targets), "shifted within documents before they are cut"
         assert (padding == -100).all()
-    assert sum(padding.shape[1] for _, padding in results) == 3
+        ids, padding = _joined("position_ids", batch, documents)
+        assert torch.equal(ids, places)
+        assert not padding.any()
     assert torch.equal(batch["labels"], kept)
+    given = torch.arange(LENGTH).flip(0)[None]
+    ids, _ = _joined("position_ids", {**batch, "position_ids": given}, None)
+    assert torch.equal(ids, given)
+
+
+def test_labels_are_shifted_and_positions_count_within_documents_before_they_are_cut():
+    run_ranks(_labels_and_positions, 2)
 
 
 def test_labels_that_are_shifted_already_are_cut_as_they_are():
@@ -136,48 +152,32 @@ def test_labels_that_are_shifted_already_are_cut_as_they_are():
     assert torch.equal(mine["labels"], batch["labels"])
 
 
-def test_positions_count_within_documents():
-    expected = torch.tensor([0, *range(6), *range(5), *range(5)]).repeat(2, 1)
-    for ids, padding in run_ranks(_whole_of, 3, "position_ids", _batch(), cu_seqlens=PACKED):
-        assert torch.equal(ids, expected)
-        assert not padding.any()
-    for ids, _ in run_ranks(_whole_of, 2, "position_ids", _batch()):
-        assert torch.equal(ids, torch.arange(LENGTH).repeat(2, 1))
-
-
-def test_given_positions_are_kept():
-    given = torch.arange(LENGTH).flip(0)[None]
-    for ids, _ in run_ranks(_whole_of, 2, "position_ids", {**_batch(), "position_ids": given}):
-        assert torch.equal(ids, given)
-
-
-def _round_trip(layout):
-    sequences = ShardedSequences(LENGTH, layout=layout, group=c10d.group.WORLD)
-    batch = {
-        "input_ids": _batch()["input_ids"],
-        "weights": torch.randn(2, LENGTH, generator=torch.Generator().manual_seed(4)),
-        "seen": torch.ones(2, LENGTH, dtype=torch.bool),
-        "labels": None,
-        "name": "text",
-    }
-    mine = sequences.shard(batch)
-    assert mine["labels"] is None
-    assert mine["name"] == "text"
-    for name in ("input_ids", "weights", "seen"):
-        assert mine[name].shape == (2, sequences.layout.local_length)
-        assert mine[name].dtype == batch[name].dtype
-        assert torch.equal(sequences.unshard(mine[name]), batch[name])
-    heads = mine["weights"][:, None, :, None].expand(-1, 3, -1, 5)
-    assert torch.equal(sequences.unshard(heads, 2)[:, 0, :, 0], batch["weights"])
-    held = torch.cat([sequences.positions(), torch.tensor([c10d.get_rank()])])
-    return held.tolist()
+def _round_trips():
+    for layout in LAYOUTS:
+        sequences = ShardedSequences(LENGTH, layout=layout, group=c10d.group.WORLD)
+        batch = {
+            "input_ids": _batch()["input_ids"],
+            "weights": torch.randn(2, LENGTH, generator=torch.Generator().manual_seed(4)),
+            "seen": torch.ones(2, LENGTH, dtype=torch.bool),
+            "labels": None,
+            "name": "text",
+        }
+        mine = sequences.shard(batch)
+        assert mine["labels"] is None
+        assert mine["name"] == "text"
+        for name in ("input_ids", "weights", "seen"):
+            assert mine[name].shape == (2, sequences.layout.local_length)
+            assert mine[name].dtype == batch[name].dtype
+            assert torch.equal(sequences.unshard(mine[name]), batch[name])
+        heads = mine["weights"][:, None, :, None].expand(-1, 3, -1, 5)
+        assert torch.equal(sequences.unshard(heads, 2)[:, 0, :, 0], batch["weights"])
+        held = LAYOUTS[layout](LENGTH, c10d.get_world_size()).positions(c10d.get_rank())
+        assert torch.equal(sequences.positions(), held)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_shards_join_to_the_whole_bit_for_bit(layout, size):
-    for *held, rank in run_ranks(_round_trip, size, layout):
-        assert held == LAYOUTS[layout](LENGTH, size).positions(rank).tolist()
+def test_shards_join_to_the_whole_bit_for_bit(size):
+    run_ranks(_round_trips, size)
 
 
 def _means(sums, counts):

@@ -20,135 +20,83 @@ from scaletorch.parallel.context_parallel import (
 )
 
 
-def _round_trip(layout):
-    world = c10d.new_group()  # whose order nobody has said
-    x = torch.arange(2 * 12 * 3).reshape(2, 12, 3)
-    shard = shard_sequence(x, group=world, **layout)
-    last = shard_sequence(x.mT, -1, world, **layout)
-    assert torch.equal(last, shard.mT)
-    assert torch.equal(unshard_sequence(shard, group=world), x)
-    assert torch.equal(unshard_sequence(last, -1, world), x.mT)
-    return shard, positions(12, world)
+def _every_layout():
+    for kind in LAYOUTS:
+        for said in (kind, LAYOUTS[kind](12, c10d.get_world_size())):
+            _round_trip(kind, said)
+    x, world = torch.arange(24).view(2, 12), c10d.new_group()
+    assert torch.equal(shard_sequence(x, group=world), x[:, positions(12, world)])
+    assert torch.equal(positions(12, world), _held("zigzag"))  # by default
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_contiguous_shards_are_in_rank_order(size):
-    whole = torch.arange(2 * 12 * 3).reshape(2, 12, 3)
-    results = run_ranks(_round_trip, size, {"layout": "contiguous"})
-    assert torch.equal(torch.cat([shard for shard, _ in results], 1), whole)
-    assert torch.equal(torch.cat([ids for _, ids in results]), torch.arange(12))
+def _held(kind):
+    return LAYOUTS[kind](12, c10d.get_world_size()).positions(c10d.get_rank())
 
 
-def test_shards_are_zigzag_by_default():
-    for rank, (_, ids) in enumerate(run_ranks(_round_trip, 2, {})):
-        assert torch.equal(ids, zigzag(12, 2).positions(rank))
-
-
-def _any_layout(kind, as_object):
-    """Share out 12 positions and join them; return this rank's shard and positions."""
-    world, x = c10d.new_group(), torch.arange(2 * 12 * 3).reshape(2, 12, 3)
-    layout = LAYOUTS[kind](12, world.size()) if as_object else kind
-    shard = shard_sequence(x, group=world, layout=layout)
-    last = shard_sequence(x.mT, -1, world, layout=layout)
-    assert torch.equal(last, shard.mT)
-    assert torch.equal(unshard_sequence(shard, group=world, layout=layout), x)
-    assert torch.equal(unshard_sequence(last, -1, world, layout=layout), x.mT)
-    assert torch.equal(shard_batch({"input_ids": x[..., 0]}, world, layout=layout)["input_ids"],
-                       shard[..., 0])  # fmt: skip
-    held = positions(12, world, layout=layout)
+def _round_trip(kind, said):
+    """Share out 12 positions and join them, where nobody has said an order before."""
+    world, x, held = c10d.new_group(), torch.arange(2 * 12 * 3).reshape(2, 12, 3), _held(kind)
+    assert torch.equal(shard_batch({"input_ids": x[..., 0]}, world, layout=said)["input_ids"],
+                       x[:, held, 0])  # fmt: skip
+    shard = shard_sequence(x, group=world, layout=said)
+    last = shard_sequence(x.mT, -1, world, layout=said)
     assert torch.equal(shard, x[:, held])
+    assert torch.equal(last, shard.mT)
+    for layout in (None, said):
+        assert torch.equal(unshard_sequence(shard, group=world, layout=layout), x)
+        assert torch.equal(unshard_sequence(last, -1, world, layout=layout), x.mT)
+        assert torch.equal(positions(12, world, layout=layout), held)
     cos, sin = update_rope_for_context_parallel(x[0], -x[0], world, length=12, layout=kind)
     assert torch.equal(cos, x[0, held])
     assert torch.equal(sin, -cos)
-    return held.tolist()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize(("kind", "as_object"), [("zigzag", False), ("stripe", True)])
-def test_shards_of_a_layout(kind, as_object, size):
-    expected = [LAYOUTS[kind](12, size).positions(rank).tolist() for rank in range(size)]
-    assert run_ranks(_any_layout, size, kind, as_object) == expected
+def test_shards_of_every_layout(size):
+    run_ranks(_every_layout, size)
 
 
-def _padded(kind):
-    world = c10d.new_group()
-    layout = LAYOUTS[kind](13, world.size())
-    x = torch.arange(layout.padded_length)
-    shard = shard_sequence(x, 0, world, layout=layout)
-    joined = [
-        unshard_sequence(shard, 0, world, layout=layout),
-        unshard_sequence(shard, 0, world, layout=kind, length=13),
-    ]
-    assert all(torch.equal(whole, torch.arange(13)) for whole in joined)
-    return shard.tolist()
+def _padded_and_differentiated():
+    world, rank = c10d.new_group(), c10d.get_rank()
+    for kind, make in LAYOUTS.items():
+        layout = make(13, 2)
+        shard = shard_sequence(torch.arange(layout.padded_length), 0, world, layout=layout)
+        assert torch.equal(shard, layout.positions(rank))
+        for said in ({"layout": layout}, {"layout": kind, "length": 13}):
+            assert torch.equal(unshard_sequence(shard, 0, world, **said), torch.arange(13))
+        x, layout = torch.arange(8.0, requires_grad=True), make(8, 2)
+        (shard_sequence(x, 0, world, layout=layout) ** 2).sum().backward()
+        assert torch.equal(x.grad, 2 * torch.arange(8.0))
+        shard = torch.ones(4, requires_grad=True)
+        (unshard_sequence(shard, 0, world, layout=layout) * torch.arange(8.0)).sum().backward()
+        assert torch.equal(shard.grad, layout.positions(rank).float())
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
-def test_padding_is_shared_out_and_not_joined(kind):
-    for rank, shard in enumerate(run_ranks(_padded, 2, kind)):
-        assert shard == LAYOUTS[kind](13, 2).positions(rank).tolist()
+def test_padding_is_shared_out_and_not_joined_and_gradients_are_of_whole_and_shard():
+    run_ranks(_padded_and_differentiated, 2)
 
 
-def _gradients(layout):
-    world = c10d.new_group()
-    x = torch.arange(8.0, requires_grad=True)
-    (shard_sequence(x, 0, world, layout=layout) ** 2).sum().backward()
-    shard = torch.ones(4, requires_grad=True)
-    (unshard_sequence(shard, 0, world, layout=layout) * torch.arange(8.0)).sum().backward()
-    return x.grad, shard.grad
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_of_whole_and_shard(layout):
-    for rank, (whole, shard) in enumerate(run_ranks(_gradients, 2, layout)):
-        assert torch.equal(whole, 2 * torch.arange(8.0))
-        assert torch.equal(shard, LAYOUTS[layout](8, 2).positions(rank).float())
-
-
-def _batch(batch, layout="contiguous"):
-    kept = {name: value.clone() for name, value in batch.items() if torch.is_tensor(value)}
-    shard = shard_batch(batch, c10d.new_group(), layout=layout)
-    assert all(torch.equal(batch[name], value) for name, value in kept.items())
-    assert all(value.is_contiguous() for value in shard.values() if torch.is_tensor(value))
-    return shard
-
-
-def test_batch_is_cut_and_gets_positions():
-    ids = torch.randint(99, (3, 8))
-    batch = {
-        "input_ids": ids,
-        "labels": ids + 1,
-        "weights": torch.rand(3, 8),
-        "document": torch.arange(3),
-        "name": "text",
-    }
-    shards = run_ranks(_batch, 4, batch)
-    for name in ("input_ids", "labels", "weights"):
-        assert torch.equal(torch.cat([shard[name] for shard in shards], 1), batch[name])
-    ids = torch.cat([shard["position_ids"] for shard in shards], 1)
-    assert torch.equal(ids, torch.arange(8).repeat(3, 1))
-    assert all(torch.equal(shard["document"], torch.arange(3)) for shard in shards)
-    assert all(shard["name"] == "text" for shard in shards)
-
-
-@pytest.mark.parametrize("layout", ["zigzag", "stripe"])
-def test_batch_is_cut_by_any_layout(layout):
-    ids = torch.randint(99, (3, 12))
-    shards = run_ranks(_batch, 2, {"input_ids": ids, "labels": ids + 1, "name": "text"}, layout)
-    for rank, shard in enumerate(shards):
-        held = LAYOUTS[layout](12, 2).positions(rank)
-        assert torch.equal(shard["input_ids"], ids[:, held])
-        assert torch.equal(shard["labels"], ids[:, held] + 1)
+def _batches():
+    ids, rank = torch.arange(36).view(3, 12), c10d.get_rank()
+    batch = {"input_ids": ids, "labels": ids + 1, "weights": ids / 7, "document": torch.arange(3)}
+    for kind, make in LAYOUTS.items():
+        held, group = make(12, 2).positions(rank), c10d.new_group()
+        shard = shard_batch({**batch, "name": "text"}, group, layout=kind)
+        assert torch.equal(ids, torch.arange(36).view(3, 12)), "an input was changed"
+        for name in ("input_ids", "labels", "weights"):
+            assert torch.equal(shard[name], batch[name][:, held])
+            assert shard[name].is_contiguous()
         assert torch.equal(shard["position_ids"], held.repeat(3, 1))
+        assert torch.equal(shard["document"], torch.arange(3))
         assert shard["name"] == "text"
+        for rows in (1, 3):
+            given = {"input_ids": ids, "position_ids": torch.arange(12).flip(0).repeat(rows, 1)}
+            found = shard_batch(given, group, layout=kind)["position_ids"]
+            assert torch.equal(found, given["position_ids"][:, held])
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_given_positions_are_cut(rows):
-    ids = torch.zeros(3, 8, dtype=torch.int64)
-    given = torch.arange(8).flip(0).repeat(rows, 1)
-    shards = run_ranks(_batch, 2, {"input_ids": ids, "position_ids": given})
-    assert torch.equal(torch.cat([shard["position_ids"] for shard in shards], 1), given)
+def test_batches_are_cut_and_get_positions_or_have_theirs_cut():
+    run_ranks(_batches, 2)
 
 
 def test_one_process_gets_the_whole_with_positions():
@@ -232,18 +180,17 @@ def test_no_such_dim_is_refused():
         unshard_sequence(torch.ones(3, 4), -3)
 
 
-def _tables(shape, length):
-    cos = torch.arange(24.0).reshape(shape)
-    group = c10d.new_group()  # whose order nobody has said
-    return update_rope_for_context_parallel(cos, -cos, group, length=length, layout="contiguous")
+def _tables():
+    for shape, length in (((12, 2), None), ((2, 6, 2), None), ((12, 2), 8)):
+        cos, group = torch.arange(24.0).reshape(shape), c10d.new_group()
+        found = update_rope_for_context_parallel(cos, -cos, group, length=length,
+                                                 layout="contiguous")  # fmt: skip
+        own = cos[..., :length, :].chunk(2, -2)[c10d.get_rank()]
+        assert all(map(torch.equal, found, (own, -own)))
 
 
-@pytest.mark.parametrize(("shape", "length"), [((12, 2), None), ((2, 6, 2), None), ((12, 2), 8)])
-def test_rope_tables_are_cut_by_position(shape, length):
-    whole = torch.arange(24.0).reshape(shape)[..., :length, :]
-    parts = run_ranks(_tables, 2, shape, length)
-    assert torch.equal(torch.cat([cos for cos, _ in parts], -2), whole)
-    assert torch.equal(torch.cat([sin for _, sin in parts], -2), -whole)
+def test_rope_tables_are_cut_by_position():
+    run_ranks(_tables, 2)
 
 
 def test_rope_tables_that_do_not_fit_are_refused():

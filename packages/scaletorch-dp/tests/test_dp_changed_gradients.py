@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as c10d
+from in_turn import for_each, in_turn_of
 from torch import nn
 
 from scaletorch.dist.errors import StateError
-from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.data_parallel import (
     DataParallelBucket,
     GradScaler,
@@ -20,12 +22,9 @@ from scaletorch.parallel.data_parallel import (
     whole_gradients,
 )
 
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
+in_turn = in_turn_of(__name__)
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _dynamo():
-    preload("torch._dynamo")  # which the first optimizer of a process imports
+STAGES = (0, 1, 2)
 
 
 def two_layers():
@@ -69,58 +68,7 @@ def freeze(model):
     model[1].weight.requires_grad_(False)
 
 
-CHANGES = pytest.mark.parametrize("change", [drop, put, freeze])
-
-
-def check_clipping(stage, change):
-    plain = two_layers()
-    model, ours, theirs = wrapped(stage, plain)
-    backward(model, plain)
-    change(model.module)
-    change(plain)
-    norm = clip_grad_norm_(model, 0.5, c10d.group.WORLD)
-    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-    torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
-    found = whole_gradients(model)
-    for name, each in plain.named_parameters():
-        assert (name in found) == (each.grad is not None)
-        if each.grad is not None:
-            torch.testing.assert_close(found[name], each.grad)
-            (own,) = whole_gradients(model, [name]).items()
-            assert own[0] == name
-            torch.testing.assert_close(own[1], each.grad)
-        else:
-            assert whole_gradients(model, [name]) == {}
-    ours.step()
-    theirs.step()
-    assert_same(model, plain)
-
-
-@STAGES
-@CHANGES
-def test_norms_and_clipping_follow(stage, change):
-    run_ranks(check_clipping, 2, stage, change)
-
-
-def check_later_backward(stage, change):
-    plain = two_layers()
-    model, ours, theirs = wrapped(stage, plain)
-    change(model.module)
-    change(plain)
-    for _ in range(2):
-        backward(model, plain)
-        change(model.module)
-        change(plain)
-    backward(model, plain)
-    ours.step()
-    theirs.step()
-    assert_same(model, plain)
-
-
-@STAGES
-@CHANGES
-def test_a_later_backward_adds_to_it(stage, change):
-    run_ranks(check_later_backward, 2, stage, change)
+CHANGES = (drop, put, freeze)
 
 
 def check_closure(stage, change):
@@ -142,10 +90,8 @@ def check_closure(stage, change):
     assert_same(model, plain)
 
 
-@STAGES
-@CHANGES
-def test_a_closure_changes_them(stage, change):
-    run_ranks(check_closure, 2, stage, change)
+def test_a_closure_changes_them():
+    run_ranks(in_turn, 2, for_each(check_closure, product(STAGES, CHANGES)))
 
 
 def check_scaler(stage):
@@ -180,65 +126,12 @@ def check_scaler(stage):
     assert all(map(torch.equal, before, model.parameters()))
 
 
-@STAGES
-def test_scalers_follow(stage):
-    run_ranks(check_scaler, 2, stage)
-
-
-class Either(nn.Module):
-    """Two weights of which a call uses one or both."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Parameter(torch.ones(2, dtype=torch.float64))
-        self.b = nn.Parameter(torch.ones(2, dtype=torch.float64))
-
-    def forward(self, used):
-        return sum((getattr(self, name) * 2).sum() for name in used)
-
-
-def check_zeroed(stage, set_to_none, through):
-    """Ranks use different weights in a backward that is not synchronised, and discard it."""
-    plain = Either()
-    model, ours, _ = wrapped(stage, plain)
-    model("ab").backward()
-    with model.no_sync():
-        model("ab" if c10d.get_rank() else "a").backward()
-    {"model": model, "optimizer": ours}[through].zero_grad(set_to_none=set_to_none)
-    model("ab").backward()
-    for name, gradient in whole_gradients(model).items():
-        assert gradient.tolist() == [4.0, 4.0], name
-
-
-@STAGES
-@pytest.mark.parametrize("through", ["model", "optimizer"])
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_after_ranks_used_different_parameters(stage, set_to_none, through):
-    run_ranks(check_zeroed, 2, stage, set_to_none, through)
-
-
-def check_discarded(stage, before, set_to_none):
-    """A step after a backward that was discarded: nothing to do, or zeros, as in torch."""
-    plain = two_layers()
-    model, ours, theirs = wrapped(stage, plain)
-    if before:
-        backward(model, plain)
-    with model.no_sync():
-        backward(model, plain)
-    model.zero_grad(set_to_none=set_to_none)
-    theirs.zero_grad(set_to_none=set_to_none)
-    ours.step()
-    theirs.step()
-    assert_same(model, plain)
-
-
-@STAGES
-@pytest.mark.parametrize(("before", "set_to_none"), [(False, True), (True, True), (True, False)])
-def test_a_step_after_a_discarded_backward(stage, before, set_to_none):
-    run_ranks(check_discarded, 2, stage, before, set_to_none)
+def test_scalers_follow():
+    run_ranks(in_turn, 2, for_each(check_scaler, product(STAGES)))
 
 
 def check_not_synchronised():
+    """Gradients of this rank alone are refused."""
     model, ours, _ = wrapped(1, two_layers())
     with model.no_sync():
         model(rows(0)).sum().backward()
@@ -250,10 +143,6 @@ def check_not_synchronised():
         with pytest.raises(StateError, match=r"bias has not been synchronised; step only after .*"
                            r"or drop it by zero_grad\(\)"):  # fmt: skip
             call()
-
-
-def test_gradients_of_this_rank_alone_are_refused():
-    run_ranks(check_not_synchronised, 2)
 
 
 def assign(model):
@@ -276,12 +165,8 @@ CASES = [
 ]
 
 
-def check_parameters_after(stage, change, names, wrapper):
-    plain = two_layers()
-    if wrapper is DataParallelBucket:
-        model, ours, _ = wrapped(stage, plain)
-    else:
-        model, ours = wrapper(plain, group=c10d.group.WORLD), None
+def check_parameters_after(stage, change, names):
+    model, ours, _ = wrapped(stage, two_layers())
     change(model.module)
     told = rf"^rank \d.*: {names} came after the module was wrapped .* change the module first"
     with pytest.raises(StateError, match=told):
@@ -293,11 +178,13 @@ def check_parameters_after(stage, change, names, wrapper):
             ours.step()
 
 
-@STAGES
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("change", "names"), CASES)
-def test_parameters_that_come_after_wrapping(stage, ranks, change, names):
-    run_ranks(check_parameters_after, ranks, stage, change, names, DataParallelBucket)
+def test_parameters_that_come_after_wrapping(ranks):
+    run_ranks(
+        in_turn,
+        ranks,
+        for_each(check_parameters_after, ((s, *case) for s in STAGES for case in CASES)),
+    )
 
 
 def check_frozen_newcomer():
@@ -311,8 +198,13 @@ def check_frozen_newcomer():
         model(rows(0))
 
 
-def test_frozen_parameters_may_come_after_wrapping():
-    run_ranks(check_frozen_newcomer, 2)
+def check_on_two():
+    check_not_synchronised()
+    check_frozen_newcomer()
+
+
+def test_frozen_parameters_may_come_after_wrapping_and_no_gradients_of_one_rank_alone():
+    run_ranks(check_on_two, 2)
 
 
 def put_another(weight):
@@ -340,9 +232,11 @@ def check_before_it_is_synchronised(dtype, grad_type, change, expected):
     assert layer.weight.grad.item() == expected
 
 
-@pytest.mark.parametrize(
-    ("dtype", "grad_type"), [(torch.float64, None), (torch.bfloat16, torch.float32)]
-)
-@pytest.mark.parametrize(("change", "expected"), [(leave_it, 9), (put_another, 16), (zero_it, 6)])
-def test_gradients_of_one_rank_alone_may_be_changed(dtype, grad_type, change, expected):
-    run_ranks(check_before_it_is_synchronised, 2, dtype, grad_type, change, expected)
+def test_gradients_of_one_rank_alone_may_be_changed():
+    dtypes = ((torch.float64, None), (torch.bfloat16, torch.float32))
+    changes = ((leave_it, 9), (put_another, 16), (zero_it, 6))
+    run_ranks(
+        in_turn,
+        2,
+        for_each(check_before_it_is_synchronised, ((*d, *c) for d in dtypes for c in changes)),
+    )

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as c10d
+from in_turn import for_each, in_turn_of
 from torch import nn
 
 from scaletorch.dist.errors import MismatchError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.data_parallel import DataParallelBucket, DataParallelNaive
+
+in_turn = in_turn_of(__name__)
 
 
 class Renamed(nn.Module):
@@ -50,12 +55,7 @@ def check_mismatch(kind):
         assert "rank 1 (+), ranks 0, 2 (-)" in message
         assert f"this is rank {c10d.get_rank()}" in message
         for part in expected:
-            assert part in message
-
-
-@pytest.mark.parametrize("kind", ODD)
-def test_every_rank_reports_the_odd_one(kind):
-    run_ranks(check_mismatch, 3, kind)
+            assert part in message, kind
 
 
 def check_options():
@@ -69,10 +69,6 @@ def check_options():
     DataParallelNaive(Plain(), group=c10d.group.WORLD)  # and the group still works
 
 
-def test_options_are_compared_too():
-    run_ranks(check_options, 3)
-
-
 def check_long():
     count = 60 if c10d.get_rank() else 3
     model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(count)]).to(torch.float64)
@@ -80,5 +76,5 @@ def check_long():
         DataParallelBucket(model, group=c10d.group.WORLD)
 
 
-def test_long_differences_are_cut():
-    run_ranks(check_long, 2)
+def test_every_rank_reports_the_odd_one():
+    run_ranks(in_turn, 3, [*for_each(check_mismatch, product(ODD)), check_options, check_long])

@@ -1,9 +1,8 @@
 """Parameters that are summed over other ranks than the rest, as experts are: one process's sums."""
 
-import itertools
-
 import pytest
 import torch
+from in_turn import for_each, in_turn_of
 from torch import distributed, nn
 
 from scaletorch.dist import InvalidArgumentError, MismatchError
@@ -15,6 +14,8 @@ from scaletorch.parallel.data_parallel import (
     shard_optimizer,
     whole_gradients,
 )
+
+in_turn = in_turn_of(__name__)
 
 RANKS, EXPERTS = 4, 2  # rank r has expert r % 2, and expert e is on ranks e and e + 2
 STEPS = 3
@@ -101,12 +102,13 @@ def train(stage, bucket_size, parts):
         assert relative_error(parameter, weights[own(name, rank)]) < 1e-12, name
 
 
-@pytest.mark.parametrize(
-    ("stage", "bucket_size", "parts"),
-    [*itertools.product((0, 1, 2), (8, 2**24), (1,)), (0, 20, 3), (1, 20, 3), (2, 20, 3)],
-)
-def test_each_parameter_is_summed_over_its_own_group(stage, bucket_size, parts):
-    run_ranks(train, RANKS, stage, bucket_size, parts)
+def test_each_parameter_is_summed_over_its_own_group():
+    buckets_and_parts = ((8, 1), (2**24, 1), (20, 3))
+    run_ranks(
+        in_turn,
+        RANKS,
+        for_each(train, ((stage, *each) for stage in (0, 1, 2) for each in buckets_and_parts)),
+    )
 
 
 def refused():

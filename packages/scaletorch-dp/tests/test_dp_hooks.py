@@ -14,24 +14,22 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as c10d
+from in_turn import for_each, in_turn_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist.errors import StateError
-from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.data_parallel import DataParallelBucket, DataParallelNaive
 from scaletorch.parallel.data_parallel.buckets import manager, reduction
 
+in_turn = in_turn_of(__name__)
+
 KINDS = [
-    pytest.param(DataParallelNaive, {}, id="naive"),
-    pytest.param(DataParallelBucket, {"bucket_size": 1}, id="bucket-1"),
-    pytest.param(DataParallelBucket, {}, id="bucket"),
+    (DataParallelNaive, {}),
+    (DataParallelBucket, {"bucket_size": 1}),
+    (DataParallelBucket, {}),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _dynamo():
-    preload("torch._dynamo")  # which the first checkpoint of a process imports
 
 
 def wrap(module, kind=DataParallelBucket, options=None):
@@ -86,26 +84,6 @@ class Net(nn.Module):
         return checkpoint(lambda t: torch.tanh(self.shared(t)), x, use_reentrant=self.reentrant)
 
 
-def check_unused(kind, options):
-    model, plain = both(
-        Net, lambda m, rank: m(inputs(rank), side=min(rank, 1)).sum().backward(), kind, options
-    )
-    assert_same_gradients(model, plain)
-    assert plain.sides[0].weight.grad is not None
-    assert plain.sides[2].weight.grad is None
-    # A second one without zero_grad: side 1 keeps the gradient that is there.
-    for rank in range(c10d.get_world_size()):
-        plain(inputs(rank + 9), side=2).sum().backward()
-    model(inputs(c10d.get_rank() + 9), side=2).sum().backward()
-    assert_same_gradients(model, plain)
-
-
-@pytest.mark.parametrize(("kind", "options"), KINDS)
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_parameters_that_some_ranks_use(world_size, kind, options):
-    run_ranks(check_unused, world_size, kind, options)
-
-
 def check_checkpoint(reentrant, kind, options):
     def run(module, rank):
         module(inputs(rank).requires_grad_()).square().sum().backward()
@@ -122,10 +100,9 @@ def check_checkpoint(reentrant, kind, options):
     assert model._syncs[0].completed == 2
 
 
-@pytest.mark.parametrize(("kind", "options"), KINDS)
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_synchronise_once(reentrant, kind, options):
-    run_ranks(check_checkpoint, 2, reentrant, kind, options)
+def test_checkpoints_synchronise_once():
+    cases = ((reentrant, *kind) for reentrant in (True, False) for kind in KINDS)
+    run_ranks(in_turn, 2, for_each(check_checkpoint, cases))
 
 
 def check_wrapper_in_checkpoint():
@@ -139,10 +116,6 @@ def check_wrapper_in_checkpoint():
 
     model, plain = both(lambda: nn.Linear(4, 4), run)
     assert_same_gradients(model, plain)
-
-
-def test_wrapper_inside_a_reentrant_checkpoint():
-    run_ranks(check_wrapper_in_checkpoint, 2)
 
 
 class Structured(nn.Module):
@@ -180,11 +153,6 @@ def check_structured(container):
     model, plain = both(lambda: Structured(outer), run, options={"bucket_size": 1})
     assert_same_gradients(model, plain)
     assert model._syncs[0].completed == 1
-
-
-@pytest.mark.parametrize("container", CONTAINERS)
-def test_outputs_that_end_in_checkpoints(container):
-    run_ranks(check_structured, 2, container)
 
 
 class UsedAgain(nn.Module):
@@ -230,10 +198,6 @@ def noting(original, calls):
     return all_reduce
 
 
-def test_a_parameter_used_again_after_its_bucket_left():
-    run_ranks(check_used_again, 2)
-
-
 def check_retain_graph():
     def run(module, rank):
         loss = module(inputs(rank)).square().sum()
@@ -243,10 +207,6 @@ def check_retain_graph():
     model, plain = both(Net, run)
     assert_same_gradients(model, plain)
     assert model._syncs[0].completed == 2
-
-
-def test_the_same_graph_twice():
-    run_ranks(check_retain_graph, 2)
 
 
 def check_many_forwards():
@@ -260,10 +220,6 @@ def check_many_forwards():
         later.backward()
 
     assert_same_gradients(*both(Net, run))
-
-
-def test_forwards_and_backwards_in_any_order():
-    run_ranks(check_many_forwards, 2)
 
 
 class Explode(torch.autograd.Function):
@@ -310,9 +266,12 @@ def check_failure(recover):
         assert_same_gradients(model, plain)
 
 
-@pytest.mark.parametrize("recover", ["reset", "zero_grad", "forward alone", "no forward"])
-def test_a_backward_that_raised_spoils_nothing_later(recover):
-    run_ranks(check_failure, 2, recover)
+def test_a_backward_that_raised_spoils_nothing_later():
+    run_ranks(
+        in_turn,
+        2,
+        for_each(check_failure, [("reset",), ("zero_grad",), ("forward alone",), ("no forward",)]),
+    )
 
 
 def check_autograd_grad():
@@ -329,54 +288,24 @@ def check_autograd_grad():
     assert_same_gradients(model, plain)
 
 
-def test_autograd_grad_is_left_alone():
-    run_ranks(check_autograd_grad, 2)
+def check_some_inputs():
+    def run(module, rank):
+        module(inputs(rank)).square().sum().backward(inputs=[*module.parameters()][:2])
+
+    assert_same_gradients(*both(Net, run))
 
 
 def check_create_graph():
-    model, plain = both(
-        Net, lambda m, rank: m(inputs(rank)).square().sum().backward(inputs=[*m.parameters()][:2])
-    )
-    assert_same_gradients(model, plain)
-    model.zero_grad()
+    model = wrap(Net().double())
     with pytest.raises(StateError, match=r"create_graph=True"):
         torch.autograd.backward(model(inputs(0)).square().sum(), create_graph=True)
     model.reset()
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_gradients_with_a_graph_are_refused():
-    run_ranks(check_create_graph, 2)
 
 
 def check_sparse():
     model = wrap(nn.Embedding(5, 4, sparse=True))
     with pytest.raises(StateError, match=r"gradient of weight has layout torch.sparse_coo"):
         model(torch.tensor([1])).sum().backward()
-
-
-def test_sparse_gradients_are_refused():
-    run_ranks(check_sparse, 2)
-
-
-def check_frozen():
-    model, plain = both(Net, lambda m, rank: None)
-    for module in (model, plain):
-        module.shared.requires_grad_(False)
-    for rank in range(2):
-        plain(inputs(rank)).sum().backward()
-    model(inputs(c10d.get_rank())).sum().backward()
-    assert_same_gradients(model, plain)
-    for module in (model, plain):
-        module.shared.requires_grad_(True)
-    for rank in range(2):
-        plain(inputs(rank)).sum().backward()
-    model(inputs(c10d.get_rank())).sum().backward()
-    assert_same_gradients(model, plain)
-
-
-def test_freezing_after_wrapping():
-    run_ranks(check_frozen, 2)
 
 
 def check_unfrozen():
@@ -386,10 +315,6 @@ def check_unfrozen():
     net.first.requires_grad_(True)
     with pytest.raises(StateError, match=r"first.weight, first.bias required no grad when"):
         model(inputs(0))
-
-
-def test_unfreezing_after_wrapping_is_refused():
-    run_ranks(check_unfrozen, 2)
 
 
 def check_two_wrappers(same_backward):
@@ -414,11 +339,6 @@ def check_two_wrappers(same_backward):
             second.backward()
     for model, reference in zip(models, plain, strict=True):
         assert_same_gradients(model, reference)
-
-
-@pytest.mark.parametrize("same_backward", [True, False])
-def test_two_wrapped_models(same_backward):
-    run_ranks(check_two_wrappers, 2, same_backward)
 
 
 class Chain(nn.Module):
@@ -450,10 +370,6 @@ def check_crossed():
         assert_same_gradients(model, reference)
 
 
-def test_two_wrapped_models_whose_buckets_fill_in_other_orders():
-    run_ranks(check_crossed, 2)
-
-
 def check_double_wrap():
     net = Net()
     model = wrap(net)
@@ -476,10 +392,6 @@ def check_double_wrap():
         first(inputs(c10d.get_rank()))  # and has nothing to do
 
 
-def test_a_parameter_has_one_wrapper():
-    run_ranks(check_double_wrap, 2)
-
-
 def check_main_grad():
     net = Net()
     weight = net.first.weight
@@ -487,10 +399,6 @@ def check_main_grad():
     expected = r"rank .: the gradient of first.weight goes to its main_grad"
     with pytest.raises(StateError, match=expected):
         wrap(net)
-
-
-def test_gradients_that_go_past_the_wrapper_are_refused():
-    run_ranks(check_main_grad, 2)
 
 
 def check_memory():
@@ -517,7 +425,7 @@ def check_memory():
 
 
 def test_hooks_keep_nothing_alive():
-    run_ranks(check_memory, 2)
+    run_ranks(in_turn, 2, [check_memory, check_late_output])
 
 
 def check_late_output():
@@ -526,10 +434,6 @@ def check_late_output():
     out = wrap(net)(inputs(0))
     out.sum().backward()
     assert net.first.weight.grad is not None
-
-
-def test_a_graph_may_outlive_the_wrapper():
-    run_ranks(check_late_output, 2)
 
 
 class Stage(nn.Module):
@@ -565,27 +469,12 @@ def check_stage_backward():
     assert model._syncs[0].completed == 1
 
 
-def test_stage_backward_takes_part_without_a_gradient():
-    run_ranks(check_stage_backward, 2)
-
-
 def test_backward_needs_a_stage():
     with pytest.raises(StateError, match=r"Linear has no backward\(input_tensor"):
         DataParallelBucket(nn.Linear(1, 1)).backward(None, None, None)
 
 
-def check_reset():
-    model, _ = both(Net, lambda m, rank: m(inputs(rank)).sum().backward())
-    with model.no_sync():
-        model(inputs(3)).sum().backward()
-    model.reset()
-    assert all(p.grad is None for p in model.parameters())
-    model(inputs(0)).sum().backward()
-    assert model.last.bias.grad.tolist() == [3.0 * c10d.get_world_size()] * 4
-
-
-def test_reset_forgets_everything():
-    run_ranks(check_reset, 2)
+def test_reset_forgets_everything_on_one_rank():
     alone = DataParallelBucket(nn.Linear(1, 1))
     alone(torch.ones(1, 1)).sum().backward()
     alone.reset()
@@ -641,10 +530,6 @@ def check_late_hooks():
         assert model.module[1].bias.grad.item() == 2
 
 
-def test_hooks_that_come_later_see_a_gradient():
-    run_ranks(check_late_hooks, 2)
-
-
 def check_updates_in_backward(first):
     module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     optimizers = {each: torch.optim.SGD([each], 0.1) for each in module.parameters()}
@@ -664,9 +549,38 @@ def check_updates_in_backward(first):
         model(torch.ones(1, 2)).sum().backward()
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_an_optimizer_within_backward_is_refused(first):
-    run_ranks(check_updates_in_backward, 2, first)
+BACKWARDS = [
+    check_wrapper_in_checkpoint,
+    *(partial(check_structured, container) for container in CONTAINERS),
+    check_used_again,
+    check_retain_graph,
+    check_many_forwards,
+    check_autograd_grad,
+    check_some_inputs,
+    *(partial(check_two_wrappers, same_backward) for same_backward in (True, False)),
+    check_crossed,
+    check_stage_backward,
+    check_late_hooks,
+]
+
+
+def test_gradients_of_backwards_of_every_kind_are_one_process_s():
+    run_ranks(in_turn, 2, BACKWARDS, timeout=200)
+
+
+REFUSED = [
+    check_sparse,
+    check_unfrozen,
+    check_double_wrap,
+    check_main_grad,
+    *(partial(check_updates_in_backward, first) for first in (False, True)),
+    check_create_graph,
+]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_what_cannot_be_summed_is_refused():
+    run_ranks(in_turn, 2, REFUSED)
 
 
 def test_names_are_the_modules_own():

@@ -5,20 +5,14 @@ from __future__ import annotations
 import os
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as c10d
 from torch import nn
 
 import scaletorch.dist as dist
-from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.dist.testing import run_ranks
 from scaletorch.dist.transport import levels
 from scaletorch.parallel.data_parallel import DataParallelBucket
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _dynamo():
-    preload("torch._dynamo")  # which the first zero_grad of a process imports
 
 
 def made():

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from functools import partial
+from itertools import product
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as c10d
+from in_turn import in_turn_of
 from torch import nn
 
 from scaletorch.dist import all_gather_object
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError, NonFiniteError, StateError
-from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.data_parallel import DataParallelBucket, shard_optimizer
 from scaletorch.parallel.data_parallel.buckets import reduction
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _dynamo():
-    preload("torch._dynamo")
+in_turn = in_turn_of(__name__)
 
 
 def net(dtype=torch.float32, seed=0):
@@ -52,12 +52,15 @@ def train_in_order(micros, stage, order="rank"):
     return torch.cat([p.detach().view(-1) for p in model.parameters()])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_sums_in_rank_order_do_not_depend_on_the_ranks(stage):
-    (alone,) = run_ranks(train_in_order, 1, 8, stage)
+def train_all_stages(micros):
+    return [train_in_order(micros, stage) for stage in (0, 1, 2)]
+
+
+def test_sums_in_rank_order_do_not_depend_on_the_ranks():
+    (alone,) = run_ranks(train_all_stages, 1, 8)
     for ranks in (2, 4, 8):
-        for found in run_ranks(train_in_order, ranks, 8, stage):
-            assert torch.equal(found, alone), ranks
+        for found in run_ranks(train_all_stages, ranks, 8, timeout=200):
+            assert all(map(torch.equal, found, alone)), ranks
 
 
 def check_wire():
@@ -81,13 +84,9 @@ def check_wire():
         assert torch.equal(found.grad, (one + other).float())
 
 
-def test_gradients_travel_in_another_dtype():
-    run_ranks(check_wire, 2)
-
-
-def check_main_gradients(ranks):
+def check_main_gradients():
     """Sums of many small bfloat16 gradients are float32's, with the same bits."""
-    rank, micros = c10d.get_rank(), 40
+    ranks, rank, micros = c10d.get_world_size(), c10d.get_rank(), 40
     plain = net(torch.bfloat16)
     model = wrap(copy.deepcopy(plain), grad_type=torch.float32, bucket_size=40)
     with model.no_sync():
@@ -106,9 +105,8 @@ def check_main_gradients(ranks):
         assert torch.equal(parameter.grad, expected.to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_main_gradients_of_bfloat16_parameters(ranks):
-    run_ranks(check_main_gradients, ranks, ranks)
+def test_main_gradients_of_bfloat16_parameters_on_one_rank():
+    run_ranks(check_main_gradients, 1)
 
 
 def check_one_rounding(stage):
@@ -136,9 +134,8 @@ def check_one_rounding(stage):
         assert torch.equal(parameter.grad, total.bfloat16())
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_sums_of_16_bit_gradients_are_rounded_once(stage):
-    run_ranks(check_one_rounding, 4, stage)
+def test_sums_of_16_bit_gradients_are_rounded_once():
+    run_ranks(in_turn, 4, [partial(check_one_rounding, stage) for stage in (0, 2)])
 
 
 def check_initial_values():
@@ -194,10 +191,6 @@ def check_finite():
         torch.testing.assert_close(found.grad, expected.grad)
 
 
-def test_gradients_that_are_not_finite_are_named():
-    run_ranks(check_finite, 2)
-
-
 class Backwards(nn.Module):
     """Uses its layers in another order than it registers them; the ranks in two."""
 
@@ -231,10 +224,6 @@ def check_order():
         torch.testing.assert_close(model.layers[at].weight.grad, totals[at])
 
 
-def test_buckets_follow_the_first_backward():
-    run_ranks(check_order, 2)
-
-
 def check_memory():
     model = wrap(net())
     pointers, kept = [], []
@@ -252,17 +241,6 @@ def check_memory():
     assert torch.equal(kept[1][0], kept[1][1][1:])
 
 
-def test_a_gradient_that_is_kept_stays():
-    run_ranks(check_memory, 2)
-
-
-def test_unknown_orders_and_dtypes_are_refused():
-    with pytest.raises(InvalidArgumentError, match="order must be one of 'any', 'rank', got 'x'"):
-        DataParallelBucket(net(), order="x")
-    with pytest.raises(InvalidArgumentError, match="reduce_dtype must be a floating-point dtype"):
-        DataParallelBucket(net(), reduce_dtype=torch.int32)
-
-
 def check_out_of_step():
     """Ranks that ran backward a different number of times are told, before sums are mixed."""
     model = wrap(net())
@@ -274,10 +252,6 @@ def check_out_of_step():
         model(rows(0)).sum().backward()
     assert all(p.grad is None for p in model.parameters())
     model(rows(0)).sum().backward()
-
-
-def test_ranks_out_of_step_are_told():
-    run_ranks(check_out_of_step, 2)
 
 
 def backward(model, *, synced=True):
@@ -301,12 +275,6 @@ def check_no_sync_alone(none, first):
     backward(model)
 
 
-@pytest.mark.parametrize("none", [True, False])
-@pytest.mark.parametrize("first", [True, False])
-def test_no_sync_on_some_ranks_is_told(none, first):
-    run_ranks(check_no_sync_alone, 2, none, first)
-
-
 def check_no_sync_unevenly():
     """Ranks may accumulate another number of times, drop gradients together, and reset alone."""
     model, plain, rank = wrap(net()), net(), c10d.get_rank()
@@ -325,10 +293,6 @@ def check_no_sync_unevenly():
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def test_uneven_accumulation_is_no_mismatch():
-    run_ranks(check_no_sync_unevenly, 2)
-
-
 def check_hooks_of_users():
     model, plain = wrap(net()), net()
     model.module[0].weight.register_post_accumulate_grad_hook(
@@ -344,15 +308,6 @@ def check_hooks_of_users():
         model.double()(rows(0).double()).sum().backward()
 
 
-def test_hooks_that_change_gradients_and_later_conversions():
-    run_ranks(check_hooks_of_users, 2)
-
-
-def test_modules_without_shapes_are_refused():
-    with pytest.raises(InvalidArgumentError, match="weight has no shape yet: call the module once"):
-        DataParallelBucket(nn.LazyLinear(3))
-
-
 def check_refusal():
     alone = c10d.new_group([1])
     module = nn.Linear(2, 2)
@@ -363,10 +318,6 @@ def check_refusal():
     with pytest.raises((StateError, MismatchError), match="would be synchronised twice"):
         wrap(module)
     del taken
-
-
-def test_a_rank_that_cannot_wrap_tells_the_others():
-    run_ranks(check_refusal, 2)
 
 
 def check_taken_gradients():
@@ -385,5 +336,12 @@ def take(parameter):
     parameter.grad = None
 
 
-def test_a_gradient_that_a_hook_of_the_users_takes_away_is_none():
-    run_ranks(check_taken_gradients, 2)
+def test_gradients_are_as_asked_for_and_as_hooks_of_the_users_leave_them():
+    checks = [check_wire, check_main_gradients, check_order, check_memory]
+    checks += [check_no_sync_unevenly, check_hooks_of_users, check_taken_gradients]
+    run_ranks(in_turn, 2, checks)
+
+
+def test_ranks_that_are_not_in_step_and_gradients_that_are_not_finite_are_named():
+    no_sync = [partial(check_no_sync_alone, *each) for each in product((True, False), repeat=2)]
+    run_ranks(in_turn, 2, [check_finite, check_out_of_step, *no_sync, check_refusal])

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as c10d
 from torch import nn
 
-from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.data_parallel import DataParallelBucket, DataParallelNaive
 
 
@@ -36,5 +36,4 @@ def check_ddp():
 
 
 def test_mean_is_what_ddp_does_on_equal_shards():
-    preload("torch._dynamo")
     run_ranks(check_ddp, 2)

@@ -1,4 +1,4 @@
-"""Random training programs: what a plain loop in one process does, with whole and sharded state."""
+"""Random training programs do what a plain loop in one process does, by every wrapper and stage."""
 
 from __future__ import annotations
 
@@ -11,20 +11,17 @@ import torch
 import torch.distributed as c10d
 from torch import nn
 
-from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.data_parallel import (
     DataParallelBucket,
+    DataParallelNaive,
     clip_grad_norm_,
     shard_optimizer,
     whole_gradients,
 )
 
 PARTS = 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _dynamo():
-    preload("torch._dynamo")  # which the first optimizer of a process imports
+NAIVE = -1
 
 
 class Parts(nn.Module):
@@ -45,8 +42,8 @@ class Program:
     """One program's models: ours on this rank, and the plain one that does what all ranks do."""
 
     draw: random.Random
-    stage: int
-    model: DataParallelBucket = field(init=False)
+    stage: int  # of the sharded optimizer; 0 is none, and NAIVE the other wrapper
+    model: DataParallelBucket | DataParallelNaive = field(init=False)
     unsummed: set[str] = field(default_factory=set)  # gradients of no_sync alone
     own: bool = False  # whether what is put into a gradient now is a rank's own
     steps: int = 0
@@ -54,12 +51,15 @@ class Program:
     def __post_init__(self):
         torch.manual_seed(self.draw.randrange(2**31))
         self.plain = Parts().double()
-        options = {"bucket_size": self.draw.choice([8, 40, 2**20])}
-        group = c10d.group.WORLD
-        self.model = DataParallelBucket(copy.deepcopy(self.plain), group=group, **options)
+        copied, group = copy.deepcopy(self.plain), c10d.group.WORLD
+        if self.stage == NAIVE:
+            self.model = DataParallelNaive(copied, group)
+        else:
+            size = self.draw.choice([8, 40, 2**20])
+            self.model = DataParallelBucket(copied, bucket_size=size, group=group)
         make = self.draw.choice([sgd, adam])
         self.ours, self.theirs = make(self.model.parameters()), make(self.plain.parameters())
-        if self.stage:
+        if self.stage > 0:
             overlap = self.draw.random() < 0.5
             shard_optimizer(self.ours, self.model, stage=self.stage, overlap=overlap)
 
@@ -135,11 +135,22 @@ class Program:
         torch.testing.assert_close(norm, expected.to(norm.dtype), rtol=1e-10, atol=1e-12)
 
     def look(self):
-        found = whole_gradients(self.model)
+        one = self.draw.choice(self.pairs)[0]
+        found, alone = whole_gradients(self.model), whole_gradients(self.model, [one])
+        assert alone.keys() == found.keys() & {one}
         for name, _, plain in self.pairs:
             assert (plain.grad is None) == (name not in found), name
             if plain.grad is not None:
                 torch.testing.assert_close(found[name], plain.grad, rtol=1e-9, atol=1e-12)
+                torch.testing.assert_close(alone.get(name, found[name]), found[name])
+
+    def differentiate(self):
+        """Call torch.autograd.grad, which leaves gradients as they are."""
+        used = self.draw.sample(range(PARTS), 2)
+        trained = [each for at in used for each in self.model.module.parts[at].parameters()]
+        trained = [each for each in trained if each.requires_grad]
+        if trained and self.stage <= 0:
+            torch.autograd.grad(self.model(torch.ones(1, 5).double(), used).sum(), trained)
 
     def step(self):
         self.ours.step()
@@ -171,12 +182,12 @@ def adam(parameters):
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-ALWAYS = ["sync", "sync", "sync", "accumulate", "zero_grad", "reset", "freeze"]
+ALWAYS = ["sync", "sync", "sync", "accumulate", "zero_grad", "reset", "freeze", "differentiate"]
 SUMMED = ["drop", "replace", "clip", "look", "step", "step", "step_of_closure"]
 
 
-def run_programs(first, last, stage):
-    for seed in range(first, last):
+def run_programs(count, stage):
+    for seed in range(count):
         program = Program(random.Random(seed), stage)
         done = []
         try:
@@ -191,6 +202,6 @@ def run_programs(first, last, stage):
             raise
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_random_programs_train_as_a_plain_loop(stage):
-    run_ranks(run_programs, 2, 0, 25, stage, timeout=200)
+@pytest.mark.parametrize(("ranks", "stage"), [(2, NAIVE), (4, 0), (2, 0), (2, 1), (2, 2)])
+def test_random_programs_train_as_a_plain_loop(ranks, stage):
+    run_ranks(run_programs, ranks, 25, stage, timeout=200)

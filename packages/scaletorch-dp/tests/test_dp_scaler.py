@@ -6,19 +6,13 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from scaletorch.dist import StateError
-from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.data_parallel import (
     DataParallelBucket,
     GradScaler,
     Shard,
     parameter_shards,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _dynamo():
-    preload("torch._dynamo")  # which the first optimizer of a process imports
 
 
 def build():
@@ -55,13 +49,16 @@ def overflow(fused):
     return scales, stepped, model.module.weight.detach()
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_one_rank_s_overflow_is_everyone_s(fused):
-    results = run_ranks(overflow, 2, fused)
-    for scales, stepped, weight in results:
-        assert scales == [1024, 512, 512, 1024, 1024]
-        assert stepped == [True, False, True, True, True]
-        assert torch.equal(weight, results[0][2])
+def both_overflows():
+    return [overflow(fused) for fused in (False, True)]
+
+
+def test_one_rank_s_overflow_is_everyone_s():
+    for results in zip(*run_ranks(both_overflows, 2), strict=True):
+        for scales, stepped, weight in results:
+            assert scales == [1024, 512, 512, 1024, 1024]
+            assert stepped == [True, False, True, True, True]
+            assert torch.equal(weight, results[0][2])
 
 
 def shards_of(model):
@@ -121,10 +118,12 @@ def train(scaled):
     return model.module.weight.detach()
 
 
+def trained_both_ways():
+    return torch.equal(train(True), train(False))
+
+
 def test_scaling_by_powers_of_two_keeps_every_bit():
-    scaled, plain = run_ranks(train, 2, True), run_ranks(train, 2, False)
-    for ours, theirs in zip(scaled, plain, strict=True):
-        assert torch.equal(ours, theirs)
+    assert run_ranks(trained_both_ways, 2) == [True, True]
 
 
 def test_one_process_state_and_switch():
@@ -157,12 +156,3 @@ def test_one_process_state_and_switch():
     half.grad = torch.ones_like(half)
     with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
         scaler.step(torch.optim.SGD([half], lr=1.0))
-
-
-def no_group():
-    with pytest.raises(StateError, match="no process group for the world axis"):
-        GradScaler("cpu")
-
-
-def test_several_ranks_need_a_group():
-    run_ranks(no_group, 2)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import itertools
 from datetime import timedelta
+from functools import partial
+from itertools import product
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as c10d
+from in_turn import for_each, in_turn_of
 from torch import nn
 
 from scaletorch.dist import RankFailedError, Work, all_gather_object
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError, StateError
-from scaletorch.dist.testing import preload, relative_error, run_ranks, worst
+from scaletorch.dist.testing import relative_error, run_ranks, worst
 from scaletorch.parallel.data_parallel import (
     DataParallelBucket,
     DataParallelNaive,
@@ -26,6 +28,8 @@ from scaletorch.parallel.data_parallel import (
 )
 from scaletorch.parallel.data_parallel.sharding import bucket as sharded
 from scaletorch.parallel.data_parallel.sharding.gather import Gathers
+
+in_turn = in_turn_of(__name__)
 
 OPTIMIZERS = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
@@ -42,11 +46,6 @@ OPTIMIZERS = {
     "Adafactor": {},
     "Muon": {"lr": 0.02},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _dynamo():
-    preload("torch._dynamo")  # which the first optimizer of a process imports
 
 
 class Net(nn.Module):
@@ -129,16 +128,20 @@ def check_optimizer(name, stage, overlap, bucket_size=50):
         assert max(all_gather_object(state)) <= whole / ranks + 2 * 8  # shares are even
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_trains_as_one_process(name):
-    run_ranks(check_optimizer, 2, name, 1, False)
+def test_every_optimizer_trains_as_one_process():
+    run_ranks(in_turn, 2, for_each(check_optimizer, product(OPTIMIZERS, [1], [False])), timeout=200)
 
 
-@pytest.mark.parametrize(("stage", "overlap"), [(1, True), (2, False), (2, True)])
-@pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_stages_and_overlap(ranks, stage, overlap):
-    for name in ("AdamW", "Muon") if ranks == 3 else ("AdamW",):
-        run_ranks(check_optimizer, ranks, name, stage, overlap)
+WAYS = {  # ranks -> optimizer, stage, overlap
+    1: [("AdamW", 2, True)],
+    3: [("Muon", 1, True), ("Muon", 2, False)],
+    4: [("AdamW", 1, True), ("AdamW", 2, False), ("AdamW", 2, True)],
+}
+
+
+@pytest.mark.parametrize("ranks", WAYS)
+def test_stages_and_overlap(ranks):
+    run_ranks(in_turn, ranks, for_each(check_optimizer, WAYS[ranks]), timeout=200)
 
 
 def check_late_arrival(waits):
@@ -208,7 +211,7 @@ def with_masters(net, make, ranks, micros=2, steps=4):
     first = {name: p.detach().clone() for name, p in masters.named_parameters()}
     optimizer = make(masters)
     for step in range(steps):
-        for micro, rank in itertools.product(range(micros), range(ranks)):
+        for micro, rank in product(range(micros), range(ranks)):
             net.zero_grad()
             loss(net, *batch(step, micro, rank, ranks), skip=rank == 1).backward()
             for own, master in zip(net.parameters(), masters.parameters(), strict=True):
@@ -269,11 +272,6 @@ def check_gradients(stage):
     assert all(s.tensor.grad is None for s in parameter_shards(model))
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_gradients_in_shards(stage):
-    run_ranks(check_gradients, 2, stage)
-
-
 def check_refusals():
     net, make = build("AdamW")
     model = DataParallelBucket(net, group=c10d.group.WORLD)
@@ -315,10 +313,6 @@ def check_refusals():
         shard_optimizer(torch.optim.SGD(shared.parameters()), shared)
 
 
-def test_what_cannot_be_sharded_is_refused():
-    run_ranks(check_refusals, 2)
-
-
 def check_left_out():
     """Parameters the optimizer does not have, or that stages tie, are summed whole."""
     torch.manual_seed(0)
@@ -338,10 +332,6 @@ def check_left_out():
     assert names <= {"layers.0.weight"}
     sums = all_gather_object(net.embed.weight.sum().item())
     assert sums == [sums[0]] * 2
-
-
-def test_parameters_that_stay_whole():
-    run_ranks(check_left_out, 2)
 
 
 def pair(**options):
@@ -396,10 +386,6 @@ def check_several_optimizers():
     torch.testing.assert_close(extra, other)
 
 
-def test_several_optimizers():
-    run_ranks(check_several_optimizers, 2)
-
-
 def check_changed_between():
     """What is done to gradients and parameters between backward and step counts, or is refused."""
     model, plain = pair()
@@ -438,24 +424,6 @@ def check_changed_between():
     shard_optimizer(torch.optim.SGD(again.parameters(), lr=0.1), again)
 
 
-def test_what_happens_between_backward_and_step():
-    run_ranks(check_changed_between, 2)
-
-
-def check_reset():
-    model, _ = pair()
-    optimizer = shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    model(rows(c10d.get_rank())).square().sum().backward()
-    shards = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    assert any(shard.grad is not None for shard in shards)
-    model.reset()
-    assert all(shard.grad is None for shard in shards)
-
-
-def test_reset_forgets_the_gradients_of_shards_too():
-    run_ranks(check_reset, 2)
-
-
 def check_loaded_while_under_way(below):
     """Rank 1 fetches only once rank 0 has loaded, or a second later: rank 0 must have waited."""
     model, _ = pair()
@@ -483,7 +451,7 @@ def check_loaded_while_under_way(below):
 
 @pytest.mark.parametrize("below", ["", "layers"])
 def test_what_is_loaded_is_not_overwritten_by_what_is_under_way(below):
-    run_ranks(check_loaded_while_under_way, 2, below)
+    run_ranks(check_loaded_while_under_way, 2, below)  # of whose store each start has its own
 
 
 def check_earlier_gradients():
@@ -494,10 +462,6 @@ def check_earlier_gradients():
     shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model).step()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     assert_equal_weights(model, plain)
-
-
-def test_gradients_from_before_sharding_count():
-    run_ranks(check_earlier_gradients, 2)
 
 
 def check_swapped_masters():
@@ -519,8 +483,19 @@ def check_swapped_masters():
             torch.testing.assert_close(old - shard.tensor, torch.full_like(old, 0.01))
 
 
-def test_masters_keep_their_digits():
-    run_ranks(check_swapped_masters, 2)
+CHECKS = [
+    *(partial(check_gradients, stage) for stage in (1, 2)),
+    check_refusals,
+    check_left_out,
+    check_several_optimizers,
+    check_changed_between,
+    check_earlier_gradients,
+    check_swapped_masters,
+]
+
+
+def test_gradients_parameters_and_masters_in_shards_are_followed_or_refused():
+    run_ranks(in_turn, 2, CHECKS, timeout=200)
 
 
 class Parts(nn.Module):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as c10d
+from in_turn import for_each, in_turn_of
 from torch import nn
 from torch.nn import functional
 
 from scaletorch.dist.errors import StateError
-from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.data_parallel import (
     DataParallelBucket,
     DataParallelNaive,
@@ -21,6 +23,8 @@ from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
+
+in_turn = in_turn_of(__name__)
 
 WRAPPERS = {
     "naive": (DataParallelNaive, {}),
@@ -49,11 +53,6 @@ class TinyLM(nn.Module):
     def forward(self, ids):
         x = self.frozen(self.embed(ids))
         return self.head(x + self.scale * self.down(torch.tanh(self.up(x))))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _dynamo():
-    preload("torch._dynamo")  # which the first optimizer of a process imports
 
 
 def build(dtype=torch.float64):
@@ -129,37 +128,19 @@ def check_training(wrapper, zero=True):
             assert_same(train(model, rank, world_size, mode, set_to_none, zero), reference)
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_training_matches_one_process(world_size, wrapper):
-    run_ranks(check_training, world_size, wrapper)
+def test_training_matches_one_process(world_size):
+    run_ranks(in_turn, world_size, for_each(check_training, product(WRAPPERS)), timeout=200)
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_gradients_add_up_over_steps_that_never_zero(wrapper):
-    run_ranks(check_training, 2, wrapper, zero=False)
+def test_gradients_add_up_over_steps_that_never_zero():
+    run_ranks(in_turn, 2, for_each(check_training, product(WRAPPERS, [False])), timeout=200)
 
 
 def test_one_process_needs_no_group():
     model = DataParallelBucket(build())
     assert_same(train(model, 0, 1, "no_sync", True), train(build(), 0, 1, "every", True))
     assert not model.module.up.weight._backward_hooks
-
-
-def check_mean():
-    rank = c10d.get_rank()
-    plain, model = build(), DataParallelBucket(build(), group=c10d.group.WORLD, op="mean")
-    shares = [tuple(micro_batch(0, 0, each, 2)) for each in range(2)]
-    sum(loss_sum(plain, *share) for share in shares).div(2).backward()
-    loss_sum(model, *shares[rank]).backward()
-    assert_same(
-        [{n: p.grad for n, p in model.named_parameters()}],
-        [{n: p.grad for n, p in plain.named_parameters()}],
-    )
-
-
-def test_mean_divides_by_the_groups_size():
-    run_ranks(check_mean, 2)
 
 
 def check_subgroups():
@@ -175,10 +156,6 @@ def check_subgroups():
             assert model.weight.grad.tolist() == [[total, total]]
     finally:
         c10d.destroy_process_group(half)
-
-
-def test_reduces_over_its_group_only():
-    run_ranks(check_subgroups, 4)
 
 
 def check_axis():
@@ -198,34 +175,8 @@ def check_axis():
         DataParallelBucket(nn.Linear(2, 1))
 
 
-def test_group_defaults_to_the_cp_dp_axis_of_the_manager():
-    run_ranks(check_axis, 4)
-
-
-def check_bf16(grad_type):
-    rank, world_size = c10d.get_rank(), c10d.get_world_size()
-    model = DataParallelBucket(build(torch.bfloat16), grad_type, 50, c10d.group.WORLD)
-    locals_ = []
-    for each in range(world_size):
-        plain = build(torch.bfloat16)
-        loss_sum(plain, *micro_batch(0, 0, each, world_size)).backward()
-        locals_.append({n: p.grad for n, p in plain.named_parameters()})
-    loss_sum(model, *micro_batch(0, 0, rank, world_size)).backward()
-    for name, parameter in model.named_parameters():
-        if locals_[0][name] is None:
-            assert parameter.grad is None
-            continue
-        exact = sum(each[name].double() for each in locals_)
-        assert parameter.grad.dtype == torch.bfloat16
-        if grad_type is None:
-            torch.testing.assert_close(parameter.grad.double(), exact, rtol=0.03, atol=0.03)
-        else:  # a sum in float32, rounded once
-            assert torch.equal(parameter.grad, exact.float().bfloat16()), name
-
-
-@pytest.mark.parametrize("grad_type", [None, torch.float32])
-def test_bf16_parameters(grad_type):
-    run_ranks(check_bf16, 4, grad_type)
+def test_reduces_over_its_group_only_by_default_the_cp_dp_axis_of_the_manager():
+    run_ranks(in_turn, 4, [check_subgroups, check_axis])
 
 
 def check_channels_last():

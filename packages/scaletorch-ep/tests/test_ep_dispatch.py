@@ -1,5 +1,7 @@
 """Tokens to their experts' ranks and back, beside one process that has all experts."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as c10d
@@ -75,30 +77,37 @@ def _over_ranks(routing, counts, recompute=False, frozen=()):
     return out.detach(), [each.grad for each in mine]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("counts", [(2, 3), (2, 2, 1), (1, 1, 3)])
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_results_and_gradients_are_one_process(routing, counts, recompute):
-    ranks = len(counts)
-    found = run_ranks(_over_ranks, ranks, routing, counts, recompute)
-    out, gradients = _expected(routing, ranks)
-    differences = [relative_error(torch.cat([rank[0] for rank in found]), out)]
-    for number, expected in enumerate(gradients):
-        pieces = [rank[1][number] for rank in found]
-        differences.append(relative_error(torch.cat(pieces), expected))
-    assert worst(differences) <= 1e-12
+def _all_over_ranks(cases):
+    return [_over_ranks(*case) for case in cases]
 
 
-@pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1), (2,)])
-def test_what_needs_no_gradient_gets_none_and_nothing_waits(frozen):
-    found = run_ranks(_over_ranks, 3, "a rank without rows", (2, 2, 1), False, frozen)
+@pytest.mark.parametrize("every", [[(2, 3)], [(2, 2, 1), (1, 1, 3)]])
+def test_results_and_gradients_are_one_process(every):
+    cases, ranks = [*product(ROUTINGS, every, (False, True))], len(every[0])
+    by_case = zip(*run_ranks(_all_over_ranks, ranks, cases), strict=True)
+    for case, found in zip(cases, by_case, strict=True):
+        out, gradients = _expected(case[0], ranks)
+        differences = [relative_error(torch.cat([rank[0] for rank in found]), out)]
+        for number, expected in enumerate(gradients):
+            pieces = [rank[1][number] for rank in found]
+            differences.append(relative_error(torch.cat(pieces), expected))
+        assert worst(differences) <= 1e-12, case
+
+
+FROZEN = [(0,), (1,), (0, 1), (2,)]
+
+
+def test_what_needs_no_gradient_gets_none_and_nothing_waits():
+    cases = [("a rank without rows", (2, 2, 1), False, frozen) for frozen in FROZEN]
     _, gradients = _expected("a rank without rows", 3)
-    for number, expected in enumerate(gradients):
-        pieces = [rank[1][number] for rank in found]
-        if number in frozen:
-            assert pieces == [None] * 3
-        else:
-            assert relative_error(torch.cat(pieces), expected) <= 1e-12
+    by_case = zip(*run_ranks(_all_over_ranks, 3, cases), strict=True)
+    for frozen, found in zip(FROZEN, by_case, strict=True):
+        for number, expected in enumerate(gradients):
+            pieces = [rank[1][number] for rank in found]
+            if number in frozen:
+                assert pieces == [None] * 3
+            else:
+                assert relative_error(torch.cat(pieces), expected) <= 1e-12
 
 
 def _first_alone(*given):

@@ -1,12 +1,13 @@
-"""Whole models whose experts are divided: training, state, and what is refused."""
+"""What becomes of models whose experts are divided, and of ranks that get no rows."""
 
 import copy
 import pickle
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as c10d
-from torch import nn
+from called_blocks import TOP_K, StackedBlock
 from torch.utils.checkpoint import checkpoint
 from with_one_process import (
     HIDDEN,
@@ -14,8 +15,6 @@ from with_one_process import (
     TwoBlocks,
     gradients,
     random_tokens,
-    tp_pair,
-    whole_gradients,
 )
 
 from scaletorch.dist import StateError
@@ -31,99 +30,14 @@ from scaletorch.parallel.pg_manager import (
     setup_process_group_manager,
 )
 
-TOP_K = 3
 WORLD = c10d.group.WORLD
 
 
-class Stacked(nn.Module):
-    def __init__(self, experts):
-        super().__init__()
-        self.num_experts, self.num_experts_per_tok = experts, TOP_K
-        self.up = nn.Parameter(torch.randn(experts, HIDDEN, 4))
-        self.bias = nn.Parameter(torch.randn(experts, 4))
-        self.down = nn.Parameter(torch.randn(experts, 4, HIDDEN))
-        self.register_buffer("scale", 1 + torch.rand(experts))
-
-    def forward(self, hidden, top_k_index, top_k_weights):
-        result = torch.zeros_like(hidden)
-        for expert in range(self.num_experts):
-            token, slot = torch.where(top_k_index == expert)
-            if len(token):
-                states = torch.tanh(hidden[token] @ self.up[expert] + self.bias[expert])
-                states = states @ self.down[expert] * self.scale[expert]
-                result.index_add_(0, token, states * top_k_weights[token, slot, None])
-        return result
-
-
-class Block(nn.Module):
-    def __init__(self, experts):
-        super().__init__()
-        self.router = nn.Linear(HIDDEN, experts)
-        self.experts = Stacked(experts)
-
-    def forward(self, x):
-        weights, index = self.router(x).softmax(-1).topk(TOP_K)
-        return x + self.experts(x, index, weights)
-
-
-def Model(experts=5):
-    return TwoBlocks(lambda: Block(experts))
+def Model():
+    return TwoBlocks(StackedBlock)
 
 
 PLAN = {"blocks.*.experts": "experts"}
-
-
-def _trained():
-    model, batch = Model(), random_tokens(TOKENS).requires_grad_()
-    loss = model(batch).square().sum() / TOKENS
-    loss.backward()
-    return loss.detach(), batch.grad, {n: p.grad for n, p in model.named_parameters()}, model
-
-
-def _divided(sizes, recompute):
-    """Return the worst difference of this rank's loss, gradients and state to one process's."""
-    rank = c10d.get_rank()
-    loss, of_batch, gradients, plain = _trained()
-    model = apply_expert_parallel(Model(), PLAN, WORLD)
-    own = random_tokens(TOKENS).split(sizes)[rank].requires_grad_()
-    mine = model(own, recompute).square().sum() / TOKENS
-    mine.backward()
-    whole = whole_gradients(model)
-    assert whole.keys() == gradients.keys()
-    state = gather_experts(model, model.state_dict())
-    assert state.keys() == plain.state_dict().keys()
-    assert all(torch.equal(state[n], each) for n, each in plain.state_dict().items())
-    total = mine.detach()
-    c10d.all_reduce(total)
-    errors = [relative_error(total, loss), relative_error(own.grad, of_batch.split(sizes)[rank])]
-    return worst([*errors, *(relative_error(whole[n], gradients[n]) for n in gradients)])
-
-
-@pytest.mark.parametrize("sizes", [(7, 3), (4, 0, 6), (3, 3, 3, 1)])
-def test_they_train_as_in_one_process(sizes):
-    for recompute in (False, True):
-        assert max(run_ranks(_divided, len(sizes), sizes, recompute)) <= 1e-12
-
-
-def _shared(tokens):
-    """Two tp ranks hold the same tokens; the experts are divided over all four ranks."""
-    rank = c10d.get_rank()
-    tp_group, batch = tp_pair(), random_tokens(2, tokens, seed=8)
-    plain, model = Model(), apply_expert_parallel(Model(), PLAN, WORLD, tp_group=tp_group)
-    whole = batch.requires_grad_()
-    plain(whole.flatten(0, 1)).square().sum().backward()
-    own = batch.detach()[rank // 2].clone().requires_grad_()
-    model(own).square().sum().backward()
-    expected, gathered = gradients(plain), whole_gradients(model, sharing=2)
-    errors = [relative_error(own.grad, whole.grad[rank // 2])]
-    errors += [relative_error(gathered[n], expected[n]) for n in expected]
-    c10d.destroy_process_group(tp_group)
-    return worst(errors)
-
-
-@pytest.mark.parametrize("tokens", [5, 1])
-def test_ranks_that_hold_the_same_tokens_send_a_share_each(tokens):
-    assert max(run_ranks(_shared, 4, tokens)) <= 1e-12
 
 
 @distributed_test(world_size=2)
@@ -175,7 +89,7 @@ def _idle(recompute, frozen):
 
     def build():
         torch.manual_seed(4)
-        block = Block(5).double()
+        block = StackedBlock().double()
         with torch.no_grad():
             block.router.bias[:3] += 50
         block.router.requires_grad_(frozen == "nothing")
@@ -199,10 +113,15 @@ def _idle(recompute, frozen):
     return worst(errors)
 
 
-@pytest.mark.parametrize("frozen", ["nothing", "router", "all"])
-def test_a_rank_that_gets_no_rows_takes_part(frozen):
-    for recompute in (False, True):
-        assert max(run_ranks(_idle, 3, recompute, frozen, timeout=20)) <= 1e-12
+def _all_idle():
+    cases = product((False, True), ("nothing", "router", "all"))
+    return {case: _idle(*case) for case in cases}
+
+
+def test_a_rank_that_gets_no_rows_takes_part():
+    for errors in run_ranks(_all_idle, 3, timeout=60):
+        for case, error in errors.items():
+            assert error <= 1e-12, case
 
 
 def _by_default(sizes, sequence_parallel):
@@ -239,6 +158,10 @@ DEFAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "sequence_parallel"), DEFAULTS)
-def test_without_groups_the_managers_axes_are_meant(sizes, sequence_parallel):
-    assert max(run_ranks(_by_default, 4, sizes, sequence_parallel)) <= 1e-12
+def _all_by_default():
+    return [_by_default(*each) for each in DEFAULTS]
+
+
+def test_without_groups_the_managers_axes_are_meant():
+    for errors in run_ranks(_all_by_default, 4):
+        assert max(errors) <= 1e-12, errors

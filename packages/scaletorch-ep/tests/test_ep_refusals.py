@@ -134,9 +134,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
 @distributed_test(world_size=2)
-def test_a_model_that_cannot_be_divided_is_as_before(case):
+def test_models_that_cannot_be_divided_are_as_before():
+    for case in CASES:
+        _refused(case)
+
+
+def _refused(case):
     make, plan, message = CASES[case]
     name = "moe" if case == "no plan" else "experts"  # which is known by its name
     model = nn.ModuleDict({name: make()})
@@ -187,29 +191,25 @@ def _call(**other):
         return dispatch(hidden, index, torch.ones(index.shape), given["experts"], WORLD)
 
 
-@pytest.mark.parametrize(
-    ("other", "line"),
-    [
-        ({"top_k": 1}, "top-k 1"),
-        ({"dtype": torch.bfloat16}, "hidden size 3, torch.bfloat16"),
-        ({"experts": 5}, "experts on the ranks"),
-        ({"frozen": True}, "gradients off"),
-    ],
+DIFFERENT = (
+    ({"top_k": 1}, "top-k 1"),
+    ({"dtype": torch.bfloat16}, "hidden size 3, torch.bfloat16"),
+    ({"experts": 5}, "experts on the ranks"),
+    ({"frozen": True}, "gradients off"),
 )
-@distributed_test(world_size=2)
-def test_calls_that_differ_are_an_error_on_every_rank(other, line):
-    with pytest.raises(MismatchError, match=line):
-        _call(**other)
-    assert len(_call().hidden) == 6 * (c10d.get_rank() == 0)  # the group is as good as before
 
 
-@pytest.mark.parametrize("index", [-1, 4])
 @distributed_test(world_size=2)
-def test_an_index_outside_is_an_error_on_every_rank(index):
+def test_calls_that_differ_are_an_error_on_every_rank():
+    for other, line in DIFFERENT:
+        with pytest.raises(MismatchError, match=line):
+            _call(**other)
     kind = InvalidArgumentError if c10d.get_rank() else MismatchError
-    with pytest.raises(kind, match=rf"rank 1 of the group routes tokens to experts \[{index}\]"):
-        _call(index=index)
-    _call()
+    for index in (-1, 4):
+        outside = rf"rank 1 of the group routes tokens to experts \[{index}\]"
+        with pytest.raises(kind, match=outside):
+            _call(index=index)
+    assert len(_call().hidden) == 6 * (c10d.get_rank() == 0)  # the group is as good as before
 
 
 @distributed_test(world_size=2)
@@ -226,29 +226,48 @@ def test_arguments_that_do_not_fit():
         combine(torch.ones(5, 3), route)
 
 
-@pytest.mark.parametrize("result", ["bfloat16", "shape", "tuple"])
+def _divided(experts):
+    model = nn.ModuleDict({"experts": experts})
+    return apply_expert_parallel(model, {"experts": "experts"}, WORLD)["experts"]
+
+
 @distributed_test(world_size=2)
-def test_experts_that_return_something_else(result):
-    results = {
-        "bfloat16": torch.Tensor.bfloat16,
-        "shape": lambda x: x[:, :2],
-        "tuple": lambda x: (x,),
-    }
-    experts = Experts(4, results[result] if c10d.get_rank() else lambda x: x)
-    model = apply_expert_parallel(
-        nn.ModuleDict({"experts": experts}), {"experts": "experts"}, WORLD
-    )
+def test_experts_that_take_or_return_something_else():
     words = r"experts must return what they are given, torch\.float32 \(\d, 3\), got a?.*"
-    if result == "bfloat16":
-        words += r"torch\.bfloat16 \(\d, 3\): let them return results\.to\(hidden\.dtype\)"
-    with pytest.raises((InvalidArgumentError, MismatchError), match=words):
-        model["experts"](torch.ones(3, 3), torch.full((3, 1), 3), torch.ones(3, 1))
+    way_out = r"torch\.bfloat16 \(\d, 3\): let them return results\.to\(hidden\.dtype\)"
+    for result, told in (
+        (torch.Tensor.bfloat16, words + way_out),
+        (lambda x: x[:, :2], words),
+        (lambda x: (x,), words),
+    ):
+        experts = _divided(Experts(4, result if c10d.get_rank() else lambda x: x))
+        with pytest.raises((InvalidArgumentError, MismatchError), match=told):
+            experts(torch.ones(3, 3), torch.full((3, 1), 3), torch.ones(3, 1))
+    with pytest.raises(InvalidArgumentError, match="hidden states, indices and weights alone"):
+        _divided(Experts())(torch.ones(3, 3), None, top_k_weights=torch.ones(3, 1))
+
+
+class OwnError(Exception):
+    """Of no kind that this library knows."""
+
+
+class Failing(Experts):
+    """Fails on numbers beyond all bounds."""
+
+    def forward(self, hidden, top_k_index, top_k_weights):
+        if hidden.isinf().any():
+            raise OwnError("of rows 0 to 2")
+        return hidden * self.weight[top_k_index[:, 0], 0, 0, None] * top_k_weights
 
 
 @distributed_test(world_size=2)
-def test_other_arguments_than_three_tensors():
-    model = apply_expert_parallel(
-        nn.ModuleDict({"experts": Experts()}), {"experts": "experts"}, WORLD
-    )
-    with pytest.raises(InvalidArgumentError, match="hidden states, indices and weights alone"):
-        model["experts"](torch.ones(3, 3), None, top_k_weights=torch.ones(3, 1))
+def test_what_a_module_of_experts_raises_is_heard_on_all():
+    rank, experts = c10d.get_rank(), _divided(Failing())
+    rows, to = torch.ones(2, 3), torch.tensor([[0], [3 * rank]])  # of rank 0 none leaves
+    told = r"rank 1 cannot take part in .*the experts 'experts': OwnError: of rows 0 to 2"
+    expected, words = (OwnError, "of rows 0 to 2") if rank == 1 else (MismatchError, told)
+    beyond = torch.tensor([[1.0], [torch.inf if rank else 1.0]])
+    for _ in range(2):
+        with pytest.raises(expected, match=words):
+            experts(beyond * rows, to, torch.ones(2, 1))
+    assert torch.equal(experts(rows, to, torch.ones(2, 1)), rows)

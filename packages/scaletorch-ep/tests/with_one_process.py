@@ -40,19 +40,10 @@ def gradients(model):
     return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
 
 
-def whole_gradients(model, sharing=1):
-    """Return those of all ranks: summed where all have a part, and of experts gathered.
-
-    So many ranks each have the whole of what they share.
-    """
+def whole_gradients(model):
+    """Return those of all ranks: summed where all have a part, and of experts gathered."""
     found, cuts = gradients(model), find_expert_cuts(model)
     for name, gradient in found.items():
         if name not in cuts:
             c10d.all_reduce(gradient)
-            gradient /= sharing
     return gather_experts(model, found)
-
-
-def tp_pair():
-    """Return the group of this rank of four with the one beside it."""
-    return [c10d.new_group([0, 1]), c10d.new_group([2, 3])][c10d.get_rank() // 2]

@@ -21,7 +21,7 @@ from ...dist.building import agree
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
 from .alone import alone
-from .cp_comms import Parts, Ring
+from .cp_comms import Ring
 from .methods.call import Call
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -114,41 +114,33 @@ def signature(
 
 
 def require_agreement(
-    mine: Signature,
-    device: torch.device,
-    rings: tuple[Ring, Parts | None],
-    error: Exception | None = None,
+    mine: Signature, device: torch.device, ring: Ring, error: Exception | None = None
 ) -> None:
     """Compare the ranks' calls.
 
     Args:
         mine: This rank's call.
         device: Of its tensors.
-        rings: All ranks, and a caller's own division of them.
+        ring: All ranks.
         error: Why this rank's call was refused here. The others, who compare their calls, learn of
             it if they compare every one; not while each position is alone, as nobody listens.
 
     Raises:
         MismatchError: They differ, or another rank was refused; on every rank of the ring.
     """
-    ring, parts = rings
-    each = (ring,) if ring.group is not None or parts is None else parts
-    groups = [part.group for part in each if part.group is not None and part.size > 1]
-    told = device.type == "cpu" and alone() is None
-    agreed = set[Signature]()
-    if groups and error is None and device.type != "cpu":
-        agreed = _agreed.setdefault(groups[-1], {}).setdefault(ring.ranks, agreed)
-        told = mine not in agreed
-    for group in groups if told else ():
-        try:
-            agree("this call of context-parallel attention", mine, group, error=error)
-        except Exception as found:  # the ranks of the other group hear of it too
-            error = found
-    if error is not None:
-        try:
+    if ring.group is None or ring.size == 1 or alone() is not None:
+        agreed = {mine}
+    elif device.type == "cpu":
+        agreed = set()
+    else:
+        agreed = _agreed.setdefault(ring.group, {}).setdefault(ring.ranks, set())
+    try:
+        if mine not in agreed and (error is None or device.type == "cpu"):
+            agree("this call of context-parallel attention", mine, ring.group, error=error)
+        if error is not None:
             raise error
-        finally:
-            del error  # its traceback has this frame
+    finally:
+        del error  # its traceback has this frame
     if len(agreed) >= _MANY:
         agreed.clear()
     agreed.add(mine)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ...dist.errors import InvalidArgumentError, ScaletorchError, StateError
 from .agreement import (
@@ -22,7 +23,7 @@ from .agreement import (
     with_one_head_dim,
 )
 from .alone import Alone, alone, attend_alone
-from .cp_comms import Groups, Parts, Ring, rings_of
+from .cp_comms import Ring, ring_of
 from .kernels import statistics_dtype
 from .layouts.layout import Layout, layout_of_shards
 from .layouts.order import order_of_shards
@@ -34,8 +35,6 @@ from .methods.choose import choose_method
 
 # A mask checks itself when it is made: the same one is made in every layer. 1 is not True here.
 _mask = lru_cache(maxsize=64, typed=True)(Mask)
-
-Rings = tuple[Ring, Parts | None]  # all ranks, and a caller's own division of them
 
 
 class Asked(NamedTuple):
@@ -112,7 +111,7 @@ def attention(
     sinks: Tensor | None = None,
     layout: Layout | str | None = None,
     method: str = "auto",
-    group: Groups = None,
+    group: ProcessGroup | None = None,
 ) -> Tensor:
     """Attend this rank's queries to the keys and values of the whole sequence.
 
@@ -138,9 +137,7 @@ def attention(
             By default the one in which this group's sequences were sharded; it must be said for
             shards that were made by hand, unless every position sees all others.
         method: "ring", "all_gather", "ulysses", "hybrid", or "auto": see `choose_method`.
-        group: The ranks in order of their shards; by default the manager's cp axis. For "hybrid"
-            also a pair: this rank's neighbours, among which heads are divided, and its peers in
-            the ring across; the shards of the first neighbours come first.
+        group: The ranks in order of their shards; by default the manager's cp axis.
 
     Returns:
         The output [B, H, L, Dv] for this rank's queries, in their dtype.
@@ -154,44 +151,41 @@ def attention(
         StateError: Several ranks, and neither a group nor a process group manager.
     """
     asked = Asked(causal, scale, window, cu_seqlens, layout, method, softcap=softcap, sinks=sinks)
-    return attend(q, k, v, asked, rings_of(group))
+    return attend(q, k, v, asked, ring_of(group))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, asked: Asked, rings: Rings) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, asked: Asked, ring: Ring) -> Tensor:
     """Attend as `attention` does, with the arguments as one value and the ranks found already."""
     run = alone()
     if run is not None:
-        return _attend_alone(q, k, v, asked, rings, run)
+        return _attend_alone(q, k, v, asked, ring, run)
     try:
         q, k, v = (as_autocast(x) for x in (q, k, v))
-        method, call = _prepared(q, k, v, asked, rings)
+        method, call = _prepared(q, k, v, asked, ring)
         mine = signature(q, k, v, asked.sinks, call, method)
         dim = v.shape[3]
         q, k, v = with_one_head_dim(q, k, v)
     except Exception as error:  # whatever it is, the other ranks wait in their comparison
-        require_agreement((), getattr(q, "device", torch.device("cpu")), rings, error)
+        require_agreement((), getattr(q, "device", torch.device("cpu")), ring, error)
         raise
-    require_agreement(mine, q.device, rings)
+    require_agreement(mine, q.device, ring)
     apply: Any = ContextAttention.apply
     out: Tensor = apply(q, k, v, asked.sinks, METHODS[method], call)
     return out[..., :dim]
 
 
-def _attend_alone(
-    q: Tensor, k: Tensor, v: Tensor, asked: Asked, rings: Rings, run: Alone
-) -> Tensor:
+def _attend_alone(q: Tensor, k: Tensor, v: Tensor, asked: Asked, ring: Ring, run: Alone) -> Tensor:
     """Let each position see itself alone; keep the error that attention would have raised."""
     q, k, v = (as_autocast(x) for x in (q, k, v))
     try:
-        _prepared(q, k, v, asked, rings)
+        _prepared(q, k, v, asked, ring)
     except ScaletorchError as error:
         run.refuse(error)
     return attend_alone(q, k, v)
 
 
-def _prepared(q: Tensor, k: Tensor, v: Tensor, asked: Asked, rings: Rings) -> tuple[str, Call]:
+def _prepared(q: Tensor, k: Tensor, v: Tensor, asked: Asked, ring: Ring) -> tuple[str, Call]:
     """Return the method and what it computes, checked as far as one rank can alone."""
-    ring, given = rings
     method, scale = asked.method, asked.scale
     require_method(method)
     _require_typed(asked)
@@ -205,8 +199,8 @@ def _prepared(q: Tensor, k: Tensor, v: Tensor, asked: Asked, rings: Rings) -> tu
     if documents is not None:
         mask = replace(mask, documents=documents)
     if method == "auto":
-        method = choose_method(q, k, ring.size)[0] if given is None else "hybrid"
-    parts = parts_for(method, q, k, ring, given)
+        method = choose_method(q, k, ring.size)[0]
+    parts = parts_for(method, q, k, ring)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return method, Call(mask, place, scale, k.shape[1], ring, parts, asked.softcap)
 

@@ -88,7 +88,7 @@ def ring_attention(
         is_causal, sm_scale, layout=layout, method="ring", call="ring_attention",
         otherwise="contiguous",
     )  # fmt: skip
-    return attend(q, k, v, asked, (ring, None))
+    return attend(q, k, v, asked, ring)
 
 
 def apply_context_parallel(

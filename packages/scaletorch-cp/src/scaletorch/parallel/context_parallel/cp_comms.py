@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...dist import all_gather, exchange, get_rank, group_ranks
+from ...dist import exchange, get_rank, group_ranks
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import axis_group, describe_rank
 from ..pg_manager.building import connect
@@ -20,10 +19,6 @@ if TYPE_CHECKING:
     from ...dist import Work
 
 __all__ = ["ContextCommunicate", "Ring", "ring_of"]
-
-_wholes: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], tuple[int, ...]]] = (
-    WeakKeyDictionary()
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +69,6 @@ def ring_of(group: ProcessGroup | Ring | None = None) -> Ring:
 
 # A ring as two: this rank's neighbours, which share out heads, and its peers in the other parts.
 Parts: TypeAlias = tuple[Ring, Ring]
-Groups: TypeAlias = ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None
 
 
 def split(ring: Ring, size: int) -> Parts:
@@ -87,33 +81,6 @@ def split(ring: Ring, size: int) -> Parts:
     part, place = divmod(ring.index, size)
     neighbours = ring.ranks[part * size : (part + 1) * size]
     return Ring(ring.group, neighbours, place), Ring(ring.group, ring.ranks[place::size], part)
-
-
-def rings_of(group: Groups) -> tuple[Ring, Parts | None]:
-    """Return the ring of all ranks, and its parts if a caller has a group for each of the two.
-
-    The first use of a pair of groups communicates over the second.
-
-    Raises:
-        NotInGroupError: This rank is outside a group.
-        StateError: Several ranks, and neither a group nor a process group manager.
-    """
-    if not isinstance(group, tuple):
-        return ring_of(group), None
-    part, across = (ring_of(each) for each in group)
-    index = across.index * part.size + part.index
-    return Ring(None, _all_ranks(part, across), index), (part, across)
-
-
-def _all_ranks(part: Ring, across: Ring) -> tuple[int, ...]:
-    """Return the ranks of all parts, in the order of their shares."""
-    if across.group is None:
-        return part.ranks
-    known = _wholes.setdefault(across.group, {})
-    if part.ranks not in known:
-        mine = torch.tensor(part.ranks)
-        known[part.ranks] = tuple(torch.cat(all_gather(mine, across.group)).tolist())
-    return known[part.ranks]
 
 
 def connect_ring(ring: Ring, method: str, *, swaps: bool) -> None:

@@ -231,24 +231,15 @@ def part_size(kv_heads: int, size: int) -> int:
     return gcd(kv_heads, size)
 
 
-def parts_for(method: str, q: Tensor, k: Tensor, ring: Ring, given: Parts | None) -> Parts:
+def parts_for(method: str, q: Tensor, k: Tensor, ring: Ring) -> Parts:
     """Return how a method divides the ranks: into those that exchange heads, and rings across.
 
     Raises:
-        InvalidArgumentError: The heads do not divide over a part; or a caller's two groups for a
-            method that needs one.
+        InvalidArgumentError: The heads do not divide over a part.
     """
-    if given is not None and method != "hybrid":
-        raise InvalidArgumentError(
-            f"a pair of groups is for method='hybrid', heads over the first and a ring over the "
-            f"second; method={method!r} needs one group of all ranks"
-        )
     size = {"ulysses": ring.size, "hybrid": part_size(k.shape[1], ring.size)}.get(method, 1)
-    if given is not None:
-        _require_crossing(ring, given)
-    parts = given or split(ring, size)
-    _check_heads(q, k, parts[0].size)
-    return parts
+    _check_heads(q, k, size)
+    return split(ring, size)
 
 
 def _check_heads(q: Tensor, k: Tensor, size: int) -> None:
@@ -263,20 +254,4 @@ def _check_heads(q: Tensor, k: Tensor, size: int) -> None:
             f"Ulysses divides heads over {size} ranks: their number must be a multiple of that, "
             f"and key/value heads a multiple or a divisor; there are {heads} and {kv_heads}; "
             "method='ring' takes any, method='hybrid' divides them as far as it can"
-        )
-
-
-def _require_crossing(ring: Ring, parts: Parts) -> None:
-    """Check that the ring across passes through one place of every part.
-
-    Raises:
-        InvalidArgumentError: It does not: heads of different places would be mixed.
-    """
-    part, across = parts
-    expected = ring.ranks[part.index :: part.size]
-    if across.ranks != expected:
-        raise InvalidArgumentError(
-            f"a pair of groups must cross: this rank has place {part.index} in its part "
-            f"{part.ranks}, and the ranks of that place in all parts are {expected}; the second "
-            f"group has {across.ranks}"
         )

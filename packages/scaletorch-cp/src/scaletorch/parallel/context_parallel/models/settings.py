@@ -124,7 +124,7 @@ class Settings:
             cu_seqlens=documents, layout=layout, method=self.method, call=_CALL,
             otherwise="contiguous",
         )  # fmt: skip
-        return attend(q, k, v, asked, (self.ring, None))
+        return attend(q, k, v, asked, self.ring)
 
     def _layout_of(self, documents: Documents | None, part: int) -> Layout | str | None:
         """Return the order of shards of `part` positions; behind the last document is padding."""

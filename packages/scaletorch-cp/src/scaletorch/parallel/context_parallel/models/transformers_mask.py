@@ -109,7 +109,7 @@ def _read_mask(
         return _pattern(mask_function)
     except InvalidArgumentError as error:  # one rank's shard may be refused; the others go on
         device = _device(attention_mask, override.position_ids)
-        require_agreement((), device, (settings.ring, None), error)
+        require_agreement((), device, settings.ring, error)
         raise
 
 
