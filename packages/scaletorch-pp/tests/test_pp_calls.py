@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules import module as hooks
 from torch.utils.checkpoint import checkpoint
 
-from scaletorch.dist import InvalidArgumentError, RankPool
+from scaletorch.dist import InvalidArgumentError, RankPool, all_gather_object
 from scaletorch.parallel.pipeline_parallel import PipelineParallel, StageError, train_step_pipeline
 
 WIDTH, ROWS, LENGTH = 6, 2, 3
@@ -393,8 +393,6 @@ def losses_of_one_dtype(schedule):
     for dtype in (torch.float64, torch.bfloat16, torch.complex64):
         model = build(Net).float()
         if dtype.is_complex:
-            model = nn.Sequential()
-            model = build(Net).float()
             model.embed.turn = nn.Parameter(torch.randn(WIDTH, dtype=dtype))
             model.embed.register_forward_hook(lambda module, args, out: (out * module.turn).real)
         else:
@@ -473,6 +471,46 @@ class Nested(Net):
         return self.head(self.layers(self.embed(input_ids)))
 
 
+def watched(net):
+    """Return the gradients that hooks around all layers see, by where they are."""
+    seen = {"whole": [], "body": [], "before": [], "behind": []}
+
+    def before(module, args):
+        args[0].register_hook(seen["before"].append)
+
+    def behind(module, args, output):
+        output.register_hook(seen["behind"].append)
+
+    net.register_full_backward_hook(lambda module, into, out: seen["whole"].append(out[0]))
+    net.layers.register_full_backward_pre_hook(lambda module, out: seen["body"].append(out[0]))
+    net.layers.register_forward_pre_hook(before)
+    net.layers.register_forward_hook(behind)
+    return seen
+
+
+def hooks_around_stages(schedule):
+    """What hooks see of a module on several stages they see once, on one rank; or are refused."""
+    warnings.simplefilter("ignore")  # torch's, of full backward hooks whose input has no gradient
+    plain, batches = build(Nested), [{"input_ids": torch.arange(6)[None] + at} for at in range(3)]
+    world, squared = torch.distributed.group.WORLD, lambda out, b: out.square().sum()
+    stage = PipelineParallel(copy.deepcopy(plain), group=world, schedule=schedule)
+    expected, seen = watched(plain), watched(stage.module)
+    for _ in range(2):
+        train_step_pipeline(stage, batches, loss_fn=squared)
+        for batch in batches:
+            squared(plain(batch["input_ids"]), batch).backward()
+    ranks = all_gather_object(seen)
+    for where, gradients in expected.items():
+        found = [gradient for rank in ranks for gradient in rank[where]]
+        assert all(not rank[where] or len(rank[where]) == len(found) for rank in ranks), where
+        torch.testing.assert_close(found, gradients, rtol=1e-12, atol=1e-14)
+    handle = stage.module.layers.register_full_backward_hook(lambda module, into, out: None)
+    with pytest.raises((InvalidArgumentError, StageError), match=r"layers \(Inner\) has a full b"):
+        train_step_pipeline(stage, batches, loss_fn=squared)
+    handle.remove()
+    train_step_pipeline(stage, batches, loss_fn=squared)
+
+
 class Answers(Net):
     def forward(self, input_ids):
         x = self.embed(input_ids)
@@ -482,18 +520,14 @@ class Answers(Net):
         return types.SimpleNamespace(logits=self.head(x), beside=beside)
 
 
-def what_no_stage_has_is_refused(schedule):
-    world, batches = torch.distributed.group.WORLD, [{"input_ids": torch.arange(6)[None]}]
-
-    def step(kind, register=None, loss_fn=lambda o, b: o.sum()):
-        model = build(kind)
-        if register is not None:
-            register(model)
-        stage = PipelineParallel(model, group=world, schedule=schedule)
-        return train_step_pipeline(stage, batches, loss_fn=loss_fn)
-
+def what_no_stage_has_is_refused():
+    stage = PipelineParallel(build(Answers), group=torch.distributed.group.WORLD)
     with pytest.raises((InvalidArgumentError, StageError), match="the model returns a tensor that"):
-        step(Answers, loss_fn=lambda o, b: o.logits.sum() + o.beside)
+        train_step_pipeline(
+            stage,
+            [{"input_ids": torch.arange(6)[None]}],
+            loss_fn=lambda o, b: o.logits.sum() + o.beside,
+        )
 
 
 def compiled_whole_is_refused():
@@ -512,7 +546,8 @@ def test_layers_are_called_as_in_one_process():
         for schedule in ("1f1b", "zb_h1", "zb_v"):
             pool.run(lost_and_not, schedule)
             pool.run(losses_of_one_dtype, schedule)
-        pool.run(what_no_stage_has_is_refused, "1f1b")
+            pool.run(hooks_around_stages, schedule)
+        pool.run(what_no_stage_has_is_refused)
         pool.run(copies_are_plain)
         pool.run(layers_that_cannot_be_followed_are_refused)
         pool.run(compiled_whole_is_refused)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -200,6 +201,43 @@ def examining(passage: Passage) -> Iterator[None]:
             if passage.inside:  # a layer's own failure
                 raise
             raise InvalidArgumentError(_failed(error)) from error
+
+
+@contextmanager
+def hooks_kept(model: nn.Module, crossed: Iterable[str]) -> Iterator[None]:
+    """Refuse, in the forwards of this context, backward hooks that would never run.
+
+    A full backward hook waits for the gradients of its module's output and of its input. No stage
+    has both, if they are on two. If the input needs no gradient, it runs where the output is.
+
+    Args:
+        model: The model.
+        crossed: Names of modules whose input and output are on two stages.
+
+    Raises:
+        InvalidArgumentError: One has such a hook, and is given a tensor that requires a gradient.
+    """
+    modules = [(name or "the model", model.get_submodule(name)) for name in crossed]
+    handles = [
+        module.register_forward_pre_hook(partial(_require_no_gradient, name))
+        for name, module in modules
+        if module._backward_hooks and module._is_full_backward_hook
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _require_no_gradient(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    given = any(isinstance(value, Tensor) and value.requires_grad for value in args)
+    if given and torch.is_grad_enabled():
+        raise InvalidArgumentError(
+            f"{describe_rank()}: {name} ({type(module).__name__}) has a full backward hook, and "
+            "its input and its output are on two stages of the pipeline, so the hook would never "
+            "run: register it on the layers inside, or use no pipeline (pp_size=1)"
+        )
 
 
 def _failed(error: Exception) -> str:

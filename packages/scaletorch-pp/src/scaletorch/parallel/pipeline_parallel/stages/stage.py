@@ -31,7 +31,7 @@ from .beside import again
 from .cut import cut
 from .gates import check_output
 from .hidden import HiddenFlow
-from .passage import Passage, examining
+from .passage import Passage, examining, hooks_kept
 from .stand_ins import UnknownValueError, standing, standing_like, stands
 from .state import MANY_FORMS, RuntimeState
 from .ties import Tie, TiedGradients, find_ties, groups_of_owners
@@ -98,6 +98,7 @@ class PipelineParallel(ModuleWrapper):
         last = self.num_stages - 1
         flows = [HiddenFlow(stage, passage, last=stage == last) for stage in self.stages]
         self._siblings = {name: siblings_of(model, name) for name, _ in placement.homes()}
+        self._crossed = placement.crossed(model)
         chunks = cut(model, placement, self.stages, passage)
         if splits:
             defer_weight_gradients(model, deferral)
@@ -218,7 +219,11 @@ class PipelineParallel(ModuleWrapper):
         passage.first, named = self._first(given, stage)
         output: Any = None
         try:
-            with examining(passage) if examined else nullcontext(), suppress(UnknownValueError):
+            with (
+                hooks_kept(self.module, self._crossed),
+                examining(passage) if examined else nullcontext(),
+                suppress(UnknownValueError),
+            ):
                 if named:
                     output = self.module(inputs_embeds=passage.first, **kwargs)
                 else:
