@@ -25,7 +25,7 @@ WIDTH = 120  # if times have no common unit and no width is given
 _CLOSE = 1e-6  # of a unit: rounding of floats
 _COLOURS = {FORWARD: "7;34", BACKWARD: "7;32", BACKWARD_INPUT: "7;36", BACKWARD_WEIGHT: "7;33"}
 MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}
-PREDICTED = 1e3  # microseconds of a unit, if nothing was measured
+PREDICTED = 1e3  # microseconds of a unit that has no name
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def to_text(
     two chunks is in lower case; of more chunks, the later ones are `F0.1`, `F0.2` and so on.
 
     Args:
-        timeline: Predicted or measured.
+        timeline: The times of a step's actions.
         width: Columns of the longest line; None for as many as the cells need, or 120.
         peak: Peak live activations of each rank, shown below.
         colour: Colour the actions by kind, with ANSI escapes.
@@ -64,7 +64,7 @@ def to_text(
     Raises:
         InvalidArgumentError: The actions take no time, or `width` leaves no room for them.
     """
-    _busy(timeline)
+    _require_time(timeline)
     num_ranks = timeline.schedule.num_ranks
     names = [f"rank {rank:<{len(str(num_ranks - 1))}}  " for rank in range(num_ranks)]
     scale = _scale(timeline, width, len(names[0]))
@@ -149,11 +149,10 @@ def to_chrome_trace(*timelines: Timeline, titles: Sequence[str] = ()) -> str:
     """Return JSON of the Chrome trace event format: a process for each timeline, a thread a rank.
 
     Times are microseconds from each timeline's own first action. A unit that is no unit of time
-    (neither s, ms, us nor ns) is a millisecond; but beside a measured timeline, it is as long as
-    makes the actions of both take equally long together.
+    (neither s, ms, us nor ns) is a millisecond.
 
     Args:
-        timelines: Predicted or measured, at least one.
+        timelines: At least one.
         titles: One for each; none for the names of the schedules.
 
     Raises:
@@ -167,22 +166,12 @@ def to_chrome_trace(*timelines: Timeline, titles: Sequence[str] = ()) -> str:
         )
     names = titles or [timeline.schedule.name for timeline in timelines]
     for timeline in timelines:
-        _busy(timeline)
+        _require_time(timeline)
     events: list[dict[str, Any]] = []
     for process, (timeline, name) in enumerate(zip(timelines, names, strict=True)):
         events += _names(process, timeline, name)
-        events += _actions(process, timeline, _microseconds(timeline, timelines))
+        events += _actions(process, timeline, MICROSECONDS.get(timeline.unit, PREDICTED))
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
-
-
-def _microseconds(timeline: Timeline, timelines: Sequence[Timeline]) -> float:
-    """Return how many microseconds one unit of the timeline is."""
-    if timeline.unit in MICROSECONDS:
-        return MICROSECONDS[timeline.unit]
-    measured = next((t for t in timelines if t.unit in MICROSECONDS), None)
-    if measured is None:
-        return PREDICTED
-    return MICROSECONDS[measured.unit] * _busy(measured) / _busy(timeline)
 
 
 def _names(process: int, timeline: Timeline, name: str) -> Iterator[dict[str, Any]]:
@@ -214,18 +203,16 @@ def _actions(process: int, timeline: Timeline, scale: float) -> Iterator[dict[st
         }
 
 
-def _busy(timeline: Timeline) -> float:
-    """Return the time of all actions together.
+def _require_time(timeline: Timeline) -> None:
+    """Check that the actions take time.
 
     Raises:
-        InvalidArgumentError: They take no time.
+        InvalidArgumentError: They take none.
     """
-    total = sum(s.end - s.start for s in timeline.spans)
-    if not total > 0:
+    if not sum(s.end - s.start for s in timeline.spans) > 0:
         raise InvalidArgumentError(
             f"nothing to draw: the actions of {timeline.schedule.name!r} take no time"
         )
-    return total
 
 
 def _figures(timeline: Timeline) -> str:

@@ -41,7 +41,6 @@ from .splitting.split import Split, infer_split, layers_of
 from .stages.cut import PassThrough
 from .stages.materialize import materialize, meta_parameters
 from .steps.evaluate import pipeline_forward
-from .steps.record import Recorder, recording
 
 __all__ = [
     "SCHEDULES",
@@ -52,7 +51,6 @@ __all__ = [
     "PassThrough",
     "PipelineParallel",
     "Receive",
-    "Recorder",
     "Report",
     "Schedule",
     "ScheduleError",
@@ -79,7 +77,6 @@ __all__ = [
     "one_f_one_b",
     "pipeline_communicate",
     "pipeline_forward",
-    "recording",
     "simulate",
     "to_csv",
     "train_step_pipeline",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from ..runtime.forms import Form
-from ..runtime.program import Task
-from ..schedules.schedule import Schedule
 from .cut import Chunks
 from .hidden import HiddenFlow
 from .passage import Passage
@@ -17,8 +15,6 @@ from .ties import TiedGradients
 from .weights import Deferral
 
 MANY_FORMS = 4096  # forms that are remembered at most, the same number on every rank
-
-Run = Callable[[Task], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +35,6 @@ class RuntimeState:
         ids: The `input_ids` of the forward that comes, on any stage; None if they are no tensor.
         steps_alone: A stage may be called by steps alone, since callers take it for a whole model.
         in_step: A step calls the stage.
-        timed: Wraps a step's actions so that their times are noted; None unless it is recorded.
     """
 
     chunks: Chunks
@@ -55,7 +50,6 @@ class RuntimeState:
     ids: Tensor | None = None
     steps_alone: bool = False
     in_step: bool = False
-    timed: Callable[[Schedule, Run], Run] | None = None
 
     def note_parameters(self, module: nn.Module) -> int:
         """Note the parameters at the beginning of a step, since adapters may have come.
