@@ -29,9 +29,9 @@ from ..splitting.modules import parameter_facts, siblings_of, takes
 from ..splitting.split import Placement, Split, place
 from .beside import again
 from .cut import cut
-from .gates import check_output
-from .hidden import HiddenFlow
-from .passage import Passage, examining, hooks_kept
+from .examination import examining, hooks_kept
+from .gates import Gates, check_output
+from .passage import Passage
 from .stand_ins import UnknownValueError, standing, standing_like, stands
 from .state import MANY_FORMS, RuntimeState
 from .ties import Tie, TiedGradients, find_ties, groups_of_owners
@@ -85,7 +85,7 @@ class PipelineParallel(ModuleWrapper):
         self.num_stages = sum(map(len, ranks_stages))
         self.placement = placement
         self._takes_embeds = takes(model, "inputs_embeds")
-        # Ties and flows are found in the whole model, so before the cut.
+        # Ties are found in the whole model, so before the cut.
         homes = {stage: rank for rank, stages in enumerate(ranks_stages) for stage in stages}
         ties = find_ties(model, placement, homes, self.rank)
         owners: dict[tuple[int, ...], ProcessGroup] = {}
@@ -96,7 +96,7 @@ class PipelineParallel(ModuleWrapper):
         passage = Passage(name for name, _ in placement.homes())
         deferral = Deferral()
         last = self.num_stages - 1
-        flows = [HiddenFlow(stage, passage, last=stage == last) for stage in self.stages]
+        gates = [Gates(passage, stage, last=stage == last) for stage in self.stages]
         self._siblings = {name: siblings_of(model, name) for name, _ in placement.homes()}
         self._crossed = placement.crossed(model)
         chunks = cut(model, placement, self.stages, passage)
@@ -104,7 +104,7 @@ class PipelineParallel(ModuleWrapper):
             defer_weight_gradients(model, deferral)
         tied.share_values()
         prepare_backward(model.parameters())
-        self.runtime = RuntimeState(chunks, passage, flows, tied, deferral)
+        self.runtime = RuntimeState(chunks, passage, gates, tied, deferral)
         self.runtime.note_parameters(self)
         if self.num_stages > 1:
             mark_staged(model)
@@ -191,23 +191,23 @@ class PipelineParallel(ModuleWrapper):
         (input_or_hidden,) = inputs
         runtime = self.runtime
         stage = self.stages[runtime.chunks.selected]
-        flow = runtime.flows[runtime.chunks.selected]
+        gates = runtime.gates[runtime.chunks.selected]
         kind = (stage, self.training, torch.is_grad_enabled(), *facts_of(input_or_hidden, kwargs))
         if len(runtime.examined) > MANY_FORMS:
             runtime.examined.clear()
         # Modules may have been replaced since, as by adapters.
         modules = {name: self.module.get_submodule(name) for name in self.placement.stages[stage]}
-        flow.gates.watch(modules, self._siblings)
+        gates.watch(modules, self._siblings)
         examined = kind not in runtime.examined
         beside = runtime.passage.beside
         hidden = beside.start(kind, modules, input_or_hidden, examined=examined)
-        output = self._run(flow, stage, hidden, kwargs, examined)
+        output = self._run(gates, stage, hidden, kwargs, examined)
         show_output(self.module, output)
         runtime.examined.add(kind)
         return output
 
     def _run(
-        self, flow: HiddenFlow, stage: int, given: Any, kwargs: Mapping[str, Any], examined: bool
+        self, gates: Gates, stage: int, given: Any, kwargs: Mapping[str, Any], examined: bool
     ) -> Any:
         """Run the model's forward on what one process gives it; return the output that goes on."""
         passage = self.runtime.passage
@@ -229,13 +229,14 @@ class PipelineParallel(ModuleWrapper):
                 else:
                     output = self.module(passage.first, **kwargs)
             if stage < self.num_stages - 1:
-                output = flow.passed_on(output)
+                others = gates.other_samples()
+                output = passage.passed_on(output, gates.parameters(), others)
                 passage.require_seen(self.module)
             elif stands(output):  # some of it may have come to a layer of this stage
                 output = again(output)
                 check_output(output)
         finally:
-            flow.reset()
+            passage.reset()
         return output
 
     def _first(self, given: Any, stage: int) -> tuple[Any, bool]:

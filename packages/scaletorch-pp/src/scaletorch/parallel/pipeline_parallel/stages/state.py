@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..runtime.forms import Form
 from .cut import Chunks
-from .hidden import HiddenFlow
+from .gates import Gates
 from .passage import Passage
 from .ties import TiedGradients
 from .weights import Deferral
@@ -24,7 +24,7 @@ class RuntimeState:
     Attributes:
         chunks: The rank's stages in the model, of which one can be selected.
         passage: The forward that runs.
-        flows: The way of the hidden states through each of them.
+        gates: What surrounds the modules of each of them.
         tied: The parameters that several ranks hold.
         deferral: Where the linear layers leave their weight gradients.
         parameters: The rank's parameters when the running step began.
@@ -39,7 +39,7 @@ class RuntimeState:
 
     chunks: Chunks
     passage: Passage
-    flows: list[HiddenFlow]
+    gates: list[Gates]
     tied: TiedGradients
     deferral: Deferral
     parameters: tuple[nn.Parameter, ...] = ()
