@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....dist.building import map_tensors, tensors_in
@@ -167,20 +167,6 @@ class Beside:
         forms = json.dumps({name: to_text(form_of(each)) for name, each in samples.items()})
         beside = {_TENSORS: tensors, _PLACES: text, _VISITS: visit, _FORMS: forms}
         return {_HIDDEN: hidden, **beside}
-
-    def require_seen(self, model: nn.Module) -> None:
-        """Check that what is to travel will be seen in later forwards too.
-
-        Raises:
-            InvalidArgumentError: The model is compiled as a whole, so that it will not.
-        """
-        if self._leaving and model._compiled_call_impl is not None:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: the model's forward gives modules of later stages tensors "
-                "beside hidden states (a skip connection, the embedding's output, a condition), "
-                "and is compiled as a whole, so that they are not seen: compile its layers one by "
-                "one"
-            )
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that travel."""

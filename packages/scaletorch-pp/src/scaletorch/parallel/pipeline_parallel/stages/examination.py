@@ -39,20 +39,29 @@ def examining(passage: Passage) -> Iterator[None]:
 
 
 @contextmanager
-def hooks_kept(model: nn.Module, crossed: Iterable[str]) -> Iterator[None]:
-    """Refuse, in the forwards of this context, backward hooks that would never run.
+def crossing(model: nn.Module, crossed: Iterable[str]) -> Iterator[None]:
+    """Refuse, in the forwards of this context, what modules on several stages cannot do.
 
-    A full backward hook waits for the gradients of its module's output and of its input. No stage
-    has both, if they are on two. If the input needs no gradient, it runs where the output is.
+    They are not compiled as a whole: the compiler takes no stand-ins. And a full backward hook
+    waits for the gradients of its module's output and of its input, of which no stage has both; if
+    the input needs no gradient, it runs where the output is.
 
     Args:
         model: The model.
         crossed: Names of modules whose input and output are on two stages.
 
     Raises:
-        InvalidArgumentError: One has such a hook, and is given a tensor that requires a gradient.
+        InvalidArgumentError: One is compiled; or it has such a hook, and is given a tensor that
+            requires a gradient.
     """
     modules = [(name or "the model", model.get_submodule(name)) for name in crossed]
+    for name, module in modules:
+        if module._compiled_call_impl is not None:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: {name} is compiled as a whole, and is on several stages of "
+                "the pipeline, so that what goes from one to the next is not seen: compile its "
+                "layers one by one (layer.compile())"
+            )
     handles = [
         module.register_forward_pre_hook(partial(_require_no_gradient, name))
         for name, module in modules

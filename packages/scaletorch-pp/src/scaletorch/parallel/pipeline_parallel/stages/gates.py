@@ -113,9 +113,7 @@ class _Gate:
 
     def takes_forward(self) -> bool:
         """Return whether the stage runs, so that the model's code has asked for it."""
-        runs = self._gates.runs()
-        self._gates.passage.direct |= runs
-        return runs
+        return self._gates.runs()
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments of a call, with what has travelled for it.

@@ -34,7 +34,6 @@ class Passage:
         first: What the model was given as its first argument.
         furthest: The last stage of which it has met a module, in place or not.
         examined: Whether it is the first of its kind.
-        followed: Whether there are stand-ins; else tensors of that form, whatever their values.
         delivered: Whether what was passed on has been returned to the model's code.
         latest: What the module of an earlier stage that was called last has returned.
         samples: What a layer has returned, by the list that it is in.
@@ -42,14 +41,12 @@ class Passage:
         inside: How many modules of this stage are running, one in another.
         left: The output of the one that was called last.
         over: Whether the rest is another stage's.
-        direct: Whether the model's code has ever taken `forward` of one of this stage's modules.
         beside: What travels beside hidden states.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         """Begin with nothing known of a model whose stages have these modules."""
         self.beside = Beside(names)
-        self.direct = False
         self.source: tuple[int, Any] = 0, None
         self._skipping: set[int] = set()  # stages before which the last module is left out
         # Stages at which the model's code writes to what it is given, before and behind them.
@@ -57,9 +54,7 @@ class Passage:
         self._written_behind: set[int] = set()
         self._forget()
 
-    def start(
-        self, stage: int, received: Any, siblings: str, *, examined: bool, followed: bool
-    ) -> None:
+    def start(self, stage: int, received: Any, siblings: str, *, examined: bool) -> None:
         """Begin a forward.
 
         Args:
@@ -67,14 +62,13 @@ class Passage:
             received: What the stage before has passed on.
             siblings: The list that the last module of the stage before is in.
             examined: Whether it is the first of its kind.
-            followed: Whether there are stand-ins.
         """
         self.active, self._gradients = True, torch.is_grad_enabled()
         self.source, self.delivered = (stage, received), stage == 0
+        self.examined = examined
         self.samples: dict[str, Any] = (
             {} if stage == 0 else {**self.beside.forms, siblings: received}
         )
-        self.examined, self.followed = examined, followed
 
     def reset(self) -> None:
         """Forget the forward that was running, but where its code writes to what it is given."""
@@ -88,7 +82,7 @@ class Passage:
         self.beside.reset()
 
     def _forget(self) -> None:
-        self.active = self.examined = self.followed = self.delivered = self.over = False
+        self.active = self.examined = self.delivered = self.over = False
         self.furthest = self.inside = 0
         self.first: Any = None
         self.latest: Any = None
@@ -116,20 +110,6 @@ class Passage:
         By these it shows which one was called last.
         """
         return self.examined or self.source[0] in self._skipping
-
-    def require_seen(self, model: nn.Module) -> None:
-        """Check that what the stage passes on will be seen in later forwards too.
-
-        Raises:
-            InvalidArgumentError: The model is compiled as a whole, so that it will not.
-        """
-        self.beside.require_seen(model)
-        if self.direct and model._compiled_call_impl is not None:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: the model's code calls forward of its layers, and is compiled "
-                "as a whole, so that what they return is not seen: let it call the layers "
-                "themselves, layer(x), or compile them one by one"
-            )
 
     def come_back(self) -> None:
         """Note that a module of this stage is called; maybe once more, after the last of them."""

@@ -29,7 +29,7 @@ from ..splitting.modules import parameter_facts, siblings_of, takes
 from ..splitting.split import Placement, Split, place
 from .beside import again
 from .cut import cut
-from .examination import examining, hooks_kept
+from .examination import crossing, examining
 from .gates import Gates, check_output
 from .passage import Passage
 from .stand_ins import UnknownValueError, standing, standing_like, stands
@@ -98,7 +98,7 @@ class PipelineParallel(ModuleWrapper):
         last = self.num_stages - 1
         gates = [Gates(passage, stage, last=stage == last) for stage in self.stages]
         self._siblings = {name: siblings_of(model, name) for name, _ in placement.homes()}
-        self._crossed = placement.crossed(model)
+        self._crossed = placement.crossed()
         chunks = cut(model, placement, self.stages, passage)
         if splits:
             defer_weight_gradients(model, deferral)
@@ -211,16 +211,14 @@ class PipelineParallel(ModuleWrapper):
     ) -> Any:
         """Run the model's forward on what one process gives it; return the output that goes on."""
         passage = self.runtime.passage
-        # The compiler takes no stand-ins.
-        followed = examined or self.module._compiled_call_impl is None
         before = self.placement.stages[stage - 1][-1]
         received = given if stage else None
-        passage.start(stage, received, self._siblings[before], examined=examined, followed=followed)
+        passage.start(stage, received, self._siblings[before], examined=examined)
         passage.first, named = self._first(given, stage)
         output: Any = None
         try:
             with (
-                hooks_kept(self.module, self._crossed),
+                crossing(self.module, self._crossed),
                 examining(passage) if examined else nullcontext(),
                 suppress(UnknownValueError),
             ):
@@ -231,7 +229,6 @@ class PipelineParallel(ModuleWrapper):
             if stage < self.num_stages - 1:
                 others = gates.other_samples()
                 output = passage.passed_on(output, gates.parameters(), others)
-                passage.require_seen(self.module)
             elif stands(output):  # some of it may have come to a layer of this stage
                 output = again(output)
                 check_output(output)
@@ -248,8 +245,6 @@ class PipelineParallel(ModuleWrapper):
         passage, ids = self.runtime.passage, self.runtime.ids
         if stage == 0 or (ids is not None and not ids.is_floating_point()):
             return given if stage == 0 else ids, False
-        if not passage.followed:
-            return given, self._takes_embeds
         of = next(tensors_in(given))
         if ids is not None:
             return standing(tuple(ids.shape), ids.dtype, passage, of, trained=False), False
