@@ -49,25 +49,19 @@ def test_text_in_cells():
     )
 
 
-def test_numbers_of_two_digits_widen_the_cells():
-    text = to_text(on_one_rank("F9 . F10 B9 B10", [1, 2, 3, 5, 7]))
-    assert text.splitlines()[0] == "rank 0  F9  ... F10 B9----- B10----"
-
-
-def test_the_second_chunk_is_in_lower_case():
-    text = to_text(on_one_rank("F0 F0.1 I0.1 W0.1", [2, 4, 6, 8], stages=((0, 1),)))
-    assert text.splitlines()[0] == "rank 0  F0 f0 i0 w0"
-    assert text.endswith("in lower case: each rank's second stage")
-
-
-def test_more_chunks_have_numbers():
-    text = to_text(on_one_rank("F0 F0.1 B0.2", [1, 2, 4], stages=((0, 1, 2),)))
-    assert text.splitlines()[0] == "rank 0  F0   F0.1 B0.2-----"
-
-
-def test_the_unit_may_be_a_part_of_the_shortest_action():
-    text = to_text(on_one_rank("F0 . B0", [0.2, 0.3, 0.6]))
-    assert text.splitlines()[0] == "rank 0  F0--- .. B0------"
+@pytest.mark.parametrize(
+    ("names", "ends", "stages", "line"),
+    [
+        ("F9 . F10 B9 B10", [1, 2, 3, 5, 7], ((0,),), "F9  ... F10 B9----- B10----"),
+        ("F0 F0.1 I0.1 W0.1", [2, 4, 6, 8], ((0, 1),), "F0 f0 i0 w0"),
+        ("F0 F0.1 B0.2", [1, 2, 4], ((0, 1, 2),), "F0   F0.1 B0.2-----"),
+        ("F0 . B0", [0.2, 0.3, 0.6], ((0,),), "F0--- .. B0------"),  # in halves of the shortest
+    ],
+)
+def test_cells_of_numbers_chunks_and_units(names, ends, stages, line):
+    text = to_text(on_one_rank(names, ends, stages=stages))
+    assert text.splitlines()[0] == f"rank 0  {line}"
+    assert text.endswith("in lower case: each rank's second stage") == (len(stages[0]) == 2)
 
 
 def test_measured_times_fill_the_width():
@@ -133,10 +127,12 @@ def test_a_predicted_unit_is_a_millisecond():
 # --- what cannot be drawn
 
 
-@pytest.mark.parametrize("draw", [to_text, to_chrome_trace])
-def test_actions_without_time(draw):
-    with pytest.raises(InvalidArgumentError, match="the actions of 'mine' take no time"):
-        draw(on_one_rank("F0", [0]))
+def test_what_cannot_be_drawn():
+    for draw in (to_text, to_chrome_trace):
+        with pytest.raises(InvalidArgumentError, match="the actions of 'mine' take no time"):
+            draw(on_one_rank("F0", [0]))
+    with pytest.raises(InvalidArgumentError, match="a width of at least 9, got 5"):
+        to_text(predicted(), width=5)
 
 
 def test_timelines_and_titles_that_do_not_fit():
@@ -144,8 +140,3 @@ def test_timelines_and_titles_that_do_not_fit():
         to_chrome_trace()
     with pytest.raises(InvalidArgumentError, match="one title for each of 1 timelines, got 2"):
         to_chrome_trace(predicted(), titles=["a", "b"])
-
-
-def test_no_room():
-    with pytest.raises(InvalidArgumentError, match="a width of at least 9, got 5"):
-        to_text(predicted(), width=5)
