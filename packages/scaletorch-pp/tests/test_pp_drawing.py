@@ -80,13 +80,6 @@ def test_cells_that_are_too_wide_become_shares_of_the_width():
     assert all(line.count("F") == line.count("B") == 8 for line in lines[:4])
 
 
-def test_no_colour_unless_asked():
-    timeline = on_one_rank("F0 . B0", [1, 2, 4])
-    assert "\x1b" not in to_text(timeline)
-    line = to_text(timeline, colour=True).splitlines()[0]
-    assert line == "rank 0  \x1b[7;34mF0\x1b[0m .. \x1b[7;32mB0---\x1b[0m"
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_shows_every_action(name):
     timeline = predicted(name, 4, 8)

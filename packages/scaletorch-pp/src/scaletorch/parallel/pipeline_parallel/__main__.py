@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = check(schedule)
         timeline = simulate(schedule, _costs(args))
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        text = to_text(timeline, width, peak=report.peak_live, colour=args.colour)
+        text = to_text(timeline, width, peak=report.peak_live)
         if args.trace:
             args.trace.write_text(to_chrome_trace(timeline), encoding="utf-8")
     except (InvalidArgumentError, OSError) as error:
@@ -93,7 +93,6 @@ def _parser() -> argparse.ArgumentParser:
         "--trace", type=Path, metavar="PATH",
         help="write the timeline, as a Chrome trace for https://ui.perfetto.dev",
     )  # fmt: skip
-    parser.add_argument("--colour", action="store_true", help="colour the text, by ANSI escapes")
     return parser
 
 
