@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -30,10 +32,10 @@ from scaletorch.parallel.pipeline_parallel import (
     PipelineParallel,
     Schedule,
     Timeline,
-    recording,
     train_step_pipeline,
 )
 from scaletorch.parallel.pipeline_parallel.schedules import Span
+from scaletorch.parallel.pipeline_parallel.steps.work import Training
 
 from .models import Batch, Model, Size, StagePart, token_loss
 
@@ -57,7 +59,7 @@ class Ours:
 
     def __init__(self, name: str, size: Size, model: Model, batches: list[Batch]) -> None:
         loss = token_loss(size)
-        self._batches = batches
+        self._name, self._batches = name, batches
         self._loss_fn = lambda output, batch: loss(output, batch["labels"])
         whole = copy.deepcopy(model)
         self.module = PipelineParallel(whole, group=dist.group.WORLD, schedule=name)
@@ -67,10 +69,17 @@ class Ours:
         return train_step_pipeline(self.module, self._batches, loss_fn=self._loss_fn)
 
     def recorded(self) -> Timeline:
-        """Run a step under the recorder."""
-        with recording(self.module) as recorder:
-            self.step()
-            return recorder.timeline()
+        """Run a step with a clock around its actions."""
+        spans: list[Span] = []
+        run = Training.run
+
+        def timed(training: Training, task: Any) -> None:
+            start = time.perf_counter()
+            run(training, task)
+            spans.append(Span(dist.get_rank(), task.action, start, time.perf_counter()))
+
+        with patch.object(Training, "run", timed):
+            return _timeline(self.step, spans, self._name, self.module.all_stages)
 
 
 @dataclass(frozen=True)
@@ -151,15 +160,22 @@ class Torch:
         """Run a step with a clock around what its actions call."""
         spans: list[Span] = []
         with _clocks(self._stages, spans):
-            dist.barrier()
-            zero = time.perf_counter()
-            self.step()
-        own = [span._replace(start=span.start - zero, end=span.end - zero) for span in spans]
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, own)
-        actions = tuple(tuple(span.action for span in spans) for spans in ranks)
-        schedule = Schedule(self._name, self._size.micro_batches, self._placed, actions)
-        return Timeline(schedule, tuple(span for spans in ranks for span in spans), "s")
+            return _timeline(self.step, spans, self._name, self._placed)
+
+
+def _timeline(
+    step: Callable[[], object], spans: list[Span], name: str, placed: tuple[tuple[int, ...], ...]
+) -> Timeline:
+    """Run a step whose actions are added to `spans`; return those of all ranks, in seconds."""
+    dist.barrier()
+    zero = time.perf_counter()
+    step()
+    own = [span._replace(start=span.start - zero, end=span.end - zero) for span in spans]
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    actions = tuple(tuple(span.action for span in spans) for spans in ranks)
+    count = 1 + max(action.micro_batch for rank in actions for action in rank)
+    return Timeline(Schedule(name, count, placed, actions), tuple(chain(*ranks)), "s")
 
 
 class _Parts(nn.Module):

@@ -1,19 +1,107 @@
-"""What one process makes of a model: the same weights each time, and the gradients of a batch."""
+"""Plain models beside their stages: the same weights, the same batches, the same gradients."""
+
+import copy
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+
+from scaletorch.parallel.pipeline_parallel import PipelineParallel, train_step_pipeline
 
 
-def build(kind):
+def world():
+    return torch.distributed.group.WORLD
+
+
+def build(kind, *args, **options):
     """Return a model of a class in float64, the same on every rank."""
     torch.manual_seed(0)
-    return kind().double()
+    return kind(*args, **options).double()
+
+
+def split(plain, schedule="1f1b", points=None):
+    """Return this rank's stages of a copy of a model."""
+    return PipelineParallel(copy.deepcopy(plain), points, group=world(), schedule=schedule)
+
+
+class Layer(nn.Linear):
+    def __init__(self, width=4, bias=True):
+        super().__init__(width, width, bias=bias)
+
+    def forward(self, x):
+        return x + super().forward(x).tanh()
+
+
+class Net(nn.Module):
+    """An embedding, layers, and a head; all are 4 wide."""
+
+    layer = Layer
+
+    def __init__(self, num_layers=8, tied=False):
+        super().__init__()
+        self.embed = nn.Embedding(4, 4)
+        self.layers = nn.ModuleList(self.layer() for _ in range(num_layers))
+        self.head = nn.Linear(4, 4, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def token_batches(count=4, rows=2, length=3, vocabulary=4):
+    """Return micro-batches of random ids and labels."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(vocabulary, (count, 2, rows, length), generator=generator)
+    return [{"input_ids": ids, "labels": labels} for ids, labels in tokens]
+
+
+def sum_loss(output, batch):
+    return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+def accumulate(plain, batches, loss_fn=sum_loss):
+    """Add the gradients of micro-batches as one process does; return their summed loss."""
+    losses = [loss_fn(plain(batch["input_ids"]), batch) for batch in batches]
+    for loss in losses:
+        loss.backward()
+    return sum(loss.detach() for loss in losses)
 
 
 def serial(plain, batches):
     """Return the gradients of all micro-batches together, by names, as the pipeline weighs them."""
     count = sum(batch["labels"].numel() for batch in batches)
-    for batch in batches:
-        logits = plain(batch["input_ids"]).flatten(0, 1)
-        (F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / count).backward()
+    accumulate(plain, batches, lambda output, batch: sum_loss(output, batch) / count)
     return {name: parameter.grad for name, parameter in plain.named_parameters()}
+
+
+def require_same(stage, plain, *, exact=False, summed=(), atol=1e-14):
+    """Compare the gradients of a rank's stages with those of one process.
+
+    Args:
+        stage: The rank's stages.
+        plain: The model of one process.
+        exact: Whether bits are equal, but of parameters whose gradients are summed over ranks.
+        summed: Their names.
+        atol: How far others may be apart beside 1e-12 of them.
+    """
+    references = dict(plain.named_parameters(remove_duplicate=False))
+    for name, parameter in stage.named_parameters():
+        expected = references[name].grad
+        assert (parameter.grad is None) == (expected is None), name
+        if exact and name not in summed and expected is not None:
+            assert torch.equal(parameter.grad, expected), name
+        elif expected is not None:
+            torch.testing.assert_close(parameter.grad, expected, rtol=1e-12, atol=atol)
+
+
+def trains_on(stage, plain, batches, loss_fn=sum_loss, *, exact=True):
+    """Train one step more, from no gradients, as one process does."""
+    stage.zero_grad()
+    plain.zero_grad()
+    train_step_pipeline(stage, batches, loss_fn=loss_fn)
+    accumulate(plain, batches, loss_fn)
+    require_same(stage, plain, exact=exact)

@@ -66,14 +66,6 @@ def test_no_way_is_better(costs, pp_size):
     assert ranges == min(ways, key=badness)
 
 
-@settings(deadline=None)
-@given(st.integers(1, 60), st.integers(1, 60))
-def test_equal_costs_are_a_count(num_layers, pp_size):
-    pp_size = min(pp_size, num_layers)
-    costs = [0, *[0.1] * num_layers, 0]
-    assert distribute_layers(num_layers, pp_size, costs) == distribute_layers(num_layers, pp_size)
-
-
 def test_eight_layers_on_three_stages():
     assert distribute_layers(8, 3) == [range(3), range(3, 6), range(6, 8)]
     assert distribute_layers(8, 3, [0, *[1] * 8, 4]) == [range(4), range(4, 7), range(7, 8)]

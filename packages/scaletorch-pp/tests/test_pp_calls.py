@@ -9,12 +9,12 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from one_process import build
+from one_process import accumulate, build, require_same, split, world
 from torch import nn
 from torch.nn.modules import module as hooks
 from torch.utils.checkpoint import checkpoint
 
-from scaletorch.dist import InvalidArgumentError, RankPool
+from scaletorch.dist import InvalidArgumentError, RankPool, all_gather_object
 from scaletorch.parallel.pipeline_parallel import PipelineParallel, StageError, train_step_pipeline
 
 WIDTH, ROWS, LENGTH = 6, 2, 3
@@ -197,25 +197,17 @@ def hooks_around(net):
     net.head.register_forward_pre_hook(shifted)
 
 
-HOOKS = {
-    "full backward": backward_hooks,
-    "backward pre": backward_pre_hooks,
-    "forward": forward_hooks,
-    "around": hooks_around,
-}
-KINDS = {
-    "own call": of(OwnCall),
-    "own call of forward": of(OwnForward),
-    "own call of checkpoint": of(Checkpointed),
-    "own call of reentrant": of(Reentrant),
-    "forward": Forwards,
-    "bound forwards": BoundForwards,
-    "bound calls": BoundCalls,
-    "field": Field,
-    "field of a linear layer": LinearField,
-    "field of norms": NormedField,
-    "padded field": PaddedField,
-}
+HOOKS = [backward_hooks, backward_pre_hooks, forward_hooks, hooks_around]
+KINDS = [
+    *map(of, (OwnCall, OwnForward, Checkpointed, Reentrant)),
+    Forwards,
+    BoundForwards,
+    BoundCalls,
+    Field,
+    LinearField,
+    NormedField,
+    PaddedField,
+]
 
 
 @contextmanager
@@ -235,7 +227,7 @@ def everywhere(kind):
 
 
 def squares(output, batch):
-    return (output - batch["wanted"]).square().sum()
+    return (output - batch["labels"]).square().sum()
 
 
 def batches_of(kind, count):
@@ -245,16 +237,14 @@ def batches_of(kind, count):
         ids = torch.randint(11, (ROWS, LENGTH), generator=generator)
         field = torch.randn(ROWS, LENGTH, 4, generator=generator, dtype=torch.float64)
         wanted = torch.randn(ROWS, LENGTH, 11, generator=generator, dtype=torch.float64)
-        found.append({"input_ids": field if issubclass(kind, Field) else ids, "wanted": wanted})
+        found.append({"input_ids": field if issubclass(kind, Field) else ids, "labels": wanted})
     return found
 
 
 def compared(kind, schedule, count, register=None, within=None):
     """Return the largest relative error of a gradient or the loss in two steps."""
     plain = build(kind)
-    stage = PipelineParallel(
-        copy.deepcopy(plain), group=torch.distributed.group.WORLD, schedule=schedule
-    )
+    stage = split(plain, schedule)
     if register is not None:
         register(plain)
         own = nn.Module()
@@ -262,21 +252,14 @@ def compared(kind, schedule, count, register=None, within=None):
         own.embed, own.head = stage.module.embed, stage.module.head
         register(own)
     batches, worst = batches_of(kind, count), 0.0
-    called = [{"input_ids": batch["input_ids"], "labels": batch["wanted"]} for batch in batches]
     with within(Layer) if within else nullcontext():
         for _ in range(2):
             plain.zero_grad()
             stage.zero_grad()
-            expected = 0.0
-            for batch in batches:
-                loss = squares(plain(batch["input_ids"]), batch)
-                loss.backward()
-                expected += loss.item()
-            total = train_step_pipeline(
-                stage, called, loss_fn=lambda out, b: (out - b["labels"]).square().sum()
-            )
+            expected = accumulate(plain, batches, squares)
+            total = train_step_pipeline(stage, batches, loss_fn=squares)
             if stage.is_last_stage:
-                worst = max(worst, abs(total.item() / expected - 1))
+                worst = max(worst, abs(total.item() / expected.item() - 1))
             references = dict(plain.named_parameters())
             for name, parameter in stage.named_parameters():
                 want = references[name].grad
@@ -284,16 +267,18 @@ def compared(kind, schedule, count, register=None, within=None):
     return worst
 
 
-def all_cases(schedules, counts):
+def all_cases(schedules=None):
+    """Compare each kind of layer, and each kind of hooks, on schedules; None is a pair of all six.
+
+    Of a pair one runs backwards whole, and one in two parts.
+    """
     warnings.simplefilter("ignore")  # torch's, of reentrant checkpoints without gradients
+    cases = [*((kind, None, None) for kind in KINDS), *((Net, hooks, None) for hooks in HOOKS)]
     found = {}
-    for schedule in schedules:
-        for count in counts:
-            for name, kind in KINDS.items():
-                found[schedule, count, name] = compared(kind, schedule, count)
-            for name, register in HOOKS.items():
-                found[schedule, count, name] = compared(Net, schedule, count, register)
-            found[schedule, count, "global"] = compared(Net, schedule, count, within=everywhere)
+    for index, (kind, register, within) in enumerate([*cases, (Net, None, everywhere)]):
+        for place, schedule in enumerate(schedules or SCHEDULES[index % 3 :: 3]):
+            case = kind.__name__, register, within, schedule
+            found[str(case)] = compared(kind, schedule, 2 + 2 * place, register, within)
     return found
 
 
@@ -355,65 +340,63 @@ class Frozen(Net):
             parameter.requires_grad_(name.startswith(("layers.6", "layers.7", "head")))
 
 
+def ids_of(count):
+    return [{"input_ids": torch.arange(6)[None] + at} for at in range(count)]
+
+
+def squared(output, batch):
+    return output.square().sum()
+
+
+def refused(stage, text, loss_fn=squared):
+    with pytest.raises((InvalidArgumentError, StageError), match=text):
+        train_step_pipeline(stage, ids_of(3), loss_fn=loss_fn)
+
+
 def lost_and_not(schedule):
     """Gradients that a later stage does not give back are missed; zeros, or none, are not."""
-    world, squared = torch.distributed.group.WORLD, lambda out, b: out.square().sum()
     for kind in (Tuples, ZeroHead, Frozen):
         plain = build(kind)
-        stage = PipelineParallel(copy.deepcopy(plain), group=world, schedule=schedule)
-        batches = [{"input_ids": torch.arange(6)[None] + at} for at in range(3)]
-        train_step_pipeline(stage, batches, loss_fn=squared)
-        for batch in batches:
-            squared(plain(batch["input_ids"]), batch).backward()
-        references = dict(plain.named_parameters())
-        for name, parameter in stage.named_parameters():
-            expected = references[name].grad
-            assert (parameter.grad is None) == (expected is None)
-            if expected is not None:
-                torch.testing.assert_close(parameter.grad, expected, rtol=1e-12, atol=1e-14)
+        stage = split(plain, schedule)
+        train_step_pipeline(stage, ids_of(3), loss_fn=squared)
+        accumulate(plain, ids_of(3), squared)
+        require_same(stage, plain)
 
     def some(out, batch):  # whose first micro-batch has no token that counts
         first = not int(batch["input_ids"][0, 0])
         return torch.zeros((), requires_grad=True) if first else out.square().sum()
 
-    train_step_pipeline(PipelineParallel(build(Net), group=world, schedule=schedule), batches,
-                        loss_fn=some)  # fmt: skip
+    train_step_pipeline(split(build(Net), schedule), ids_of(3), loss_fn=some)
     for kind in (of(Lost), Detached):
-        stage = PipelineParallel(build(kind), group=world, schedule=schedule)
-        with pytest.raises((InvalidArgumentError, StageError), match=GIVES_NOTHING):
-            train_step_pipeline(stage, batches, loss_fn=squared)
+        refused(split(build(kind), schedule), GIVES_NOTHING)
 
 
 GIVES_NOTHING = r"(?s)stage \d gives no gradient back to stage \d, whose.*requires_grad_\(False\)"
 
 
+def widened(output, batch):
+    return squared(output.double(), batch)
+
+
 def losses_of_one_dtype(schedule):
     """Parameters of stages differ in dtype; the loss has that of one process, on all ranks."""
-    world = torch.distributed.group.WORLD
     for dtype in (torch.float64, torch.bfloat16, torch.complex64):
         model = build(Net).float()
         if dtype.is_complex:
-            model = nn.Sequential()
-            model = build(Net).float()
             model.embed.turn = nn.Parameter(torch.randn(WIDTH, dtype=dtype))
             model.embed.register_forward_hook(lambda module, args, out: (out * module.turn).real)
         else:
             model.embed.to(dtype).register_forward_hook(lambda module, args, out: out.float())
-        stage = PipelineParallel(model, group=world, schedule=schedule)
-        batches = [{"input_ids": torch.arange(6)[None]} for _ in range(2)]
+        stage = PipelineParallel(model, group=world(), schedule=schedule)  # hooks stay its own
         for wide in (False, True):
-            loss = train_step_pipeline(
-                stage,
-                batches,
-                loss_fn=lambda out, b, wide=wide: (out.double() if wide else out).square().sum(),
-            )
+            loss = train_step_pipeline(stage, ids_of(2), loss_fn=widened if wide else squared)
             assert loss.dtype == (torch.float64 if wide else torch.float32)
 
 
 def copies_are_plain():
-    stage = PipelineParallel(build(of(OwnCall)), group=torch.distributed.group.WORLD)
+    stage = split(build(of(OwnCall)))
     names = [name for name, _ in stage.named_parameters()]
-    train_step_pipeline(stage, [{"input_ids": torch.arange(6)[None]}], loss_fn=lambda o, b: o.sum())
+    train_step_pipeline(stage, ids_of(1), loss_fn=squared)
     assert [*stage.state_dict()] == names == [name for name, _ in stage.named_parameters()]
     for name in stage.placement.stages[stage.stages[0]]:
         layer = stage.module.get_submodule(name)
@@ -444,13 +427,12 @@ def scripted():
     return torch.jit.script(nn.Linear(WIDTH, WIDTH))
 
 
-def layers_that_cannot_be_followed_are_refused():
+def what_cannot_be_followed_is_refused():
     for kind in (of(Sealed), type("Net", (Net,), {"layer": staticmethod(scripted)})):
-        stage = PipelineParallel(build(kind), group=torch.distributed.group.WORLD)
-        with pytest.raises((InvalidArgumentError, StageError), match=r"have an nn\.Module around"):
-            train_step_pipeline(
-                stage, [{"input_ids": torch.arange(6)[None]}], loss_fn=lambda o, b: o.sum()
-            )
+        stage = PipelineParallel(build(kind), group=world())
+        refused(stage, r"have an nn\.Module around")
+    beside = split(build(Answers))
+    refused(beside, "the model returns a tensor that", lambda o, b: o.logits.sum() + o.beside)
 
 
 class Inner(nn.Module):
@@ -473,6 +455,43 @@ class Nested(Net):
         return self.head(self.layers(self.embed(input_ids)))
 
 
+def watched(net):
+    """Return the gradients that hooks around all layers see, by where they are."""
+    seen = {"whole": [], "body": [], "before": [], "behind": []}
+
+    def before(module, args):
+        args[0].register_hook(seen["before"].append)
+
+    def behind(module, args, output):
+        output.register_hook(seen["behind"].append)
+
+    net.register_full_backward_hook(lambda module, into, out: seen["whole"].append(out[0]))
+    net.layers.register_full_backward_pre_hook(lambda module, out: seen["body"].append(out[0]))
+    net.layers.register_forward_pre_hook(before)
+    net.layers.register_forward_hook(behind)
+    return seen
+
+
+def hooks_around_stages(schedule):
+    """What hooks see of a module on several stages they see once, on one rank; or are refused."""
+    warnings.simplefilter("ignore")  # torch's, of full backward hooks whose input has no gradient
+    plain = build(Nested)
+    stage = split(plain, schedule)
+    expected, seen = watched(plain), watched(stage.module)
+    for _ in range(2):
+        train_step_pipeline(stage, ids_of(3), loss_fn=squared)
+        accumulate(plain, ids_of(3), squared)
+    ranks = all_gather_object(seen)
+    for where, gradients in expected.items():
+        found = [gradient for rank in ranks for gradient in rank[where]]
+        assert all(not rank[where] or len(rank[where]) == len(found) for rank in ranks), where
+        torch.testing.assert_close(found, gradients, rtol=1e-12, atol=1e-14)
+    handle = stage.module.layers.register_full_backward_hook(lambda module, into, out: None)
+    refused(stage, r"layers \(Inner\) has a full backward hook")
+    handle.remove()
+    train_step_pipeline(stage, ids_of(3), loss_fn=squared)
+
+
 class Answers(Net):
     def forward(self, input_ids):
         x = self.embed(input_ids)
@@ -482,45 +501,20 @@ class Answers(Net):
         return types.SimpleNamespace(logits=self.head(x), beside=beside)
 
 
-def what_no_stage_has_is_refused(schedule):
-    world, batches = torch.distributed.group.WORLD, [{"input_ids": torch.arange(6)[None]}]
-
-    def step(kind, register=None, loss_fn=lambda o, b: o.sum()):
-        model = build(kind)
-        if register is not None:
-            register(model)
-        stage = PipelineParallel(model, group=world, schedule=schedule)
-        return train_step_pipeline(stage, batches, loss_fn=loss_fn)
-
-    with pytest.raises((InvalidArgumentError, StageError), match="the model returns a tensor that"):
-        step(Answers, loss_fn=lambda o, b: o.logits.sum() + o.beside)
-
-
-def compiled_whole_is_refused():
-    stage = PipelineParallel(build(Forwards), group=torch.distributed.group.WORLD)
-    stage.module.compile(backend="eager")
-    with pytest.raises((InvalidArgumentError, StageError), match=r"calls forward of its la"):
-        train_step_pipeline(
-            stage, [{"input_ids": torch.arange(6)[None]}], loss_fn=lambda o, b: o.sum()
-        )
-
-
 def test_layers_are_called_as_in_one_process():
     with RankPool(2, timeout=200) as pool:
-        for count, schedules in ((2, SCHEDULES[::2]), (4, SCHEDULES[1::2])):
-            require_right(pool.run(all_cases, schedules, (count,)))
+        require_right(pool.run(all_cases))
         for schedule in ("1f1b", "zb_h1", "zb_v"):
             pool.run(lost_and_not, schedule)
             pool.run(losses_of_one_dtype, schedule)
-        pool.run(what_no_stage_has_is_refused, "1f1b")
+            pool.run(hooks_around_stages, schedule)
         pool.run(copies_are_plain)
-        pool.run(layers_that_cannot_be_followed_are_refused)
-        pool.run(compiled_whole_is_refused)
+        pool.run(what_cannot_be_followed_is_refused)
 
 
 def test_layers_are_called_as_in_one_process_on_four_ranks():
     with RankPool(4, timeout=200) as pool:
-        require_right(pool.run(all_cases, ("1f1b",), (4,)))
+        require_right(pool.run(all_cases, ("1f1b",)))
 
 
 def require_right(ranks):

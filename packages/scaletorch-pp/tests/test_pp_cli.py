@@ -54,37 +54,18 @@ def test_chunks(capsys):
     assert "F0.2" in capsys.readouterr().out
 
 
-def test_files(capsys, tmp_path):
-    trace, table = (tmp_path / f"mine.{end}" for end in ("json", "csv"))
-    written = ["--trace", trace, "--csv", table]
-    assert main([*SMALL, *map(str, written)]) == 0
+def test_a_trace(capsys, tmp_path):
+    trace = tmp_path / "mine.json"
+    assert main([*SMALL, "--trace", str(trace)]) == 0
     assert len([e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]) == 8
-    assert main(["--file", str(table)]) == 0
-    out = capsys.readouterr().out
-    assert out == PICTURE + PICTURE.replace("1f1b", "mine")
-
-
-def test_a_schedule_that_never_ends(capsys, tmp_path):
-    (tmp_path / "mine.csv").write_text("0,F0,F1,B1,B0\n1,F0,B0,F1,B1\n")
-    assert main(["--file", str(tmp_path / "mine.csv")]) == 0
-    capsys.readouterr()
-    (tmp_path / "mine.csv").write_text("0,F0,B0,F1,B1\n1,F0,F1,B0,B1\n")
-    picture = tmp_path / "mine.json"
-    assert main(["--file", str(tmp_path / "mine.csv"), "--trace", str(picture)]) == 2
-    streams = capsys.readouterr()
-    assert streams.out == ""
-    assert "schedule 'mine' would never end" in streams.err
-    assert not picture.exists()
+    assert capsys.readouterr().out == PICTURE
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--schedule", "1f1b", "--stages", "2"], "1f1b needs --stages and --micro-batches"),
         ([*SMALL, "--chunks", "2"], "--chunks is for interleaved_1f1b, looped_bfs"),
         ([*SMALL, "--forward", "0"], "costs of actions and factors of stages must be positive"),
-        (["--file", "a.csv", "--stages", "2"], "--file says its own sizes: leave out --stages"),
-        (["--file", "nowhere.csv"], "No such file or directory: 'nowhere.csv'"),
         ([*SMALL, "--trace", "nowhere/a.json"], "No such file or directory: 'nowhere/a.json'"),
         ([*SMALL, "--stages", "0"], "at least 1 rank and 1 micro-batch"),
     ],
@@ -97,11 +78,18 @@ def test_wrong_arguments(arguments, said, capsys):
     assert said in streams.err
 
 
-def test_a_schedule_that_is_not_there(capsys):
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--schedule", "gpipe"], "invalid choice: 'gpipe'"),
+        (SMALL[:4], "required: --micro-batches"),
+    ],
+)
+def test_what_the_parser_refuses(arguments, said, capsys):
     with pytest.raises(SystemExit) as caught:
-        main(["--schedule", "gpipe"])
+        main(arguments)
     assert caught.value.code == 2
-    assert "invalid choice: 'gpipe'" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_without_torch(tmp_path):
@@ -110,11 +98,11 @@ def test_without_torch(tmp_path):
         "from scaletorch.parallel.pipeline_parallel.__main__ import main\n"
         "sys.exit(main(sys.argv[1:]))"
     )
-    words = "--schedule zb_v --stages 2 --micro-batches 4 --csv p.csv --trace p.json"
+    words = "--schedule zb_v --stages 2 --micro-batches 4 --trace p.json"
     done = subprocess.run(
         [sys.executable, "-c", program, *words.split()], cwd=tmp_path,
         capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert "zb_v: makespan" in done.stdout
-    assert {each.name for each in tmp_path.iterdir()} == {"p.csv", "p.json"}
+    assert {each.name for each in tmp_path.iterdir()} == {"p.json"}

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from one_process import world
 from torch import nn
 
 from scaletorch.dist import InvalidArgumentError, MismatchError, RankFailedError, StateError
@@ -41,10 +42,6 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def world():
-    return torch.distributed.group.WORLD
-
-
 def rank():
     return torch.distributed.get_rank()
 
@@ -61,50 +58,32 @@ def step(model, batches=None, shape=SHAPE, dtype=torch.float32, schedule=None, *
 
 
 @distributed_test(world_size=2)
-def test_different_models():
-    model = Net()
+def test_models_and_splits_that_differ():
+    smaller, tied = Net(), Net()
     if rank() == 1:
-        model.layers[2] = nn.Linear(4, 4, bias=False)
+        smaller.layers[2] = nn.Linear(4, 4, bias=False)
+        tied.head.weight = tied.embed.weight
     text = r"disagree on the model .*\nrank 1 \(\+\), rank 0 \(-\):\n  - parameter layers.2.bias of"
     with pytest.raises(MismatchError, match=text):
-        PipelineParallel(model, group=world())
-
-
-@distributed_test(world_size=2)
-def test_a_tie_on_one_rank_only():
-    model = Net()
-    if rank() == 1:
-        model.head.weight = model.embed.weight
+        PipelineParallel(smaller, group=world())
     with pytest.raises(MismatchError, match=r"\n  \+ parameter head.weight .* tied to embed"):
-        PipelineParallel(model, group=world())
-
-
-@distributed_test(world_size=3)
-def test_different_splits():
-    last = ("head",) if rank() < 2 else ()
-    first = ("embed",) if rank() < 2 else ("embed", "head")
-    with pytest.raises(MismatchError, match=r"(?s)rank 2 \(\+\).*- Split\(first=\('embed',\), "):
-        PipelineParallel(Net(), Split(first, "layers", last), world())
-
-
-@distributed_test(world_size=2)
-def test_a_split_that_fits_on_one_rank_only():
+        PipelineParallel(tied, group=world())
     names = ("embed", "embedding")[rank()]
     kinds = (MismatchError, InvalidArgumentError)
     with pytest.raises(kinds[rank()], match="Split names 'embedding', which the model"):
         PipelineParallel(Net(), Split((names,), "layers", ("head",)), world())
+    with pytest.raises(StateError, match="pass group="):
+        PipelineParallel(Net())
 
 
 @distributed_test(world_size=3)
-def test_more_stages_than_layers():
+def test_the_rank_that_differs_and_more_stages_than_layers():
+    last = ("head",) if rank() < 2 else ()
+    first = ("embed",) if rank() < 2 else ("embed", "head")
+    with pytest.raises(MismatchError, match=r"(?s)rank 2 \(\+\).*- Split\(first=\('embed',\), "):
+        PipelineParallel(Net(), Split(first, "layers", last), world())
     with pytest.raises(InvalidArgumentError, match=r"2 layers .* 3 stages: .* from 1 to 2"):
         PipelineParallel(Net(num_layers=2), group=world())
-
-
-@distributed_test(world_size=2)
-def test_several_ranks_need_a_group():
-    with pytest.raises(StateError, match="pass group="):
-        PipelineParallel(Net())
 
 
 @distributed_test(world_size=2)
@@ -131,6 +110,16 @@ def test_stages_that_disagree_about_a_step():
     for options, text in cases:
         with pytest.raises(MismatchError, match=text):
             step(stage, **options)
+    alone = [torch.distributed.new_group([r]) for r in range(2)][rank()]
+    with pytest.raises(InvalidArgumentError, match=r"are ranks \(0, 1\) and .* has ranks \(\d,\)"):
+        step(stage, group=alone)
+    with pytest.raises((MismatchError, OSError)[rank()], match="disk on fire"):
+        step(stage, failing_loader())
+    unlabelled = [{"input_ids": batch["input_ids"]} for batch in make_batches()]
+    bad = [*make_batches(1), {**make_batches(1)[0], "labels": None}]
+    for batches, text in ((unlabelled, "has no labels, only"), (bad, r"\[B, L\], got NoneType")):
+        with pytest.raises((MismatchError, InvalidArgumentError)[rank()], match=text):
+            step(stage, batches)
     step(stage)  # nothing is left over from the failed ones
 
 
@@ -139,16 +128,6 @@ def failing_loader():
     if rank() == 1:
         raise OSError("disk on fire")
     yield make_batches(1)[0]
-
-
-@distributed_test(world_size=2)
-def test_a_stage_that_cannot_begin_is_known_on_all():
-    stage = PipelineParallel(Net(), group=world())
-    with pytest.raises((MismatchError, OSError)[rank()], match="disk on fire"):
-        step(stage, failing_loader())
-    unlabelled = [{"input_ids": batch["input_ids"]} for batch in make_batches()]
-    with pytest.raises((MismatchError, InvalidArgumentError)[rank()], match="has no labels, only"):
-        step(stage, unlabelled)
 
 
 @pytest.mark.parametrize(
@@ -179,26 +158,13 @@ def test_models_that_are_no_pipeline():
         step(PipelineParallel(Net()))
 
 
-@distributed_test(world_size=2)
-def test_a_group_of_other_stages():
-    stage = PipelineParallel(Net(), group=world())
-    alone = [torch.distributed.new_group([r]) for r in range(2)][rank()]
-    with pytest.raises(InvalidArgumentError, match=r"are ranks \(0, 1\) and .* has ranks \(\d,\)"):
-        step(stage, group=alone)
-
-
 @pytest.mark.parametrize(
-    "inputs",
-    [
-        MicroBatches([], torch.device("cpu"), (2, 3, 5), None),
-        MicroBatches([], torch.device("cpu"), None, torch.float64),
-        MicroBatches([], torch.device("meta"), SHAPE, torch.float32),
-    ],
+    ("device", "announced"), [("cpu", (None, torch.float64)), ("meta", (SHAPE, torch.float32))]
 )
-def test_outputs_that_the_next_stage_does_not_expect(inputs):
+def test_outputs_that_the_next_stage_does_not_expect(device, announced):
     text = r"next stage expects .* has shape \(2, 3, 4\), torch\.float32, on cpu; pass"
     with pytest.raises(InvalidArgumentError, match=text):
-        inputs.checked(torch.zeros(SHAPE))
+        MicroBatches([], torch.device(device), *announced).checked(torch.zeros(SHAPE))
 
 
 def expects_another_shape():

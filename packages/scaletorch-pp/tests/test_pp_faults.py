@@ -1,16 +1,12 @@
 """A stage that raises: every rank raises and says why, and the model trains on."""
 
-import copy
-
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
+from one_process import Layer, Net, build, split, sum_loss, token_batches, trains_on, world
 
 from scaletorch.dist import MismatchError
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pipeline_parallel import (
-    PipelineParallel,
     StageError,
     pipeline_forward,
     train_step_pipeline,
@@ -49,43 +45,21 @@ class Trapped(torch.autograd.Function):
         return gradient, None
 
 
-class Layer(nn.Linear):
+class Trapping(Layer):
     def __init__(self):
-        super().__init__(4, 4)
+        super().__init__()
         self.trap = Trap()
 
     def forward(self, x):
-        return Trapped.apply(super().forward(x).tanh(), self.trap)
+        return Trapped.apply(super().forward(x), self.trap)
 
 
-class Net(nn.Module):
-    def __init__(self, num_layers=8):
-        super().__init__()
-        self.embed = nn.Embedding(4, 4)
-        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
-        self.head = nn.Linear(4, 4)
-
-    def forward(self, input_ids):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+class TrappedNet(Net):
+    layer = Trapping
 
 
-def make(**options):
-    torch.manual_seed(0)
-    plain = Net(**options).double()
-    return plain, copy.deepcopy(plain)
-
-
-def make_batches(count=COUNT, length=3):
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(4, (count, 2, 2, length), generator=generator)
-    return [{"input_ids": ids, "labels": labels} for ids, labels in tokens]
-
-
-def sum_loss(output, batch):
-    return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+def make_batches(length=3):
+    return token_batches(COUNT, length=length)
 
 
 def failing_loss(output, batch):
@@ -94,19 +68,7 @@ def failing_loss(output, batch):
 
 def own_layer(stage):
     """The first layer that is here."""
-    return next(layer for layer in stage.module.layers if isinstance(layer, Layer))
-
-
-def trains_on(stage, plain, batches):
-    """Train one step, as one process does."""
-    stage.zero_grad()
-    plain.zero_grad()
-    train_step_pipeline(stage, batches, loss_fn=sum_loss)
-    for batch in batches:
-        sum_loss(plain(batch["input_ids"]), batch).backward()
-    references = dict(plain.named_parameters())
-    for name, parameter in stage.named_parameters():
-        assert torch.equal(parameter.grad, references[name].grad), name
+    return next(layer for layer in stage.module.layers if isinstance(layer, Trapping))
 
 
 def fail(stage, guilty, batches, loss_fn=sum_loss, text="boom in"):
@@ -122,13 +84,12 @@ def fail(stage, guilty, batches, loss_fn=sum_loss, text="boom in"):
 
 
 def failures(schedule):
-    world = torch.distributed.group.WORLD
-    plain, model = make()
-    stage = PipelineParallel(model, group=world, schedule=schedule)
+    plain, size = build(TrappedNet), world().size()
+    stage = split(plain, schedule)
     last = next(r for r, own in enumerate(stage.all_stages) if stage.num_stages - 1 in own)
     trap = own_layer(stage).trap
     lengths = iter(range(2, 99))  # of which the form is known to nobody
-    for guilty in [(0,), (1,), (world.size() - 1,), (0, world.size() - 1)]:
+    for guilty in [(0,), (1,), (size - 1,), (0, size - 1)]:
         for kind, after in [("forward", 0), ("forward", COUNT - 1), ("backward", COUNT - 1)]:
             for batches in make_batches(length=next(lengths)), make_batches():
                 if stage.rank in guilty:
@@ -167,10 +128,9 @@ def test_every_rank_raises_and_trains_on(world_size, schedule):
 
 @distributed_test(world_size=3)
 def test_a_failure_in_the_very_last_action():
-    plain, model = make()
+    plain = build(TrappedNet)
     for schedule in ("1f1b", "zb_h1"):
-        stage = PipelineParallel(copy.deepcopy(model), group=torch.distributed.group.WORLD,
-                                 schedule=schedule)  # fmt: skip
+        stage = split(plain, schedule)
         bias = stage.module.embed.weight if stage.is_first_stage else own_layer(stage).bias
         seen = []
 
@@ -194,8 +154,8 @@ class Odd(Exception):
 
 @distributed_test(world_size=2)
 def test_errors_whose_text_cannot_be_sent():
-    plain, model = make()
-    stage = PipelineParallel(model, group=torch.distributed.group.WORLD)
+    plain = build(TrappedNet)
+    stage = split(plain)
     own_layer(stage).trap.spring("forward" if stage.rank == 0 else None, error=Odd)
     kind, text = ((Odd, "boom"), (StageError, r"boom \\udcff"))[stage.rank]
     with pytest.raises(kind, match=text):
@@ -207,8 +167,8 @@ def test_errors_whose_text_cannot_be_sent():
 @distributed_test(world_size=2)
 def test_what_follows_from_a_failure_says_so():
     """Zeros come from a rank that has failed; what they break elsewhere names it."""
-    plain, model = make()
-    stage = PipelineParallel(model, group=torch.distributed.group.WORLD)
+    plain = build(TrappedNet)
+    stage = split(plain)
     trains_on(stage, plain, make_batches())
 
     def loss_fn(output, batch):
@@ -229,8 +189,8 @@ def test_what_follows_from_a_failure_says_so():
 
 @distributed_test(world_size=3)
 def test_a_loader_that_ends_early():
-    plain, model = make()
-    stage = PipelineParallel(model, group=torch.distributed.group.WORLD, schedule="zb_v")
+    plain = build(TrappedNet)
+    stage = split(plain, "zb_v")
     short = make_batches()[: COUNT - (stage.rank == 1)]
     with pytest.raises(MismatchError, match=r"(?s)rank 1 .*- 6 micro-batches.*\+ 5 micro"):
         train_step_pipeline(stage, iter(short), loss_fn=sum_loss)

@@ -1,14 +1,12 @@
 """Layers that run in a loop, on a stage that is named; what is frozen and named nowhere."""
 
-import copy
-
 import pytest
 import torch
-from one_process import build, serial
+from one_process import build, require_same, serial, split
 from torch import nn
 
 from scaletorch.dist import InvalidArgumentError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pipeline_parallel import (
     PipelineParallel,
     Split,
@@ -106,54 +104,46 @@ def make_batches():
     return batches
 
 
-def as_one_process(kind, schedule="1f1b", split=None):
+def as_one_process(cases):
     """Two steps: the first one's forwards are examined, the second one's are not."""
-    plain, group = build(kind), torch.distributed.group.WORLD
-    stage = PipelineParallel(copy.deepcopy(plain), split, group=group, schedule=schedule)
-    for _ in range(2):
-        expected = serial(plain, make_batches())
-        train_step_pipeline(stage, make_batches())
-        found = {n: p.grad for n, p in stage.named_parameters() if p.requires_grad}
-        assert any("layers" in name for name in found)
-        for name, gradient in found.items():
-            assert gradient.count_nonzero(), name
-            torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-15)
-    with torch.no_grad():
-        outputs = [plain(batch["input_ids"]) for batch in make_batches()]
-    for output, found in zip(
-        outputs, pipeline_forward(stage, make_batches(), everywhere=True), strict=True
-    ):
-        torch.testing.assert_close(found, output, rtol=1e-12, atol=1e-14)
+    for kind, points in cases:
+        plain = build(kind)
+        stage = split(plain, points=points)
+        for _ in range(2):
+            serial(plain, make_batches())
+            train_step_pipeline(stage, make_batches())
+            trained = [name for name, p in stage.named_parameters() if p.requires_grad]
+            assert any("layers" in name for name in trained)
+            assert all(p.grad.count_nonzero() for p in stage.parameters() if p.requires_grad)
+            require_same(stage, plain, atol=1e-15)
+        with torch.no_grad():
+            outputs = [plain(batch["input_ids"]) for batch in make_batches()]
+        found = pipeline_forward(stage, make_batches(), everywhere=True)
+        torch.testing.assert_close(found, outputs, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("points", [("layers.3",), ("layers.1",), ("layers.1", "layers.3")])
-@pytest.mark.parametrize("kind", [Looped, OfLength])
-def test_a_stage_may_begin_behind_a_loop_and_before_it(kind, points):
-    run_ranks(as_one_process, len(points) + 1, kind, "1f1b", Split(points=points))
+def test_a_stage_may_begin_behind_a_loop_and_before_it(points):
+    cases = [(kind, Split(points=points)) for kind in (Looped, OfLength)]
+    run_ranks(as_one_process, len(points) + 1, cases)
 
 
-def refused(kind, text, split=None):
-    stage = PipelineParallel(build(kind), split, group=torch.distributed.group.WORLD)
-    with pytest.raises((InvalidArgumentError, StageError), match=text):
-        train_step_pipeline(stage, make_batches())
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "split"),
-    [
-        (Looped, "comes back to it after modules of stage 1: .* or use no pipe", "layers.2"),
-        (OfReversible, "in an autograd function that computes their gradients itself", "layers.2"),
-    ],
-)
-def test_what_no_stage_can_do_alone_is_refused(kind, text, split):
-    run_ranks(refused, 2, kind, text, Split(points=(split,)))
+@distributed_test(world_size=2)
+def test_what_no_stage_can_do_alone_is_refused():
+    for kind, text in (
+        (Looped, "comes back to it after modules of stage 1: .* or use no pipe"),
+        (OfReversible, "in an autograd function that computes their gradients itself"),
+    ):
+        stage = split(build(kind), points=Split(points=("layers.2",)))
+        with pytest.raises((InvalidArgumentError, StageError), match=text):
+            train_step_pipeline(stage, make_batches())
 
 
 def test_what_is_frozen_and_named_nowhere_stays_on_every_stage():
     """And so its values are there, for code that reads them."""
-    split = Split(first="embed", layers="layers", last=("others", "head"))
-    run_ranks(as_one_process, 2, Patched, "1f1b", split)
+    described = Split(first="embed", layers="layers", last=("others", "head"))
+    run_ranks(as_one_process, 2, [(Patched, described)])
     trained = Patched()
     trained.patcher.requires_grad_(True)
     with pytest.raises(InvalidArgumentError, match="that Split does not name: patcher"):
-        PipelineParallel(trained, split)
+        PipelineParallel(trained, described)

@@ -1,11 +1,22 @@
-"""Schedules of all kinds with all else that a pipeline does: wrappers, ties, forwards, records."""
+"""Schedules of all kinds with all else that a pipeline does: wrappers, ties, forwards, profiles."""
 
-import copy
 import random
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
+from one_process import (
+    Net,
+    accumulate,
+    build,
+    require_same,
+    split,
+    sum_loss,
+    token_batches,
+    world,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,11 +28,8 @@ from scaletorch.parallel.pipeline_parallel import (
     PipelineParallel,
     ScheduleError,
     check,
-    from_csv,
     interleaved_1f1b,
     pipeline_forward,
-    recording,
-    to_csv,
     train_step_pipeline,
     train_step_pipeline_1f1b,
     zb_h1,
@@ -45,21 +53,13 @@ class Layer(nn.Module):
         return checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
 
 
-class Net(nn.Module):
-    def __init__(self, num_layers=8, recompute=False, thrice=False):
+class Stack(Net):
+    def __init__(self, recompute=False, thrice=False):
         super().__init__()
-        self.embed = nn.Embedding(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Layer(recompute) for _ in range(num_layers))
-        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.layers = nn.ModuleList(Layer(recompute) for _ in range(8))
         if thrice:  # in the embedding, in layers of the middle and in the head
             for linear in (self.head, self.layers[1].linear, self.layers[4].linear):
                 linear.weight = self.embed.weight
-
-    def forward(self, input_ids):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
 
 
 class Wrapper(ModuleWrapper):
@@ -78,39 +78,33 @@ class Wrapper(ModuleWrapper):
         return self.module.backward(*args)
 
 
-def make(**options):
-    torch.manual_seed(0)
-    plain = Net(**options).double()
-    return plain, copy.deepcopy(plain)
-
-
 def make_batches(count=COUNT):
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(WIDTH, (count, 2, 2, 3), generator=generator)
-    return [{"input_ids": ids, "labels": labels} for ids, labels in tokens]
-
-
-def sum_loss(output, batch):
-    return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-
-
-def world():
-    return torch.distributed.group.WORLD
+    return token_batches(count)
 
 
 def train_and_compare(model, plain):
     """Train a step more, and compare gradients with those of one process that does so too."""
     train_step_pipeline(model, make_batches(), loss_fn=sum_loss)
-    for batch in make_batches():
-        sum_loss(plain(batch["input_ids"]), batch).backward()
-    references = dict(plain.named_parameters(remove_duplicate=False))
-    for name, parameter in model.named_parameters():
-        assert torch.allclose(parameter.grad, references[name].grad, rtol=1e-12, atol=1e-14), name
+    accumulate(plain, make_batches())
+    require_same(model, plain)
+
+
+@contextmanager
+def noted_actions():
+    """Note the ranges that a profiler would show."""
+    noted = []
+
+    def note(name):
+        noted.append(name)
+        return nullcontext()
+
+    with patch.object(torch.profiler, "record_function", note):
+        yield noted
 
 
 def all_at_once(name):
-    plain, model = make(recompute=True, thrice=True)
-    wrapper = Wrapper(PipelineParallel(model, group=world(), schedule=name))
+    plain = build(Stack, recompute=True, thrice=True)
+    wrapper = Wrapper(split(plain, name))
     pipeline = wrapper.module
     for _ in range(2):
         train_and_compare(wrapper, plain)
@@ -118,11 +112,11 @@ def all_at_once(name):
     parts = sum(action.kind != "F" for action in schedule.ranks[pipeline.rank])
     assert wrapper.seen == 2 * [*[False] * (parts - 1), True]
     wrapper.require_backward_grad_sync = False
-    with recording(wrapper) as recorder:
+    with noted_actions() as actions:
         train_step_pipeline(wrapper, make_batches(), loss_fn=sum_loss)
     assert wrapper.seen[2 * parts :] == [False] * parts
-    spans = [s.action for s in recorder.timeline().spans if s.rank == pipeline.rank]
-    assert tuple(spans) == schedule.ranks[pipeline.rank]
+    own = schedule.ranks[pipeline.rank]
+    assert actions == [f"{a} of stage {pipeline.stages[a.chunk]}" for a in own]
     for everywhere in (False, True):
         outputs = pipeline_forward(wrapper, make_batches(), everywhere=everywhere)
         assert len(outputs) == (COUNT if everywhere or pipeline.is_last_stage else 0)
@@ -134,7 +128,7 @@ def all_at_once(name):
     ("name", "world_size"), [*((name, 2) for name in TRAINING), ("zb_v", 1),
                              ("interleaved_1f1b", 4), ("dualpipe_v", 3)],
 )  # fmt: skip
-def test_wrapped_recomputed_tied_and_recorded(name, world_size):
+def test_wrapped_recomputed_tied_and_profiled(name, world_size):
     run_ranks(all_at_once, world_size, name)
 
 
@@ -146,11 +140,7 @@ def shuffled(schedule, seed):
         actions = generator.choice(ranks)
         at = generator.randrange(len(actions) - 1)
         actions[at : at + 2] = reversed(actions[at : at + 2])
-        rows = [
-            ",".join([" ".join(map(str, stages)), *map(str, own)])
-            for stages, own in zip(schedule.stages, ranks, strict=True)
-        ]
-        candidate = from_csv("\n".join(rows), "mine")
+        candidate = replace(schedule, name="mine", ranks=tuple(map(tuple, ranks)))
         try:
             check(candidate)
         except ScheduleError:
@@ -159,20 +149,20 @@ def shuffled(schedule, seed):
     return schedule
 
 
-def from_a_file(build, seed):
-    plain, model = make()
-    mine = shuffled(build(world().size(), COUNT), seed)
-    assert mine.ranks != build(world().size(), COUNT).ranks
-    stage = PipelineParallel(model, group=world(), schedule=from_csv(to_csv(mine), "mine"))
+def of_ones_own(builder, seed):
+    plain = build(Stack)
+    mine = shuffled(builder(world().size(), COUNT), seed)
+    assert mine.ranks != builder(world().size(), COUNT).ranks
+    stage = split(plain, mine)
     for _ in range(2):
         train_and_compare(stage, plain)
     with pytest.raises(InvalidArgumentError, match="is for 4 ranks and 5 micro-batches, and"):
         train_step_pipeline(stage, make_batches(4), loss_fn=sum_loss)
 
 
-@pytest.mark.parametrize(("build", "seed"), [(zb_v, 0), (zb_v, 1), (interleaved_1f1b, 2)])
-def test_a_schedule_of_ones_own(build, seed):
-    run_ranks(from_a_file, 4, build, seed)
+@pytest.mark.parametrize(("builder", "seed"), [(zb_v, 0), (zb_v, 1), (interleaved_1f1b, 2)])
+def test_a_schedule_of_ones_own(builder, seed):
+    run_ranks(of_ones_own, 4, builder, seed)
 
 
 @distributed_test(world_size=2)
@@ -184,39 +174,27 @@ def test_schedules_that_do_not_fit():
         (zb_v(3, 4), "is for 3 ranks and 4 micro-batches, and"),
     ]:
         with pytest.raises(InvalidArgumentError, match=text):
-            PipelineParallel(make()[1], group=world(), schedule=schedule)
+            PipelineParallel(Stack(), group=world(), schedule=schedule)
     with pytest.raises(MismatchError, match=r"(?s)stages of each rank"):
-        PipelineParallel(make()[1], group=world(), schedule=("zb_v", "interleaved_1f1b")[rank])
-    stage = PipelineParallel(make()[1], group=world(), schedule=("1f1b", "zb_h1")[rank])
+        PipelineParallel(Stack(), group=world(), schedule=("zb_v", "interleaved_1f1b")[rank])
+    stage = PipelineParallel(Stack(), group=world(), schedule=("1f1b", "zb_h1")[rank])
     with pytest.raises(MismatchError, match=r"(?s)schedule '1f1b'.*schedule 'zb_h1'"):
         train_step_pipeline(stage, make_batches(), loss_fn=sum_loss)
-    stage = PipelineParallel(make()[1], group=world(), schedule="zb_v")
+    stage = PipelineParallel(Stack(), group=world(), schedule="zb_v")
     with pytest.raises(InvalidArgumentError, match=r"has stages \(\(0,\), \(1,\)\) on its"):
         train_step_pipeline_1f1b(stage, make_batches(), None, None, None, loss_fn=sum_loss)
     with pytest.raises(InvalidArgumentError, match="8 layers"):
-        PipelineParallel(make()[1], group=world(), schedule=lambda p, m: interleaved_1f1b(p, m, 5))
-
-
-@distributed_test(world_size=2)
-def test_labels_that_are_none():
-    plain, model = make()
-    stage = PipelineParallel(model, group=world())
-    kind = (MismatchError, InvalidArgumentError)[stage.rank]
-    with pytest.raises(
-        kind, match=r"labels of micro-batch 4 must be a tensor \[B, L\], got NoneType"
-    ):
-        train_step_pipeline(stage, [*make_batches(4), {**make_batches(1)[0], "labels": None}])
-    train_and_compare(stage, plain)
+        PipelineParallel(Stack(), group=world(), schedule=lambda p, m: interleaved_1f1b(p, m, 5))
 
 
 @distributed_test(world_size=2)
 def test_a_schedule_that_parts_some_backwards_only_with_many_micro_batches():
     """What a builder does with more micro-batches than were tried is done all the same."""
-    plain, model = make()
+    plain = build(Stack)
 
-    def build(num_ranks, num_micro_batches):
+    def builder(num_ranks, num_micro_batches):
         few = num_micro_batches > COUNT - 1 and num_micro_batches < 4 * num_ranks
         return (zb_h1 if few else SCHEDULES["1f1b"])(num_ranks, num_micro_batches)
 
-    stage = PipelineParallel(model, group=world(), schedule=build)
+    stage = split(plain, builder)
     train_and_compare(stage, plain)

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as c10d
-import torch.nn.functional as F
+from one_process import Net, build, split, sum_loss, token_batches, trains_on
 from torch import nn
 
 from scaletorch.dist import RankFailedError
@@ -18,7 +18,8 @@ from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.pg_manager import connecting
 from scaletorch.parallel.pipeline_parallel import (
     SCHEDULES,
-    PipelineParallel,
+    StageError,
+    pipeline_forward,
     train_step_pipeline,
 )
 from scaletorch.parallel.pipeline_parallel.runtime import posts, program
@@ -43,6 +44,10 @@ class Rendezvous:
 
     def __call__(self, sends=(), recvs=(), group=None, async_op=False):
         members = tuple(c10d.get_process_group_ranks(group))
+        for peers in ([peer for _, peer in sends], [peer for _, peer in recvs]):
+            # NCCL runs the second message to a rank after the first one from there, which may be
+            # an answer to the second.
+            assert len(peers) == len(set(peers))
         self.paths += [(members, peer, True) for _, peer in sends]
         self.paths += [(members, peer, False) for _, peer in recvs]
         come = [(c10d.irecv(t, peer, group, MESSAGE), peer) for t, peer in recvs]
@@ -70,43 +75,35 @@ class Rendezvous:
         return Done()
 
 
-class Layer(nn.Linear):
-    def forward(self, x):
-        return x + super().forward(x).tanh()
+class Layer(nn.Module):
+    """Passes on two tensors, which go to one rank by two messages."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, state):
+        x, y = state if isinstance(state, tuple) else (state, state * 2)
+        return x + self.one(y).tanh(), y + self.two(x).tanh()
 
 
-class Net(nn.Module):
+class Head(nn.Linear):
+    def forward(self, state):
+        return super().forward(state[0] + state[1])
+
+
+class TwoTensors(Net):
+    layer = Layer
+
     def __init__(self, tied):
         super().__init__()
-        self.embed = nn.Embedding(4, 4)
-        self.layers = nn.ModuleList(Layer(4, 4) for _ in range(8))
-        self.head = nn.Linear(4, 4, bias=False)
+        self.head = Head(4, 4, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, input_ids):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
 
-
-def summed(output, batch):
-    return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-
-
-def batches(count):
-    ids = torch.randint(4, (count, 2, 1, 3), generator=torch.Generator().manual_seed(count))
-    return [{"input_ids": x, "labels": y} for x, y in ids]
-
-
-def build(tied):
-    torch.manual_seed(0)
-    return Net(tied).double()
-
-
-def pipeline(schedule, tied):
-    return PipelineParallel(build(tied), group=c10d.group.WORLD, schedule=schedule)
+def failing(output, batch):
+    raise ZeroDivisionError("boom")
 
 
 def in_batches(exchange):
@@ -119,17 +116,16 @@ def in_batches(exchange):
 
 def train(exchange, schedule, tied):
     exchange.paths.clear()
-    stage = pipeline(schedule, tied)
+    plain = build(TwoTensors, tied)
+    stage = split(plain, schedule)
     connected = set(exchange.paths)
-    for count in range(1, 5):
-        plain = build(tied)
-        stage.zero_grad()
-        train_step_pipeline(stage, batches(count), loss_fn=summed)
-        for batch in batches(count):
-            summed(plain(batch["input_ids"]), batch).backward()
-        references = dict(plain.named_parameters(remove_duplicate=False))
-        for name, parameter in stage.named_parameters():
-            torch.testing.assert_close(parameter.grad, references[name].grad)
+    for count in (1, 4):
+        trains_on(stage, plain, token_batches(count), exact=False)
+    with pytest.raises((ZeroDivisionError, StageError), match="boom"):
+        train_step_pipeline(stage, token_batches(4), loss_fn=failing)
+    batches = token_batches(2)
+    for output, batch in zip(pipeline_forward(stage, batches), batches, strict=False):
+        torch.testing.assert_close(output, plain(batch["input_ids"]))
     assert set(exchange.paths) == connected  # no step is the first to use any
     return {members for members, _, _ in connected}, stage.tied_parameters.values()
 
@@ -148,7 +144,7 @@ def every_schedule():
         patch.stopall()
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_every_schedule_passes_where_all_messages_meet(world_size):
     run_ranks(every_schedule, world_size, timeout=110)
 
@@ -181,11 +177,11 @@ def sum_ties_early(stage):
 def train_with(plant):
     exchange = Rendezvous(100)
     in_batches(exchange)
-    stage = pipeline("1f1b", True)
-    train_step_pipeline(stage, batches(8), loss_fn=summed)
+    stage = split(build(Net, tied=True))
+    train_step_pipeline(stage, token_batches(8), loss_fn=sum_loss)
     plant(stage)
     exchange.timeout = timedelta(seconds=2)
-    train_step_pipeline(stage, batches(8), loss_fn=summed)
+    train_step_pipeline(stage, token_batches(8), loss_fn=sum_loss)
 
 
 @pytest.mark.parametrize("plant", [send_late, sum_ties_early])

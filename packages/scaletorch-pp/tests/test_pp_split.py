@@ -7,6 +7,7 @@ from itertools import chain
 
 import pytest
 import torch
+from one_process import build, require_same, serial, split, token_batches
 from torch import nn
 
 from scaletorch.dist import InvalidArgumentError, all_gather_object
@@ -16,7 +17,7 @@ from scaletorch.parallel.pipeline_parallel import (
     PipelineParallel,
     Split,
     infer_split,
-    train_step_pipeline_1f1b,
+    train_step_pipeline,
 )
 from scaletorch.parallel.pipeline_parallel.splitting.modules import takes
 from scaletorch.parallel.pipeline_parallel.splitting.split import layers_of, place
@@ -112,20 +113,24 @@ SPLIT = Split(
 
 def test_inference_at_any_depth():
     assert infer_split(Outer()) == SPLIT
-
-
-def test_ambiguous_layers():
-    with pytest.raises(InvalidArgumentError, match=r"has encoder, decoder; pass Split\(first="):
-        infer_split(TwoLists())
-
-
-def test_no_layers():
-    with pytest.raises(InvalidArgumentError, match=r"Linear has none; pass Split\("):
-        infer_split(nn.Linear(2, 2))
+    names = tuple(f"model.layers.{index}" for index in range(3))
+    assert layers_of(Outer()) == layers_of(Outer(), SPLIT) == names
 
 
 @pytest.mark.parametrize(
-    ("split", "text"),
+    ("model", "text"),
+    [
+        (TwoLists(), r"has encoder, decoder; pass Split\(first="),
+        (nn.Linear(2, 2), r"expected one nn\.ModuleList .* Linear has none; pass Split\("),
+    ],
+)
+def test_layers_that_cannot_be_told(model, text):
+    with pytest.raises(InvalidArgumentError, match=text):
+        infer_split(model)
+
+
+@pytest.mark.parametrize(
+    ("described", "text"),
     [
         (Split(("model.embed",), "model.layers"), "'model.embed', .* it has model.embed_tokens, "),
         (Split((), "layers"), "'layers', which the model does not have; it has model, lm_head"),
@@ -140,9 +145,9 @@ def test_no_layers():
         (Split(layers="model.layers", costs="time"), "does not name: lm_head"),
     ],
 )
-def test_descriptions_that_do_not_fit(split, text):
+def test_descriptions_that_do_not_fit(described, text):
     with pytest.raises(InvalidArgumentError, match=text):
-        PipelineParallel(Outer(), split)
+        PipelineParallel(Outer(), described)
 
 
 @pytest.mark.parametrize(
@@ -239,48 +244,30 @@ class Language(nn.Module):
 
 
 @distributed_test(world_size=3)
-@pytest.mark.parametrize(
-    "split", [Split(points=("layers.0.2", "layers.1.1")), Split(points=("layers.0", "layers.1"))]
-)
-def test_training_between_points(split):
-    torch.manual_seed(0)
-    plain = Language().double()
-    tokens = torch.randint(8, (4, 2, 5), generator=torch.Generator().manual_seed(1))
-    batches = [{"input_ids": t[:, :-1], "labels": t[:, 1:]} for t in tokens]
-    stage = PipelineParallel(copy.deepcopy(plain), split, torch.distributed.group.WORLD)
-    train_step_pipeline_1f1b(stage, batches, (2, 4, 4), "cpu", torch.float64)
-    for batch in batches:
-        logits = plain(batch["input_ids"])
-        loss = nn.functional.cross_entropy(
-            logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
-        )
-        (loss / 32).backward()
-    wanted = {name: p.grad for name, p in plain.named_parameters()}
-    found = {name: p.grad for name, p in stage.named_parameters()}
-    assert sorted(chain(*all_gather_object(list(found)))) == sorted(wanted)
-    assert all(torch.equal(gradient, wanted[name]) for name, gradient in found.items())
+def test_training_between_points():
+    for points in (("layers.0.2", "layers.1.1"), ("layers.0", "layers.1")):
+        plain = build(Language)
+        stage = split(plain, points=Split(points=points))
+        serial(plain, token_batches(vocabulary=8))
+        train_step_pipeline(stage, token_batches(vocabulary=8))
+        require_same(stage, plain, exact=True)
+        names = chain(*all_gather_object([name for name, _ in stage.named_parameters()]))
+        assert sorted(names) == sorted(name for name, _ in plain.named_parameters())
 
 
 def test_modules_without_a_forward_are_placed_by_what_is_inside():
-    split = Split(first=("model.embed_tokens",), last=("lm_head", "model.norm", "model.dropout"))
+    parts = Split(first=("model.embed_tokens",), last=("lm_head", "model.norm", "model.dropout"))
     model = Outer()
     model.lm_head = nn.ModuleList([nn.ModuleDict({"a": nn.Linear(4, 8)}), nn.Linear(4, 8)])
     with pytest.raises(InvalidArgumentError, match=r"has model\.layers, lm_head; pass"):
-        place(model, split, 2)
-    placement = place(model, replace(split, layers="model.layers"), 2)
-    assert placement.split == replace(split, layers="model.layers")
+        place(model, parts, 2)
+    placement = place(model, replace(parts, layers="model.layers"), 2)
+    assert placement.split == replace(parts, layers="model.layers")
     assert placement.stages == (
         ("model.embed_tokens", "model.layers.0", "model.layers.1"),
         ("model.layers.2", "lm_head.0.a", "lm_head.1", "model.norm", "model.dropout"),
     )
     assert placement.stages_of("lm_head.0.a.weight") == (1,)
-
-
-def test_layers_of():
-    names = tuple(f"model.layers.{index}" for index in range(3))
-    assert layers_of(Outer()) == layers_of(Outer(), SPLIT) == names
-    with pytest.raises(InvalidArgumentError, match=r"expected one nn\.ModuleList"):
-        layers_of(ResNet(), Split(points=("layer2",)))
 
 
 def test_config_and_model_of_a_wrong_type():
@@ -300,12 +287,9 @@ def test_one_process_keeps_everything():
     assert not any(isinstance(module, PassThrough) for module in model.modules())
 
 
-def test_a_single_name_is_a_tuple_of_one():
+def test_a_split_is_written_and_shown_shortly():
     assert Split(first="wte", last=["norm", "head"]) == Split(("wte",), last=("norm", "head"))
     assert Split(points="layer2") == Split(points=["layer2"])
-
-
-def test_a_split_shows_what_was_given():
     text = "Split(first=('a',), layers='b', costs=(0.1, 2, 0))"
     assert repr(Split("a", "b", costs=[0.1, 2, 0])) == text
     assert repr(Split()) == "Split()"
@@ -341,9 +325,9 @@ class Seeing(nn.Module):
 
 
 def test_layers_are_those_of_the_decoder_that_a_model_names():
-    split = infer_split(Seeing())
-    assert split.layers == "decoder.layers"
-    assert set(split.first + split.last) == {"tower", "decoder.early", "head"}
+    found = infer_split(Seeing())
+    assert found.layers == "decoder.layers"
+    assert set(found.first + found.last) == {"tower", "decoder.early", "head"}
     deeper = Seeing()
     deeper.decoder.eyes = nn.ModuleDict({"tower": Seeing().tower})
     assert infer_split(deeper).layers == "decoder.layers"

@@ -1,67 +1,54 @@
-"""Parameters that several stages hold: found, equal at the start, summed once."""
+"""Parameters that several stages hold, and gradients that wrappers sum: each once, at the end."""
 
-import copy
-
+import pytest
 import torch
-import torch.nn.functional as F
+from one_process import Net, accumulate, build, require_same, split, sum_loss, world
+from one_process import token_batches as make_batches
 from torch import nn
 
-from scaletorch.dist.dist import all_gather
+from scaletorch.dist.dist import all_gather, all_reduce
 from scaletorch.dist.testing import distributed_test
-from scaletorch.parallel.pg_manager import ModuleWrapper
-from scaletorch.parallel.pipeline_parallel import PipelineParallel, train_step_pipeline_1f1b
-
-SHAPE = (2, 3, 4)
-
-
-class Layer(nn.Linear):
-    def forward(self, x):
-        return x + super().forward(x).tanh()
+from scaletorch.parallel.pg_manager import ModuleWrapper, setup_process_group_manager
+from scaletorch.parallel.pipeline_parallel import (
+    PipelineParallel,
+    train_step_pipeline,
+    train_step_pipeline_1f1b,
+    train_step_pipeline_afab,
+)
 
 
-class Net(nn.Module):
-    """An embedding whose weight is used again by a layer of the middle and by the head."""
+class Wrapper(ModuleWrapper):
+    """Stands for a data parallel wrapper: sums gradients over a group in a synced backward."""
 
-    def __init__(self, thrice=False):
-        super().__init__()
-        self.embed = nn.Embedding(4, 4)
-        self.layers = nn.ModuleList(Layer(4, 4, bias=False) for _ in range(4))
-        self.head = nn.Linear(4, 4, bias=False)
-        self.head.weight = self.embed.weight
-        if thrice:
-            self.layers[1].weight = self.embed.weight
+    def __init__(self, module, group=None):
+        super().__init__(module)
+        self.require_backward_grad_sync = True
+        self.group = group
+        self.calls = []
 
-    def forward(self, input_ids):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+    def forward(self, *args, **kwargs):
+        self.calls.append("forward")
+        return self.module(*args, **kwargs)
 
-
-def make(thrice=False, dtype=torch.float64):
-    torch.manual_seed(0)
-    return Net(thrice).to(dtype)
+    def backward(self, input_tensor, output_tensor, output_tensor_grad):
+        self.calls.append(self.require_backward_grad_sync)
+        result = self.module.backward(input_tensor, output_tensor, output_tensor_grad)
+        if self.require_backward_grad_sync and self.group is not None:
+            for parameter in self.parameters():
+                all_reduce(parameter.grad, group=self.group)
+        return result
 
 
-def make_batches(count=3):
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(4, (count, 2, SHAPE[0], SHAPE[1]), generator=generator)
-    return [{"input_ids": ids, "labels": labels} for ids, labels in tokens]
-
-
-def sum_loss(output, batch):
-    return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-
-
-def serial_gradient(model, batches):
-    for batch in batches:
-        sum_loss(model(batch["input_ids"]), batch).backward()
-    return model.embed.weight.grad
+def make(num_layers=4, thrice=False, dtype=torch.float64):
+    """Return a model whose embedding is its head too, and a layer of the middle."""
+    model = build(Net, num_layers, tied=True)
+    if thrice:
+        model.layers[1].weight = model.embed.weight
+    return model.to(dtype)
 
 
 def step(stage, batches):
-    arguments = (SHAPE, "cpu", next(stage.parameters()).dtype)
-    train_step_pipeline_1f1b(stage, batches, *arguments, loss_fn=sum_loss)
+    train_step_pipeline(stage, batches, loss_fn=sum_loss)
 
 
 def local(stage):
@@ -73,22 +60,19 @@ def local(stage):
 @distributed_test(world_size=3)
 def test_three_owners_add_in_stage_order():
     plain = make(thrice=True)
-    stage = PipelineParallel(copy.deepcopy(plain), group=torch.distributed.group.WORLD)
+    stage = split(plain)
     # layers 0 and 1 are on stage 0 (4 layers: 2, 1, 1), so the embedding and layer 1 share a stage
     owners = dict.fromkeys(("embed.weight", "layers.1.weight", "head.weight"), (0, 2))
     assert stage.tied_parameters == owners
+    assert (local(stage) is None) == (stage.rank == 1)
     step(stage, make_batches())
-    expected = serial_gradient(plain, make_batches())
-    if stage.rank != 1:
-        torch.testing.assert_close(local(stage).grad, expected, rtol=1e-12, atol=1e-14)
-    else:
-        assert local(stage) is None
+    accumulate(plain, make_batches())
+    require_same(stage, plain)
 
 
 @distributed_test(world_size=4)
 def test_owners_get_equal_bits_in_low_precision():
-    plain = make(thrice=True, dtype=torch.bfloat16)
-    stage = PipelineParallel(plain, group=torch.distributed.group.WORLD)
+    stage = split(make(thrice=True, dtype=torch.bfloat16))
     assert stage.tied_parameters["embed.weight"] == (0, 1, 3)
     step(stage, make_batches())
     gradient = local(stage).grad if stage.rank != 2 else torch.zeros(4, 4, dtype=torch.bfloat16)
@@ -98,37 +82,29 @@ def test_owners_get_equal_bits_in_low_precision():
 
 
 @distributed_test(world_size=2)
-def test_steps_without_zero_grad_add_up():
+def test_gradients_add_up_until_they_are_dropped():
     plain = make()
-    stage = PipelineParallel(copy.deepcopy(plain), group=torch.distributed.group.WORLD)
-    for _ in range(3):
+    stage = split(plain)
+    for set_to_none in (None, None, True, False, None):
         step(stage, make_batches())
-    expected = serial_gradient(plain, make_batches() * 3)
-    torch.testing.assert_close(local(stage).grad, expected, rtol=1e-12, atol=1e-14)
-
-
-@distributed_test(world_size=2)
-def test_zero_grad_between_steps():
-    plain = make()
-    stage = PipelineParallel(copy.deepcopy(plain), group=torch.distributed.group.WORLD)
-    expected = serial_gradient(plain, make_batches())
-    for set_to_none in (True, False):
-        step(stage, make_batches())
-        torch.testing.assert_close(local(stage).grad, expected, rtol=1e-12, atol=1e-14)
-        stage.zero_grad(set_to_none=set_to_none)
+        accumulate(plain, make_batches())
+        require_same(stage, plain)
+        if set_to_none is not None:
+            stage.zero_grad(set_to_none=set_to_none)
+            plain.zero_grad(set_to_none=set_to_none)
 
 
 @distributed_test(world_size=2)
 def test_every_owner_starts_from_the_first_ones_values():
     torch.manual_seed(torch.distributed.get_rank())
-    stage = PipelineParallel(Net(), group=torch.distributed.group.WORLD)
+    stage = PipelineParallel(Net(4, tied=True), group=world())
     first, last = all_gather(local(stage).detach())
     assert torch.equal(first, last)
 
 
 @distributed_test(world_size=2)
 def test_an_owner_without_gradient_counts_as_zeros():
-    stage = PipelineParallel(make(), group=torch.distributed.group.WORLD)
+    stage = split(make())
     stage.sync_tied_gradients()
     assert local(stage).grad is None
     if stage.rank == 1:
@@ -141,65 +117,133 @@ def test_an_owner_without_gradient_counts_as_zeros():
 def test_a_frozen_tied_parameter():
     model = make()
     model.embed.weight.requires_grad_(False)
-    stage = PipelineParallel(model, group=torch.distributed.group.WORLD)
+    stage = split(model)
     step(stage, make_batches())
     assert local(stage).grad is None
 
 
 @distributed_test(world_size=2)
 def test_sparse_and_strided_gradients():
-    model = make()
+    plain, model = make(), make()
     model.embed.sparse = True
-    plain = copy.deepcopy(model)
-    plain.embed.sparse = False
     strided = nn.Parameter(model.embed.weight.detach().t().contiguous().t())
     model.embed.weight = model.head.weight = strided
-    stage = PipelineParallel(model, group=torch.distributed.group.WORLD)
+    stage = PipelineParallel(model, group=world())
     step(stage, make_batches())
-    expected = serial_gradient(plain, make_batches())
-    torch.testing.assert_close(local(stage).grad, expected, rtol=1e-12, atol=1e-14)
+    accumulate(plain, make_batches())
+    torch.testing.assert_close(local(stage).grad, plain.embed.weight.grad, rtol=1e-12, atol=1e-14)
 
 
 class Shared(Net):
     """A parameter of the model itself: on every stage, used by some."""
 
     def __init__(self):
-        super().__init__()
-        self.head.weight = nn.Parameter(torch.eye(4))
+        super().__init__(4)
         self.scale = nn.Parameter(torch.ones(()))
-        for index, layer in enumerate(self.layers):
-            if index > 0:
-                layer.register_forward_hook(self.scaled)
-
-    def scaled(self, module, args, output):
-        return output * self.scale
+        for layer in self.layers[1:]:
+            layer.register_forward_hook(lambda module, args, output: output * self.scale)
 
 
 @distributed_test(world_size=2)
 def test_a_parameter_of_the_model_itself_is_on_every_stage():
-    torch.manual_seed(0)
-    plain = Shared().double()
-    torch.manual_seed(0)
-    stage = PipelineParallel(Shared().double(), group=torch.distributed.group.WORLD)
+    plain = build(Shared)
+    stage = PipelineParallel(build(Shared), group=world())  # hooks of a copy take the first's scale
     assert stage.tied_parameters == {"scale": (0, 1)}
     step(stage, make_batches())
-    serial_gradient(plain, make_batches())
-    torch.testing.assert_close(local(stage).grad, plain.scale.grad, rtol=1e-12, atol=0)
+    accumulate(plain, make_batches())
+    require_same(stage, plain)
 
 
-class Switch(ModuleWrapper):
-    def __init__(self, module):
-        super().__init__(module)
-        self.require_backward_grad_sync = True
+@distributed_test(world_size=2)
+def test_only_the_last_backward_syncs():
+    for call in (train_step_pipeline_afab, train_step_pipeline_1f1b):
+        wrapper = Wrapper(Wrapper(split(make())))
+        call(wrapper, make_batches(3), (2, 3, 4), "cpu", torch.float64)
+        for calls in (wrapper.calls, wrapper.module.calls):
+            assert calls.count("forward") == 3
+            assert [c for c in calls if c != "forward"] == [False, False, True]
+        assert wrapper.require_backward_grad_sync
 
 
 @distributed_test(world_size=2)
 def test_steps_that_are_summed_later_keep_what_was_summed_before():
     plain = make()
-    stage = PipelineParallel(copy.deepcopy(plain), group=torch.distributed.group.WORLD)
-    switch = Switch(stage)
+    wrapper = Wrapper(split(plain))
     for summed in (True, False, False, True):
-        switch.require_backward_grad_sync = summed
-        step(switch, make_batches())
-        expected = serial_gradient(plain, make_batches())
-    torch.testing.assert_close(local(stage).grad, expected, rtol=1e-12, atol=1e-14)
+        wrapper.require_backward_grad_sync = summed
+        wrapper.calls.clear()
+        step(wrapper, make_batches(2))
+        assert [c for c in wrapper.calls if c != "forward"] == [False, summed]
+        assert wrapper.require_backward_grad_sync == summed
+        accumulate(plain, make_batches(2))
+    require_same(wrapper, plain)
+
+
+@distributed_test(world_size=4)
+def test_losses_and_gradients_of_a_grid_add_up_to_those_of_the_global_batch():
+    manager = setup_process_group_manager(pp_size=2, dp_size=2)
+    batches, plain = make_batches(4), make()
+    for row in range(4):
+        batches[row]["labels"][0, :row] = -100  # more for some ranks than for others
+    count = sum((batch["labels"] != -100).sum() for batch in batches)
+    own = batches[manager.dp_rank * 2 :][:2]
+    wrapper = Wrapper(PipelineParallel(make()), manager.cp_dp_group)
+    assert wrapper.module.ranks == tuple(manager.pp_group_ids)
+    for synced in (True, False, True):  # the second one's wait for the third
+        wrapper.require_backward_grad_sync = synced
+        loss = train_step_pipeline(wrapper, own)
+        all_reduce(loss)
+        expected = accumulate(plain, batches, lambda out, b: sum_loss(out, b) / count)
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+        if synced:
+            require_same(wrapper, plain)
+            wrapper.zero_grad()
+            plain.zero_grad()
+
+
+@distributed_test(world_size=2)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_dropped_gradients_stay_dropped(set_to_none):
+    plain, batches = make(), make_batches(2)
+    wrapper = Wrapper(split(plain))
+    for synced in (True, False, False):
+        wrapper.require_backward_grad_sync = synced
+        step(wrapper, batches)
+    wrapper.zero_grad(set_to_none=set_to_none)
+    wrapper.require_backward_grad_sync = True
+    step(wrapper, batches)
+    accumulate(plain, batches)
+    require_same(wrapper, plain)
+
+
+@distributed_test(world_size=2)
+def test_a_step_whose_gradients_are_zeros_drops_no_earlier_ones():
+    plain, batches = make(), make_batches(4)
+    wrapper = Wrapper(split(plain))
+    for synced, own in ((True, batches[:2]), (False, batches), (True, batches[2:])):
+        wrapper.require_backward_grad_sync = synced
+        loss_fn = sum_loss if synced else lambda output, _: output.sum() * 0
+        train_step_pipeline(wrapper, own, loss_fn=loss_fn)
+        accumulate(plain, own, loss_fn)
+    require_same(wrapper, plain)
+
+
+def test_a_failed_step_leaves_the_sync_as_it_was():
+    wrapper = Wrapper(PipelineParallel(make()))
+
+    def loss_fn(output, batch):
+        if False in wrapper.calls:
+            raise ZeroDivisionError
+        return output.sum()
+
+    with pytest.raises(ZeroDivisionError):
+        train_step_pipeline(wrapper, make_batches(2), loss_fn=loss_fn)
+    assert wrapper.require_backward_grad_sync
+
+
+def test_no_valid_token_is_a_loss_of_zero():
+    batches = make_batches(1)
+    batches[0]["labels"].fill_(-100)
+    stage = PipelineParallel(make())
+    assert train_step_pipeline(stage, batches) == 0
+    assert all((p.grad == 0).all() for p in stage.parameters())

@@ -1,18 +1,15 @@
 """A pipeline of real ranks trains as one process that accumulates the same micro-batches."""
 
-import copy
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
+from one_process import build, require_same, split, sum_loss
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pipeline_parallel import (
     SCHEDULES,
-    PipelineParallel,
     train_step_pipeline,
     train_step_pipeline_1f1b,
     train_step_pipeline_afab,
@@ -113,185 +110,107 @@ def serial_step(model, batches):
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
         logits = model(batch["input_ids"], position_ids=batch["position_ids"])
-        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-        (loss / count).backward()
-        total += (loss / count).detach()
+        loss = sum_loss(logits, batch) / count
+        loss.backward()
+        total += loss.detach()
     return total
 
 
-def make_models(**options):
-    torch.manual_seed(0)
-    model = Llama(**options).double()
-    return model, copy.deepcopy(model)
+TIED = ("embed_tokens.weight", "lm_head.weight")
 
 
-def compare_all(tied, schedules):
-    """Compare schedules and numbers of micro-batches with one process; return names seen.
-
-    A tie is summed at the end of a step, whatever came before: it sees few, an odd number and many.
-    """
-    world = torch.distributed.group.WORLD
-    for schedule, count in itertools.product(schedules, (1, 3, 6) if tied else range(1, 7)):
-        plain, model = make_models(tied=tied)
-        stage = PipelineParallel(model, group=world, schedule=schedule)
-        batches = make_batches(count)
-        expected = serial_step(plain, batches)
-        loss = train_step_pipeline(stage, iter(batches))
-        assert torch.equal(loss, expected if stage.is_last_stage else torch.zeros_like(loss))
-        assert loss.dtype == torch.float64
-        assert not loss.requires_grad
-        check_parameters(stage, plain, exact=not tied)
+def compare(schedule, count, tied):
+    """Compare a step with one process; return the names of this rank's parameters."""
+    plain, batches = build(Llama, tied=tied), make_batches(count)
+    stage = split(plain, schedule)
+    expected = serial_step(plain, batches)
+    loss = train_step_pipeline(stage, iter(batches))
+    assert torch.equal(loss, expected if stage.is_last_stage else torch.zeros_like(loss))
+    assert loss.dtype == torch.float64
+    assert not loss.requires_grad
+    require_same(stage, plain, exact=True, summed=TIED if tied else ())
     return [name for name, _ in stage.named_parameters()]
 
 
-def check_parameters(stage, plain, exact=True):
-    references = dict(plain.named_parameters(remove_duplicate=False))
-    for name, parameter in stage.named_parameters():
-        reference = references[name]
-        tied = name in ("embed_tokens.weight", "lm_head.weight")
-        if exact or not tied:
-            assert torch.equal(parameter.grad, reference.grad), name
-        torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-12, atol=1e-14)
-        stepped = parameter.detach() - 0.1 * parameter.grad
-        torch.testing.assert_close(
-            stepped, reference.detach() - 0.1 * reference.grad, rtol=1e-12, atol=1e-14
-        )
+def compare_all():
+    """Compare every schedule, tied and not, with few, odd and many micro-batches."""
+    names = {}
+    for index, schedule in enumerate(TRAINING):
+        for count, tied in ((1, False), (2 + index % 5, False), (3, True), (6, index % 2 > 0)):
+            names[schedule, tied] = compare(schedule, count, tied)
+    return names
 
 
-@pytest.mark.parametrize("schedules", [TRAINING[:3], TRAINING[3:5], TRAINING[5:]])
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("pp_size", [1, 2, 3, 4])
-def test_equals_one_process(pp_size, tied, schedules):
-    ranks = run_ranks(compare_all, pp_size, tied, schedules)
-    names = [name for names in ranks for name in names]
+def test_equals_one_process(pp_size):
+    ranks = run_ranks(compare_all, pp_size)
     plain = {name for name, _ in Llama().named_parameters()}
-    together = pp_size == 1 or schedules[-1] == "dualpipe_v"  # embedding and head on one rank
-    assert set(names) == plain - ({"lm_head.weight"} if tied and together else set())
-    assert len(names) == len(set(names))  # each plain name on one rank; 8 layers on 3 ranks too
+    for schedule, tied in ranks[0]:
+        names = [name for rank in ranks for name in rank[schedule, tied]]
+        together = pp_size == 1 or schedule in ("zb_v", "dualpipe_v")  # embedding and head
+        assert set(names) == plain - ({"lm_head.weight"} if tied and together else set())
+        assert len(names) == len(set(names))  # each on one rank; 8 layers on 3 ranks too
 
 
-def as_documented():
+@distributed_test(world_size=2)
+def test_the_documented_calls_and_recomputed_layers():
     for step in (train_step_pipeline_afab, train_step_pipeline_1f1b):
-        plain, model = make_models()
-        stage = PipelineParallel(model, group=torch.distributed.group.WORLD)
-        batches = make_batches(4)
+        plain, batches = build(Llama, recompute=step is train_step_pipeline_1f1b), make_batches(4)
+        stage = split(plain)
         serial_step(plain, batches)
         step(stage, batches, SHAPE, "cpu", torch.float64)
-        check_parameters(stage, plain)
+        require_same(stage, plain, exact=True)
 
 
-def test_the_documented_calls():
-    run_ranks(as_documented, 2)
-
-
-def recomputed():
-    plain, model = make_models(recompute=True)
-    stage = PipelineParallel(model, group=torch.distributed.group.WORLD)
-    batches = make_batches(4)
-    serial_step(plain, batches)
-    train_step_pipeline_1f1b(stage, batches, SHAPE, "cpu", torch.float64)
-    references = dict(plain.named_parameters())
-    for name, parameter in stage.named_parameters():
-        assert torch.equal(parameter.grad, references[name].grad)
-
-
-def test_recomputed_layers():
-    run_ranks(recomputed, 2)
-
-
-def named_embeds(kind):
-    torch.manual_seed(0)
-    plain = kind().double()
-    stage = PipelineParallel(copy.deepcopy(plain), group=torch.distributed.group.WORLD)
-    batches = make_batches(3)
-    serial_step(plain, batches)
-    train_step_pipeline_1f1b(stage, batches, SHAPE, "cpu", torch.float64)
-    references = dict(plain.named_parameters())
-    for name, parameter in stage.named_parameters():
-        assert torch.equal(parameter.grad, references[name].grad)
-
-
-@pytest.mark.parametrize("kind", [ShapesOfIds, PassesOn, ByPosition])
-def test_hidden_states_as_inputs_embeds(kind):
-    run_ranks(named_embeds, 2, kind)
-
-
-def autocast(wire_dtype):
-    torch.manual_seed(0)
-    plain = Llama()
-    model = copy.deepcopy(plain)
-    stage = PipelineParallel(model, group=torch.distributed.group.WORLD)
-    batches = make_batches(3)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+@distributed_test(world_size=2)
+def test_hidden_states_as_inputs_embeds():
+    for kind in (ShapesOfIds, PassesOn, ByPosition):
+        plain, batches = build(kind), make_batches(3)
+        stage = split(plain)
         serial_step(plain, batches)
-        loss = train_step_pipeline_1f1b(stage, batches, SHAPE, "cpu", wire_dtype)
-    assert loss.dtype == torch.float32
-    references = dict(plain.named_parameters())
-    for name, parameter in stage.named_parameters():
-        error = (parameter.grad - references[name].grad).norm() / references[name].grad.norm()
-        assert error < 0.05, name
+        train_step_pipeline(stage, batches)
+        require_same(stage, plain, exact=True)
 
 
-@pytest.mark.parametrize("wire_dtype", [torch.float32, torch.bfloat16])
-def test_autocast_around_the_step(wire_dtype):
-    run_ranks(autocast, 2, wire_dtype)
-
-
-def autocast_alike():
+@distributed_test(world_size=2)
+def test_autocast_around_the_step():
+    """With the bits of one process, if hidden states travel as they are."""
     for schedule in TRAINING:
-        torch.manual_seed(0)
-        plain = Llama()
-        world = torch.distributed.group.WORLD
-        stage = PipelineParallel(copy.deepcopy(plain), group=world, schedule=schedule)
-        batches = make_batches(5)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            serial_step(plain, batches)
-            train_step_pipeline(stage, batches)
-        references = dict(plain.named_parameters())
-        for name, parameter in stage.named_parameters():
-            assert torch.equal(parameter.grad, references[name].grad), (schedule, name)
+        for wire_dtype in (None, torch.float32, torch.bfloat16)[: 1 + 2 * (schedule == "1f1b")]:
+            plain, batches = build(Llama).float(), make_batches(5)
+            stage = split(plain, schedule)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                serial_step(plain, batches)
+                loss = train_step_pipeline(stage, batches, dtype=wire_dtype)
+            assert loss.dtype == torch.float32
+            if wire_dtype is None:
+                require_same(stage, plain, exact=True)
+                continue
+            references = dict(plain.named_parameters())
+            for name, parameter in stage.named_parameters():
+                expected = references[name].grad
+                assert (parameter.grad - expected).norm() / expected.norm() < 0.05, name
 
 
-def test_autocast_has_the_bits_of_one_process():
-    run_ranks(autocast_alike, 2)
-
-
-def frozen(prefixes):
-    plain, model = make_models()
-    for module in (plain, model):
-        for name, parameter in module.named_parameters():
+@distributed_test(world_size=2)
+def test_a_frozen_stage():
+    halves = [tuple(f"layers.{index}" for index in range(8)[at : at + 4]) for at in (0, 4)]
+    for prefixes in (("embed", *halves[0]), (*halves[1], "norm", "lm_head")):
+        plain, batches = build(Llama), make_batches(3)
+        for name, parameter in plain.named_parameters():
             parameter.requires_grad_(not name.startswith(prefixes))
-    stage = PipelineParallel(model, group=torch.distributed.group.WORLD)
-    batches = make_batches(3)
-    serial_step(plain, batches)
-    train_step_pipeline_1f1b(stage, batches, SHAPE, "cpu", torch.float64)
-    references = dict(plain.named_parameters())
-    for name, parameter in stage.named_parameters():
-        expected = references[name].grad
-        assert (parameter.grad is None) == (expected is None)
-        assert expected is None or torch.equal(parameter.grad, expected)
+        stage = split(plain)
+        serial_step(plain, batches)
+        train_step_pipeline(stage, batches)
+        require_same(stage, plain, exact=True)
 
 
-@pytest.mark.parametrize("prefixes", [("embed", "layers.0", "layers.1", "layers.2", "layers.3"),
-                                      ("layers.4", "layers.5", "layers.6", "layers.7", "norm",
-                                       "lm_head")])  # fmt: skip
-def test_a_frozen_stage(prefixes):
-    run_ranks(frozen, 2, prefixes)
-
-
-def nan_loss():
-    _, model = make_models()
-    stage = PipelineParallel(model, group=torch.distributed.group.WORLD)
-    batches = make_batches(3)
+@distributed_test(world_size=2)
+def test_a_loss_that_is_nan_passes_through():
+    stage, batches = split(build(Llama)), make_batches(3)
 
     def loss_fn(output, batch):
         return output.sum() * (float("nan") if batch is batches[1] else 1.0)
 
-    step = train_step_pipeline_1f1b
-    return step(stage, batches, SHAPE, "cpu", torch.float64, loss_fn=loss_fn).item()
-
-
-def test_a_loss_that_is_nan_passes_through():
-    first, last = run_ranks(nan_loss, 2)
-    assert first == 0
-    assert last != last
+    total = train_step_pipeline(stage, batches, loss_fn=loss_fn)
+    assert total.isnan() if stage.is_last_stage else total == 0

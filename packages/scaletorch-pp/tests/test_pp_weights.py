@@ -4,15 +4,16 @@ import copy
 import gc
 import pickle
 import weakref
+from itertools import product
 
 import pytest
 import torch
-import torch.nn.functional as F
+from one_process import Net, accumulate, build, require_same, split, sum_loss
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pipeline_parallel import PipelineParallel, train_step_pipeline
 
 SPLIT = ["zb_h1", "zb_v", "dualpipe_v"]
@@ -83,7 +84,7 @@ class Twice(Plain):
 KINDS = [Plain, Recomputed, RecomputedReentrant, Frozen, Lora, Twice]
 
 
-class Net(nn.Module):
+class OfLayers(nn.Module):
     def __init__(self, kind, shared=False):
         super().__init__()
         self.embed = nn.Linear(3, WIDTH, bias=False)  # its inputs need no gradient
@@ -92,11 +93,7 @@ class Net(nn.Module):
         if shared:
             self.layers[7].down.weight = self.layers[6].down.weight
 
-    def forward(self, input_ids):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+    forward = Net.forward
 
 
 def make_batches():
@@ -110,108 +107,80 @@ def make_batches():
     ]
 
 
-def sum_loss(output, batch):
-    return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-
-
-def serial(model, batches):
-    for batch in batches:
-        sum_loss(model(batch["input_ids"]), batch).backward()
-    return dict(model.named_parameters(remove_duplicate=False))
-
-
-def make(kind, **options):
-    torch.manual_seed(0)
-    plain = Net(kind, **options).double()
-    return plain, copy.deepcopy(plain)
-
-
-def world():
-    return torch.distributed.group.WORLD
-
-
-def compare(schedule):
+def every_kind():
     """Two steps that accumulate, of every kind of layer."""
-    for kind in KINDS:
-        plain, model = make(kind, shared=kind is Plain)
-        stage = PipelineParallel(model, group=world(), schedule=schedule)
+    for schedule, kind in product(SPLIT, KINDS):
+        plain = build(OfLayers, kind, shared=kind is Plain)
+        stage = split(plain, schedule)
         for _ in range(2):
             train_step_pipeline(stage, make_batches(), loss_fn=sum_loss)
-            references = serial(plain, make_batches())
-            for name, parameter in stage.named_parameters():
-                expected = references[name].grad
-                assert (parameter.grad is None) == (expected is None), name
-                if expected is not None and kind is Plain:
-                    assert torch.equal(parameter.grad, expected), (kind, name)
-                elif expected is not None:
-                    torch.testing.assert_close(parameter.grad, expected, rtol=1e-12, atol=1e-13)
+            accumulate(plain, make_batches())
+            require_same(stage, plain, exact=kind is Plain, atol=1e-13)
 
 
-@pytest.mark.parametrize("schedule", SPLIT)
-def test_every_kind_of_layer(schedule):
-    run_ranks(compare, 2, schedule)
+def test_every_kind_of_layer():
+    run_ranks(every_kind, 2)
 
 
-def hooks(schedule):
+@distributed_test(world_size=2)
+def test_hooks_run_once():
     """Hooks see each gradient once for each micro-batch, whole, and may change it."""
-    plain, model = make(Plain)
-    stage = PipelineParallel(model, group=world(), schedule=schedule)
-    references = dict(plain.named_parameters())
-    added = {}
+    for schedule in SPLIT:
+        plain = build(OfLayers, Plain)
+        stage = split(plain, schedule)
+        added = dict.fromkeys((name for name, _ in stage.named_parameters()), 0)
 
-    def count(name, parameter):
-        assert parameter.grad is not None
-        added[name] += 1
+        def count(name, parameter, added=added):
+            assert parameter.grad is not None
+            added[name] += 1
 
-    for module in (plain, stage):
-        for name, parameter in module.named_parameters():
-            if module is stage:
-                added[name] = 0
-                parameter.register_post_accumulate_grad_hook(lambda p, n=name: count(n, p))
+        for name, parameter in stage.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p, n=name, c=count: c(n, p))
+        for parameter in (*plain.parameters(), *stage.parameters()):
             parameter.register_hook(lambda gradient: gradient.mul(3).clamp(-1, 1))
-    train_step_pipeline(stage, make_batches(), loss_fn=sum_loss)
-    serial(plain, make_batches())
-    assert added == dict.fromkeys(added, COUNT)
-    for name, parameter in stage.named_parameters():
-        torch.testing.assert_close(parameter.grad, references[name].grad, rtol=1e-12, atol=1e-14)
+        train_step_pipeline(stage, make_batches(), loss_fn=sum_loss)
+        accumulate(plain, make_batches())
+        assert added == dict.fromkeys(added, COUNT)
+        require_same(stage, plain)
 
 
-@pytest.mark.parametrize("schedule", SPLIT)
-def test_hooks_run_once(schedule):
-    run_ranks(hooks, 2, schedule)
-
-
-def autocast(schedule):
+def autocast():
     """Return the errors of gradients under autocast, of one process and of a pipeline."""
-    plain, model = make(Plain)
-    exact = {name: p.grad for name, p in serial(copy.deepcopy(plain), make_batches()).items()}
-    stage = PipelineParallel(model.float(), group=world(), schedule=schedule)
+    exact = build(OfLayers, Plain)
+    accumulate(exact, make_batches())
     batches = [{**b, "input_ids": b["input_ids"].float()} for b in make_batches()]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        references = serial(plain.float(), batches)
-        train_step_pipeline(stage, batches, loss_fn=sum_loss)
-    errors = []
-    for name, parameter in stage.named_parameters():
-        assert parameter.grad.dtype == torch.float32
-        pair = references[name].grad, parameter.grad
-        errors.append([((p - exact[name]).norm() / exact[name].norm()).item() for p in pair])
+    wanted = {name: p.grad for name, p in exact.named_parameters()}
+    errors = {}
+    for schedule in ("1f1b", *SPLIT):
+        plain = build(OfLayers, Plain).float()
+        stage = split(plain, schedule)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            accumulate(plain, batches)
+            train_step_pipeline(stage, batches, loss_fn=sum_loss)
+        references = dict(plain.named_parameters())
+        errors[schedule] = []
+        for name, parameter in stage.named_parameters():
+            assert parameter.grad.dtype == torch.float32
+            pair = references[name].grad, parameter.grad
+            norm = wanted[name].norm()
+            errors[schedule].append([((p - wanted[name]).norm() / norm).item() for p in pair])
     return errors
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", *SPLIT])
-def test_autocast_is_as_precise_as_in_one_process(schedule):
-    errors = torch.tensor([pair for rank in run_ranks(autocast, 2, schedule) for pair in rank])
-    one, pipeline = errors.T
-    assert pipeline.max() < 0.05
-    assert pipeline.mean() < 1.05 * one.mean()
-    if schedule == "1f1b":
-        assert torch.equal(one, pipeline)
+def test_autocast_is_as_precise_as_in_one_process():
+    first, second = run_ranks(autocast, 2)
+    for schedule, errors in first.items():
+        one, pipeline = torch.tensor(errors + second[schedule]).T
+        assert pipeline.max() < 0.05
+        assert pipeline.mean() < 1.05 * one.mean()
+        assert schedule != "1f1b" or torch.equal(one, pipeline)
 
 
-def kept_alive():
+@distributed_test(world_size=2)
+def test_nothing_is_kept_and_copies_are_apart():
     """After a step nothing of it is alive; a copy of the model trains on its own."""
-    _, model = make(Plain)
-    stage = PipelineParallel(model, group=world(), schedule="zb_v")
+    plain = build(OfLayers, Plain)
+    stage = split(plain, "zb_v")
     made = []
     for layer in stage.module.layers:
         layer.register_forward_hook(lambda module, args, out: made.append(weakref.ref(out)))
@@ -219,30 +188,21 @@ def kept_alive():
     train_step_pipeline(stage, make_batches(), loss_fn=sum_loss)
     assert len(made) > 2 * COUNT
     assert not any(reference() is not None for reference in made)
-    for layers in (copy.deepcopy(stage.module.layers), pickle.loads(_pickled(stage.module.head))):
+    for layers in (
+        copy.deepcopy(stage.module.layers),
+        pickle.loads(pickle.dumps(stage.module.head)),
+    ):
         linear = next(m for m in [*layers.modules(), nn.Linear(3, 5)] if isinstance(m, nn.Linear))
         linear.zero_grad()
         linear(torch.ones(linear.in_features, dtype=linear.weight.dtype)).sum().backward()
         assert torch.equal(linear.weight.grad, torch.ones_like(linear.weight))
-    return {n: p.grad for n, p in stage.named_parameters()}
+    accumulate(plain, make_batches())
+    require_same(stage, plain, exact=True)
 
 
-def _pickled(module):
-    return pickle.dumps(module)
-
-
-def test_nothing_is_kept_and_copies_are_apart():
-    plain, _ = make(Plain)
-    references = serial(plain, make_batches())
-    for gradients in run_ranks(kept_alive, 2):
-        for name, gradient in gradients.items():
-            assert torch.equal(gradient, references[name].grad), name
-
-
-def changed_in_between():
+def test_weights_that_change_under_a_step():
     """A weight that is changed between forward and backward is refused, as by autograd."""
-    _, model = make(Plain)
-    stage = PipelineParallel(model, schedule="zb_h1")
+    stage = PipelineParallel(build(OfLayers, Plain), schedule="zb_h1")
 
     def loss_fn(output, batch):
         with torch.no_grad():
@@ -251,7 +211,3 @@ def changed_in_between():
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         train_step_pipeline(stage, make_batches(), loss_fn=loss_fn)
-
-
-def test_weights_that_change_under_a_step():
-    run_ranks(changed_in_between, 1)

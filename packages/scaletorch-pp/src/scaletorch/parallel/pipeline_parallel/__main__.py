@@ -15,11 +15,8 @@ from .schedules import (
     SCHEDULES,
     Costs,
     Schedule,
-    Timeline,
     check,
-    from_csv,
     simulate,
-    to_csv,
 )
 
 EPILOG = """\
@@ -38,8 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = check(schedule)
         timeline = simulate(schedule, _costs(args))
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        text = to_text(timeline, width, peak=report.peak_live, colour=args.colour)
-        _write(args, timeline)
+        text = to_text(timeline, width, peak=report.peak_live)
+        if args.trace:
+            args.trace.write_text(to_chrome_trace(timeline), encoding="utf-8")
     except (InvalidArgumentError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
@@ -47,23 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _write(args: argparse.Namespace, timeline: Timeline) -> None:
-    if args.trace:
-        args.trace.write_text(to_chrome_trace(timeline), encoding="utf-8")
-    if args.csv:
-        args.csv.write_text(to_csv(timeline.schedule), encoding="utf-8")
-
-
 def _schedule(args: argparse.Namespace) -> Schedule:
-    sizes = (args.stages, args.micro_batches, args.chunks)
-    if args.file:
-        if sizes != (None, None, None):
-            message = "--file says its own sizes: leave out --stages, --micro-batches and --chunks"
-            raise InvalidArgumentError(message)
-        text = args.file.read_text(encoding="utf-8", errors="replace")
-        return from_csv(text, name=args.file.stem)
-    if args.stages is None or args.micro_batches is None:
-        raise InvalidArgumentError(f"--schedule {args.schedule} needs --stages and --micro-batches")
     build: Callable[..., Schedule] = SCHEDULES[args.schedule]
     if args.chunks is None:
         return build(args.stages, args.micro_batches)
@@ -91,17 +73,13 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--schedule", choices=list(SCHEDULES), help="one of the library's own")
-    source.add_argument(
-        "--file", type=Path, metavar="FILE", help="one of your own: CSV as --csv writes"
-    )
-    for name, what in (
-        ("stages", "ranks of the pipeline, each with one stage, or with several chunks' stages"),
-        ("micro-batches", "micro-batches of a step"),
-        ("chunks", "stages of each rank, for schedules that leave it open (default: 2)"),
+    parser.add_argument("--schedule", choices=list(SCHEDULES), required=True, help="its name")
+    for name, required, what in (
+        ("stages", True, "ranks of the pipeline, each with one stage, or several chunks' stages"),
+        ("micro-batches", True, "micro-batches of a step"),
+        ("chunks", False, "stages of each rank, for schedules that leave it open (default: 2)"),
     ):
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=what)
+        parser.add_argument(f"--{name}", type=int, required=required, metavar="N", help=what)
     for name, cost, what in (
         ("forward", 1.0, "a stage's forward"),
         ("backward", 2.0, "a stage's backward; its two parts take half each"),
@@ -111,12 +89,10 @@ def _parser() -> argparse.ArgumentParser:
             f"--{name}", type=float, default=cost, metavar="T",
             help=f"time of {what} (default: {cost:g})",
         )  # fmt: skip
-    for name, what in (
-        ("trace", "the timeline, as a Chrome trace for https://ui.perfetto.dev"),
-        ("csv", "the schedule"),
-    ):
-        parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=f"write {what}")
-    parser.add_argument("--colour", action="store_true", help="colour the text, by ANSI escapes")
+    parser.add_argument(
+        "--trace", type=Path, metavar="PATH",
+        help="write the timeline, as a Chrome trace for https://ui.perfetto.dev",
+    )  # fmt: skip
     return parser
 
 

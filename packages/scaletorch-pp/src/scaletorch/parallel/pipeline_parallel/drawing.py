@@ -8,24 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...dist.errors import InvalidArgumentError
-from .schedules.schedule import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    Action,
-    Schedule,
-    Span,
-    Timeline,
-)
+from .schedules.schedule import Action, Schedule, Span, Timeline
 
 __all__ = ["to_chrome_trace", "to_text"]
 
 WIDTH = 120  # if times have no common unit and no width is given
 _CLOSE = 1e-6  # of a unit: rounding of floats
-_COLOURS = {FORWARD: "7;34", BACKWARD: "7;32", BACKWARD_INPUT: "7;36", BACKWARD_WEIGHT: "7;33"}
 MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}
-PREDICTED = 1e3  # microseconds of a unit, if nothing was measured
+PREDICTED = 1e3  # microseconds of a unit that has no name
 
 
 @dataclass(frozen=True)
@@ -46,7 +36,6 @@ def to_text(
     width: int | None = None,
     *,
     peak: Sequence[float] | None = None,
-    colour: bool = False,
 ) -> str:
     """Draw one line for each rank, and below it makespan and bubble.
 
@@ -56,21 +45,19 @@ def to_text(
     two chunks is in lower case; of more chunks, the later ones are `F0.1`, `F0.2` and so on.
 
     Args:
-        timeline: Predicted or measured.
+        timeline: The times of a step's actions.
         width: Columns of the longest line; None for as many as the cells need, or 120.
         peak: Peak live activations of each rank, shown below.
-        colour: Colour the actions by kind, with ANSI escapes.
 
     Raises:
         InvalidArgumentError: The actions take no time, or `width` leaves no room for them.
     """
-    _busy(timeline)
+    _require_time(timeline)
     num_ranks = timeline.schedule.num_ranks
     names = [f"rank {rank:<{len(str(num_ranks - 1))}}  " for rank in range(num_ranks)]
     scale = _scale(timeline, width, len(names[0]))
     lines = [
-        name + "".join(_line(timeline, rank, scale, colour)).rstrip()
-        for rank, name in enumerate(names)
+        name + "".join(_line(timeline, rank, scale)).rstrip() for rank, name in enumerate(names)
     ]
     return "\n".join([*lines, "", *_below(timeline, scale, peak)])
 
@@ -101,7 +88,7 @@ def _scale(timeline: Timeline, width: int | None, margin: int) -> _Scale:
     return _Scale(start, timeline.makespan / (width - margin), 1, chunks)
 
 
-def _line(timeline: Timeline, rank: int, scale: _Scale, colour: bool) -> Iterator[str]:
+def _line(timeline: Timeline, rank: int, scale: _Scale) -> Iterator[str]:
     """Yield the text of each action of a rank and of each time between them."""
     here = 0
     spans = sorted((s for s in timeline.spans if s.rank == rank), key=lambda s: s.start)
@@ -109,7 +96,7 @@ def _line(timeline: Timeline, rank: int, scale: _Scale, colour: bool) -> Iterato
         first, last = max(scale.column(span.start), here), scale.column(span.end)
         if last > first:
             yield _idle(first - here, scale.cell)
-            yield _action(span, last - first, scale, colour)
+            yield _action(span, last - first, scale)
             here = last
     yield _idle(scale.column(timeline.makespan + scale.start) - here, scale.cell)
 
@@ -118,12 +105,11 @@ def _idle(columns: int, cell: int) -> str:
     return "." * columns if cell == 1 else ("." * (cell - 1) + " ") * (columns // cell)
 
 
-def _action(span: Span, columns: int, scale: _Scale, colour: bool) -> str:
+def _action(span: Span, columns: int, scale: _Scale) -> str:
     label, gap = _label(span.action, scale.chunks), min(scale.cell - 1, 1)
     if len(label) > columns - gap:
         label = label[0]
-    text = label.ljust(columns - gap, "-" if columns > scale.cell else " ")
-    return (f"\x1b[{_COLOURS[span.action.kind]}m{text}\x1b[0m" if colour else text) + " " * gap
+    return label.ljust(columns - gap, "-" if columns > scale.cell else " ") + " " * gap
 
 
 def _label(action: Action, chunks: int) -> str:
@@ -149,11 +135,10 @@ def to_chrome_trace(*timelines: Timeline, titles: Sequence[str] = ()) -> str:
     """Return JSON of the Chrome trace event format: a process for each timeline, a thread a rank.
 
     Times are microseconds from each timeline's own first action. A unit that is no unit of time
-    (neither s, ms, us nor ns) is a millisecond; but beside a measured timeline, it is as long as
-    makes the actions of both take equally long together.
+    (neither s, ms, us nor ns) is a millisecond.
 
     Args:
-        timelines: Predicted or measured, at least one.
+        timelines: At least one.
         titles: One for each; none for the names of the schedules.
 
     Raises:
@@ -167,22 +152,12 @@ def to_chrome_trace(*timelines: Timeline, titles: Sequence[str] = ()) -> str:
         )
     names = titles or [timeline.schedule.name for timeline in timelines]
     for timeline in timelines:
-        _busy(timeline)
+        _require_time(timeline)
     events: list[dict[str, Any]] = []
     for process, (timeline, name) in enumerate(zip(timelines, names, strict=True)):
         events += _names(process, timeline, name)
-        events += _actions(process, timeline, _microseconds(timeline, timelines))
+        events += _actions(process, timeline, MICROSECONDS.get(timeline.unit, PREDICTED))
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
-
-
-def _microseconds(timeline: Timeline, timelines: Sequence[Timeline]) -> float:
-    """Return how many microseconds one unit of the timeline is."""
-    if timeline.unit in MICROSECONDS:
-        return MICROSECONDS[timeline.unit]
-    measured = next((t for t in timelines if t.unit in MICROSECONDS), None)
-    if measured is None:
-        return PREDICTED
-    return MICROSECONDS[measured.unit] * _busy(measured) / _busy(timeline)
 
 
 def _names(process: int, timeline: Timeline, name: str) -> Iterator[dict[str, Any]]:
@@ -214,18 +189,16 @@ def _actions(process: int, timeline: Timeline, scale: float) -> Iterator[dict[st
         }
 
 
-def _busy(timeline: Timeline) -> float:
-    """Return the time of all actions together.
+def _require_time(timeline: Timeline) -> None:
+    """Check that the actions take time.
 
     Raises:
-        InvalidArgumentError: They take no time.
+        InvalidArgumentError: They take none.
     """
-    total = sum(s.end - s.start for s in timeline.spans)
-    if not total > 0:
+    if not sum(s.end - s.start for s in timeline.spans) > 0:
         raise InvalidArgumentError(
             f"nothing to draw: the actions of {timeline.schedule.name!r} take no time"
         )
-    return total
 
 
 def _figures(timeline: Timeline) -> str:

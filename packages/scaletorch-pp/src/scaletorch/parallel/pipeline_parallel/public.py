@@ -26,12 +26,10 @@ from .schedules import (
     derive_messages,
     dualpipe_v,
     forward_only,
-    from_csv,
     interleaved_1f1b,
     looped_breadth_first,
     one_f_one_b,
     simulate,
-    to_csv,
     zb_h1,
     zb_v,
 )
@@ -41,7 +39,6 @@ from .splitting.split import Split, infer_split, layers_of
 from .stages.cut import PassThrough
 from .stages.materialize import materialize, meta_parameters
 from .steps.evaluate import pipeline_forward
-from .steps.record import Recorder, recording
 
 __all__ = [
     "SCHEDULES",
@@ -52,7 +49,6 @@ __all__ = [
     "PassThrough",
     "PipelineParallel",
     "Receive",
-    "Recorder",
     "Report",
     "Schedule",
     "ScheduleError",
@@ -69,7 +65,6 @@ __all__ = [
     "distribute_layers",
     "dualpipe_v",
     "forward_only",
-    "from_csv",
     "infer_split",
     "interleaved_1f1b",
     "layers_of",
@@ -79,9 +74,7 @@ __all__ = [
     "one_f_one_b",
     "pipeline_communicate",
     "pipeline_forward",
-    "recording",
     "simulate",
-    "to_csv",
     "train_step_pipeline",
     "train_step_pipeline_1f1b",
     "train_step_pipeline_afab",

@@ -145,15 +145,6 @@ def _container(value: Any) -> Container:
     return "value", value
 
 
-def fits(hidden: Hidden, form: Form) -> bool:
-    """Return whether something has a form."""
-    if isinstance(hidden, Tensor) and form.container is None and form.tensors:
-        shape, dtype, requires_grad = form.tensors[0]
-        same = hidden.shape == shape and hidden.dtype == dtype
-        return same and hidden.requires_grad == requires_grad
-    return form_of(hidden) == form
-
-
 def contained(tensors: Sequence[Tensor], form: Form) -> Hidden:
     """Put tensors back into the container that they came in."""
     hidden: Hidden = _filled(form.container, iter(tensors))

@@ -19,7 +19,6 @@ from .forms import (
     Hidden,
     TensorForm,
     contained,
-    fits,
     form_of,
     from_header,
     to_header,
@@ -80,7 +79,7 @@ class Mail:
             InvalidArgumentError: It has another form than last time.
         """
         known = None if key.gradient else self._forms[key.micro_batch].get(key.stage)
-        if known is not None and known is not NOTHING and not fits(value, known):
+        if known is not None and known is not NOTHING and form_of(value) != known:
             raise InvalidArgumentError(
                 f"{describe_rank()}: stage {key.stage} passes on {form_of(value)}, and passed on "
                 f"{known} for an earlier micro-batch whose entries had the same shapes; what it "

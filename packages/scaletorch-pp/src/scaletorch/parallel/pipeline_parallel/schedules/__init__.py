@@ -12,7 +12,6 @@ from .builders import (
     zb_h1,
     zb_v,
 )
-from .files import from_csv, to_csv
 from .messages import Receive, Send, derive_messages
 from .numbering import ScheduleError
 from .schedule import Action, Schedule, Span, Timeline
@@ -35,12 +34,10 @@ __all__ = [
     "derive_messages",
     "dualpipe_v",
     "forward_only",
-    "from_csv",
     "interleaved_1f1b",
     "looped_breadth_first",
     "one_f_one_b",
     "simulate",
-    "to_csv",
     "zb_h1",
     "zb_v",
 ]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from .numbering import Numbered
@@ -85,40 +84,19 @@ def program_of(numbered: Numbered, times: Times, rank: int) -> tuple[Operation, 
     # message both sides have arrived. Neighbouring messages may as well be posted together: that
     # first message still has both sides posted, hence a group is complete after finitely many.
     # And two ranks see the messages between them in the same order, so they match as they come.
-    owners, size = numbered.owners, numbered.schedule.num_micro_batches
-    blocks = [b for b in numbered.crossings if rank in (owners[b], owners[b + 1])]
-    slots = [slot for b in blocks for slot in range(b * size, (b + 1) * size)]
-    slots.sort(key=times.ends.__getitem__)
-    half = numbered.schedule.num_stages
-    rows = {  # for each block the kind of its messages here, the peer, the stage, if gradients
-        b: (Send, owners[b + 1], numbered.stage(b), b > half)
-        if owners[b] == rank
-        else (Receive, owners[b], numbered.stage(b), b > half)
-        for b in blocks
-    }
-    messages: list[Send | Receive] = []
-    for slot in slots:
-        kind, peer, stage, gradient = rows[slot // size]
-        messages.append(kind(peer, stage, slot % size, gradient))
-    starts = list(map(times.starts.__getitem__, numbered.slots[rank]))
-    moments = list(map(times.ends.__getitem__, slots))
-    return _merged(numbered.schedule.ranks[rank], starts, messages, moments)
-
-
-def _merged(
-    actions: Sequence[Action],
-    starts: list[float],
-    messages: list[Send | Receive],
-    moments: list[float],
-) -> tuple[Operation, ...]:
-    program: list[Operation] = []
-    done = 0
-    moments = [*moments, math.inf]  # so that the last message needs no test of its own
-    for action, start in zip(actions, starts, strict=True):
-        if moments[done] <= start:
-            first = done
-            while moments[done] <= start:
-                done += 1
-            program += messages[first:done]
-        program.append(action)
-    return (*program, *messages[done:])
+    schedule, owners = numbered.schedule, numbered.owners
+    size = schedule.num_micro_batches
+    pairs = zip(numbered.slots[rank], schedule.ranks[rank], strict=True)
+    events: list[tuple[float, bool, int, Operation]] = [
+        (times.starts[slot], True, place, action) for place, (slot, action) in enumerate(pairs)
+    ]
+    for block in numbered.crossings:
+        source, target = owners[block], owners[block + 1]
+        if rank in (source, target):
+            kind: type[Send | Receive] = Send if rank == source else Receive
+            peer = target if rank == source else source
+            stage, gradient = numbered.stage(block), block > schedule.num_stages
+            for m in range(size):
+                slot = block * size + m
+                events.append((times.ends[slot], False, slot, kind(peer, stage, m, gradient)))
+    return tuple(operation for *_, operation in sorted(events, key=itemgetter(0, 1, 2)))

@@ -8,8 +8,12 @@ file, make it compute that stage alone:
 - `stage`: forward is called with what one process gives it, ids and all.
 - `passage`: the last module of the stage before returns, in this forward, what that stage has
   passed on. So the model's own code from there to the stage's last module runs here, on what it
-  has in one process, and nowhere else. The first forward of a kind gives it a copy, runs
-  uncompiled, and has its failures explained.
+  has in one process, and nowhere else. What the call of that last module returns is passed on, and
+  the model's code gets a copy if it writes to it; what else of this stage's layers the model
+  returns is refused.
+- `beside`: what modules of later stages are given beside hidden states travels with these.
+- `examination`: the first forward of a kind runs uncompiled, finds what has to travel, and has its
+  failures explained.
 - `stand_ins`: all other modules of other stages return stand-ins, tensors of a class of their own
   with a form and without values; what is computed from them is one too. What else a model's code
   asks of modules of other stages is answered by twins, modules of their classes whose tensors are
@@ -17,8 +21,6 @@ file, make it compute that stage alone:
 - `calls`: a stage's modules get a subclass of their class, whose calls are surrounded: all hooks,
   compiled code and a class's own `__call__` are inside.
 - `gates`: what surrounds the calls of the stage's modules lets no stand-in in.
-- `hidden`: what the call of a stage's last module returns is passed on, and the model's code gets a
-  copy if it writes to it; what else of this stage's layers the model returns is refused.
 - `weights`: with a schedule that splits backwards, each `nn.Linear` with torch's own forward gets a
   `forward` of its own that can leave the weight's gradient for later.
 - `materialize`: `meta_parameters` replaces `nn.Module.register_parameter` while a model is built.

@@ -14,15 +14,14 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ..runtime.forms import blank, form_of, from_text, to_text
-from .stand_ins import OF_FORM_ALONE, StandIn
+from .stand_ins import StandIn
 
 _HIDDEN, _TENSORS, _PLACES, _VISITS = "hidden states", "beside them", "for", "visit"
 _FORMS = "forms"  # of what layers of other lists return, such as an encoder's
@@ -169,20 +168,6 @@ class Beside:
         beside = {_TENSORS: tensors, _PLACES: text, _VISITS: visit, _FORMS: forms}
         return {_HIDDEN: hidden, **beside}
 
-    def require_seen(self, model: nn.Module) -> None:
-        """Check that what is to travel will be seen in later forwards too.
-
-        Raises:
-            InvalidArgumentError: The model is compiled as a whole, so that it will not.
-        """
-        if self._leaving and model._compiled_call_impl is not None:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: the model's forward gives modules of later stages tensors "
-                "beside hidden states (a skip connection, the embedding's output, a condition), "
-                "and is compiled as a whole, so that they are not seen: compile its layers one by "
-                "one"
-            )
-
     def tensors(self) -> list[Tensor]:
         """Return the tensors that travel."""
         return [tensor for tensor, _ in self._leaving.values()]
@@ -212,34 +197,3 @@ def _opened(given: Any) -> tuple[Any, dict[Place, Tensor], int, dict[str, Any]]:
         found[Place(*place)] = given[_TENSORS][stack][at]
     forms = {name: blank(from_text(text)) for name, text in json.loads(given[_FORMS]).items()}
     return given[_HIDDEN], found, given[_VISITS], forms
-
-
-class Following(TorchFunctionMode):
-    """While it is on, what is computed from tensors that are noted is noted too.
-
-    Args:
-        passage: The forward that runs.
-    """
-
-    def __init__(self, passage: Any) -> None:
-        super().__init__()
-        self._passage = passage
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Make the call, and note what it makes."""
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        name, made = getattr(func, "__name__", ""), self._passage.beside.made
-        if self._passage.inside or name in OF_FORM_ALONE or not made:
-            return result
-        if any(tensor in made for tensor in tensors_in((args, kwargs))):
-            self._passage.beside.note(result)
-            if name == "__setitem__":
-                self._passage.beside.note(args[0])
-        return result

@@ -37,7 +37,7 @@ class PassThrough(nn.Module):
     For the last module of the stage before it returns what that has passed on. Any other returns
     stand-ins: of what a module of the same list has returned, of the rows of an embedding, of
     what its forward makes of ids or of no tensors, or of the first argument. Outside a forward of
-    a pipeline, and where no stand-ins are wanted, it returns the first argument.
+    a pipeline it returns the first argument.
 
     Plain attributes of the module and its class (numbers, strings, None) are kept, since forwards
     read them. While a forward runs, the module's twin answers for its tensors, its parts and its
@@ -102,7 +102,7 @@ class PassThrough(nn.Module):
             return passage.deliver(self._where)
         if not self._changes or (self._drops and self._drops_nothing()):
             return value
-        value = self._stand_in(value, args, kwargs) if passage.followed else self._any_value(value)
+        value = self._stand_in(value, args, kwargs)
         if self._counts and self._stage < passage.source[0]:
             passage.latest = value
         return value
@@ -172,18 +172,6 @@ class PassThrough(nn.Module):
         rows = (*shape, self.embedding_dim)
         return standing(rows, dtype, self._passage, of, trained=True)
 
-    def _any_value(self, value: Any) -> Any:
-        """Return a tensor, or a container of tensors, in the place of a stand-in."""
-        passage = self._passage
-        sample = passage.samples.get(self._siblings)
-        if sample is not None and not isinstance(sample, Tensor):
-            return sample
-        if value is None or (value is passage.first and passage.source[0] > 0):
-            return passage.source[1]
-        if self._embeds and isinstance(value, Tensor) and not value.is_floating_point():
-            return torch.zeros((), device=value.device)
-        return value
-
     def _drops_nothing(self) -> bool:
         return not self.training or not self.p
 
@@ -221,7 +209,7 @@ class PassThrough(nn.Module):
             twin, passage = vars(self).get("_twin"), vars(self).get("_passage")
             if passage is not None and passage.active and not name.startswith("__"):
                 known = getattr(self._ready(), name, self)
-                if known is not self and (passage.followed or not stands(known)):
+                if known is not self:
                     return known
             else:
                 known = vars(twin).get(name, inspect.getattr_static(type(twin), name, self))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -42,12 +42,11 @@ class Gates:
     Args:
         passage: The forward that runs.
         stage: The stage.
-        leave: Takes what a call of the stage's last module returned, and returns what the model's
-            code gets; None on the model's last stage.
+        last: Whether it is the model's last stage.
     """
 
-    def __init__(self, passage: Passage, stage: int, leave: Leave | None) -> None:
-        self.passage, self.stage, self.leave = passage, stage, leave
+    def __init__(self, passage: Passage, stage: int, *, last: bool) -> None:
+        self.passage, self.stage, self.last = passage, stage, last
         self.modules: dict[str, nn.Module] = {}
         self._gates: list[tuple[nn.Module, _Gate]] = []
 
@@ -114,9 +113,7 @@ class _Gate:
 
     def takes_forward(self) -> bool:
         """Return whether the stage runs, so that the model's code has asked for it."""
-        runs = self._gates.runs()
-        self._gates.passage.direct |= runs
-        return runs
+        return self._gates.runs()
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments of a call, with what has travelled for it.
@@ -151,15 +148,15 @@ class _Gate:
         Raises:
             InvalidArgumentError: It is a stand-in.
         """
-        leave = None if self._later else self._gates.leave
-        output = output if leave is None else leave(output)
+        passage, last = self._gates.passage, self._gates.last
+        if not last and not self._later:
+            output = passage.leave(self._gates.stage, output)
         if torch.compiler.is_compiling() or _changes_nothing(module) or not self._gates.runs():
             return output
-        passage = self._gates.passage
         passage.inside -= 1
         if stands(output):  # it came by another way than an argument
             raise InvalidArgumentError(f"{describe_rank()}: {self._name} computes with {_BESIDE}")
-        if self._gates.leave is not None:
+        if not last:
             passage.left = passage.samples[self.siblings] = output
             if self.siblings != self._name:
                 passage.kinds[kind_of(module)] = output
@@ -167,9 +164,6 @@ class _Gate:
             if not passage.over:
                 passage.beside.note(output)
         return output
-
-
-Leave = Callable[[Any], Any]
 
 
 def _changes_nothing(module: nn.Module) -> bool:

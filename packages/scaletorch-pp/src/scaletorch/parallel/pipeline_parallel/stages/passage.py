@@ -1,20 +1,19 @@
-"""How far a stage's forward has come, and what it has of other stages."""
+"""A forward of a stage: how far it has come, what it has of other stages, what it passes on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import DistError
+from torch.autograd.graph import get_gradient_edge
 
 from ....dist.building import map_tensors, tensors_in
-from ....dist.errors import InvalidArgumentError, ScaletorchError
+from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ...pg_manager.building import eagerly
-from .beside import Beside, Following, version_of
+from ..runtime.forms import Hidden, is_hidden, strangers
+from .beside import Beside, version_of
 
 
 class Passage:
@@ -24,14 +23,17 @@ class Passage:
     has passed on, and ends where the stage's own last module returns. Modules before and after
     return stand-ins.
 
+    What follows that last module is the next stage's to compute, and nothing here comes of it. If
+    it writes to hidden states, or changes their gradient, it is given a copy of what is passed on;
+    that the first forward of a kind finds. What it collects for the model's output, such as
+    auxiliary losses of layers, would be lost.
+
     Attributes:
         active: Whether one is running; a recomputed one is not.
         source: The stage, and what the stage before has passed on; None on the first stage.
         first: What the model was given as its first argument.
         furthest: The last stage of which it has met a module, in place or not.
         examined: Whether it is the first of its kind.
-        gradients: Whether it was begun with gradients.
-        followed: Whether there are stand-ins; else tensors of that form, whatever their values.
         delivered: Whether what was passed on has been returned to the model's code.
         latest: What the module of an earlier stage that was called last has returned.
         samples: What a layer has returned, by the list that it is in.
@@ -39,31 +41,20 @@ class Passage:
         inside: How many modules of this stage are running, one in another.
         left: The output of the one that was called last.
         over: Whether the rest is another stage's.
-        direct: Whether the model's code has ever taken `forward` of one of this stage's modules.
         beside: What travels beside hidden states.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         """Begin with nothing known of a model whose stages have these modules."""
         self.beside = Beside(names)
-        self.furthest = self.inside = 0
-        self.active = self.examined = self.followed = self.delivered = self.over = False
-        self.gradients = self.direct = False
-        self._visits = 0  # of the last module of the stage before
         self.source: tuple[int, Any] = 0, None
-        self._met = ""  # the first module of the last stage that it has met
-        self.first: Any = None
-        self.latest: Any = None
-        self.left: Any = None
-        self.samples: dict[str, Any] = {}
-        self.kinds: dict[str, Any] = {}
-        self._copy: Any = None  # of what was passed on, given to the model's code
-        self._written: set[int] = set()  # stages at which code writes to what it is given
         self._skipping: set[int] = set()  # stages before which the last module is left out
+        # Stages at which the model's code writes to what it is given, before and behind them.
+        self._written: set[int] = set()
+        self._written_behind: set[int] = set()
+        self._forget()
 
-    def start(
-        self, stage: int, received: Any, siblings: str, *, examined: bool, followed: bool
-    ) -> None:
+    def start(self, stage: int, received: Any, siblings: str, *, examined: bool) -> None:
         """Begin a forward.
 
         Args:
@@ -71,23 +62,41 @@ class Passage:
             received: What the stage before has passed on.
             siblings: The list that the last module of the stage before is in.
             examined: Whether it is the first of its kind.
-            followed: Whether there are stand-ins.
         """
-        self.active, self.furthest, self.inside, self._visits = True, 0, 0, 0
-        self.source, self.gradients = (stage, received), torch.is_grad_enabled()
-        self.samples = {} if stage == 0 else {**self.beside.forms, siblings: received}
-        self.examined, self.followed = examined, followed
-        self.delivered, self.over = stage == 0, False
+        self.active, self._gradients = True, torch.is_grad_enabled()
+        self.source, self.delivered = (stage, received), stage == 0
+        self.examined = examined
+        self.samples: dict[str, Any] = (
+            {} if stage == 0 else {**self.beside.forms, siblings: received}
+        )
 
     def reset(self) -> None:
-        """Forget the forward that was running."""
-        if self._copy is not None and any(versions(self._copy)):
-            self._written.add(self.source[0])
-        self.active = self.examined = self.over = False
-        self.source = self.source[0], None
-        self.first = self.latest = self.left = self._copy = None
-        self.samples, self.kinds = {}, {}
+        """Forget the forward that was running, but where its code writes to what it is given."""
+        stage, copies = self.source[0], [*tensors_in(self._copy_behind)]
+        if any(versions(self._copy)):
+            self._written.add(stage)
+        if any(versions(copies)) or _hooks_on(copies):
+            self._written_behind.add(stage)
+        self.source = stage, None
+        self._forget()
         self.beside.reset()
+
+    def _forget(self) -> None:
+        self.active = self.examined = self.delivered = self.over = False
+        self.furthest = self.inside = 0
+        self.first: Any = None
+        self.latest: Any = None
+        self.left: Any = None
+        self.samples = {}
+        self.kinds: dict[str, Any] = {}
+        self._met = ""  # the first module of the last stage that it has met
+        self._visits = self._visits_behind = 0  # of the last module of the stage before, and of its
+        self._copy: Any = None  # of what was passed on to it, given to the model's code
+        self._copy_behind: Any = None  # of what it passes on
+        self._passed: Any = None  # what it passes on, with the versions and the hooks it had then
+        self._versions: list[int] = []
+        self._hooks = 0
+        self._gradients = self._own_gradients = False
 
     @property
     def past(self) -> bool:
@@ -101,20 +110,6 @@ class Passage:
         By these it shows which one was called last.
         """
         return self.examined or self.source[0] in self._skipping
-
-    def require_seen(self, model: nn.Module) -> None:
-        """Check that what the stage passes on will be seen in later forwards too.
-
-        Raises:
-            InvalidArgumentError: The model is compiled as a whole, so that it will not.
-        """
-        self.beside.require_seen(model)
-        if self.direct and model._compiled_call_impl is not None:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: the model's code calls forward of its layers, and is compiled "
-                "as a whole, so that what they return is not seen: let it call the layers "
-                "themselves, layer(x), or compile them one by one"
-            )
 
     def come_back(self) -> None:
         """Note that a module of this stage is called; maybe once more, after the last of them."""
@@ -183,35 +178,85 @@ class Passage:
         if stage > self.furthest:
             self.furthest, self._met = stage, where
 
+    def leave(self, stage: int, output: Any) -> Any:
+        """Take what a call of a stage's last module returned; return what the model's code gets."""
+        if not self.active or self.source[0] != stage:
+            return output
+        self._pass_on(output)
+        self._visits_behind += 1
+        # Reentrant recomputation runs a layer without gradients, and then gives its output one.
+        self._own_gradients = torch.is_grad_enabled() != self._gradients
+        copies = (self.examined or stage in self._written_behind) and not self._own_gradients
+        if not copies or not is_hidden(output):
+            return output
+        self._copy_behind = map_tensors(Tensor.clone, output)
+        return self._copy_behind
 
-@contextmanager
-def examining(passage: Passage) -> Iterator[None]:
-    """Run the forward in this context uncompiled, and tell why the model's own code may fail.
+    def passed_on(
+        self, output: Any, parameters: Iterable[nn.Parameter], samples: Mapping[str, Any]
+    ) -> Hidden:
+        """Return what a stage but the last passes on: the output of its last module.
 
-    Raises:
-        InvalidArgumentError: It fails, which may be because this stage lacks modules.
-    """
-    with eagerly(), Following(passage):
-        try:
-            yield
-        except (ScaletorchError, DistError):
-            raise
-        except Exception as error:
-            if passage.inside:  # a layer's own failure
-                raise
-            raise InvalidArgumentError(_failed(error)) from error
+        Args:
+            output: What the model's forward has returned; None if it did not come to its end.
+            parameters: The stage's.
+            samples: What layers of other lists than the last one's have returned, in containers.
 
+        Raises:
+            InvalidArgumentError: It was changed, cannot be passed on, or is not all of it.
+        """
+        self.over = True
+        if self._passed is None:  # its last module is left out, or all of them are
+            left = self.source[1] if self.left is None else self.left
+            if left is None:
+                raise InvalidArgumentError(
+                    f"{describe_rank()}: the model's forward has called no module of the first "
+                    "stage, so there is nothing to pass on; take fewer stages, or name the "
+                    "modules that it calls in Split(...)"
+                )
+            self._pass_on(left)
+        left = self._passed
+        if self._own_gradients:
+            self._refuse_collected(output, parameters, _reversible_message)
+        if not is_hidden(left):
+            raise InvalidArgumentError(_stranger_message(left))
+        if self._versions != versions(left):
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the model's forward changes, in place, the hidden states "
+                "after the last layer of this stage, which have been passed on as they were; let "
+                "it make new ones, or put that into the layers"
+            )
+        if self._hooks != _hooks_on(tensors_in(left)):
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the model's forward changes the gradient of hidden states "
+                "after the last layer of this stage by a hook, so it would happen on two stages; "
+                "put it into the layers"
+            )
+        self._refuse_collected(output, parameters, _collected_message)
+        hidden: Hidden = self.beside.leave(left, max(self._visits_behind, 1), samples)
+        return hidden
 
-def _failed(error: Exception) -> str:
-    text = " ".join(str(error).split()) or "no message"
-    return (
-        f"{describe_rank()}: the model's own code between its layers fails where modules are "
-        f"another stage's, which return tensors of a form and without values: it raised "
-        f"{type(error).__name__} ({text}). If it runs in one process, it takes something else of "
-        "them than such tensors of the form that they are given, or that layers of this stage "
-        "return: compute that inside the layers, make it an entry of the micro-batch, or use no "
-        "pipeline (pp_size=1)"
-    )
+    def _pass_on(self, output: Any) -> None:
+        self._passed, self._versions = output, versions(output)
+        self._hooks = _hooks_on(tensors_in(output))
+        self._copy_behind, self._own_gradients = None, False
+
+    def _refuse_collected(
+        self, output: Any, parameters: Iterable[nn.Parameter], message: Callable[[Tensor], str]
+    ) -> None:
+        """Refuse an output that depends on this stage by another way than what it passes on.
+
+        Raises:
+            InvalidArgumentError: It does.
+        """
+        passed = [*tensors_in(self._passed), *self.beside.tensors()]
+        own: set[int] | None = None
+        for tensor in tensors_in(output):
+            leaves = {id(leaf) for leaf in _trained_beside([tensor], passed)}
+            if leaves and own is None:
+                own = {*map(id, parameters), *map(id, tensors_in(self.source[1]))}
+            if own is not None and not leaves.isdisjoint(own):
+                raise InvalidArgumentError(message(tensor))
 
 
 def kind_of(module: nn.Module) -> str:
@@ -227,3 +272,49 @@ def versions(value: Any) -> list[int]:
 def _alias(tensor: Tensor) -> Tensor:
     """Return the tensor itself as another one: reentrant recomputation takes its place."""
     return tensor.view_as(tensor) if tensor.requires_grad else tensor
+
+
+def _stranger_message(left: Any) -> str:
+    kinds = ", ".join(sorted({type(each).__name__ for each in strangers(left)})) or "no tensor"
+    inside = "" if kinds == type(left).__name__ else f" with {kinds} in it"
+    return (
+        f"{describe_rank()}: layers must pass on a tensor, or tuples, lists or dicts of tensors, "
+        f"numbers, strings and None, got a {type(left).__name__}{inside}; leave that out, or put "
+        "it into a tensor"
+    )
+
+
+def _reversible_message(tensor: Tensor) -> str:
+    return (
+        f"{describe_rank()}: the model's forward runs its layers in an autograd function that "
+        "computes their gradients itself, as reversible layers do, so that no stage can compute "
+        "those of its own: use no pipeline (pp_size=1), or layers that autograd follows"
+    )
+
+
+def _collected_message(tensor: Tensor) -> str:
+    """Say that a tensor to train by would be lost."""
+    return (
+        f"{describe_rank()}: the model's forward returns a tensor with a gradient, of shape "
+        f"{tuple(tensor.shape)}, that comes of this stage's layers by another way than what the "
+        "last of them returns (an auxiliary loss, a skip connection): it would be lost here; let "
+        "layers pass it on, with the hidden states in one tuple"
+    )
+
+
+def _hooks_on(tensors: Iterable[Tensor]) -> int:
+    """Count the hooks that change or see the gradients of tensors."""
+    return sum(len(tensor._backward_hooks or ()) for tensor in tensors)
+
+
+def _trained_beside(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the leaves, mostly parameters, that outputs depend on not through inputs."""
+    seen = {get_gradient_edge(tensor).node for tensor in inputs if tensor.requires_grad}
+    todo = [get_gradient_edge(tensor).node for tensor in outputs if tensor.requires_grad]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):
+                yield node.variable
+            todo += [following for following, _ in node.next_functions if following is not None]

@@ -29,9 +29,9 @@ from ..splitting.modules import parameter_facts, siblings_of, takes
 from ..splitting.split import Placement, Split, place
 from .beside import again
 from .cut import cut
-from .gates import check_output
-from .hidden import HiddenFlow
-from .passage import Passage, examining
+from .examination import crossing, examining
+from .gates import Gates, check_output
+from .passage import Passage
 from .stand_ins import UnknownValueError, standing, standing_like, stands
 from .state import MANY_FORMS, RuntimeState
 from .ties import Tie, TiedGradients, find_ties, groups_of_owners
@@ -85,7 +85,7 @@ class PipelineParallel(ModuleWrapper):
         self.num_stages = sum(map(len, ranks_stages))
         self.placement = placement
         self._takes_embeds = takes(model, "inputs_embeds")
-        # Ties and flows are found in the whole model, so before the cut.
+        # Ties are found in the whole model, so before the cut.
         homes = {stage: rank for rank, stages in enumerate(ranks_stages) for stage in stages}
         ties = find_ties(model, placement, homes, self.rank)
         owners: dict[tuple[int, ...], ProcessGroup] = {}
@@ -96,14 +96,15 @@ class PipelineParallel(ModuleWrapper):
         passage = Passage(name for name, _ in placement.homes())
         deferral = Deferral()
         last = self.num_stages - 1
-        flows = [HiddenFlow(stage, passage, last=stage == last) for stage in self.stages]
+        gates = [Gates(passage, stage, last=stage == last) for stage in self.stages]
         self._siblings = {name: siblings_of(model, name) for name, _ in placement.homes()}
+        self._crossed = placement.crossed()
         chunks = cut(model, placement, self.stages, passage)
         if splits:
             defer_weight_gradients(model, deferral)
         tied.share_values()
         prepare_backward(model.parameters())
-        self.runtime = RuntimeState(chunks, passage, flows, tied, deferral)
+        self.runtime = RuntimeState(chunks, passage, gates, tied, deferral)
         self.runtime.note_parameters(self)
         if self.num_stages > 1:
             mark_staged(model)
@@ -190,47 +191,49 @@ class PipelineParallel(ModuleWrapper):
         (input_or_hidden,) = inputs
         runtime = self.runtime
         stage = self.stages[runtime.chunks.selected]
-        flow = runtime.flows[runtime.chunks.selected]
+        gates = runtime.gates[runtime.chunks.selected]
         kind = (stage, self.training, torch.is_grad_enabled(), *facts_of(input_or_hidden, kwargs))
         if len(runtime.examined) > MANY_FORMS:
             runtime.examined.clear()
         # Modules may have been replaced since, as by adapters.
         modules = {name: self.module.get_submodule(name) for name in self.placement.stages[stage]}
-        flow.gates.watch(modules, self._siblings)
+        gates.watch(modules, self._siblings)
         examined = kind not in runtime.examined
         beside = runtime.passage.beside
         hidden = beside.start(kind, modules, input_or_hidden, examined=examined)
-        output = self._run(flow, stage, hidden, kwargs, examined)
+        output = self._run(gates, stage, hidden, kwargs, examined)
         show_output(self.module, output)
         runtime.examined.add(kind)
         return output
 
     def _run(
-        self, flow: HiddenFlow, stage: int, given: Any, kwargs: Mapping[str, Any], examined: bool
+        self, gates: Gates, stage: int, given: Any, kwargs: Mapping[str, Any], examined: bool
     ) -> Any:
         """Run the model's forward on what one process gives it; return the output that goes on."""
         passage = self.runtime.passage
-        # The compiler takes no stand-ins.
-        followed = examined or self.module._compiled_call_impl is None
         before = self.placement.stages[stage - 1][-1]
         received = given if stage else None
-        passage.start(stage, received, self._siblings[before], examined=examined, followed=followed)
+        passage.start(stage, received, self._siblings[before], examined=examined)
         passage.first, named = self._first(given, stage)
         output: Any = None
         try:
-            with examining(passage) if examined else nullcontext(), suppress(UnknownValueError):
+            with (
+                crossing(self.module, self._crossed),
+                examining(passage) if examined else nullcontext(),
+                suppress(UnknownValueError),
+            ):
                 if named:
                     output = self.module(inputs_embeds=passage.first, **kwargs)
                 else:
                     output = self.module(passage.first, **kwargs)
             if stage < self.num_stages - 1:
-                output = flow.passed_on(output)
-                passage.require_seen(self.module)
+                others = gates.other_samples()
+                output = passage.passed_on(output, gates.parameters(), others)
             elif stands(output):  # some of it may have come to a layer of this stage
                 output = again(output)
                 check_output(output)
         finally:
-            flow.reset()
+            passage.reset()
         return output
 
     def _first(self, given: Any, stage: int) -> tuple[Any, bool]:
@@ -242,8 +245,6 @@ class PipelineParallel(ModuleWrapper):
         passage, ids = self.runtime.passage, self.runtime.ids
         if stage == 0 or (ids is not None and not ids.is_floating_point()):
             return given if stage == 0 else ids, False
-        if not passage.followed:
-            return given, self._takes_embeds
         of = next(tensors_in(given))
         if ids is not None:
             return standing(tuple(ids.shape), ids.dtype, passage, of, trained=False), False

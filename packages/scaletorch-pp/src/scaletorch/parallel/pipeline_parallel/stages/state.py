@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from ..runtime.forms import Form
-from ..runtime.program import Task
-from ..schedules.schedule import Schedule
 from .cut import Chunks
-from .hidden import HiddenFlow
+from .gates import Gates
 from .passage import Passage
 from .ties import TiedGradients
 from .weights import Deferral
 
 MANY_FORMS = 4096  # forms that are remembered at most, the same number on every rank
-
-Run = Callable[[Task], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +24,7 @@ class RuntimeState:
     Attributes:
         chunks: The rank's stages in the model, of which one can be selected.
         passage: The forward that runs.
-        flows: The way of the hidden states through each of them.
+        gates: What surrounds the modules of each of them.
         tied: The parameters that several ranks hold.
         deferral: Where the linear layers leave their weight gradients.
         parameters: The rank's parameters when the running step began.
@@ -39,12 +35,11 @@ class RuntimeState:
         ids: The `input_ids` of the forward that comes, on any stage; None if they are no tensor.
         steps_alone: A stage may be called by steps alone, since callers take it for a whole model.
         in_step: A step calls the stage.
-        timed: Wraps a step's actions so that their times are noted; None unless it is recorded.
     """
 
     chunks: Chunks
     passage: Passage
-    flows: list[HiddenFlow]
+    gates: list[Gates]
     tied: TiedGradients
     deferral: Deferral
     parameters: tuple[nn.Parameter, ...] = ()
@@ -55,7 +50,6 @@ class RuntimeState:
     ids: Tensor | None = None
     steps_alone: bool = False
     in_step: bool = False
-    timed: Callable[[Schedule, Run], Run] | None = None
 
     def note_parameters(self, module: nn.Module) -> int:
         """Note the parameters at the beginning of a step, since adapters may have come.

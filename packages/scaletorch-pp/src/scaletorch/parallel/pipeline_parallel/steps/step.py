@@ -193,8 +193,7 @@ def agreed_step(
         pipeline.check_ties()
         if require is not None:
             require(arguments.model, plan.schedule)
-        recorded = " recorded" * (pipeline.runtime.timed is not None)
-        lines += [*inputs.describe(), plan.text + recorded]
+        lines += [*inputs.describe(), plan.text]
     except Exception as found:  # a data loader may raise anything; the others must learn of it
         failed.append(found)
         if not isinstance(found, ScaletorchError) and tell_guard(found):
@@ -227,8 +226,11 @@ def execute_plan(
     Raises:
         StageError: Another rank has failed.
     """
-    timed = stages.pipeline.runtime.timed
-    run = perform if timed is None else timed(plan.schedule, perform)
+
+    def run(task: Task) -> None:
+        with torch.profiler.record_function(f"{task.action} of stage {task.stage}"):
+            perform(task)
+
     try:
         return execute(plan.steps, stages.mail, run, stages.group, note)
     finally:
