@@ -38,7 +38,7 @@ READMES = [each for each in RUNNING if each.id.partition(":")[0].endswith("READM
 GUIDES = [each for each in RUNNING if each not in READMES]
 
 
-@pytest.mark.parametrize("block", [*READMES, *today(GUIDES, 3)])
+@pytest.mark.parametrize("block", [*READMES, *today(GUIDES, 5)])
 def test_a_block_runs_and_prints_what_is_shown(block, tmp_path):
     if "from transformers" in block.code:
         pytest.importorskip("transformers")

@@ -200,15 +200,26 @@ def test_all_packages_say_alike_where_they_come_from(workspace):
         assert f"Project-URL: {label}, {address}" in lines
 
 
-def test_addresses_follow_the_settings(workspace):
-    release(workspace, "bump", "patch", "scaletorch-pg")
+def test_addresses_follow_the_settings_and_without_one_nothing_is_built(workspace):
+    words = ("bump", "patch", "scaletorch-pg")
+    for address, why in {
+        "": "no release: the wheels would not say where they come from: give the address",
+        'repository = "http://somewhere/"': "repository is 'http://somewhere/'; expected https://",
+    }.items():
+        settle(workspace, address)
+        commit(workspace)
+        for refused in (words, ("build", "scaletorch-pg")):
+            assert why in release(workspace, *refused, code=1)
+        assert not (workspace / "dist").exists()
+    run(workspace, "git", "reset", "-q", "--hard", "HEAD~2")
+    release(workspace, *words)
     settle(
         workspace, 'repository = "https://other.invalid/x"', 'documentation = "https://d.invalid"'
     )
     commit(workspace)
     said = release(workspace, "build", "scaletorch-pg", code=1)
     assert "no release: scaletorch-pg has other [project.urls] than pyproject.toml says" in said
-    release(workspace, "bump", "patch", "scaletorch-pg")
+    release(workspace, *words)
     found = urls(workspace)["scaletorch-dp"]
     assert found["Documentation"] == "https://d.invalid"
     assert found["Issues"] == "https://other.invalid/x/issues"
@@ -216,21 +227,6 @@ def test_addresses_follow_the_settings(workspace):
     assert text.count("[project.urls]") == 1
     assert "[project.optional-dependencies]" in text
     run(workspace, "git", "reset", "-q", "--hard", "HEAD~1")
-
-
-@pytest.mark.parametrize("words", [["bump", "patch", "scaletorch-pg"], ["build", "scaletorch-pg"]])
-def test_without_an_address_nothing_is_built_for_an_index(workspace, words):
-    settle(workspace)
-    commit(workspace)
-    said = release(workspace, *words, code=1)
-    assert "no release: the wheels would not say where they come from: give the address" in said
-    assert not (workspace / "dist").exists()
-    settle(workspace, 'repository = "http://somewhere/"')
-    commit(workspace)
-    assert "repository is 'http://somewhere/'; expected https://" in release(
-        workspace, *words, code=1
-    )
-    run(workspace, "git", "reset", "-q", "--hard", "HEAD~2")
 
 
 def test_a_patch_release_takes_no_name_away(workspace):

@@ -165,11 +165,6 @@ def test_a_snippet_that_fails_or_prints_something_else_is_named(
         alone.readme()
 
 
-def test_another_version_is_one_line_else(tmp_path):
-    copy = of_version(PACKAGE, "7.0.0", tmp_path)
-    assert build(copy, tmp_path).name.startswith("scaletorch_pg-7.0.0-")
-
-
 def test_rows_and_their_table():
     def wrong():
         raise CheckError("two lines\nof it")

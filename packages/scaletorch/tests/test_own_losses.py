@@ -28,7 +28,7 @@ from scaletorch.compose import (
     shard_global_batch,
     train_step,
 )
-from scaletorch.dist.testing import preload, relative_error, run_ranks, worst
+from scaletorch.dist.testing import relative_error, run_ranks, worst
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
@@ -44,11 +44,6 @@ LAYOUTS = {
     "all8": ({"tp_size": 2, "cp_size": 2, "pp_size": 2}, {"loss_parallel": True}),
     "data8": ({"tp_size": 2, "cp_size": 2, "dp_size": 2}, {"sequence_parallel": True}),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _imports():
-    preload("torch._dynamo")
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +74,7 @@ def every_loss(sizes, options):
     return found
 
 
-@pytest.mark.parametrize("layout", today([*LAYOUTS], 2))
+@pytest.mark.parametrize("layout", today([*LAYOUTS], 3))
 def test_every_loss_is_one_process_s(layout, expected):
     sizes, options = LAYOUTS[layout]
     for rank in run_ranks(every_loss, math.prod(sizes.values()), sizes, options, timeout=200):
@@ -138,7 +133,7 @@ def perplexity(sizes, options):
     return loss.exp().item(), loss.dtype, inside, modes
 
 
-@pytest.mark.parametrize("layout", ["all8", "data8"])
+@pytest.mark.parametrize("layout", today(["all8", "data8"], 2))
 def test_perplexity_of_a_text(layout):
     whole = text()
     logits = language()(whole["input_ids"])
