@@ -73,7 +73,7 @@ def test_steps_are_those_of_one_process(ranks, layout, size):
     batches = [batch(step, rows) for step, rows in enumerate(ROWS)]
     expected = in_one_process(model(), batches, adamw, loss_fn=loss_fn, clip=1.0)
     how = {"stage": sizes.pop("stage", 0), "clip": 1.0, "loss_fn": loss_fn, "micro_batches": 2}
-    for found in ranks.run(on_a_layout, model, sizes, batches, adamw, rehearse=True, **how):
+    for found in ranks.run(on_a_layout, model, sizes, batches, adamw, **how):
         require_alike(found, expected, weights=1e-9)
 
 
