@@ -7,9 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
 from tools.packages import PACKAGES, ROOT
 from tools.testing.changed import SUITES, concerned
 from tools.testing.suites import PARTS, Suite, in_order

@@ -6,13 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path += [
-    str(Path(__file__).resolve().parent),
-    str(Path(__file__).resolve().parents[1]),
-    str(Path(__file__).resolve().parents[1] / "packages/scaletorch/tests"),
-]
-
 from document_blocks import (
     ROOT,
     RUN,

@@ -10,12 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-sys.path += [
-    str(Path(__file__).resolve().parent),
-    str(Path(__file__).resolve().parents[1] / "packages/scaletorch/tests"),
-]
-
 from document_programs import run_python
 from sweeps import today
 

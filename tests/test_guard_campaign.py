@@ -1,13 +1,6 @@
 """A few faults of each kind of the guard's campaign, and programs without one; see benchmarks."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "packages/scaletorch/tests"))
-
 from benchmarks.guard.faults import run, run_body
 from benchmarks.guard.programs import KINDS, make_program
 from benchmarks.guard.training import body, judge, make_training

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "packages/scaletorch/tests"))
 
 from mutation import hunt as hunting
 from mutation import planted, scope, tree

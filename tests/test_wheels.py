@@ -2,14 +2,9 @@
 
 import re
 import shutil
-import sys
 import zipfile
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
 from tools.building import build, of_version
 from tools.environments import create, run, torch_alone
 from tools.packages import folder, version
