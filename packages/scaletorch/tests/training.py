@@ -27,7 +27,7 @@ from scaletorch.parallel.pg_manager import (
     setup_process_group_manager,
 )
 
-ZERO = 1e-12  # gradients below it, such as those of keys' biases, are rounding
+ZERO = 1e-12  # what is smaller, such as gradients of keys' biases, is rounding
 EXPERTS = ("ep_size", "etp_size")  # whose ranks are among those of the other axes
 
 
@@ -162,7 +162,7 @@ def require_alike(
         losses: That of losses.
         norms: That of norms.
         weights: That of weights.
-        least: Errors of gradients are relative to this at least.
+        least: Errors of gradients and weights are relative to this at least.
         where: What an error tells.
     """
     for kind, most in (("losses", losses), ("norms", norms), ("evaluations", None)):
@@ -171,17 +171,26 @@ def require_alike(
             assert abs(ours - theirs) <= (most or bound) * abs(theirs), (kind, step, where)
     for step, (ours, theirs) in enumerate(zip(found.gradients, expected.gradients, strict=True)):
         for name in ours.keys() | theirs.keys():
-            if name not in theirs or theirs[name].abs().max() < ZERO:
-                assert name not in ours or ours[name].abs().max() < ZERO, (name, step, where)
-            else:
-                assert error_of(ours[name], theirs[name], least) < bound, (name, step, where)
+            error = error_of(ours.get(name), theirs.get(name), least)
+            assert error < bound, (name, step, error, where)
     assert found.weights.keys() == expected.weights.keys(), where
     for name, weight in expected.weights.items():
-        assert error_of(found.weights[name], weight) < (weights or bound), (name, where)
+        error = error_of(found.weights[name], weight, least)
+        assert error < (weights or bound), (name, error, where)
 
 
 def error_of(found, expected, least=0.0):
+    """Return the largest relative error; of what is zero or missing in one process, none."""
+    nothing = expected is None or is_zero(expected)
+    if nothing and (found is None or is_zero(found)):
+        return 0.0
+    if nothing or found is None:
+        return math.inf
     if expected.is_complex():
         found, expected = torch.view_as_real(found), torch.view_as_real(expected)
-    size = max(expected.abs().max().item(), least) if expected.numel() else least
-    return relative_error(found, expected, scale=torch.tensor(size, dtype=torch.float64))
+    size = torch.tensor(max(expected.abs().max().item(), least), dtype=torch.float64)
+    return relative_error(found, expected, scale=size)
+
+
+def is_zero(tensor):
+    return not tensor.numel() or bool(tensor.abs().max() < ZERO)
