@@ -10,6 +10,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from tools.packages import PACKAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST, TP, UMBRELLA = (f"packages/{n}" for n in ("scaletorch-dist", "scaletorch-tp", "scaletorch"))
@@ -106,13 +107,13 @@ def test_a_minor_version_moves_pins_and_raises_dependents(workspace):
     assert len(compared) == 2
     assert all('"scaletorch-dist~=0.2.0": dist' in file.read_text() for file in compared)
     text = (workspace / DIST / "CHANGELOG.md").read_text()
-    assert "## 0.2.0 (2030-01-02)\n\n### Added\n\n- Faster.\n\n## 0.1.0 (unreleased)" in text
+    assert "## 0.2.0 (2030-01-02)\n\n### Added\n\n- Faster.\n" in text
+    assert "\n\n## 0.1.0 (unreleased)" in text
     assert not list((workspace / DIST / "changes").glob("*.md"))
     assert "- Needs scaletorch-dist 0.2." in (workspace / TP / "CHANGELOG.md").read_text()
     built = {file.name for file in (workspace / "dist" / "scaletorch-dist-v0.2.0").iterdir()}
     assert {"scaletorch_tp-0.2.0-py3-none-any.whl", "scaletorch-0.2.0.tar.gz"} <= built
-    assert len(built) == 16
-    assert said.count("PASSED") == 16
+    assert len(built) == said.count("PASSED") == 2 * len(PACKAGES)
 
 
 def test_a_patch_leaves_pins_and_a_dry_run_everything(workspace):
@@ -179,7 +180,7 @@ def urls(folder):
 
 def test_all_packages_say_alike_where_they_come_from(workspace):
     said = urls(ROOT)
-    assert len(said) == 8
+    assert [*said] == PACKAGES
     assert all(each.keys() == said["scaletorch"].keys() for each in said.values())
     release(workspace, "bump", "patch", "scaletorch-tp", "--date", "2030-01-02")
     expected = {

@@ -95,26 +95,6 @@ def test_one_sends_and_another_receives():
     assert run_ranks(send_to_another, 2, env=checked, timeout=20) == [[0.0, 1.0, 2.0]] * 2
 
 
-def fail_in_one():
-    """A failed step of one copy's pipeline is not one of the other's, whose steps count alike."""
-    watches = [
-        of(name, "parallel.pipeline_parallel.runtime.execute").Watch(c10d.group.WORLD, "(0, 1) 0 0")
-        for name in COPIES
-    ]
-    if c10d.get_rank() == 0:
-        watches[0].report(ValueError("acme's"), "F0")
-    c10d.barrier()
-    heard = [watch._first() for watch in watches]
-    c10d.barrier()
-    return heard
-
-
-def test_a_failed_step_is_the_copys_own():
-    for ours, theirs in run_ranks(fail_in_one, 2):
-        assert "acme's" in ours
-        assert theirs is None
-
-
 def guard_both():
     guards = [of(name, "guard") for name in COPIES]
     for guard in guards:

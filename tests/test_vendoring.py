@@ -115,7 +115,11 @@ def test_a_copy_that_fails_changes_nothing(into, monkeypatch, attempt, fails):
 @pytest.mark.parametrize(
     ("place", "packages", "message"),
     [
-        ("acme/_vendor", ["tq"], "there is no package 'tq': .* cp, dist, dp, ep, pg, pp, tp"),
+        (
+            "acme/_vendor",
+            ["tq"],
+            "there is no package 'tq': .* dist, dp, ep, guard, pg, pp, tp",
+        ),
         ("acme/third-party", ["tp"], "'third-party' is no name that Python can import"),
         ("acme/import", ["tp"], "'import' is no name"),
         ("acne/_vendor", ["tp"], "acne is no folder"),
