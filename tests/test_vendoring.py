@@ -185,6 +185,7 @@ def test_the_manifest_says_where_a_copy_comes_from(into):
     assert manifest["asked"] == ["scaletorch-dist"]
 
 
+@pytest.mark.timeout(400)
 def test_the_guides_project_runs_and_mypy_checks_it(into):
     host = into.parent.parent
     commands = [line.split() for line in guides("bash").splitlines()]
@@ -195,7 +196,7 @@ def test_the_guides_project_runs_and_mypy_checks_it(into):
     (host / "acme" / "__init__.py").touch()
     (host / "acme" / "train.py").write_text(guides("py"))
     (host / "pyproject.toml").write_text(guides("toml"))
-    run = {"cwd": host, "capture_output": True, "text": True, "timeout": 100}
+    run = {"cwd": host, "capture_output": True, "text": True, "timeout": 280}
     done = subprocess.run([sys.executable, "-m", "acme.train"], **run, check=False)
     assert done.stdout == "True\n", done.stderr
     wrong = ['    launch(work, "two", 4)', "    setup_process_group_manager().no_such_attribute"]
