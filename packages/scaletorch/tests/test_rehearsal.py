@@ -768,6 +768,31 @@ def test_a_rank_that_fails_keeps_none_waiting(where):
         assert "could not be rehearsed: its plain module failed (" in said[0]
 
 
+def given_out(layouts):
+    """Return the units that this rank runs on each layout."""
+    own = []
+
+    def noted(run):
+        def run_and_note(self, call, *args):
+            own[-1].append(call.name)
+            run(self, call, *args)
+
+        return run_and_note
+
+    with patched("compose.rehearsal.replay:Replay._run_given", noted):
+        for layout in layouts:
+            own.append([])
+            assert told(models.Plain, layout) is None
+    return own
+
+
+def test_each_rank_runs_other_units():
+    layouts = [Layout({axis: 2}) for axis in ("dp", "tp", "cp")]
+    layouts.append(Layout({"pp": 2}, micro_batches=2))
+    one, other = run_ranks(given_out, 2, layouts, timeout=200)
+    assert (one, other) == ([["layers.0"]] * 4, [["layers.1"]] * 4)
+
+
 def lines(kind, layout):
     found = []
     with patched("compose.rehearsal.rehearse:_write", lambda _: found.append):
