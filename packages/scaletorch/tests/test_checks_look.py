@@ -237,7 +237,12 @@ CASES = {
     "small sum": (models.mixing(lambda x: x + 1e-6 * x.cumsum(1)), CP, FINE, FOUND),
     "gate": (models.mixing(lambda x: x * x.amax(1, keepdim=True).sigmoid()), CP, {}, FOUND),
     "counts": (models.Counts, CP, {}, "cp divides positions: .* the forward's argument position_i"),
-    "rows": (models.Norm, DP, TWO, r"\(BatchNorm1d\) takes statistics of all rows .* one micro-b"),
+    "rows": (
+        models.Norm,
+        DP,
+        TWO,
+        r"batch_norm .* takes statistics of all rows .* one micro-batch",
+    ),
     "rows over cp": (models.Norm, CP, {}, r"batch_norm \(BatchNorm1d\) .* cp_size=2 divides"),
     "rows again": (models.Norm, DP, RECOMPUTED, "batch_norm .* recompute=True runs"),
     "no such argument": (models.Plain, DP, {"batch": positioned}, "Plain takes no arg"),
