@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mutants.patch import patched
 
 from scaletorch import bisect, compose
 from scaletorch.dist import cleanup_dist, init_dist
@@ -149,8 +150,14 @@ def counted(step):
     return garbage, {name: number for name, number in more.items() if number}
 
 
-def leave(kind, sizes, options, stage):
-    """Return what steps leave on a layout, and whether the model lives when nobody names it."""
+def leave(*layout):
+    """Return what steps leave on a layout; each looks at the same sample of parameters."""
+    with patched("compose.samples:PERIOD", lambda _: 1):
+        return left(*layout)
+
+
+def left(kind, sizes, options, stage):
+    """Return that, and whether the model lives when nobody names it."""
     manager = setup_process_group_manager(**sizes)
     torch.manual_seed(0)
     model = compose.parallelize(kind(), manager, **options, rehearse=False)
