@@ -1,12 +1,6 @@
 """Public names are what each package's record says."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
 from tools.packages import PACKAGES
 from tools.release import api
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from sweeps import today
 
 from scaletorch.bisect import doctor as doctor_module
 from scaletorch.bisect.__main__ import main, parse
@@ -134,7 +135,9 @@ def check(status, script, folder, monkeypatch, capsys):
 
 def test_scripts_are_right_and_faults_in_them_found(tmp_path, monkeypatch, capsys):
     pytest.importorskip("accelerate")
-    check(STATUS, TRAIN, tmp_path, monkeypatch, capsys)
+    tried = ("ddp", *today(["fsdp2", "tensor", "pipeline", "accelerate"], 2))
+    status = {words: told for words, told in STATUS.items() if words.startswith(tried)}
+    check(status, TRAIN, tmp_path, monkeypatch, capsys)
 
 
 def test_transformers_by_its_own_tensor_parallelism(tmp_path, monkeypatch, capsys):

@@ -11,12 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tools.pages.bug_reports import rounded
 from torch import nn
 from torch.distributed.tensor import DTensor
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
-from tools.pages.bug_reports import rounded
 
 from scaletorch.bisect import compare, record
 from scaletorch.bisect.__main__ import main

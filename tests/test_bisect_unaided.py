@@ -23,7 +23,7 @@ VOCABULARY, batch, loss_sum = small.VOCABULARY, small.batch, small.loss_sum
 
 preload("torch.distributed.pipelining", "torch.nn.parallel", "scaletorch.bisect")
 
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 STAGED_FAULTS = {"mean": {"mean": True}, "accumulate": {"halves": 2, "scaled": True}}
 ROWS = {  # name -> rows of each call on each rank
     "near": [[[0, 1]], [[2, 3]]],
@@ -138,13 +138,16 @@ def runs(tmp_path_factory):
     return folder
 
 
+def require_sound(report):
+    assert report.sound, report
+    assert not report.count("unseen") + report.count("bad"), report
+    assert any(key.kind == LOSS for key in report.judged)
+
+
 @pytest.mark.parametrize("one", ["one", "two"])
 def test_rows_and_losses_are_found_out(one, runs):
     for name in (*ROWS, "shares"):
-        report = compare(runs / one, runs / name)
-        assert report.sound, f"{name}: {report}"
-        assert not report.count("unseen") + report.count("bad"), f"{name}: {report}"
-        assert any(key.kind == LOSS for key in report.judged)
+        require_sound(compare(runs / one, runs / name))
 
 
 @pytest.mark.parametrize("one", ["one", "two"])
@@ -159,10 +162,7 @@ def test_faults_are_found_where_nobody_says_anything(fault, one, runs):
 
 def test_positions_are_found_out(runs):
     for name in POSITIONS:
-        report = compare(runs / "one", runs / f"positions-{name}")
-        assert report.sound, f"{name}: {report}"
-        assert not report.count("unseen") + report.count("bad"), f"{name}: {report}"
-        assert any(key.kind == LOSS for key in report.judged)
+        require_sound(compare(runs / "one", runs / f"positions-{name}"))
         assert not compare(runs / "one", runs / f"positions-{name}-unsummed").sound
 
 
@@ -202,9 +202,7 @@ def crossed(folder):
 def test_pipelines_beside_each_other(tmp_path):
     importlib.import_module("one_process").step(tmp_path / "one")
     run_ranks(crossed, 4, tmp_path)
-    report = compare(tmp_path / "one", tmp_path / "crossed")
-    assert report.sound, report
-    assert not report.count("unseen") + report.count("bad"), report
+    require_sound(compare(tmp_path / "one", tmp_path / "crossed"))
     (found,) = compare(tmp_path / "one", tmp_path / "crossed-unsummed").found
     assert "a sum over all ranks is missing" in str(found)
 
@@ -226,9 +224,7 @@ def staged(tmp_path_factory):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_are_compared_whole_under_the_names_of_the_model(schedule, staged):
     for name in (schedule, f"{schedule}-halves"):
-        report = compare(staged / "one", staged / name)
-        assert report.sound, report
-        assert not report.count("unseen") + report.count("bad"), report
+        require_sound(compare(staged / "one", staged / name))
     for name, modules in (("mean", ["loss"]), ("accumulate", []), ("tied", [])):
         one = staged / ("tied" if name == "tied" else "one")
         report = compare(one, staged / f"{schedule}-{name}")

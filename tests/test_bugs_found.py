@@ -1,12 +1,8 @@
 """Bugs of others: each is found where it is, its mend is sound, and the page shows the reports."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("transformers")
-sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from tools.pages import bug_reports
 

@@ -7,19 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
-from tools.packages import PACKAGES, ROOT, closure, dependents
+from tools.packages import PACKAGES, ROOT
 from tools.testing import quick
 from tools.testing.changed import SUITES, concerned
 from tools.testing.suites import PARTS, Suite, in_order
-
-
-def test_the_graph_comes_from_the_pyprojects():
-    assert dependents("scaletorch-dist") == [n for n in PACKAGES if n != "scaletorch-dist"]
-    assert dependents("scaletorch-tp") == ["scaletorch"]
-    assert closure("scaletorch-tp") == ["scaletorch-dist", "scaletorch-pg", "scaletorch-tp"]
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from tools.testing import covered
 from tools.testing.covered import Covered

@@ -1,13 +1,8 @@
 """A program of a document that is broken fails, wherever it is broken."""
 
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent))
-
 from document_programs import run
 
 from scaletorch.dist import RankFailedError

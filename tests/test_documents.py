@@ -6,13 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path += [
-    str(Path(__file__).resolve().parent),
-    str(Path(__file__).resolve().parents[1]),
-    str(Path(__file__).resolve().parents[1] / "packages/scaletorch/tests"),
-]
-
 from document_blocks import (
     ROOT,
     RUN,
@@ -38,7 +31,7 @@ READMES = [each for each in RUNNING if each.id.partition(":")[0].endswith("READM
 GUIDES = [each for each in RUNNING if each not in READMES]
 
 
-@pytest.mark.parametrize("block", [*READMES, *today(GUIDES, 3)])
+@pytest.mark.parametrize("block", [*READMES, *today(GUIDES, 5)])
 def test_a_block_runs_and_prints_what_is_shown(block, tmp_path):
     if "from transformers" in block.code:
         pytest.importorskip("transformers")

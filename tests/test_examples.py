@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).resolve().parent))
-
 from document_programs import run_python
+from sweeps import today
 
 from scaletorch.dist.testing import preload, run_ranks
 from scaletorch.parallel.pg_manager import (
@@ -172,7 +170,7 @@ def test_grid_trainer_on_other_grids(tmp_path):
         torch.testing.assert_close(saved.state_dict()[name], weight, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["dp2 tp2", "dp2 cp2", "dp2 cp2 tp2"])
+@pytest.mark.parametrize("layout", today(["dp2 tp2", "dp2 cp2", "dp2 cp2 tp2"], 3))
 def test_fsdp2_in_float64(layout):
     preload("torch._dynamo")  # which FSDP2 imports
     losses, weights = call("fsdp2", "work")

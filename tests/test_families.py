@@ -9,10 +9,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers")
-sys.path += [
-    str(Path(__file__).resolve().parents[1]),
-    str(Path(__file__).resolve().parents[1] / "packages/scaletorch/tests"),
-]
 
 from sweeps import today
 from tools.families import page, record

@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
 from tools.gpu import __main__ as command
 from tools.gpu import checks, figures, groups, kernels, matrix, run
 from tools.gpu.checks import Checks, Found, Skip

@@ -1,13 +1,8 @@
 """How long files and functions may be, and how docstrings are written, of every package."""
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
 from tools.house.measure import too_long
 from tools.house.words import offences
 from tools.packages import PACKAGES, ROOT, folder

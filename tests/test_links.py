@@ -1,13 +1,8 @@
 """Links between READMEs, guides and files lead somewhere, to the very heading."""
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent))
-
 from document_blocks import ROOT, pages, prose, translations
 
 LINK = re.compile(r"\]\(\s*([^)\s]+?)\s*\)")

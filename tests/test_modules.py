@@ -1,16 +1,11 @@
 """Some modules of the generator on random layouts, each day others; and what the generator sees."""
 
 import contextlib
-import sys
 import time
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
 from tools.families.verdicts import OBSCURE, Verdict
 from tools.modules import layouts, recipe
 from tools.modules.cell import REHEARSES, Told, cell

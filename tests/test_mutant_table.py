@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "packages/scaletorch/tests"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 
 from mutants import MUTANTS

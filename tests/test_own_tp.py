@@ -3,17 +3,10 @@
 A sixteenth of them, each day another one, and one that is wrong.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-sys.path += [
-    str(Path(__file__).resolve().parents[1]),
-    str(Path(__file__).resolve().parents[1] / "packages/scaletorch/tests"),
-]
 
 from sweeps import today
 from tools.families.own_tp import page, ranks

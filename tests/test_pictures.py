@@ -1,12 +1,6 @@
 """The guides' pictures are what the library draws today."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
 from tools.pages.pictures import FOLDER, PICTURES
 
 

@@ -1,13 +1,8 @@
 """Closed forms against what their papers print, to the digit; published runs and their errors."""
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
 from benchmarks.known import Program, Sizes, transformer
 from benchmarks.known.machines import GIB, MACHINES, STATES, Constants
 from benchmarks.known.predicted import predicted_gib, predicted_seconds

@@ -1,12 +1,6 @@
 """The page on published runs has the tables that its benchmark computes."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
 from benchmarks.published_plans import PAGES, TABLE, tables, written
 
 

@@ -1,13 +1,8 @@
 """The Chinese pages say what the English ones say, and nobody changes one of them alone."""
 
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
 from tools.pages import translations
 
 ROOT = translations.ROOT

@@ -9,15 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as c10d
+from tools.vendoring import vendor
 from torch import nn
 
 from scaletorch.dist.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools.vendoring import vendor  # noqa: E402 - of the repository's tools
-
 ACME, ZENITH = COPIES = ("acme._vendor.scaletorch", "zenith._vendor.scaletorch")
 
 

@@ -9,15 +9,12 @@ from pathlib import Path
 
 import pytest
 from hatchling.builders.wheel import WheelBuilder
+from tools.packages import PACKAGES
+from tools.vendoring import check as check_vendored
+from tools.vendoring import vendor
+from tools.vendoring.manifest import LICENCE, NAME, VendorError, contents
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools.packages import PACKAGES  # noqa: E402
-from tools.vendoring import check as check_vendored  # noqa: E402 - of the repository's tools
-from tools.vendoring import vendor  # noqa: E402
-from tools.vendoring.manifest import LICENCE, NAME, VendorError, contents  # noqa: E402
-
 GUIDE = (ROOT / "docs" / "vendoring.md").read_text()
 PLACE = "../acme/acme/_vendor"
 
@@ -188,6 +185,7 @@ def test_the_manifest_says_where_a_copy_comes_from(into):
     assert manifest["asked"] == ["scaletorch-dist"]
 
 
+@pytest.mark.timeout(400)
 def test_the_guides_project_runs_and_mypy_checks_it(into):
     host = into.parent.parent
     commands = [line.split() for line in guides("bash").splitlines()]

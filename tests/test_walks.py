@@ -1,12 +1,6 @@
 """How many files of ours a warm call enters: what a newcomer has to read to follow it."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
 from tools.house.walk import WALKS, walk
 
 

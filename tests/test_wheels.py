@@ -2,14 +2,9 @@
 
 import re
 import shutil
-import sys
 import zipfile
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
 from tools.building import build, of_version
 from tools.environments import create, run, torch_alone
 from tools.packages import folder, version
@@ -163,11 +158,6 @@ def test_a_snippet_that_fails_or_prints_something_else_is_named(
     alone = Alone(PACKAGE, wheel, wheel.parent, create(tmp_path / "environment", torch_folder))
     with pytest.raises(CheckError, match=f"(?s){fault}"):
         alone.readme()
-
-
-def test_another_version_is_one_line_else(tmp_path):
-    copy = of_version(PACKAGE, "7.0.0", tmp_path)
-    assert build(copy, tmp_path).name.startswith("scaletorch_pg-7.0.0-")
 
 
 def test_rows_and_their_table():

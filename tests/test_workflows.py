@@ -1,15 +1,10 @@
 """The workflows name programs, suites and jobs that there are."""
 
 import re
-import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
 from tools.packages import PACKAGES, ROOT, pyproject
 from tools.testing.changed import SUITES
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import test_any_batch
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -165,10 +164,6 @@ def denoising(step):
     return {"x": drawn(step, 3, 8, 8), "loss_target": drawn(step + 10, 3, 8, 8)}
 
 
-def of_series(step):
-    return vars(test_any_batch.series(step))
-
-
 def of_class(output, micro_batch):
     total = F.cross_entropy(output.logits, micro_batch["labels"], reduction="sum")
     return total, len(output.logits)
@@ -203,9 +198,6 @@ MODELS = {
     "t5": Model(t5, translations, of_words),
     "t5, longer": Model(t5, longer, of_words),
     "unet": Model(UNet, denoising, of_target),
-    "denoiser": Model(*test_any_batch.MODELS["denoiser"][:3]),
-    "fourier": Model(*test_any_batch.MODELS["fourier"][:3]),
-    "recurrent": Model(test_any_batch.Recurrent, of_series, test_any_batch.of_class),
 }
 LAYOUTS = {
     "dp4": {"dp_size": 4},
@@ -224,10 +216,9 @@ LAYOUTS = {
 }
 RIGHT = ""
 _ZERO3 = r"stage must be 1 \(.*\) or 2 \(.*\), got 3; for sharded parameters use fully_shard"
-_NO_PLAN = r"{} has no plan of its own .* writes a plan of its layers: complete it"
-_NO_LAYERS = r"cannot tell which modules are the layers: .*{} has .*; pass Split\("
+_NO_PLAN = r"UNet has no plan of its own .* writes a plan of its layers: complete it"
+_NO_LAYERS = r"cannot tell which modules are the layers: .*UNet has .*; pass Split\("
 _CP = r"cp divides .* it is not known where this batch .* take cp_size=1 and the ranks for dp"
-_SP = r"sequence_parallel divides .* style the layers 'sequence_layer' .* or do without it"
 _LISTS = r"shares sequences out in the layers of .* beside them: .* do without sequence parallelism"
 _OF_IMAGES = r"{} takes pixel_values, and cp divides .*: take cp_size=1"
 _TWO = r"T5\w+ was called with .*encoder_hidden_states|T5Attention was called with two sequences"
@@ -243,15 +234,6 @@ _TOWERS = {
 }
 
 
-def _whole(name):
-    """Models that no axis divides but dp."""
-    return {
-        **dict.fromkeys(("pp2-tp2", "tp", "sp"), _NO_PLAN.format(name)),
-        "pp": _NO_LAYERS.format(name),
-        "cp": _CP,
-    }
-
-
 # What is refused, by the beginnings of names of layouts, in words; all else is right.
 REFUSED = {
     "vit": {"cp": _OF_IMAGES.format("ViTForImageClassification")},
@@ -262,18 +244,15 @@ REFUSED = {
     "whisper": {"sp": _LISTS, "cp": _CP},
     "t5": {"sp": _TWO, "cp": _COUNTS},
     "t5, longer": {"sp": _TWO, "cp": _COUNTS},
-    "unet": _whole("UNet"),
-    "denoiser": {},
-    "fourier": {**_whole("Fourier"), "pp": RIGHT},
-    "recurrent": _whole("Recurrent"),
+    "unet": {
+        **dict.fromkeys(("pp2-tp2", "tp", "sp"), _NO_PLAN),
+        "pp": _NO_LAYERS,
+        "cp": _CP,
+    },
 }
-# test_any_batch has the others, by a plan; no model gets as far as to a third stage of ZeRO.
-_ELSEWHERE = {"denoiser": ("sp", "cp", "pp2-tp2", "tp", "zero3"), "unet": ()}
+# No model gets as far as to a third stage of ZeRO.
 CELLS = [
-    (name, layout)
-    for name in MODELS
-    for layout in LAYOUTS
-    if not layout.startswith(_ELSEWHERE.get(name, ("zero3",)))
+    (name, layout) for name in MODELS for layout in LAYOUTS if layout != "zero3" or name == "unet"
 ]
 
 

@@ -7,7 +7,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from torch import nn
 
 from scaletorch.bisect import Report
 from scaletorch.bisect.between import locate, prepare
-from scaletorch.bisect.comparing.judge import BAD, UNSEEN
+from scaletorch.bisect.comparing.judge import UNSEEN
 from scaletorch.dist import RankPool
 from scaletorch.dist.building import locate as locator
 from scaletorch.dist.errors import RankFailedError
@@ -197,38 +196,14 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", type=int, default=(), help="layouts, 0 to 19")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one case")
     given = parser.parse_args()
-    every, reasons = [], Counter[str]()
+    every = []
     for ran in campaign(given.family, given.dtype, given.only, timeout=given.timeout):
         every.append(ran)
-        tell(ran, reasons)
+        verdict = "sound" if ran.sound else f"REPORT\n{ran.report}"
+        print(f"{ran.family:9} {ran.case!s:70} {ran.seconds:.1f} s {verdict}", flush=True)
     wrong = sum(not ran.sound for ran in every)
     print(f"\n{table(every)}\n{len(every)} sound runs, {wrong} reports")
-    for reason, count in reasons.most_common():
-        print(f"{count:6} {reason}")
     return int(wrong > 0)
-
-
-def tell(ran: Ran, reasons: Counter[str]) -> None:
-    """Print what came of a case, and count why tensors were not compared or dismissed."""
-    verdict = "sound" if ran.sound else "REPORT"
-    counts = ""
-    if not isinstance(ran.report, str):
-        compared = len(ran.report.judged) - ran.report.count(UNSEEN)
-        counts = f"{compared} compared, {ran.report.count(UNSEEN)} not, "
-        counts += f"{ran.report.count(BAD)} differ"
-        for each in ran.report.judged.values():
-            if each.state != "good":
-                word = (
-                    each.why
-                    if each.state == UNSEEN
-                    else f"differs by {each.error:.0e}, and no result does"
-                )
-                reasons[
-                    f"{ran.family} {each.key.kind} {each.key.name} {each.key.item}: {word}"
-                ] += 1
-    print(f"{verdict:7}{ran.family:9} {ran.case!s:70}{counts} {ran.seconds:.1f} s", flush=True)
-    if not ran.sound:
-        print(ran.report, flush=True)
 
 
 def table(every: Sequence[Ran]) -> str:

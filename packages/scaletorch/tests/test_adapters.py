@@ -1,24 +1,21 @@
 """LoRA of peft on frozen models of transformers trains on every layout as in one process."""
 
-import math
-
 import pytest
 import torch
-import torch.nn.functional as F
 from sweeps import today
+from training import (
+    cross_entropy,
+    in_one_process,
+    ranks_of,
+    require_alike,
+    take_steps,
+    train_and_compare,
+)
 
 from scaletorch.checkpoint import CheckpointError, export_adapter
-from scaletorch.compose import (
-    clip_grad_norm_,
-    eval_step,
-    full_gradients,
-    full_state_dict,
-    parallelize,
-    shard_global_batch,
-    train_step,
-)
+from scaletorch.compose import full_state_dict, parallelize, shard_global_batch, train_step
 from scaletorch.dist.errors import ScaletorchError
-from scaletorch.dist.testing import preload, relative_error, run_ranks, worst
+from scaletorch.dist.testing import preload, run_ranks
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
@@ -40,7 +37,7 @@ SIZES = {  # heads that two ranks share out two to one
     "use_cache": False, "attn_implementation": "sdpa",
 }  # fmt: skip
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-STEPS = 3
+STEPS = 2
 SHARDED = {"sequence_parallel": True, "loss_parallel": True}
 LAYOUTS = {
     "tp2": ({"tp_size": 2}, {}),
@@ -55,7 +52,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _imports():
-    preload("torch._dynamo", "peft", "transformers.models.llama.modeling_llama")
+    preload("peft", "transformers.models.llama.modeling_llama")
 
 
 def base(**options):
@@ -83,29 +80,13 @@ def batch(step):
     return {"input_ids": tokens[:, :-1], "labels": labels}
 
 
-def reference():
-    """Return losses, norms and gradients of three steps in one process, and the weights then."""
-    model = adapted()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    steps = []
-    for step in range(STEPS):
-        whole = batch(step)
-        logits = model(input_ids=whole["input_ids"]).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten())
-        loss.backward()
-        norm = torch.nn.utils.get_total_norm(
-            [p.grad for p in model.parameters() if p.grad is not None]
-        )
-        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        steps.append((loss.item(), norm.item(), gradients))
-        optimizer.step()
-        optimizer.zero_grad()
-    return steps, {n: p.detach() for n, p in model.named_parameters()}
-
-
 @pytest.fixture(scope="module")
 def expected():
-    return reference()
+    return in_one_process(adapted(), [batch(step) for step in range(STEPS)], adam)
+
+
+def adam(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
 def is_adapter(name):
@@ -115,49 +96,32 @@ def is_adapter(name):
 def train(sizes, options, folder):
     manager = setup_process_group_manager(**sizes)
     model = parallelize(adapted(), manager, **options, rehearse=False)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    optimizer = adam(model)
     if manager.cp_dp_size > 1:
         shard_optimizer(optimizer, model)
-    steps = []
-    for step in range(STEPS):
-        loss = train_step(model, shard_global_batch(batch(step), 2, model=model))
-        gradients = full_gradients(model)
-        norm = clip_grad_norm_(model, math.inf)
-        steps.append((loss.item(), norm.item(), gradients))
-        optimizer.step()
-        optimizer.zero_grad()
-    weights = full_state_dict(model, only=is_adapter)
+    found = take_steps(model, optimizer, [batch(step) for step in range(STEPS)], 2)
     export_adapter(model, folder)
     with pytest.raises(CheckpointError, match="has an adapter already"):
         export_adapter(model, folder)
-    seen = eval_step(model, shard_global_batch(batch(9), 2, model=model)).item()
+    own = full_state_dict(model, only=is_adapter)
     destroy_process_group_manager()
-    return steps, weights, seen
+    return found, own
 
 
-@pytest.mark.parametrize("layout", today([*LAYOUTS], 2))
+@pytest.mark.parametrize("layout", today([*LAYOUTS], 3))
 def test_every_layout_trains_adapters_like_one_process(layout, expected, tmp_path):
     sizes, options = LAYOUTS[layout]
-    theirs, final = expected
-    results = run_ranks(train, math.prod(sizes.values()), sizes, options, tmp_path, timeout=200)
-    for steps, weights, _ in results:
-        for (loss, norm, gradients), (one, whole, known) in zip(steps, theirs, strict=True):
-            assert loss == pytest.approx(one, rel=1e-12)
-            assert norm == pytest.approx(whole, rel=1e-11)
-            assert gradients.keys() == known.keys()
-            assert all(map(is_adapter, known))
-            assert worst(relative_error(gradients[n], g) for n, g in known.items()) < 1e-10
-        assert weights.keys() == {name for name in final if is_adapter(name)}
-        assert worst(relative_error(w, final[n]) for n, w in weights.items()) < 1e-10
+    for found, own in run_ranks(train, ranks_of(sizes), sizes, options, tmp_path, timeout=200):
+        require_alike(found, expected, 1e-10, losses=1e-12, norms=1e-11)
+        assert all(map(is_adapter, found.gradients[0]))
+        assert own.keys() == {name for name in expected.weights if is_adapter(name)}
+        assert all(torch.equal(own[name], found.weights[name]) for name in own)
     saved = safetensors.load_file(tmp_path / "adapter_model.safetensors")
     assert saved.keys() == peft.get_peft_model_state_dict(adapted()).keys()  # as peft writes them
     loaded = peft.PeftModel.from_pretrained(base().double(), tmp_path).double()
-    whole = batch(9)
     with torch.no_grad():
-        logits = loaded(input_ids=whole["input_ids"]).logits
-    loss = F.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten())
-    assert results[0][2] == pytest.approx(loss.item(), rel=1e-12)
+        total, count = cross_entropy(loaded(batch(STEPS - 1)["input_ids"]), batch(STEPS - 1))
+    assert (total / count).item() == pytest.approx(found.evaluations[-1], rel=1e-12)
 
 
 def dropped():
@@ -214,26 +178,12 @@ def nested():
     return model.double()
 
 
-def step_of_nested(shares):
-    manager = setup_process_group_manager(tp_size=2)
-    model = parallelize(nested(), manager, sequence_parallel=shares, rehearse=False)
-    loss = train_step(model, shard_global_batch(batch(0), 1, model=model)).item()
-    gradients = full_gradients(model)
-    destroy_process_group_manager()
-    return loss, gradients
-
-
 @pytest.mark.parametrize("shares", [False, True])
 def test_adapters_around_adapters_train_over_tp_like_one_process(shares):
-    plain, whole = nested(), batch(0)
-    logits = plain(input_ids=whole["input_ids"]).logits
-    known = F.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten())
-    known.backward()
-    theirs = {name: p.grad for name, p in plain.named_parameters()}
-    for loss, gradients in run_ranks(step_of_nested, 2, shares):
-        assert loss == pytest.approx(known.item(), rel=1e-12)
-        assert gradients.keys() == theirs.keys()
-        assert worst(relative_error(gradients[n], g) for n, g in theirs.items()) < 1e-10
+    expected, options = in_one_process(nested(), [batch(0)]), {"sequence_parallel": shares}
+    bounds = {"bound": 1e-10, "losses": 1e-12}
+    how = {"options": options, "bounds": bounds}
+    train_and_compare(expected, nested, {"tp_size": 2}, [batch(0)], **how)
 
 
 REFUSED = {

@@ -2,24 +2,16 @@
 
 import dataclasses
 import functools
-import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from training import in_one_process, train_and_compare
 
-from scaletorch.compose import (
-    eval_step,
-    full_gradients,
-    full_state_dict,
-    parallelize,
-    shard_global_batch,
-    train_step,
-)
-from scaletorch.dist import RankFailedError
-from scaletorch.dist.errors import InvalidArgumentError, RehearsalError
-from scaletorch.dist.testing import relative_error, run_ranks
+from scaletorch.compose import parallelize, shard_global_batch, train_step
+from scaletorch.dist.errors import InvalidArgumentError, RehearsalError, ScaletorchError
+from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
@@ -163,18 +155,18 @@ PLAN = {
 POSITIONS = {"latents": 1, "loss_noise": 1}
 SHARED = {"sequence_parallel": True}
 DP = [{"dp_size": 4}]
-TP = [{"tp_size": 2, "dp_size": 2}, {"tp_size": 2, "pp_size": 2}]
 PP = [{"dp_size": 2, "pp_size": 2}, {"pp_size": 4}]
-CP = [
+REST = [
+    {"tp_size": 2, "dp_size": 2},
+    {"tp_size": 2, "pp_size": 2},
     {"cp_size": 4},
     {"cp_size": 2, "dp_size": 2},
     {"cp_size": 2, "pp_size": 2},
     {"cp_size": 2, "tp_size": 2, **SHARED},
     {"tp_size": 4, **SHARED},
-    {"tp_size": 2, "dp_size": 2, **SHARED},
 ]
 MODELS = {  # batches, the loss, and the layouts that the model is for
-    "denoiser": (Denoiser, noises, of_noise, DP + PP + TP + CP),
+    "denoiser": (Denoiser, noises, of_noise, DP + PP + REST),
     "fourier": (Fourier, curves, of_curve, DP + PP),
     "recurrent": (Recurrent, series, of_class, DP),
     "recurrent, tuples": (Recurrent, pairs, of_class, [{"dp_size": 2}]),
@@ -182,46 +174,38 @@ MODELS = {  # batches, the loss, and the layouts that the model is for
 CASES = [(name, sizes) for name, model in MODELS.items() for sizes in model[-1]]
 
 
-def trained(name, sizes, micro_batches):
-    """Losses and evaluations of three steps, the first gradients, and the weights."""
-    make, batch, loss_fn, _ = MODELS[name]
-    options = {each: sizes[each] for each in SHARED if each in sizes}
-    manager = setup_process_group_manager(**{n: x for n, x in sizes.items() if n not in SHARED})
-    torch.manual_seed(0)
-    plan = PLAN if "tp_size" in sizes else None
-    model = parallelize(make().double(), manager, plan=plan, **options)
-    dims = POSITIONS if name == "denoiser" and "cp_size" in sizes else None
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses, gradients = [], {}
-    for step in range(3):
-        cut = shard_global_batch(batch(step), micro_batches, model=model, sequence_dims=dims)
-        losses.append(train_step(model, cut, loss_fn=loss_fn).double())
-        gradients = gradients or {n: g.clone() for n, g in full_gradients(model).items()}
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(eval_step(model, cut, loss_fn=loss_fn))
-    return {"loss": torch.stack(losses), **gradients}, full_state_dict(model)
-
-
 @functools.cache
-def in_one_process(name):
-    return run_ranks(trained, 1, name, {}, 1)[0]
+def expected(name):
+    make, batch, loss_fn, _ = MODELS[name]
+    torch.manual_seed(0)
+    batches = [as_mapping(batch(step)) for step in range(2)]
+    return in_one_process(make().double(), batches, loss_fn=loss_fn)
 
 
-def apart(found, expected):
-    views = (torch.view_as_real(x) if x.is_complex() else x for x in (found, expected))
-    return relative_error(*views)
+def as_mapping(batch):
+    if isinstance(batch, tuple):
+        batch = Series(*batch)
+    return batch if isinstance(batch, dict) else vars(batch)
+
+
+def built(make):
+    torch.manual_seed(0)
+    return make().double()
 
 
 @pytest.mark.parametrize(("name", "sizes"), CASES, ids=str)
 def test_any_model_trains_as_in_one_process(name, sizes):
-    expected = in_one_process(name)
-    ranks = math.prod(size for axis, size in sizes.items() if axis not in SHARED)
-    for found in run_ranks(trained, ranks, name, sizes, 3):
-        for own, one in zip(found, expected, strict=True):
-            assert own.keys() == one.keys()
-            for each, tensor in one.items():
-                assert apart(own[each], tensor) < 1e-11, each
+    make, batch, loss_fn, _ = MODELS[name]
+    options = {each: sizes[each] for each in SHARED if each in sizes}
+    options |= {"plan": PLAN} if "tp_size" in sizes else {}
+    cut = {"sequence_dims": POSITIONS} if name == "denoiser" and "cp_size" in sizes else {}
+    train_and_compare(
+        expected(name),
+        functools.partial(built, make),
+        {axis: size for axis, size in sizes.items() if axis not in SHARED},
+        [batch(step) for step in range(2)],
+        options=options, micro_batches=3, rehearse=True, loss_fn=loss_fn, cut=cut,
+    )  # fmt: skip
 
 
 REFUSED = [
@@ -241,22 +225,27 @@ REFUSED = [
     ({"cp_size": 2}, {}, {"x": 1}, "sequence_dims names x, and the batch's tensors are latents"),
     ({"cp_size": 2}, {}, {"latents": 3}, r"'latents': 3} does not fit: latents is \[7, 8, 4\]"),
     ({"cp_size": 2}, {}, {"latents": 1, "loss_noise": 2}, "dims of 8 of latents, 4 of loss_noise"),
-    ({"cp_size": 4}, {}, {"latents": 2, "loss_noise": 2}, "4 positions .* zigzag"),
 ]
 
 
-def refused(sizes, options, dims):
+def step_of_noises(sizes, options, dims):
     manager = setup_process_group_manager(**sizes)
-    model = parallelize(Denoiser().double(), manager, **options)
-    cut = shard_global_batch(noises(0), 1, model=model, sequence_dims=dims)
-    train_step(model, cut, loss_fn=of_noise)
+    try:
+        model = parallelize(Denoiser().double(), manager, **options)
+        cut = shard_global_batch(noises(0), 1, model=model, sequence_dims=dims)
+        train_step(model, cut, loss_fn=of_noise)
+    finally:
+        destroy_process_group_manager()
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=str)
-def test_what_divides_positions_is_refused(case):
-    sizes, options, dims, words = case
-    with pytest.raises(RankFailedError, match=words):
-        run_ranks(refused, math.prod(sizes.values()), sizes, options, dims)
+def refused():
+    for *case, words in REFUSED:
+        with pytest.raises(ScaletorchError, match=words):
+            step_of_noises(*case)
+
+
+def test_what_divides_positions_is_refused():
+    run_ranks(refused, 2)
 
 
 @pytest.fixture
@@ -308,8 +297,8 @@ def test_micro_batches_of_one_process_are_rehearsed(alone):
             train_step(model, cut, loss_fn=of_class)
 
 
-def teacher_of_own_positions():
-    """Return what a cp rank gets of an entry [B, L, V] beside tokens, and what it should."""
+def positions():
+    """Compare what a cp rank gets of an entry [B, L, V] beside tokens with what it should."""
     manager = setup_process_group_manager(cp_size=2)
     teacher, ids = drawn(0, 13, 5), torch.arange(13).expand(ROWS, 13)
     batch = {"input_ids": ids, "labels": ids, "loss_teacher": teacher, "loss_kept": ids}
@@ -319,20 +308,13 @@ def teacher_of_own_positions():
     padded = F.pad(teacher, (0, 0, 0, 16 - 13))[:, places]
     assert torch.equal(cut["labels"], torch.where(places < 13, places, -100).expand(ROWS, -1))
     assert torch.equal(cut["loss_kept"], ids)
-    return torch.equal(cut["loss_teacher"], padded)
-
-
-def embeddings():
-    """Return the shapes that a cp rank gets of embeddings and labels, whose dims are known."""
-    manager = setup_process_group_manager(cp_size=2)
+    assert torch.equal(cut["loss_teacher"], padded)
+    # Of embeddings and labels it is known which dim is positions.
     batch = {"inputs_embeds": drawn(0, 8, 4), "labels": torch.zeros(ROWS, 8, dtype=torch.long)}
     (cut,) = shard_global_batch(batch, 1, manager)
-    return [tuple(entry.shape) for entry in cut.values()]
+    assert [tuple(entry.shape) for entry in cut.values()] == [(ROWS, 4, 4), (ROWS, 4)]
+    destroy_process_group_manager()
 
 
-def test_positions_of_embeddings_are_known():
-    assert run_ranks(embeddings, 2) == [[(ROWS, 4, 4), (ROWS, 4)]] * 2
-
-
-def test_named_positions_of_tokens_are_divided():
-    assert run_ranks(teacher_of_own_positions, 2) == [True, True]
+def test_positions_of_tokens_that_are_named_or_known_are_divided():
+    run_ranks(positions, 2)

@@ -1,13 +1,15 @@
 """Every entry of a global batch is cut as rows, passed whole by name, or asked about."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from training import in_one_process, on_a_layout, require_alike
 
-from scaletorch.compose import full_gradients, parallelize, shard_global_batch, train_step
+from scaletorch.compose import shard_global_batch
 from scaletorch.dist import RankPool
-from scaletorch.dist.testing import preload, relative_error
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
@@ -77,7 +79,6 @@ def batch(step=0):
 
 LAYOUTS = {  # sizes, options of parallelize, micro-batches
     2: [
-        ({"dp_size": 2}, {}, 1),
         ({"dp_size": 2}, {}, 2),
         ({"cp_size": 2}, {}, 4),
         ({"pp_size": 2}, {"schedule": "zb_v"}, 4),
@@ -94,47 +95,21 @@ LAYOUTS = {  # sizes, options of parallelize, micro-batches
 }
 
 
-def trained(sizes, options, micro_batches):
-    manager = setup_process_group_manager(**sizes)
-    try:
-        options = {"plan": PLAN, **options} if manager.tp_size > 1 else options
-        model = parallelize(
-            net("sequence_parallel" not in options), manager, **options, rehearse=False
-        )
-        parts = shard_global_batch(batch(), micro_batches, model=model, row_dims=NAMED)
-        loss = train_step(model, parts)
-        return loss.item(), full_gradients(model)
-    finally:
-        destroy_process_group_manager()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _imports():
-    preload("torch._dynamo")
-
-
 @pytest.fixture(scope="module")
 def expected():
-    found = []
-    for attends in (False, True):
-        model, whole = net(attends), batch()
-        labels = whole.pop("labels")
-        loss = F.cross_entropy(model(**whole).flatten(0, 1), labels.flatten())
-        loss.backward()
-        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        found.append((loss.item(), gradients))
-    return found
+    return {attends: in_one_process(net(attends), [batch()]) for attends in (False, True)}
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_rows_of_all_shapes_train_as_one_process(ranks, expected):
     with RankPool(ranks, timeout=200) as pool:
-        for layout in LAYOUTS[ranks]:
-            loss, gradients = expected["sequence_parallel" not in layout[1]]
-            for found, theirs in pool.run(trained, *layout):
-                assert found == pytest.approx(loss, rel=1e-12), layout
-                errors = {n: relative_error(theirs[n], g) for n, g in gradients.items()}
-                assert max(errors.values()) < 1e-11, (layout, errors)
+        for sizes, options, micro_batches in LAYOUTS[ranks]:
+            attends = "sequence_parallel" not in options
+            options = {"plan": PLAN, **options} if "tp_size" in sizes else options
+            given = partial(net, attends), sizes, [batch()]
+            how = {"options": options, "micro_batches": micro_batches, "cut": {"row_dims": NAMED}}
+            for found in pool.run(on_a_layout, *given, **how):
+                require_alike(found, expected[attends], losses=1e-12, where=(sizes, options))
 
 
 def test_the_proof_is_told_too():

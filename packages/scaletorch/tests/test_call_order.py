@@ -97,19 +97,19 @@ def test_other_options_call_in_one_order(plugins, monkeypatch):
         for layout in LAYOUTS
         if layout[2] > 1 or "cp_method" not in options
     ]
-    require_order(today(cases, 10), 4)
+    require_order(today(cases, 15), 4)
 
 
 def test_experts_exchange_in_one_order(plugins, monkeypatch):
     monkeypatch.syspath_prepend(plugins)
-    require_order([(layout, PLAIN | options) for layout, options in EXPERTS], 4)
+    require_order([(layout, PLAIN | options) for layout, options in today(EXPERTS, 2)], 4)
 
 
 def test_every_schedule_of_eight_ranks_calls_in_one_order(plugins, monkeypatch):
     monkeypatch.syspath_prepend(plugins)
     monkeypatch.setenv("STANDIN_DEVICES", "8")
     cases = [(layout, PLAIN | {"schedule": name}) for name in TRAINING for layout in OF_EIGHT]
-    require_order(today(cases, 20), 8)
+    require_order(today(cases, 24), 8)
 
 
 def differ(manager, device):

@@ -18,7 +18,7 @@ from scaletorch.parallel.pg_manager import (
     setup_process_group_manager,
 )
 
-VOCAB, HIDDEN, STEPS = 12, 8, 3
+VOCAB, HIDDEN, STEPS = 12, 8, 2
 PLAN = {"embed": "vocab", "layers.0": "column", "layers.1": "row"}
 
 

@@ -20,7 +20,6 @@ from scaletorch.compose import (
 from scaletorch.dist import get_rank
 from scaletorch.dist.errors import ScaletorchError
 from scaletorch.dist.testing import run_ranks
-from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.data_parallel import DataParallelBucket
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
@@ -110,6 +109,42 @@ class BareNorm(models.Norm):
             layer.batch_norm = nn.BatchNorm1d(models.HIDDEN, track_running_stats=False)
 
 
+class AnyName(models.Plain):
+    def forward(self, idx):
+        return self.top(self.embed_tokens(idx))
+
+
+class Cache(models.Plain):
+    """Makes a table anew when it is short: the same one on every rank, however often."""
+
+    def __init__(self, depth):
+        super().__init__(depth)
+        self.register_buffer("table", torch.zeros(1), persistent=False)
+
+    def forward(self, input_ids):
+        if len(self.table) < 40:
+            self.register_buffer("table", torch.ones(40), persistent=False)
+        return super().forward(input_ids) * self.table[0]
+
+
+class LastConv(models.Plain):
+    """Mixes positions in its last layer alone."""
+
+    def __init__(self, depth):
+        super().__init__(depth)
+        self.layers[-1] = models.ConvLayer()
+
+
+def in_blocks(size):
+    """Return a model that mixes within blocks of so many positions, the last one padded."""
+
+    def mix(x):
+        blocks = F.pad(x, (0, 0, 0, -x.shape[1] % size)).unflatten(1, (-1, size))
+        return x + blocks.mean(2).repeat_interleave(size, 1)[:, : x.shape[1]]
+
+    return models.mixing(mix)
+
+
 class Routed(models.Plain):
     """A block that calls its experts' forward, and not them."""
 
@@ -131,6 +166,17 @@ def weighed(_):
     return {**batch(0), "weights": torch.ones(8, 16)}
 
 
+def of_length(length):
+    def repeated(_):
+        return {name: x.repeat(1, 3)[:, :length] for name, x in batch(0).items()}
+
+    return {"batch": repeated}
+
+
+def positioned(_):
+    return {**batch(0), "position_ids": torch.arange(16).expand(8, 16)}
+
+
 def own_loss(output, micro_batch):
     given = [*output.values()] if isinstance(output, dict) else [output]
     return sum(x.square().sum() for x in given), micro_batch["labels"].numel()
@@ -148,11 +194,6 @@ def compiled(model, manager, **options):
     return parallelize(model, manager, **options)
 
 
-def other_labels(model, batches):
-    if get_rank() == 1:
-        batches[0]["labels"] = batches[0]["labels"].roll(1, 0)
-
-
 def freeze_on_one(model, batches):
     if get_rank() == 1:
         next(model.parameters()).requires_grad_(False)
@@ -163,9 +204,12 @@ def nothing(model, batches):
 
 
 FOUND = "computes something else on .* than in one process: .* is off by"
+MIXED = "computes a position from others"
 SHORT = {"batch": two_positions, "options": {"cp_layout": "contiguous"}}
-# What trains, on which grid -> what is said. Options: a batch, a loss, how it is put on the grid,
-# and what is done before the step.
+TWO, RECOMPUTED = {"micro_batches": 2}, {"options": {"recompute": True}}
+FINE = {"dtype": torch.float64}
+# What trains, on which grid -> what is said. Options: a batch and its micro-batches, a loss, how it
+# is put on the grid, and what is done before the step.
 CASES = {
     "writes to .data": (
         Writes,
@@ -175,13 +219,6 @@ CASES = {
     ),
     "a write on rank 1": (WritesOnOne, DP, {}, "forward changes buffer .*seen by what it sees"),
     "over tp": (models.Largest, TP, {}, "largest by what it sees, and ranks of other shards of fe"),
-    "micro-batches": (
-        models.Plain,
-        TP,
-        {"before": other_labels},
-        "labels on rank 1 .* is not that",
-    ),
-    "micro-batches of stages": (models.Plain, PP, {"before": other_labels}, "labels on rank 1"),
     "frozen over tp": (FrozenOnOne, TP, {}, r"norm.weight .* frozen has values"),
     "frozen over pp": (FrozenOnOne, PP, {}, r"norm.weight .* frozen has values"),
     "frozen later": (models.Plain, DP, {"before": freeze_on_one}, "of the parameters of this rank"),
@@ -194,6 +231,33 @@ CASES = {
     "own forward": (ActivatedNorm, DP, {}, r"batch_norm \(Activated\) has a forward of its own"),
     "needs more": (Needs, CP, {"batch": weighed}, "do not begin at 0 have to be in the batch"),
     "by hand": (BareNorm, DP, {"put": put_together}, "takes statistics of this rank's rows alone"),
+    "convolution": (models.Conv, CP, {}, r"layers\.\d\.conv \(Conv1d\) (is given )?" + MIXED),
+    "recurrence": (models.Recurrent, CP, {}, r"layers\.\d\.rnn \(GRU\) (is given )?" + MIXED),
+    "sum": (models.mixing(lambda x: x + x.cumsum(1)), CP, {}, r"what module \S+ \S+ is given comp"),
+    "small sum": (models.mixing(lambda x: x + 1e-6 * x.cumsum(1)), CP, FINE, FOUND),
+    "gate": (models.mixing(lambda x: x * x.amax(1, keepdim=True).sigmoid()), CP, {}, FOUND),
+    "counts": (models.Counts, CP, {}, "cp divides positions: .* the forward's argument position_i"),
+    "rows": (
+        models.Norm,
+        DP,
+        TWO,
+        r"batch_norm .* takes statistics of all rows .* one micro-batch",
+    ),
+    "rows over cp": (models.Norm, CP, {}, r"batch_norm \(BatchNorm1d\) .* cp_size=2 divides"),
+    "rows again": (models.Norm, DP, RECOMPUTED, "batch_norm .* recompute=True runs"),
+    "no such argument": (models.Plain, DP, {"batch": positioned}, "Plain takes no arg"),
+    "blocks of 3": (in_blocks(3), CP, of_length(40), FOUND),
+    "blocks of 5": (in_blocks(5), CP, of_length(22), FOUND),
+    "blocks of 9": (in_blocks(9), CP, of_length(40), FOUND),
+}
+RIGHT = {
+    "any name": (AnyName, DP, TWO),
+    "any name over cp": (AnyName, CP, {}),
+    "a buffer made anew": (Cache, DP, TWO),
+    "a buffer over cp": (Cache, CP, TWO),
+    "each share is another's, turned": (models.mixing(lambda x: x + x.flip(1), "before"), CP, {}),
+    "blocks of 2": (in_blocks(2), CP, {}),
+    "blocks of 3 that fit": (in_blocks(3), CP, of_length(12)),
 }
 
 
@@ -204,10 +268,12 @@ def said(make, sizes, options):
     own = {} if loss is None else {"loss_fn": loss, "count_fn": lambda b: b["labels"].numel()}
     try:
         torch.manual_seed(0)
+        net = make(2).to(options.get("dtype", torch.float32))
         plan = {"plan": models.PLAN} if manager.tp_size > 1 else {}
         plan |= options.get("options", {})
-        model = options.get("put", parallelize)(make(2), manager, **plan)
-        batches = shard_global_batch(options.get("batch", batch)(0), 1, manager, model=model)
+        model = options.get("put", parallelize)(net, manager, **plan)
+        whole, number = options.get("batch", batch)(0), options.get("micro_batches", 1)
+        batches = shard_global_batch(whole, number, manager, model=model)
         options.get("before", nothing)(model, batches)
         train_step(model, batches, manager, **own)
     except ScaletorchError as error:
@@ -218,6 +284,29 @@ def said(make, sizes, options):
 
 def refused():
     return {name: said(*case[:3]) for name, case in CASES.items()}
+
+
+def right():
+    return {name: said(*case) for name, case in RIGHT.items()}
+
+
+def test_what_no_layout_changes_is_no_alarm():
+    assert run_ranks(right, 2, timeout=200) == [dict.fromkeys(RIGHT)] * 2
+
+
+def in_one_stage():
+    return [said(LastConv, axis | CP, TWO) for axis in (PP, DP)]
+
+
+def test_a_stage_that_mixes_is_refused_on_all_stages_and_rows():
+    for told in run_ranks(in_one_stage, 4, timeout=200):
+        for text in told:
+            assert re.search(f"output of layers.1 is off by .*({MIXED}|cp divides pos)", text), text
+
+
+def test_statistics_of_micro_batches_are_refused_in_one_process():
+    assert said(models.Norm, {}, {}) is None
+    assert "2 micro-batches would each have their own" in said(models.Norm, {}, TWO)
 
 
 @pytest.mark.timeout(300)
@@ -253,19 +342,3 @@ def buffers_apart():
 
 def test_buffers_that_ranks_hold_differently_are_found():
     run_ranks(buffers_apart, 2)
-
-
-def attended():
-    """Five heads are three and two on tp ranks: only two divide over two cp ranks."""
-    manager = setup_process_group_manager(tp_size=2, cp_size=2)
-    sizes = {"hidden_size": 20, "intermediate_size": 24, "num_heads": 5, "num_kv_heads": 5}
-    model = Llama(LlamaConfig(vocab_size=16, num_layers=1, **sizes))
-    model = parallelize(model, manager, cp_method="ulysses", rehearse=False)
-    tokens = torch.randint(16, (2, 9), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
-    with pytest.raises(ScaletorchError, match=r"Ulysses divides heads over 2 ranks|rank \d"):
-        train_step(model, shard_global_batch(batch, 1, model=model))
-
-
-def test_attention_that_one_tp_rank_alone_refuses_is_refused_on_all():
-    run_ranks(attended, 4, timeout=60)

@@ -4,12 +4,13 @@ import pytest
 import torch
 from sweeps import today
 from torch import nn
+from training import SIZES, llama, tokens
 
 from scaletorch import bisect
 from scaletorch.compose import full_gradients, parallelize, shard_global_batch, train_step
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import relative_error, run_ranks, worst
-from scaletorch.models import Llama, LlamaConfig, Mixture, MixtureConfig
+from scaletorch.models import Mixture, MixtureConfig
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
@@ -23,10 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 
-SIZES = {
-    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 4,
-    "num_kv_heads": 2,
-}  # fmt: skip
 SHARED = {"sequence_parallel": True, "loss_parallel": True}
 LAYOUTS = {
     "dp": ({"dp_size": 2}, {}),
@@ -42,16 +39,14 @@ WHENS = {"dp": ("before", "after", "whole")}  # of others, before
 
 def built(layout):
     torch.manual_seed(0)
-    if layout == "ep":
-        return Mixture(MixtureConfig(**SIZES, num_experts=4)).double()
-    return Llama(LlamaConfig(**SIZES)).double()
+    mixture = layout == "ep"
+    return (Mixture(MixtureConfig(**SIZES, num_experts=4)) if mixture else llama()).double()
 
 
 def batch():
-    tokens = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(1))
-    labels = tokens[:, 1:].clone()
-    labels[1, 3:] = -100
-    return {"input_ids": tokens[:, :-1], "labels": labels}
+    found = tokens(1)
+    found["labels"][1, 3:] = -100
+    return found
 
 
 def trained(layout, manager, when, graphs):
@@ -111,7 +106,7 @@ def test_layers_that_do_not_communicate_are_whole_graphs():
     assert first["pp"][0] == last["pp"][0] == 0  # what a stage passes on is noted outside
 
 
-@pytest.mark.parametrize("layout", today(["sequence", "cp", "tp recomputed", "ep"], 2))
+@pytest.mark.parametrize("layout", today(["sequence", "cp", "tp recomputed", "ep"], 4))
 def test_graphs_break_where_layers_communicate(layout):
     for found in compared(layout):
         breaks, operations = found[layout]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import nn
+from training import SIZES, llama, tokens
 
 from scaletorch.compose import (
     clip_grad_norm_,
@@ -18,30 +17,13 @@ from scaletorch.compose import (
     train_step,
 )
 from scaletorch.dist.errors import StateError
-from scaletorch.dist.testing import preload, run_ranks
-from scaletorch.models import Llama, LlamaConfig
+from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.data_parallel import shard_optimizer
-from scaletorch.parallel.pg_manager import setup_process_group_manager
-from scaletorch.parallel.pipeline_parallel import StageError
-
-SIZES = LlamaConfig(
-    vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=2
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _dynamo():
-    preload("torch._dynamo")  # which the first optimizer of a process imports
-
-
-def llama():
-    torch.manual_seed(0)
-    return Llama(SIZES).double()
-
-
-def batch():
-    tokens = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+from scaletorch.parallel.pipeline_parallel import StageError
 
 
 class Adapter(nn.Module):
@@ -61,35 +43,39 @@ def adapt(model):
     for module in list(model.modules()):
         if hasattr(module, "q_proj"):
             outputs = module.q_proj.weight.shape[0]
-            module.q_proj = Adapter(module.q_proj, SIZES.hidden_size, outputs)
+            module.q_proj = Adapter(module.q_proj, SIZES["hidden_size"], outputs)
 
 
-def check_adapters(layout):
-    manager = setup_process_group_manager(**layout)
-    model = parallelize(llama(), manager, rehearse=False)
-    adapt(model)
-    with pytest.raises(
-        (StateError, StageError), match=r"q_proj\.up\.weight.* came after the module"
-    ):
-        train_step(model, shard_global_batch(batch(), 1, manager))
+def check_adapters(layouts):
+    for layout in layouts:
+        manager = setup_process_group_manager(**layout)
+        model = parallelize(llama().double(), manager, rehearse=False)
+        adapt(model)
+        with pytest.raises(
+            (StateError, StageError), match=r"q_proj\.up\.weight.* came after the module"
+        ):
+            train_step(model, shard_global_batch(tokens(), 1, manager))
+        destroy_process_group_manager()
 
 
-@pytest.mark.parametrize("axis", [None, "dp_size", "cp_size", "tp_size", "pp_size"])
-def test_adapters_that_come_after_parallelize_are_refused(axis):
-    layout = {} if axis is None else {axis: 2}
-    run_ranks(check_adapters, math.prod(layout.values()), layout)
+AXES = [{f"{axis}_size": 2} for axis in ("dp", "cp", "pp", "tp")]
+
+
+def test_adapters_that_come_after_parallelize_are_refused():
+    run_ranks(check_adapters, 1, [{}])
+    run_ranks(check_adapters, 2, AXES)
 
 
 def check_adapters_before(layout):
     manager = setup_process_group_manager(**layout)
-    plain, model = llama(), llama()
+    plain, model = llama().double(), llama().double()
     for each in (plain, model):
         torch.manual_seed(1)
         adapt(each)
     model = parallelize(model, manager, rehearse=False)
-    loss = train_step(model, shard_global_batch(batch(), 1, manager))
+    loss = train_step(model, shard_global_batch(tokens(), 1, manager))
     theirs = nn.functional.cross_entropy(
-        plain(batch()["input_ids"]).flatten(0, 1), batch()["labels"].flatten()
+        plain(tokens()["input_ids"]).flatten(0, 1), tokens()["labels"].flatten()
     )
     theirs.backward()
     torch.testing.assert_close(loss, theirs.detach(), rtol=1e-10, atol=0)
@@ -97,23 +83,24 @@ def check_adapters_before(layout):
     for name, each in plain.named_parameters():
         if each.grad is not None:
             torch.testing.assert_close(found[name], each.grad, rtol=1e-9, atol=1e-12, msg=name)
+    destroy_process_group_manager()
 
 
-@pytest.mark.parametrize("axis", ["dp_size", "cp_size", "pp_size"])
-def test_adapters_that_were_there_train(axis):
-    run_ranks(check_adapters_before, 2, {axis: 2})
+@pytest.mark.parametrize("layout", AXES[:3], ids=str)
+def test_adapters_that_were_there_train(layout):
+    run_ranks(check_adapters_before, 2, layout)
 
 
 def check_clipping(layout, stage, change):
     manager = setup_process_group_manager(**layout)
-    plain, model = llama(), parallelize(llama(), manager, rehearse=False)
+    plain, model = llama().double(), parallelize(llama().double(), manager, rehearse=False)
     ours = torch.optim.SGD(model.parameters(), lr=1.0)
     theirs = torch.optim.SGD(plain.parameters(), lr=1.0)
     if stage:
         shard_optimizer(ours, model, stage=stage)
-    train_step(model, shard_global_batch(batch(), 1, manager))
-    logits = plain(batch()["input_ids"]).flatten(0, 1)
-    nn.functional.cross_entropy(logits, batch()["labels"].flatten()).backward()
+    train_step(model, shard_global_batch(tokens(), 1, manager))
+    logits = plain(tokens()["input_ids"]).flatten(0, 1)
+    nn.functional.cross_entropy(logits, tokens()["labels"].flatten()).backward()
     for each in (model, plain):
         for name, parameter in each.named_parameters():
             if name.endswith("layernorm.weight"):
@@ -127,6 +114,7 @@ def check_clipping(layout, stage, change):
     whole = full_state_dict(model)
     for name, each in plain.named_parameters():
         torch.testing.assert_close(whole[name], each.detach(), rtol=1e-9, atol=1e-12, msg=name)
+    destroy_process_group_manager()
 
 
 def drop(parameter):
@@ -143,6 +131,5 @@ def freeze(parameter):
 
 @pytest.mark.parametrize("change", [drop, put, freeze])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("layout", [{"dp_size": 2}, {"dp_size": 2, "tp_size": 2}])
-def test_norms_and_clipping_follow(layout, stage, change):
-    run_ranks(check_clipping, math.prod(layout.values()), layout, stage, change)
+def test_norms_and_clipping_follow(stage, change):
+    run_ranks(check_clipping, 4, {"dp_size": 2, "tp_size": 2}, stage, change)

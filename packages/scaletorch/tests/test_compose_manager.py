@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from training import llama, tokens
 
 from scaletorch.compose import (
     check_replicas,
@@ -16,27 +17,16 @@ from scaletorch.compose import (
 )
 from scaletorch.dist import InvalidArgumentError, StateError
 from scaletorch.dist.testing import run_ranks
-from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.data_parallel import DataParallelBucket
 from scaletorch.parallel.pg_manager import ProcessGroupManager, setup_process_group_manager
 from scaletorch.parallel.pipeline_parallel import PipelineParallel
-
-
-def llama():
-    torch.manual_seed(0)
-    return Llama(LlamaConfig(64, 16, 32, 2, 2, 1))
-
-
-def batch():
-    tokens = torch.randint(64, (4, 9), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].clone()}
 
 
 def both_forms():
     """Train with a grid that is nobody's current one, each call asked with and without it."""
     manager = ProcessGroupManager(tp_size=2, dp_size=2)
     model = parallelize(llama(), manager, rehearse=False)
-    micro_batches = shard_global_batch(batch(), 2, manager)
+    micro_batches = shard_global_batch(tokens(), 2, manager)
     losses = [train_step(model, micro_batches).item()]
     model.zero_grad()
     losses.append(train_step(model, micro_batches, manager).item())
@@ -68,7 +58,7 @@ def by_hand():
     model = DataParallelBucket(
         PipelineParallel(llama(), group=other.pp_group), group=other.dp_group
     )
-    micro_batches = shard_global_batch(batch(), 1, other)
+    micro_batches = shard_global_batch(tokens(), 1, other)
     losses = [train_step(model, micro_batches, other).item()]
     model.zero_grad()
     setup_process_group_manager(dp_size=2)

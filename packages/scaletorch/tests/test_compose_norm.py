@@ -19,9 +19,9 @@ from scaletorch.compose import (
     train_step,
 )
 from scaletorch.dist import NonFiniteError
-from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.dist.testing import run_ranks
 from scaletorch.models import Llama, LlamaConfig
-from scaletorch.parallel.data_parallel import Shard, shard_optimizer
+from scaletorch.parallel.data_parallel import parameter_shards, shard_optimizer
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
@@ -30,11 +30,6 @@ from scaletorch.parallel.tensor_parallel import Divide, Fused, apply_tensor_para
 
 ORDERS = (2.0, 1.0, math.inf)
 CLIP = 0.25
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _dynamo():
-    preload("torch._dynamo")  # which the first optimizer of a process imports
 
 
 def build(tied):
@@ -71,28 +66,11 @@ def grid(layout):
     return setup_process_group_manager(tp_size=tp, cp_size=cp, pp_size=pp, dp_size=dp)
 
 
-def shard(model, manager, tied):
-    """Divide what is not tied over cp x dp, in ranges that end anywhere within parameters."""
-    rank, ranks = manager.cp_dp_rank, manager.cp_dp_size
-    total = sum(p.numel() for n, p in model.named_parameters() if n not in tied)
-    cuts, at, shards = [i * total // ranks for i in range(ranks + 1)], 0, []
-    for name, p in model.named_parameters():
-        if name in tied:
-            shards.append(Shard(name, p, 0, p.numel(), p, replicated=True))
-            continue
-        start, stop = (min(max(cut - at, 0), p.numel()) for cut in cuts[rank : rank + 2])
-        at += p.numel()
-        if start < stop:
-            tensor = p.detach().flatten()[start:stop].clone()
-            tensor.grad = p.grad.flatten()[start:stop].clone()
-            shards.append(Shard(name, p, start, stop, tensor, replicated=False))
-    model.optimizer_shards = shards
-    return model
-
-
-def stepped(layout, tied):
+def stepped(layout, tied, zero=False):
     manager = grid(layout)
     model = parallelize(build(tied), manager, bucket_size=900, rehearse=False)
+    if zero:
+        shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
     train_step(model, shard_global_batch(global_batch(), 2, manager), manager)
     return manager, model
 
@@ -107,56 +85,49 @@ def measure(model, manager):
     return norms, calls
 
 
-def llama(layout, tied):
+def clipped(layout, tied):
+    """Return norms of a step, those of its clipped gradients, and these gradients."""
     manager, model = stepped(layout, tied)
-    whole = measure(model, manager)
-    sharded = measure(shard(model, manager, model.tied_parameters), manager)
-    norm = clip_grad_norm_(model, CLIP, manager).item()
-    assert norm == sharded[0][0]
-    clipped = measure(model, manager)
-    del model.optimizer_shards  # gradients of what is replicated are clipped by now
-    for name, p in model.named_parameters():
-        if name in model.tied_parameters:
-            p.grad *= norm / CLIP
-    assert clip_grad_norm_(model, CLIP, manager).item() == pytest.approx(norm, rel=1e-5)
-    gradients = full_gradients(model, manager)
+    norms, calls = measure(model, manager)
+    assert clip_grad_norm_(model, CLIP, manager).item() == norms[0]
+    found = norms, calls, measure(model, manager)[0], full_gradients(model, manager)
     destroy_process_group_manager()
-    return whole, sharded, clipped, gradients
+    return found
 
 
-LAYOUTS = [(1, 2, 1, 2), (2, 1, 1, 2), (2, 2, 1, 1), (1, 1, 2, 2), (1, 1, 1, 4), (2, 2, 1, 2)]
+LAYOUTS = [  # and whether embeddings are tied
+    ((1, 2, 1, 2), False), ((1, 2, 1, 2), True), ((2, 1, 1, 2), False), ((2, 2, 1, 1), True),
+    ((1, 1, 2, 2), False), ((1, 1, 1, 4), True), ((2, 2, 1, 2), True),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "x".join(map(str, layout)))
+@pytest.mark.parametrize(("layout", "tied"), LAYOUTS)
 def test_layouts_have_one_process_s_norm(layout, tied):
     gradients = plain_gradients(tied)
     expected = norms_of(gradients.values())
-    dp, pp, cp, tp = layout
-    axes = (tp > 1) + (pp > 1)
-    results = run_ranks(llama, math.prod(layout), layout, tied, timeout=200)
-    for whole, sharded, clipped, found in results:
-        assert (whole[0], sharded[0]) == (results[0][0][0], results[0][1][0])  # the same bits
-        assert whole[0] == pytest.approx(expected, rel=1e-10)
-        assert sharded[0] == pytest.approx(expected, rel=1e-10)
-        assert whole[1] == [axes] * 3
-        assert sharded[1] == [axes + (dp * cp > 1)] * 3
-        assert clipped[0] == pytest.approx([n * CLIP / expected[0] for n in expected], rel=1e-5)
+    _, pp, _, tp = layout
+    results = run_ranks(clipped, math.prod(layout), layout, tied, timeout=200)
+    for norms, calls, after, found in results:
+        assert norms[0] == results[0][0][0]  # the same bits
+        assert norms == pytest.approx(expected, rel=1e-10)
+        assert calls == [(tp > 1) + (pp > 1)] * 3
+        assert after == pytest.approx([n * CLIP / expected[0] for n in expected], rel=1e-5)
         for name, gradient in found.items():
             part = gradients[name] * CLIP / expected[0]
             torch.testing.assert_close(gradient, part, rtol=1e-5, atol=1e-9)
 
 
-def clipped_training(layout, tied, stage):
+def clipped_training(layout, stage):
     """Two clipped steps of a sharded optimizer; returns norms and whole weights."""
     manager = grid(layout)
-    model = parallelize(build(tied), manager, bucket_size=900, rehearse=False)
+    model = parallelize(build(tied=True), manager, bucket_size=900, rehearse=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     shard_optimizer(optimizer, model, stage=stage)
     norms = []
     for _ in range(2):
         train_step(model, shard_global_batch(global_batch(), 2, manager), manager)
-        norms.append(clip_grad_norm_(model, CLIP, manager).item())
+        norms.append(measure(model, manager)[0])
+        assert clip_grad_norm_(model, CLIP, manager).item() == norms[-1][0]
         optimizer.step()
         optimizer.zero_grad()
     weights = full_state_dict(model, manager)
@@ -164,26 +135,30 @@ def clipped_training(layout, tied, stage):
     return norms, weights
 
 
-def plain_clipped_training(tied):
-    model, batch, norms = build(tied), global_batch(), []
+def plain_clipped_training():
+    model, batch, norms = build(tied=True), global_batch(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     for _ in range(2):
         logits = model(batch["input_ids"])
         F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        norms.append(norms_of([p.grad for p in model.parameters()]))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
     return norms, model.state_dict()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("layout", [(2, 2, 1, 1), (2, 1, 1, 2), (1, 1, 2, 2)])
+@pytest.mark.parametrize(
+    ("layout", "stage"),
+    [((2, 2, 1, 1), 1), ((2, 1, 1, 2), 2), ((1, 1, 2, 2), 1), ((1, 2, 2, 1), 2)],
+)
 def test_sharded_optimizers_are_clipped_as_one_process(layout, stage):
-    norms, weights = plain_clipped_training(tied=True)
-    results = run_ranks(clipped_training, 4, layout, True, stage)
+    norms, weights = plain_clipped_training()
+    results = run_ranks(clipped_training, 4, layout, stage)
     for found_norms, found in results:
-        assert found_norms == results[0][0]
-        assert found_norms == pytest.approx(norms, rel=1e-10)
+        assert [each[0] for each in found_norms] == [each[0] for each in results[0][0]]
+        for ours, theirs in zip(found_norms, norms, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-10)
         for name, weight in weights.items():
             torch.testing.assert_close(found[name], weight, rtol=1e-9, atol=1e-11)
 
@@ -217,51 +192,50 @@ def packed(parallel):
     model(x).sin().sum().backward()  # alike over dp
     if manager is None:
         return norms_of([p.grad for p in model.parameters()])
-    whole = measure(model, manager)[0]
-    first = measure(shard(model, manager, ()), manager)[0]
-    again = measure(model, manager)[0]  # with what was derived for these shards
-    assert first == again
-    return whole, first
+    found = measure(model, manager)[0]
+    destroy_process_group_manager()
+    return found
 
 
 def test_replicated_parts_of_fused_weights_count_once():
     expected = packed(False)
-    for found in run_ranks(packed, 4, True):
-        for norms in found:
-            assert norms == pytest.approx(expected, rel=1e-12)
+    for norms in run_ranks(packed, 4, True):
+        assert norms == pytest.approx(expected, rel=1e-12)
 
 
-def poisoned(layout, sharded, victim, value):
-    """Put one bad element where `victim` says, and let everyone look for it."""
-    manager, model = stepped(layout, tied=False)
-    if sharded:
-        shard(model, manager, ())
+def poisoned(layout, name, places, value):
+    """Put one bad element in gradients, or in the shard that ends a parameter, and look for it."""
+    manager, model = stepped(layout, tied=False, zero=not places)
     assert nonfinite_gradients(model, manager) == []
-    name, place = victim
-    if str(manager.grid.coordinates(manager.global_rank)) in place:
-        if sharded:
-            tensor = next(s.tensor for s in model.optimizer_shards if s.name == name)
-        else:
-            tensor = dict(model.named_parameters())[name]
+    place = str(manager.grid.coordinates(manager.global_rank))
+    if places:
+        own = [dict(model.named_parameters())[name]] if place in places else []
+    else:
+        shards = [s for s in parameter_shards(model) if s.name.split("module.")[-1] == name]
+        own = [s.tensor for s in shards if s.stop == s.parameter.numel()]
+    for tensor in own:
         tensor.grad.view(-1)[-1] = value
     found = nonfinite_gradients(model, manager)
     with pytest.raises(NonFiniteError) as caught:
         clip_grad_norm_(model, CLIP, manager, error_if_nonfinite=True)
     destroy_process_group_manager()
-    return found, str(caught.value)
+    return found, str(caught.value), place if own else None
 
 
 WEIGHT = "layers.1.mlp.up_proj.weight"
-VICTIMS = [
-    ((1, 2, 1, 2), False, (WEIGHT, ("dp0 pp1 cp0 tp1",)), math.inf),
-    ((2, 1, 1, 2), False, (WEIGHT, ("dp0 pp0 cp0 tp1", "dp1 pp0 cp0 tp1")), math.nan),
-    ((2, 2, 1, 1), True, ("norm.weight", ("dp1 pp1 cp0 tp0",)), -math.inf),
+VICTIMS = [  # of the last, a rank of the second stage has the end
+    ((1, 2, 1, 2), WEIGHT, ("dp0 pp1 cp0 tp1",), math.inf),
+    ((2, 1, 1, 2), WEIGHT, ("dp0 pp0 cp0 tp1", "dp1 pp0 cp0 tp1"), math.nan),
+    ((2, 2, 1, 1), "norm.weight", (), -math.inf),
 ]
 
 
-@pytest.mark.parametrize(("layout", "sharded", "victim", "value"), VICTIMS)
-def test_what_is_not_finite_somewhere_is_named_everywhere(layout, sharded, victim, value):
-    name, places = victim
-    for found, message in run_ranks(poisoned, 4, layout, sharded, victim, value):
-        assert found == [(name, place) for place in places]
-        assert f"{name} on {', '.join(places)}. Skip the step" in message
+@pytest.mark.parametrize(("layout", "name", "places", "value"), VICTIMS)
+def test_what_is_not_finite_somewhere_is_named_everywhere(layout, name, places, value):
+    results = run_ranks(poisoned, 4, layout, name, places, value)
+    guilty = [place for *_, place in results if place]
+    assert places in ((), tuple(guilty))
+    assert guilty
+    for found, message, _ in results:
+        assert found == [(name, place) for place in guilty]
+        assert f"{name} on {', '.join(guilty)}. Skip the step" in message

@@ -1,79 +1,98 @@
-"""What options of compose do to the model and to batches."""
+"""What options of compose do to the model and to batches, and who has to say them."""
 
 import pytest
 import torch
+from training import llama, tokens
 
-from scaletorch.compose import parallelize, shard_global_batch
-from scaletorch.dist.errors import MismatchError
+from scaletorch.compose import parallelize, shard_global_batch, train_step
+from scaletorch.dist.errors import InvalidArgumentError, MismatchError
 from scaletorch.dist.testing import run_ranks
-from scaletorch.models import Llama, LlamaConfig
+from scaletorch.parallel.context_parallel import shard_batch
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
 from scaletorch.parallel.tensor_parallel import ColumnParallelLinear
 
-CONFIG = LlamaConfig(
-    vocab_size=32, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2,
-    num_kv_heads=2, tie_embeddings=False,
-)  # fmt: skip
+ORDERS = ("zigzag", "contiguous", "stripe")
 
 
-def head_gathers(loss_parallel):
+def made(manager, seed=0, **options):
+    return parallelize(llama(seed).double(), manager, **options, rehearse=False)
+
+
+def over_tp():
+    """Return whether heads gather logits; weights that differ are refused, unless it is asked."""
     manager = setup_process_group_manager(tp_size=2)
-    model = parallelize(Llama(CONFIG), manager, loss_parallel=loss_parallel, rehearse=False)
+    gathers = []
+    for loss_parallel in (False, True):
+        model = made(manager, loss_parallel=loss_parallel)
+        columns = {n: m for n, m in model.named_modules() if isinstance(m, ColumnParallelLinear)}
+        gathers += [m.gather_output for n, m in columns.items() if n.endswith("lm_head")]
+    with pytest.raises(MismatchError, match="differ"):
+        made(manager, manager.tp_rank)
+    made(manager, manager.tp_rank, data_parallel={"init_sync": "none"})
     destroy_process_group_manager()
-    columns = {n: m for n, m in model.named_modules() if isinstance(m, ColumnParallelLinear)}
-    return [m.gather_output for n, m in columns.items() if n.endswith("lm_head")]
+    return gathers
 
 
-@pytest.mark.parametrize("loss_parallel", [False, True])
-def test_logits_stay_sharded_where_the_loss_is_parallel(loss_parallel):
-    assert run_ranks(head_gathers, 2, loss_parallel) == [[not loss_parallel]] * 2
+def test_logits_stay_sharded_for_a_parallel_loss_and_weights_are_compared():
+    assert run_ranks(over_tp, 2) == [[True, False]] * 2
 
 
-def shares():
-    manager = setup_process_group_manager(dp_size=2)
-    batch = {
-        "input_ids": torch.arange(12).view(4, 3),
-        "labels": torch.arange(12).view(4, 3),
-    }
-    (share,) = shard_global_batch(batch, 1, manager)
-    destroy_process_group_manager()
-    return share["input_ids"].tolist(), share["labels"].tolist()
-
-
-def test_each_data_parallel_rank_gets_its_own_rows():
-    first, second = [[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]
-    assert run_ranks(shares, 2) == [(first, first), (second, second)]
-
-
-def numbers_of_rows():
+def rows():
     """Cut four sequences, with one number each."""
     manager = setup_process_group_manager(dp_size=2)
     batch = {name: torch.arange(12).view(4, 3) for name in ("input_ids", "labels")}
     shares = shard_global_batch(batch | {"weights": torch.arange(4)}, 2, manager)
     destroy_process_group_manager()
-    return [share["weights"].tolist() for share in shares]
+    return [[share[name].tolist() for name in ("labels", "weights")] for share in shares]
 
 
-def test_numbers_of_rows_go_with_their_rows():
-    assert run_ranks(numbers_of_rows, 2) == [[[0], [1]], [[2], [3]]]
+def test_each_data_parallel_rank_gets_its_own_rows():
+    own = [[[[3 * row, 3 * row + 1, 3 * row + 2]], [row]] for row in range(4)]
+    assert run_ranks(rows, 2) == [own[:2], own[2:]]
 
 
-def weights_of_their_own(options):
-    """Put a model on two tensor-parallel ranks, of which each has drawn other weights."""
-    manager = setup_process_group_manager(tp_size=2)
-    torch.manual_seed(manager.tp_rank)
-    try:
-        parallelize(Llama(CONFIG), manager, **options, rehearse=False)
-    except MismatchError as error:
-        return str(error)
-    finally:
-        destroy_process_group_manager()
-    return ""
+def losses(size):
+    """Return the loss of each order, where all models and batches are there at a time."""
+    manager = setup_process_group_manager(cp_size=size)
+    models = [made(manager, cp_layout=order) for order in ORDERS]
+    batches = [shard_global_batch(tokens(rows=2, length=16), 1, model=model) for model in models]
+    again = shard_global_batch(tokens(rows=2, length=16), 1, model=models[0])
+    found = [train_step(m, b, manager).item() for m, b in zip(models, batches, strict=True)]
+    found.append(train_step(models[0], again, manager).item())
+    destroy_process_group_manager()
+    return found
 
 
-def test_initial_weights_are_not_compared_where_that_is_switched_off():
-    assert run_ranks(weights_of_their_own, 2, {"data_parallel": {"init_sync": "none"}}) == [""] * 2
-    assert all("differ" in said for said in run_ranks(weights_of_their_own, 2, {}))
+def test_the_batch_is_ordered_as_the_model_attends():
+    ((expected, *_),) = run_ranks(losses, 1, 1)
+    for found in run_ranks(losses, 2, 2):
+        assert found == pytest.approx([expected] * 4, rel=1e-12)
+
+
+def contradicted():
+    manager = setup_process_group_manager(cp_size=2)
+    model = made(manager, cp_layout="contiguous")
+    with pytest.raises(InvalidArgumentError, match="'zigzag' contradicts the model, which"):
+        shard_global_batch(tokens(rows=2, length=16), 1, model=model, cp_layout="zigzag")
+    with pytest.raises(InvalidArgumentError, match=r"zigzag layout, .* contiguous one: .*ask"):
+        train_step(model, shard_global_batch(tokens(rows=2, length=16), 1, manager), manager)
+    by_hand = shard_batch(tokens(rows=2, length=16), manager.cp_group, layout="zigzag")
+    with pytest.raises(InvalidArgumentError, match=r"shards to be contiguous.* sharded zigzag"):
+        train_step(model, [by_hand], manager)
+    said = shard_global_batch(tokens(rows=2, length=16), 1, manager, cp_layout="contiguous")
+    loss = train_step(model, said, manager).item()
+    destroy_process_group_manager()
+    return loss
+
+
+def test_another_order_than_the_model_has_is_refused_on_every_rank():
+    first, second = run_ranks(contradicted, 2)
+    assert first == second
+
+
+def test_a_batch_needs_a_grid_or_a_model():
+    with pytest.raises(InvalidArgumentError, match="needs the grid: pass the manager, or as model"):
+        shard_global_batch(tokens(rows=2, length=16), 1)

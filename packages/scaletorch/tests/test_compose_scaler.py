@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from training import llama, tokens
 
 from scaletorch.compose import (
     clip_grad_norm_,
@@ -12,37 +13,22 @@ from scaletorch.compose import (
     shard_global_batch,
     train_step,
 )
-from scaletorch.dist.testing import preload, run_ranks
-from scaletorch.models import Llama, LlamaConfig
+from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.data_parallel import GradScaler, parameter_shards, shard_optimizer
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
 
-CONFIG = LlamaConfig(
-    vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2
-)
 STEPS = 3
 SCALE = 2.0**10
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _dynamo():
-    preload("torch._dynamo")  # which the first optimizer of a process imports
-
-
 def build(half):
-    torch.manual_seed(0)
-    model = Llama(CONFIG)
+    model = llama()
     if half:  # around forward alone: backward must not run under autocast
         model.__dict__["forward"] = torch.autocast("cpu", torch.float16)(model.forward)
     return model
-
-
-def batch_of(step):
-    tokens = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(step))
-    return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
 def train(layout, scale, half=False, poison=None, interval=2000):
@@ -54,7 +40,7 @@ def train(layout, scale, half=False, poison=None, interval=2000):
     scaler = GradScaler("cpu", scale or 1.0, growth_interval=interval, enabled=scale is not None)
     losses, norms, scales = [], [], []
     for step in range(STEPS):
-        micro_batches = shard_global_batch(batch_of(step), 2, manager)
+        micro_batches = shard_global_batch(tokens(step), 2, manager)
         losses.append(train_step(model, micro_batches, scaler=scaler).item())
         if step == 0 and str(manager.grid.coordinates(manager.global_rank)) == poison:
             next(model.parameters()).grad.view(-1)[0] = math.inf
@@ -72,7 +58,7 @@ def train(layout, scale, half=False, poison=None, interval=2000):
 LAYOUTS = [(1, 1, 1, 1), (1, 2, 1, 2), (2, 1, 1, 2), (2, 2, 1, 1)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "x".join(map(str, layout)))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_scaled_training_has_the_bits_of_unscaled(layout):
     plain = run_ranks(train, math.prod(layout), layout, None)
     for ours, theirs in zip(run_ranks(train, math.prod(layout), layout, SCALE), plain, strict=True):
@@ -117,7 +103,7 @@ def masters(layout, scale, poison):
     scaler = GradScaler("cpu", scale)
     scales = []
     for step in range(STEPS):
-        train_step(model, shard_global_batch(batch_of(step), 2, manager), scaler=scaler)
+        train_step(model, shard_global_batch(tokens(step), 2, manager), scaler=scaler)
         assert {s.tensor.grad.dtype for s in parameter_shards(model)} == {torch.float32}
         if step == 0 and str(manager.grid.coordinates(manager.global_rank)) == poison:
             parameter_shards(model)[0].tensor.grad[-1] = math.nan
@@ -137,7 +123,7 @@ def test_float32_shards_of_float16_parameters(layout):
     model = build(half=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(1, STEPS):
-        batch = batch_of(step)
+        batch = tokens(step)
         logits = model(batch["input_ids"])
         torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), batch["labels"].flatten()

@@ -1,26 +1,16 @@
 """Models of torch's own encoder layers, and pointwise ones, on every layout of 4 ranks."""
 
 import functools
+import re
 
 import pytest
 import torch
 from test_any_batch import POSITIONS, Denoiser, noises, of_noise
 from torch import nn
+from training import cross_entropy, in_one_process, on_a_layout, sgd, train_and_compare
 
-from scaletorch.compose import (
-    eval_step,
-    full_gradients,
-    full_state_dict,
-    parallelize,
-    shard_global_batch,
-    train_step,
-)
-from scaletorch.dist import RankFailedError
-from scaletorch.dist.testing import relative_error, run_ranks
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
+from scaletorch.dist.errors import ScaletorchError
+from scaletorch.dist.testing import run_ranks
 
 SIZE, WORDS, ROWS = 16, 32, 4
 
@@ -171,41 +161,28 @@ def of_class(output, micro_batch):
     return loss, len(output)
 
 
-LOSSES = {
-    "denoiser": {"loss_fn": of_noise},
-    "patches": {"loss_fn": of_class},
-}
+LOSSES = {"denoiser": of_noise, "patches": of_class}
 
 
-def trained(name, sizes, micro_batches=1, **options):
-    """Losses and evaluations of three steps, the first gradients, and the weights."""
-    manager = setup_process_group_manager(**sizes)
-    try:
-        torch.manual_seed(0)
-        model = MODELS[name]().double()
-        for parameter in model.parameters():  # biases of attention are zeros in a new one
-            nn.init.normal_(parameter, std=0.2)
-        model = parallelize(model, manager, **options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4 if name == "denoiser" else 0.1)
-        losses, found, told = [], {}, LOSSES.get(name, {})
-        for step in range(3):
-            dims = POSITIONS if name == "denoiser" else None
-            whole = batch_of(name, step)
-            cut = shard_global_batch(whole, micro_batches, model=model, sequence_dims=dims)
-            losses.append(train_step(model, cut, **told).double())
-            found = found or {n: g.clone() for n, g in full_gradients(model).items()}
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(eval_step(model, cut, loss_fn=told.get("loss_fn")))
-        weights = {f"weight {n}": w for n, w in full_state_dict(model).items()}
-        return {"loss": torch.stack(losses)} | found | weights
-    finally:
-        destroy_process_group_manager()
+def built(name):
+    torch.manual_seed(0)
+    model = MODELS[name]().double()
+    for parameter in model.parameters():  # biases of attention are zeros in a new one
+        nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def carefully(model):
+    return torch.optim.SGD(model.parameters(), 1e-4)
+
+
+OPTIMIZERS = {"denoiser": carefully}  # its gradients are large
 
 
 @functools.cache
-def in_one_process(name):
-    return run_ranks(trained, 1, name, {})[0]
+def expected(name):
+    batches, make = [batch_of(name, step) for step in range(2)], OPTIMIZERS.get(name, sgd)
+    return in_one_process(built(name), batches, make, loss_fn=LOSSES.get(name, cross_entropy))
 
 
 TP = ({"tp_size": 4}, {"tp_size": 2, "dp_size": 2}, {"tp_size": 2, "pp_size": 2})
@@ -213,8 +190,8 @@ CP = ({"cp_size": 4}, {"cp_size": 2, "dp_size": 2})
 BOTH = {"cp_size": 2, "tp_size": 2}
 SHARES, SPREAD = {"sequence_parallel": True}, {"cp_layout": "contiguous"}
 CASES = [
-    *(("encoder", sizes, options) for sizes in TP for options in ({}, SHARES)),
-    *(("encoder", sizes, SPREAD) for sizes in (CP[0], BOTH)),
+    *(("encoder", sizes, options) for sizes, options in zip(TP, ({}, SHARES, SHARES), strict=True)),
+    ("encoder", CP[0], SPREAD),
     ("encoder", BOTH, SPREAD | SHARES),
     ("encoder", CP[1], SPREAD | {"recompute": True}),
     ("causal", CP[0], {}),
@@ -226,34 +203,49 @@ CASES = [
     ("patches", TP[1], {}),
     ("denoiser", TP[2], {"plan": DENOISER}),
     ("denoiser", CP[1], SPREAD),
-    *(("pointwise", sizes, {}) for sizes in CP),
+    ("pointwise", CP[1], {}),
 ]
+MIXES = "computes something else|computes a position from"
 REHEARSED = "pointwise", "bare"  # the others would take twice as long
 
 
 @pytest.mark.parametrize(("name", "sizes", "options"), CASES, ids=str)
 def test_layouts_train_as_one_process(name, sizes, options):
-    expected = in_one_process(name)
-    options = options | {"rehearse": name in REHEARSED}
-    for found in run_ranks(trained, 4, name, sizes, 2, **options):
-        assert found.keys() == expected.keys()
-        for each, tensor in expected.items():
-            assert relative_error(found[each], tensor) < 1e-11, each
+    train_and_compare(
+        expected(name),
+        functools.partial(built, name),
+        sizes,
+        [batch_of(name, step) for step in range(2)],
+        OPTIMIZERS.get(name, sgd),
+        options=options, micro_batches=2, rehearse=name in REHEARSED,
+        cut={"sequence_dims": POSITIONS if name == "denoiser" else None},
+        **({"loss_fn": LOSSES[name]} if name in LOSSES else {}),
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["sums", "slides"])
-@pytest.mark.parametrize("sizes", CP, ids=str)
-def test_what_mixes_positions_is_refused_in_the_first_step(name, sizes):
-    with pytest.raises(RankFailedError, match=r"computes something else|computes a position from"):
-        run_ranks(trained, 4, name, sizes)
+# The model, the layout, whether it rehearses; and what is said.
+REFUSED = [
+    ("sums", CP[0], True, MIXES),
+    ("slides", CP[1], True, MIXES),
+    ("by hand", {"cp_size": 2, "pp_size": 2}, False, f"called no F.scaled_dot|{MIXES}"),
+    ("by hand", CP[1], True, MIXES),
+]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "rehearses"),
-    [(BOTH | {"tp_size": 1, "pp_size": 2}, False), (CP[0], False), (CP[1], True)],
-    ids=str,
-)
-def test_attention_by_hand_is_refused_with_and_without_a_rehearsal(sizes, rehearses):
-    words = r"called no F.scaled_dot|computes a position from|computes something else"
-    with pytest.raises(RankFailedError, match=words):
-        run_ranks(trained, 4, "by hand", sizes, 2, rehearse=rehearses)
+def refused():
+    """Return what this rank is told in each case."""
+    said = []
+    for name, sizes, rehearses, _ in REFUSED:
+        build = functools.partial(built, name)
+        try:
+            on_a_layout(build, sizes, [batch_of(name, 0)], micro_batches=2, rehearse=rehearses)
+            said.append("")
+        except ScaletorchError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_mixes_positions_is_refused_with_and_without_a_rehearsal():
+    for case, said in zip(REFUSED, zip(*run_ranks(refused, 4), strict=True), strict=True):
+        assert all(said), case
+        assert any(re.search(case[-1], text) for text in said), (case, said)

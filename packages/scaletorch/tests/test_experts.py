@@ -1,29 +1,22 @@
 """Mixtures of experts on every layout: losses, gradients, norms and steps of one process."""
 
-import copy
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 from exactly import compute_exactly
 from sweeps import today
 from torch import nn
+from training import adamw, in_one_process, ranks_of, train_and_compare
 
-from scaletorch import compose
-from scaletorch.dist.testing import preload, relative_error, run_ranks
-from scaletorch.parallel.data_parallel import shard_optimizer
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
+from scaletorch.dist.testing import preload
 
 transformers = pytest.importorskip("transformers")
-preload("torch._dynamo")  # which the first optimizer of a process imports
 for name in ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "glm4_moe",
              "llama4", "jetmoe", "dbrx", "longcat_flash"):  # fmt: skip
     preload(f"transformers.models.{name}.modeling_{name}")
 
-STEPS, BOUND = 3, 1e-11
+STEPS, BOUND = 2, 1e-11
 SMALL = {
     "vocab_size": 40,
     "hidden_size": 32,
@@ -151,75 +144,28 @@ def batch(step, layers=0):
     return {"input_ids": ids, "labels": labels}
 
 
-def adam(model):
-    """Of gradients that are nearly nothing (keys' biases) a small eps would magnify rounding."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
-
-
 @cache
 def reference(family, layers=0, skewed=False):
-    """Losses, norms, gradients of each step and weights at the end, of one process."""
-    model = build(family, layers, skewed)
-    optimizer = adam(model)
-    losses, norms, gradients = [], [], []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        whole = batch(step, layers)
-        logits = model(whole["input_ids"]).logits
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten())
-        loss.backward()
-        losses.append(loss.detach())
-        gradients.append(
-            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        )
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.3))
-        optimizer.step()
-    return losses, norms, gradients, copy.deepcopy(model.state_dict())
-
-
-def train(expected, family, sizes, options, micro_batches, stage, layers=0, skewed=False):
-    manager = setup_process_group_manager(**sizes)
-    try:
-        model = compose.parallelize(
-            build(family, layers, skewed), manager, **options, rehearse=False
-        )
-        optimizer = adam(model)
-        if stage:
-            shard_optimizer(optimizer, model, stage=stage)
-        given = [batch(step, layers) for step in range(STEPS)]
-        take_steps(model, optimizer, given, micro_batches, expected)
-    finally:
-        destroy_process_group_manager()
-
-
-def take_steps(model, optimizer, batches, micro_batches, expected):
-    losses, norms, gradients, weights = expected
-    for step, whole in enumerate(batches):
-        optimizer.zero_grad()
-        some = compose.shard_global_batch(whole, micro_batches, model=model)
-        loss = compose.train_step(model, some)
-        assert relative_error(loss, losses[step]) < BOUND
-        found = compose.full_gradients(model)
-        assert found.keys() == gradients[step].keys()
-        for name, gradient in gradients[step].items():
-            if gradient.abs().max() > 1e-12:
-                assert relative_error(found[name], gradient) < BOUND, (name, step)
-        assert relative_error(compose.global_grad_norm(model), norms[step]) < BOUND
-        compose.clip_grad_norm_(model, 0.3)
-        optimizer.step()
-    state = compose.full_state_dict(model)
-    for name, weight in weights.items():
-        assert relative_error(state[name], weight) < 1e-9, name
-    compose.check_replicas(model)
+    """Figures of one process."""
+    batches = [batch(step, layers) for step in range(STEPS)]
+    return in_one_process(build(family, layers, skewed), batches, adamw, clip=0.3)
 
 
 def trained(ranks, family, sizes, options=None, micro_batches=1, stage=0, layers=0, skewed=False):
     """Train on ranks, and compare all with one process."""
-    given = family, sizes, options or {}, micro_batches, stage, layers, skewed
-    run_ranks(train, ranks, reference(family, layers, skewed), *given, timeout=200)
+    assert ranks == ranks_of(sizes)
+    train_and_compare(
+        reference(family, layers, skewed),
+        partial(build, family, layers, skewed),
+        sizes,
+        [batch(step, layers) for step in range(STEPS)],
+        adamw,
+        options=options, micro_batches=micro_batches, stage=stage, clip=0.3,
+        bounds={"weights": 1e-9},
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("family", today([*FAMILIES], 2))
+@pytest.mark.parametrize("family", today([*FAMILIES], 3))
 def test_families(family):
     trained(4, family, {"dp_size": 4, "ep_size": 2})
 

@@ -9,7 +9,10 @@ from torch import nn
 from scaletorch import compose
 from scaletorch.dist import InvalidArgumentError
 from scaletorch.dist.testing import relative_error, run_ranks
-from scaletorch.parallel.pg_manager import setup_process_group_manager
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -54,6 +57,7 @@ def balanced(family, sizes, options, kind):
         assert relative_error(found[name], gradient) < BOUND, name
     with pytest.raises(InvalidArgumentError, match="which 2 micro-batches cannot compute"):
         compose.train_step(model, compose.shard_global_batch(whole, 2, model=model))
+    destroy_process_group_manager()
 
 
 @pytest.mark.parametrize(
@@ -111,6 +115,7 @@ def move(expected, length, sizes, options, micro_batches):
         for name, told in statistics.items():
             assert told.tokens == tokens
             assert relative_error(state[name], bias) < BOUND
+    destroy_process_group_manager()
     return list(statistics)
 
 
@@ -137,6 +142,7 @@ def refuse():
     )
     with pytest.raises(InvalidArgumentError, match=r"has a bias 'gate\.e_score"):
         compose.count_routing(model)
+    destroy_process_group_manager()
 
 
 def test_a_model_without_such_biases_is_refused():

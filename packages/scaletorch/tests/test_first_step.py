@@ -38,32 +38,19 @@ def seeds_differ(manager):
     return Llama(LlamaConfig(vocab_size=64, hidden_size=32, num_layers=2)), global_batch(), {}, {}
 
 
-def loaded_on_rank_0_alone(manager):
+def broadcast_over_dp_alone(manager):
     model = llama()
     if get_rank() == 0:
         torch.nn.init.ones_(model.layers[1].mlp.up_proj.weight)
-    return model, global_batch(), {}, {}
-
-
-def broadcast_over_dp_alone(manager):
-    return *loaded_on_rank_0_alone(manager)[:2], {"data_parallel": {"init_sync": "broadcast"}}, {}
-
-
-def other_labels(manager):
-    batch = global_batch()
-    if get_rank() == 1:
-        batch["labels"] = batch["labels"].flip(0)
-    return llama(), batch, {}, {}
+    return model, global_batch(), {"data_parallel": {"init_sync": "broadcast"}}, {}
 
 
 def other_labels_by_hand(manager):
     """Micro-batches of the caller's own: ranks of other rows may hold others."""
-    model, batch, *options = other_labels(manager)
-    return model, [batch], *options
-
-
-def other_layouts(manager):
-    return llama(), global_batch(), {}, {"cp_layout": "contiguous"}
+    batch = global_batch()
+    if get_rank() == 1:
+        batch["labels"] = batch["labels"].flip(0)
+    return llama(), [batch], {}, {}
 
 
 def other_arguments(manager):
@@ -117,16 +104,9 @@ CASES = {
     (seeds_differ, "tp"): VALUES + "embed_tokens.weight",
     (seeds_differ, "pp"): VALUES + "embed_tokens.weight",
     (seeds_differ, "cp"): "disagree on the values to begin with",
-    (loaded_on_rank_0_alone, "tp"): UP,
-    (loaded_on_rank_0_alone, "pp"): UP,
     (broadcast_over_dp_alone, "tp"): UP,
-    (other_labels, "tp"): BATCH,
-    (other_labels, "pp"): BATCH,
-    (other_labels, "cp"): BATCH,
-    (other_labels, "dp"): BATCH,
     (other_labels_by_hand, "tp"): BATCH,
     (other_labels_by_hand, "pp"): BATCH,
-    (other_layouts, "cp"): "cut in a contiguous layout, and the model attends in a zigzag one",
     (sizes_of_its_own, "tp"): (
         r"module 'layers.1.mlp' \(\w+\) failed in its first step on this layout with RuntimeError "
         r".*shape '\[\d, 16, 6, 8\]' is invalid.* tp leaves each rank its share"

@@ -7,15 +7,10 @@ from torch import nn
 from scaletorch import guard
 from scaletorch.dist import RankFaultError, get_rank
 from scaletorch.dist.errors import StateError
-from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.data_parallel import DataParallelBucket, shard_optimizer
 
 GUILTY = 1
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _dynamo():
-    preload("torch._dynamo")  # which the first optimizer of a process imports
 
 
 def train(change):

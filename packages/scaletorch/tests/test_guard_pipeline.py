@@ -66,8 +66,7 @@ def job(victim, place):
     return None
 
 
-@pytest.mark.parametrize("place", ["forward", "loader"])
-@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize(("victim", "place"), [(0, "forward"), (3, "forward"), (3, "loader")])
 def test_every_rank_hears_the_exception_and_whose_it_is(victim, place):
     kind = "ValueError" if place == "forward" else "OSError"
     for rank, heard in enumerate(run_ranks(job, 4, victim, place)):

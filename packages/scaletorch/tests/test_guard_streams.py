@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -17,20 +16,15 @@ import torch
 from scaletorch import dist, guard
 from scaletorch.dist import RankFailedError, RankFaultError
 
-STANDIN = Path(__file__).parent / "standin"
 DEVICE, BACKEND = "npu", "hccl"
 
 pytestmark = pytest.mark.timeout(500)  # the first test builds the stand-in: a minute, or more
 
 
 @pytest.fixture(autouse=True)
-def deferred(monkeypatch):
+def deferred(plugins, monkeypatch):
     """Ranks find a device whose calls run on a stream."""
-    sys.path.insert(0, str(STANDIN))
-    import build
-
-    build.prepare()
-    monkeypatch.syspath_prepend(STANDIN / "plugins")
+    monkeypatch.syspath_prepend(plugins)
     monkeypatch.setenv("STANDIN_DEFERRED", "1")
 
 

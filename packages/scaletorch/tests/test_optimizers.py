@@ -15,7 +15,7 @@ from test_whole_matrices import BOUND, plain, step_in_one_process, step_on
 
 from scaletorch.compose import full_state_dict, parallelize, whole_matrices
 from scaletorch.dist.errors import InvalidArgumentError
-from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
@@ -35,11 +35,6 @@ THEIRS = [
     "ASGD", "Adafactor", "Muon", "LBFGS", "SparseAdam",
 ]  # fmt: skip
 EPS = {"Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _imports():
-    preload("torch._dynamo")
 
 
 def test_every_optimizer_of_torch_is_tried():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sweeps import today
 from test_any_batch import (
     PLAN,
     POSITIONS,
@@ -48,10 +49,8 @@ class Counting(Denoiser):
 
 def test_the_proof_takes_any_batch():
     layouts = ["cp2-dp2", "tp2-pp2"]
-    report = assert_trains_alike(
-        Denoiser, noises, layouts, dtype=["float64", "float32"], **DENOISING
-    )
-    assert len(report.results) == 4
+    report = assert_trains_alike(Denoiser, noises, layouts, dtype="float32", **DENOISING)
+    assert len(report.results) == 2
     assert_trains_alike(Recurrent, pairs, "dp2", loss_fn=of_class)
 
 
@@ -81,7 +80,7 @@ def test_the_proof_sees_what_counts_positions():
     assert "--sequence-dims latents=1 loss_noise=1" in str(failed.value)
 
 
-@pytest.mark.parametrize("layout", ["dp2-cp2", "cp2-tp2", "cp4"])
+@pytest.mark.parametrize("layout", today(["dp2-cp2", "cp2-tp2", "cp4"], 3))
 def test_a_fault_is_placed(layout):
     report = bisect(Counting, noises, layout=layout, steps=1, **DENOISING)
     assert not report.sound
@@ -90,7 +89,7 @@ def test_a_fault_is_placed(layout):
 
 def test_right_runs_are_sound():
     told = {"options": {"sequence_parallel": "on"}}
-    assert bisect(Denoiser, noises, layout="dp2-tp2", steps=2, **told, **DENOISING).sound
+    assert bisect(Denoiser, noises, layout="dp2-tp2", steps=1, **told, **DENOISING).sound
 
 
 def test_the_command_takes_a_loss(capsys, monkeypatch):

@@ -1,19 +1,14 @@
 """Losses of one's own with models of transformers: packed pairs, and a router's auxiliary loss."""
 
-import math
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
 from own_losses import drawn, log_prob, preferred, smoothed
+from training import on_a_layout, ranks_of
 
-from scaletorch.compose import full_gradients, parallelize, shard_global_batch, train_step
 from scaletorch.dist.testing import preload, relative_error, run_ranks, worst
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
 
 pytest.importorskip("transformers")
 
@@ -29,7 +24,7 @@ BOUNDS = torch.tensor((0, 5, 11, 12, 21))  # chosen, rejected, chosen, rejected
 @pytest.fixture(scope="module", autouse=True)
 def _imports():
     models = (f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mixtral"))
-    preload("torch._dynamo", *models)
+    preload(*models)
 
 
 def llama():
@@ -66,22 +61,12 @@ def pairs_packed(batch):
     return 2 * len(batch["input_ids"])
 
 
-def one_step(sizes, options, build, whole, loss_fn, count_fn, micro_batches):
-    manager = setup_process_group_manager(**sizes)
-    model = parallelize(build(), manager, **options, rehearse=False)
-    parts = shard_global_batch(whole, micro_batches, model=model)
-    loss = train_step(model, parts, loss_fn=loss_fn, count_fn=count_fn)
-    gradients = full_gradients(model)
-    destroy_process_group_manager()
-    return loss.item(), gradients
-
-
 def compare(model, loss, results, bound=1e-11):
     loss.backward()
     known = {name: p.grad for name, p in model.named_parameters()}
-    for found, gradients in results:
-        assert found == pytest.approx(loss.item(), rel=bound)
-        errors = [relative_error(gradients[n], g) for n, g in known.items()]
+    for figures in results:
+        assert figures.losses == pytest.approx([loss.item()], rel=bound)
+        errors = [relative_error(figures.gradients[0][n], g) for n, g in known.items()]
         assert worst(errors) < bound, errors
 
 
@@ -102,8 +87,9 @@ def test_packed_pairs(sizes, options):
             sums.append(-F.cross_entropy(logits, targets, reduction="sum"))
     chosen, rejected = torch.stack(sums).view(-1, 2).unbind(-1)
     loss = -F.logsigmoid(chosen - rejected).mean()
-    arguments = sizes, options, llama, whole, preferring, pairs_packed, 2
-    compare(model, loss, run_ranks(one_step, math.prod(sizes.values()), *arguments))
+    told = {"loss_fn": preferring, "count_fn": pairs_packed, "micro_batches": 2}
+    ranks, given = ranks_of(sizes), (llama, sizes, [whole])
+    compare(model, loss, run_ranks(on_a_layout, ranks, *given, options=options, **told))
 
 
 def test_a_router_s_loss_is_added():
@@ -113,5 +99,6 @@ def test_a_router_s_loss_is_added():
     output = model(**{"input_ids": ids, "output_router_logits": True})
     flat = output.logits.flatten(0, 1)
     loss = F.cross_entropy(flat, labels.flatten(), label_smoothing=0.1) + 0.1 * output.aux_loss
-    arguments = {"dp_size": 2}, {}, mixtral, whole, smoothed, None, 1
-    compare(model, loss, run_ranks(one_step, 2, *arguments), 1e-6)  # it routes in float32
+    given = mixtral, {"dp_size": 2}, [whole]
+    # It routes in float32.
+    compare(model, loss, run_ranks(on_a_layout, 2, *given, loss_fn=smoothed), 1e-6)

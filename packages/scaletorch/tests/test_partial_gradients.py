@@ -1,6 +1,5 @@
 """Partial gradients over tp: over steps, in loops of one's own, compiled, under FSDP2."""
 
-import math
 import warnings
 
 import pytest
@@ -139,7 +138,8 @@ def steps_add_up(how):
     """Train two steps whose gradients add up, the later one in another way."""
     if how == "compiled":
         warnings.simplefilter("ignore")  # what the compiler says of graph breaks
-    for sizes, options, micro_batches, zero in LAYOUTS:
+    layouts = {"as usual": LAYOUTS, "compiled": LAYOUTS[2:5:2]}
+    for sizes, options, micro_batches, zero in layouts.get(how, LAYOUTS[::2]):
         if how == "late" and "pp_size" in sizes:
             continue  # the stage before would have to know
         manager = setup_process_group_manager(**sizes)
@@ -167,7 +167,7 @@ def steps_add_up(how):
 
 
 @pytest.mark.parametrize(
-    "how", ["as usual", *today(["no_sync", "late", "compiled", "run again"], 2)]
+    "how", ["as usual", *today(["no_sync", "late", "compiled", "run again"], 4)]
 )
 def test_steps_that_add_up_on_four_ranks(how):
     run_ranks(steps_add_up, 4, how, timeout=200)
@@ -178,7 +178,7 @@ def uneven():
     manager = setup_process_group_manager(tp_size=3, dp_size=2)
     plan = {"layers.*.up": "column", "layers.*.down": "row", "head": "column_gather"}
     ranges = set()
-    for bucket_size in (400, 500, 700, 2**24):
+    for bucket_size in (400, 2**24):
         model = parallelize(made(), manager, plan=plan, bucket_size=bucket_size, rehearse=False)
         shard_optimizer(torch.optim.SGD(model.parameters(), 0.1), model, stage=1)
         train_step(model, shard_global_batch(batch(0), 1, model=model))
@@ -282,4 +282,4 @@ def refused():
 
 
 def test_a_function_that_may_communicate_is_refused():
-    assert math.isfinite(len(run_ranks(refused, 4, timeout=200)))
+    run_ranks(refused, 4, timeout=200)

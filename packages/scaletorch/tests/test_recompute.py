@@ -5,7 +5,9 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from training import SIZES, llama, tokens
 
 from scaletorch.compose import (
     parallelize,
@@ -17,23 +19,16 @@ from scaletorch.compose import (
 )
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import run_ranks
-from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
 
-CONFIG = LlamaConfig(
-    vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2
-)
-
 
 def trained(manager, recompute):
-    torch.manual_seed(0)
-    model = parallelize(Llama(CONFIG), manager, recompute=recompute, rehearse=False)
-    tokens = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(1))
-    batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
-    loss = train_step(model, shard_global_batch(batch, 2, manager), manager)
+    options = {"sequence_parallel": manager.tp_size > 1, "cp_method": "all_gather"}
+    model = parallelize(llama(), manager, recompute=recompute, **options, rehearse=False)
+    loss = train_step(model, shard_global_batch(tokens(), 2, manager), manager)
     return loss, {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -45,6 +40,7 @@ def compare(sizes):
         assert torch.equal(loss, plain_loss)
         assert gradients.keys() == plain.keys()
         assert all(torch.equal(gradients[name], plain[name]) for name in plain)
+    destroy_process_group_manager()
 
 
 @pytest.mark.parametrize("axis", ["tp_size", "cp_size", "pp_size", "dp_size"])
@@ -67,17 +63,45 @@ class Checkpointed(nn.Module):
         return self.head(x)
 
 
-def checkpointed(dtype=torch.float64):
+def checkpointed():
     manager = setup_process_group_manager(dp_size=2)
     gradients = []
     for option in (False, "selective"):
         torch.manual_seed(0)
-        model = parallelize(Checkpointed().to(dtype), manager, recompute=option, rehearse=False)
-        tokens = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(1))
-        batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
-        train_step(model, shard_global_batch(batch, 2, manager), manager)
+        model = parallelize(Checkpointed().double(), manager, recompute=option, rehearse=False)
+        train_step(model, shard_global_batch(tokens(), 2, manager), manager)
         gradients.append([p.grad for p in model.parameters()])
     assert all(map(torch.equal, *gradients))
+    destroy_process_group_manager()
+
+
+class Watched(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_selection_runs_products_and_attention_once():
+    counts = {}
+    for select in (False, True):
+        model = llama()
+        if select:
+            recompute_layers(model, recompute="selective")
+        loss = model(torch.arange(32).view(2, 16)).sum()
+        with Watched() as watched:
+            loss.backward()
+        counts[select] = watched.names
+    for name in ("aten::mm", "aten::_scaled_dot_product_flash_attention_for_cpu"):
+        assert counts[True].count(name) == counts[False].count(name)
+    assert (
+        counts[True].count("aten::silu") == SIZES["num_layers"] > counts[False].count("aten::silu")
+    )
 
 
 def test_selection_leaves_a_checkpoint_of_the_model_alone():
@@ -98,11 +122,12 @@ def saved_bytes(model):
     return kept
 
 
-def test_recomputation_keeps_less_and_copies_call_themselves():
-    model = Llama(CONFIG)
+@pytest.mark.parametrize("way", [True, "selective"])
+def test_recomputation_keeps_less_and_copies_call_themselves(way):
+    model = llama()
     plain = saved_bytes(model)
-    recompute_layers(model)
-    assert saved_bytes(model) < plain / 2
+    recompute_layers(model, recompute=way)
+    assert saved_bytes(model) < plain / (2 if way is True else 1)
     twin = copy.deepcopy(model)
     for parameter in twin.layers.parameters():
         parameter.data.zero_()
@@ -113,7 +138,7 @@ def test_recomputation_keeps_less_and_copies_call_themselves():
 
 
 def test_offloading_copies_activations_and_no_parameters():
-    model = Llama(CONFIG)
+    model = llama()
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     copied, made = [], torch.empty_like
 
@@ -129,7 +154,7 @@ def test_offloading_copies_activations_and_no_parameters():
         kept = len(copied)
         with torch.no_grad():
             model(torch.zeros(2, 64, dtype=torch.int64))
-    assert len(copied) == kept > 10 * CONFIG.num_layers
+    assert len(copied) == kept > 10 * SIZES["num_layers"]
     assert not parameters & set(copied)
 
 
@@ -138,7 +163,7 @@ def test_another_word_for_recomputation_is_refused():
     with pytest.raises(
         InvalidArgumentError, match='must be True, False, "selective" or "offload", g'
     ):
-        parallelize(Llama(CONFIG), manager, recompute="disk", rehearse=False)
+        parallelize(llama(), manager, recompute="disk", rehearse=False)
     destroy_process_group_manager()
 
 
@@ -159,6 +184,7 @@ def test_layers_that_cannot_be_told_are_an_error():
 def draws(seed):
     manager = setup_process_group_manager(tp_size=2, cp_size=2)
     seed_ranks(seed, manager)
+    destroy_process_group_manager()
     return manager.cp_rank, manager.tp_rank, torch.rand(4).tolist()
 
 

@@ -15,7 +15,7 @@ from sweeps import today
 
 from scaletorch.dist.testing import RankPool
 
-SHARES = 8  # of the layouts
+SHARES = 12  # of the layouts
 GUIDE = Path(__file__).parents[3] / "docs" / "expectations.md"
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as c10d
 import torch.nn.functional as F
+from exactly import compute_exactly
 
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError, StateError
 from scaletorch.dist.testing import relative_error, run_ranks, worst
@@ -19,11 +20,8 @@ from scaletorch.parallel.context_parallel import (
     apply_context_parallel,
     shard_batch,
 )
-from scaletorch.parallel.context_parallel.models import calls
 
 transformers = pytest.importorskip("transformers")
-
-from test_experts import compute_exactly  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # each rank imports transformers
 
@@ -176,8 +174,9 @@ def _steps(cases):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_gradients_equal_one_process(size):
-    # On one rank the model is its own, but inside of sequences.
+    # On one rank the model is its own, but inside of sequences; two ranks try every case.
     cases = [case for case in CASES if size > 1 or "inside" in case]
+    cases = cases[::2] if size == 4 else cases
     for errors in run_ranks(_steps, size, cases):
         for case, error in zip(cases, errors, strict=True):
             assert error < 1e-12, case
@@ -382,16 +381,10 @@ def test_what_cannot_be_exact_is_refused_by_name():
             assert re.search(f"rank {rank}|rank 1 cannot", messages[key]), key
 
 
-@pytest.mark.parametrize(
-    ("config", "match"),
-    [
-        ({"name": "Llama", "rope_parameters": DYNAMIC}, "rotary embeddings of type dynamic"),
-    ],
-)
-def test_models_with_other_layers_are_refused(config, match):
-    model = apply_context_parallel(_build(**config))
-    before = model.config._attn_implementation
-    with pytest.raises(InvalidArgumentError, match=match), ShardedSequences(8).inside(model):
+def test_models_with_other_layers_are_refused():
+    model = apply_context_parallel(_build("Llama", rope_parameters=DYNAMIC))
+    before, inside = model.config._attn_implementation, ShardedSequences(8).inside(model)
+    with pytest.raises(InvalidArgumentError, match="rotary embeddings of type dynamic"), inside:
         pass
     assert model.config._attn_implementation == before
 
@@ -402,14 +395,3 @@ def test_documents_are_refused_on_one_rank_where_a_state_would_pass_on():
     packed = ShardedSequences(8, cu_seqlens=(0, 3, 8)).inside(model)
     with pytest.raises(InvalidArgumentError, match="one packed document to the next"), packed:
         model(_tokens(1, 8), position_ids=positions, use_cache=False)
-
-
-def test_documents_are_kept_where_a_config_knows_of_no_cache():
-    class Bare(transformers.PreTrainedModel):
-        config_class = transformers.PretrainedConfig
-
-    model = Bare(transformers.PretrainedConfig())
-    assert not hasattr(model.config, "use_cache")
-    calls.require_documents_kept(model, {"cu_seq_lens_q": TOLD})
-    with pytest.raises(InvalidArgumentError, match="call a model of transformers with use_cache"):
-        calls.require_documents_kept(model, {"cu_seq_lens_q": TOLD, "use_cache": True})

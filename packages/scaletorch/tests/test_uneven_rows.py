@@ -4,20 +4,15 @@ import functools
 
 import pytest
 import torch
+from training import adamw, cross_entropy, in_one_process, llama, train_and_compare
 
-from scaletorch.compose import (
-    clip_grad_norm_,
-    eval_step,
-    full_state_dict,
-    parallelize,
-    rows_of_step,
-    shard_global_batch,
-    train_step,
-)
+from scaletorch.compose import eval_step, parallelize, rows_of_step, shard_global_batch
 from scaletorch.compose.batches import rows_of_ranks
-from scaletorch.dist.testing import relative_error, run_ranks
-from scaletorch.models import Llama, LlamaConfig
-from scaletorch.parallel.pg_manager import setup_process_group_manager
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
 
 LAYOUTS = {
     "dp 4": {"dp_size": 4},
@@ -30,7 +25,6 @@ LAYOUTS = {
     "pp 4": {"pp_size": 4},
 }
 ROWS = (7, 5, 2, 1)  # of the steps, one after another
-MICRO_BATCHES = 3
 
 
 @pytest.mark.parametrize(("rows", "ranks", "micro_batches"), [(7, 2, 2), (5, 2, 4), (1, 3, 2)])
@@ -51,37 +45,29 @@ def of_squares(output, micro_batch):
     return found.sum(), len(found)
 
 
-def trained(sizes, micro_batches, own=False, own_rows=False):
-    """Losses, norms, evaluations and weights of steps of ROWS rows."""
-    manager = setup_process_group_manager(**sizes)
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=4)
-    model = parallelize(Llama(config).double(), manager)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+def model():
+    return llama(vocab_size=64, num_layers=4).double()
+
+
+def batches():
     found = []
     for step, rows in enumerate(ROWS):
         drawn = torch.randint(64, (rows, 17), generator=torch.Generator().manual_seed(step))
         labels = drawn[:, 1:].clone()
         labels[:, : step + 1] = -100
-        batch = {"input_ids": drawn[:, :-1], "labels": labels}
-        if own:
-            batch["loss_weight"] = torch.arange(1.0, rows + 1, dtype=torch.float64)
-        if own_rows:
-            (share,) = rows_of_ranks(rows, manager.dp_size, 1)[manager.dp_rank]
-            batch = {name: entry[share.start : share.stop] for name, entry in batch.items()}
-        cut = shard_global_batch(batch, micro_batches, manager, own_rows=own_rows)
-        told = {"loss_fn": of_squares, "count_fn": lambda b: len(b["input_ids"])} if own else {}
-        found.append(train_step(model, cut, **told).double())
-        found.append(torch.as_tensor(clip_grad_norm_(model, 1.0)).double())
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(eval_step(model, cut, loss_fn=told.get("loss_fn")))
-    return torch.stack([each.cpu() for each in found]), full_state_dict(model)
+        weight = torch.arange(1.0, rows + 1, dtype=torch.float64)
+        found.append({"input_ids": drawn[:, :-1], "labels": labels, "loss_weight": weight})
+    return found
+
+
+def rows_of(micro_batch):
+    return len(micro_batch["input_ids"])
 
 
 @functools.cache
-def in_one_process(own):
-    return run_ranks(trained, 1, {}, 1, own)[0]
+def expected(own):
+    loss_fn = of_squares if own else cross_entropy
+    return in_one_process(model(), batches(), adamw, loss_fn=loss_fn, clip=1.0)
 
 
 # The loss of one's own takes a mean over positions and words, which cp and tp divide.
@@ -90,23 +76,37 @@ def in_one_process(own):
     [*((name, False) for name in LAYOUTS), ("dp 4", True), ("dp 2 x pp 2", True), ("pp 4", True)],
 )
 def test_steps_are_those_of_one_process(layout, own):
-    numbers, weights = in_one_process(own)
-    found = run_ranks(trained, 4, LAYOUTS[layout], MICRO_BATCHES, own)
-    for own_numbers, own_weights in found:
-        assert relative_error(own_numbers, numbers) < 1e-11
-        for name, weight in weights.items():
-            assert relative_error(own_weights[name], weight) < 1e-9, name
+    told = {"loss_fn": of_squares, "count_fn": rows_of} if own else {}
+    how = {"micro_batches": 3, "clip": 1.0, "rehearse": True, "bounds": {"weights": 1e-9}, **told}
+    train_and_compare(expected(own), model, LAYOUTS[layout], batches(), adamw, **how)
+
+
+def own_rows():
+    manager = setup_process_group_manager(dp_size=2)
+    parallel, losses = parallelize(model(), manager), []
+    for batch, rows in zip(batches(), ROWS, strict=True):
+        (share,) = rows_of_ranks(rows, 2, 1)[manager.dp_rank]
+        own = {name: entry[share.start : share.stop] for name, entry in batch.items()}
+        cut = shard_global_batch(own, 3, manager, own_rows=True)
+        losses.append(eval_step(parallel, cut).item())
+    destroy_process_group_manager()
+    return losses
 
 
 def test_ranks_may_read_their_rows_alone():
-    numbers, _ = in_one_process(False)
-    for own_numbers, _ in run_ranks(trained, 2, {"dp_size": 2}, MICRO_BATCHES, False, True):
-        assert relative_error(own_numbers, numbers) < 1e-11
+    plain, whole = model(), []
+    for batch in batches():
+        total, count = cross_entropy(plain(batch["input_ids"]), batch)
+        whole.append((total / count).item())
+    for found in run_ranks(own_rows, 2):
+        assert found == pytest.approx(whole, rel=1e-11)
 
 
 def read_rows():
     manager = setup_process_group_manager(dp_size=2)
-    return [rows_of_step(s, rows=9, batch_size=7, manager=manager) for s in range(3)]
+    found = [rows_of_step(s, rows=9, batch_size=7, manager=manager) for s in range(3)]
+    destroy_process_group_manager()
+    return found
 
 
 def test_ranks_read_as_many_rows_as_they_are_given():

@@ -112,7 +112,7 @@ def run_axes(ranks, axes, vendor, folder):
         assert list(found.values()) == [[]] * len(axes), found
 
 
-@pytest.mark.parametrize("vendor", VENDORS, ids=lambda vendor: vendor[1])
+@pytest.mark.parametrize("vendor", today(VENDORS, 3), ids=lambda vendor: vendor[1])
 def test_every_axis_trains_like_one_process(plugins, monkeypatch, tmp_path, vendor):
     monkeypatch.syspath_prepend(plugins)
     run_axes(2, PAIRS, vendor, tmp_path)
