@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from small_models import small_model
 
 import scaletorch.dist as dist
 from scaletorch.bisect import bisect
@@ -23,7 +24,6 @@ from scaletorch.dist import devices
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.ranks.locate import locate
 from scaletorch.dist.testing import relative_error, run_ranks
-from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.data_parallel import DataParallelBucket
 from scaletorch.parallel.pg_manager import setup_process_group_manager
 from scaletorch.verify import default_batch, parse_layout, verify
@@ -34,15 +34,8 @@ from scaletorch.verify.verify import save_reference
 from scaletorch.verify.where import moved
 
 MATRIX = "layers.0.self_attn.q_proj.weight"
-SMALL = LlamaConfig(
-    vocab_size=64, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2
-)
 
 pytestmark = pytest.mark.timeout(500)  # the first test may build the stand-in
-
-
-def small_model():
-    return Llama(SMALL)
 
 
 def model_there():
@@ -85,7 +78,7 @@ def command(plugins, module, words):
     return done.returncode, done.stdout + done.stderr
 
 
-MODEL = ["--model", "test_verify_vendors:small_model", "--layout", "1x1x1x2"]
+MODEL = ["--model", "small_models:small_model", "--layout", "1x1x1x2"]
 
 
 def test_the_proof_runs_on_the_machines_accelerator_by_default(plugins):

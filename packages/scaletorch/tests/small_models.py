@@ -1,0 +1,28 @@
+"""A small Llama that proofs are tried on, and one that ranks answer differently."""
+
+from dataclasses import replace
+
+from scaletorch.dist import get_rank
+from scaletorch.models import Llama, LlamaConfig
+
+SMALL = LlamaConfig(
+    vocab_size=64, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2
+)
+
+
+def small_model():
+    return Llama(SMALL)
+
+
+def one_layer():
+    return Llama(replace(SMALL, num_layers=1))
+
+
+class UnlikeOnRanks(Llama):
+    """Its head answers a little differently on each rank, as a forgotten broadcast would."""
+
+    def __init__(self):
+        super().__init__(SMALL)
+
+    def forward(self, input_ids, position_ids=None):
+        return super().forward(input_ids, position_ids) * (1 + 1e-6 * get_rank())
