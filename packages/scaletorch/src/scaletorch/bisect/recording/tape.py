@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ... import guard
 from ...dist import get_rank, get_world_size
 from ...dist.errors import InvalidArgumentError
 from ...verify.precision import model_precision
@@ -367,7 +366,6 @@ def record(
             back = model.followed if isinstance(model, Stages) else backward_to
             stack.enter_context(back(tape.backwarded))
             stack.enter_context(calls_to(tape.called))
-            stack.enter_context(guard.listening(writer.heard.append))
             stack.enter_context(followed(tape))
             yield tape
             writer.header["own_loss"] = tape.own_loss()
