@@ -14,8 +14,8 @@ from ...compose.whole_matrices import whole_shards
 from ...dist.errors import InvalidArgumentError
 from ...parallel.data_parallel import Shard, parameter_shards
 from ...parallel.expert_parallel.building import ExpertCut, find_expert_cuts
+from ...parallel.pg_manager import ProcessGroupManager
 from ...parallel.tensor_parallel.building import ParameterCut, find_cuts
-from .place import Place
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
@@ -187,7 +187,7 @@ class Held:
             yield replace(part, offsets=at, owner=owner)
 
 
-def find_held(model: nn.Module, place: Place) -> dict[int, Held]:
+def find_held(model: nn.Module, manager: ProcessGroupManager) -> dict[int, Held]:
     """Return id of a tensor -> what it is, for all of the model's state on this rank.
 
     Raises:
@@ -212,10 +212,10 @@ def find_held(model: nn.Module, place: Place) -> dict[int, Held]:
     for key, names in named.items():
         tie = stages.get(names[0])
         every = tuple(names) if tie is None else tie.names
-        first = tie is None or tie.owners[0] == place.pp
+        first = tie is None or tie.owners[0] == manager.pp_rank
         plain = _describe(tensors[key], every, cuts.get(names[0]), first)
         divided = experts.get(names[0])
-        held[key] = plain if divided is None else _divided(plain, divided, place)
+        held[key] = plain if divided is None else _divided(plain, divided, manager)
     return held
 
 
@@ -229,14 +229,14 @@ def _describe(
     return Held(names, tensor, cut.whole(tensor.shape), cut, None, atoms, 0, first)
 
 
-def _divided(plain: Held, experts: ExpertCut, place: Place) -> Held:
+def _divided(plain: Held, experts: ExpertCut, manager: ProcessGroupManager) -> Held:
     """Return what a tensor is whose experts are divided over ep.
 
     Where each of them is cut over tp (etp = tp), the tp ranks have the same ones; otherwise no
     other tp rank has this one's.
     """
     shape = (experts.whole, *plain.shape[1:])
-    owner = 0 if place.grid.etp > 1 else place.tp
+    owner = 0 if manager.grid.etp > 1 else manager.tp_rank
     return replace(plain, shape=shape, experts=experts, owner=owner)
 
 
@@ -259,13 +259,13 @@ def find_ties(held: dict[int, Held]) -> dict[str, list[str]]:
 
 
 def find_wholes(
-    optimizer: torch.optim.Optimizer | None, held: Mapping[int, Held], place: Place
+    optimizer: torch.optim.Optimizer | None, held: Mapping[int, Held], manager: ProcessGroupManager
 ) -> list[tuple[Shard, Held]]:
     """Return the whole matrices that an optimizer has in the place of tp shards, as if not cut."""
     found = []
     for shard, whole in whole_shards(optimizer):
         own = held[id(shard.parameter)]
-        plain = replace(own, tensor=whole, cut=None, atoms=(), owner=place.tp)
+        plain = replace(own, tensor=whole, cut=None, atoms=(), owner=manager.tp_rank)
         found.append((replace(shard, start=0, stop=whole.numel(), tensor=whole), plain))
     return found
 
