@@ -139,7 +139,7 @@ class Tape:
         if self._model is not None and WEIGHT not in self._done:
             self.put_all(WEIGHT, dict(self._model.named_parameters(remove_duplicate=False)))
 
-    def moments_at(self, found: Iterable[tuple[str, str, Tensor, Place]]) -> None:
+    def moments_at(self, found: Iterable[tuple[str, str, Tensor, Place | None]]) -> None:
         """Take down parts of moments: a parameter, which moment, the part and its place."""
         self._done.add(MOMENT)
         for name, item, part, place in found:
@@ -147,15 +147,15 @@ class Tape:
 
     def moments(self, optimizers: Any) -> None:
         """Take down what optimizers keep of each parameter in the parameter's own shape."""
-        found: list[tuple[str, str, Tensor]] = []
-        names = {} if self._model is None else {p: n for n, p in self._model.named_parameters()}
-        for optimizer in () if MOMENT in self._done else optimizers:
-            for parameter, state in optimizer.state.items():
-                for item, value in state.items() if parameter in names else ():
-                    if isinstance(value, Tensor) and value.shape == parameter.shape:
-                        found.append((names[parameter], item, value))
-        for name, item, value in found:
-            self._add(Line(MOMENT, name, item, 0, "", []), value, self._said.places.get(name))
+        if self._model is not None and MOMENT not in self._done:
+            names = {parameter: name for name, parameter in self._model.named_parameters()}
+            self.moments_at(
+                (names[of], item, value, self._said.places.get(names[of]))
+                for optimizer in optimizers
+                for of, state in optimizer.state.items()
+                for item, value in (state.items() if of in names else ())
+                if isinstance(value, Tensor) and value.shape == of.shape
+            )
 
     def backwarded(self, loss: Tensor) -> None:
         """Add to the loss of this rank, see `hooks.backward_to`."""
