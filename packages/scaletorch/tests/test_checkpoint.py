@@ -2,10 +2,12 @@
 
 import builtins
 import json
+import math
 import os
 import pickle
 import random
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,8 +23,12 @@ from scaletorch.checkpoint import (
     save,
 )
 from scaletorch.checkpoint.format.metadata import Chunk, Saved
+from scaletorch.checkpoint.state.held import describe
 from scaletorch.checkpoint.storage import Read, _blocks
 from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.parallel.tensor_parallel.building import ParameterCut
+from scaletorch.parallel.tensor_parallel.cuts.cut import head_cuts, share_cut
+from scaletorch.parallel.tensor_parallel.cuts.fused import fuse
 
 
 class Program:
@@ -322,6 +328,35 @@ def test_large_tensors_are_checked_in_blocks(tmp_path):
     change_byte(folder / "rank-00000.safetensors", entry["chunks"][0]["offset"] + 5_000_000)
     with pytest.raises(DamagedCheckpointError, match=r"in model\.0: its checksum"):
         load(folder, model)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("kind", ["uneven shares", "replicated heads", "packed"])
+def test_ranks_write_each_element_of_a_shard_once(kind, dim):
+    """Four tp ranks; a sharded optimizer has each shard's elements in two ranges."""
+    query, heads = head_cuts(8, 2, 4)
+    cut = {
+        "uneven shares": share_cut(31, 4),
+        "replicated heads": heads.times(4),
+        "packed": fuse([query.times(4), heads.times(4), heads.times(4)]),
+    }[kind]
+    shape = (cut.whole, 6, 3) if dim == 0 else (5, cut.whole, 3)
+    whole = torch.arange(math.prod(shape)).view(shape)
+    written = torch.zeros_like(whole)
+    for rank in range(4):
+        own = cut.take(whole, dim, rank)
+        layer, manager = SimpleNamespace(tp_size=4, tp_rank=rank), SimpleNamespace()
+        held = describe(own, ("weight",), ParameterCut(layer, dim, cut), None, manager)
+        assert held.shape == shape
+        middle = own.numel() * 2 // 5
+        for start, stop in ((0, middle), (middle, own.numel())):
+            for part in held.parts(own.flatten()[start:stop], start, stop):
+                box = tuple(
+                    map(slice, part.offsets, map(sum, zip(part.offsets, part.tensor.shape)))
+                )
+                assert torch.equal(part.tensor, whole[box])
+                written[box] += part.owner == rank
+    assert (written == 1).all()
 
 
 def test_a_header_that_lies_reads_nothing_else(tmp_path):

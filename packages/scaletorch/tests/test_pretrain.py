@@ -13,17 +13,15 @@ from dataclasses import replace
 import pytest
 import safetensors.torch
 import torch
+from pretrained import MODEL, settings, tokenizer_of_words
 from sweeps import today
 
 from scaletorch.checkpoint import save
 from scaletorch.dist import RankFailedError, launch
 from scaletorch.dist.errors import InvalidArgumentError, StateError
 from scaletorch.dist.testing import run_ranks
-from scaletorch.models import LlamaConfig
-from scaletorch.pretrain import PretrainConfig, pretrain, train
+from scaletorch.pretrain import pretrain, train
 from scaletorch.pretrain.data import load_corpus
-
-MODEL = LlamaConfig(hidden_size=32, intermediate_size=64, num_layers=2, tie_embeddings=True)
 
 
 @pytest.fixture
@@ -38,10 +36,8 @@ def text(tmp_path):
 
 @pytest.fixture
 def config(text, tmp_path):
-    return PretrainConfig(
-        model=MODEL, steps=4, batch_size=4, micro_batches=2, seq_len=16, warmup_steps=2,
-        dtype="float64", data=(text,), out=tmp_path / "run",
-    )  # fmt: skip
+    tied = replace(MODEL, tie_embeddings=True)
+    return settings(tmp_path, model=tied, dtype="float64", data=(text,))
 
 
 def test_layouts_share_one_loss_curve(config):
@@ -197,13 +193,7 @@ def test_default_text_is_the_standard_library():
 
 
 def test_tokenizer_file(text, tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {"[UNK]": 0, "the": 1, "quick": 2, "brown": 3, "fox": 4, "document": 5}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "words.json"))
-    corpus = load_corpus((text,), tmp_path / "words.json", seq_len=16)
+    corpus = load_corpus((text,), tokenizer_of_words(tmp_path / "words.json"), seq_len=16)
     assert corpus.vocab_size == 6
     assert corpus.tokens[:6].tolist() == [5, 0, 0, 1, 2, 3]
     with pytest.raises(InvalidArgumentError, match="is not a file"):

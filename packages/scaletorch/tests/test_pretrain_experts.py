@@ -4,27 +4,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pretrained import MODEL, settings
 
 from scaletorch.dist.errors import StateError
 from scaletorch.dist.testing import relative_error
 from scaletorch.models import LlamaConfig, MixtureConfig
-from scaletorch.pretrain import PretrainConfig, pretrain
+from scaletorch.pretrain import pretrain
 from scaletorch.pretrain.__main__ import main
 from scaletorch.pretrain.commands import export
 from scaletorch.pretrain.report import flops_per_token
 from scaletorch.pretrain.saved import load_trained
 
-MODEL = LlamaConfig(hidden_size=32, intermediate_size=16, num_layers=2, num_heads=4, num_kv_heads=2)
-
 
 @pytest.fixture
 def config(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 20)
-    return PretrainConfig(
-        model=MODEL, experts=4, steps=4, batch_size=4, micro_batches=1, seq_len=16,
-        warmup_steps=2, dtype="float64", data=(text,), out=tmp_path / "run",
-    )  # fmt: skip
+    return settings(tmp_path, experts=4, micro_batches=1, dtype="float64")
 
 
 def test_the_command_says_as_one_process(config, capsys):

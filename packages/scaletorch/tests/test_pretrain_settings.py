@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from pretrained import settings
 
 from scaletorch import pretrain as package
 from scaletorch.dist import RankFailedError, devices
 from scaletorch.dist.errors import InvalidArgumentError, NonFiniteError, StateError
 from scaletorch.models import LlamaConfig
-from scaletorch.pretrain import PretrainConfig, pretrain, train
+from scaletorch.pretrain import pretrain, train
 from scaletorch.pretrain.__main__ import main, one_line
 from scaletorch.pretrain.checks import check_config
 from scaletorch.pretrain.interrupt import StopFile, stop_on_ctrl_c
@@ -22,18 +23,12 @@ from scaletorch.pretrain.report import logged_losses
 from scaletorch.pretrain.run import train_locally
 from scaletorch.pretrain.train import learning_rate
 
-MODEL = LlamaConfig(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4)
 steps = sys.modules["scaletorch.pretrain.train"]
 
 
 @pytest.fixture
 def config(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 20)
-    return PretrainConfig(
-        model=MODEL, steps=4, batch_size=4, micro_batches=2, seq_len=16, warmup_steps=2,
-        data=(text,), out=tmp_path / "run",
-    )  # fmt: skip
+    return settings(tmp_path)
 
 
 @pytest.mark.parametrize(
