@@ -351,9 +351,8 @@ def test_ranks_write_each_element_of_a_shard_once(kind, dim):
         middle = own.numel() * 2 // 5
         for start, stop in ((0, middle), (middle, own.numel())):
             for part in held.parts(own.flatten()[start:stop], start, stop):
-                box = tuple(
-                    map(slice, part.offsets, map(sum, zip(part.offsets, part.tensor.shape)))
-                )
+                places = zip(part.offsets, part.tensor.shape, strict=True)
+                box = tuple(slice(at, at + size) for at, size in places)
                 assert torch.equal(part.tensor, whole[box])
                 written[box] += part.owner == rank
     assert (written == 1).all()
