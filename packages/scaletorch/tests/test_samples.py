@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as c10d
+from sweeps import today
 from torch import nn
 
 from scaletorch.compose import (
@@ -166,7 +167,8 @@ def rate(job, zero):
 
 
 def test_ranks_that_part_are_told_on_every_layout_and_others_are_left_alone():
-    run_ranks(on_every_layout, 4, from_all_sides, timeout=200)
+    layouts = [LAYOUTS[0], *today(LAYOUTS[1:], 2)]
+    run_ranks(on_every_layout, 4, from_all_sides, layouts, timeout=200)
 
 
 def frozen(model):
@@ -206,7 +208,7 @@ OTHERS = [
 
 
 def test_what_all_ranks_change_alike_is_right():
-    run_ranks(on_every_layout, 4, changing, OTHERS, timeout=200)
+    run_ranks(on_every_layout, 4, changing, today(OTHERS, 2), timeout=200)
 
 
 def within_a_period():
