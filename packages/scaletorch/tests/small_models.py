@@ -1,11 +1,15 @@
-"""Small models that several files of tests send to ranks, by name."""
+"""Small models that proofs are tried on, and one that ranks answer differently."""
 
+from dataclasses import replace
+
+from scaletorch.dist import get_rank
 from scaletorch.models import Llama, LlamaConfig, Mixture, MixtureConfig
 from scaletorch.verify.problem import sharpened
 
 SMALL = LlamaConfig(
     vocab_size=64, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2
 )
+
 SMALL_MIXTURE = MixtureConfig(
     vocab_size=64, hidden_size=16, intermediate_size=8, num_layers=2, num_heads=4, num_kv_heads=2,
     num_experts=4,
@@ -18,3 +22,17 @@ def small_model():
 
 def small_mixture():
     return sharpened(Mixture(SMALL_MIXTURE))
+
+
+def one_layer():
+    return Llama(replace(SMALL, num_layers=1))
+
+
+class UnlikeOnRanks(Llama):
+    """Its head answers a little differently on each rank, as a forgotten broadcast would."""
+
+    def __init__(self):
+        super().__init__(SMALL)
+
+    def forward(self, input_ids, position_ids=None):
+        return super().forward(input_ids, position_ids) * (1 + 1e-6 * get_rank())

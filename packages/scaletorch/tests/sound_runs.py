@@ -17,7 +17,6 @@ from torch import nn
 from scaletorch.bisect import Report
 from scaletorch.bisect.between import locate, prepare
 from scaletorch.bisect.comparing.judge import UNSEEN
-from scaletorch.dist import RankPool
 from scaletorch.dist.building import locate as locator
 from scaletorch.dist.errors import RankFailedError
 from scaletorch.dist.testing import preload
@@ -33,6 +32,7 @@ from scaletorch.verify.problem import (
     default_model,
     sharpened,
 )
+from scaletorch.verify.verify import Ranks
 
 STEPS = 2
 ON: Mapping[str, Any] = {"sequence_parallel": "on"}
@@ -160,7 +160,7 @@ def campaign(
         timeout: Seconds for one case.
     """
     preload("torch._dynamo")
-    with tempfile.TemporaryDirectory(prefix="scaletorch-sound-") as name:
+    with tempfile.TemporaryDirectory(prefix="scaletorch-sound-") as name, Ranks(timeout) as ranks:
         for family, dtype in ((f, d) for f in families for d in dtypes):
             model_fn, batch_fn, plan, layouts = FAMILIES[family]
             folder = Path(name) / f"{family}-{dtype}"
@@ -168,13 +168,8 @@ def campaign(
             prepared = prepare(folder, subject, batch_fn, dtype, steps)
             chosen = [layouts[number] for number in only or range(len(layouts))]
             cases = [Case(parse_layout(grid), dtype, **options) for grid, options in chosen]
-            pool: RankPool | None = None
             for case in sorted(cases, key=lambda each: each.grid.world_size):
-                size = case.grid.world_size
-                if pool is None or not pool.reusable or pool.world_size != size:
-                    if pool is not None:
-                        pool.close()
-                    pool = RankPool(size, timeout=timeout, seed=0)
+                pool = ranks.of(case.grid.world_size)
                 began, own = time.monotonic(), folder / "layout"
                 report: Report | str
                 try:
@@ -183,8 +178,6 @@ def campaign(
                     report = str(error)
                 yield Ran(family, case, report, time.monotonic() - began)
                 shutil.rmtree(own, ignore_errors=True)
-            if pool is not None:
-                pool.close()
             shutil.rmtree(folder)
 
 

@@ -56,11 +56,6 @@ ORDER = torch.tensor([*range(4), *range(12, 16), *range(4, 12)])
 
 # What each of four ranks has (of the cut dim, None for all of it), and what is said.
 SENTENCES = {
-    "zeros in a corner": (
-        1,
-        of_rank(1, lambda x: filled(x, 0, slice(2), slice(1, 3))),
-        "rank 1 has all zeros at positions 5 and 6 of rows 0 and 1",
-    ),
     "zeros on all ranks": (1, lambda r, x, i: 0 * x, "every rank has all zeros"),
     "zeros here and there": (
         1,
@@ -72,11 +67,6 @@ SENTENCES = {
         1,
         of_rank(2, lambda x: filled(x, math.nan, 0, 1)),
         "rank 2 has NaN at position 9 of row 0",
-    ),
-    "infinite": (
-        1,
-        of_rank(2, lambda x: x / 0),
-        "rank 2 has infinity at positions 8-11",
     ),
     "twice": (
         None,
@@ -101,12 +91,6 @@ SENTENCES = {
         lambda r, x, i: 3 * x if r % 2 else x,
         "ranks 1 and 3 have 3 times the right values",
     ),
-    "sign": (
-        1,
-        of_rank(3, lambda x: -x),
-        "rank 3 has the right values with the sign flipped at positions 12-15",
-    ),
-    "any factor": (1, lambda r, x, i: 1.37 * x, "every rank has 1.37 times the right values"),
     "no sum over one axis": (
         None,
         lambda r, x, i: SPLIT[0] if r % 2 else x - SPLIT[0],
@@ -130,11 +114,6 @@ SENTENCES = {
         lambda r, x, i: x + (1 if r % 2 else -1) * SPLIT[0],
         "ranks 0 and 1; ranks 2 and 3 (tp) have parts whose mean is the right one: "
         "a mean over tp is missing",
-    ),
-    "another's part": (
-        1,
-        of_rank(1, lambda x: WHOLE[:, :4]),
-        "rank 1 has what rank 0 should have",
     ),
     "one part for all": (
         1,
@@ -196,26 +175,22 @@ def test_micro_batches_are_named():
             for rank in range(2)
             for m in range(2)
         ]
-        return explain(held, WHOLE, 1e-9, axes=AXES, groups={"tp": [(0, 1)]})
+        (said,) = explain(held, WHOLE, 1e-9, axes=AXES, groups={"tp": [(0, 1)]})
+        return said
 
-    first = WHOLE[:2]
-    assert explained(lambda r, m, x: 0 * x if m else x) == [
-        "every rank (micro-batch 1) has all zeros"
-    ]
-    assert explained(lambda r, m, x: 0 * x if (r, m) == (1, 0) else x) == [
-        "rank 1 (micro-batch 0) has all zeros at rows 0 and 1"
-    ]
-    assert explained(lambda r, m, x: first if m else x) == [
+    zeros = {
+        "every rank (micro-batch 1) has all zeros": lambda r, m: m == 1,
+        "rank 1 (micro-batch 0) has all zeros at rows 0 and 1": lambda r, m: (r, m) == (1, 0),
+        "every rank (not in all micro-batches) has all zeros": lambda r, m: r == m,
+    }
+    for sentence, there in zeros.items():
+        assert explained(lambda r, m, x, there=there: 0 * x if there(r, m) else x) == sentence
+    assert explained(lambda r, m, x: WHOLE[:2] if m else x) == (
         "rank 0 (micro-batch 1) has what rank 0 (micro-batch 0) should have, "
         "rank 1 (micro-batch 1) has what rank 1 (micro-batch 0) should have"
-    ]
-    assert explained(lambda r, m, x: 0 * x if r == m else x) == [
-        "every rank (not in all micro-batches) has all zeros"
-    ]
-    assert explained(lambda r, m, x: 2 * x) == [
-        "every rank has 2 times the right values, and there are 2 ranks of tp and 2 "
-        "micro-batches: counted once each, or summed once too often?"
-    ]
+    )
+    assert explained(lambda r, m, x: 2 * x).endswith("and there are 2 ranks of tp and 2 "
+        "micro-batches: counted once each, or summed once too often?")  # fmt: skip
 
 
 def test_a_sum_over_micro_batches_is_missed():
@@ -227,16 +202,10 @@ def test_a_sum_over_micro_batches_is_missed():
     ]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x: x + 2e-3 * normal(*x.shape, seed=5),  # twice the bound below
-        lambda x: x * (1 + 2e-2 * normal(*x.shape, seed=5)),
-        lambda x: filled(x, 7.0, 1, 2, 3),
-    ],
-    ids=["little", "more", "one element"],
-)
-def test_what_nothing_explains_is_said_so(change):
+def test_what_nothing_explains_is_said_so():
+    def change(x):
+        return x + 2e-3 * normal(*x.shape, seed=5)  # twice the bound below
+
     said = explain(pieces(WHOLE, 1, 4, of_rank(1, change)), WHOLE, 1e-3, axes=AXES)
     assert said[0].startswith("rank 1 has values that differ at ")
 
@@ -272,9 +241,8 @@ def test_replicas_are_compared_each():
 
 def test_numbers_alone():
     number = torch.tensor(3.0)
-    assert explain([Piece(0, 0, number / 2, ())], number, 1e-6) == [
-        "rank 0 has 1/2 of the right values"
-    ]
+    said = explain([Piece(0, 0, number / 2, ())], number, 1e-6)
+    assert said == ["rank 0 has 1/2 of the right values"]
 
 
 def test_zeros_that_are_right():
@@ -317,7 +285,7 @@ REPLICATED = {"a sum over tp is missing"}
 SHARDED = {"has what rank"}
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(
     st.sampled_from(sorted(PLANTS)),
     st.sampled_from(sorted(BOUNDS, key=str)),
@@ -349,7 +317,7 @@ def numbered(name, first, count, size):
     return f"{name.removesuffix('s') if count == 1 else name} {text}"
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     st.sampled_from([("all zeros", 0.0), ("NaN", math.nan), ("3 times the right values", 3.0)]),
     st.sampled_from(
@@ -408,7 +376,7 @@ def anything(draw):
     return held, whole
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     anything(),
     values,

@@ -1,12 +1,12 @@
 """Checkpoints' folders: programs that are killed or interrupted, other names, what is removed."""
 
 import json
+import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,8 +21,10 @@ from scaletorch.checkpoint import (
     load,
     save,
 )
+from scaletorch.checkpoint.format import files, folders
 from scaletorch.checkpoint.format.lock import LOCK
-from scaletorch.dist import get_rank, launch
+from scaletorch.dist import RankFailedError, get_rank, launch
+from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.pg_manager import setup_process_group_manager
 
 
@@ -70,13 +72,13 @@ def test_ctrl_c_while_a_save_waits_leaves_the_one_before_whole(tmp_path, monkeyp
         assert model.weight.unique().tolist() == [step]
 
 
-def test_a_failed_save_says_so_each_time(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    saving = save(tmp_path / "file" / "run", filled(1.0), step=1, asynchronous=True)
-    for _ in range(2):
-        with pytest.raises(CheckpointError, match="NotADirectoryError"):
-            saving.wait()
-    save(tmp_path, filled(1.0), step=1)  # which has nothing more to say of it
+def test_names_of_a_folder_are_flushed(tmp_path):
+    with patch.object(files.os, "fsync", side_effect=lambda fd: seen.append(os.fstat(fd).st_ino)):
+        seen = []
+        files.flush_folder(tmp_path)
+        with (tmp_path / "file").open("wb") as file:
+            files.flush(file)
+    assert seen == [path.stat().st_ino for path in (tmp_path, tmp_path / "file")]
 
 
 def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
@@ -112,31 +114,25 @@ def test_the_checkpoint_just_saved_is_kept(tmp_path):
     assert names(tmp_path) == [f"step-{step:08d}" for step in (10, 11, 20, 30)]
 
 
-DIES = """
-import os, sys, torch
-from scaletorch.checkpoint import save
-from scaletorch.checkpoint.format import folders
+def dying(folder, rename):
+    """Save, and be killed at a rename, or where an older checkpoint is to be deleted."""
+    number, real = 0, os.replace
 
-number, real = 0, os.replace
+    def replace(old, new):
+        nonlocal number
+        number += 1
+        if number == rename:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(old, new)
 
-def replace(old, new):
-    global number
-    number += 1
-    if number == int(sys.argv[2]):
-        os.kill(os.getpid(), 9)
-    real(old, new)
-
-folders.os.replace = replace
-folders._delete = lambda folder: os.kill(os.getpid(), 9)
-model = torch.nn.Linear(2, 2, bias=False)
-torch.nn.init.constant_(model.weight, 7.0)
-save(sys.argv[1], model, step=5, keep=1)
-"""
+    folders.os.replace = replace
+    folders._delete = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    save(folder, filled(7.0), step=5, keep=1)
 
 
 def die(folder, rename):
-    done = subprocess.run([sys.executable, "-c", DIES, str(folder), str(rename)], timeout=200)
-    assert done.returncode == -signal.SIGKILL
+    with pytest.raises(RankFailedError, match="SIGKILL"):
+        run_ranks(dying, 1, folder, rename, init=False)
 
 
 def test_killed_between_the_renames_of_a_step_saved_twice(tmp_path):
@@ -189,8 +185,8 @@ def test_an_export_that_was_killed_is_not_there_and_is_not_in_the_way(tmp_path, 
     def die(*_):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.exporting, "write_tensor", die)
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint.exporting, "write_tensor", die)
         with pytest.raises(KeyboardInterrupt):
             export_safetensors(model, tmp_path)
     assert names(tmp_path) == ["model.safetensors.unfinished"]

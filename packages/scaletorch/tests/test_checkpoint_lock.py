@@ -42,7 +42,7 @@ def job(tmp_path):
     process.wait(20)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def four():
     with RankPool(4, seed=0) as pool:
         yield pool
@@ -75,10 +75,8 @@ def saves(root, sizes, step):
     return held, os.getpid()
 
 
-@pytest.mark.parametrize("sizes", [{"dp_size": 4}, {"tp_size": 2, "pp_size": 2}])
-def test_a_second_job_is_refused_on_every_rank_until_the_first_is_killed(
-    four, job, tmp_path, sizes
-):
+def test_a_second_job_is_refused_on_every_rank_until_the_first_is_killed(four, job, tmp_path):
+    sizes = {"dp_size": 2, "tp_size": 2}
     four.run(refused, tmp_path, sizes, job.pid)
     with pytest.raises(CheckpointError, match=f"by process {job.pid} on host"):
         save(tmp_path, nn.Linear(2, 2), step=2)
@@ -108,7 +106,7 @@ def test_what_a_job_has_left_is_taken_over(tmp_path):
 
 def leave(root):
     model = nn.Linear(2, 2)
-    setup_process_group_manager(dp_size=4)
+    setup_process_group_manager(dp_size=2)
     save(root, model, step=1)
     held = os.path.exists(root / LOCK)
     dist.barrier()
@@ -119,6 +117,6 @@ def leave(root):
 
 
 def test_a_lock_ends_with_the_process_group(tmp_path):
-    with RankPool(4) as pool:
-        assert [held for held, _ in pool.run(leave, tmp_path)] == [True] * 4
+    with RankPool(2) as pool:
+        assert [held for held, _ in pool.run(leave, tmp_path)] == [True] * 2
         assert not (tmp_path / LOCK).exists()

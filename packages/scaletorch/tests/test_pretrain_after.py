@@ -6,32 +6,23 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pretrained import MODEL, settings, tokenizer_of_words
 
 from scaletorch.checkpoint import CheckpointError, DamagedCheckpointError, save
 from scaletorch.dist.errors import InvalidArgumentError
-from scaletorch.models import LlamaConfig
-from scaletorch.pretrain import PretrainConfig, train
+from scaletorch.pretrain import train
 from scaletorch.pretrain.__main__ import main
 from scaletorch.pretrain.commands import byte_letters, export
 from scaletorch.pretrain.saved import evaluate, generate, load_trained
 
 
-def settings(folder, **changes):
-    text = folder / "text.txt"
-    text.write_text("the quick brown fox\n" * 100)
-    model = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2
-    )
-    config = PretrainConfig(
-        model=model, steps=40, batch_size=8, micro_batches=1, seq_len=32, warmup_steps=2,
-        lr=1e-2, data=(text,), out=folder / "run", save_every=40,
-    )  # fmt: skip
-    return replace(config, **changes)
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    config = settings(tmp_path_factory.mktemp("trained"))
+    config = settings(
+        tmp_path_factory.mktemp("trained"), steps=40, batch_size=8, micro_batches=1, seq_len=32,
+        lr=1e-2, save_every=40,
+    )  # fmt: skip
+    config.data[0].write_text("the quick brown fox\n" * 100)
     return config, train(config)
 
 
@@ -105,24 +96,16 @@ def test_letters_of_bytes_are_gpt2s():
     assert (letters["A"], letters["Ġ"], letters["Ċ"]) == (65, 32, 10)
 
 
-def words(path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    known = {"[UNK]": 0, "the": 1, "quick": 2, "brown": 3, "fox": 4}
-    tokenizer = Tokenizer(models.WordLevel(known, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(path))
-    return path
-
-
 def test_another_tokenizer_tied_embeddings_and_float64(tmp_path):
     transformers = pytest.importorskip("transformers")
-    file = words(tmp_path / "words.json")
-    config = settings(tmp_path, tokenizer=file, steps=2, save_every=2, dtype="float64")
-    config = replace(config, model=replace(config.model, tie_embeddings=True))
+    file = tokenizer_of_words(tmp_path / "words.json")
+    config = settings(
+        tmp_path, tokenizer=file, steps=2, save_every=2, dtype="float64",
+        model=replace(MODEL, tie_embeddings=True),
+    )  # fmt: skip
     train(config)
     trained = load_trained(config.out)
-    assert trained.model.config.vocab_size == 5
+    assert trained.model.config.vocab_size == 6
     assert generate(trained, "the quick", tokens=2).startswith("the quick")
     export(trained, tmp_path / "hf")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
@@ -135,7 +118,7 @@ def test_another_tokenizer_tied_embeddings_and_float64(tmp_path):
     file.unlink()
     with pytest.raises(InvalidArgumentError, match=r"tokenizer .*words.json is not a file"):
         load_trained(config.out)
-    moved = words(tmp_path / "moved.json")
+    moved = tokenizer_of_words(tmp_path / "moved.json")
     assert load_trained(config.out, moved).tokenizer == moved
 
 

@@ -2,31 +2,16 @@
 
 import pytest
 import torch
+from small_models import UnlikeOnRanks, one_layer, small_model
 
-from scaletorch.dist import get_rank
+from scaletorch.bisect.__main__ import parse
 from scaletorch.dist.errors import InvalidArgumentError
-from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import default_batch, parse_layout
 
 pytest_plugins = ["scaletorch.pytest_ranks.plugin"]
 
-SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_heads": 4}
 SGD = {"optimizer": torch.optim.SGD, "optimizer_args": {"lr": 0.1}}
-
-
-class Small(Llama):
-    def __init__(self, num_layers=2):
-        super().__init__(LlamaConfig(**SIZES, num_layers=num_layers, num_kv_heads=2))
-
-
-class UnlikeOnRanks(Small):
-    def forward(self, input_ids, position_ids=None):
-        return super().forward(input_ids, position_ids) * (1 + 1e-6 * get_rank())
-
-
-def one_layer():
-    return Small(1)
 
 
 def batch(step):
@@ -34,13 +19,13 @@ def batch(step):
 
 
 def test_layouts_that_train_alike_pass_however_they_are_named(assert_trains_alike):
-    report = assert_trains_alike(Small, batch(0), ["dp2", "1x1x1x2", Grid(pp=2)])
+    report = assert_trains_alike(small_model, batch(0), ["dp2", "1x1x1x2", Grid(pp=2)])
     assert [str(result.case) for result in report.results] == [
         "2x1x1x1 float64",
         "1x1x1x2 float64",
         "1x2x1x1 float64",
     ]
-    report = assert_trains_alike(Small, batch, "tp2", options={"micro_batches": [1]}, **SGD)
+    report = assert_trains_alike(small_model, batch, "tp2", options={"micro_batches": [1]}, **SGD)
     assert [str(result.case) for result in report.results] == ["1x1x1x2 float64 micro_batches=1"]
 
 
@@ -50,10 +35,13 @@ def test_a_layout_that_trains_otherwise_is_told_in_the_words_of_the_report(asser
     text = str(caught.value)
     assert "2x1x1x1 float64: FAILED" in text
     assert "loss, step 0, rank" in text
-    assert f"python -m scaletorch.verify --model {__name__}:UnlikeOnRanks --batch" in text
+    assert "python -m scaletorch.verify --model small_models:UnlikeOnRanks --batch" in text
     assert f"--batch {__name__}:batch --plan MODULE:NAME --optimizer torch.optim.sgd:SGD" in text
     assert "--optimizer-args lr=0.1 --layout 2x1x1x1 --dtype float64" in text
     assert "0 of 1 cases train like one process" in text
+    (place,) = [line for line in text.splitlines() if "find the place: " in line]
+    found = parse(place.partition("scaletorch.bisect ")[2].split())
+    assert (found.command, found.layout, found.dtype) == ("run", "2x1x1x1", "float64")
 
 
 def test_a_layout_that_is_refused_is_no_pass(assert_trains_alike):
@@ -62,15 +50,15 @@ def test_a_layout_that_is_refused_is_no_pass(assert_trains_alike):
 
 
 def test_wrong_arguments(assert_trains_alike):
-    with pytest.raises(InvalidArgumentError, match="not a Small that is made"):
-        assert_trains_alike(Small(), batch, "dp2")
+    with pytest.raises(InvalidArgumentError, match="not a Llama that is made"):
+        assert_trains_alike(small_model(), batch, "dp2")
     with pytest.raises(InvalidArgumentError, match="lambdas and functions defined inside"):
-        assert_trains_alike(lambda: Small(), batch, "dp2")
+        assert_trains_alike(lambda: small_model(), batch, "dp2")
     with pytest.raises(InvalidArgumentError, match="needs a layout"):
-        assert_trains_alike(Small, batch, [])
+        assert_trains_alike(small_model, batch, [])
     for text in ("dp", "dp2-dp2", "dp0", "2x1x1x2-tp4", "dp2 tp2", "xp2", ""):
         with pytest.raises(InvalidArgumentError, match="nor the same by name, such as dp2-tp2"):
-            assert_trains_alike(Small, batch, text)
+            assert_trains_alike(small_model, batch, text)
 
 
 def test_layouts_by_name():

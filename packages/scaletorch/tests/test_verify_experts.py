@@ -12,6 +12,7 @@ from scaletorch.models.mixture import Experts, Router
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import every_layout, layout_name, parse_layout, verify
 from scaletorch.verify.__main__ import main, parse, problem_of
+from scaletorch.verify.cases import choose_layouts
 from scaletorch.verify.problem import default_mixture, sharpened
 from scaletorch.verify.routing import Choice, doubtful, margins, watched
 
@@ -98,25 +99,20 @@ def test_all_layouts_of_two_ranks():
 
 
 def test_experts_on_uneven_ranks():
-    named = {"layouts": [Grid(dp=2, ep=2)], "dtype": "float64"}
-    report = verify(uneven, **named)
+    report = verify(uneven, layouts=[Grid(dp=2, ep=2)], dtype="float64")
     assert report.passed, report
 
 
 def test_experts_whole_or_cut_over_tp():
-    named = {"layouts": [Grid(dp=2, tp=2, ep=2, etp=2), Grid(dp=2, tp=2, etp=1)]}
-    report = verify(small, **named, dtype="float64")
+    layouts = [Grid(dp=2, tp=2, ep=2, etp=2), Grid(dp=2, tp=2, etp=1)]
+    report = verify(small, layouts=layouts, dtype="float64")
     assert report.passed, report
     assert report.results[0].case.arguments.startswith("--layout 2x1x1x2-ep2-etp2 ")
 
 
 def test_ep_is_crossed_with_named_layouts():
-    report = verify(small, layouts=[Grid(dp=4)], ep=[2, 4], dtype="float64")
-    assert [str(each.case) for each in report.results] == [
-        "4x1x1x1-ep2 float64", "4x1x1x1-ep4 float64"
-    ]  # fmt: skip
-    assert report.passed, report
-    assert "--layout 4x1x1x1-ep2 " in report.results[0].case.arguments
+    cases = choose_layouts([Grid(dp=4)], None, [2, 4], experts=4)
+    assert [*map(layout_name, cases)] == ["4x1x1x1-ep2", "4x1x1x1-ep4"]
 
 
 def test_the_command_takes_the_built_in_mixture_where_ep_is_asked(capsys):

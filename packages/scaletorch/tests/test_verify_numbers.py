@@ -4,11 +4,13 @@ import json
 
 import pytest
 import torch
+from torch.nn import functional as F
+from torch.overrides import BaseTorchFunctionMode
 
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import verify, where
-from scaletorch.verify.precision import REDUCED, full_precision, in_words
+from scaletorch.verify.precision import REDUCED, full_precision, in_words, model_precision
 from scaletorch.verify.report import Report
 
 SAID = "; TF32 and reductions in 16 bits off, deterministic algorithms off"
@@ -59,6 +61,12 @@ def test_other_devices_have_no_settings():
             assert told == {}
             assert before is None or settings() == before
     assert in_words({}) == ""
+
+
+def test_a_cast_is_left_out_also_where_a_mode_hands_it_on():
+    x = torch.ones(2, dtype=torch.float64)
+    with model_precision(torch.float64), BaseTorchFunctionMode():
+        assert F.softmax(x, dim=0, dtype=torch.float32).dtype == torch.float64
 
 
 def test_a_report_says_how_the_device_computed():

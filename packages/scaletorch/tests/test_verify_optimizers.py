@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from sample_optimizers import ClippedAll
+from small_models import small_model
 
 from scaletorch.dist.building import locate
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import relative_error
-from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import default_batch, verify
 from scaletorch.verify.__main__ import main, optimizer_of, parse, read_argument, run
@@ -19,28 +19,29 @@ from scaletorch.verify.report import CaseResult, Report
 from scaletorch.verify.verify import save_reference
 
 
-def small_model():
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_heads": 4}
-    return Llama(LlamaConfig(**sizes, num_layers=2, num_kv_heads=2))
-
-
 def half_step(parameters, lr=0.1):
     return torch.optim.SGD(parameters, lr=lr / 2)
 
 
-def test_an_optimizer_that_is_named():
-    options = {"data_parallel": ["buckets", "zero2"]}
-    layouts = [Grid(tp=2), Grid(dp=2), Grid(pp=2)]
-    for optimizer, given in (
-        (torch.optim.Muon, {"lr": 0.02}), (torch.optim.Adafactor, {}), (half_step, {"lr": 0.2}),
-    ):  # fmt: skip
-        report = verify(
-            small_model, layouts=layouts, dtype="float64", options=options,
-            optimizer=optimizer, optimizer_args=given,
-        )  # fmt: skip
-        assert report.passed, report
-    report = verify(small_model, layouts=[Grid(tp=2), Grid(pp=2)], dtype="float64",
-                    optimizer=ClippedAll)  # fmt: skip
+@pytest.mark.parametrize(
+    ("optimizer", "given", "layouts"),
+    [
+        (torch.optim.Muon, {"lr": 0.02}, [Grid(tp=2), Grid(dp=2), Grid(pp=2)]),
+        (torch.optim.Adafactor, {}, [Grid(tp=2), Grid(dp=2)]),
+        (half_step, {"lr": 0.2}, [Grid(pp=2)]),
+    ],
+)
+def test_an_optimizer_that_is_named(optimizer, given, layouts):
+    report = verify(
+        small_model, layouts=layouts, dtype="float64", options={"data_parallel": ["zero2"]},
+        optimizer=optimizer, optimizer_args=given,
+    )  # fmt: skip
+    assert report.passed, report
+
+
+def test_an_optimizer_that_looks_at_several_parameters_is_refused():
+    layouts = [Grid(tp=2), Grid(pp=2)]
+    report = verify(small_model, layouts=layouts, dtype="float64", optimizer=ClippedAll)
     assert all("ClippedAll looks at several" in result.refused for result in report.results)
 
 

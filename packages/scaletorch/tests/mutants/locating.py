@@ -15,6 +15,7 @@ from scaletorch.dist.building import locate as locator
 from scaletorch.dist.testing import preload
 from scaletorch.verify.cases import Case
 from scaletorch.verify.problem import STEPS, Subject
+from scaletorch.verify.verify import Ranks
 
 from .catalogue import MUTANTS
 from .hunt import MODELS
@@ -47,20 +48,15 @@ def locate_all(
     preload("torch._dynamo")
     prepared: dict[tuple[str, str], Prepared] = {}
     found: dict[str, Report] = {}
-    pool: RankPool | None = None
-    with tempfile.TemporaryDirectory(prefix="scaletorch-located-") as name:
-        folder = Path(name)
+    with (
+        tempfile.TemporaryDirectory(prefix="scaletorch-located-") as name,
+        Ranks(timeout) as ranks,
+    ):
         for mutant in chosen:
-            size = mutant.case.grid.world_size
-            if pool is None or not pool.reusable or pool.world_size != size:
-                if pool is not None:
-                    pool.close()
-                pool = RankPool(size, timeout=timeout, seed=0)
-            found[mutant.name] = _locate(mutant, prepared, pool, folder, steps)
+            pool = ranks.of(mutant.case.grid.world_size)
+            found[mutant.name] = _locate(mutant, prepared, pool, Path(name), steps)
             if progress is not None:
                 progress(mutant, found[mutant.name])
-    if pool is not None:
-        pool.close()
     return found
 
 

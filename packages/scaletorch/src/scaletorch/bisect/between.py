@@ -174,7 +174,7 @@ def locate(
     if report.sound and dropped:
         births = [_drawn(name, why, case, prepared.steps) for name, why in dropped.items()]
         births[0].others += [each.judged for each in births[1:]]
-        return replace(report, found=[Found(births[0], [], [])])
+        return replace(report, found=[Found(births[0], [])])
     return report
 
 

@@ -11,7 +11,7 @@ from ..compose.summation import ROOM
 from ..dist.errors import InvalidArgumentError
 from ..verify.compare import LARGEST
 from .comparing.ancestors import ancestors
-from .comparing.births import Birth, find_births
+from .comparing.births import find_births
 from .comparing.how import how
 from .comparing.judge import coarsest, judge_all, measure
 from .comparing.rows import infer_rows, take_rows
@@ -73,7 +73,7 @@ def compare_runs(reference: Run, run: Run, lost: Mapping[Key, float]) -> Report:
     ancestry = ancestors(reference)
     judged = judge_all(run, reference, ancestry, lost, chain)
     births = find_births(judged, run, reference, ancestry)
-    found = [Found(b, how(b, run, reference), _calls(b, run)) for b in births]
+    found = [Found(birth, how(birth, run, reference)) for birth in births]
     return Report(found, judged)
 
 
@@ -91,21 +91,3 @@ def chain_of(run: Run) -> int:
             parts = [math.prod(each.line.shape[:2]) for each in held]
             tokens = sum(parts)
     return sizes + 2 * tokens
-
-
-def _calls(birth: Birth, run: Run) -> list[str]:
-    """Return one rank's calls between what a tensor was computed from and it."""
-    held = run.held.get(birth.judged.key)
-    if not held:
-        return []
-    wrong = {rank for rank, _ in birth.judged.wrong}
-    own = next((each for each in held if each.recording.rank in wrong), held[0])
-    end = own.recording.lines[own.number].heard
-    before = [
-        each.recording.lines[each.number].heard
-        for source in birth.inputs
-        for each in run.held.get(source.key, ())
-        if each.recording is own.recording and each.micro_batch == own.micro_batch
-    ]
-    begin = max((b for b in before if b <= end), default=end)
-    return own.recording.heard[begin:end]

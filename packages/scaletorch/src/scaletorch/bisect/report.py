@@ -13,7 +13,7 @@ from .comparing.judge import BAD, UNSEEN, Judged
 from .keys import FINAL, GRADIENT, START, Key
 
 _BORN = {START: "before the step, where weights are made, loaded or divided"}
-SHOWN = 3  # births, inputs and calls that the text names
+SHOWN = 3  # births and inputs that the text names
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,10 @@ class Found:
     Attributes:
         birth: The tensor, and what it was computed from.
         how: In which way it is wrong, surest first.
-        calls: Of one rank, those between the last right tensor and this one.
     """
 
     birth: Birth
     how: list[str]
-    calls: list[str]
 
     def __str__(self) -> str:
         """Say it in a few lines."""
@@ -59,10 +57,6 @@ class Found:
             lines.append(f"  so born too, {len(birth.others)}: {named}" + _dots(birth.others))
         if own.derived:
             lines.append("  several places fitted these parts; values decided which they have")
-        for call in self.calls[:SHOWN]:
-            lines.append(f"  call between: {call}")
-        if len(self.calls) > SHOWN:
-            lines.append(f"  and {len(self.calls) - SHOWN} more")
         return "\n".join(lines)
 
 
@@ -151,7 +145,6 @@ def _plain(found: Found) -> dict[str, Any]:
             for each in found.birth.inputs
         ],
         "others": [str(each.key) for each in found.birth.others],
-        "calls": found.calls,
         "derived": own.derived,
     }
 

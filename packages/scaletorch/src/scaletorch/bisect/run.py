@@ -98,7 +98,7 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
                 tape.norm(norm_of(model, manager, clips=phase.clips))
                 for optimizer in optimizers:
                     optimizer.step()
-                tape.moments_at(moments_of(optimizers, model, said.places))
+                tape.moments_at(moments_of(optimizers, model, manager))
                 tape.put_all("weight", _parameters(model))
                 for optimizer in optimizers:
                     optimizer.zero_grad()

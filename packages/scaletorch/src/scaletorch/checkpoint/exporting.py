@@ -20,8 +20,7 @@ from .format.files import flush, flush_folder, plan_file, write_tensor
 from .format.folders import UNFINISHED
 from .saving import wait_for_last
 from .state.held import Held, find_held
-from .state.place import Place, control_group, find_place
-from .together import CheckpointError, all_or_none, on_first_rank
+from .together import CheckpointError, all_or_none, control_group, find_manager, on_first_rank
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -58,28 +57,28 @@ def export_safetensors(
             every rank.
     """
     group, what, root = control_group(), f"the export to {folder}", Path(folder)
-    place, held = all_or_none(what, lambda: _describe(model, manager), group)
+    grid, held = all_or_none(what, lambda: _describe(model, manager), group)
     on_first_rank(lambda: _start(root), group)
-    files = list(_split(_not_earlier(held, place), max_file_bytes))
+    files = list(_split(_not_earlier(held, grid), max_file_bytes))
     listing = [[(each.name, each.nbytes) for each in file] for file in files]
-    stages = [listing]
-    if place.manager is not None:
-        stages = all_gather_object(listing, place.manager.pp_group)
-    total, before = sum(map(len, stages)), sum(map(len, stages[: place.pp]))
+    stages = all_gather_object(listing, grid.pp_group)
+    total, before = sum(map(len, stages)), sum(map(len, stages[: grid.pp_rank]))
     failed: Exception | None = None
-    gathers = place.replica == 0 or (place.manager is not None and place.manager.ep_size > 1)
+    gathers = grid.cp_dp_rank == 0 or grid.ep_size > 1
     for number, file in enumerate(files if gathers else (), before + 1):
-        writes = place.tp == 0 and place.replica == 0
+        writes = grid.tp_rank == 0 and grid.cp_dp_rank == 0
         path = root / _file_name(number, total) if writes else None
         failed = _write(path, file) or failed
     all_or_none(what, lambda: _raise(failed), group)
     on_first_rank(lambda: _finish(root, stages), group)
 
 
-def _describe(model: nn.Module, manager: ProcessGroupManager | None) -> tuple[Place, list[Held]]:
+def _describe(
+    model: nn.Module, manager: ProcessGroupManager | None
+) -> tuple[ProcessGroupManager, list[Held]]:
     wait_for_last()
-    place = find_place(manager)
-    return place, [each for each in find_held(model, place).values() if each.first]
+    found = find_manager(manager)
+    return found, [each for each in find_held(model, found).values() if each.first]
 
 
 def _start(root: Path) -> None:
@@ -90,12 +89,10 @@ def _start(root: Path) -> None:
         raise CheckpointError(f"{root} has weights already ({there[0]}); export to another folder")
 
 
-def _not_earlier(held: list[Held], place: Place) -> list[Held]:
+def _not_earlier(held: list[Held], grid: ProcessGroupManager) -> list[Held]:
     """Leave out what an earlier stage has as well, such as a buffer of the whole model."""
-    if place.manager is None:
-        return held
-    stages = all_gather_object([each.name for each in held], place.manager.pp_group)
-    earlier = {name for names in stages[: place.pp] for name in names}
+    stages = all_gather_object([each.name for each in held], grid.pp_group)
+    earlier = {name for names in stages[: grid.pp_rank] for name in names}
     return [each for each in held if each.name not in earlier]
 
 

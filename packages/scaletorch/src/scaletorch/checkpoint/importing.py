@@ -18,10 +18,15 @@ from .format.metadata import from_json
 from .format.values import dtype_name
 from .loading import Plan, Program, describe
 from .state.fitting import all_names
-from .state.held import Held, find_ties
-from .state.place import Place, control_group
+from .state.held import find_ties
 from .storage import Reader
-from .together import CheckpointError, DamagedCheckpointError, all_or_none, on_first_rank
+from .together import (
+    CheckpointError,
+    DamagedCheckpointError,
+    all_or_none,
+    control_group,
+    on_first_rank,
+)
 
 
 class Whole(NamedTuple):
@@ -85,8 +90,8 @@ def read_folder(
     """
     group, what = control_group(), f"{root}"
     program = all_or_none(what, lambda: describe(model, optimizer, None, manager, group), group)
-    names = all_names(program.held.values(), program.place)
-    ties = _all_ties(program.held, program.place)
+    names = all_names(program.held.values(), program.manager)
+    ties = _all_ties(program)
     firsts = {name: name for name in names}
     firsts |= {alias: first for first, tied in ties.items() for alias in tied}
     whole = Whole(firsts, ties, optimizer, _group_names(program))
@@ -96,11 +101,8 @@ def read_folder(
     plan.read(reader(root, saved, document["files"]), what)
 
 
-def _all_ties(held: dict[int, Held], place: Place) -> dict[str, list[str]]:
-    own = find_ties(held)
-    if place.manager is None:
-        return own
-    stages = all_gather_object(own, place.manager.pp_group)
+def _all_ties(program: Program) -> dict[str, list[str]]:
+    stages = all_gather_object(find_ties(program.held), program.manager.pp_group)
     return {name: names for stage in stages for name, names in stage.items()}
 
 
@@ -112,7 +114,7 @@ def _group_names(program: Program) -> list[set[str]]:
     names = {id(shard.tensor): own.name for shard, own in shards + program.wholes}
     groups = [group["params"] for group in program.optimizer.param_groups]
     own = [sorted({names[id(t)] for t in each if id(t) in names}) for each in groups]
-    every = [own] if program.group is None else all_gather_object(own, program.group)
+    every = all_gather_object(own, program.group)
     return [set().union(*ranks) for ranks in zip(*every, strict=True)]
 
 

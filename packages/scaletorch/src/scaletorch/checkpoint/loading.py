@@ -32,9 +32,15 @@ from .state.fitting import (
 from .state.generators import find_random, random_states, restore_random, seed_anew
 from .state.held import Held, find_held, find_shards, find_wholes, refresh_shards
 from .state.optimizer import decode_groups, make_state, restore_groups, sort_saved
-from .state.place import Place, control_group, find_place
 from .storage import Reader
-from .together import CheckpointError, DamagedCheckpointError, all_or_none, on_first_rank
+from .together import (
+    CheckpointError,
+    DamagedCheckpointError,
+    all_or_none,
+    control_group,
+    find_manager,
+    on_first_rank,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,7 @@ class Program:
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
     scheduler: Any
-    place: Place
+    manager: ProcessGroupManager
     held: dict[int, Held]
     shards: list[Shard]
     wholes: list[tuple[Shard, Held]]
@@ -136,10 +142,10 @@ def describe(
 ) -> Program:
     """Return what a checkpoint is loaded into, without asking other ranks."""
     wait_for_last()
-    place = find_place(manager)
-    held = find_held(model, place)
-    shards, wholes = find_shards(model, held, optimizer), find_wholes(optimizer, held, place)
-    return Program(model, optimizer, scheduler, place, held, shards, wholes, group)
+    manager = find_manager(manager)
+    held = find_held(model, manager)
+    shards, wholes = find_shards(model, held, optimizer), find_wholes(optimizer, held, manager)
+    return Program(model, optimizer, scheduler, manager, held, shards, wholes, group)
 
 
 def _load_one(
@@ -152,7 +158,7 @@ def _load_one(
     if check is not None:
         all_or_none(what, lambda: check(extra), group)
     saved = from_json(document["entries"])
-    names = all_names(program.held.values(), program.place)
+    names = all_names(program.held.values(), program.manager)
     plan = all_or_none(what, lambda: Plan(program, document, saved, names), group)
     plan.read(Reader(folder, saved, document["files"]), what)
     return Loaded(document["step"], extra, folder)
@@ -201,9 +207,9 @@ class Plan:
         self._device = next(devices, torch.device("cpu"))
         self._random: dict[str, Tensor] | None = None
         self._random_targets: dict[str, Entry] = {}
-        grid = program.place.grid
+        grid = program.manager.grid
         if document.get("grid") == {"dp": grid.dp, "pp": grid.pp, "cp": grid.cp, "tp": grid.tp}:
-            self._random = find_random(saved, program.place, self._random_targets)
+            self._random = find_random(saved, program.manager, self._random_targets)
 
     def _plan_optimizer(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Saved]) -> None:
         state = sort_saved(saved, self._document["scalars"])
@@ -263,7 +269,7 @@ class Plan:
             restore_groups(program.optimizer, self._groups)
         self._install_states()
         if self._random is None and "seed" in self._document:
-            seed_anew(self._document["seed"], program.place)
+            seed_anew(self._document["seed"], program.manager)
 
     def _install_states(self) -> None:
         if self._schedule is not None:

@@ -27,9 +27,8 @@ from .state.entries import Entry, Index, Record, share_out, stage
 from .state.generators import record_random, seed_material
 from .state.held import find_held, find_shards, find_ties, find_wholes
 from .state.optimizer import encode_groups, record_shard
-from .state.place import Place, control_group, find_place
 from .storage import write_chunks
-from .together import CheckpointError, collect, on_first_rank
+from .together import CheckpointError, collect, control_group, find_manager, on_first_rank
 
 _buffers: weakref.WeakKeyDictionary[nn.Module, dict[Index, Tensor]] = weakref.WeakKeyDictionary()
 _last: Saving | None = None
@@ -124,11 +123,11 @@ def save(
     try:
         wait_for_last()
         folders.check_keep(keep)
-        place = find_place(manager)
-        document = _document(place, step, optimizer, scheduler, extra)
+        manager = find_manager(manager)
+        document = _document(manager, step, optimizer, scheduler, extra)
         lines = _told(document, folder=folder, keep=keep, asynchronous=asynchronous)
-        record = _record(model, optimizer, place)
-        entries = share_out(record, place)
+        record = _record(model, optimizer, manager)
+        entries = share_out(record, manager)
         if asynchronous:
             entries = stage(entries, _buffers.setdefault(model, {}))
     except Exception as error:  # of whatever kind: the others must know
@@ -217,7 +216,7 @@ def _told(document: Mapping[str, Any], **options: Any) -> list[str]:
 
 
 def _document(
-    place: Place,
+    manager: ProcessGroupManager,
     step: int,
     optimizer: torch.optim.Optimizer | None,
     scheduler: Any,
@@ -230,7 +229,7 @@ def _document(
             f"extra must be a mapping of names to plain values, got {extra!r:.60}; "
             "pass {'name': value}"
         )
-    grid = place.grid
+    grid = manager.grid
     state = None if scheduler is None else encode(dict(scheduler.state_dict()), "the scheduler")
     return {
         "step": step,
@@ -243,10 +242,12 @@ def _document(
     }
 
 
-def _record(model: nn.Module, optimizer: torch.optim.Optimizer | None, place: Place) -> Record:
+def _record(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, manager: ProcessGroupManager
+) -> Record:
     """Describe all that this rank has."""
     record = Record()
-    held = find_held(model, place)
+    held = find_held(model, manager)
     record.ties = find_ties(held)
     for each in held.values():
         if each.first:
@@ -254,13 +255,13 @@ def _record(model: nn.Module, optimizer: torch.optim.Optimizer | None, place: Pl
             experts = each.experts is not None
             record.add(f"model.{each.name}", entry, replicated=True, experts=experts)
     shards = [(each, held[id(each.parameter)]) for each in find_shards(model, held, optimizer)]
-    for shard, own in shards + find_wholes(optimizer, held, place):
+    for shard, own in shards + find_wholes(optimizer, held, manager):
         if own.first:
             state = {} if optimizer is None else optimizer.state.get(shard.tensor, {})
-            owns = place.tp == 0 or shard.tensor is own.tensor
-            writes = owns and (place.replica == 0 or not shard.replicated)
+            owns = manager.tp_rank == 0 or shard.tensor is own.tensor
+            writes = owns and (manager.cp_dp_rank == 0 or not shard.replicated)
             writes = writes or own.experts is not None  # ranks that all say the same do no harm
             record_shard(record, shard, own, state, writes=writes)
     device = next((each.tensor.device for each in held.values()), torch.device("cpu"))
-    record_random(record, place, device)
+    record_random(record, manager, device)
     return record

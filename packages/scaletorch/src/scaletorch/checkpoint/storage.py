@@ -27,7 +27,7 @@ def write_chunks(path: Path, entries: Mapping[str, Entry], step: int) -> dict[st
         (_slot_name(name, part, entries[name].shape), part.tensor.dtype, part.tensor.shape)
         for name, part in parts
     ]
-    beginning, starts, _ = plan_file(slots, {"format": "pt", "step": str(step)})
+    beginning, starts = plan_file(slots, {"format": "pt", "step": str(step)})
     saved: dict[str, Saved] = {}
     with path.open("xb") as file:
         file.write(beginning)

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+import torch.distributed as c10d
 from torch.distributed import ProcessGroup
 
-from ..dist import broadcast_object_list, gather_object
+from ..dist import (
+    all_reduce,
+    broadcast_object_list,
+    gather_object,
+    get_default_group,
+    get_timeout,
+)
 from ..dist.building import name_ranks
 from ..dist.errors import ScaletorchError
+from ..parallel.pg_manager import ProcessGroupManager, axis_group, get_process_group_manager
 
 T = TypeVar("T")
+_control: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 class CheckpointError(ScaletorchError, RuntimeError):
@@ -111,3 +122,32 @@ def _join(what: str, failures: Mapping[int, Failure]) -> tuple[str, bool]:
     lines = [f"{name_ranks(ranks)}: {text}" for text, ranks in said.items()]
     damaged = all(failure.damaged for failure in failures.values())
     return f"{what}: " + "\n".join(lines), damaged
+
+
+def find_manager(manager: ProcessGroupManager | None) -> ProcessGroupManager:
+    """Return a manager; None is the current one, or one of this process alone.
+
+    Raises:
+        StateError: Several ranks and no manager.
+    """
+    found = get_process_group_manager() if manager is None else manager
+    if found is None:
+        axis_group("cp_dp")  # refuses several ranks
+        found = ProcessGroupManager()
+    found.group("cp_dp")  # refuses one that is destroyed
+    return found
+
+
+def control_group() -> ProcessGroup | None:
+    """Return a gloo group of all ranks for checkpoints alone, made once; None in one process.
+
+    A save in the background then shares no group with training.
+    """
+    world = get_default_group()
+    if world is None:
+        return None
+    if world not in _control:
+        group = c10d.new_group(backend="gloo", timeout=get_timeout())
+        all_reduce(torch.zeros(1), group=group)  # connects it before any rank goes on
+        _control[world] = group
+    return _control[world]

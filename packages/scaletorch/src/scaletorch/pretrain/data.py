@@ -89,9 +89,8 @@ def check_paths(data: Iterable[Path], tokenizer: Path | None) -> None:
         InvalidArgumentError: Which.
         StateError: The `tokenizers` library is not installed.
     """
-    for path in map(Path, data):
-        if not path.is_file() and not path.is_dir():
-            raise InvalidArgumentError(f"data path {path} is neither a file nor a folder")
+    for _ in text_files(data):
+        pass
     if tokenizer is not None:
         read_tokenizer(tokenizer)
 

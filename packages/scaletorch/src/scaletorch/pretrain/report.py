@@ -171,8 +171,12 @@ def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
     return 6.0 * weights + 6.0 * config.num_layers * config.hidden_size * seq_len
 
 
-def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Return FLOP/s of a square matmul on one rank's share of the device, best of several."""
+def job_peak(device: torch.device, dtype: torch.dtype, world_size: int) -> float:
+    """Return the FLOP/s that `world_size` ranks could reach; CPU ranks share one node's cores.
+
+    A square matmul is measured on one rank's share of the device, the best of several.
+    """
+    ranks = world_size if device.type != "cpu" else min(world_size, os.cpu_count() or 1)
     size = 512 if device.type == "cpu" else 8192
     a = torch.ones(size, size, device=device, dtype=dtype)  # draws nothing: resuming is bitwise
     best = float("inf")
@@ -180,10 +184,4 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
         start = time.perf_counter()
         (a @ a).sum().item()  # .item() waits for the device
         best = min(best, time.perf_counter() - start)
-    return 2.0 * size**3 / best
-
-
-def job_peak(device: torch.device, dtype: torch.dtype, world_size: int) -> float:
-    """Return the FLOP/s that `world_size` ranks could reach; CPU ranks share one node's cores."""
-    ranks = world_size if device.type != "cpu" else min(world_size, os.cpu_count() or 1)
-    return measured_peak(device, dtype) * ranks
+    return ranks * 2.0 * size**3 / best

@@ -127,16 +127,14 @@ def pretrain(config: PretrainConfig, stop: Path | None = None) -> Result | None:
     """
     init_dist(backend=config.backend)  # does nothing where no launcher started this process
     agree("the settings of the run", [], error=caught(prepare, config))
+    config, out = agree_on_plan(config)
     if is_distributed():
-        config, out = agree_on_plan(config)
         losses = train(replace(config, out=out))
         main = is_main_process()
         cleanup_dist()
         if not main:
             return None
     else:
-        config = planned(config)
-        out = config.out or new_folder()
         try:
             losses = train_locally(replace(config, out=out), stop)
         except BaseException:
@@ -145,19 +143,15 @@ def pretrain(config: PretrainConfig, stop: Path | None = None) -> Result | None:
     return finish(config, out, losses, interrupted=stop is not None and stop.exists())
 
 
-def new_folder() -> Path:
-    """Return a new temporary folder."""
-    return Path(tempfile.mkdtemp(prefix="scaletorch-"))
-
-
 def agree_on_plan(config: PretrainConfig) -> tuple[PretrainConfig, Path]:
     """Return the settings and the folder as rank 0 finds them, on every rank."""
     found = [("", 0)]
     if is_main_process():
-        found = [(str(config.out or new_folder()), planned(config).decay_steps)]
+        out = config.out or tempfile.mkdtemp(prefix="scaletorch-")
+        found = [(str(out), planned(config).decay_steps)]
     broadcast_object_list(found)
-    out, decay_steps = found[0]
-    return replace(config, decay_steps=decay_steps), Path(out)
+    folder, decay_steps = found[0]
+    return replace(config, decay_steps=decay_steps), Path(folder)
 
 
 def finish(

@@ -6,22 +6,15 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..compose.experts import count_experts
 from ..compose.naming import load, parse_layout, read_argument
 from ..dist.errors import InvalidArgumentError, ScaletorchError
 from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import SCHEDULES
-from .cases import (
-    DTYPES,
-    KNOWN_DTYPES,
-    OPTIONS,
-    choose_layouts,
-    enumerate_cases,
-    every_layout,
-)
+from .cases import DTYPES, KNOWN_DTYPES, OPTIONS, every_layout
 from .problem import (
     BatchFn,
     ModelFn,
@@ -134,24 +127,12 @@ def run(arguments: argparse.Namespace) -> Report:
     layouts = [parse_layout(text) for text in arguments.layout]
     if not layouts and arguments.world_size is None:
         raise InvalidArgumentError("say --world-size N, or --layout DPxPPxCPxTP")
-    options = options_of(arguments)
-    plan = training_of(arguments)["plan"]
     model, batch = problem_of(arguments, layouts or every_layout(arguments.world_size))
-    grids = choose_layouts(
-        layouts or None, arguments.world_size, arguments.ep or None, count_experts(model(), plan)
-    )
-    cases = list(enumerate_cases(grids, arguments.dtype, options))
-    done: list[CaseResult] = []
+    numbers = count(1)
 
     def progress(result: CaseResult) -> None:
-        done.append(result)
         if sys.stderr.isatty():
-            bar = "#" * (30 * len(done) // len(cases))
-            print(
-                f"\r[{bar:<30}] {len(done)}/{len(cases)} {result.case}\033[K",
-                end="",
-                file=sys.stderr,
-            )
+            print(f"\r{next(numbers)}. {result.case}\033[K", end="", file=sys.stderr)
 
     report = verify(
         model,
@@ -160,7 +141,7 @@ def run(arguments: argparse.Namespace) -> Report:
         world_size=arguments.world_size,
         ep=arguments.ep or None,
         dtype=arguments.dtype,
-        options=options,
+        options=options_of(arguments),
         progress=progress,
         **training_of(arguments),
     )

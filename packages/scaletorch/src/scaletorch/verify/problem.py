@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,58 +45,40 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
-    """Makes one optimizer of all parameters.
-
-    Attributes:
-        kind: Its class.
-        options: What it is made with.
-    """
-
-    kind: Callable[..., Optimizer]
-    options: Mapping[str, Any]
-
-    def __call__(self, parameters: Iterable[Any]) -> list[Optimizer]:
-        """Return it in a list."""
-        return [self.kind(list(parameters), **self.options)]
-
-
-_adamw = Alone(torch.optim.AdamW, {"lr": LEARNING_RATE / 10, "eps": ADAM_EPS})
-
-# Unclipped SGD first: Adam and clipping hide scale errors. The first step of each is its plain
-# form, the second needs the moments of the first.
-PHASES = (
-    Phase(2, Alone(torch.optim.SGD, {"lr": LEARNING_RATE, "momentum": 0.9}), clips=False),
-    Phase(2, _adamw, clips=True),
-)
-
-
-@dataclass(frozen=True, slots=True)
 class Chosen:
-    """Makes a program's own optimizer of all parameters, or of the matrices if it takes no others.
+    """Makes an optimizer of all parameters, or of the matrices if it takes no others.
 
     Then AdamW has the rest, as with Muon.
 
     Attributes:
-        kind: Its class, or a function of parameters.
+        kind: Its class, or where a program has that, or a function of parameters.
         options: What it is made with.
     """
 
-    kind: Locator
+    kind: Locator | Callable[..., Optimizer]
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, parameters: Iterable[Any]) -> list[Optimizer]:
         """Return the optimizers of parameters."""
         every = list(parameters)
-        make = partial(self.kind.find(), **self.options)
+        kind = self.kind.find() if isinstance(self.kind, Locator) else self.kind
         try:
-            return [make(every)]
+            return [kind(every, **self.options)]
         except ValueError:
             matrices = [each for each in every if each.ndim == 2]
             rest = [each for each in every if each.ndim != 2]
             if not matrices or not rest:
                 raise
-            return [make(matrices), *_adamw(rest)]
+            return [kind(matrices, **self.options), torch.optim.AdamW(rest, **_ADAMW)]
+
+
+# Unclipped SGD first: Adam and clipping hide scale errors. The first step of each is its plain
+# form, the second needs the moments of the first.
+_ADAMW: Mapping[str, Any] = {"lr": LEARNING_RATE / 10, "eps": ADAM_EPS}
+PHASES = (
+    Phase(2, Chosen(torch.optim.SGD, {"lr": LEARNING_RATE, "momentum": 0.9}), clips=False),
+    Phase(2, Chosen(torch.optim.AdamW, _ADAMW), clips=True),
+)
 
 
 def phases_of(chosen: Chosen) -> tuple[Phase, ...]:

@@ -203,25 +203,42 @@ def _first(entries: Mapping[str, Any]) -> Tensor:
     return next(x for x in entries.values() if isinstance(x, Tensor))
 
 
+class Ranks:
+    """Ranks for one case after another: the same ones as long as they last and their number fits.
+
+    Args:
+        timeout: Seconds for one case.
+        backend: Of the ranks.
+    """
+
+    def __init__(self, timeout: float, backend: str = "gloo") -> None:
+        self._timeout, self._backend = timeout, backend
+        self._pool: RankPool | None = None
+
+    def of(self, size: int) -> RankPool:
+        """Return so many ranks."""
+        if self._pool is None or not self._pool.reusable or self._pool.world_size != size:
+            self.__exit__()
+            self._pool = RankPool(size, backend=self._backend, timeout=self._timeout, seed=0)
+        return self._pool
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+
 def run_all(tasks: Iterable[Task], timeout: float, backend: str = "gloo") -> Iterator[CaseResult]:
     """Run tasks one after another, on the same ranks as long as they last."""
-    pool: RankPool | None = None
-    try:
-        for task in tasks:
-            case = task.case
-            if pool is None or not pool.reusable or pool.world_size != case.grid.world_size:
-                if pool is not None:
-                    pool.close()
-                ranks = case.grid.world_size
-                pool = RankPool(ranks, backend=backend, timeout=timeout, seed=0)
-            start = time.perf_counter()
+    with Ranks(timeout, backend) as ranks:
+        for case, run, arguments in tasks:
+            pool, start = ranks.of(case.grid.world_size), time.perf_counter()
             try:
-                reports = pool.run(task.run, case, *task.arguments)
+                reports = pool.run(run, case, *arguments)
                 yield CaseResult(case, time.perf_counter() - start, reports)
             except RankFailedError as error:
                 seconds, words = time.perf_counter() - start, refusal(error, pool.world_size)
                 text = "" if words else str(error)
                 yield CaseResult(case, seconds, [], text, refused=words)
-    finally:
-        if pool is not None:
-            pool.close()

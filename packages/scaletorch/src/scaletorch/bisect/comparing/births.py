@@ -72,17 +72,11 @@ def find_births(
     born = born or [key for key in judged if key in mattering][:1]  # each is a source of another
     clear = [key for key in born if _jumps(judged[key], sources[key], judged)] or born
     first = [key for key in clear if key.step == min(each.step for each in clear)]
-    return _gathered(
-        [
-            Birth(judged[key], *_blame(key, run, reference), _agreeing(sources[key], judged))
-            for key in first
-        ],
-        judged,
-    )
-
-
-def _agreeing(sources: Iterable[Key], judged: Mapping[Key, Judged]) -> list[Judged]:
-    return [each for each in map(judged.__getitem__, sources) if each.state != BAD]
+    births = []
+    for key in first:
+        agreeing = [judged[each] for each in sources[key] if judged[each].state != BAD]
+        births.append(Birth(judged[key], *_blame(key, run, reference), agreeing))
+    return _gathered(births, judged)
 
 
 def _jumps(own: Judged, sources: Iterable[Key], judged: Mapping[Key, Judged]) -> bool:

@@ -254,11 +254,11 @@ def rounding(run: Run, reference: Run, sources: Mapping[Key, list[Key]]) -> dict
         for key, held in reference.held.items()
     }
     found: dict[Key, float] = dict(own)
+    users: dict[Key, list[Key]] = {}
+    for key, from_which in sources.items():
+        for source in from_which:
+            users.setdefault(source, []).append(key)
     for eps in sorted(set(own.values()), reverse=True):  # what is coarser reaches further
-        users: dict[Key, list[Key]] = {}
-        for key, from_which in sources.items():
-            for source in from_which:
-                users.setdefault(source, []).append(key)
         waiting = [key for key in own if own[key] == eps]
         for key in waiting:
             for user in users.get(key, ()):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...dist.errors import InvalidArgumentError
 
-VERSION = 2
+VERSION = 3
 _ALIGNED = 64  # bytes, so that any dtype may be looked at where it lies
 
 
@@ -42,7 +42,6 @@ class Line:
         place: Per dim, the indices of the whole as [whole size, [start, stop], ...], or None if
             the description of the rank has to say it.
         sums: Ranks' tensors have to be added up.
-        heard: How many calls of the ranks had been made.
         stage: Whose code was running, of a pipeline.
     """
 
@@ -59,7 +58,6 @@ class Line:
     inside: str | None = None
     place: list[Any] | None = None
     sums: bool = False
-    heard: int = 0
     stage: int = 0
 
 
@@ -76,7 +74,6 @@ class Writer:
         folder.mkdir(parents=True, exist_ok=True)
         self.header = {"version": VERSION, "rank": rank, **header}
         self.lines: list[Line] = []
-        self.heard: list[str] = []
         self._index = folder / f"step{header['step']}.rank{rank}.json"
         self._index.unlink(missing_ok=True)
         self._file = self._index.with_suffix(".bin").open("wb")
@@ -84,7 +81,6 @@ class Writer:
 
     def add(self, line: Line, tensor: Tensor | None) -> int:
         """Append a line, and the tensor of it if there is one; return the line's number."""
-        line.heard = len(self.heard)
         if tensor is not None:
             line.offset = self._end
             data = tensor.detach().cpu().contiguous()
@@ -105,7 +101,7 @@ class Writer:
         """Write the lines; `failed` says why the recording ends early."""
         self._file.close()
         content = {
-            **self.header, "failed": failed, "bytes": self._end, "heard": self.heard,
+            **self.header, "failed": failed, "bytes": self._end,
             "lines": [list(asdict(line).values()) for line in self.lines],
         }  # fmt: skip
         part = self._index.with_suffix(".part")
@@ -120,7 +116,6 @@ class Recording:
     Attributes:
         header: What is the same for all tensors.
         lines: A tensor each.
-        heard: The calls of the rank.
         path: The file of the tensors.
         number: No other recording of this process has it.
         known: What others have worked out of it.
@@ -129,7 +124,6 @@ class Recording:
 
     header: dict[str, Any]
     lines: list[Line]
-    heard: list[str]
     path: Path
     number: int = field(default_factory=itertools.count().__next__)
     known: dict[Any, Any] = field(default_factory=dict)
@@ -192,7 +186,7 @@ def _read_rank(path: Path) -> Recording:
     try:
         content = json.loads(index.read_text())
         lines = [Line(*values) for values in content.pop("lines")]
-        heard, size, version = content.pop("heard"), content["bytes"], content["version"]
+        size, version = content["bytes"], content["version"]
     except FileNotFoundError:
         raise InvalidArgumentError(
             f"{path} is torn: the program ended before its recording did"
@@ -209,4 +203,4 @@ def _read_rank(path: Path) -> Recording:
         raise InvalidArgumentError(
             f"{path} is torn: it has {path.stat().st_size} bytes, and {size} were written"
         )
-    return Recording(content, lines, heard, path)
+    return Recording(content, lines, path)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -112,40 +112,24 @@ def _unseen(pipeline: PipelineParallel) -> Iterator[tuple[str, str, int]]:
 
 
 def moments_of(
-    optimizers: Iterable[Optimizer], model: nn.Module, places: Mapping[str, Place]
+    optimizers: Iterable[Optimizer], model: nn.Module, manager: ProcessGroupManager
 ) -> Iterator[tuple[str, str, Tensor, Place]]:
     """Yield what optimizers keep of this rank's parameters: name, which, a part and its place.
 
     Of a parameter that several ranks update these are the rectangles that this rank does.
     """
     # Imports torch's checkpoints, in more time than most programs record.
-    from ...checkpoint.state.held import rectangles
+    from ...checkpoint.state.held import describe
 
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    for optimizer in optimizers:
-        for shard in parameter_shards(model):
-            for item, value in optimizer.state.get(shard.tensor, {}).items():
-                if not isinstance(value, Tensor) or value.numel() != shard.stop - shard.start:
-                    continue
-                done = 0
-                shape = shapes[shard.name]
-                for offsets, sizes in rectangles(shard.start, shard.stop, shape):
-                    part = value.flatten()[done : done + math.prod(sizes)].view(sizes)
-                    done += part.numel()
-                    yield shard.name, item, part, _within(places, shard.name, shape, offsets, sizes)
-
-
-def _within(
-    places: Mapping[str, Place],
-    name: str,
-    shape: Sequence[int],
-    offsets: Sequence[int],
-    sizes: Sequence[int],
-) -> Place:
-    """Return the place of a rectangle of a rank's part of a parameter."""
-    found: Place = []
-    for dim, (length, offset, size) in enumerate(zip(shape, offsets, sizes, strict=True)):
-        whole, *ranges = places.get(name, [None] * len(shape))[dim] or [length, (0, length)]
-        indices = [index for start, stop in ranges for index in range(start, stop)]
-        found.append([whole, *as_ranges(indices[offset : offset + size])])
-    return found
+    cuts, experts = find_cuts(model), find_expert_cuts(model)
+    for shard in parameter_shards(model):
+        name, own = shard.name, shard.parameter
+        held = describe(own, (name,), cuts.get(name), experts.get(name), manager)
+        states = (optimizer.state.get(shard.tensor, {}) for optimizer in optimizers)
+        for item, value in chain(*(state.items() for state in states)):
+            if isinstance(value, Tensor) and value.numel() == shard.stop - shard.start:
+                value = value if value.shape == own.shape else value.flatten()
+                for part in held.parts(value, shard.start, shard.stop):
+                    sizes = zip(held.shape, part.offsets, part.tensor.shape, strict=True)
+                    place = [[whole, (at, at + size)] for whole, at, size in sizes]
+                    yield name, item, part.tensor, place

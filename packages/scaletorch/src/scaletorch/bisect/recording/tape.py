@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ... import guard
 from ...dist import get_rank, get_world_size
 from ...dist.errors import InvalidArgumentError
 from ...verify.precision import model_precision
@@ -140,7 +139,7 @@ class Tape:
         if self._model is not None and WEIGHT not in self._done:
             self.put_all(WEIGHT, dict(self._model.named_parameters(remove_duplicate=False)))
 
-    def moments_at(self, found: Iterable[tuple[str, str, Tensor, Place]]) -> None:
+    def moments_at(self, found: Iterable[tuple[str, str, Tensor, Place | None]]) -> None:
         """Take down parts of moments: a parameter, which moment, the part and its place."""
         self._done.add(MOMENT)
         for name, item, part, place in found:
@@ -148,15 +147,15 @@ class Tape:
 
     def moments(self, optimizers: Any) -> None:
         """Take down what optimizers keep of each parameter in the parameter's own shape."""
-        found: list[tuple[str, str, Tensor]] = []
-        names = {} if self._model is None else {p: n for n, p in self._model.named_parameters()}
-        for optimizer in () if MOMENT in self._done else optimizers:
-            for parameter, state in optimizer.state.items():
-                for item, value in state.items() if parameter in names else ():
-                    if isinstance(value, Tensor) and value.shape == parameter.shape:
-                        found.append((names[parameter], item, value))
-        for name, item, value in found:
-            self._add(Line(MOMENT, name, item, 0, "", []), value, self._said.places.get(name))
+        if self._model is not None and MOMENT not in self._done:
+            names = {parameter: name for name, parameter in self._model.named_parameters()}
+            self.moments_at(
+                (names[of], item, value, self._said.places.get(names[of]))
+                for optimizer in optimizers
+                for of, state in optimizer.state.items()
+                for item, value in (state.items() if of in names else ())
+                if isinstance(value, Tensor) and value.shape == of.shape
+            )
 
     def backwarded(self, loss: Tensor) -> None:
         """Add to the loss of this rank, see `hooks.backward_to`."""
@@ -367,7 +366,6 @@ def record(
             back = model.followed if isinstance(model, Stages) else backward_to
             stack.enter_context(back(tape.backwarded))
             stack.enter_context(calls_to(tape.called))
-            stack.enter_context(guard.listening(writer.heard.append))
             stack.enter_context(followed(tape))
             yield tape
             writer.header["own_loss"] = tape.own_loss()

@@ -34,8 +34,8 @@ MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
 Slot = tuple[str, torch.dtype, Sequence[int]]  # of a file: name, dtype, shape
 
 
-def plan_file(slots: Iterable[Slot], note: Mapping[str, str]) -> tuple[bytes, list[int], int]:
-    """Return a file's beginning, where each tensor's bytes begin in the file, and its size.
+def plan_file(slots: Iterable[Slot], note: Mapping[str, str]) -> tuple[bytes, list[int]]:
+    """Return a file's beginning, and where each tensor's bytes begin in the file.
 
     Raises:
         CheckpointError: A dtype that the format does not have.
@@ -51,7 +51,7 @@ def plan_file(slots: Iterable[Slot], note: Mapping[str, str]) -> tuple[bytes, li
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     first = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, [first + s for s in starts], first + end
+    return len(text).to_bytes(8, "little") + text, [first + s for s in starts]
 
 
 def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]:

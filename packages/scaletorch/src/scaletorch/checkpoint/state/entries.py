@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...parallel.pg_manager import ProcessGroupManager
 from .held import Part
-from .place import Place
 
 Index = tuple[str, tuple[int, ...]]  # an entry's name, and where a part begins
 
@@ -64,19 +64,19 @@ class Record:
             self.experts.add(name)
 
 
-def share_out(record: Record, place: Place) -> dict[str, Entry]:
+def share_out(record: Record, manager: ProcessGroupManager) -> dict[str, Entry]:
     """Return the parts that this rank is to write, of each that several ranks have one.
 
     What is replicated over tp is its first owner's; what all replicas have is dealt out, the
     largest first, always to the one with least. Every rank finds that alone.
     """
-    loads, of_experts = [0] * place.replicas, [0] * place.expert_replicas
+    loads, of_experts = [0] * manager.cp_dp_size, [0] * manager.edp_size
     ours: dict[str, Entry] = {}
     parts = [
         (name, part)
         for name, entry in record.tensors.items()
         for part in entry.parts
-        if part.owner == place.tp
+        if part.owner == manager.tp_rank
     ]
     parts.sort(key=lambda found: (-found[1].tensor.nbytes, found[0], found[1].offsets))
     for name, part in parts:
@@ -85,7 +85,7 @@ def share_out(record: Record, place: Place) -> dict[str, Entry]:
             taken = of_experts if experts else loads
             writer = taken.index(min(taken))
             taken[writer] += part.tensor.nbytes
-            if writer != (place.expert_replica if experts else place.replica):
+            if writer != (manager.edp_rank if experts else manager.cp_dp_rank):
                 continue
         entry = record.tensors[name]
         ours.setdefault(name, replace(entry, parts=[])).parts.append(part)

@@ -9,23 +9,20 @@ import torch
 
 from ...dist import all_gather_object
 from ...parallel.data_parallel import Shard
+from ...parallel.pg_manager import ProcessGroupManager
 from ..format.metadata import Saved
 from ..format.values import kind_of
 from ..together import CheckpointError
 from .entries import Entry
 from .held import Held
-from .place import Place
 
 Shapes = Mapping[str, Saved]
 
 
-def all_names(held: Iterable[Held], place: Place) -> set[str]:
+def all_names(held: Iterable[Held], manager: ProcessGroupManager) -> set[str]:
     """Return the names of the whole model's tensors, from the stages of this rank's pipeline."""
     own = sorted({name for each in held for name in each.names})
-    if place.manager is None:
-        return set(own)
-    every = all_gather_object(own, place.manager.pp_group)
-    return {name for names in every for name in names}
+    return set().union(*all_gather_object(own, manager.pp_group))
 
 
 def check_fit(

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ...compose.draws import seed_ranks
+from ...parallel.pg_manager import ProcessGroupManager
 from ..format.metadata import Saved
 from .entries import Entry, Record
 from .held import Part
-from .place import Place
 
 
 def _device_module(device: torch.device) -> Any:
@@ -31,25 +31,25 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
     return states
 
 
-def record_random(record: Record, place: Place, device: torch.device) -> None:
+def record_random(record: Record, manager: ProcessGroupManager, device: torch.device) -> None:
     """Add the states of this rank's generators."""
     for kind, state in random_states(device).items():
-        parts = [Part((0,), state, place.tp)]
+        parts = [Part((0,), state, manager.tp_rank)]
         shape = (state.numel(),)
-        name = f"random.{place.rank}.{kind}"
+        name = f"random.{manager.global_rank}.{kind}"
         record.add(name, Entry(shape, torch.uint8, parts), replicated=False)
 
 
 def find_random(
-    saved: Mapping[str, Saved], place: Place, targets: dict[str, Entry]
+    saved: Mapping[str, Saved], manager: ProcessGroupManager, targets: dict[str, Entry]
 ) -> dict[str, Tensor]:
     """Return new tensors for this rank's saved states, to be filled by loading `targets`."""
     states = {}
     for name, entry in saved.items():
         prefix, _, kind = name.rpartition(".")
-        if prefix == f"random.{place.rank}":
+        if prefix == f"random.{manager.global_rank}":
             states[kind] = torch.empty(entry.shape, dtype=torch.uint8)
-            parts = [Part((0,), states[kind], place.tp)]
+            parts = [Part((0,), states[kind], manager.tp_rank)]
             targets[name] = Entry(entry.shape, torch.uint8, parts, name)
     return states
 
@@ -60,31 +60,16 @@ def restore_random(states: Mapping[str, Tensor], device: torch.device) -> None:
     if (module := _device_module(device)) is not None and device.type in states:
         module.set_rng_state(states[device.type], device)
     saved = json.loads(bytes(states["python"].tolist()))
-    random.setstate(_python_state(saved))
-    if (numpy := _numpy_of(saved)) is not None:
-        numpy.random.set_state(_numpy_state(numpy, saved))
-
-
-def _python_state(saved: Mapping[str, Any]) -> tuple[Any, ...]:
     version, internal, gauss = saved["python"]
-    return version, tuple(internal), gauss
+    random.setstate((version, tuple(internal), gauss))
+    if "numpy" in saved and (numpy := sys.modules.get("numpy")) is not None:
+        name, keys, *rest = saved["numpy"]
+        numpy.random.set_state((name, numpy.array(keys, "uint32"), *rest))
 
 
-def _numpy_of(saved: Mapping[str, Any]) -> Any:
-    return sys.modules.get("numpy") if "numpy" in saved else None
-
-
-def _numpy_state(numpy: Any, saved: Mapping[str, Any]) -> tuple[Any, ...]:
-    name, keys, *rest = saved["numpy"]
-    return name, numpy.array(keys, "uint32"), *rest
-
-
-def seed_anew(seed: int, place: Place) -> None:
+def seed_anew(seed: int, manager: ProcessGroupManager) -> None:
     """Seed the generators of another layout than the one that saved."""
-    if place.manager is None:
-        torch.manual_seed(seed)
-    else:
-        seed_ranks(seed, place.manager)
+    seed_ranks(seed, manager)
     own = torch.initial_seed()
     random.seed(own)
     if (numpy := sys.modules.get("numpy")) is not None:

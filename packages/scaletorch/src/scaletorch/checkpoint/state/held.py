@@ -14,15 +14,15 @@ from ...compose.whole_matrices import whole_shards
 from ...dist.errors import InvalidArgumentError
 from ...parallel.data_parallel import Shard, parameter_shards
 from ...parallel.expert_parallel.building import ExpertCut, find_expert_cuts
+from ...parallel.pg_manager import ProcessGroupManager
 from ...parallel.tensor_parallel.building import ParameterCut, find_cuts
-from .place import Place
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """Indices along a cut dim that every rank has all or nothing of.
+    """Indices along a cut dim that other ranks have all or nothing of.
 
     Attributes:
         start: First index in the whole.
@@ -79,62 +79,6 @@ def _within(index: int, start: int, stop: int, shape: Sequence[int]) -> Iterator
         yield (index, *offsets), (1, *sizes)
 
 
-def find_atoms(ranks: Sequence[Sequence[range]], rank: int) -> tuple[Atom, ...]:
-    """Cut a rank's pieces of a dim wherever a piece of any rank begins or ends."""
-    bounds = sorted({edge for own in ranks for r in own for edge in (r.start, r.stop)})
-    atoms, local = [], 0
-    for piece in ranks[rank]:
-        inner = [edge for edge in bounds if piece.start < edge < piece.stop]
-        for start, stop in zip([piece.start, *inner], [*inner, piece.stop], strict=True):
-            if start < stop:
-                owner = next(i for i, own in enumerate(ranks) if any(start in r for r in own))
-                atoms.append(Atom(start, local, stop - start, owner))
-                local += stop - start
-    return tuple(atoms)
-
-
-def cut_parts(
-    tensor: Tensor,
-    start: int,
-    stop: int,
-    shape: Sequence[int],
-    dim: int | None,
-    atoms: Sequence[Atom],
-) -> Iterator[Part]:
-    """Yield the parts of the whole that a rank's tensor holds.
-
-    Args:
-        tensor: Elements start to stop of a tensor-parallel shard: flat, or of the shard's shape.
-        start: First element in the flattened shard.
-        stop: One past the last.
-        shape: The shard's shape.
-        dim: The dim that is cut; None if the shard is the whole.
-        atoms: What of that dim is here.
-    """
-    if tuple(tensor.shape) == tuple(shape):  # also where it is not contiguous
-        boxes = [((0,) * len(shape), tensor)] if tensor.numel() else []
-    else:
-        found = list(rectangles(start, stop, shape))
-        flat = tensor.split([prod(sizes) for _, sizes in found])
-        boxes = [(at, t.view(sizes)) for (at, sizes), t in zip(found, flat, strict=True)]
-    for offsets, box in boxes:
-        if dim is None:
-            yield Part(offsets, box, 0)
-        else:
-            yield from _cut_box(offsets, box, dim, atoms)
-
-
-def _cut_box(
-    offsets: tuple[int, ...], box: Tensor, dim: int, atoms: Sequence[Atom]
-) -> Iterator[Part]:
-    begin, end = offsets[dim], offsets[dim] + box.shape[dim]
-    for atom in atoms:
-        low, high = max(begin, atom.local), min(end, atom.local + atom.length)
-        if low < high:
-            at = (*offsets[:dim], atom.start + low - atom.local, *offsets[dim + 1 :])
-            yield Part(at, box.narrow(dim, low - begin, high - low), atom.owner)
-
-
 @dataclass(frozen=True, slots=True)
 class Held:
     """A parameter or buffer on this rank.
@@ -176,18 +120,40 @@ class Held:
         return torch.Size(self.shape).numel() * self.tensor.dtype.itemsize
 
     def parts(self, tensor: Tensor, start: int = 0, stop: int | None = None) -> Iterator[Part]:
-        """Yield the parts of the whole in `tensor`, which is elements start to stop of this."""
-        stop = self.tensor.numel() if stop is None else stop
-        shape = tuple(self.tensor.shape)
-        for part in cut_parts(tensor.detach(), start, stop, shape, self.dim, self.atoms):
-            at = part.offsets
-            if self.experts is not None:
-                at = (at[0] + self.experts.own.start, *at[1:])
-            owner = part.owner if self.cut is not None else self.owner
-            yield replace(part, offsets=at, owner=owner)
+        """Yield the parts of the whole in `tensor`, which is elements start to stop of this.
+
+        It is flat, or has the shape of what is here.
+        """
+        found, shape = tensor.detach(), tuple(self.tensor.shape)
+        if tuple(found.shape) == shape:  # also where it is not contiguous
+            boxes = [((0,) * len(shape), found)] if found.numel() else []
+        else:
+            places = list(rectangles(start, self.tensor.numel() if stop is None else stop, shape))
+            flat = found.split([prod(sizes) for _, sizes in places])
+            boxes = [(at, t.view(sizes)) for (at, sizes), t in zip(places, flat, strict=True)]
+        for at, box in boxes:
+            for part in self._cut(at, box):
+                if self.experts is None:
+                    yield part
+                else:
+                    first, *rest = part.offsets
+                    yield replace(part, offsets=(first + self.experts.own.start, *rest))
+
+    def _cut(self, offsets: tuple[int, ...], box: Tensor) -> Iterator[Part]:
+        """Yield what lies in one place of the whole, of a rectangle of what is here."""
+        if self.cut is None:
+            yield Part(offsets, box, self.owner)
+            return
+        dim = self.cut.dim
+        begin, end = offsets[dim], offsets[dim] + box.shape[dim]
+        for atom in self.atoms:
+            low, high = max(begin, atom.local), min(end, atom.local + atom.length)
+            if low < high:
+                at = (*offsets[:dim], atom.start + low - atom.local, *offsets[dim + 1 :])
+                yield Part(at, box.narrow(dim, low - begin, high - low), atom.owner)
 
 
-def find_held(model: nn.Module, place: Place) -> dict[int, Held]:
+def find_held(model: nn.Module, manager: ProcessGroupManager) -> dict[int, Held]:
     """Return id of a tensor -> what it is, for all of the model's state on this rank.
 
     Raises:
@@ -212,32 +178,43 @@ def find_held(model: nn.Module, place: Place) -> dict[int, Held]:
     for key, names in named.items():
         tie = stages.get(names[0])
         every = tuple(names) if tie is None else tie.names
-        first = tie is None or tie.owners[0] == place.pp
-        plain = _describe(tensors[key], every, cuts.get(names[0]), first)
-        divided = experts.get(names[0])
-        held[key] = plain if divided is None else _divided(plain, divided, place)
+        first = tie is None or tie.owners[0] == manager.pp_rank
+        how = cuts.get(names[0]), experts.get(names[0])
+        held[key] = describe(tensors[key], every, *how, manager, first=first)
     return held
 
 
-def _describe(
-    tensor: Tensor, names: tuple[str, ...], cut: ParameterCut | None, first: bool
+def describe(
+    tensor: Tensor,
+    names: tuple[str, ...],
+    cut: ParameterCut | None,
+    experts: ExpertCut | None,
+    manager: ProcessGroupManager,
+    *,
+    first: bool = True,
 ) -> Held:
-    if cut is None or cut.layer.tp_size == 1:
-        return Held(names, tensor, tuple(tensor.shape), None, None, (), 0, first)
-    ranks = [cut.cut.ranges(rank) for rank in range(cut.layer.tp_size)]
-    atoms = find_atoms(ranks, cut.layer.tp_rank)
-    return Held(names, tensor, cut.whole(tensor.shape), cut, None, atoms, 0, first)
-
-
-def _divided(plain: Held, experts: ExpertCut, place: Place) -> Held:
-    """Return what a tensor is whose experts are divided over ep.
+    """Return what a tensor is that is cut so over tp, and of so many experts over ep.
 
     Where each of them is cut over tp (etp = tp), the tp ranks have the same ones; otherwise no
     other tp rank has this one's.
     """
-    shape = (experts.whole, *plain.shape[1:])
-    owner = 0 if place.grid.etp > 1 else place.tp
-    return replace(plain, shape=shape, experts=experts, owner=owner)
+    shape, atoms, owner = tuple(tensor.shape), tuple[Atom, ...](), 0
+    if cut is not None and cut.layer.tp_size == 1:
+        cut = None
+    if cut is not None:
+        shape, atoms = cut.whole(shape), tuple(_atoms(cut))
+    if experts is not None:
+        shape = (experts.whole, *shape[1:])
+        owner = 0 if manager.grid.etp > 1 else manager.tp_rank
+    return Held(names, tensor, shape, cut, experts, atoms, owner, first)
+
+
+def _atoms(cut: ParameterCut) -> Iterator[Atom]:
+    """Yield what this rank has of each packed length; ranks have one part of it, or replicas."""
+    rank, local = cut.layer.tp_rank, 0
+    for packed, own in zip(cut.cut.packed, cut.cut.ranges(rank), strict=True):
+        yield Atom(own.start, local, len(own), packed.owners[packed.ranks[rank]])
+        local += len(own)
 
 
 @torch.no_grad()
@@ -259,13 +236,13 @@ def find_ties(held: dict[int, Held]) -> dict[str, list[str]]:
 
 
 def find_wholes(
-    optimizer: torch.optim.Optimizer | None, held: Mapping[int, Held], place: Place
+    optimizer: torch.optim.Optimizer | None, held: Mapping[int, Held], manager: ProcessGroupManager
 ) -> list[tuple[Shard, Held]]:
     """Return the whole matrices that an optimizer has in the place of tp shards, as if not cut."""
     found = []
     for shard, whole in whole_shards(optimizer):
         own = held[id(shard.parameter)]
-        plain = replace(own, tensor=whole, cut=None, atoms=(), owner=place.tp)
+        plain = replace(own, tensor=whole, cut=None, atoms=(), owner=manager.tp_rank)
         found.append((replace(shard, start=0, stop=whole.numel(), tensor=whole), plain))
     return found
 
