@@ -16,7 +16,7 @@ from .files import from_csv, to_csv
 from .messages import Receive, Send, derive_messages
 from .numbering import ScheduleError
 from .schedule import Action, Schedule, Span, Timeline
-from .simulate import Costs, Report, check, simulate
+from .simulate import Costs, Report, check, rank_ends, simulate
 
 __all__ = [
     "SCHEDULES",
@@ -39,6 +39,7 @@ __all__ = [
     "interleaved_1f1b",
     "looped_breadth_first",
     "one_f_one_b",
+    "rank_ends",
     "simulate",
     "to_csv",
     "zb_h1",
