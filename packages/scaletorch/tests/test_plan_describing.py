@@ -206,7 +206,7 @@ def test_a_card_keeps_what_its_kernels_keep_and_takes_as_long_as_it_took():
 
 
 class Mixed(nn.Module):
-    """Attention with a mask, dropout and a norm of another dtype, in layers."""
+    """Attention with a mask, dropout and a norm, in a layer."""
 
     def __init__(self, heads, dtype):
         super().__init__()
@@ -221,7 +221,7 @@ class Attending(nn.Module):
     def __init__(self, heads, dtype):
         super().__init__()
         self.heads = heads
-        self.norm = nn.RMSNorm(64, dtype=torch.float32)
+        self.norm = nn.RMSNorm(64, dtype=dtype)
         self.key = nn.Linear(64, 16 * heads, dtype=dtype)
 
     def forward(self, x):
@@ -230,7 +230,7 @@ class Attending(nn.Module):
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
         out = F.scaled_dot_product_attention(q, k, k, mask, enable_gqa=self.heads < 4)
         out = F.dropout(out.transpose(1, 2).flatten(-2), 0.1)
-        return x + self.norm(out).to(x.dtype)
+        return x + self.norm(out)
 
 
 @pytest.mark.parametrize("heads", [4, 2])
