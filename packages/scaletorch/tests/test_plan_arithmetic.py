@@ -5,7 +5,7 @@ import random
 import re
 from collections import Counter
 from dataclasses import replace
-from itertools import product
+from itertools import cycle, product
 
 import pytest
 
@@ -221,8 +221,8 @@ def test_a_plan_needs_rows_and_ranks():
 
 @pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
 def test_what_is_alive_is_what_the_checked_schedule_keeps(name, chunks):
-    for ranks in range(1, 7):
-        for micro_batches in (*range(1, 14), 6 * ranks + 2, 40):
+    for ranks in (1, 2, 3, 4, 6):
+        for micro_batches in (1, 2, 3, ranks, ranks + 1, 2 * ranks, 13, 6 * ranks + 2):
             layout = Layout(
                 Grid(pp=ranks), schedule=name, chunks=chunks, micro_batches=micro_batches
             )
@@ -302,9 +302,11 @@ def test_gradients_that_no_ranks_sum_come_with_the_first_backward():
 def test_the_peak_of_a_layout_is_that_of_its_fullest_rank(tied, dp):
     description = sketch(layers=11, tied=tied)
     known = Known(description)
-    for (name, chunks), zero, recompute, batches, tp in product(
-        SCHEDULES, range(3), ("none", "full", "offload"), (1, 3, 8, 20), (1, 2)
+    rest = cycle(product((1, 3, 8, 20), (1, 2)))
+    for (name, chunks), zero, recompute in product(
+        SCHEDULES, range(3), ("none", "full", "offload")
     ):
+        batches, tp = next(rest)
         layout = Layout(
             Grid(tp=tp, pp=2 if chunks > 2 else 4, dp=dp), zero=zero, recompute=recompute,
             schedule=name, chunks=chunks, micro_rows=2, micro_batches=batches,

@@ -7,6 +7,9 @@ from itertools import accumulate
 
 import pytest
 import torch
+import torch.nn.functional as F
+from planned import Kept
+from torch import nn
 from torch.profiler import profile
 
 from scaletorch.compose import parallelize, shard_global_batch, train_step
@@ -14,12 +17,13 @@ from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import preload, run_ranks
 from scaletorch.models import Llama, LlamaConfig, Mixture, MixtureConfig
 from scaletorch.parallel.pg_manager import (
+    Grid,
     destroy_process_group_manager,
     setup_process_group_manager,
 )
-from scaletorch.plan import Cut
+from scaletorch.plan import Cluster, Cut, Layout, device_named, time
 from scaletorch.plan.describing import describe
-from scaletorch.plan.memory.measured import Kept
+from scaletorch.plan.memory import memory
 from scaletorch.plan.written import read, write
 
 LENGTH, ROWS = 16, 4
@@ -176,6 +180,74 @@ def test_nothing_of_a_models_size_is_taken():
             sent[each.axis, each.operation] += each.count
     assert sent["tp", "all_gather"] == sent["tp", "reduce_scatter"] == 2
     assert sent["cp", "send"] == 2 * 15
+
+
+MIB = 2**20
+ON_CARD = LlamaConfig(32000, 2048, 5632, num_layers=16, num_heads=16, num_kv_heads=4)
+
+
+def test_a_card_keeps_what_its_kernels_keep_and_takes_as_long_as_it_took():
+    """853 M in bfloat16, 2 micro-batches of 4 x 2,048: an H200 had 18.20 GiB and 188 to 201 ms."""
+    known = describe(lambda: Llama(ON_CARD).bfloat16(), 2048, cuts=[], kernels="cuda")
+    layer = known.behaviours(Cut())[1]
+    hidden, inner, tables = 32, 88, 0.5  # MiB of a token's features, and of angles
+    of_norms = 2 * 2 * hidden  # what goes in and what comes out
+    of_attention = hidden + 2 * hidden / 4 + hidden  # q, grouped k and v, out
+    of_mlp = 4 * inner  # gate, its silu, up, their product
+    sums = 0.5 + 4 * 4 * 2048 / MIB * 4  # log-sum-exp of 16 heads; mean and rstd of two norms
+    kept = of_norms + of_attention + of_mlp + 4 * tables + sums
+    assert layer.kept.at(4) / MIB == pytest.approx(kept, rel=1e-3)
+    layout = Layout(Grid(), micro_rows=4, micro_batches=2)
+    (held,) = memory(known, layout)
+    assert held.total / 2**30 == pytest.approx(18.20, rel=0.03)
+    took = time(known, layout, Cluster(1, device_named("H200"), ()))
+    assert took.low < 0.188 < 0.201 < took.high
+    assert took.step == pytest.approx(0.195, rel=0.05)
+
+
+class Mixed(nn.Module):
+    """Attention with a mask, dropout and a norm, in a layer."""
+
+    def __init__(self, heads, dtype):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 64, dtype=dtype), nn.Linear(64, 64, dtype=dtype)
+        self.layers = nn.ModuleList([Attending(heads, dtype)])
+
+    def forward(self, input_ids):
+        return self.head(self.layers[0](self.embed(input_ids)))
+
+
+class Attending(nn.Module):
+    def __init__(self, heads, dtype):
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.RMSNorm(64, dtype=dtype)
+        self.key = nn.Linear(64, 16 * heads, dtype=dtype)
+
+    def forward(self, x):
+        q = x.unflatten(-1, (4, 16)).transpose(1, 2)
+        k = self.key(x).unflatten(-1, (self.heads, 16)).transpose(1, 2)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        out = F.scaled_dot_product_attention(q, k, k, mask, enable_gqa=self.heads < 4)
+        out = F.dropout(out.transpose(1, 2).flatten(-2), 0.1)
+        return x + self.norm(out)
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_masks_and_dropout_on_a_card(heads, dtype):
+    """Masks are added, those of dropout have a byte; grouped heads of float32 keep all scores."""
+    kept = {
+        kernels: describe(lambda: Mixed(heads, dtype), 64, cuts=[], kernels=kernels)
+        .behaviours(Cut())[1].kept.per_row
+        for kernels in ("cpu", "cuda")
+    }  # fmt: skip
+    scores = 4 * 64 * 64 * 4
+    if dtype == torch.float32 and heads == 2:
+        assert kept["cuda"] > scores
+    else:
+        # For a mask of floats one of bytes; the CPU has K and V once for each head of queries.
+        assert kept["cuda"] <= kept["cpu"] - (dtype.itemsize - 1) * 64 * 64
 
 
 def test_experts_take_as_many_tokens_wherever_they_are():

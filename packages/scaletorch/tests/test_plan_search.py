@@ -35,7 +35,7 @@ from scaletorch.plan.held import Known
 from scaletorch.plan.memory import memory, peak
 from scaletorch.plan.options import ladder
 from scaletorch.plan.search import Timer
-from scaletorch.plan.timing import steps_of
+from scaletorch.plan.timing import Steps
 
 CHUNKS = {"interleaved_1f1b": 2, "looped_bfs": 2, "zb_v": 2, "dualpipe_v": 2}
 TRAINING = [name for name in SCHEDULES if name != "forward_only"]
@@ -65,9 +65,9 @@ def model(layers: int = 9) -> Description:
     return Description("uneven", 8, "float32", blocks, cuts)
 
 
-def cluster(ranks: int, memory: int = 2**20, cores: int = 0) -> Cluster:
+def cluster(ranks: int, memory: int = 2**20) -> Cluster:
     device = Device("toy", memory, {"float32": 1e9}, 1e9, overhead=1e-5)
-    return Cluster(ranks, device, (Link(ranks, 1e-5, 1e8),), cores)
+    return Cluster(ranks, device, (Link(ranks, 1e-5, 1e8),))
 
 
 def test_sizes_restrict_a_search_to_what_it_would_find_of_them() -> None:
@@ -177,7 +177,7 @@ def test_just_what_fits_is_found(timer: Timer | None) -> None:
 
 
 def test_a_step_takes_what_it_takes_at_the_least_or_more() -> None:
-    steps = steps_of(model(), cluster(8))
+    steps = Steps(model(), cluster(8))
     for (name, pp), batches in product(product(TRAINING, (1, 2, 4)), (1, 3, 8, 40)):
         chunks = CHUNKS.get(name, 1)
         layout = Layout(

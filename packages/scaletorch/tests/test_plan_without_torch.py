@@ -12,7 +12,7 @@ import pytest
 from scaletorch.plan import Affine, Behaviour, Block, Cut, Description, Parameter, Sent, Work
 from scaletorch.plan.written import write
 
-RANKS, ROWS, MEMORY = 1024, 2048, 2**25
+RANKS, ROWS, MEMORY = 128, 256, 2**25
 WITHOUT = """
 import sys
 

@@ -11,7 +11,7 @@ import torch
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.plan import Layout, Memory, Optimizer
 from scaletorch.plan.held import Known
-from scaletorch.plan.memory import kept_by_autograd, memory
+from scaletorch.plan.memory import chunks_of, memory
 from scaletorch.plan.stages import SPLIT, alive
 from scaletorch.plan.traffic import ranks_send
 
@@ -65,7 +65,7 @@ def higher(case: Case, ranks: list[Peak]) -> Iterator[str]:
     planned = memory(known.description, layout, known=known)
     for rank, own in enumerate(ranks):
         place = layout.grid.coordinates(rank).pp
-        kept = kept_by_autograd(known.description, layout)[place]  # none of halves
+        kept = kept_by_autograd(known, layout, place)
         if own.kept is not None and not close(kept, own.kept):
             yield f"{case}: autograd keeps {own.kept} bytes on rank {rank}, planned {kept}"
         found = planned[place].total + random_states(known, layout, place)
@@ -76,6 +76,15 @@ def higher(case: Case, ranks: list[Peak]) -> Iterator[str]:
         more = HALVES if halves else off
         if not (1 - off) * (most - own.rest) - ROOM <= found <= (1 + more) * most + ROOM:
             yield f"{case}: rank {rank} holds {own}, planned {planned[place]}: {found}"
+
+
+def kept_by_autograd(known: Known, layout: Layout, place: int) -> int:
+    """Return the most bytes that autograd keeps: none of what halves of backwards leave."""
+    chunks = chunks_of(known, layout, known.numbers(layout)[place])
+    return max(
+        sum(n * own.kept for n, own in zip(moment.whole, chunks, strict=True))
+        for moment in alive(layout, place)
+    )
 
 
 def random_states(known: Known, layout: Layout, place: int) -> int:

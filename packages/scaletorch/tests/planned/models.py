@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from unittest.mock import patch
 
 import torch
 
 from scaletorch.dist.transport import ways
 from scaletorch.models import Llama, LlamaConfig, Mixture, MixtureConfig
-from scaletorch.plan import Description
+from scaletorch.parallel.pg_manager import Grid
+from scaletorch.plan import Cut, Description, Layout
 from scaletorch.plan.describing import describe
 
 from .drawing import Case
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
 WIDE = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 176}
+NONE = Layout(Grid())
 LARGE = {"vocab_size": 256, "hidden_size": 160, "intermediate_size": 440}  # of several buckets
 
 
@@ -32,12 +35,17 @@ def model_of(case: Case) -> Llama:
 
 def described_on_gloo(case: Case) -> Description:
     """Describe it with the memory that gloo takes: what it lacks is done another way."""
-    real = ways.route
-    as_gloo = lambda *of: replace(real(*of), backend="gloo")  # noqa: E731
-    with patch.object(ways, "route", as_gloo):
-        return described(case)
+    return _described(replace(case, layout=NONE, sum_item=None), case.layout.cut, on_gloo=True)
 
 
 def described(case: Case) -> Description:
     """Describe what a case trains, in its cut."""
-    return describe(lambda: model_of(case), case.length, cuts=[case.layout.cut])
+    return _described(replace(case, layout=NONE, sum_item=None), case.layout.cut, on_gloo=False)
+
+
+@cache
+def _described(case: Case, cut: Cut, *, on_gloo: bool) -> Description:
+    real = ways.route
+    route = (lambda *of: replace(real(*of), backend="gloo")) if on_gloo else real
+    with patch.object(ways, "route", route):
+        return describe(lambda: model_of(case), case.length, cuts=[cut])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import profile
 
 from scaletorch.compose import train_step
@@ -16,10 +18,51 @@ from scaletorch.models.mixture import Router
 from scaletorch.parallel.data_parallel.buckets.bucket import Bucket
 from scaletorch.parallel.data_parallel.buckets.manager import BucketManager
 from scaletorch.parallel.pg_manager import ProcessGroupManager
-from scaletorch.plan.memory.measured import Kept
 
 from .drawing import Case
 from .ranks import batch_of, held, on_grid, prepared, step
+
+
+class Kept(saved_tensors_hooks):
+    """The most bytes that autograd keeps at a time; each memory counts once, parameters do not.
+
+    Args:
+        model: Whose parameters are no activations.
+
+    Attributes:
+        most: Bytes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(self._pack, lambda held: held.tensor)
+        self.most = 0
+        self._parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self._users = Counter[int]()
+        self._now = 0
+
+    def _pack(self, tensor: Tensor) -> Any:
+        return _Held(tensor, self)
+
+    def change(self, at: int, size: int, users: int) -> None:
+        """Count so many more users of memory."""
+        if at not in self._parameters:
+            before, after = self._users[at], self._users[at] + users
+            self._users[at] = after
+            self._now += size * ((after > 0) - (before > 0))
+            self.most = max(self.most, self._now)
+
+
+class _Held:
+    """A tensor that autograd keeps."""
+
+    def __init__(self, tensor: Tensor, kept: Kept) -> None:
+        self.tensor, self._kept = tensor, kept
+        storage = tensor.untyped_storage()
+        self._memory = storage.data_ptr(), storage.nbytes()
+        kept.change(*self._memory, 1)
+
+    def __del__(self) -> None:
+        self._kept.change(*self._memory, -1)
 
 
 class Peak(NamedTuple):

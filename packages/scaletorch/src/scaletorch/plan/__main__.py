@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any
 
 from ..dist.errors import InvalidArgumentError, ScaletorchError
 from ..parallel.pg_manager import Grid, layout_name, parse_layout
-from .arguments import ASSUMED, AXES, cluster_of, cuts_of, options_of, sizes_of, subcommand
-from .clusters import write_cluster
-from .description import Description
+from .arguments import (
+    ASSUMED,
+    AXES,
+    OTHERS,
+    cluster_of,
+    cuts_of,
+    options_of,
+    sizes_of,
+    subcommand,
+)
+from .clusters import Cluster, write_cluster
+from .description import Description, Kernels
 from .estimate import Estimate
 from .options import Options, Refused
 from .search import plan
@@ -50,7 +59,8 @@ def _plan(arguments: Any) -> int:
 
 def planned(arguments: Any) -> tuple[Shown, Sequence[Estimate]]:
     """Return the plan as it is shown, if none fits with the nearest; and what does not fit."""
-    description, cluster = description_of(arguments), cluster_of(arguments)
+    cluster = cluster_of(arguments)
+    description = description_of(arguments, cluster.device.kernels)
     options = options_of(arguments)
     if arguments.explain and not _files(arguments):
         options = _only(parse_layout(arguments.explain), options)
@@ -61,9 +71,16 @@ def planned(arguments: Any) -> tuple[Shown, Sequence[Estimate]]:
         [(_named(each), each.why) for each in found.refused],
         lambda layout: [(f"{part}: {what}", size) for part, what, size in found.explain(layout)],
         lambda layout: timeline(description, layout, cluster),
-        [] if arguments.device or arguments.cluster else [ASSUMED],
+        [*_assumed(arguments, description, cluster)],
     )  # fmt: skip
     return shown, found.over
+
+
+def _assumed(arguments: Any, description: Description, cluster: Cluster) -> Iterator[str]:
+    if not (arguments.device or arguments.cluster):
+        yield ASSUMED
+    if description.kernels != cluster.device.kernels:
+        yield OTHERS.format(description.kernels, cluster.device.kernels)
 
 
 def _only(grid: Grid, options: Options) -> Options:
@@ -82,7 +99,7 @@ def _named(refused: Refused) -> str:
 
 
 def _describe(arguments: Any) -> int:
-    description = description_of(arguments)
+    description = description_of(arguments, arguments.kernels)
     write(description, arguments.out)
     cuts = f"{len(description.cuts)} ways of cutting it"
     print(f"{arguments.out}: {description.name}, {description.elements:,} parameters, {cuts}")
@@ -105,8 +122,12 @@ def _calibrate(arguments: Any) -> int:
     return 0
 
 
-def description_of(arguments: Any) -> Description:
+def description_of(arguments: Any, kernels: Kernels) -> Description:
     """Return what is known of the model: read, or found out by running its layers hollow.
+
+    Args:
+        arguments: The command line's.
+        kernels: With which it is run.
 
     Raises:
         InvalidArgumentError: No model is named, or it cannot be described.
@@ -134,7 +155,7 @@ def description_of(arguments: Any) -> Description:
         split=_loaded(arguments, "split", Split), name=name,
         loss_fn=_loaded(arguments, "loss", Callable),
         row_dims=dict(map(read_argument, arguments.row_dims)),
-        sequence_dims=dict(map(read_argument, arguments.sequence_dims)),
+        sequence_dims=dict(map(read_argument, arguments.sequence_dims)), kernels=kernels,
     )  # fmt: skip
 
 

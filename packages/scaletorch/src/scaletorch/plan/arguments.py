@@ -17,6 +17,7 @@ from .layout import CHUNKS
 from .options import Options
 
 DEFAULT = "dgx-a100"
+OTHERS = "The model was described with kernels of {}, and these devices run those of {}."
 ASSUMED = f"No --device and no --cluster: figures are those of {DEFAULT} nodes."
 AXES = ("dp", "pp", "cp", "tp", "ep")
 OPTIONS = {
@@ -81,6 +82,7 @@ def _describing(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=_count, default=64, metavar="N", help="at most (64)")
     for axis in ("tp", "cp", "ep"):
         parser.add_argument(f"--{axis}", type=_count, nargs="+", metavar="N", help="sizes to know")
+    parser.add_argument("--kernels", default="cuda", choices=("cuda", "cpu"), help="whose (cuda)")
     parser.add_argument("--cp-method", nargs="+", metavar="NAME", help="as for `parallelize`")
     parser.add_argument("--sequence-parallel", nargs="+", choices=("off", "on"))
     parser.add_argument("--recompute", nargs="+", choices=("none", "selective", "full", "offload"))

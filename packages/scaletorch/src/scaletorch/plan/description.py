@@ -12,6 +12,8 @@ from typing import Literal
 
 from ..dist.errors import InvalidArgumentError
 
+Kernels = Literal["cpu", "cuda"]  # of which device: what autograd keeps goes by them
+
 
 @dataclass(frozen=True, slots=True)
 class Affine:
@@ -182,6 +184,7 @@ class Description:
         source: What it was made with: versions, or a paper.
         early: Whether messages between stages begin early and are held as this library's runtime
             does it; in another program there is one that has come, and one on its way.
+        kernels: Of which device it was described with.
     """
 
     name: str
@@ -193,6 +196,7 @@ class Description:
     tied: tuple[tuple[str, ...], ...] = ()
     source: str = ""
     early: bool = True
+    kernels: Kernels = "cpu"
 
     def behaviours(self, cut: Cut) -> tuple[Behaviour, ...]:
         """Return how the kinds behave in a cut.

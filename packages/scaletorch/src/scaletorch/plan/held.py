@@ -141,10 +141,10 @@ class Known:
         One of these holds the most: along the pipeline ranks with equal blocks keep ever more
         micro-batches, or ever fewer.
         """
-        numbers = self.numbers(layout)
-        key = "ends", numbers
+        key = "ends", layout.schedule, layout.grid.pp, layout.chunks
         found: list[tuple[int, int]] | None = self.cache.get(key)
         if found is None:
+            numbers = self.numbers(layout)
             last = {number: rank for rank, number in enumerate(numbers)}
             first = {number: rank for rank, number in reversed([*enumerate(numbers)])}
             both = [*first.items(), *last.items()]

@@ -18,7 +18,7 @@ from .held import Known, Optimizer
 from .layout import Layout, Recompute
 from .memory import Line, before, lines, memory, peak
 from .options import Options, Refused, ladder, legal
-from .timing import Steps, steps_of
+from .timing import Steps
 from .timing import time as seconds_of
 from .traffic import ranks_send
 from .units import in_bytes
@@ -133,7 +133,10 @@ def _plan(
         if not found and tried:
             over.append(tried)
             refused.append(tried)
-    steps = None if time is None else _steps(time, description, cluster)
+    steps = None
+    if time is not None:
+        ours = time is seconds_of
+        steps = Steps(description, cluster) if ours else _Told(time, description, cluster)
     peaks = Peaks(known, room)
     estimates = Later(lambda: _ranked(peaks, fitting, steps), len(fitting))
     estimates[:1]  # the best is found now
@@ -241,12 +244,21 @@ def _described(description: Description, layout: Layout, recompute: Recompute, o
     )
 
 
-def _steps(time: Timer, description: Description, cluster: Cluster) -> Steps:
-    """Return what tells the time of a layout; of another timer than ours no least time is known."""
-    if time is seconds_of:
-        return steps_of(description, cluster)
-    exact = cache(lambda layout: time(description, layout, cluster))
-    return Steps(exact, *[lambda layout: exact(layout).step] * 2)
+class _Told(Steps):
+    """Times as a timer of somebody else's tells them: no least one is known."""
+
+    def __init__(self, time: Timer, description: Description, cluster: Cluster) -> None:
+        self._time = cache(lambda layout: time(description, layout, cluster))
+
+    def exact(self, layout: Layout) -> Time:
+        """Return the time of a step."""
+        return self._time(layout)
+
+    def step(self, layout: Layout) -> float:
+        """Return the seconds of a step."""
+        return self._time(layout).step
+
+    least = step
 
 
 def _estimate(peaks: Peaks, layout: Layout, time: Time | None) -> Estimate:

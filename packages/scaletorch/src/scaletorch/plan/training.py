@@ -52,8 +52,9 @@ def as_trained(cluster: Cluster, *, dtype: torch.dtype, backend: str = "gloo") -
         for tp in sorted({1, most, *fewer}, key=lambda tp: (tp > 1, -tp))
     ]
     known = describe(
-        lambda: Llama(MODEL).to(dtype), LENGTH, cuts=[layout.cut for layout in layouts]
-    )
+        lambda: Llama(MODEL).to(dtype), LENGTH, cuts=[layout.cut for layout in layouts],
+        kernels=cluster.device.kernels,
+    )  # fmt: skip
     took = [_median(launch(_train, ranks, each, dtype, backend=backend)) for each in layouts]
     planned = _planned(known, layouts[0], cluster)
     longer = max(0.0, took[0] - planned.step) / planned.computing

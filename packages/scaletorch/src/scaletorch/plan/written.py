@@ -11,7 +11,7 @@ from typing import Any
 from ..dist.errors import InvalidArgumentError
 from .description import Affine, Behaviour, Block, Cut, Description, Parameter, Sent, Work
 
-VERSION = 6
+VERSION = 7
 
 
 def write(description: Description, path: Path) -> None:
@@ -19,6 +19,7 @@ def write(description: Description, path: Path) -> None:
     content = {
         "version": VERSION, "name": description.name, "length": description.length,
         "dtype": description.dtype, "source": description.source, "tied": description.tied,
+        "kernels": description.kernels,
         "blocks": [asdict(block) for block in description.blocks],
         "cuts": [
             {"cut": asdict(cut), "kinds": [asdict(kind) for kind in kinds]}
@@ -46,7 +47,7 @@ def read(path: Path) -> Description:
             tuple(Block(**each) for each in content["blocks"]),
             {Cut(**each["cut"]): tuple(map(_behaviour, each["kinds"])) for each in content["cuts"]},
             {Cut(**cut): why for cut, why in content["refused"]},
-            tuple(map(tuple, content["tied"])), content["source"],
+            tuple(map(tuple, content["tied"])), content["source"], kernels=content["kernels"],
         )  # fmt: skip
         kinds = 1 + max(block.kind for block in found.blocks)
         if type(found.length) is not int or {kinds} != {len(x) for x in found.cuts.values()}:

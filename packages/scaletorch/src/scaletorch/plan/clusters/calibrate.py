@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 import subprocess
@@ -51,9 +50,8 @@ def calibrate(
     entry = entry_of_backend(backend)
     held = 0 if entry is None else entry.group_memory
     device = replace(_device([*found], dtype, ranks), group_memory=held)
-    cores = (os.cpu_count() or 1) if found[0]["device"] == "cpu" else 0
     links = (_links(ranks, seconds, backend),) if ranks > 1 else ()
-    return Cluster(ranks, device, links, cores)
+    return Cluster(ranks, device, links)
 
 
 def _device(found: Sequence[Figures], dtype: torch.dtype, ranks: int) -> Device:
@@ -73,6 +71,7 @@ def _device(found: Sequence[Figures], dtype: torch.dtype, ranks: int) -> Device:
         moving, _median(found, "overhead"), shares, _median(found, "updating"),
         hides=0.0 if first["device"] == "cpu" else 1.0,
         spread=max(0.05, _median(found, "spread")),
+        kernels="cpu" if first["device"] == "cpu" else "cuda",
         source=f"measured with {ranks} ranks, torch {torch.__version__}",
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...dist.errors import InvalidArgumentError
+from ..description import Kernels
 
 Shares = tuple[tuple[float, float], ...]
 
@@ -56,6 +57,7 @@ class Device:
         source: Where the figures are from: a data sheet, or what was measured.
         group_memory: Bytes that each communicator holds of `memory`, as the table of
             `scaletorch.dist.devices` has it.
+        kernels: Of which sort it runs: models are described with them.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Device:
     spread: float = 0.1
     source: str = ""
     group_memory: int = 0
+    kernels: Kernels = "cuda"
 
     def peak(self, dtype: str) -> float:
         """Return operations a second of matrix products of a dtype.
@@ -91,8 +94,6 @@ class Cluster:
         ranks: How many.
         device: Of each rank, as quick as it is while all ranks compute.
         links: By level, the innermost first; the last joins all ranks.
-        cores: How many ranks can compute at once, if there are fewer than ranks and they share
-            them: then each is quicker while others wait. 0 if each rank has a device of its own.
 
     Raises:
         InvalidArgumentError: Links that do not join all ranks, or not in ascending order.
@@ -101,7 +102,6 @@ class Cluster:
     ranks: int
     device: Device
     links: tuple[Link, ...]
-    cores: int = 0
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -117,7 +117,3 @@ class Cluster:
                 f"links miss a level: {self.ranks} ranks, and {joined}; add a link with "
                 f'"ranks": {self.ranks}, its latency and bandwidth'
             )
-
-    def link(self, ranks: int) -> Link:
-        """Return the slowest link inside a group that spans so many consecutive ranks."""
-        return next((link for link in self.links if ranks <= link.ranks), self.links[-1])

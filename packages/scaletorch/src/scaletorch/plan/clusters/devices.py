@@ -1,7 +1,9 @@
 """Devices and clusters by name, as data sheets have them; calibrate for what yours reach.
 
 Peaks are of dense matrix products. Data sheets do not say which share of them programs reach:
-`ASSUMED` is a guess for all of them, and `spread` says how far it may be off.
+`ASSUMED` is a guess for all of them, and `spread` says how far it may be off. Attention of `HOPPER`
+was measured: cuDNN's, causal, 8,192 positions of 32 query and 8 key/value heads of 128 in bfloat16
+took 1.01 ms forward and 2.97 ms backward on an H200.
 """
 
 from __future__ import annotations
@@ -19,6 +21,11 @@ ASSUMED: dict[str, Shares] = {
     "attention backward": ((1e8, 0.08), (1e10, 0.35)),
     "other": ((1e6, 0.3), (1e8, 0.8)),
 }
+HOPPER: dict[str, Shares] = {
+    **ASSUMED,
+    "attention": (*ASSUMED["attention"], (5.5e11, 0.55)),
+    "attention backward": (*ASSUMED["attention backward"], (1.37e12, 0.47)),
+}
 _OVERHEAD = 3e-6  # seconds between two kernels; assumed as well
 _SPREAD = 0.3
 _NCCL_GROUP = 512 * 2**20  # of each communicator, as in the table of devices
@@ -28,8 +35,9 @@ def _device(name: str, gib: int, half: float, single: float, moving: float, sour
     flops = {"float16": half, "bfloat16": half, "float32": single}
     if "V100" in name:
         del flops["bfloat16"]
+    shares = HOPPER if name.startswith("H") else ASSUMED
     return Device(
-        name, gib * GIB, flops, moving, _OVERHEAD, ASSUMED, spread=_SPREAD,
+        name, gib * GIB, flops, moving, _OVERHEAD, shares, spread=_SPREAD,
         source=f"{source}; shares of the peaks are assumed", group_memory=_NCCL_GROUP,
     )  # fmt: skip
 

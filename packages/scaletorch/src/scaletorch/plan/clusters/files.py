@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 from ...dist.errors import InvalidArgumentError
+from ..description import Kernels
 from .cluster import Cluster, Device, Link, Shares
 from .devices import device_named
 from .units import BYTES, BYTES_A_SECOND, FLOPS, SECONDS, quantity
 
 # Calls as the bench names them, and as descriptions do, if these are others.
 _CALLS = {"send_recv": "send"}
-_DEVICE = {
-    "name", "memory", "flops", "moving", "overhead", "efficiency", "updating", "hides", "spread",
-    "source", "group_memory",
-}  # fmt: skip
+_DEVICE = {field.name for field in fields(Device)}
+_UNITS = {"overhead": SECONDS, "updating": BYTES_A_SECOND, "group_memory": BYTES}
 _DOUBTFUL = 1.0  # constants with a larger relative error are noise
 
 
@@ -42,7 +41,7 @@ def read_cluster(path: Path, ranks: int | None = None) -> Cluster:
             links that do not join all ranks.
     """
     content = _json(path)
-    _fields(content, {"ranks", "device", "links"}, {"cores"}, str(path))
+    _fields(content, {"ranks", "device", "links"}, set(), str(path))
     given = content["device"]
     device = device_named(given) if isinstance(given, str) else device_of(given, f"{path}: device")
     if not isinstance(content["links"], list):
@@ -51,10 +50,9 @@ def read_cluster(path: Path, ranks: int | None = None) -> Cluster:
         _link(each, f"{path}: link {at}", path.parent) for at, each in enumerate(content["links"])
     )
     number = _whole(content["ranks"], f"{path}: ranks")
-    cores = _whole(content.get("cores", 0), f"{path}: cores", least=0)
     if ranks is not None and ranks > number:
         raise InvalidArgumentError(f"{path} has {number} ranks, and the job {ranks}")
-    return Cluster(number if ranks is None else ranks, device, links, cores)
+    return Cluster(number if ranks is None else ranks, device, links)
 
 
 def read_bench(path: Path) -> Link:
@@ -93,6 +91,10 @@ def device_of(given: Any, where: str) -> Device:
         raise InvalidArgumentError(f'{where}: flops go by dtype, such as {{"bfloat16": "312e12"}}')
     if not isinstance(given.get("efficiency", {}), Mapping):
         raise InvalidArgumentError(f"{where}: efficiency goes by sort of operation")
+    more = {
+        name: quantity(given[name], units, f"{where}: {name}")
+        for name, units in _UNITS.items() if given.get(name)
+    }  # fmt: skip
     return Device(
         str(given["name"]),
         int(quantity(given["memory"], BYTES, f"{where}: memory")),
@@ -101,21 +103,24 @@ def device_of(given: Any, where: str) -> Device:
             for dtype, each in given["flops"].items()
         },
         quantity(given["moving"], BYTES_A_SECOND, f"{where}: moving"),
-        quantity(given.get("overhead", 0), SECONDS, f"{where}: overhead"),
+        more.get("overhead", 0.0),
         {
             name: _shares(pairs, f"{where}: efficiency of {name}")
             for name, pairs in given.get("efficiency", {}).items()
         },
-        quantity(given["updating"], BYTES_A_SECOND, f"{where}: updating")
-        if given.get("updating")
-        else 0.0,
+        more.get("updating", 0.0),
         _share(given.get("hides", 1.0), f"{where}: hides"),
         _share(given.get("spread", 0.1), f"{where}: spread"),
         str(given.get("source", "")),
-        int(quantity(given["group_memory"], BYTES, f"{where}: group_memory"))
-        if given.get("group_memory")
-        else 0,
+        int(more.get("group_memory", 0)),
+        _kernels(given.get("kernels", "cuda"), f"{where}: kernels"),
     )
+
+
+def _kernels(given: object, where: str) -> Kernels:
+    if given in get_args(Kernels):
+        return cast(Kernels, given)
+    raise InvalidArgumentError(f"{where} must be one of {', '.join(get_args(Kernels))}: {given!r}")
 
 
 def _link(given: Any, where: str, folder: Path) -> Link:
@@ -160,9 +165,9 @@ def _shares(given: Any, where: str) -> Shares:
     return pairs
 
 
-def _whole(given: object, where: str, least: int = 1) -> int:
-    if not isinstance(given, int) or isinstance(given, bool) or given < least:
-        raise InvalidArgumentError(f"{where} must be a whole number from {least}, got {given!r}")
+def _whole(given: object, where: str) -> int:
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise InvalidArgumentError(f"{where} must be a whole number from 1, got {given!r}")
     return given
 
 

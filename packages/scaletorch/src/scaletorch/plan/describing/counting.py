@@ -38,7 +38,7 @@ def flops_of(func: Any, args: Any, inputs: Sequence[Tensor], outputs: Sequence[T
     """Return multiplications and additions; half of attention's if it is causal."""
     name = func._schema.name
     if "attention" in name:
-        return _attention(name, inputs, args)
+        return _attention(func, inputs, args)
     if func is aten._grouped_mm.default:  # of all tokens with the experts they go to
         a, b = inputs[:2]
         return 2.0 * a.numel() * b.shape[-1]
@@ -48,12 +48,13 @@ def flops_of(func: Any, args: Any, inputs: Sequence[Tensor], outputs: Sequence[T
     return float(formula(*args, out_val=outputs[0] if len(outputs) == 1 else tuple(outputs)))
 
 
-def _attention(name: str, inputs: Sequence[Tensor], args: Any) -> float:
-    backward = "backward" in name
+def _attention(func: Any, inputs: Sequence[Tensor], args: Any) -> float:
+    backward = "backward" in func._schema.name
     query, key, value = inputs[1:4] if backward else inputs[:3]
     rows = query.shape[:-1].numel()
     products = rows * key.shape[-2] * (query.shape[-1] + value.shape[-1]) * 2.0
-    causal = any(arg is True for arg in args)
+    names = [argument.name for argument in func._schema.arguments]
+    causal = dict(zip(names, args, strict=False)).get("is_causal", False)
     return products * (2.5 if backward else 1.0) * (0.5 if causal else 1.0)
 
 

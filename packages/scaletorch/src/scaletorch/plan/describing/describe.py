@@ -15,7 +15,7 @@ from ...compose.own_loss import LossFunction
 from ...compose.row_dims import RowDims
 from ...dist.errors import InvalidArgumentError, ScaletorchError
 from ...parallel.pipeline_parallel import Split, meta_parameters
-from ..description import Behaviour, Block, Cut, Description
+from ..description import Behaviour, Block, Cut, Description, Kernels
 from .blocks import block_of, blocks_of, inner
 from .job import Job
 
@@ -35,6 +35,7 @@ def describe(
     sequence_dims: RowDims | None = None,
     loss_fn: LossFunction | None = None,
     name: str = "",
+    kernels: Kernels = "cpu",
 ) -> Description:
     """Describe a model for planning; nothing is computed, and no memory of its size is taken.
 
@@ -53,6 +54,8 @@ def describe(
         sequence_dims: As for `shard_global_batch`.
         loss_fn: As for `train_step`; None is the cross entropy of tokens.
         name: Of the model; by default that of its class.
+        kernels: By which device's it runs: "cuda" for the cards of the table, "cpu" for ranks on
+            cores of a machine.
 
     Raises:
         InvalidArgumentError: The model needs data to be built, has no list of layers, or cannot run
@@ -64,7 +67,8 @@ def describe(
     refused: dict[Cut, str] = {}
     given = batch or _tokens(length)
     dims = {"row_dims": row_dims, "sequence_dims": sequence_dims}
-    job = Job(partial(_built, build), model, blocks, chosen, given, plan, split, dims, loss_fn)
+    made = partial(_built, build)
+    job = Job(made, model, blocks, chosen, given, plan, split, dims, loss_fn, kernels)
     for cut in dict.fromkeys((Cut(), *(usual_cuts(8) if cuts is None else cuts))):
         try:
             # Torch sets new context variables at each call of its own settings, and leaves them.
@@ -76,7 +80,7 @@ def describe(
     first = next(p for p in model.parameters())
     return Description(
         name or type(model).__name__, length, str(first.dtype).removeprefix("torch."), blocks,
-        known, refused, _tied(model, blocks), f"torch {torch.__version__}",
+        known, refused, _tied(model, blocks), f"torch {torch.__version__}", kernels=kernels,
     )  # fmt: skip
 
 

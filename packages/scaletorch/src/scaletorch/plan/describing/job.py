@@ -22,6 +22,7 @@ from .blocks import block_of, fill, inner, thin_out
 from .failing import own_code
 from .figures import behaviour
 from .hollow import Hollow
+from .kernels import kernels_of
 from .observed import Observed
 from .watching import watch
 from .world import pretended
@@ -45,6 +46,7 @@ class Job:
         split: As for `parallelize`.
         dims: How `shard_global_batch` is to read batches.
         loss_fn: As for `train_step`.
+        kernels: Of which device, "cpu" or "cuda".
     """
 
     build: Callable[[], nn.Module]
@@ -56,6 +58,7 @@ class Job:
     split: Split | None
     dims: Mapping[str, Any]
     loss_fn: LossFunction | None
+    kernels: str
 
     def measure(self, cut: Cut) -> tuple[Behaviour, ...]:
         """Return how each kind behaves in a cut.
@@ -79,7 +82,7 @@ class Job:
         seen = Observed(axes, self.blocks[-1].kind, selective=cut.selective)
         hollow = Hollow(seen)
         fill(model, hollow.make)
-        with hollow:
+        with hollow, kernels_of(self.kernels):
             parallel = parallelize(
                 model, manager, plan=self.plan, split=self.split,
                 sequence_parallel=cut.sequence_parallel, cp_method=cut.cp_method or "ring",

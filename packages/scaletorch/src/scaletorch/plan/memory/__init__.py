@@ -1,13 +1,5 @@
-"""Bytes on the ranks of a layout: what a plan says, and what a rank really holds."""
+"""Bytes on the ranks of a layout: what a plan says of them."""
 
-from .closed import Line, before, kept_by_autograd, lines, memory, peak, summed_gradients
+from .closed import Line, before, chunks_of, lines, memory, peak
 
-__all__ = [
-    "Line",
-    "before",
-    "kept_by_autograd",
-    "lines",
-    "memory",
-    "peak",
-    "summed_gradients",
-]
+__all__ = ["Line", "before", "chunks_of", "lines", "memory", "peak"]

@@ -101,35 +101,6 @@ def before(known: Known, layout: Layout) -> int:
     return max(own.parameters + own.gradients + own.optimizer for own in each)
 
 
-def summed_gradients(description: Description, layout: Layout) -> tuple[int, ...]:
-    """Return the bytes of gradients on each rank of the pipeline when a step has made all.
-
-    Raises:
-        InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
-    """
-    known = Known(description)
-    each = [state(known, layout, number) for number in known.numbers(layout)]
-    return tuple(own.gradients + own.brought + own.last for own in each)
-
-
-def kept_by_autograd(description: Description, layout: Layout) -> tuple[int, ...]:
-    """Return the most bytes that autograd keeps on each rank of the pipeline.
-
-    Not the same as `Memory.activations`, which have what halves of backwards leave.
-
-    Raises:
-        InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
-    """
-    known = Known(description)
-    return tuple(
-        max(
-            sum(n * own.kept for n, own in zip(m.whole, chunks_of(known, layout, at), strict=True))
-            for m in alive(layout, rank)
-        )
-        for rank, at in enumerate(known.numbers(layout))
-    )
-
-
 def lines(
     description: Description,
     layout: Layout,

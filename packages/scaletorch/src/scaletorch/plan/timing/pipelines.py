@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ...parallel.pg_manager import Grid
 from ...parallel.pipeline_parallel import Costs, Schedule, Timeline, simulate
+from ...parallel.pipeline_parallel.schedules import rank_ends
 from ..layout import Layout
 from ..stages import schedule_of
 
@@ -71,10 +72,7 @@ def _ends(
 ) -> list[float]:  # fmt: skip
     layout = Layout(Grid(pp=ranks), schedule=schedule, chunks=chunks, micro_batches=number)
     costs = Costs(forward, backward, inputs, weights, message, stages)
-    found = [0.0] * ranks
-    for span in simulate(schedule_of(layout), costs).spans:
-        found[span.rank] = max(found[span.rank], span.end)
-    return found
+    return rank_ends(schedule_of(layout), costs)
 
 
 def simulated(schedule: Schedule, stages: Sequence[Stage], message: float) -> Timeline:

@@ -59,37 +59,12 @@ def time(description: Description, layout: Layout, cluster: Cluster) -> Time:
         InvalidArgumentError: The model is not described so, or cannot be cut so; or the device has
             no figure for its dtype.
     """
-    return timer(description, cluster)(layout)
+    return Steps(description, cluster).exact(layout)
 
 
 def timer(description: Description, cluster: Cluster) -> Callable[[Layout], Time]:
     """Return `time` for many layouts of one model: what they share is worked out once."""
-    return steps_of(description, cluster).exact
-
-
-class Steps(NamedTuple):
-    """What tells how long layouts of one model take on a cluster.
-
-    Attributes:
-        exact: Returns `time` of a layout.
-        step: Returns the seconds of its step alone, sooner.
-        least: Returns seconds that its step takes at the least, much sooner: a rank of its pipeline
-            begins when the first micro-batch comes, and computes without a pause.
-    """
-
-    exact: Callable[[Layout], Time]
-    step: Callable[[Layout], float]
-    least: Callable[[Layout], float]
-
-
-def steps_of(description: Description, cluster: Cluster) -> Steps:
-    """Return what tells the times of many layouts of one model."""
-    known, times = Known(description), _Steps(description, cluster)
-    return Steps(
-        lambda layout: times.time(layout, times.ranks(known, layout)),
-        lambda layout: times.step(layout, times.ranks(known, layout)),
-        lambda layout: times.least(known, layout),
-    )
+    return Steps(description, cluster).exact
 
 
 def timeline(description: Description, layout: Layout, cluster: Cluster) -> Timeline:
@@ -105,16 +80,17 @@ def timeline(description: Description, layout: Layout, cluster: Cluster) -> Time
     Raises:
         InvalidArgumentError: As `time`.
     """
-    times = _Steps(description, cluster)
-    stages = times.stages(layout, times.ranks(Known(description), layout))
+    times = Steps(description, cluster)
+    stages = times.stages(layout, times.ranks(layout))
     return simulated(schedule_of(layout), stages, times.message(layout))
 
 
-class _Steps:
-    """Times of layouts of one model on a cluster."""
+class Steps:
+    """Times of layouts of one model on a cluster: what they share is worked out once."""
 
     def __init__(self, description: Description, cluster: Cluster) -> None:
         self._description, self._cluster = description, cluster
+        self._known = Known(description)
         self._spends: Spends = {}
         self._kinds: dict[tuple[object, ...], list[Kind]] = {}
         self._ranks: dict[tuple[object, ...], Rank] = {}
@@ -123,33 +99,26 @@ class _Steps:
             lambda grid: {a: route(grid, a, cluster) for a in (*INNER, *OUTER, WORLD)}
         )
 
-    def ranks(self, known: Known, layout: Layout) -> list[Rank]:
+    def ranks(self, layout: Layout) -> list[Rank]:
         """Return what the ranks of the pipeline take; equal ones are worked out once."""
-        ways, kinds = self._routes(layout.grid), self._kinds_of(layout)
+        ways = self._routes(layout.grid)
         key = layout.cut, layout.micro_rows, layout.recompute, *(ways[axis] for axis in INNER)
         rounds = layout.micro_batches if layout.zero >= 2 else 1
         own = (*key, layout.zero, rounds, *(ways[axis] for axis in OUTER))
-        numbers = known.numbers(layout)
+        numbers = self._known.numbers(layout)
         for number in {*numbers}:
             if (number, *own) not in self._ranks:
-                self._ranks[number, *own] = self._rank(known, layout, kinds, number, ways)
+                if key not in self._kinds:
+                    self._kinds[key] = kinds_of(
+                        self._description, layout, self._cluster, ways, self._spends
+                    )
+                self._ranks[number, *own] = self._rank(layout, self._kinds[key], number, ways)
         return [self._ranks[number, *own] for number in numbers]
 
-    def _kinds_of(self, layout: Layout) -> list[Kind]:
-        """Return what the kinds of blocks take in a layout."""
-        ways = self._routes(layout.grid)
-        key = layout.cut, layout.micro_rows, layout.recompute, *(ways[axis] for axis in INNER)
-        if key not in self._kinds:
-            self._kinds[key] = kinds_of(
-                self._description, layout, self._cluster, ways, self._spends
-            )
-        return self._kinds[key]
-
     def _rank(
-        self, known: Known, layout: Layout, kinds: list[Kind], number: int,
-        ways: Mapping[str, Route],
-    ) -> Rank:  # fmt: skip
-        content = known.content(number)
+        self, layout: Layout, kinds: list[Kind], number: int, ways: Mapping[str, Route]
+    ) -> Rank:
+        content = self._known.content(number)
         stages = [
             Stage(
                 sum(n * kinds[kind].forward.total for kind, n in chunk),
@@ -161,23 +130,24 @@ class _Steps:
         own = [(kinds[kind], n) for kind, n in content.kinds.items()]
         forward = sum(n * kind.forward.computing for kind, n in own)
         backward = sum(n * kind.backward.computing for kind, n in own)
-        groups = known.groups(layout, number)
+        groups = self._known.groups(layout, number)
         end = ended(groups, layout, forward, backward, self._cluster, ways)
         return Rank(stages, own, end, sum(end.exposed.values()) + end.update)
 
-    def least(self, known: Known, layout: Layout) -> float:
-        """Return seconds that a step takes at the least, as far as roundings leave that sure.
+    def least(self, layout: Layout) -> float:
+        """Return seconds that a step takes at the least, much sooner than those that it takes.
 
-        Of the first and the last rank of equal ones: until the first micro-batch comes, all that
-        it computes, and if backwards are whole, the way of the last one back to the first rank.
+        As far as roundings leave that sure. Of the first and the last rank of equal ones: until the
+        first micro-batch comes, all that it computes without a pause, and if backwards are whole,
+        the way of the last one back to the first rank.
         """
-        ranks, number = self.ranks(known, layout), layout.micro_batches
+        ranks, number = self.ranks(layout), layout.micro_batches
         coming, going = [0.0], [0.0]  # of the chunks that come first
         for rank in ranks:
             coming.append(coming[-1] + rank.stages[0].forward)
             going.append(going[-1] + rank.stages[0].backward)
         found = 0.0
-        for _, at in known.ends(layout):
+        for _, at in self._known.ends(layout):
             own = ranks[at]
             busy = number * sum(each.forward + each.backward for each in own.stages)
             done = SURE * (coming[at] + busy)
@@ -198,14 +168,13 @@ class _Steps:
         way = self._routes(layout.grid)["pp"]
         key = layout.cut, layout.micro_rows, way
         if key not in self._messages:
-            behaviours = self._description.behaviours(layout.cut)
-            kinds = {block.kind for block in self._description.blocks if block.place != "last"}
-            handed = max(behaviours[kind].handed.at(layout.micro_rows) for kind in kinds)
+            handed = self._known.handed(layout)
             self._messages[key] = seconds("send", 1, handed, way, self._cluster)
         return self._messages[key]
 
-    def step(self, layout: Layout, ranks: list[Rank]) -> float:
-        """Return the seconds of a step."""
+    def step(self, layout: Layout) -> float:
+        """Return the seconds of a step alone, sooner than all that `exact` says of it."""
+        ranks = self.ranks(layout)
         done = ends(layout, self.stages(layout, ranks), self.message(layout))
         after = [rank.after for rank in ranks]
         return max(a + b for a, b in zip(done, after, strict=True)) + self._control(layout)
@@ -216,8 +185,9 @@ class _Steps:
             seconds("all_reduce", n, 0, ways[axis], self._cluster) for axis, n in CONTROL.items()
         )
 
-    def time(self, layout: Layout, ranks: list[Rank]) -> Time:
+    def exact(self, layout: Layout) -> Time:
         """Return the time of a step."""
+        ranks = self.ranks(layout)
         message, order = self.message(layout), self.stages(layout, ranks)
         done, control = ends(layout, order, message), self._control(layout)
         totals = [end + rank.after for end, rank in zip(done, ranks, strict=True)]

@@ -15,7 +15,7 @@ from .builders import (
 from .messages import Receive, Send, derive_messages
 from .numbering import ScheduleError
 from .schedule import Action, Schedule, Span, Timeline
-from .simulate import Costs, Report, check, simulate
+from .simulate import Costs, Report, check, rank_ends, simulate
 
 __all__ = [
     "SCHEDULES",
@@ -37,6 +37,7 @@ __all__ = [
     "interleaved_1f1b",
     "looped_breadth_first",
     "one_f_one_b",
+    "rank_ends",
     "simulate",
     "zb_h1",
     "zb_v",

@@ -137,6 +137,18 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     return Timeline(schedule, tuple(spans))
 
 
+def rank_ends(schedule: Schedule, costs: Costs) -> list[float]:
+    """Predict when each rank ends its last action: what `simulate` says, sooner.
+
+    Raises:
+        ScheduleError: A schedule that `check` refuses.
+        InvalidArgumentError: Factors for another number of stages.
+    """
+    numbered = number(schedule)
+    ends = run(numbered, costs).ends
+    return [ends[slots[-1]] for slots in numbered.slots]
+
+
 def run(numbered: Numbered, costs: Costs) -> Times:
     """Return the times of a schedule: every rank runs its actions in order.
 

@@ -1,0 +1,97 @@
+"""What cards compute in one kernel where the CPU takes several, which keep more for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def kernels_of(device: str) -> AbstractContextManager[Any]:
+    """Let hollow tensors, which are the CPU's, be computed by the kernels of "cpu" or "cuda"."""
+    return _OfCuda() if device == "cuda" else nullcontext()
+
+
+class _OfCuda(TorchFunctionMode):
+    """Calls one operator of CUDA's where torch would choose several for tensors of the CPU."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run a function of torch."""
+        return _FUSED.get(func, func)(*args, **(kwargs or {}))
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Attend by flash (cuDNN's operator keeps the same), or as torch does where that does not fit.
+
+    Kept are q, k and v, grouped heads as they are, `out` and a log-sum-exp of float32. Masks that
+    are not learned go to cuDNN, float32 to the efficient operator, and all else to plain products.
+    """
+    half = query.dtype in _HALF and query.shape[-1] == value.shape[-1]
+    learned = attn_mask is not None and attn_mask.requires_grad
+    grouped = enable_gqa and query.shape[1] != key.shape[1]
+    mask = None if attn_mask is None else _added(attn_mask, query)
+    options: dict[str, Any] = {"scale": scale}
+    call: Any = aten._scaled_dot_product_efficient_attention
+    more: tuple[Any, ...] = (mask, True, dropout_p, is_causal)
+    if half and mask is None and query.ndim == 4:
+        call, more = aten._scaled_dot_product_flash_attention, (dropout_p, is_causal, False)
+    elif half and not learned and query.ndim == 4:
+        call, more = aten._scaled_dot_product_cudnn_attention, (*more, False)
+    elif grouped or query.ndim != 4 or query.dtype == torch.float64:
+        call, more = aten._scaled_dot_product_attention_math, (mask, dropout_p, is_causal)
+        options["enable_gqa"] = grouped
+    out: Tensor = call(query, key, value, *more, **options)[0]
+    return out
+
+
+def _added(mask: Any, query: Tensor) -> Tensor:
+    """Return a mask as it is added to scores."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+
+
+def _rms_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Normalize in one kernel that keeps its input and a float32 a row.
+
+    torch's own operator of it is taken apart for the CPU before anybody sees it: layer norm's moves
+    as much, and keeps one number a row more.
+    """
+    if weight is not None and weight.dtype != input.dtype:
+        return F.rms_norm(input, normalized_shape, weight, eps)  # several kernels there, too
+    return F.layer_norm(input, normalized_shape, weight, None, 1e-6 if eps is None else eps)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Drop in one kernel, which keeps a mask of bytes."""
+    if not training or p == 0 or inplace:
+        return F.dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, training)[0]
+
+
+_FUSED: dict[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: _attention,
+    F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
+    F.dropout: _dropout,
+}
