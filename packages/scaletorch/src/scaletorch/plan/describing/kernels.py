@@ -62,7 +62,7 @@ def _attention(
     return out
 
 
-def _added(mask: Any, query: Tensor) -> Tensor:
+def _added(mask: Tensor, query: Tensor) -> Tensor:
     """Return a mask as it is added to scores."""
     if mask.dtype != torch.bool:
         return mask
