@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,6 +30,7 @@ CPU = torch.device("cpu")
 def uncompiled(monkeypatch):
     """Run what would be compiled as it is: all scores at once, which CPU can go back through."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    get_torch_obj_rule_map()  # once for all: the compiler must not take the next line's for torch's
     monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
     monkeypatch.setattr(flex, "_compiled", lambda: flex._attended)
 
