@@ -17,7 +17,7 @@ from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.context_parallel import attention
 from scaletorch.parallel.pg_manager import setup_process_group_manager
 
-LIBRARY = "/src/scaletorch/"
+LIBRARY = "/scaletorch/"  # of sources, and of installed wheels
 WARM = 3  # calls before the one that is traced
 
 

@@ -194,3 +194,59 @@ def test_seeds_agree_over_tp_alone():
     assert first == again
     assert by_place[0, 0] == by_place[0, 1] != by_place[1, 0] == by_place[1, 1]
     assert run_ranks(draws, 4, 2)[0] != first[0]
+
+
+class Counting(nn.Module):
+    """A layer that depends on how often it was called, as a warm-up of its own does."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen = self.calls
+        return x + torch.tanh(self.inner(x) / self.calls)
+
+
+class OfCounting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+        self.layers = nn.ModuleList(Counting() for _ in range(2))
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def counted(sizes, way):
+    """Train three steps; return the losses, and the weights and counts of this rank."""
+    manager = setup_process_group_manager(**sizes)
+    torch.manual_seed(0)
+    model = parallelize(OfCounting().double(), manager, recompute=way)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for step in range(3):
+        tokens = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(step))
+        batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+        losses.append(train_step(model, shard_global_batch(batch, 1, manager)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    counts = {name: each.calls for name, each in model.named_modules() if hasattr(each, "calls")}
+    destroy_process_group_manager()
+    return losses, {name: p.detach() for name, p in model.named_parameters()}, counts
+
+
+@pytest.mark.parametrize("sizes", [{"dp_size": 4}, {"dp_size": 2, "pp_size": 2}], ids=str)
+@pytest.mark.parametrize("way", [True, "selective"])
+def test_what_counts_its_calls_counts_each_once(sizes, way):
+    plain, again = run_ranks(counted, 4, sizes, False), run_ranks(counted, 4, sizes, way)
+    for (losses, weights, counts), (others, found, calls) in zip(plain, again, strict=True):
+        assert others == losses
+        assert calls == counts
+        assert 3 in counts.values()
+        assert {*counts.values()} <= {0, 3}  # 0 in layers of other stages
+        assert all(torch.equal(found[name], weight) for name, weight in weights.items())

@@ -12,11 +12,10 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed import ProcessGroup
 
 from .agreement import agree
-from .collectives.arguments import check_target
 from .collectives.reduce import all_reduce
 from .errors import InvalidArgumentError
 from .wire.backend import broadcast_ints
-from .wire.checks import begin, describe, tells_failure
+from .wire.checks import begin, check_target, describe, tells_failure
 from .wire.ops import Op, op_name
 from .wire.recipes import recipe_for
 from .world.info import group_ranks

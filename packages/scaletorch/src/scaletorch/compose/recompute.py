@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import (
 
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pipeline_parallel import Split, layers_of
+from .plain import plain_attributes
 
 _Inner = Callable[..., Any]
 _Kept = tuple[torch.device | None, Tensor]  # where it was, if it is elsewhere, and what is kept
@@ -25,6 +27,7 @@ _Kept = tuple[torch.device | None, Tensor]  # where it was, if it is elsewhere, 
 # out, whose [L, L] scores take the most memory.
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::convolution")
 _ATTENTION = "aten::_scaled_dot_product_"
+_constant: WeakSet[nn.Module] = WeakSet()  # layers whose forward changes no plain attribute
 
 
 def recompute_layers(
@@ -33,7 +36,9 @@ def recompute_layers(
     """Let every layer of `model` keep less on the device between forward and backward, in place.
 
     With True a layer drops its activations and runs again in backward; it communicates again as it
-    did in forward, and random draws, such as dropout's, are the same both times.
+    did in forward, and random draws, such as dropout's, are the same both times. So are numbers and
+    texts that its modules keep as plain attributes, such as a count of calls: they are put back for
+    the second run, which leaves them as it found them.
 
     With "selective" the results of matrix products, convolutions and attention kernels are kept,
     and all else runs again: norms, activation functions, attention written out, and what the layer
@@ -89,7 +94,40 @@ def _around(forward: _Inner, run: Callable[..., Any]) -> _Inner:
 
 
 def _recomputed(inner: _Inner, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(inner, layer, *args, use_reentrant=False, **kwargs)
+    return checkpoint(_repeatable(inner, layer), layer, *args, use_reentrant=False, **kwargs)
+
+
+def _repeatable(inner: _Inner, layer: nn.Module) -> _Inner:
+    """Return a layer's forward that starts from the same plain attributes when it runs again."""
+    if torch.compiler.is_compiling() or layer in _constant:
+        return inner
+    modules, first = [*layer.named_modules()], list[dict[str, Any]]()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        now = plain_attributes(modules)
+        if not first:
+            first.append(now)
+            result = inner(*args, **kwargs)
+            if plain_attributes(modules) == now:
+                _constant.add(layer)
+            return result
+        _put_back(modules, *first)
+        try:
+            return inner(*args, **kwargs)
+        finally:  # torch ends the second run by an exception
+            _put_back(modules, now)
+
+    return run
+
+
+def _put_back(modules: Sequence[tuple[str, nn.Module]], values: Mapping[str, Any]) -> None:
+    for prefix, module in modules:
+        for name in plain_attributes([(prefix, module)]):
+            own = name.rpartition(".")[2]
+            if name in values:
+                vars(module)[own] = values[name]
+            else:  # made since
+                del vars(module)[own]
 
 
 def _selected(inner: _Inner, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +135,8 @@ def _selected(inner: _Inner, layer: nn.Module, *args: Any, **kwargs: Any) -> Any
     if torch.compiler.is_compiling() or _in_checkpoint():
         return inner(layer, *args, **kwargs)
     contexts = partial(create_selective_checkpoint_contexts, _policy)
-    return checkpoint(inner, layer, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    run = _repeatable(inner, layer)
+    return checkpoint(run, layer, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -13,11 +13,18 @@ from torch.distributed import ProcessGroup
 from ..errors import InvalidArgumentError, MismatchError
 from ..transport.ways import way_of
 from ..wire.backend import as_bytes, gather_ints, on_wire
-from ..wire.checks import begin, checking, tells_failure
+from ..wire.checks import (
+    begin,
+    check_form_with_list,
+    check_list,
+    check_target,
+    check_tensor,
+    checking,
+    tells_failure,
+)
 from ..wire.sums import as_one
 from ..wire.work import Async, Sync, Work, given, settled
 from ..world.info import get_dist_info, get_world_size, group_ranks
-from .arguments import check_form_with_list, check_list, check_target, check_tensor
 
 Group = ProcessGroup | None
 

@@ -12,9 +12,8 @@ from torch.distributed import ProcessGroup
 from ..errors import InvalidArgumentError
 from ..transport.ways import arrived, way_of
 from ..wire.backend import bring_home, broadcast_ints, on_wire
-from ..wire.checks import begin, tells_failure
+from ..wire.checks import begin, check_list, check_member, check_target, tells_failure
 from ..wire.work import Async, Sync, Work, nothing, settled
-from .arguments import check_list, check_member, check_target
 
 Group = ProcessGroup | None
 

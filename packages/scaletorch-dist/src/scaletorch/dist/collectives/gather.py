@@ -12,16 +12,17 @@ from torch.distributed import ProcessGroup
 
 from ..transport.ways import way_of
 from ..wire.backend import on_wire
-from ..wire.checks import begin, tells_failure
-from ..wire.work import Async, Sync, Work, settled
-from ..world.info import get_world_size
-from .arguments import (
+from ..wire.checks import (
+    begin,
     check_form_with_list,
     check_list,
     check_member,
     check_target,
     check_tensor,
+    tells_failure,
 )
+from ..wire.work import Async, Sync, Work, settled
+from ..world.info import get_world_size
 
 Group = ProcessGroup | None
 

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 from torch.distributed import ProcessGroup
 
-from ..collectives.arguments import check_member
 from ..errors import InvalidArgumentError
 from ..wire.backend import gather_ints
-from ..wire.checks import begin, tells_failure
+from ..wire.checks import begin, check_member, tells_failure
 from ..world.info import group_ranks
 from .byte_moves import Buffer, all_gather_bytes, broadcast_bytes, errors_of_all, gather_bytes
 from .packing import Parcel, Terms, dump_object, load_object, pickle_allowed
