@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,6 @@ _Kept = tuple[torch.device | None, Tensor]  # where it was, if it is elsewhere, 
 # out, whose [L, L] scores take the most memory.
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::convolution")
 _ATTENTION = "aten::_scaled_dot_product_"
-_constant: WeakSet[nn.Module] = WeakSet()  # layers whose forward changes no plain attribute
 
 
 def recompute_layers(
@@ -99,7 +97,7 @@ def _recomputed(inner: _Inner, layer: nn.Module, *args: Any, **kwargs: Any) -> A
 
 def _repeatable(inner: _Inner, layer: nn.Module) -> _Inner:
     """Return a layer's forward that starts from the same plain attributes when it runs again."""
-    if torch.compiler.is_compiling() or layer in _constant:
+    if torch.compiler.is_compiling():
         return inner
     modules, first = [*layer.named_modules()], list[dict[str, Any]]()
 
@@ -107,11 +105,8 @@ def _repeatable(inner: _Inner, layer: nn.Module) -> _Inner:
         now = plain_attributes(modules)
         if not first:
             first.append(now)
-            result = inner(*args, **kwargs)
-            if plain_attributes(modules) == now:
-                _constant.add(layer)
-            return result
-        _put_back(modules, *first)
+            return inner(*args, **kwargs)
+        _put_back(modules, first[0])
         try:
             return inner(*args, **kwargs)
         finally:  # torch ends the second run by an exception
