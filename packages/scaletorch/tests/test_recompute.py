@@ -205,15 +205,22 @@ class Counting(nn.Module):
 
     def forward(self, x):
         self.calls += 1
-        self.seen = self.calls
         return x + torch.tanh(self.inner(x) / self.calls)
 
 
+class Noting(Counting):
+    """One that makes an attribute in its first call."""
+
+    def forward(self, x):
+        self.seen = self.calls + 1
+        return super().forward(x)
+
+
 class OfCounting(nn.Module):
-    def __init__(self):
+    def __init__(self, kind):
         super().__init__()
         self.embed, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
-        self.layers = nn.ModuleList(Counting() for _ in range(2))
+        self.layers = nn.ModuleList(kind() for _ in range(4))
 
     def forward(self, input_ids):
         x = self.embed(input_ids)
@@ -222,11 +229,15 @@ class OfCounting(nn.Module):
         return self.head(x)
 
 
-def counted(sizes, way):
+def counted(sizes, way, compiled=False):
     """Train three steps; return the losses, and the weights and counts of this rank."""
     manager = setup_process_group_manager(**sizes)
     torch.manual_seed(0)
-    model = parallelize(OfCounting().double(), manager, recompute=way)
+    plan = {"head": "column_gather"}
+    model = OfCounting(Counting if compiled else Noting).double()
+    model = parallelize(model, manager, recompute=way, plan=plan)
+    for layer in model.layers if compiled else ():
+        layer.compile(backend="aot_eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for step in range(3):
@@ -240,10 +251,20 @@ def counted(sizes, way):
     return losses, {name: p.detach() for name, p in model.named_parameters()}, counts
 
 
-@pytest.mark.parametrize("sizes", [{"dp_size": 4}, {"dp_size": 2, "pp_size": 2}], ids=str)
-@pytest.mark.parametrize("way", [True, "selective"])
-def test_what_counts_its_calls_counts_each_once(sizes, way):
-    plain, again = run_ranks(counted, 4, sizes, False), run_ranks(counted, 4, sizes, way)
+LAYOUTS = (
+    {"dp_size": 4}, {"dp_size": 2, "pp_size": 2}, {"cp_size": 2, "dp_size": 2},
+    {"tp_size": 2, "dp_size": 2}, {"pp_size": 2, "tp_size": 2},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_what_counts_its_calls_counts_each_once(sizes):
+    plain = run_ranks(counted, 4, sizes, False)
+    for way, compiled in ((True, False), (True, True), ("selective", False)):
+        assert_counted_alike(plain, run_ranks(counted, 4, sizes, way, compiled))
+
+
+def assert_counted_alike(plain, again):
     for (losses, weights, counts), (others, found, calls) in zip(plain, again, strict=True):
         assert others == losses
         assert calls == counts

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 from ..dist.errors import InvalidArgumentError
+from ..parallel.pg_manager.building import call_uncompiled
 from ..parallel.pipeline_parallel import Split, layers_of
 from .plain import plain_attributes
 
@@ -26,6 +27,9 @@ _Kept = tuple[torch.device | None, Tensor]  # where it was, if it is elsewhere, 
 # out, whose [L, L] scores take the most memory.
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::convolution")
 _ATTENTION = "aten::_scaled_dot_product_"
+# Forwards of layers that changed plain attributes of their modules. The compiler traces no second
+# run that starts from other attributes, so these layers run uncompiled.
+_CHANGING: set[_Inner] = set()
 
 
 def recompute_layers(
@@ -92,20 +96,31 @@ def _around(forward: _Inner, run: Callable[..., Any]) -> _Inner:
 
 
 def _recomputed(inner: _Inner, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if not torch.compiler.is_compiling():
+        return _run_twice(inner, layer, args, kwargs)
+    if inner in _CHANGING:
+        return call_uncompiled(_run_twice, inner, layer, args, kwargs)
+    return checkpoint(inner, layer, *args, use_reentrant=False, **kwargs)
+
+
+def _run_twice(
+    inner: _Inner, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     return checkpoint(_repeatable(inner, layer), layer, *args, use_reentrant=False, **kwargs)
 
 
 def _repeatable(inner: _Inner, layer: nn.Module) -> _Inner:
     """Return a layer's forward that starts from the same plain attributes when it runs again."""
-    if torch.compiler.is_compiling():
-        return inner
     modules, first = [*layer.named_modules()], list[dict[str, Any]]()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         now = plain_attributes(modules)
         if not first:
             first.append(now)
-            return inner(*args, **kwargs)
+            output = inner(*args, **kwargs)
+            if plain_attributes(modules) != now:
+                _CHANGING.add(inner)
+            return output
         _put_back(modules, first[0])
         try:
             return inner(*args, **kwargs)
