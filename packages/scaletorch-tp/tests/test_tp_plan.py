@@ -202,11 +202,13 @@ def test_heads_are_counted_also_where_the_module_has_no_counts():
 
 def test_a_model_that_only_resembles_a_family_is_refused():
     far = nn.Sequential(nn.Linear(2, 2))
-    refuse(far, None, 4, "is of no known model family; print(explain(model, 4)) of", "pass it as")
+    refuse(
+        far, None, 4, "no known model family; pass plan=suggest_plan(model, example)", "explain("
+    )
     model = Model()
     for block in model.layers:
         block.mlp.down = block.mlp.__dict__["_modules"].pop("down_proj")
-    refuse(model, None, 1, "is of no known model family; print(explain(model, 1)) of")
+    refuse(model, None, 1, "is of no known model family; pass plan=suggest_plan(model, example)")
     model = Model()
     for block in model.layers:
         block.mlp = nn.ModuleDict({"experts": nn.Linear(2, 2), "router": nn.Linear(2, 2)})

@@ -216,7 +216,7 @@ LAYOUTS = {
 }
 RIGHT = ""
 _ZERO3 = r"stage must be 1 \(.*\) or 2 \(.*\), got 3; for sharded parameters use fully_shard"
-_NO_PLAN = r"UNet has no plan of its own .* writes a plan of its layers: complete it"
+_NO_PLAN = r"UNet has no plan of its own .* pass plan=suggest_plan\(model, example\)"
 _NO_LAYERS = r"cannot tell which modules are the layers: .*UNet has .*; pass Split\("
 _CP = r"cp divides .* it is not known where this batch .* take cp_size=1 and the ranks for dp"
 _LISTS = r"shares sequences out in the layers of .* beside them: .* do without sequence parallelism"

@@ -11,6 +11,7 @@ from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .plans.explain import ExplainedParameter, Explanation, explain
 from .plans.families import FAMILIES, Family
 from .plans.plan import STYLES, Divide, Plan, Style
+from .plans.suggest import suggest_plan
 from .regions.random import common_random, sharded_random
 from .sharing.sequence import sequence_share
 from .sharing.shared_tail import SharedTail
@@ -76,6 +77,7 @@ __all__ = [
     "sharded_random",
     "split_by_owner",
     "split_tensor_along_last_dim",
+    "suggest_plan",
     "take_own",
     "vocab_parallel_cross_entropy",
 ]

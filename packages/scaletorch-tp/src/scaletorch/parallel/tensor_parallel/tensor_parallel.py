@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -17,7 +17,7 @@ from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .layers.multihead import leave_fast_paths
 from .optimizers import watch
 from .plans.plan import Plan
-from .plans.resolve import resolve
+from .plans.suggest import resolve_or_suggest
 from .regions.region import Region
 from .regions.surround import surround
 from .sharing.adapters import Adapter, check_adapters, shard_adapters, without_adapters
@@ -91,7 +91,8 @@ def _apply(
 ) -> Memo:
     """Apply a plan to a model without its adapters; return which shards there are."""
     tp_size, divided = get_world_size(group), divided_modules(model, group)
-    resolved = resolve(model, plan, tp_size, sequence_parallel=sequence_parallel, divided=divided)
+    options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "divided": divided}
+    resolved = resolve_or_suggest(model, plan, tp_size, **options)
     matches = resolved.matches.values()
     layers = {match.module: match.layer for match in matches}
     check_adapters(adapters, layers, sequence_parallel=sequence_parallel and tp_size > 1)

@@ -18,7 +18,8 @@ from ..sharing.adapters import without_adapters
 from .attention import out_features
 from .families import UnplannedError
 from .plan import Match, Plan
-from .resolve import Resolved, resolve
+from .resolve import Resolved
+from .suggest import resolve_or_suggest
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def explain(
         raise InvalidArgumentError(f"tp is a number of ranks, at least 1, got {tp!r}")
     with without_adapters(model):
         try:
-            resolved = resolve(model, plan, tp, sequence_parallel=sequence_parallel)
+            resolved = resolve_or_suggest(model, plan, tp, sequence_parallel=sequence_parallel)
         except UnplannedError:
             return Explanation(tp, (), _skeleton(model))
         return Explanation(tp, tuple(_parameters(model, resolved, tp)))

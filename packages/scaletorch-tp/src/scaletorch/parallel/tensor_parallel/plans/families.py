@@ -351,7 +351,8 @@ def unplanned(model: nn.Module, tp_size: int) -> InvalidArgumentError:
     other += "" if alike is None else str(_foreign(model, alike, names))
     return UnplannedError(
         f"{name} has no plan of its own for its layers (_tp_plan of transformers), and is of no "
-        f"known model family{other}; print(explain(model, {tp_size})) of "
-        "scaletorch.parallel.tensor_parallel writes a plan of its layers: complete it, and pass it "
-        "as plan=, or leave tp_size at 1 and use the other axes"
+        f"known model family{other}; pass plan=suggest_plan(model, example), which finds one by a "
+        "forward of what the model takes, or complete the one that print(explain(model, "
+        f"{tp_size})) writes (both of scaletorch.parallel.tensor_parallel), or leave tp_size at 1 "
+        "and use the other axes"
     )

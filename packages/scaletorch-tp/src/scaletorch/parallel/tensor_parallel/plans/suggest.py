@@ -1,0 +1,391 @@
+"""Write a tensor parallel plan for a model that nobody has written one for, from one forward.
+
+Two linear layers are divided together, the first over its output features ("column") and the
+second over its input features ("row"), where each half of the first one's outputs reaches only the
+same half of the second one's inputs. NaN shows what reaches what: half of the outputs are set to
+NaN, and the inputs of all other layers are looked at. No operation between them has to be known,
+whether it is an activation function, a gate, or attention over heads.
+
+Each proposal is then tried in this process: a rank's shards, run on the same inputs, must give the
+second layer that rank's half of the inputs. What does not stays whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import chain, combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ....dist import get_rank
+from ...pg_manager.building import eagerly, evaluating, matching
+from ..cuts.fused import Fused
+from ..layers.embedding import VocabParallelEmbedding
+from ..layers.multihead import ParallelMultiheadAttention
+from .families import UnplannedError
+from .plan import Divide, Plan, Style, look_up
+from .resolve import Resolved, resolve
+from .trial import Unit, computes_the_same, generic
+
+_MOST_TRIALS = 64  # of integer attributes that may count heads or features
+
+
+def suggest_plan(model: nn.Module, example: Any, tp_size: int = 2) -> dict[str, Style]:
+    """Return a tensor parallel plan for a model, found by running it once and its layers in part.
+
+    Linear layers that fit together are divided, attention by heads; embeddings of the vocabulary
+    and the head are divided, too. Whatever is not understood stays whole on every rank. The first
+    step of a run compares the result with the plain model, as for any plan.
+
+    Args:
+        model: The whole model, with values on a device; it is not changed.
+        example: What one forward takes: a mapping of arguments by name, a tuple of positional ones,
+            or the only one. A short sequence will do.
+        tp_size: Number of ranks the plan is for; each must get whole heads.
+
+    Returns:
+        Pattern of module names -> style; empty if nothing can be divided.
+
+    Example:
+        >>> plan = suggest_plan(model, {"input_ids": torch.arange(8)[None]}, tp_size=2)
+        >>> parallelize(model, manager, plan=plan)
+    """
+    styles: dict[str, Style] = {}
+    with evaluating(model), torch.no_grad(), torch.random.fork_rng(), eagerly():
+        units = _record(model, example)
+        found: dict[tuple[Any, ...], dict[str, Style]] = {}
+        for unit in sorted(units, key=lambda unit: unit.args is None):
+            own = found.setdefault(unit.signature, {})
+            if not own and unit.args is not None:
+                own.update(_suggest(unit, tp_size))
+            styles |= {f"{unit.name}.{name}".strip("."): style for name, style in own.items()}
+        if styles:
+            inside = {module for unit in units if unit.name for module in unit.module.modules()}
+            styles |= _of_vocabulary(model, inside, example)
+    return _as_patterns(styles, model)
+
+
+def _record(model: nn.Module, example: Any) -> list[Unit]:
+    """Run the model; return its units, each with its linear layers and its first call."""
+    modules = dict(model.named_modules())
+    linears = {name: m for name, m in modules.items() if _is_linear(name, m)}
+    listed = [
+        f"{name}.{index}".strip(".")
+        for name, module in modules.items()
+        if isinstance(module, nn.ModuleList)
+        for index, _ in enumerate(module)
+    ]
+    units = {name: Unit(name, modules[name]) for name in ["", *listed] if name in modules}
+    for unit in [*units.values()]:  # one with a single layer holds no pair
+        if unit.name and sum(name.startswith(f"{unit.name}.") for name in linears) < 2:
+            del units[unit.name]
+    for name, linear in linears.items():
+        places = (n for n in units if not n or name.startswith(f"{n}."))
+        unit = units[max(places, key=len)]
+        unit.linears[name.removeprefix(unit.name).lstrip(".")] = linear
+
+    def note(unit: Unit, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if unit.args is None:
+            unit.args, unit.kwargs = copy.deepcopy((args, dict(kwargs)))
+
+    with ExitStack() as hooks:
+        for unit in units.values():
+            hook = partial(note, unit)
+            handle = unit.module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+            hooks.callback(handle.remove)
+        _call(model, example)
+    return [unit for unit in units.values() if unit.linears]
+
+
+def _call(model: nn.Module, example: Any) -> None:
+    if isinstance(example, Mapping):
+        model(**example)
+    else:
+        model(*(example if isinstance(example, tuple) else (example,)))
+
+
+def _is_linear(name: str, module: nn.Module) -> bool:
+    return look_up(name, module, name, "column").misfit is None
+
+
+def _suggest(unit: Unit, tp_size: int) -> dict[str, Style]:
+    """Return the styles of a unit's layers, by their names in the unit."""
+    styles: dict[str, Style] = {
+        name: "attention"
+        for name, module in unit.module.named_modules()
+        if ParallelMultiheadAttention.misfit(module) is None
+    }
+    for row, columns in _pairs(unit).items():
+        proposal: dict[str, Style] = {**columns, row: "row"}
+        heads = _counts(unit, row, columns)
+        for divided in _trials(unit, proposal, heads):
+            if computes_the_same(unit, {**proposal, **divided}, tp_size):
+                styles |= {**proposal, **divided}
+                if not divided and min(heads) < _features(unit.linears[row])[0]:
+                    around = _around(row, columns)
+                    styles |= {around: "sharded"} if around else {}  # dropout is of its heads
+                break
+    return styles
+
+
+def _pairs(unit: Unit) -> dict[str, dict[str, Style]]:
+    """Return row layers, and the column layers whose features each of them takes in order."""
+    found: dict[str, dict[str, Style]] = {}
+    mixed: set[str] = set()
+    for name in unit.linears:
+        if name in found:
+            continue
+        for style in _forms(unit, name):
+            reached = _probe(unit, name, _second_halves(unit.linears[name], style))
+            aligned = [n for n, mask in reached.items() if _is_second_half(mask)]
+            if aligned == [*reached] and len(aligned) == 1:
+                found.setdefault(aligned[0], {})[name] = style
+                break
+        else:
+            mixed |= {n for n in _probe(unit, name, slice(None)) if n}
+    columns = {name for of_row in found.values() for name in of_row}
+    return {row: of for row, of in found.items() if row not in mixed and row not in columns}
+
+
+def _forms(unit: Unit, name: str) -> Iterator[Style]:
+    """Yield the ways in which the output features of a layer may be packed."""
+    yield "column"
+    reached = [*_probe(unit, name, slice(None))]
+    if len(reached) != 1 or not reached[0]:
+        return
+    out, taken = _features(unit.linears[name])[1], _features(unit.linears[reached[0]])[0]
+    yield from (Fused("column", parts) for parts in (2, 3) if out % (2 * parts) == 0)
+    rest, odd = divmod(out - taken, 2)
+    if rest > 0 and not odd and rest != taken:  # keys and values of fewer heads than queries
+        yield Fused("column", (taken, rest, rest))
+
+
+def _features(linear: nn.Module) -> tuple[int, int]:
+    """Return how many features a linear layer takes and returns."""
+    row, column = (look_up("", linear, "", style) for style in ("row", "column"))
+    return row.lengths[0], column.lengths[0]
+
+
+def _second_halves(linear: nn.Module, style: Style) -> Tensor:
+    """Return the indices of the second half of each packed part of a layer's outputs."""
+    out = _features(linear)[1]
+    lengths = style.lengths(out) if isinstance(style, Fused) else (out,)
+    starts = [sum(lengths[:place]) for place in range(len(lengths))]
+    halves = zip(starts, lengths, strict=True)
+    return torch.cat([torch.arange(start + n // 2, start + n) for start, n in halves])
+
+
+def _is_second_half(mask: Tensor) -> bool:
+    half, odd = divmod(len(mask), 2)
+    return not odd and bool(mask[half:].all()) and not bool(mask[:half].any())
+
+
+def _probe(unit: Unit, name: str, features: Tensor | slice) -> dict[str, Tensor]:
+    """Set outputs of a layer to NaN; return which inputs of others these reach, [features].
+
+    Layers that are reached go on with zeros, so that nothing behind them is reached through them.
+    What the unit returns is listed as "".
+    """
+    reached: dict[str, Tensor] = {}
+
+    def spoil(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        output = output.clone()
+        output[..., features] = torch.nan
+        return output
+
+    def look(other: str, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *more = args
+        mask = x.isnan().reshape(-1, x.shape[-1]).any(0).cpu()
+        if mask.any():
+            reached[other] = reached.get(other, False) | mask
+        return (x.nan_to_num(), *more)
+
+    with ExitStack() as hooks:
+        for other, linear in unit.linears.items():
+            hooks.callback(linear.register_forward_pre_hook(partial(look, other)).remove)
+        hooks.callback(unit.linears[name].register_forward_hook(spoil).remove)
+        returned = unit.run()
+    if any(x.is_floating_point() and bool(x.isnan().any()) for x in returned):
+        reached[""] = torch.ones(1, dtype=torch.bool)
+    return reached
+
+
+def _counts(unit: Unit, row: str, columns: Mapping[str, Style]) -> set[int]:
+    """Return how many features or heads there are that an attribute of a module may count.
+
+    One output feature of a column layer reaches the inputs of the row layer that are of its head,
+    or of all heads that share a key.
+    """
+    taken = _features(unit.linears[row])[0]
+    found = {taken}
+    for name in columns:
+        reached = _probe(unit, name, slice(0, 1))
+        if row in reached:
+            found.add(taken // max(1, int(reached[row].sum())))
+    return found
+
+
+def _trials(
+    unit: Unit, proposal: Mapping[str, Style], heads: set[int]
+) -> Iterator[dict[str, Style]]:
+    """Yield which integer attributes of the modules around layers to divide, none at first."""
+    outs = {_features(unit.linears[name])[1] for name in proposal}
+    around = dict.fromkeys(
+        place for name in proposal for place in _parents(name) if _parents(place) or place == ""
+    )
+    attributes = [
+        (place, name)
+        for place in around
+        for name, value in vars(unit.module.get_submodule(place)).items()
+        if type(value) is int and value > 1 and value in heads | outs
+    ]
+    attributes.sort(key=lambda at: ("head" not in at[1], at[1]))
+    subsets = chain.from_iterable(
+        combinations(attributes, size) for size in range(len(attributes) + 1)
+    )
+    for _, subset in zip(range(_MOST_TRIALS), subsets, strict=False):
+        places: dict[str, list[str]] = {}
+        for place, name in subset:
+            places.setdefault(place, []).append(name)
+        yield {place: Divide(*names) for place, names in places.items()}
+
+
+def _parents(name: str) -> Iterator[str]:
+    """Yield the names of the modules around a module, the innermost first."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _around(row: str, columns: Mapping[str, Style]) -> str:
+    """Return the innermost module around all of these."""
+    return next(
+        place
+        for place in _parents(row)
+        if all(not place or name.startswith(f"{place}.") for name in columns)
+    )
+
+
+class _Reads(TorchFunctionMode):
+    """Counts the functions that take each tensor, such as a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[int] = Counter()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") != "__get__":  # of its dtype or shape
+            given = (*args, *(kwargs or {}).values())
+            self.counts.update(id(x) for x in given if isinstance(x, nn.Parameter))
+        return func(*args, **(kwargs or {}))
+
+
+def _of_vocabulary(model: nn.Module, inside: set[nn.Module], example: Any) -> dict[str, Style]:
+    """Return the styles of an embedding outside of layers and of the head with as many outputs.
+
+    What is read by anything but calls of these modules stays whole, such as the weight in
+    `F.linear(x, table.weight)`.
+    """
+    outside = {name: module for name, module in model.named_modules() if module not in inside}
+    fits = VocabParallelEmbedding.misfit
+    tables = {name: module for name, module in outside.items() if fits(module) is None}
+    heads = {n: m for n, m in outside.items() if isinstance(m, nn.Linear) and _is_linear(n, m)}
+    calls: Counter[int] = Counter()
+
+    def count(module: nn.Module, *_: Any) -> None:
+        calls.update(id(parameter) for parameter in module.parameters())
+
+    with ExitStack() as hooks:
+        for module in {*tables.values(), *heads.values()}:
+            hooks.callback(module.register_forward_hook(count).remove)
+        reads = hooks.enter_context(_Reads())
+        _call(model, example)
+    for name, table in tables.items():
+        rows = len(table.get_parameter("weight"))
+        same = {n: head for n, head in heads.items() if _features(head)[1] == rows}
+        divided = {table, *same.values()}
+        read = {id(p) for module in divided for p in module.parameters()}
+        owners = {m for m in model.modules() for p in m._parameters.values() if id(p) in read}
+        if same and owners <= divided and all(calls[k] == reads.counts[k] > 0 for k in read):
+            return {name: "vocab", **dict.fromkeys(same, "column_gather")}
+    return {}
+
+
+def resolve_or_suggest(
+    model: nn.Module,
+    plan: Plan | None,
+    tp_size: int,
+    *,
+    sequence_parallel: bool = False,
+    divided: Collection[nn.Module] = (),
+) -> Resolved:
+    """Resolve a plan; for a model that has none, one that a forward of a few ids suggests.
+
+    The first process writes the suggestion to stderr, and which layers stay whole.
+
+    Args:
+        model: As for `resolve`.
+        plan: As for `resolve`.
+        tp_size: As for `resolve`.
+        sequence_parallel: As for `resolve`.
+        divided: As for `resolve`.
+
+    Raises:
+        UnplannedError: There is no plan, and the model takes no ids, or nothing can be divided.
+        InvalidArgumentError: As for `resolve`.
+    """
+    options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "divided": divided}
+    try:
+        return resolve(model, plan, tp_size, **options)
+    except UnplannedError:
+        inside = {module for each in divided for module in each.modules()}
+        names = {name for name, module in model.named_modules() if module in inside}
+        found = _from_ids(model, tp_size)
+        found = {n: s for n, s in found.items() if names.isdisjoint(matching(n, names))}
+        if not found:
+            raise
+    if tp_size > 1 and get_rank() == 0:
+        linears = [name for name, module in model.named_modules() if _is_linear(name, module)]
+        left = {*linears}.difference(*(matching(pattern, linears) for pattern in found))
+        whole = ", ".join(dict.fromkeys(map(generic, sorted(left - names))))
+        sys.stderr.write(
+            f"plan: {type(model).__name__} has none; one forward suggests {found!r}"
+            f"{'; whole: ' if whole else ''}{whole}\n"
+        )
+    return resolve(model, found, tp_size, **options)
+
+
+def _from_ids(model: nn.Module, tp_size: int) -> dict[str, Style]:
+    """Return a plan for a model that takes ids of tokens; empty if it does not."""
+    table = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    if table is None or any(tensor.is_meta for tensor in model.parameters()):
+        return {}
+    ids = torch.arange(8, device=table.weight.device)[None] % table.num_embeddings
+    try:
+        return suggest_plan(model, ids, tp_size)
+    except Exception:  # of whatever code of the model's takes no such ids
+        return {}
+
+
+def _as_patterns(styles: Mapping[str, Style], model: nn.Module) -> dict[str, Style]:
+    """Return the styles with `*` for numbers, where all modules of such names have one style."""
+    names = [name for name, _ in model.named_modules()]
+    found: dict[str, Style] = {}
+    for name, style in styles.items():
+        patterns = [generic(name), generic(name, most=1), name]
+        found[next(p for p in patterns if _all_have(style, matching(p, names), styles))] = style
+    return found
+
+
+def _all_have(style: Style, names: Iterable[str], styles: Mapping[str, Style]) -> bool:
+    return all(styles.get(name) == style for name in names)

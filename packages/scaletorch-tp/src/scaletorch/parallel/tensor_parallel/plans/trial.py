@@ -1,0 +1,126 @@
+"""Try a proposed plan on one layer of a model, in this process, a rank at a time."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....dist.containers import tensors_in
+from ....dist.errors import InvalidArgumentError
+from .plan import Match, Style
+from .resolve import Resolved, resolve
+
+
+@dataclass
+class Unit:
+    """A layer of the model, or the whole model for what is in no layer, and its first call."""
+
+    name: str
+    module: nn.Module
+    linears: dict[str, nn.Module] = field(default_factory=dict)  # name in the unit -> layer
+    args: tuple[Any, ...] | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def run(self, module: nn.Module | None = None) -> list[Tensor]:
+        """Run the unit, or a copy of it, as it was called first; return the tensors it returns."""
+        module = self.module if module is None else module
+        args, kwargs = copy.deepcopy((self.args or (), dict(self.kwargs)))
+        return [*tensors_in(module(*args, **kwargs))]
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What units have in common of which one is enough to look at."""
+        kinds = [(name, type(m)) for name, m in self.module.named_modules()]
+        shapes = [(name, p.shape) for name, p in self.module.named_parameters()]
+        return generic(self.name), tuple(kinds), tuple(shapes)
+
+
+def generic(name: str, *, most: int = 0) -> str:
+    """Return a name with `*` for numbers: all of them, or as many of the first ones."""
+    return re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", name, count=most)
+
+
+def computes_the_same(unit: Unit, plan: Mapping[str, Style], tp_size: int) -> bool:
+    """Return whether each rank's shards give its rows their inputs, and the unit its outputs."""
+    try:
+        resolved = resolve(unit.module, plan, tp_size)
+    except InvalidArgumentError:
+        return False
+    rows = [match for match in resolved.matches.values() if match.is_row]
+    calls: dict[str, list[tuple[Tensor, Tensor]]] = {match.name: [] for match in rows}
+
+    def keep(name: str, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        calls[name].append((args[0], output))
+
+    with ExitStack() as hooks:
+        for name in calls:
+            row = unit.module.get_submodule(name)
+            hooks.callback(row.register_forward_hook(partial(keep, name)).remove)
+        expected = unit.run()
+    return all(_rank_agrees(unit, resolved, rank, calls, expected) for rank in range(tp_size))
+
+
+def _rank_agrees(
+    unit: Unit,
+    resolved: Resolved,
+    rank: int,
+    calls: Mapping[str, Sequence[tuple[Tensor, Tensor]]],
+    expected: Sequence[Tensor],
+) -> bool:
+    shard, agree = _shard_of(unit.module, resolved, rank), [True]
+
+    def compare(match: Match, left: list[Any], _: nn.Module, args: tuple[Any, ...]) -> None:
+        (x, _output), cut = left[0], match.cut
+        assert_cut = cut is not None and _is_close(args[0], cut.take(x, x.dim() - 1, rank))
+        agree[0] = agree[0] and assert_cut
+
+    def give(left: list[Any], _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        whole: Tensor = left.pop(0)[1]
+        return whole
+
+    with ExitStack() as hooks:
+        for match in (m for m in resolved.matches.values() if m.is_row):
+            row, left = shard.get_submodule(match.name), [*calls[match.name]]
+            hooks.callback(row.register_forward_pre_hook(partial(compare, match, left)).remove)
+            hooks.callback(row.register_forward_hook(partial(give, left)).remove)
+        try:
+            returned = unit.run(shard)
+        except Exception:  # of whatever code of the model's met shapes that it cannot take
+            return False
+    same = len(returned) == len(expected) and all(map(_is_close, returned, expected))
+    return agree[0] and same
+
+
+def _shard_of(module: nn.Module, resolved: Resolved, rank: int) -> nn.Module:
+    """Return a copy of a module with plain layers that hold a rank's shards."""
+    shard = copy.deepcopy(module)
+    for match in resolved.matches.values():
+        layer = shard.get_submodule(match.name)
+        for name, dim in match.dims.items():
+            whole, cut = layer._parameters.get(name), match.cut_of(name)
+            if whole is not None and cut is not None:
+                layer._parameters[name] = nn.Parameter(cut.take(whole, dim, rank).clone())
+        if match.layer is not None and match.cut is not None:
+            setattr(layer, match.layer.sharded_size, match.cut.sizes[rank])
+    names = {inner: name for name, inner in module.named_modules()}
+    for inner, values in resolved.attributes.items():
+        own = {name: ranks[rank] for name, ranks in values.items()}
+        vars(shard.get_submodule(names[inner])).update(own)
+    return shard
+
+
+def _is_close(found: Tensor, expected: Tensor) -> bool:
+    if found.shape != expected.shape:
+        return False
+    if not found.is_floating_point():
+        return bool(torch.equal(found, expected))
+    bound = torch.finfo(found.dtype).eps ** 0.5 * expected.abs().max().clamp(min=1e-6)
+    return bool(((found - expected).abs() <= bound).all())

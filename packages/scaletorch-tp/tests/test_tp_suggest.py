@@ -1,0 +1,202 @@
+"""Plans that one forward suggests: what is divided, what stays whole, and why."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+from scaletorch.parallel.tensor_parallel import Divide, Fused, apply_tensor_parallel, suggest_plan
+from scaletorch.parallel.tensor_parallel.plans import suggest
+
+IDS = torch.arange(8)[None]
+WIDTH, HEADS = 16, 4
+
+
+class Grouped(nn.Module):
+    """Attention of names that nobody knows: two keys for four queries, and a norm of each head."""
+
+    def __init__(self):
+        super().__init__()
+        self.h, self.kv, self.length = HEADS, HEADS // 2, WIDTH // HEADS
+        self.wq, self.wo = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.wkv, self.norm = nn.Linear(WIDTH, WIDTH), nn.RMSNorm(self.length)
+
+    def forward(self, x):
+        q = self.norm(self.wq(x).unflatten(-1, (self.h, self.length)))
+        k, v = (y.unflatten(-1, (self.kv, self.length)) for y in self.wkv(x).chunk(2, -1))
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.wo(y.transpose(1, 2).flatten(2))
+
+
+class Packed(nn.Module):
+    """Attention with one projection, whose heads take what is left of its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        heads = (y.unflatten(-1, (-1, WIDTH // HEADS)) for y in self.qkv(x).chunk(3, -1))
+        q, k, v = (y.transpose(1, 2) for y in heads)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(WIDTH, 48, bias=False), nn.Linear(24, WIDTH)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class Between(nn.Module):
+    """Two layers with something between them."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.up, self.between, self.down = nn.Linear(WIDTH, 32), between, nn.Linear(32, WIDTH)
+        self.scale = nn.Parameter(torch.rand(32))
+
+    def forward(self, x):
+        return self.down(self.between(self, self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, *parts):
+        super().__init__()
+        self.parts = nn.Sequential(*parts)
+        self.norms = nn.Sequential(*(nn.LayerNorm(WIDTH) for _ in parts))
+
+    def forward(self, x):
+        for norm, part in zip(self.norms, self.parts, strict=True):
+            x = x + part(norm(x))
+        return x
+
+
+class Words(nn.Module):
+    def __init__(self, *kinds, tied=False, by_function=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 32, bias=False)
+        self.blocks = nn.ModuleList(Block(*(kind() for kind in kinds)) for _ in range(2))
+        self.by_function = by_function
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(x, self.table.weight) if self.by_function else self.head(x)
+
+
+HEAD = {"table": "vocab", "head": "column_gather"}
+GATED = {"gate_up": Fused("column", 2), "down": "row"}
+PLANS = {
+    "grouped": (
+        Grouped,
+        {"wq": "column", "wkv": Fused("column", 2), "wo": "row", "": Divide("h", "kv")},
+    ),
+    "packed": (Packed, {"qkv": Fused("column", 3), "out": "row", "": "sharded"}),
+    "gated": (Gated, GATED),
+}
+# What mixes features, or knows how many there are or which: all but the last two stay whole.
+MIXED = {
+    "a scale of each feature": lambda m, y: F.gelu(y) * m.scale,
+    "their number": lambda m, y: F.gelu(y) / y.shape[-1] ** 0.5,
+    "softmax": lambda m, y: y.softmax(-1),
+    "norm": lambda m, y: F.rms_norm(y, (y.shape[-1],)),
+    "cumsum": lambda m, y: y.cumsum(-1),
+    "flip": lambda m, y: y.flip(-1),
+    "the largest": lambda m, y: y * (y >= y.topk(4, -1).values[..., -1:]),
+    "a sign": lambda m, y: y * y.mean(-1, keepdim=True).sign(),
+    "a limit": lambda m, y: y.clamp(max=y.max().item() / 2),
+    "the place of the largest": lambda m, y: y * (1 + y.argmax(-1, keepdim=True) / 32),
+    "a count": lambda m, y: y * (y > 0).sum(-1, keepdim=True),
+    "no NaN": lambda m, y: y * (1 + y.nan_to_num().sum(-1, keepdim=True)),
+    "places": lambda m, y: y * torch.linspace(0, 1, y.shape[-1], dtype=y.dtype),
+    "heads": lambda m, y: y.unflatten(-1, (4, -1)).softmax(-1).flatten(-2),
+    "even and odd": lambda m, y: torch.cat([y[..., ::2], y[..., 1::2]], -1),
+    "pairs": lambda m, y: y.unflatten(-1, (-1, 2)).flip(-1).flatten(-2),
+    "one number": lambda m, y: F.gelu(y) * m.scale[0].detach(),
+}
+ALONE = ("pairs", "one number")
+
+
+def words(between, **options):
+    return Words(lambda: Between(between), **options)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_layers_that_fit_together_are_divided(name):
+    kind, styles = PLANS[name]
+    found = suggest_plan(Words(kind).double(), IDS)
+    assert found == {f"blocks.*.parts.*.{n}".strip("."): s for n, s in styles.items()} | HEAD
+
+
+def test_numbers_that_tell_layers_apart_stay_in_patterns():
+    found = suggest_plan(Words(lambda: nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16))), IDS)
+    assert found == {"blocks.*.parts.0.0": "column", "blocks.*.parts.0.1": "row"} | HEAD
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_features_that_are_mixed_stay_whole(name):
+    plan = {"blocks.*.parts.*.up": "column", "blocks.*.parts.*.down": "row"} | HEAD
+    assert suggest_plan(words(MIXED[name]), IDS) == (plan if name in ALONE else {})
+
+
+@pytest.mark.parametrize("name", ["a scale of each feature", "their number", "the largest"])
+def test_what_nan_does_not_show_is_tried(name, monkeypatch):
+    monkeypatch.setattr(suggest, "computes_the_same", lambda *_: True)
+    assert "blocks.*.parts.*.down" in suggest_plan(words(MIXED[name]), IDS)
+
+
+def test_tables_that_others_read_stay_whole():
+    kind, _ = PLANS["gated"]
+    assert HEAD.items() <= suggest_plan(Words(kind, tied=True), IDS).items()
+    assert "table" not in suggest_plan(Words(kind, by_function=True), IDS)
+
+
+def test_a_model_is_left_as_it_was():
+    model = Words(Grouped, Gated).train()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    suggest_plan(model, {"ids": IDS})
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    hooks = (m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not any(hooks)
+
+
+def outputs(tp_size):
+    manager = setup_process_group_manager(tp_size=tp_size)
+    found = {}
+    for name, (kind, _) in PLANS.items():
+        model = apply_tensor_parallel(Words(kind, Gated).double(), group=manager.tp_group)
+        found[name] = model(IDS), sum(p.numel() for p in model.parameters())
+    destroy_process_group_manager()
+    return found
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_a_model_without_a_plan_is_divided_by_the_suggested_one(tp_size):
+    for found in run_ranks(outputs, tp_size, tp_size):
+        for name, (kind, _) in PLANS.items():
+            model, (output, parameters) = Words(kind, Gated).double(), found[name]
+            torch.testing.assert_close(output, model(IDS))
+            assert parameters < sum(p.numel() for p in model.parameters())
+
+
+def test_a_model_that_takes_no_ids_is_refused():
+    with pytest.raises(InvalidArgumentError, match=r"plan=suggest_plan\(model, example\)"):
+        apply_tensor_parallel(Gated())

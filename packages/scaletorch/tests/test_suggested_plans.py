@@ -1,0 +1,115 @@
+"""Models of which no plan is known train by the one that a forward suggests, or are refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from scaletorch.compose import parallelize, shard_global_batch, train_step
+from scaletorch.dist.errors import ScaletorchError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+from scaletorch.parallel.tensor_parallel.plans import suggest
+
+LAYOUTS = (
+    {"tp_size": 4}, {"tp_size": 2, "dp_size": 2}, {"tp_size": 2, "pp_size": 2},
+    {"tp_size": 2, "cp_size": 2},
+)  # fmt: skip
+STEPS = 3
+
+
+class Block(nn.Module):
+    """Attention and a perceptron side by side, in names of its own."""
+
+    def __init__(self, heads=4, width=16):
+        super().__init__()
+        self.n, self.norm = heads, nn.LayerNorm(width)
+        self.into, self.back = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 2 * 24), nn.Linear(24, width, bias=False)
+
+    def forward(self, x):
+        y = self.norm(x)
+        q, k, v = (z.unflatten(-1, (self.n, -1)).transpose(1, 2) for z in self.into(y).chunk(3, -1))
+        z = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        gate, up = self.wide(y).chunk(2, -1)
+        return x + self.back(z.transpose(1, 2).flatten(2)) + self.narrow(self.between(gate, up))
+
+    def between(self, gate, up):
+        return F.gelu(gate) * up
+
+
+class Counting(Block):
+    """One whose perceptron asks how many features there are."""
+
+    def between(self, gate, up):
+        return F.gelu(gate) * up / gate.shape[-1]
+
+
+class Language(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
+        self.blocks = nn.ModuleList(kind() for _ in range(2))
+        self.head.weight = self.words.weight
+
+    def forward(self, input_ids):
+        x = self.words(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def batches():
+    for step in range(STEPS):
+        tokens = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(step))
+        yield {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def alone(kind):
+    model = Language(kind).double()
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for batch in batches():
+        logits = model(batch["input_ids"]).flatten(0, 1)
+        loss = F.cross_entropy(logits, batch["labels"].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(sizes, kind, without_trial=False):
+    """Return the losses, or how the run was refused."""
+    manager = setup_process_group_manager(**sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        if without_trial:
+            patch.setattr(suggest, "computes_the_same", lambda *_: True)
+        try:
+            model = parallelize(Language(kind).double(), manager)
+            optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+            for batch in batches():
+                batch = shard_global_batch(batch, 1, manager)
+                losses.append(train_step(model, batch, manager).item())
+                optimizer.step()
+                optimizer.zero_grad()
+        except ScaletorchError as error:
+            return type(error).__name__
+        finally:
+            destroy_process_group_manager()
+    return losses
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_a_model_that_nobody_knows_trains_as_alone(sizes):
+    for kind in (Block, Counting):
+        for losses in run_ranks(trained, 4, sizes, kind):
+            assert losses == pytest.approx(alone(kind), rel=1e-12)
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_a_wrong_suggestion_is_refused(sizes):
+    assert "RehearsalError" in run_ranks(trained, 4, sizes, Counting, without_trial=True)
