@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....dist.containers import tensors_in
+from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from .plan import Match, Style
 from .resolve import Resolved, resolve
