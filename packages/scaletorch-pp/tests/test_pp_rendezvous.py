@@ -15,7 +15,7 @@ from torch import nn
 
 from scaletorch.dist import RankFailedError
 from scaletorch.dist.testing import run_ranks
-from scaletorch.parallel.pg_manager import connecting
+from scaletorch.parallel.pg_manager import groups as pg_groups
 from scaletorch.parallel.pipeline_parallel import (
     SCHEDULES,
     StageError,
@@ -108,9 +108,9 @@ def failing(output, batch):
 
 def in_batches(exchange):
     """Patches that let messages go as on a device with streams."""
-    for module in (posts, connecting, ties):
+    for module in (posts, pg_groups, ties):
         patch.object(module, "exchange", exchange).start()
-    for module in (posts, connecting):
+    for module in (posts, pg_groups):
         patch.object(module, "has_streams", lambda group: True).start()
 
 

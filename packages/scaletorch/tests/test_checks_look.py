@@ -228,7 +228,12 @@ CASES = {
     "no positions": (Pooled, CP, {"loss": own_loss}, FOUND),
     "compiled": (models.Conv, CP, {"put": compiled}, FOUND),
     "one position": (models.Conv, CP, SHORT, FOUND),
-    "own forward": (ActivatedNorm, DP, {}, r"batch_norm \(Activated\) has a forward of its own"),
+    "own forward": (
+        ActivatedNorm,
+        DP,
+        {},
+        r"batch_norm \(Activated\) .* unless it has a forward of its own",
+    ),
     "needs more": (Needs, CP, {"batch": weighed}, "do not begin at 0 have to be in the batch"),
     "by hand": (BareNorm, DP, {"put": put_together}, "takes statistics of this rank's rows alone"),
     "convolution": (models.Conv, CP, {}, r"layers\.\d\.conv \(Conv1d\) (is given )?" + MIXED),

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..compose.entries import RowDims
 from ..compose.naming import parse_layout
 from ..compose.own_loss import LossFunction
-from ..compose.row_dims import RowDims
 from ..dist import RankPool
 from ..dist.building import locate as locator
 from ..parallel.pg_manager import Grid

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..compose import local_gradients, train_step
-from ..compose.entries import TOKENS
+from ..compose.entries import POSITIONS, TOKENS
 from ..compose.forward import pipeline_of
-from ..compose.row_dims import POSITIONS
 from ..compose.samples import train_unsampled
 from ..parallel.pg_manager import destroy_process_group_manager, setup_process_group_manager
 from ..parallel.tensor_parallel import load_full_state_dict

@@ -15,16 +15,18 @@ from ..parallel.context_parallel import ShardedSequences
 from ..parallel.context_parallel.building import CU_SEQLENS, DEFAULT, layout_of_whole
 from ..parallel.pg_manager import IGNORED, ProcessGroupManager
 from .entries import (
+    POSITIONS,
     TOKENS,
     Positions,
+    RowDims,
     named_entries,
+    read_row_dims,
     read_sequence_dims,
     require_all_told,
     row_count,
     sequence_shape,
 )
 from .forward import terms_of
-from .row_dims import POSITIONS, RowDims, read_row_dims
 
 Batch = Mapping[str, Tensor]
 
@@ -285,6 +287,13 @@ def counts_nothing(batch: Batch) -> bool:
     """Return whether a micro-batch, or what a model is called with for it, got no row."""
     source = batch.micro_batch if isinstance(batch, Called) else batch
     return isinstance(source, MicroBatch) and source.is_empty
+
+
+def size_of(batch: Called) -> int:
+    """Return the number of tokens of a micro-batch, or of rows if it is none of tokens."""
+    entry = batch[TOKENS]
+    of_tokens = entry.ndim == 2 and not entry.is_floating_point()
+    return 0 if counts_nothing(batch) else max(1, entry.numel() if of_tokens else len(entry))
 
 
 def real_positions(batch: Batch) -> Tensor | None:

@@ -1,20 +1,23 @@
-"""Digests of this rank's tensors: one number for each that other ranks have too."""
+"""Digests of this rank's tensors, and their comparison with those of other ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..dist import all_gather_object, get_rank
 from ..parallel.data_parallel.building import ShardedGradient
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.tensor_parallel import split_by_owner
 from .experts import expert_names
 
 WIDTH = 1021  # sums that a tensor is folded into; a prime, so that no shape falls in step with it
+Sides = list[list[int]]  # ranks that have one digest, the largest side first
 ABSENT = 1  # stands for a gradient that is None
 
 
@@ -62,6 +65,15 @@ def digest(tensor: Tensor) -> Tensor:
     return (sums * weights).sum() + tensor.numel()
 
 
+def as_numbers(digests: Iterable[Tensor | int]) -> list[int]:
+    """Return digests that lie on devices as numbers, fetched at once."""
+    digests = list(digests)
+    there = [each for each in digests if isinstance(each, Tensor)]
+    stacked = torch.stack([each.to(there[0].device) for each in there]).tolist() if there else []
+    fetched = iter(stacked)
+    return [next(fetched) if isinstance(each, Tensor) else each for each in digests]
+
+
 def _words(flat: Tensor) -> Tensor:
     """Return the bytes of a contiguous tensor as words of 8, filled up with zeros."""
     size = flat.element_size()
@@ -104,6 +116,55 @@ def keyed_pieces(
         for number, (owner, piece) in enumerate(pieces):
             place = number, owner, *experts.get(name, ())
             yield name, Key("parameter", names.get(name, name), place), piece
+
+
+def parted_sides(
+    digests: Sequence[tuple[Key, Tensor | int]], manager: ProcessGroupManager
+) -> dict[Key, Sides]:
+    """Return the keys whose digests differ, each with the ranks that have one; all ranks call it.
+
+    Ranks that have the same keys and numbers speak through the first of them.
+
+    Args:
+        digests: This rank's numbers, by keys.
+        manager: The grid.
+    """
+    keys = {text_hash(repr(key)): key for key, _ in digests}
+    own = dict(zip(keys, as_numbers([number for _, number in digests]), strict=True))
+    group = manager.world_group
+    place = text_hash(str([*own]))
+    states = all_gather_object((place, text_hash(str(own))), group)
+    first: dict[int, tuple[int, int]] = {}  # of ranks with the same keys: rank and numbers
+    for rank, (names, numbers) in enumerate(states):
+        first.setdefault(names, (rank, numbers))
+    alike = all(first[names][1] == numbers for names, numbers in states)
+    speaks = not alike or first[place][0] == get_rank(group)
+    told = all_gather_object(own if speaks else {}, group)
+    found: dict[int, set[int]] = {}
+    for theirs in told:
+        for name, number in theirs.items():
+            found.setdefault(name, set()).add(number)
+    parted = [name for name, numbers in found.items() if len(numbers) > 1]
+    if not parted:
+        return {}
+    held = [told[first[names][0] if alike else rank] for rank, (names, _) in enumerate(states)]
+    named = {n: key for each in all_gather_object(keys, group) for n, key in each.items()}
+    return {named[name]: _sides_of([theirs.get(name) for theirs in held]) for name in parted}
+
+
+def _sides_of(numbers: Sequence[int | None]) -> Sides:
+    """Return the ranks that have each number; None is one that has none."""
+    ranks: dict[int, list[int]] = {}
+    for rank, number in enumerate(numbers):
+        if number is not None:
+            ranks.setdefault(number, []).append(rank)
+    return sorted(ranks.values(), key=len, reverse=True)
+
+
+def text_hash(text: str) -> int:
+    """Return a number for a text."""
+    content = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(content, "little", signed=True)
 
 
 def tensor_digests(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,51 +20,7 @@ from .forward import manager_of, terms_of
 from .loss import LossBatch, find_sharded_head, require_logits_alone
 from .loss_values import token_losses
 from .own_loss import NOTHING_COUNTS, LossFunction, Number, OwnLoss
-from .ready import look_first, ready, size_of
-
-
-def losses_per_item(
-    model: DataParallelBucket,
-    micro_batches: Sequence[Batch],
-    manager: ProcessGroupManager,
-    loss_fn: LossFunction,
-) -> float:
-    """Return how many losses a loss_fn counts for each token of a batch, or row of another.
-
-    The model is called in its own mode, and may change itself and the random generators. A mistake
-    in the loss is left to the step, and counts as one for each.
-    """
-    own = OwnLoss(loss_fn, None, model, manager, trains=False)
-    _, count, size = _summed(model, micro_batches, manager, own, evaluates=False).tolist()
-    return count / size if 0 < count < math.inf else 1.0
-
-
-def _summed(
-    model: DataParallelBucket,
-    micro_batches: Sequence[Batch],
-    manager: ProcessGroupManager,
-    own: OwnLoss,
-    *,
-    evaluates: bool,
-) -> Tensor:
-    """Return the sum of all ranks' losses, their count, and the batch's size; [3], float64.
-
-    Mistakes in the loss are raised on every rank if it is evaluated.
-    """
-    device = get_comm_device(manager.world_group)
-
-    def part(output: Any, batch: Any) -> Tensor:
-        found = (*own.call(output, batch), size_of(batch))
-        return torch.stack([torch.as_tensor(x).reshape(()).double().to(device) for x in found])
-
-    parts = forwards(model, micro_batches, manager, part, own, evaluates=evaluates)
-    total = sum(parts, torch.zeros(3, dtype=torch.float64, device=device))
-    if evaluates:
-        own.settle(total[0])
-    if manager.tp_rank:
-        total.zero_()
-    all_reduce(total, group=manager.world_group)
-    return total
+from .ready import look_first, ready
 
 
 def forwards(
@@ -75,12 +29,10 @@ def forwards(
     manager: ProcessGroupManager,
     each: Callable[[Any, Any], Tensor],
     own: OwnLoss | None = None,
-    *,
-    evaluates: bool = True,
 ) -> list[Tensor]:
     """Return what `each` makes of every output, on ranks of the last stage."""
     terms = terms_of(model)
-    with evaluating(model) if evaluates else nullcontext(), torch.no_grad():
+    with evaluating(model), torch.no_grad():
         called, _ = ready(model, micro_batches, manager, terms, own, False)
         look_first(model, micro_batches, called, manager, terms)
         return pipeline_forward(model, called, group=manager.pp_group, each=each)
@@ -112,7 +64,19 @@ def eval_step(
     """
     manager = manager_of(model, manager)
     own = OwnLoss(loss_fn or _of_tokens, None, model, manager, trains=False)
-    total, count, _ = _summed(model, micro_batches, manager, own, evaluates=True).unbind()
+    device = get_comm_device(manager.world_group)
+
+    def pair(output: Any, batch: Any) -> Tensor:
+        found = own.call(output, batch)
+        return torch.stack([torch.as_tensor(x).reshape(()).double().to(device) for x in found])
+
+    pairs = forwards(model, micro_batches, manager, pair, own)
+    both: Tensor = sum(pairs, torch.zeros(2, dtype=torch.float64, device=device))
+    own.settle(both[0])
+    if manager.tp_rank:
+        both.zero_()
+    all_reduce(both, group=manager.world_group)
+    total, count = both.unbind()
     if not count:
         raise InvalidArgumentError(NOTHING_COUNTS)
     return total / count

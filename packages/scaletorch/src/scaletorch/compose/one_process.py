@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .batches import shard_global_batch
-from .entries import LABELS, OF_LOSS, first_entry, named_entries
+from .entries import LABELS, OF_LOSS, RowDims, first_entry, named_entries
 from .forward import read_terms
 from .loss import LossBatch
-from .row_dims import RowDims
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..dist import all_reduce, get_comm_device
 from ..dist.building import agree, caught, tensors_in
 from ..dist.errors import InvalidArgumentError, MismatchError
 from ..parallel.pg_manager import IGNORED, ProcessGroupManager, describe_rank
-from .batches import Batch, Called, counts_nothing, token_count
+from .batches import Batch, Called, counts_nothing, size_of, token_count
 from .forward import terms_of
 from .loss import LossBatch, find_sharded_head, require_labels_fit
 from .loss_reads import Words, number_of_next_node, penalized_leaves, require_no_parameters
@@ -148,6 +149,18 @@ class OwnLoss:
         notes = agree("the loss of this step", [], world, error=self._found(), note=note)
         shares = terms_of(self._model).shares_sequences
         _require_alike([_read(each) for each in notes], self._manager, shares_sequences=shares)
+
+    def per_item(self, count: Number, batch: Called) -> float:
+        """Return how many losses a first micro-batch has for each token or row.
+
+        The ranks that have other rows and positions count together.
+        """
+        group = self._manager.cp_dp_group
+        both = torch.tensor([float(count), size_of(batch)], dtype=torch.float32)
+        both = both.to(get_comm_device(group))
+        all_reduce(both, group=group)
+        ratio = both[0] / both[1]  # in float32, as other stages will hear of it
+        return float(ratio) if 0 < float(ratio) < math.inf else 1.0
 
     def counted(self, device: torch.device) -> Tensor:
         """Return how many losses this rank has counted in the step, 0-d, in float64 if possible.

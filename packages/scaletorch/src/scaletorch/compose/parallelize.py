@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..dist import all_reduce, get_rank
 from ..dist.errors import InvalidArgumentError
@@ -86,8 +86,8 @@ def parallelize(
         The model's stage of this rank, with gradients summed over the ranks that have the same.
 
     Raises:
-        InvalidArgumentError: The plan does not fit, or the model cannot train so (batch norms, a
-            router's loss, its shape in a pipeline).
+        InvalidArgumentError: The plan does not fit, or the model cannot train so (a router's loss,
+            its shape in a pipeline).
         MismatchError: The ranks' models or arguments differ; names the parameters and the ranks.
     """
     settings = _How(sequence_parallel, loss_parallel, recompute, cp_layout, cp_method, rehearse)
@@ -192,7 +192,7 @@ def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _How) -> Te
     shares = manager.tp_size > 1 and bool(settings.sequence_parallel)
     balance = read_router_loss(model, manager)
     plain = _copy_plain(model) if settings.rehearse else None
-    synchronise_batch_norms(model, manager, recompute=settings.recompute is True, shares=shares)
+    synchronise_batch_norms(model, manager)
     terms = read_terms(model)
     terms.plain, terms.rehearses = plain, plain is not None
     terms.manager, terms.shares_sequences, terms.router_loss = manager, shares, balance
@@ -213,9 +213,5 @@ def _counting(model: nn.Module) -> Counting | None:
         count = getattr(module, "create_position_ids_from_input_ids", None)
         padding = getattr(module, "padding_idx", None)
         if callable(count) and isinstance(padding, int):
-            return partial(_count, count, padding)
+            return partial(count, padding_idx=padding)
     return None
-
-
-def _count(count: Callable[[Tensor, int], Tensor], padding: int, ids: Tensor) -> Tensor:
-    return count(ids, padding)

@@ -161,18 +161,28 @@ def units_of(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for module, name in found.items()}
 
 
-def plain_attributes(named: Iterable[tuple[str, nn.Module]]) -> dict[str, Any]:
-    """Return the plain attributes of modules by `module.attribute`, those of torch left out.
+class Attributes:
+    """The numbers, texts and tuples of them that modules keep as attributes, as they are now."""
 
-    Args:
-        named: The modules with their names.
-    """
-    return {
-        f"{prefix}.{name}" if prefix else name: value
-        for prefix, module in named
-        for name, value in vars(module).items()
-        if name not in _OF_TORCH and _is_attribute(value)
-    }
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._held = [(module, _attributes_of(module)) for module in modules]
+
+    def changed(self) -> bool:
+        """Return whether any has another value now, is new, or is gone."""
+        return any(_attributes_of(module) != held for module, held in self._held)
+
+    def put_back(self) -> None:
+        """Let them be as they were; those made since go."""
+        for module, held in self._held:
+            for name in _attributes_of(module).keys() - held.keys():
+                del vars(module)[name]
+            vars(module).update(held)
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Return a module's plain attributes, those of torch left out."""
+    attributes = vars(module).items()
+    return {n: value for n, value in attributes if n not in _OF_TORCH and _is_attribute(value)}
 
 
 def _is_attribute(value: object) -> bool:

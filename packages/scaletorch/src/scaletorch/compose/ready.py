@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..dist import all_reduce, get_comm_device
 from ..dist.building import agree
-from ..dist.errors import InvalidArgumentError, MismatchError
+from ..dist.errors import InvalidArgumentError
 from ..parallel.context_parallel.building import (
     each_alone,
     looking,
@@ -22,13 +22,12 @@ from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel import pipeline_forward
 from ..parallel.pipeline_parallel.building import read
 from .balance import require_one_micro_batch
-from .batches import Batch, Called, MicroBatch, counts_nothing, token_count
+from .batches import Batch, Called, MicroBatch, counts_nothing, size_of, token_count
 from .before.batch_norm import require_whole_batches
 from .before.initial import require_one_batch
-from .entries import OF_LOSS, TOKENS, first_entry, sequence_shape
+from .entries import OF_LOSS, POSITIONS, TOKENS, first_entry, sequence_shape
 from .forward import Terms, pipeline_of, rehearses, rehearsing
 from .own_loss import Number, OwnLoss
-from .row_dims import POSITIONS
 from .samples import samples_of
 
 _APART = (TOKENS, "labels")  # entries that are not passed on by name
@@ -71,7 +70,7 @@ def ready(
     try:
         called = _called(model, micro_batches, manager, terms, own, trains)
         if trains:
-            if own is not None and own.counts_later and _has_gradients(model):
+            if own is not None and own.counts_later and has_gradients(model):
                 own.counts_later = False  # a correction would be one of older gradients too
             count = _counted(called, own, pipeline_of(model).is_last_stage)
         if samples is not None:
@@ -221,16 +220,12 @@ def as_called(batch: Batch, terms: Terms) -> Called:
             f"argument of that name, only {', '.join(terms.arguments)}; leave it out of the batch, "
             f"or let forward take it; what a loss_fn alone is to see is named {OF_LOSS}..."
         )
-    if of_tokens and POSITIONS not in entries and _must_be_told(terms):
+    # A model cannot count if it does not want to, or would count a shard's tokens.
+    counts = not terms.shares_sequences or terms.counts_of_ids or not terms.takes(POSITIONS)
+    if of_tokens and POSITIONS not in entries and (terms.needs(POSITIONS) or not counts):
         ids = entries[TOKENS]
         entries[POSITIONS] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
     return Called(entries, batch)
-
-
-def _must_be_told(terms: Terms) -> bool:
-    """Return whether a model cannot count: it does not want to, or would count a shard's tokens."""
-    counts = not terms.shares_sequences or terms.counts_of_ids
-    return terms.needs(POSITIONS) or (not counts and terms.takes(POSITIONS))
 
 
 def _with_counts(total: Number, count: float | Tensor, manager: ProcessGroupManager) -> Tensor:
@@ -259,15 +254,9 @@ def _counted(called: Sequence[Called], own: OwnLoss | None, computes: bool) -> f
     return sum(batch.count for batch in called)
 
 
-def _has_gradients(model: DataParallelBucket) -> bool:
+def has_gradients(model: DataParallelBucket) -> bool:
+    """Return whether an optimizer of this rank would find any gradient."""
     return any(shard.tensor.grad is not None for shard in parameter_shards(model))
-
-
-def size_of(batch: Called) -> int:
-    """Return the number of tokens of a micro-batch, or of rows if it is none of tokens."""
-    entry = batch[TOKENS]
-    of_tokens = entry.ndim == 2 and not entry.is_floating_point()
-    return 0 if counts_nothing(batch) else max(1, entry.numel() if of_tokens else len(entry))
 
 
 def _require_alike(
@@ -282,23 +271,13 @@ def _require_alike(
     """Refuse ranks of which some alone are within `no_sync`, have a loss_fn, or count later."""
     if 0 < unsynchronised < manager.world_size:
         line = f"gradients {'stay on this rank (no_sync)' if alone else 'are summed over ranks'}"
-        _refuse_unlike("no_sync(), which all enter and leave alike", line, manager)
+        agree("no_sync(), which all enter and leave alike", [line], manager.world_group)
     if 0 < owners < manager.world_size:
         line = "a loss_fn of its own" if has_own else "the loss of tokens"
-        _refuse_unlike("the loss, which has the same function everywhere", line, manager)
+        agree("the loss, which has the same function everywhere", [line], manager.world_group)
     if 0 < later < manager.world_size:
         raise InvalidArgumentError(
             f"{describe_rank()}: gradients of several steps add up on some ranks, and none are "
             "there on others, so that losses have to be counted before: pass train_step(..., "
             "count_fn=), a function of the micro-batch that returns their number"
         )
-
-
-def _refuse_unlike(subject: str, line: str, manager: ProcessGroupManager) -> None:
-    """Let all ranks see which of them differ.
-
-    Raises:
-        MismatchError: Always.
-    """
-    agree(subject, [line], manager.world_group)
-    raise MismatchError(f"ranks differ in {subject}")  # not reached

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager.building import call_uncompiled
 from ..parallel.pipeline_parallel import Split, layers_of
-from .plain import plain_attributes
+from .plain import Attributes
 
 _Inner = Callable[..., Any]
 _Kept = tuple[torch.device | None, Tensor]  # where it was, if it is elsewhere, and what is kept
@@ -111,33 +111,23 @@ def _run_twice(
 
 def _repeatable(inner: _Inner, layer: nn.Module) -> _Inner:
     """Return a layer's forward that starts from the same plain attributes when it runs again."""
-    modules, first = [*layer.named_modules()], list[dict[str, Any]]()
+    first: list[Attributes] = []
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        now = plain_attributes(modules)
+        now = Attributes(layer.modules())
         if not first:
             first.append(now)
             output = inner(*args, **kwargs)
-            if plain_attributes(modules) != now:
+            if now.changed():
                 _CHANGING.add(inner)
             return output
-        _put_back(modules, first[0])
+        first[0].put_back()
         try:
             return inner(*args, **kwargs)
         finally:  # torch ends the second run by an exception
-            _put_back(modules, now)
+            now.put_back()
 
     return run
-
-
-def _put_back(modules: Sequence[tuple[str, nn.Module]], values: Mapping[str, Any]) -> None:
-    for prefix, module in modules:
-        for name in plain_attributes([(prefix, module)]):
-            own = name.rpartition(".")[2]
-            if name in values:
-                vars(module)[own] = values[name]
-            else:  # made since
-                del vars(module)[own]
 
 
 def _selected(inner: _Inner, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..dist import all_gather_object, get_rank, group_ranks
+from ..dist import all_gather_object, group_ranks
 from ..dist.errors import InvalidArgumentError, MismatchError, NonFiniteError
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
-from .digests import Key, nonfinite_parameters, optimizer_lines, tensor_digests, value_lines
+from .digests import (
+    Key,
+    Sides,
+    nonfinite_parameters,
+    optimizer_lines,
+    parted_sides,
+    tensor_digests,
+    text_hash,
+    value_lines,
+)
 from .forward import manager_of, wait_for_parameters
 
 SHOWN = 4  # tensors, and ranks of a side, that an error names
@@ -22,7 +30,6 @@ ADVICE = (
     "They were given other weights, batches, seeds or rates, made other calls, or a memory is "
     "faulty; go on from a checkpoint from before."
 )
-Sides = list[list[int]]  # ranks that have one digest, the largest side first
 
 _agreed: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()  # last step that was well
 
@@ -83,57 +90,6 @@ def check_replicas(
         since = "" if before is None else f"; at step {before} they were the same"
         refuse(parted, texts, manager, f"{_at(step)}ranks that should hold the same do not{since}")
     _agreed[model] = step
-
-
-def parted_sides(
-    digests: Sequence[tuple[Key, Tensor | int]], manager: ProcessGroupManager
-) -> dict[Key, Sides]:
-    """Return the keys whose digests differ, each with the ranks that have one; all ranks call it.
-
-    Ranks that have the same keys and numbers speak through the first of them.
-
-    Args:
-        digests: This rank's numbers, by keys.
-        manager: The grid.
-    """
-    keys = {text_hash(repr(key)): key for key, _ in digests}
-    own = dict(zip(keys, _numbers([number for _, number in digests]), strict=True))
-    group = manager.world_group
-    place = text_hash(str([*own]))
-    states = all_gather_object((place, text_hash(str(own))), group)
-    first: dict[int, tuple[int, int]] = {}  # of ranks with the same keys: rank and numbers
-    for rank, (names, numbers) in enumerate(states):
-        first.setdefault(names, (rank, numbers))
-    alike = all(first[names][1] == numbers for names, numbers in states)
-    speaks = not alike or first[place][0] == get_rank(group)
-    told = all_gather_object(own if speaks else {}, group)
-    found: dict[int, set[int]] = {}
-    for theirs in told:
-        for name, number in theirs.items():
-            found.setdefault(name, set()).add(number)
-    parted = [name for name, numbers in found.items() if len(numbers) > 1]
-    if not parted:
-        return {}
-    held = [told[first[names][0] if alike else rank] for rank, (names, _) in enumerate(states)]
-    named = {n: key for each in all_gather_object(keys, group) for n, key in each.items()}
-    return {named[name]: _sides_of([theirs.get(name) for theirs in held]) for name in parted}
-
-
-def _sides_of(numbers: Sequence[int | None]) -> Sides:
-    """Return the ranks that have each number; None is one that has none."""
-    ranks: dict[int, list[int]] = {}
-    for rank, number in enumerate(numbers):
-        if number is not None:
-            ranks.setdefault(number, []).append(rank)
-    return sorted(ranks.values(), key=len, reverse=True)
-
-
-def _numbers(digests: Iterable[Tensor | int]) -> list[int]:
-    """Return numbers that lie on devices, fetched at once."""
-    digests = list(digests)
-    there = [each for each in digests if isinstance(each, Tensor)]
-    fetched = iter(torch.stack(there).tolist() if there else [])
-    return [next(fetched) if isinstance(each, Tensor) else each for each in digests]
 
 
 def _refuse_nonfinite(
@@ -217,9 +173,3 @@ def _some(shown: Sequence[str]) -> str:
 
 def _at(step: int | None) -> str:
     return "" if step is None else f"step {step}: "
-
-
-def text_hash(text: str) -> int:
-    """Return a number for a text."""
-    content = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(content, "little", signed=True)

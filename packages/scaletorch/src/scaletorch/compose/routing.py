@@ -103,19 +103,15 @@ def move_biases(
         move_bias(getattr(module.get_submodule(block), last), total, rate)
         found[name] = statistics_of(total)
         if not total.any():
-            _warn_of_none(name)
+            warnings.warn(
+                f"{describe_rank()}: no rank has counted a token for {name} since it was last "
+                "moved, so that it stays: call move_biases after a train_step, and let the block "
+                "call its experts as a module, and not within a reentrant checkpoint",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         counts[name].zero_()
     return found
-
-
-def _warn_of_none(name: str) -> None:
-    warnings.warn(
-        f"{describe_rank()}: no rank has counted a token for {name} since it was last moved, so "
-        "that it stays: call move_biases after a train_step, and let the block call its experts as "
-        "a module, and not within a reentrant checkpoint",
-        RuntimeWarning,
-        stacklevel=3,
-    )
 
 
 def _tensor(block: nn.Module, name: str) -> Tensor | None:

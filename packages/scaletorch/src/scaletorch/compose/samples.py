@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from ..dist import all_gather_object, all_reduce, get_comm_device, get_rank, group_ranks
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
-from .digests import Key, digest, keyed_pieces
+from .digests import Key, Sides, digest, keyed_pieces, parted_sides, text_hash
 from .forward import wait_for_parameters
-from .replicas import SHOWN, Sides, parted_sides, refuse, text_hash
+from .replicas import SHOWN, refuse
 
 PERIOD = 16  # steps within which every parameter has its turn
 MODULUS = 2**32  # of a rank's term in the message: sums over 2**21 ranks are exact in float64

@@ -25,16 +25,13 @@ from .balance import router_loss
 from .batches import Batch, Called, real_positions, real_tokens, token_count
 from .before.changes import changes_followed
 from .before.failures import failures_named
-from .evaluate import losses_per_item
-from .forward import Terms, manager_of, pipeline_of, rehearses, terms_of
+from .forward import Terms, manager_of, terms_of
 from .loss import find_sharded_head, require_labels_fit, require_logits_alone, token_loss_sum
 from .own_loss import NOTHING_COUNTS, CountFunction, LossFunction, Number, OwnLoss
 from .partial_gradients import summed_once
-from .ready import look_first, ready
-from .rehearsal.quiet import restored
+from .ready import has_gradients, look_first, ready
 from .rehearsal.rehearse import rehearse_step
 from .samples import take_sample
-from .updates import forget_gradients, note_gradients
 
 
 def train_step(
@@ -80,11 +77,11 @@ def train_step(
     """
     manager = manager_of(model, manager)
     terms, own = terms_of(model), _own_loss(model, manager, loss_fn, count_fn)
-    if terms.rehearses and not _has_gradients(model):
+    if terms.rehearses and not has_gradients(model):
         rehearse(model, micro_batches, manager, loss_fn=loss_fn, count_fn=count_fn)
     called, count = ready(model, micro_batches, manager, terms, own)
-    if own is not None:
-        count = _divisor(count, own, model, micro_batches, manager)
+    if own is not None and not count:
+        raise InvalidArgumentError(NOTHING_COUNTS)
     terms.real_positions = real_positions(called[0].micro_batch)
     if terms.seen > terms.several:
         return _step(model, called, count, manager, terms, scaler, own)
@@ -140,17 +137,13 @@ def rehearse(
             "rehearse compares with the plain model, whose structure parallelize keeps unless it "
             "is called with rehearse=False, or the model cannot be copied"
         )
-    if _has_gradients(model):
+    if has_gradients(model):
         raise StateError(
             f"{describe_rank()}: a rehearsal has gradients of its own, and the model has some "
             "already: call it before the first step, or after zero_grad"
         )
     step = partial(train_step, model, manager=manager, loss_fn=loss_fn, count_fn=count_fn)
     rehearse_step(model, micro_batches, terms, manager, step, loss_fn)
-
-
-def _has_gradients(model: DataParallelBucket) -> bool:
-    return any(parameter.grad is not None for parameter in model.parameters())
 
 
 def _own_loss(
@@ -171,36 +164,6 @@ def _own_loss(
     return own
 
 
-def _divisor(
-    count: Number,
-    own: OwnLoss,
-    model: DataParallelBucket,
-    micro_batches: Sequence[Batch],
-    manager: ProcessGroupManager,
-) -> Number:
-    """Return what gradients are divided by: the count, or an estimate of it.
-
-    Args:
-        count: Of the losses, or of tokens or rows if losses are counted later.
-        own: The loss.
-        model: What `parallelize` returned.
-        micro_batches: This rank's.
-        manager: The grid.
-
-    Raises:
-        InvalidArgumentError: Nothing counts.
-    """
-    if not count:
-        raise InvalidArgumentError(NOTHING_COUNTS)
-    if not own.counts_later:
-        return count
-    terms = terms_of(model)
-    if terms.counted is None:
-        with restored(pipeline_of(model).module):
-            terms.counted = losses_per_item(model, micro_batches, manager, own.function)
-    return float(count) * terms.counted
-
-
 def _step(
     model: DataParallelBucket,
     micro_batches: Sequence[Called],
@@ -211,13 +174,17 @@ def _step(
     own: OwnLoss | None,
 ) -> Tensor:
     head, balance = find_sharded_head(model), terms.router_loss
+    later = own is not None and own.counts_later
 
     def loss_fn(output: Any, batch: Any) -> Tensor:
         if own is None:
             require_logits_alone(output, with_router_loss=balance is not None)
             loss = _mean(token_loss_sum(output, batch["labels"], head), count)
         else:
-            loss = own.call(output, batch)[0] / (count or 1)
+            total, losses = own.call(output, batch)
+            if later and terms.counted is None:
+                terms.counted = own.per_item(losses, batch)
+            loss = total / (count * (terms.counted or 1.0) if later else count or 1)
         if balance is not None:
             real = real_tokens(batch, terms.real_positions)
             shares = terms.shares_sequences
@@ -227,25 +194,51 @@ def _step(
         return loss
 
     if scaler is not None:  # which will divide them
-        forget_gradients(model)
+        terms.noted = None
+    terms.correction, is_first = 1.0, terms.counted is None
     with summed_once(model, manager), _refused_together(model, manager):
         loss = train_step_pipeline(model, micro_batches, loss_fn=loss_fn, group=manager.pp_group)
-    counted = None
-    if own is not None and own.counts_later:
-        counted = _summed(own.counted(get_comm_device(manager.world_group)), manager)
-        scale_gradients(model, count / counted)
-    note_gradients(model)
+    corrected = None
+    if own is not None and later:
+        if is_first:
+            terms.counted = _from_last_stage(terms.counted, manager)
+        corrected = _corrected(model, float(count) * (terms.counted or 1.0), own, manager)
+    terms.note_gradients(model)
     take_sample(model)
     if own is not None:
         own.settle(loss)
     total = _summed(loss, manager)
-    if counted is None:
-        return total
-    found = float(counted)  # behind `settle`, which has waited for the loss
+    return total if corrected is None else total * _note_count(*corrected, terms)
+
+
+def _from_last_stage(value: float | None, manager: ProcessGroupManager) -> float:
+    """Return a number that the last stage of a pipeline knows; the other stages have None."""
+    known = torch.tensor(value or 0.0, dtype=torch.float32).to(get_comm_device(manager.pp_group))
+    all_reduce(known, group=manager.pp_group)
+    return float(known)
+
+
+def _corrected(
+    model: DataParallelBucket, divisor: float, own: OwnLoss, manager: ProcessGroupManager
+) -> tuple[float, Tensor]:
+    """Divide gradients by the count of all losses instead of its estimate; return both."""
+    counted = _summed(own.counted(get_comm_device(manager.world_group)), manager)
+    scale_gradients(model, divisor / counted)
+    return divisor, counted
+
+
+def _note_count(divisor: float, counted: Tensor, terms: Terms) -> float:
+    """Return by what the estimate of the count was off; the next step estimates by this one's.
+
+    Raises:
+        InvalidArgumentError: Nothing counts.
+    """
+    found = float(counted)  # when the host has waited for the loss anyway
     if not found:
         raise InvalidArgumentError(NOTHING_COUNTS)
-    terms.counted = (terms.counted or 1.0) * found / float(count)
-    return total * (float(count) / found)
+    terms.correction = divisor / found
+    terms.counted = (terms.counted or 1.0) / terms.correction
+    return terms.correction
 
 
 def _mean(total: Tensor, count: Number) -> Tensor:
@@ -308,6 +301,6 @@ def _first_step(
     terms: Terms,
 ) -> Iterator[None]:
     """Look at the model after the first step."""
-    with changes_followed(model, len(micro_batches), manager, put_back=rehearses()):
+    with changes_followed(model, len(micro_batches), manager):
         yield
     terms.seen = 1 + terms.several

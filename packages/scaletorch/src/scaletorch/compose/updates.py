@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..dist.errors import InvalidArgumentError
@@ -14,10 +14,10 @@ from ..parallel.data_parallel import parameter_shards
 from ..parallel.expert_parallel.building import find_expert_cuts
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pg_manager.building import Scope, update_scope
+from .forward import terms_of
 
 _models: WeakKeyDictionary[nn.Module, ProcessGroupManager] = WeakKeyDictionary()
 _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # and how many parameters it had
-_noted: WeakKeyDictionary[nn.Module, list[tuple[Tensor, int]]] = WeakKeyDictionary()
 _hooks: list[Any] = []
 
 
@@ -36,25 +36,9 @@ def watch(model: nn.Module, manager: ProcessGroupManager) -> None:
     if manager.tp_size * manager.pp_size * manager.ep_size == 1:
         return
     _models[model] = manager
-    _noted[model] = []
+    terms_of(model).noted = []
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
-
-
-def note_gradients(model: nn.Module) -> None:
-    """Note the versions of gradients after a step, until an optimizer has been looked at.
-
-    Args:
-        model: What `parallelize` returned.
-    """
-    if model in _noted:
-        gradients = (parameter.grad for parameter in model.parameters())
-        _noted[model] = [(each, each._version) for each in gradients if each is not None]
-
-
-def forget_gradients(model: nn.Module) -> None:
-    """Look no more at who changes gradients: this library does, by the whole model's norm."""
-    _noted.pop(model, None)
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
@@ -70,9 +54,11 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 def _look_at_gradients(optimizer: Optimizer, model: nn.Module) -> None:
     """Warn if all gradients have been changed in place since the step that made them."""
     taken = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-    if not _noted.get(model) or taken.isdisjoint(id(s.tensor) for s in parameter_shards(model)):
+    terms = terms_of(model)
+    noted, shards = terms.noted, parameter_shards(model)
+    if not noted or taken.isdisjoint(id(shard.tensor) for shard in shards):
         return
-    noted = _noted.pop(model)
+    terms.noted = None
     if all(gradient._version != version for gradient, version in noted):
         warnings.warn(
             f"{describe_rank()}: all gradients have been changed in place since train_step. Each "

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ..compose.entries import RowDims
 from ..compose.naming import parse_layout
 from ..compose.own_loss import LossFunction
-from ..compose.row_dims import RowDims
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import Split

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from ..compose.entries import RowDims
 from ..compose.one_process import call_plain, entries_for, plain_loss
 from ..compose.own_loss import LossFunction
-from ..compose.row_dims import RowDims
 from ..dist.building import Locator
 from ..models import Llama, LlamaConfig, Mixture, MixtureConfig
 from ..parallel.pipeline_parallel import Split

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..compose.entries import RowDims
 from ..compose.experts import count_experts
 from ..compose.one_process import entries_for
 from ..compose.own_loss import LossFunction
-from ..compose.row_dims import RowDims
 from ..compose.summation import chain_length
 from ..dist import RankFailedError, RankPool
 from ..dist.building import locate

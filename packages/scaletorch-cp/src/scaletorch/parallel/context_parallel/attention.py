@@ -26,7 +26,7 @@ from .alone import Alone, alone, attend_alone
 from .cp_comms import Ring, ring_of
 from .kernels import statistics_dtype
 from .layouts.layout import Layout, layout_of_shards
-from .layouts.order import order_of_shards
+from .layouts.sharding import order_of_shards
 from .masks.documents import Documents, chunked, read_documents
 from .masks.mask import Mask
 from .methods import METHODS, Method

@@ -5,7 +5,7 @@ Recorded and versioned like the rest: a patch release changes nothing here.
 
 from .alone import alone, each_alone
 from .layouts.layout import layout_of_whole
-from .layouts.order import DEFAULT
+from .layouts.sharding import DEFAULT
 from .masks.documents import CU_SEQLENS
 from .models.calls import require_computable
 from .models.looking import apart, looking, without_zeros

@@ -22,8 +22,7 @@ from .attention import Asked, attend, require_method
 from .cp_comms import connect_ring, ring_of
 from .kernels import update_out_and_lse
 from .layouts.layout import Layout, layout_of_whole, require_name
-from .layouts.order import order_of_shards
-from .layouts.sharding import own_shard
+from .layouts.sharding import order_of_shards, own_shard
 from .models.override import install
 from .models.settings import Settings, mark, unmark
 from .models.transformers_attention import adopt

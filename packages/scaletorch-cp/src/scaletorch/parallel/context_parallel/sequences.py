@@ -18,8 +18,8 @@ from ..pg_manager.building import mean_over
 from .attention import attention
 from .cp_comms import ring_of
 from .layouts.layout import named_layout
-from .layouts.order import DEFAULT
 from .layouts.sharding import (
+    DEFAULT,
     batch_shape,
     is_sequence,
     own_shard,

@@ -3,8 +3,7 @@
 Recorded and versioned like the rest: a patch release changes nothing here.
 """
 
-from .connecting import connect, connect_all, has_streams
-from .groups import first_unused_number, groups_within
+from .groups import connect, connect_all, first_unused_number, groups_within, has_streams
 from .loss import mean_over
 from .module_helpers import (
     call_uncompiled,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
@@ -15,32 +14,23 @@ from ...dist import functional
 from ...dist.errors import InvalidArgumentError
 from ...parallel.pg_manager import ProcessGroupManager
 
-
-def norms_of(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the modules whose output depends on all rows of a batch while they train."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
+_GROUP = "_scaletorch_rows"  # of a norm: the ranks whose rows it takes statistics of
+_KNOWN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
-def synchronise_batch_norms(
-    model: nn.Module, manager: ProcessGroupManager, *, recompute: bool, shares: bool
-) -> None:
+def synchronise_batch_norms(model: nn.Module, manager: ProcessGroupManager) -> None:
     """Let batch norms take their statistics of the rows of all dp ranks, in place.
+
+    A norm with a forward of its own stays as it is.
 
     Args:
         model: The plain model.
         manager: The grid.
-        recompute: Layers run again in backward.
-        shares: Each tp rank holds a shard of every sequence.
-
-    Raises:
-        InvalidArgumentError: Their statistics would be others than one process's.
     """
-    found = norms_of(model)
-    _require_fit(found, recompute=recompute, shares=shares)
-    if manager.dp_size > 1 and not shares:  # where shares are, they do not train
-        _require_known(found)
-        for norm in found.values():
-            vars(norm)["_scaletorch_rows"] = manager.dp_group
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    for norm in norms if manager.dp_size > 1 else ():
+        if type(norm).forward in _KNOWN and "forward" not in vars(norm):
+            vars(norm)[_GROUP] = manager.dp_group
             vars(norm)["forward"] = MethodType(_forward, norm)
 
 
@@ -57,72 +47,51 @@ def require_whole_batches(
     Those in eval mode, which have running statistics, change nothing and pass.
 
     Args:
-        model: What trains.
+        model: The model that trains.
         num_micro_batches: Of one step.
         manager: The grid.
-        recompute: As for `synchronise_batch_norms`.
-        shares: As for `synchronise_batch_norms`.
+        recompute: Layers run again in backward.
+        shares: Each tp rank holds a shard of every sequence.
 
     Raises:
-        InvalidArgumentError: There is one, and several micro-batches, divided sequences, or rows on
-            other ranks that it does not see.
+        InvalidArgumentError: Micro-batches, ranks or a second run would change the statistics.
     """
-    found = {name: norm for name, norm in norms_of(model).items() if _of_batch(norm)}
-    if not found:
-        return
-    _require_fit(found, recompute=recompute, shares=shares)
-    alone = {name: norm for name, norm in found.items() if "_scaletorch_rows" not in vars(norm)}
-    if manager.dp_size > 1 and alone:
-        raise InvalidArgumentError(
-            f"{_named(alone)} takes statistics of this rank's rows alone, and dp_size="
-            f"{manager.dp_size} divides those of a batch: let parallelize have it, which sums over "
-            "ranks, or use another norm, or put the module into eval mode"
-        )
-    if num_micro_batches > 1:
-        raise InvalidArgumentError(
-            f"{_named(found)} takes statistics of all rows of a batch, and {num_micro_batches} "
-            "micro-batches would each have their own: use one micro-batch, or another norm "
-            "(LayerNorm, GroupNorm), or put the module into eval mode"
-        )
-    if manager.cp_size > 1:
-        raise InvalidArgumentError(
-            f"{_named(found)} takes statistics of all positions of a batch, which cp_size="
-            f"{manager.cp_size} divides over ranks: use cp_size=1, or another norm, or put the "
-            "module into eval mode"
-        )
-
-
-def _require_fit(found: Mapping[str, _BatchNorm], *, recompute: bool, shares: bool) -> None:
-    """Refuse norms that take statistics of a batch where these would be others."""
-    found = {name: norm for name, norm in found.items() if _of_batch(norm)}
-    if found and recompute:
-        raise InvalidArgumentError(
-            f"{_named(found)} would count every batch twice in its running statistics, as "
-            "recompute=True runs layers again: leave recompute out, or use another norm"
-        )
-    if found and shares:
-        raise InvalidArgumentError(
-            f"{_named(found)} would take statistics of a rank's share of the tokens with "
-            "sequence_parallel=True: leave that out, or use another norm"
-        )
-
-
-def _require_known(found: Mapping[str, _BatchNorm]) -> None:
-    """Refuse norms with a forward of their own, which that of all ranks' rows would replace."""
-    own = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
-    other = {n: m for n, m in found.items() if type(m).forward not in own or "forward" in vars(m)}
-    if other:
-        raise InvalidArgumentError(
-            f"{_named(other)} has a forward of its own, so that its statistics cannot be taken of "
-            "the rows of all dp ranks: use a norm of torch.nn and put what it adds (such as an "
-            "activation) behind that, or another norm, or dp_size=1"
-        )
-
-
-def _named(found: Mapping[str, Any]) -> str:
-    name, norm = next(iter(found.items()))
-    others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    return f"module {name} ({type(norm).__name__}){others}"
+    norms = [(n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and _of_batch(m)]
+    alone = [(name, norm) for name, norm in norms if _GROUP not in vars(norm)]
+    refused = (
+        (
+            recompute,
+            "would count every batch twice in its running statistics, as recompute=True runs "
+            "layers again: leave recompute out, or use another norm",
+        ),
+        (
+            shares,
+            "would take statistics of a rank's share of the tokens with sequence_parallel=True: "
+            "leave that out, or use another norm",
+        ),
+        (
+            num_micro_batches > 1,
+            f"takes statistics of all rows of a batch, and {num_micro_batches} micro-batches would "
+            "each have their own: use one micro-batch, or another norm (LayerNorm, GroupNorm), or "
+            "put the module into eval mode",
+        ),
+        (
+            manager.cp_size > 1,
+            f"takes statistics of all positions of a batch, which cp_size={manager.cp_size} "
+            "divides over ranks: use cp_size=1, or another norm, or put the module into eval mode",
+        ),
+        (
+            manager.dp_size > 1 and alone,
+            f"takes statistics of this rank's rows alone, and dp_size={manager.dp_size} divides "
+            "those of a batch: parallelize lets a norm of torch.nn see all rows, unless it has a "
+            "forward of its own (put what that adds, such as an activation, behind the norm); or "
+            "use another norm, or put the module into eval mode",
+        ),
+    )
+    for wrong, why in refused if norms else ():
+        if wrong:
+            name, norm = (alone or norms)[0]
+            raise InvalidArgumentError(f"module {name} ({type(norm).__name__}) {why}")
 
 
 def _of_batch(norm: _BatchNorm) -> bool:
@@ -135,7 +104,7 @@ def _forward(self: _BatchNorm, x: Tensor) -> Tensor:
     if not _of_batch(self):
         own: Tensor = type(self).forward(self, x)
         return own
-    group: ProcessGroup | None = vars(self)["_scaletorch_rows"]
+    group: ProcessGroup | None = vars(self)[_GROUP]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     shape = (1, -1, *[1] * (x.ndim - 2))
     mean, variance, count = _statistics(wide, group)

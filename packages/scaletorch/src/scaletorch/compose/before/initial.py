@@ -7,14 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from ...dist import all_gather_object
 from ...dist.building import agree, caught
 from ...dist.errors import MismatchError
 from ...parallel.pg_manager import ProcessGroupManager
 from ...parallel.pg_manager.building import divided_modules
 from ...parallel.tensor_parallel import TensorParallelLayer
 from ..batches import Batch, MicroBatch
-from ..digests import written
+from ..digests import Key, parted_sides, text_hash, written
 from ..entries import OF_LOSS
 
 _SUBJECT = (
@@ -94,37 +93,25 @@ def require_one_batch(micro_batches: Sequence[Batch], manager: ProcessGroupManag
     called: Sequence[Batch] = micro_batches
     if cuts:
         called = [{n: x for n, x in b.items() if not n.startswith(OF_LOSS)} for b in micro_batches]
-    mine = [(read, _looks([cut.whole for cut in cuts.values()])), (place, _looks(called))]
-    everyone = all_gather_object(mine, manager.world_group)
-    for looked in zip(*everyone, strict=True):  # the batches that were read first
-        of: dict[str, list[int]] = {}
-        for rank, (where, _) in enumerate(looked):
-            of.setdefault(where, []).append(rank)
-        for where, ranks in of.items():
-            found = [dict(looked[rank][1]) for rank in ranks]
-            if cuts and where != read:
-                anywhere = {n: look for each in reversed(found) for n, look in each.items()}
-                found = [{**anywhere, **each} for each in found]
-            _require_equal(where, ranks, found, manager)
+    looks = [*_looks(read, [cut.whole for cut in cuts.values()]), *_looks(place, called)]
+    whole = read if cuts else place  # of which no rank may leave out an entry
+    names = [key.name for key, _ in looks if key.kind == whole]
+    looks.append((Key(whole, "the list of entries"), text_hash(str(names))))
+    parted = parted_sides(looks, manager)
+    for (where, name, _), (usual, *others) in parted.items():
+        odd = sorted(rank for side in others for rank in side)
+        shown = ", ".join(f"rank {rank} ({manager.grid.coordinates(rank)})" for rank in odd[:4])
+        raise MismatchError(
+            f"ranks hold another first batch where they need the same one ({where}): {name} "
+            f"on {shown} is not that of rank {usual[0]}; let every rank read the same batch, "
+            "and seed what draws it alike"
+        )
 
 
-def _looks(batches: Sequence[Batch]) -> list[tuple[str, list[str]]]:
-    """Return the digests of each entry of some batches."""
+def _looks(where: str, batches: Sequence[Batch]) -> list[tuple[Key, int]]:
+    """Return the digest of each entry of some batches."""
     names = sorted({name for batch in batches for name in batch})
-    return [(name, [written(batch[name]) for batch in batches if name in batch]) for name in names]
-
-
-def _require_equal(
-    where: str, ranks: Sequence[int], found: Sequence[dict[str, Any]], manager: ProcessGroupManager
-) -> None:
-    for name in sorted({name for each in found for name in each}):
-        odd = [
-            r for r, each in zip(ranks, found, strict=True) if each.get(name) != found[0].get(name)
-        ]
-        if odd:
-            shown = ", ".join(f"rank {rank} ({manager.grid.coordinates(rank)})" for rank in odd[:4])
-            raise MismatchError(
-                f"ranks hold another first batch where they need the same one ({where}): {name} "
-                f"on {shown} is not that of rank {ranks[0]}; let every rank read the same batch, "
-                "and seed what draws it alike"
-            )
+    return [
+        (Key(where, name), text_hash(str([written(b[name]) for b in batches if name in b])))
+        for name in names
+    ]

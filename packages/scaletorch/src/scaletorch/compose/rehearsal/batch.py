@@ -16,11 +16,10 @@ from ...parallel.context_parallel import ShardedSequences
 from ...parallel.context_parallel.building import CU_SEQLENS
 from ...parallel.pg_manager import IGNORED, ProcessGroupManager
 from ..batches import Batch, Called, Cut, MicroBatch, rows_of_ranks, shard_global_batch
-from ..entries import OF_LOSS, row_count, sequence_shape
+from ..entries import OF_LOSS, POSITIONS, row_count, sequence_shape
 from ..forward import Terms
 from ..one_process import OneProcess
 from ..ready import as_called
-from ..row_dims import POSITIONS
 from .quiet import is_narrow
 
 ROWS, LENGTH, TOKENS = 2, 512, 8192  # of a micro-batch, of a row, and at most of all rows

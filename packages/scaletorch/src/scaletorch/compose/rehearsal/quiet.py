@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...dist.building import tensors_in
 from ...parallel.data_parallel.building import NARROW
-from ..plain import HOOKS, is_of_library, plain_attributes
+from ...parallel.pg_manager.building import eagerly
+from ..plain import HOOKS, Attributes, is_of_library
 
 _DROPPING = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 _OWNERS: tuple[Any, ...] = (torch._VF, torch)
@@ -61,7 +63,7 @@ class State:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [*modules]
-        self._attributes = [plain_attributes([("", module)]) for module in self._modules]
+        self._attributes = Attributes(self._modules)
         self._buffers = [
             (module, name, buffer, buffer.detach().clone())
             for module in self._modules
@@ -79,13 +81,7 @@ class State:
                 if not torch.equal(buffer, values):  # what backward needs may be untouched
                     buffer.copy_(values)
                 module._buffers[name] = buffer
-        for module, held in zip(self._modules, self._attributes, strict=True):
-            now = plain_attributes([("", module)])
-            for name, value in held.items():
-                if now.get(name, ...) is not value:
-                    vars(module)[name] = value
-            for name in now.keys() - held.keys():
-                del vars(module)[name]
+        self._attributes.put_back()
         for module, kind, before in self._hooks:
             _put_back_hooks(getattr(module, kind), before)
 
@@ -115,6 +111,43 @@ def restored(model: nn.Module) -> Iterator[None]:
     finally:
         random.setstate(state)
         before.put_back()
+
+
+class _Kept(TorchDispatchMode):
+    """Copies parameters before an operation of a forward may write to them, also past versions."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._held: dict[int, list[nn.Parameter]] = {}  # by storage
+        self.before: list[tuple[nn.Parameter, Tensor]] = []
+        for parameter in model.parameters():
+            self._held.setdefault(_storage(parameter), []).append(parameter)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable and torch._C._current_graph_task_id() == -1:
+            for tensor in tensors_in((args, kwargs)):
+                held = self._held.pop(_storage(tensor), ())
+                self.before += [(parameter, parameter.detach().clone()) for parameter in held]
+        return func(*args, **kwargs)
+
+
+def _storage(tensor: Tensor) -> int:
+    strided = tensor.layout is torch.strided
+    return int(tensor.untyped_storage()._cdata) if strided else -id(tensor)
+
+
+@contextmanager
+def parameters_kept(model: nn.Module) -> Iterator[None]:
+    """Put back, in the end, the values of parameters that forwards write to."""
+    kept = _Kept(model)
+    try:
+        with eagerly(), kept:
+            yield
+    finally:
+        with torch.no_grad():
+            for parameter, values in kept.before:
+                parameter.copy_(values)
 
 
 @contextmanager

@@ -97,7 +97,9 @@ class Ranks:
                 if name in self._first:
                     self._trained[self._first[name]] = trains
         self._settle_calls([their for their, *_ in everyone])
-        self._settle_forms([their for _, _, their, *_ in everyone])
+        for name, form in (each for _, _, theirs, *_ in everyone for each in theirs):
+            same = self._forms.setdefault(name, form) == form
+            self._forms[name] = form if same else None  # one form on all ranks
 
     def _settle_calls(self, everyone: Sequence[Mapping[tuple[str, int], list[list[str]]]]) -> None:
         """Note which calls a unit has in one forward, and which tensors all ranks have of each."""
@@ -114,12 +116,6 @@ class Ranks:
                     indices = range(turn, len(held[0]), each)
                     if all(kind in theirs[index] for theirs in held for index in indices):
                         self._have.add((name, stage, turn, kind))
-
-    def _settle_forms(self, everyone: Sequence[Sequence[tuple[str, Any]]]) -> None:
-        """Note the form of a unit's result, if it is one form on all ranks."""
-        for name, form in (each for theirs in everyone for each in theirs):
-            same = self._forms.setdefault(name, form) == form
-            self._forms[name] = form if same else None
 
     def form(self, name: str) -> Any:
         """Return the form of what a unit returns, if all there is to it are hidden states.
@@ -165,8 +161,7 @@ class Ranks:
     def trained_here(self) -> dict[str, Tensor]:
         """Return this rank's trained parameters, by first names."""
         named = self._parameters.items()
-        found = {self._first[n]: p for n, p in named if p.requires_grad and n in self._first}
-        return found
+        return {self._first[n]: p for n, p in named if p.requires_grad and n in self._first}
 
     def trains(self, name: str) -> bool:
         """Return whether a weight is trained."""

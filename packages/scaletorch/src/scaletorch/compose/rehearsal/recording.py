@@ -39,6 +39,12 @@ class Record:
     again: bool = False
     form: Any = None
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply gradients that were divided by an estimate of the count."""
+        for gradient in (self.given_gradient, self.made_gradient):
+            if gradient is not None and factor != 1:
+                gradient.mul_(factor)
+
 
 Records = dict[tuple[str, int], list[Record]]  # unit and stage -> its calls in turn
 

@@ -35,7 +35,7 @@ from .judging import Finding, Judge
 from .quiet import restored
 from .ranks import PartedError, Ranks
 from .replay import Replay
-from .training import as_for_a_rehearsal, count_losses, trained, wish_for_float32
+from .training import as_for_a_rehearsal, trained, wish_for_float32
 
 _ADVICE = {  # what may be wrong where an axis divides
     "tp": "tp divides features: what is computed from a share of them has to be named in the "
@@ -90,8 +90,7 @@ def rehearse_step(
 
     def compared(*, wide: bool) -> tuple[Replay, _Found, str]:
         with as_for_a_rehearsal(model, plain, terms, wide=wide):
-            counted = partial(count_losses, model, terms, manager, loss_fn)
-            small, loss, records = trained(partial(cut, wide=wide), model, plain, step, counted)
+            small, loss, records = trained(partial(cut, wide=wide), model, plain, step)
             joiner = Joiner(manager, small.sequences, small.rows, len(small.micro_batches), device)
             ranks = Ranks(model, manager, plain, joiner, records)
             ranks.exchange(hooks_changed=hooks_changed)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +13,18 @@ from ...dist import get_local_size
 from ...parallel.context_parallel.building import without_zeros
 from ...parallel.data_parallel import DataParallelBucket
 from ...parallel.data_parallel.building import NARROW, widened
-from ...parallel.pg_manager import ProcessGroupManager
 from ...parallel.pipeline_parallel.building import PassThrough, forms_cast
-from ..evaluate import losses_per_item
-from ..forward import Terms, pipeline_of, rehearsing, wait_for_parameters
+from ..forward import Terms, pipeline_of, rehearsing, terms_of, wait_for_parameters
 from ..plain import Plain
 from .batch import SmallBatch
-from .quiet import buffers_in, is_narrow, restored, without_autocast, without_dropout
+from .quiet import (
+    buffers_in,
+    is_narrow,
+    parameters_kept,
+    restored,
+    without_autocast,
+    without_dropout,
+)
 from .recording import Records, recorded
 
 Step = Callable[..., Tensor]
@@ -53,7 +57,6 @@ def trained(
     model: DataParallelBucket,
     plain: Plain,
     step: Step,
-    count: Callable[[SmallBatch], None],
 ) -> tuple[SmallBatch, Tensor, Records]:
     """Train a small batch, on all positions if few of them fail.
 
@@ -62,9 +65,12 @@ def trained(
     """
 
     def train(small: SmallBatch) -> tuple[SmallBatch, Tensor, Records]:
-        count(small)
-        with recorded(pipeline_of(model), plain.names_of_units()) as records:
-            return small, step(small.micro_batches), records
+        pipeline = pipeline_of(model)
+        with recorded(pipeline, plain.names_of_units()) as records, parameters_kept(pipeline):
+            loss = step(small.micro_batches)
+        for record in (each for held in records.values() for each in held):
+            record.scale_gradients(terms_of(model).correction)
+        return small, loss, records
 
     small = cut(shortens=True)
     try:
@@ -74,18 +80,6 @@ def trained(
             raise
         model.reset()
     return train(cut(shortens=False))
-
-
-def count_losses(
-    model: DataParallelBucket,
-    terms: Terms,
-    manager: ProcessGroupManager,
-    loss_fn: Callable[[Any, Any], Any] | None,
-    small: SmallBatch,
-) -> None:
-    """Count the losses of a small batch, so that its step's estimate is the count itself."""
-    if loss_fn is not None:
-        terms.counted = losses_per_item(model, small.micro_batches, manager, loss_fn)
 
 
 _BYTES = 8  # of each parameter: its value in float32, and its gradient

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...compose.entries import RowDims
 from ...compose.own_loss import LossFunction
-from ...compose.row_dims import RowDims
 from ...dist.errors import InvalidArgumentError, ScaletorchError
 from ...parallel.pipeline_parallel import Split, meta_parameters
 from ..description import Behaviour, Block, Cut, Description, Kernels

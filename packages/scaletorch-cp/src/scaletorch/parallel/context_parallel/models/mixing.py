@@ -9,7 +9,6 @@ Positions that a model counts itself are not found so: it may know its place amo
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from ....dist import all_gather_object
 from ....dist.building import agree, tensors_in
 from ....dist.errors import InvalidArgumentError
-from ..alone import alone, each_alone
+from ..alone import each_alone
 from .looking import apart, looking
 from .settings import Settings, refusal, settings_of
 
@@ -144,21 +143,6 @@ def _why_unasked(model: nn.Module, ids: Tensor | None) -> str | None:
     if any(settings_of(module) is None for module in model.modules()):
         return "parts of it were replaced since, as by the stages of a pipeline"
     return None
-
-
-def warn_unasked(model: nn.Module, settings: Settings) -> None:
-    """Warn once that a model which has run could not be asked, and why."""
-    if settings.unasked is None or alone() is not None:
-        return
-    why, settings.unasked, settings.asked = settings.unasked, None, True
-    if settings.ring.index == 0:
-        warnings.warn(
-            f"{type(model).__name__} could not be asked whether it mixes the positions of its "
-            f"shard outside of attention, since {why}: a convolution, a recurrence or "
-            "pooling in it would see this rank's shard alone",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
 
 def _ids(given: Arguments) -> Tensor | None:

@@ -28,9 +28,9 @@ from ..alone import alone
 from ..attention import Asked
 from ..masks.documents import CU_SEQLENS, Documents, read_documents
 from .calls import require_documents_kept, require_no_labels
-from .mixing import require_apart, warn_unasked
+from .mixing import require_apart
 from .multihead import FUNCTION, attend_projected, without_weights
-from .settings import Settings, note_backward, refusal, settings_of
+from .settings import Settings, note_backward, refusal, settings_of, warn_unasked
 
 
 class _Running(threading.local):

@@ -6,6 +6,7 @@ bound to a thread: recomputation may run in another than the forward did.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import describe_rank
+from ..alone import alone
 from ..attention import Asked, attend
 from ..cp_comms import Ring
 from ..layouts.layout import Layout, named_layout
-from ..layouts.order import is_padded, note_order, order_of_shards
+from ..layouts.sharding import is_padded, note_order, order_of_shards
 from ..masks.documents import Documents
 
 _OUTSIDE = -1  # the id of no backward
@@ -260,3 +262,18 @@ def _require_ready(settings: Settings | None, model: nn.Module, told: Told, ring
 def refusal(why: str) -> InvalidArgumentError:
     """Return the error of attention that cannot be computed over shards."""
     return InvalidArgumentError(f"context-parallel attention on {describe_rank()}: {why}")
+
+
+def warn_unasked(model: nn.Module, settings: Settings) -> None:
+    """Warn once that a model which has run could not be asked, and why."""
+    if settings.unasked is None or alone() is not None:
+        return
+    why, settings.unasked, settings.asked = settings.unasked, None, True
+    if settings.ring.index == 0:
+        warnings.warn(
+            f"{type(model).__name__} could not be asked whether it mixes the positions of its "
+            f"shard outside of attention, since {why}: a convolution, a recurrence or "
+            "pooling in it would see this rank's shard alone",
+            RuntimeWarning,
+            stacklevel=2,
+        )
