@@ -1,4 +1,4 @@
-"""What does finding a plan take: all legal layouts of 1,024 and of 16,384 ranks, ranked.
+"""How long does it take to find the best of all legal layouts of 1,024 and of 16,384 ranks?
 
 Two models of 126 layers, dense and a mixture, with tp and cp up to 32 and four sizes of ep, by
 memory alone and by time. Processor seconds, the least of several searches, each in a process of its
@@ -104,7 +104,9 @@ def search(known: Description, ranks: int, timed: bool) -> tuple[float, int, int
     cluster = cluster_named("dgx-h100", ranks)
     begin = time.process_time()
     found = plan(known, ROWS * ranks, cluster, time=seconds_of if timed else None)
-    return time.process_time() - begin, len(found.estimates), len(found.refused)
+    found.best()
+    took = time.process_time() - begin
+    return took, len(found.fitting), len(found.illegal) + len(found.tried)
 
 
 def lines(names: list[str], repeats: int) -> Iterator[str]:

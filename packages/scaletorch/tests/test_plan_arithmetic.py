@@ -166,7 +166,7 @@ def test_every_grid_is_planned_or_refused_with_a_reason():
     grids = {each.layout.grid for each in found.estimates} | {each.grid for each in found.refused}
     assert grids == {*legal_layouts(16)}
     assert [each.peak for each in found.estimates] == sorted(e.peak for e in found.estimates)
-    assert found.best() is found.estimates[0]
+    assert found.best() == found.estimates[0]
     assert all(each.layout.grid.world_size == 16 for each in found.estimates)
     told = {each.why for each in found.refused}
     assert "24 rows are no multiple of dp 16 x 1 rows of a micro-batch" in told
@@ -317,7 +317,7 @@ def test_the_peak_of_a_layout_is_that_of_its_fullest_rank(tied, dp):
         assert ranks_send(known, layout) == sent(description, layout)
 
 
-def test_an_estimate_is_worked_out_when_it_is_looked_at_and_travels():
+def test_an_estimate_is_that_of_its_layout_and_travels():
     known = sketch()
     best = plan(known, 24, cluster(16)).best()
     assert best.memory == memory(known, best.layout)

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from ..dist.errors import InvalidArgumentError, ScaletorchError
-from ..parallel.pg_manager import Grid, layout_name, parse_layout
+from ..parallel.pg_manager import Grid, parse_layout
 from .arguments import (
     ASSUMED,
     AXES,
@@ -28,10 +28,10 @@ from .arguments import (
 from .clusters import Cluster, write_cluster
 from .description import Description, Kernels
 from .estimate import Estimate
-from .options import Options, Refused
-from .search import plan
-from .showing import Shown, explained, grouped, page, table
-from .timing import time, timeline
+from .search import Plan, plan
+from .showing import explained, page, table
+from .showing.report import fits, grouped, named
+from .timing import time
 from .written import read, write
 
 
@@ -46,34 +46,28 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def _plan(arguments: Any) -> int:
-    shown, over = planned(arguments)
-    if arguments.explain:
-        print(explained(shown, _chosen(shown, over, arguments.explain)))
-    elif not shown.estimates:
-        raise InvalidArgumentError(_none(shown, sizes_of(arguments)))
-    else:
-        print(table(shown, arguments.top))
-    _write(shown, arguments)
-    return 0 if shown.fitting else 1
-
-
-def planned(arguments: Any) -> tuple[Shown, Sequence[Estimate]]:
-    """Return the plan as it is shown, if none fits with the nearest; and what does not fit."""
     cluster = cluster_of(arguments)
     description = description_of(arguments, cluster.device.kernels)
     options = options_of(arguments)
-    if arguments.explain and not _files(arguments):
-        options = _only(parse_layout(arguments.explain), options)
+    grid = parse_layout(arguments.explain) if arguments.explain else None
+    if grid and not (arguments.json or arguments.html):  # no other is looked at
+        sizes = (
+            {axis: [getattr(grid, axis)] for axis in AXES} if options.meant(grid) else {"dp": []}
+        )
+        options = replace(options, sizes=sizes)
     found = plan(description, arguments.rows, cluster, options=options, time=time)
-    shown = Shown(
-        description.name, description.length, arguments.rows, cluster,
-        found.estimates or found.over, len(found.estimates),
-        [(_named(each), each.why) for each in found.refused],
-        lambda layout: [(f"{part}: {what}", size) for part, what, size in found.explain(layout)],
-        lambda layout: timeline(description, layout, cluster),
-        [*_assumed(arguments, description, cluster)],
-    )  # fmt: skip
-    return shown, found.over
+    notes = [*_assumed(arguments, description, cluster)]
+    if grid:
+        print(explained(found, _chosen(found, grid, arguments.explain)))
+    elif not (found.fitting or found.tried):
+        raise InvalidArgumentError(_none(found, sizes_of(arguments)))
+    else:
+        print(table(found, arguments.top, notes))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(_content(found, notes), indent=1) + "\n")
+    if arguments.html:
+        arguments.html.write_text(page(found, arguments.top, notes), encoding="utf-8")
+    return 0 if found.fitting else 1
 
 
 def _assumed(arguments: Any, description: Description, cluster: Cluster) -> Iterator[str]:
@@ -81,21 +75,6 @@ def _assumed(arguments: Any, description: Description, cluster: Cluster) -> Iter
         yield ASSUMED
     if description.kernels != cluster.device.kernels:
         yield OTHERS.format(description.kernels, cluster.device.kernels)
-
-
-def _only(grid: Grid, options: Options) -> Options:
-    """Return options that allow no other grid, and that one only if it was allowed before."""
-    sizes = {axis: [getattr(grid, axis)] for axis in AXES} if options.meant(grid) else {"dp": []}
-    return replace(options, sizes=sizes)
-
-
-def _named(refused: Refused) -> str:
-    name = layout_name(refused.grid)
-    if refused.layout is None:
-        return name
-    wide = refused.layout.micro_rows
-    pipeline = f", {refused.layout.schedule}" * (refused.grid.pp > 1)
-    return f"{name}{pipeline}, micro-rows {wide}"
 
 
 def _describe(arguments: Any) -> int:
@@ -146,9 +125,10 @@ def description_of(arguments: Any, kernels: Kernels) -> Description:
     # Torch, and all that runs models: a plan of a description has no need of it.
     from ..compose.naming import read_argument
     from ..parallel.pipeline_parallel import Split
-    from .describing import describe, experts_of, named
+    from .describing import describe, experts_of
+    from .describing.named import named as model_named
 
-    name, build = named(arguments.model, arguments.dtype)
+    name, build = model_named(arguments.model, arguments.dtype)
     return describe(
         build, arguments.length, cuts=cuts_of(arguments, experts_of(build)),
         batch=_loaded(arguments, "batch", Callable), plan=_loaded(arguments, "plan", Mapping),
@@ -173,59 +153,46 @@ def _loaded(arguments: Any, option: str, kind: Any) -> Any:
     return found
 
 
-def _chosen(shown: Shown, over: Sequence[Estimate], text: str) -> Estimate:
+def _chosen(found: Plan, grid: Grid, text: str) -> Estimate:
     """Return the best estimate of a layout.
 
     Raises:
         InvalidArgumentError: There is none, and why.
     """
-    grid = parse_layout(text)
-    for each in chain(shown.estimates, over):
+    for each in chain(found.ranked(), found.over):
         if each.layout.grid == grid:
             return each
-    why = next((why for name, why in shown.refused if name == layout_name(grid)), "")
-    ranks = shown.cluster.ranks
+    why = next((each.why for each in found.illegal if each.grid == grid), "")
+    ranks = found.cluster.ranks
     if grid.world_size != ranks:
         why = f"it has {grid.world_size} ranks, and {ranks} are planned for"
     why = why or "sizes that were asked for, or ways that the model is described for, leave it out"
     raise InvalidArgumentError(f"{text} is not legal: {why}")
 
 
-def _none(shown: Shown, sizes: dict[str, list[int]]) -> str:
+def _none(found: Plan, sizes: dict[str, list[int]]) -> str:
     """Return why no layout is legal: the reason of most of them."""
     named = ", ".join(f"{name} {' or '.join(map(str, own))}" for name, own in sizes.items())
-    start = f"no layout of {shown.cluster.ranks} ranks with {shown.rows} rows"
+    start = f"no layout of {found.cluster.ranks} ranks with {found.rows} rows"
     start += f" and {named}" if named else ""
-    reasons = list(grouped(shown.refused))
-    if not reasons:
+    if not found.refused:
         return (
             f"{start} is there: sizes of dp, pp, cp and tp have to multiply to the ranks, and ep "
             "to divide dp x cp x tp and be one that the model is described for"
         )
-    count, example, why = reasons[0]
-    return f"{start} is legal; of {len(shown.refused)} for {count} such as {example}: {why}"
+    count, example, why = grouped(found.refused)[0]
+    return f"{start} is legal; of {len(found.refused)} for {count} such as {example}: {why}"
 
 
-def _files(arguments: Any) -> bool:
-    return bool(arguments.json or arguments.html)
-
-
-def _write(shown: Shown, arguments: Any) -> None:
-    if arguments.json:
-        arguments.json.write_text(json.dumps(_content(shown), indent=1) + "\n")
-    if arguments.html:
-        arguments.html.write_text(page(shown, arguments.top), encoding="utf-8")
-
-
-def _content(shown: Shown) -> dict[str, Any]:
+def _content(found: Plan, notes: Sequence[str]) -> dict[str, Any]:
     return {
-        "model": shown.name, "length": shown.length, "rows": shown.rows,
-        "cluster": asdict(shown.cluster),
+        "model": found.description.name, "length": found.description.length, "rows": found.rows,
+        "cluster": asdict(found.cluster),
         "estimates": [
-            {**each.as_json(), "peak": each.peak, "fits": shown.fits(each)}
-            for each in shown.estimates
+            {**each.as_json(), "peak": each.peak, "fits": fits(found, each)}
+            for each in found.estimates or found.over
         ],
-        "refused": list(shown.refused), "notes": list(shown.notes),
+        "refused": [(named(each), each.why) for each in found.refused], "notes": notes,
     }  # fmt: skip
 
 

@@ -29,12 +29,10 @@ Exit status: 0 a layout fits, 1 none does, 2 what is asked for cannot be planned
 
 
 def subcommand(given: Sequence[str]) -> tuple[str, Any]:
-    """Return which command is asked for, and its arguments."""
-    prog = f"python -m {__package__}"
-    if given[:1] == ["describe"]:
-        return "describe", _describing(f"{prog} describe").parse_args(given[1:])
-    if given[:1] == ["calibrate"]:
-        return "calibrate", _calibrating(f"{prog} calibrate").parse_args(given[1:])
+    """Return the name of the command that is asked for, and its arguments."""
+    prog, parsers = f"python -m {__package__}", {"describe": _describing, "calibrate": _calibrating}
+    if given and (parser := parsers.get(given[0])):
+        return given[0], parser(f"{prog} {given[0]}").parse_args(given[1:])
     return "plan", _planning(prog).parse_args(given)
 
 
@@ -43,33 +41,24 @@ def _planning(prog: str) -> argparse.ArgumentParser:
         prog, description="Which layout to train with: how much memory, how long.",
         epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    _model(parser)
-    _say = parser.add_argument
-    _say("--description", type=Path, metavar="FILE", help="as `describe` wrote it; for --model")
-    _say("--ranks", type=_count, required=True, metavar="N", help="how many devices")
-    _say("--rows", type=_count, required=True, metavar="N", help="sequences of a global batch")
-    _say("--memory", metavar="SIZE", help="of a device, such as 80GiB; else as the device has")
-    _say("--device", metavar="NAME", help="of the table, such as H100-SXM")
-    _say(
-        "--cluster", metavar="FILE",
-        help=f"as `calibrate` or you wrote it, or one of {', '.join(CLUSTERS)}",
-    )  # fmt: skip
-    _say(
-        "--link", nargs="+", default=[], metavar="RANKS:LATENCY:BANDWIDTH",
-        help="for --device, the innermost first, such as 8:3us:300GB/s 64:8us:25GB/s",
-    )  # fmt: skip
-    for axis in AXES:
-        _say(f"--{axis}", type=_count, nargs="+", metavar="N", help="layouts with this size alone")
-    _say("--micro-rows", type=_count, nargs="+", metavar="N", help="rows of a micro-batch")
-    _say("--zero", type=int, nargs="+", choices=range(4), help="stages of ZeRO")
-    _say("--recompute", nargs="+", choices=("none", "selective", "full", "offload"))
-    _say("--sequence-parallel", nargs="+", choices=("off", "on"))
-    _say("--schedule", nargs="+", choices=[name for name in SCHEDULES if name != "forward_only"])
-    _say("--cp-method", nargs="+", metavar="NAME", help="as for `parallelize`")
-    _say("--top", type=_count, default=10, metavar="N", help="layouts in the table (10)")
-    _say("--explain", metavar="LAYOUT", help="show one in full: DPxPPxCPxTP, as 2x4x1x8")
+    say = parser.add_argument
+    say("--description", type=Path, metavar="FILE", help="as `describe` wrote it; for --model")
+    say("--ranks", type=_count, required=True, metavar="N", help="how many devices")
+    say("--rows", type=_count, required=True, metavar="N", help="sequences of a global batch")
+    say("--memory", metavar="SIZE", help="of a device, such as 80GiB; else as the device has")
+    say("--device", metavar="NAME", help="of the table, such as H100-SXM")
+    files = f"as `calibrate` or you wrote it, or one of {', '.join(CLUSTERS)}"
+    say("--cluster", metavar="FILE", help=files)
+    links = "for --device, the innermost first, such as 8:3us:300GB/s 64:8us:25GB/s"
+    say("--link", nargs="+", default=[], metavar="RANKS:LATENCY:BANDWIDTH", help=links)
+    _model(parser, AXES)
+    say("--micro-rows", type=_count, nargs="+", metavar="N", help="rows of a micro-batch")
+    say("--zero", type=int, nargs="+", choices=range(4), help="stages of ZeRO")
+    say("--schedule", nargs="+", choices=[name for name in SCHEDULES if name != "forward_only"])
+    say("--top", type=_count, default=10, metavar="N", help="layouts in the table (10)")
+    say("--explain", metavar="LAYOUT", help="show one in full: DPxPPxCPxTP, as 2x4x1x8")
     for name in ("json", "html"):
-        _say(f"--{name}", type=Path, metavar="FILE", help=f"write the plan as {name.upper()}")
+        say(f"--{name}", type=Path, metavar="FILE", help=f"write the plan as {name.upper()}")
     return parser
 
 
@@ -77,15 +66,10 @@ def _describing(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog, description="Write what plans need to know of a model to a file."
     )
-    _model(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     parser.add_argument("--ranks", type=_count, default=64, metavar="N", help="at most (64)")
-    for axis in ("tp", "cp", "ep"):
-        parser.add_argument(f"--{axis}", type=_count, nargs="+", metavar="N", help="sizes to know")
     parser.add_argument("--kernels", default="cuda", choices=("cuda", "cpu"), help="whose (cuda)")
-    parser.add_argument("--cp-method", nargs="+", metavar="NAME", help="as for `parallelize`")
-    parser.add_argument("--sequence-parallel", nargs="+", choices=("off", "on"))
-    parser.add_argument("--recompute", nargs="+", choices=("none", "selective", "full", "offload"))
+    _model(parser, ("tp", "cp", "ep"))
     return parser
 
 
@@ -98,17 +82,23 @@ def _calibrating(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _model(parser: argparse.ArgumentParser) -> None:
-    _say = parser.add_argument
-    _say("--model", help="folder with a config.json of transformers, or package.module:function")
-    _say("--length", type=_count, metavar="N", help="tokens of a sequence")
-    _say("--dtype", help="of parameters, such as bfloat16; else as the model is built")
-    _say("--batch", help="package.module:function of rows, what `train_step` takes of a model")
-    _say("--loss", help="package.module:function of an output and a micro-batch, its loss_fn")
-    _say("--row-dims", nargs="+", default=[], help="dims of rows, such as pixels=1 table=None")
-    _say("--sequence-dims", nargs="+", default=[], help="dims of positions, such as latents=1")
-    _say("--plan", help="package.module:name of a tensor parallel plan")
-    _say("--split", help="package.module:name of a Split, if the layers are not one nn.ModuleList")
+def _model(parser: argparse.ArgumentParser, axes: Sequence[str]) -> None:
+    """Add the options that name a model and the ways of cutting it."""
+    say = parser.add_argument
+    say("--model", help="folder with a config.json of transformers, or package.module:function")
+    say("--length", type=_count, metavar="N", help="tokens of a sequence")
+    say("--dtype", help="of parameters, such as bfloat16; else as the model is built")
+    say("--batch", help="package.module:function of rows, what `train_step` takes of a model")
+    say("--loss", help="package.module:function of an output and a micro-batch, its loss_fn")
+    say("--row-dims", nargs="+", default=[], help="dims of rows, such as pixels=1 table=None")
+    say("--sequence-dims", nargs="+", default=[], help="dims of positions, such as latents=1")
+    say("--plan", help="package.module:name of a tensor parallel plan")
+    say("--split", help="package.module:name of a Split, if the layers are not one nn.ModuleList")
+    for axis in axes:
+        say(f"--{axis}", type=_count, nargs="+", metavar="N", help="these sizes alone")
+    say("--recompute", nargs="+", choices=("none", "selective", "full", "offload"))
+    say("--sequence-parallel", nargs="+", choices=("off", "on"))
+    say("--cp-method", nargs="+", metavar="NAME", help="as for `parallelize`")
 
 
 def _count(text: str) -> int:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from .layout import Layout
 
@@ -15,70 +13,16 @@ if TYPE_CHECKING:
     from ..parallel.data_parallel import DataParallelBucket
     from ..parallel.pg_manager import ProcessGroupManager
 
-T = TypeVar("T")
-
-
-class Later(Sequence[T]):
-    """A tuple of which no more is made than somebody looks at; pickled as a plain one.
-
-    Args:
-        make: Returns the items.
-        length: How many there are.
-    """
-
-    def __init__(self, make: Callable[[], Iterable[T]], length: int) -> None:
-        self._make, self._length = make, length
-        self._items: Iterator[T] | None = None
-        self._made: list[T] = []
-
-    def _until(self, stop: int | None) -> list[T]:
-        if self._items is None:
-            self._items = iter(self._make())
-        self._made += islice(self._items, None if stop is None else max(0, stop - len(self._made)))
-        return self._made
-
-    @overload
-    def __getitem__(self, at: int) -> T: ...
-    @overload
-    def __getitem__(self, at: slice) -> tuple[T, ...]: ...
-    def __getitem__(self, at: int | slice) -> T | tuple[T, ...]:
-        """Return one or some of it."""
-        if isinstance(at, slice):
-            behind = at.stop is None or min(at.start or 0, at.stop, at.step or 1) < 0
-            return tuple(self._until(None if behind else at.stop)[at])
-        return self._until(None if at < 0 else at + 1)[at]
-
-    def __len__(self) -> int:
-        """Return how many there are."""
-        return self._length
-
-    def __eq__(self, other: object) -> bool:
-        """Return whether the other one has the same in the same order."""
-        return tuple(self) == (tuple(other) if isinstance(other, Later) else other)
-
-    def __hash__(self) -> int:
-        """Return the hash of the tuple."""
-        return hash(tuple(self))
-
-    def __repr__(self) -> str:
-        """Return the tuple's text."""
-        return repr(tuple(self))
-
-    def __reduce__(self) -> tuple[type[tuple[T, ...]], tuple[tuple[T, ...]]]:
-        """Pickle the tuple."""
-        return tuple, (tuple(self),)
-
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on the fullest rank of a stage's rank of the pipeline.
+    """Bytes on the fullest rank of one place in the pipeline.
 
     Attributes:
-        parameters: Its shards.
-        gradients: Where they are summed.
+        parameters: The rank's shards.
+        gradients: Buffers in which gradients are summed.
         optimizer: The optimizer's state, and master weights if it keeps any.
-        activations: Kept for backward when the rank holds the most, or by the first half of one for
-            the second.
+        activations: Kept for backward at the peak, also between the halves of a backward.
         working: Above that while a block runs, forward or backward, whichever is more.
         buffers: Of communication: gradient buckets, messages.
     """
@@ -122,9 +66,9 @@ class Time:
 
     Attributes:
         step: In all.
-        computing: Forward, backward and what runs again.
+        computing: Forward, backward and recomputation.
         exposed: Communication that computation waits for, by axis.
-        hidden: Communication that it does not wait for, by axis.
+        hidden: Communication that overlaps with computation, by axis.
         bubble: Share of the step in which the pipeline's ranks wait for one another.
         update: The optimizer's.
         low: The step, if what is uncertain is good.
@@ -147,22 +91,21 @@ class Estimate:
 
     Attributes:
         layout: The layout.
-        memory: Of each rank of the pipeline; of a search made when it is first looked at, since of
-            thousands of layouts few are.
-        traffic: Of each rank of the pipeline; likewise.
+        memory: Of each rank of the pipeline.
+        traffic: Of each rank of the pipeline.
         time: Of a step; None if no cluster's speed is known.
         communicators: Bytes of every rank's communicators, beside `memory`.
     """
 
     layout: Layout
-    memory: Sequence[Memory]
-    traffic: Sequence[tuple[Traffic, ...]]
+    memory: tuple[Memory, ...]
+    traffic: tuple[tuple[Traffic, ...], ...]
     time: Time | None = None
     communicators: int = 0
 
     @property
     def fullest(self) -> int:
-        """Which rank of the pipeline holds the most."""
+        """The rank of the pipeline that holds the most."""
         return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total)
 
     @property
@@ -184,5 +127,4 @@ class Estimate:
 
     def as_json(self) -> dict[str, Any]:
         """Return plain containers and numbers."""
-        whole = replace(self, memory=tuple(self.memory), traffic=tuple(self.traffic))
-        return asdict(whole)
+        return asdict(self)

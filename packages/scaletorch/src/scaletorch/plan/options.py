@@ -81,25 +81,47 @@ def legal(
     chosen = options or Options()
     if rows < 1 or ranks < 1:
         raise InvalidArgumentError(f"a plan needs rows and ranks, not {rows} rows, {ranks} ranks")
-    layers = sum(block.place == "layer" for block in description.blocks)
-    experts = sorted({cut.ep for cut in (*description.cuts, *description.refused)})
-    for plain in legal_layouts(ranks):
-        for grid in filter(chosen.meant, _grids(plain, experts or [1])):
+    experts = sorted({cut.ep for cut in (*description.cuts, *description.refused)}) or [1]
+    for plain, ep in product(legal_layouts(ranks), experts):
+        if ep > 1 and (plain.tp * plain.cp * plain.dp) % ep:
+            continue
+        grid = plain if ep == 1 else Grid(plain.tp, plain.cp, plain.pp, plain.dp, ep=ep)
+        if chosen.meant(grid):
             try:
-                _require_rows(grid, rows, chosen)
-                zero = _first_zero(grid, chosen)
-                schedules = _schedules(grid, layers, chosen)
-                cuts = list(_cuts(description, grid, chosen))
+                yield from _layouts(description, grid, rows, chosen)
             except InvalidArgumentError as error:
                 yield Refused(grid, str(error))
-                continue
-            for (shares, method), (schedule, chunks) in product(cuts, schedules):
-                for micro_rows in chosen.micro_rows:
-                    if rows % (grid.dp * micro_rows) == 0:
-                        yield Layout(
-                            grid, shares, chosen.recompute[0], zero,
-                            schedule, chunks, method, micro_rows, rows // (grid.dp * micro_rows),
-                        )  # fmt: skip
+
+
+def _layouts(description: Description, grid: Grid, rows: int, options: Options) -> Iterator[Layout]:
+    """Yield the layouts of a grid.
+
+    Raises:
+        InvalidArgumentError: It has none.
+    """
+    batches = [(each, rows // (grid.dp * each)) for each in options.micro_rows
+               if rows % (grid.dp * each) == 0]  # fmt: skip
+    if not batches:
+        least = min(options.micro_rows)
+        raise InvalidArgumentError(
+            f"{rows} rows are no multiple of dp {grid.dp} x {least} rows of a micro-batch"
+        )
+    zeros = [zero for zero in _zeros(grid, options) if zero < 3 or grid.pp == 1]
+    if not zeros:
+        raise InvalidArgumentError(
+            f"zero 3 is torch's fully_shard, which has no pipeline (pp {grid.pp}) here: try zero 2"
+        )
+    layers = sum(block.place == "layer" for block in description.blocks)
+    schedules = [("1f1b", 1)] if grid.pp == 1 else options.schedules
+    fitting = [each for each in schedules if grid.pp == 1 or grid.pp * each[1] <= layers]
+    if not fitting:
+        least = min((chunks for _, chunks in schedules), default=1)
+        raise InvalidArgumentError(
+            f"{layers} layers are fewer than pp {grid.pp} x {least} chunks: each stage needs one"
+        )
+    cuts = list(_cuts(description, grid, options))
+    for (shares, method), (schedule, chunks), batch in product(cuts, fitting, batches):
+        yield Layout(grid, shares, options.recompute[0], zeros[0], schedule, chunks, method, *batch)
 
 
 def ladder(
@@ -112,7 +134,7 @@ def ladder(
         options: What is tried.
         found: Steps that fit, which the caller adds to; those with more of both are left out.
     """
-    zeros = options.zero if _shared(layout.grid) else (0,)
+    zeros = _zeros(layout.grid, options)
     for recompute, zero in _steps(len(options.recompute), len(zeros)):
         if found and any(a <= recompute and b <= zero for a, b in found):
             continue
@@ -121,52 +143,16 @@ def ladder(
         yield (recompute, zero), options.recompute[recompute], zeros[zero]
 
 
+def _zeros(grid: Grid, options: Options) -> tuple[int, ...]:
+    """Return the stages of ZeRO that are tried: none where no ranks share parameters."""
+    return options.zero if grid.cp * grid.dp > 1 else (0,)
+
+
 @cache
 def _steps(recomputes: int, zeros: int) -> list[tuple[int, int]]:
     """Return places in both, those with little of both first."""
     steps = product(range(recomputes), range(zeros))
     return sorted(steps, key=lambda step: (sum(step), step))
-
-
-def _shared(grid: Grid) -> bool:
-    return grid.cp * grid.dp > 1
-
-
-def _grids(grid: Grid, experts: list[int]) -> Iterator[Grid]:
-    for ep in experts:
-        if ep == 1 or (grid.tp * grid.cp * grid.dp) % ep == 0:
-            yield grid if ep == 1 else Grid(grid.tp, grid.cp, grid.pp, grid.dp, ep=ep)
-
-
-def _first_zero(grid: Grid, options: Options) -> int:
-    """Return the first of ZeRO's stages that a grid can have."""
-    if not _shared(grid):
-        return 0
-    if grid.pp > 1 and {*options.zero} == {3}:
-        raise InvalidArgumentError(
-            f"zero 3 is torch's fully_shard, which has no pipeline (pp {grid.pp}) here: try zero 2"
-        )
-    return next(zero for zero in options.zero if zero < 3 or grid.pp == 1)
-
-
-def _require_rows(grid: Grid, rows: int, options: Options) -> None:
-    if all(rows % (grid.dp * each) for each in options.micro_rows):
-        least = min(options.micro_rows)
-        raise InvalidArgumentError(
-            f"{rows} rows are no multiple of dp {grid.dp} x {least} rows of a micro-batch"
-        )
-
-
-def _schedules(grid: Grid, layers: int, options: Options) -> list[tuple[str, int]]:
-    if grid.pp == 1:
-        return [("1f1b", 1)]
-    found = [each for each in options.schedules if grid.pp * each[1] <= layers]
-    if not found:
-        least = min((chunks for _, chunks in options.schedules), default=1)
-        raise InvalidArgumentError(
-            f"{layers} layers are fewer than pp {grid.pp} x {least} chunks: each stage needs one"
-        )
-    return found
 
 
 def _cuts(description: Description, grid: Grid, options: Options) -> Iterator[tuple[bool, str]]:

@@ -1,21 +1,20 @@
-"""All layouts of a job, what each costs, and which is the best."""
+"""All layouts of a job, the cost of each, and the best one."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
+from itertools import islice
 
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import Grid, count_communicators
-from .clusters import Cluster, Device
+from .clusters import Cluster
 from .description import Description
-from .estimate import Estimate, Later, Time
+from .estimate import Estimate, Time
 from .held import Known, Optimizer
-from .layout import Layout, Recompute
+from .layout import Layout
 from .memory import Line, before, lines, memory, peak
 from .options import Options, Refused, ladder, legal
 from .timing import Steps
@@ -23,28 +22,157 @@ from .timing import time as seconds_of
 from .traffic import ranks_send
 from .units import in_bytes
 
+# How exact the time is by which a layout waits in the queue of a search; if exact, its bytes.
+FLOOR, LEAST = -2, -1
+
 Timer = Callable[[Description, Layout, Cluster], Time]
 
 
-@dataclass(frozen=True, slots=True)
 class Plan:
     """The layouts of a job.
 
     Attributes:
         description: The model.
-        cluster: What it would run on.
-        optimizer: What is kept for each parameter.
-        estimates: Of those that fit, the best first: by time if it is known, else by memory.
-        refused: The others, and why.
-        over: Of these, what takes more memory than there is, the least first, as `estimates`.
+        rows: Sequences of a step, of all ranks.
+        cluster: The ranks that it would run on.
+        optimizer: The state that is kept for each parameter.
+        illegal: Grids that have no layout, and why.
     """
 
-    description: Description
-    cluster: Cluster
-    optimizer: Optimizer
-    estimates: Sequence[Estimate]
-    refused: Sequence[Refused]
-    over: Sequence[Estimate]
+    def __init__(
+        self, description: Description, rows: int, cluster: Cluster, options: Options,
+        optimizer: Optimizer | None, time: Timer | None,
+    ) -> None:  # fmt: skip
+        self.description, self.rows, self.cluster = description, rows, cluster
+        self._known, self._time = Known(description, optimizer), time
+        self.optimizer = self._known.optimizer
+        self._steps = Steps(description, cluster, self._known)
+        self._peak = cache(lambda layout: peak(self._known, layout) + self._groups(layout.grid))
+        self._groups = cache(self._communicators)
+        self._options = options
+        self._fitting = cache(self._try)
+        self.illegal: list[Refused] = []
+        self._legal: list[Layout] = []
+        for each in legal(description, rows, cluster.ranks, options):
+            if isinstance(each, Refused):
+                self.illegal.append(each)
+            else:
+                self._legal.append(each)
+
+    def _communicators(self, grid: Grid) -> int:
+        size = self.cluster.device.group_memory
+        return size * count_communicators(grid) if size else 0
+
+    def _try(self, layout: Layout) -> tuple[list[Layout], list[Layout]]:
+        """Return what fits with the least that saves memory of a layout, and all that was tried."""
+        room = self.cluster.device.memory - self._groups(layout.grid)
+        found: list[Layout] = []
+        tried: list[Layout] = []
+        enough: list[tuple[int, int]] = []
+        for step, recompute, zero in ladder(layout, self._options, enough):
+            own = layout.saving(recompute, zero)
+            selective = (recompute == "selective") != (layout.recompute == "selective")
+            if selective and own.cut not in self.description.cuts:
+                continue
+            tried.append(own)
+            if peak(self._known, own, room) <= room:
+                found.append(own)
+                enough.append(step)
+        return found, tried
+
+    @cached_property
+    def fitting(self) -> list[Layout]:
+        """Return the layouts that fit, in no order."""
+        return [own for each in self._legal for own in self._fitting(each)[0]]
+
+    @cached_property
+    def tried(self) -> list[list[Layout]]:
+        """Return of each layout that does not fit all ways of saving memory that were tried."""
+        each = map(self._fitting, self._legal)
+        return [tried for found, tried in each if tried and not found]
+
+    def ranked(self) -> Iterator[Estimate]:
+        """Yield what fits, the best first: by time if it is known, else by memory.
+
+        No more layouts are fitted into memory, and no more steps simulated, than tell which is the
+        next best: each waits in a queue by a time that it takes at the least, ever more exact.
+        """
+        if self._time is None:
+            yield from map(self.estimate, sorted(self.fitting, key=self._peak))
+            return
+        ours = self._time is seconds_of
+        floor = self._steps.floor if ours else lambda _: 0.0
+        queue = [(floor(each), FLOOR, (at, 0), each) for at, each in enumerate(self._legal)]
+        heapify(queue)
+        while queue:
+            _, stage, at, layout = heappop(queue)
+            if stage == FLOOR:
+                for way, own in enumerate(self._fitting(layout)[0]):
+                    least = self._steps.least(own) if ours else self._step(own)
+                    heappush(queue, (least, LEAST, (at[0], way), own))
+            elif stage == LEAST:
+                step = self._steps.step(layout) if ours else self._step(layout)
+                heappush(queue, (step, self._peak(layout), at, layout))
+            else:
+                yield self.estimate(layout)
+
+    def _step(self, layout: Layout) -> float:
+        time = self.estimate(layout).time
+        return time.step if time else 0.0
+
+    def top(self, count: int) -> list[Estimate]:
+        """Return the best layouts that fit, or if none does those nearest to it."""
+        return list(islice(self.ranked(), count)) or list(self.over[:count])
+
+    @cached_property
+    def estimates(self) -> tuple[Estimate, ...]:
+        """Return all that fits, the best first."""
+        return tuple(self.ranked())
+
+    @cached_property
+    def over(self) -> tuple[Estimate, ...]:
+        """Return what takes more memory than there is, the least first."""
+        return tuple(map(self.estimate, sorted(map(self._nearest, self.tried), key=self._peak)))
+
+    @cached_property
+    def refused(self) -> tuple[Refused, ...]:
+        """Return grids and layouts that cannot be taken, and why."""
+        full = [Refused(own.grid, self._why(own), own) for own in map(self._nearest, self.tried)]
+        return (*self.illegal, *full)
+
+    def _nearest(self, tried: Sequence[Layout]) -> Layout:
+        return min(tried, key=self._peak)
+
+    def _why(self, layout: Layout) -> str:
+        """Return why a layout takes too much memory."""
+        room, how = self.cluster.device.memory, f"with zero {layout.zero}"
+        early = before(self._known, layout) + self._groups(layout.grid)
+        if early > room:
+            return f"needs {in_bytes(early)} of {in_bytes(room)} before a step, {how}"
+        needs = in_bytes(self._peak(layout))
+        return f"needs {needs} of {in_bytes(room)}, {how} and recompute {layout.recompute}"
+
+    def estimate(self, layout: Layout) -> Estimate:
+        """Return what a layout costs.
+
+        Raises:
+            InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
+        """
+        held = memory(self.description, layout, known=self._known)
+        sent = ranks_send(self._known, layout)
+        time = None
+        if self._time is not None:
+            ours = self._time is seconds_of
+            time = (
+                self._steps.exact(layout) if ours
+                else self._time(self.description, layout, self.cluster)
+            )  # fmt: skip
+        return Estimate(layout, held, sent, time, self._groups(layout.grid))
+
+    @cached_property
+    def first(self) -> Estimate | None:
+        """Return the best of what fits, if anything does."""
+        return next(self.ranked(), None)
 
     def best(self) -> Estimate:
         """Return the first estimate.
@@ -52,8 +180,8 @@ class Plan:
         Raises:
             InvalidArgumentError: No layout is legal and fits; the message has some reasons.
         """
-        if self.estimates:
-            return self.estimates[0]
+        if self.first is not None:
+            return self.first
         reasons = dict.fromkeys(f"{each.grid}: {each.why}" for each in self.refused)
         raise InvalidArgumentError(
             f"no layout of {self.cluster.ranks} ranks can train {self.description.name}: "
@@ -83,7 +211,7 @@ def plan(
     optimizer: Optimizer | None = None,
     time: Timer | None = None,
 ) -> Plan:
-    """Return what the layouts of a job cost, the best first.
+    """Return the layouts of a job and what they cost.
 
     All sizes of the grid are tried that the model is described for. Of ZeRO's stages and of
     recomputation a layout has as little as lets it fit, since they cost time: a step further is
@@ -100,170 +228,12 @@ def plan(
     Raises:
         InvalidArgumentError: No rows, or no ranks.
     """
-    with _uncollected():
-        return _plan(description, rows, cluster, options or Options(), optimizer, time)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Look for no cycles meanwhile: a search makes none, and very many objects that stay."""
-    on = gc.isenabled()
-    gc.disable()
+    collecting = gc.isenabled()
+    gc.disable()  # a search makes no cycles, and very many objects that stay
     try:
-        yield
+        found = Plan(description, rows, cluster, options or Options(), optimizer, time)
+        _ = found.first  # worked out now
     finally:
-        if on:
+        if collecting:
             gc.enable()
-
-
-def _plan(
-    description: Description, rows: int, cluster: Cluster, chosen: Options,
-    optimizer: Optimizer | None, time: Timer | None,
-) -> Plan:  # fmt: skip
-    known, room = Known(description, optimizer), Room(cluster.device)
-    fitting: list[Layout] = []
-    over: list[list[Layout]] = []
-    refused: list[Refused | list[Layout]] = []
-    for each in legal(description, rows, cluster.ranks, chosen):
-        if isinstance(each, Refused):
-            refused.append(each)
-            continue
-        found, tried = _fitting(known, each, room.left(each.grid), chosen)
-        fitting += found
-        if not found and tried:
-            over.append(tried)
-            refused.append(tried)
-    steps = None
-    if time is not None:
-        ours = time is seconds_of
-        steps = Steps(description, cluster) if ours else _Told(time, description, cluster)
-    peaks = Peaks(known, room)
-    estimates = Later(lambda: _ranked(peaks, fitting, steps), len(fitting))
-    estimates[:1]  # the best is found now
-    return Plan(
-        description, cluster, known.optimizer, estimates,
-        Later(lambda: (_refused(peaks, each) for each in refused), len(refused)),
-        Later(lambda: _by_memory(peaks, map(peaks.nearest, over), steps), len(over)),
-    )  # fmt: skip
-
-
-def _fitting(
-    known: Known, layout: Layout, memory: int, options: Options
-) -> tuple[list[Layout], list[Layout]]:
-    """Return what fits with the least of what saves memory, and all that was tried."""
-    found: list[Layout] = []
-    tried: list[Layout] = []
-    steps: list[tuple[int, int]] = []
-    for step, recompute, zero in ladder(layout, options, steps):
-        own = layout.saving(recompute, zero)
-        if _described(known.description, layout, recompute, own):
-            tried.append(own)
-            if peak(known, own, memory) <= memory:
-                found.append(own)
-                steps.append(step)
-    return found, tried
-
-
-def _ranked(peaks: Peaks, layouts: Sequence[Layout], steps: Steps | None) -> Iterator[Estimate]:
-    """Yield estimates, the best first; no more times are worked out than tells which that is."""
-    if steps is None:
-        yield from _by_memory(peaks, layouts, None)
-        return
-    queue = [(steps.least(layout), -1, at) for at, layout in enumerate(layouts)]
-    heapify(queue)
-    while queue:
-        _, held, at = heappop(queue)
-        layout = layouts[at]
-        if held >= 0:
-            yield _estimate(peaks, layout, steps.exact(layout))
-        else:  # whether it is the best is seen when its turn comes again
-            heappush(queue, (steps.step(layout), peaks.of(layout), at))
-
-
-def _by_memory(peaks: Peaks, layouts: Iterable[Layout], steps: Steps | None) -> Iterator[Estimate]:
-    """Yield estimates of layouts, those with the least memory first."""
-    for layout in sorted(layouts, key=peaks.of):
-        yield _estimate(peaks, layout, steps.exact(layout) if steps else None)
-
-
-def _refused(peaks: Peaks, found: Refused | list[Layout]) -> Refused:
-    """Return why all that was tried of a layout takes too much, if that is not known yet."""
-    if isinstance(found, Refused):
-        return found
-    layout, room = peaks.nearest(found), peaks.room
-    all_, how = in_bytes(room.memory), f"with zero {layout.zero}"
-    early = before(peaks.known, layout) + room.held(layout.grid)
-    if early > room.memory:
-        why = f"needs {in_bytes(early)} of {all_} before a step, {how}"
-    else:
-        needs = in_bytes(peaks.of(layout))
-        why = f"needs {needs} of {all_}, {how} and recompute {layout.recompute}"
-    return Refused(layout.grid, why, layout)
-
-
-class Room:
-    """The memory of a rank, and what its communicators leave of it."""
-
-    def __init__(self, device: Device) -> None:
-        self.memory, self._group = device.memory, device.group_memory
-        self._held: dict[Grid, int] = {}
-
-    def held(self, grid: Grid) -> int:
-        """Return the bytes of a grid's communicators."""
-        if self._group and grid not in self._held:
-            self._held[grid] = self._group * count_communicators(grid)
-        return self._held.get(grid, 0)
-
-    def left(self, grid: Grid) -> int:
-        """Return the bytes for all else."""
-        return self.memory - self.held(grid)
-
-
-class Peaks:
-    """The most that ranks of layouts hold, each worked out once."""
-
-    def __init__(self, known: Known, room: Room) -> None:
-        self.known, self.room = known, room
-        self._found: dict[Layout, int] = {}
-
-    def of(self, layout: Layout) -> int:
-        """Return the bytes of the fullest rank, its communicators included."""
-        if layout not in self._found:
-            self._found[layout] = peak(self.known, layout) + self.room.held(layout.grid)
-        return self._found[layout]
-
-    def nearest(self, layouts: Sequence[Layout]) -> Layout:
-        """Return which one takes the least."""
-        return min(layouts, key=self.of)
-
-
-def _described(description: Description, layout: Layout, recompute: Recompute, own: Layout) -> bool:
-    """Return whether a model is described so: not each cut is with selective recomputation."""
-    return (recompute == "selective") == (layout.recompute == "selective") or (
-        own.cut in description.cuts
-    )
-
-
-class _Told(Steps):
-    """Times as a timer of somebody else's tells them: no least one is known."""
-
-    def __init__(self, time: Timer, description: Description, cluster: Cluster) -> None:
-        self._time = cache(lambda layout: time(description, layout, cluster))
-
-    def exact(self, layout: Layout) -> Time:
-        """Return the time of a step."""
-        return self._time(layout)
-
-    def step(self, layout: Layout) -> float:
-        """Return the seconds of a step."""
-        return self._time(layout).step
-
-    least = step
-
-
-def _estimate(peaks: Peaks, layout: Layout, time: Time | None) -> Estimate:
-    ranks, known = layout.grid.pp, peaks.known
-    return Estimate(
-        layout, Later(lambda: memory(known.description, layout, known=known), ranks),
-        Later(lambda: ranks_send(known, layout), ranks), time, peaks.room.held(layout.grid),
-    )  # fmt: skip
+    return found

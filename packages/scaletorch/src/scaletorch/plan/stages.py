@@ -215,7 +215,9 @@ def _alive(
                 most[kind, chunk, at] = weighed, moment
         if kind != "F":
             begun.add(chunk)
-    return tuple(dict.fromkeys(moment for _, moment in most.values()))
+    found = dict.fromkeys(moment for _, moment in most.values())
+    # The fullest first: what does not fit is seen soonest there.
+    return tuple(sorted(found, key=lambda moment: -sum(moment.whole)))
 
 
 @lru_cache(maxsize=1024)

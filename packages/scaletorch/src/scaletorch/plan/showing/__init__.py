@@ -1,7 +1,6 @@
-"""A plan for people: a table in the terminal, one HTML page."""
+"""A plan for people: tables in the terminal, one HTML page."""
 
 from .page import page
-from .shown import Shown, grouped
-from .table import explained, table
+from .report import explained, table
 
-__all__ = ["Shown", "explained", "grouped", "page", "table"]
+__all__ = ["explained", "page", "table"]

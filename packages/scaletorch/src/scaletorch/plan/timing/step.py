@@ -1,46 +1,63 @@
-"""Seconds of a step of a layout on a cluster."""
+"""Seconds of a step of a layout on a cluster: blocks, the pipeline, gradients and update.
+
+A pipeline is its schedule, simulated. It repeats itself: a long one is simulated twice with few
+micro-batches, and each further round takes what the last one took.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, lru_cache
 from typing import NamedTuple
 
-from ...parallel.pipeline_parallel import Timeline
+from ...parallel.pg_manager import Grid
+from ...parallel.pipeline_parallel import Costs, Timeline, simulate
+from ...parallel.pipeline_parallel.schedules import rank_ends
 from ..clusters import Cluster
 from ..description import Description
 from ..estimate import Time
-from ..held import Known
+from ..held import Group, Known
 from ..layout import Layout
 from ..stages import SPLIT, schedule_of, stages_of
-from .blocks import INNER, Kind, Spends, kinds_of, summed
-from .ends import Ended, ended
+from .blocks import Seconds, block_seconds, summed
 from .messages import Route, route, seconds
-from .pipelines import Stage, ends, simulated
 
+INNER = ("tp", "cp", "ep")  # axes inside of blocks
 OUTER = ("pp", "cp_dp", "edp")  # axes outside of blocks
 WORLD = "tp_cp_pp_dp"
 # All-reduces of a few numbers in each step: tokens are counted, ranks agree, losses are summed.
 CONTROL = {WORLD: 1, "pp": 2, "cp_dp": 2}
 SURE = 0.97  # of a bound, since ratios of times are rounded before a schedule is simulated
+DIGITS = 2  # of the ratios of times by which simulations are told apart
+UPDATED = 7  # Adam reads parameter, gradient and two moments, and writes all but the gradient
+
+Stage = tuple[Seconds, Seconds]  # forward and backward of a micro-batch
 
 
 class Rank(NamedTuple):
-    """A rank of the pipeline, for a micro-batch, and the seconds that follow its pipeline."""
+    """Seconds of a rank of the pipeline.
+
+    Attributes:
+        stages: Of each of its chunks, for a micro-batch.
+        batch: Of a micro-batch, all chunks and both ways.
+        end: Of gradients after the pipeline.
+        update: Of the optimizer.
+    """
 
     stages: list[Stage]
-    kinds: list[tuple[Kind, int]]
-    end: Ended
-    after: float
+    batch: Seconds
+    end: Seconds
+    update: float
 
     @property
-    def computing(self) -> float:
-        """Without messages."""
-        return sum(n * (k.forward.computing + k.backward.computing) for k, n in self.kinds)
+    def after(self) -> float:
+        """Seconds that follow its pipeline."""
+        return self.end.total + self.update
 
 
 def time(description: Description, layout: Layout, cluster: Cluster) -> Time:
-    """Return how long a step takes: forward, backward and update of a global batch.
+    """Return the seconds of a step: forward, backward and update of a global batch.
 
     Computing is a roofline of each block's operations with the shares of the peaks that the device
     reaches; messages are alpha-beta by the links that a group crosses; the pipeline is its
@@ -80,59 +97,88 @@ def timeline(description: Description, layout: Layout, cluster: Cluster) -> Time
     Raises:
         InvalidArgumentError: As `time`.
     """
-    times = Steps(description, cluster)
-    stages = times.stages(layout, times.ranks(layout))
-    return simulated(schedule_of(layout), stages, times.message(layout))
+    steps = Steps(description, cluster)
+    costs = _costs(steps.stages(layout, steps.ranks(layout)), steps.message(layout))
+    return replace(simulate(schedule_of(layout), costs), unit="s")
 
 
 class Steps:
     """Times of layouts of one model on a cluster: what they share is worked out once."""
 
-    def __init__(self, description: Description, cluster: Cluster) -> None:
+    def __init__(
+        self, description: Description, cluster: Cluster, known: Known | None = None
+    ) -> None:
         self._description, self._cluster = description, cluster
-        self._known = Known(description)
-        self._spends: Spends = {}
-        self._kinds: dict[tuple[object, ...], list[Kind]] = {}
+        self._known = known or Known(description)
+        self._blocks: dict[tuple[object, ...], list[Stage]] = {}
+        self._floors: dict[tuple[object, ...], float] = {}
         self._ranks: dict[tuple[object, ...], Rank] = {}
-        self._messages: dict[tuple[object, ...], float] = {}
         self._routes = cache(
             lambda grid: {a: route(grid, a, cluster) for a in (*INNER, *OUTER, WORLD)}
         )
 
     def ranks(self, layout: Layout) -> list[Rank]:
-        """Return what the ranks of the pipeline take; equal ones are worked out once."""
+        """Return the seconds of each rank of the pipeline; equal ones are worked out once."""
         ways = self._routes(layout.grid)
-        key = layout.cut, layout.micro_rows, layout.recompute, *(ways[axis] for axis in INNER)
         rounds = layout.micro_batches if layout.zero >= 2 else 1
-        own = (*key, layout.zero, rounds, *(ways[axis] for axis in OUTER))
+        own = (
+            layout.cut, layout.micro_rows, layout.recompute, layout.zero, rounds,
+            *(ways[axis] for axis in (*INNER, *OUTER)),
+        )  # fmt: skip
         numbers = self._known.numbers(layout)
         for number in {*numbers}:
             if (number, *own) not in self._ranks:
-                if key not in self._kinds:
-                    self._kinds[key] = kinds_of(
-                        self._description, layout, self._cluster, ways, self._spends
-                    )
-                self._ranks[number, *own] = self._rank(layout, self._kinds[key], number, ways)
+                kinds = self._of_kinds(layout, ways)
+                self._ranks[number, *own] = self._rank(layout, kinds, number, ways)
         return [self._ranks[number, *own] for number in numbers]
 
-    def _rank(
-        self, layout: Layout, kinds: list[Kind], number: int, ways: Mapping[str, Route]
-    ) -> Rank:
-        content = self._known.content(number)
-        stages = [
-            Stage(
-                sum(n * kinds[kind].forward.total for kind, n in chunk),
-                sum(n * kinds[kind].backward.total for kind, n in chunk),
-                sum(n * kinds[kind].weights for kind, n in chunk),
+    def _of_kinds(self, layout: Layout, ways: Mapping[str, Route]) -> list[Stage]:
+        """Return the seconds of a block of each kind; with recomputation layers run twice."""
+        known, rows = self._description, layout.micro_rows
+        key = layout.cut, rows, *(ways[axis] for axis in INNER)
+        if key not in self._blocks:
+            forward, backward = (
+                [
+                    block_seconds(own, phase, rows, known.dtype, self._cluster, ways)
+                    for own in known.behaviours(layout.cut)
+                ]
+                for phase in ("forward", "backward")
             )
-            for chunk in content.chunks
+            self._blocks[key] = [*zip(forward, backward, strict=True)]
+        if layout.recompute != "full":
+            return self._blocks[key]
+        return [
+            (once, summed([(back, 1), (once, int(kind in self._known.layers))]))
+            for kind, (once, back) in enumerate(self._blocks[key])
         ]
-        own = [(kinds[kind], n) for kind, n in content.kinds.items()]
-        forward = sum(n * kind.forward.computing for kind, n in own)
-        backward = sum(n * kind.backward.computing for kind, n in own)
-        groups = self._known.groups(layout, number)
-        end = ended(groups, layout, forward, backward, self._cluster, ways)
-        return Rank(stages, own, end, sum(end.exposed.values()) + end.update)
+
+    def _rank(
+        self, layout: Layout, kinds: list[Stage], number: int, ways: Mapping[str, Route]
+    ) -> Rank:
+        chunks = self._known.content(number).chunks
+        forward, backward = (
+            [summed((kinds[kind][way], n) for kind, n in chunk) for chunk in chunks]
+            for way in (0, 1)
+        )
+        both = [sum(each.computing for each in way) for way in (forward, backward)]
+        end, update = _ended(self._known.groups(layout, number), layout, both, self._cluster, ways)
+        batch = summed((each, 1) for each in (*forward, *backward))
+        return Rank([*zip(forward, backward, strict=True)], batch, end, update)
+
+    def floor(self, layout: Layout) -> float:
+        """Return seconds below those of `least`, sooner still: the mean computing of a rank.
+
+        Without recomputation, messages and update, so that it holds for all ways to save memory.
+        """
+        ways = self._routes(layout.grid)
+        key = "floor", layout.cut, layout.micro_rows, *(ways[axis] for axis in INNER)
+        if key not in self._floors:
+            plain = layout.saving("none", 0)
+            described = plain.cut in self._description.cuts
+            kinds = self._of_kinds(plain if described else layout, ways)
+            each = (kinds[block.kind] for block in self._description.blocks)
+            self._floors[key] = sum(way.computing for pair in each for way in pair)
+        return SURE * self._floors[key] * layout.micro_batches / layout.grid.pp
 
     def least(self, layout: Layout) -> float:
         """Return seconds that a step takes at the least, much sooner than those that it takes.
@@ -144,13 +190,13 @@ class Steps:
         ranks, number = self.ranks(layout), layout.micro_batches
         coming, going = [0.0], [0.0]  # of the chunks that come first
         for rank in ranks:
-            coming.append(coming[-1] + rank.stages[0].forward)
-            going.append(going[-1] + rank.stages[0].backward)
+            forward, backward = rank.stages[0]
+            coming.append(coming[-1] + forward.total)
+            going.append(going[-1] + backward.total)
         found = 0.0
         for _, at in self._known.ends(layout):
             own = ranks[at]
-            busy = number * sum(each.forward + each.backward for each in own.stages)
-            done = SURE * (coming[at] + busy)
+            done = SURE * (coming[at] + number * own.batch.total)
             found = max(found, done + own.after)
             if layout.schedule not in SPLIT:
                 found = max(found, done + SURE * going[at] + ranks[0].after)
@@ -162,18 +208,12 @@ class Steps:
         return [ranks[rank].stages[chunk] for rank, chunk in order]
 
     def message(self, layout: Layout) -> float:
-        """Return seconds of a message between stages: what a layer hands on, the slowest way."""
-        if layout.grid.pp == 1:
-            return 0.0
+        """Return seconds of a message between stages: a layer's output, the slowest way."""
         way = self._routes(layout.grid)["pp"]
-        key = layout.cut, layout.micro_rows, way
-        if key not in self._messages:
-            handed = self._known.handed(layout)
-            self._messages[key] = seconds("send", 1, handed, way, self._cluster)
-        return self._messages[key]
+        return seconds("send", 1, self._known.handed(layout), way, self._cluster)
 
     def step(self, layout: Layout) -> float:
-        """Return the seconds of a step alone, sooner than all that `exact` says of it."""
+        """Return the seconds of a step alone, sooner than `exact`."""
         ranks = self.ranks(layout)
         done = ends(layout, self.stages(layout, ranks), self.message(layout))
         after = [rank.after for rank in ranks]
@@ -186,48 +226,133 @@ class Steps:
         )
 
     def exact(self, layout: Layout) -> Time:
-        """Return the time of a step."""
-        ranks = self.ranks(layout)
-        message, order = self.message(layout), self.stages(layout, ranks)
-        done, control = ends(layout, order, message), self._control(layout)
-        totals = [end + rank.after for end, rank in zip(done, ranks, strict=True)]
-        slowest = max(range(len(ranks)), key=totals.__getitem__)
-        without = max(ends(layout, order, 0.0)) if message else max(done)
-        return _summed(
-            layout, ranks[slowest], totals[slowest] + control, max(done), control,
-            max(done) - without, self._cluster.device.spread,
+        """Return the time of a step, of the rank that ends it last."""
+        ranks, number = self.ranks(layout), layout.micro_batches
+        message, stages = self.message(layout), self.stages(layout, ranks)
+        done, control = ends(layout, stages, message), self._control(layout)
+        pipeline = max(done)
+        passing = pipeline - max(ends(layout, stages, 0.0)) if message else 0.0
+        step, rank = max(
+            ((end + rank.after, rank) for end, rank in zip(done, ranks, strict=True)),
+            key=lambda each: each[0],
+        )
+        step += control
+        others = Seconds(exposed={"pp": passing, "world": control})
+        whole = summed([(rank.batch, number), (rank.end, 1), (others, 1)])
+        busy = number * rank.batch.total + passing
+        bubble = max(0.0, pipeline - busy) / step if step else 0.0
+        unsure = self._cluster.device.spread * (whole.computing + rank.update) * (1 + bubble)
+        hidden = {axis: each for axis, each in whole.hidden.items() if each}
+        return Time(
+            step, whole.computing, {axis: each for axis, each in whole.exposed.items() if each},
+            hidden, bubble, rank.update, step - unsure, step + unsure + sum(hidden.values()),
         )  # fmt: skip
 
 
-def _summed(
-    layout: Layout, rank: Rank, step: float, pipeline: float, control: float, passing: float,
-    spread: float,
-) -> Time:  # fmt: skip
-    number = layout.micro_batches
-    exposed = summed(
-        [
-            (each, n * number)
-            for k, n in rank.kinds
-            for each in (k.forward.exposed, k.backward.exposed)
-        ]
-        + [(rank.end.exposed, 1), ({"pp": passing, "world": control}, 1)]
-    )
-    hidden = summed(
-        [
-            (each, n * number)
-            for k, n in rank.kinds
-            for each in (k.forward.hidden, k.backward.hidden)
-        ]
-        + [(rank.end.hidden, 1)]
-    )
-    computing = rank.computing * number
-    busy = number * sum(each.forward + each.backward for each in rank.stages)
-    bubble = max(0.0, pipeline - busy - passing) / step if step else 0.0
-    unsure = spread * (computing + rank.end.update) * (1 + bubble)
-    return Time(
-        step, computing, {k: v for k, v in exposed.items() if v},
-        {k: v for k, v in hidden.items() if v}, bubble, rank.end.update,
-        step - unsure, step + unsure + sum(hidden.values()),
+def _ended(
+    groups: Sequence[Group], layout: Layout, computing: Sequence[float], cluster: Cluster,
+    routes: Mapping[str, Route],
+) -> tuple[Seconds, float]:  # fmt: skip
+    """Return the messages of gradients and parameters that follow a pipeline, and the update.
+
+    Buckets leave as backward fills them, one after another: all but the last hide behind what is
+    left of the backward, as far as there is any. Tied weights' gradients are sent between stages.
+
+    Args:
+        groups: The rank's parameters.
+        layout: The layout.
+        computing: Seconds that it computes forward, and backward, for a micro-batch.
+        cluster: The cluster.
+        routes: By axis.
+    """
+    exposed: dict[str, float] = {}
+    hidden: dict[str, float] = {}
+    update, device = 0.0, cluster.device
+    speed = device.updating or device.moving
+    for axis in {group.axis: None for group in groups}:
+        own, way = [group for group in groups if group.axis == axis], routes[axis]
+        elements, size = sum(e.elements for e in own), sum(e.elements * e.item for e in own)
+        update += UPDATED * size / (way.ranks if layout.zero else 1) / speed
+        update += sum(e.tensors for e in own) * device.overhead
+        if way.ranks == 1 or not elements:
+            continue
+        over, buckets = size * (way.ranks - 1) / way.ranks, Group(axis, 1, elements).buckets()
+        call, sent = ("reduce_scatter", over) if layout.zero else ("all_reduce", 2 * over)
+        took = seconds(call, buckets, sent, way, cluster)
+        beside = min(took, computing[1]) * (buckets - 1) / buckets * device.hides
+        rounds = layout.micro_batches if layout.zero >= 2 else 1
+        exposed[axis], hidden[axis] = (took - beside) * rounds, beside * rounds
+        if layout.zero:
+            gather = seconds("all_gather", buckets, over, way, cluster)
+            # ZeRO 3 gathers before the forward and the backward of every micro-batch.
+            times, each = (1, [0.0]) if layout.zero < 3 else (rounds, computing)
+            for room in each:
+                covered = min(gather, room) * device.hides
+                exposed[axis] += (gather - covered) * times
+                hidden[axis] += covered * times
+    for group in groups:
+        if group.others:
+            size = group.elements * group.item * group.others
+            calls = 2 * group.others * group.tensors
+            waited = seconds("send", calls, size, routes["pp"], cluster)
+            exposed["pp"] = exposed.get("pp", 0.0) + waited
+    return Seconds(0.0, 0.0, exposed, hidden), update
+
+
+def ends(layout: Layout, stages: Sequence[Stage], message: float) -> list[float]:
+    """Return when each rank of the pipeline ends its last action.
+
+    Args:
+        layout: With the schedule.
+        stages: In the order of the forward.
+        message: Seconds from a stage to the next.
+    """
+    number, ranks = layout.micro_batches, layout.grid.pp
+    if ranks == 1:
+        return [number * sum(each.total for stage in stages for each in stage)]
+    costs = _costs(stages, message)
+    unit = (costs.forward + costs.backward) / len(stages)
+
+    def share(seconds: float, parts: int = 1) -> float:
+        return max(round(seconds / unit * parts, DIGITS) / parts, 1e-12)
+
+    alike = (
+        layout.schedule, layout.chunks, ranks, share(costs.forward), share(costs.backward),
+        share(costs.backward_input), share(costs.backward_weight),
+        round(message / unit, DIGITS + 1),
+        tuple(share(each * unit, len(stages)) for each in costs.stages),
+    )  # fmt: skip
+    few = (2 if layout.chunks > 1 else 1) * ranks + number % ranks
+    if number <= few + ranks:
+        return [end * unit for end in _ends(*alike, number)]
+    near, far = _ends(*alike, few), _ends(*alike, few + ranks)
+    rounds = (number - few) // ranks
+    return [(a + (b - a) * rounds) * unit for a, b in zip(near, far, strict=True)]
+
+
+@lru_cache(maxsize=4096)
+def _ends(
+    schedule: str, chunks: int, ranks: int, forward: float, backward: float, inputs: float,
+    weights: float, message: float, stages: tuple[float, ...], number: int,
+) -> list[float]:  # fmt: skip
+    layout = Layout(Grid(pp=ranks), schedule=schedule, chunks=chunks, micro_batches=number)
+    costs = Costs(forward, backward, inputs, weights, message, stages)
+    return rank_ends(schedule_of(layout), costs)
+
+
+def _costs(stages: Sequence[Stage], message: float) -> Costs:
+    """Return costs with a factor for each stage on the mean of forward and backward.
+
+    If no stage has any work, messages are all that takes time.
+    """
+    forward = sum(each.total for each, _ in stages)
+    backward = sum(each.total for _, each in stages)
+    weights = sum(each.weights for _, each in stages)
+    whole, tiny = forward + backward, 1e-12 * (1 + forward + backward)
+    factors = [max(tiny, (one.total + two.total) / (whole or 1)) for one, two in stages]
+    return Costs(
+        max(forward, tiny), max(backward, tiny), max(backward - weights, tiny),
+        max(weights, tiny), message, factors,
     )  # fmt: skip
 
 
