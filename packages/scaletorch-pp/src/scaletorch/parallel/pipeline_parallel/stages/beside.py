@@ -89,8 +89,9 @@ class Beside:
     def offer(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep what a module of a later stage is given, if that stage lacks it."""
         module, call = self._next(name)
-        travels = self.made is not None or self._known
-        for index, tensor in enumerate(tensors_in((args, kwargs)) if travels else ()):
+        if self.made is None and not self._known:
+            return
+        for index, tensor in enumerate(tensors_in((args, kwargs))):
             place = Place(module, call, index)
             if isinstance(tensor, StandIn):
                 continue

@@ -121,7 +121,8 @@ class Passage:
         self.source: tuple[int, Any] = stage, beside.hidden if stage else None
         self.beside, self._findings = beside, findings
         self.examines = beside.made is not None
-        self.samples = {**beside.forms, siblings: beside.hidden} if stage else {}
+        received = {**beside.forms, siblings: beside.hidden}
+        self.samples: dict[str, Any] = received if stage else {}
         self.delivered, self.over = stage == 0, False
         self.furthest = self.inside = 0
         self.first: Any = None
