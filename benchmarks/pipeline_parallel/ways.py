@@ -35,7 +35,7 @@ from scaletorch.parallel.pipeline_parallel import (
     train_step_pipeline,
 )
 from scaletorch.parallel.pipeline_parallel.schedules import Span
-from scaletorch.parallel.pipeline_parallel.steps.work import Training
+from scaletorch.parallel.pipeline_parallel.steps.training import Training
 
 from .models import Batch, Model, Size, StagePart, token_loss
 

@@ -23,7 +23,6 @@ from scaletorch.parallel.context_parallel.kernels import (
     tile,
 )
 from scaletorch.parallel.context_parallel.masks.blocks import CAUSAL, FULL
-from scaletorch.parallel.context_parallel.methods import call
 
 CPU = torch.device("cpu")
 
@@ -41,7 +40,6 @@ def uncompiled(monkeypatch):
 def on_cpu(uncompiled, monkeypatch):
     """Let CPU have the kernel of devices, and nothing else: the tile fails."""
     monkeypatch.setitem(table.KERNELS, "cpu", (table.FLEX,))
-    monkeypatch.setattr(call, "takes_windows", lambda *_: True)
     monkeypatch.setattr(flex, "DTYPES", (torch.float64, torch.float32))
     for name in ("forward", "backward"):
         monkeypatch.setattr(tile, name, None)
@@ -238,9 +236,9 @@ def test_what_is_chosen_on_a_card(case):
     tensors = _inputs(4, 2, 40, 40, dim, value_dim=value_dim, dtype=dtype)
     q, k, v = (x.to("meta") for x in tensors[:3])
     assert kernels.kernel_for(q, k, v, band, cap).name == name
-    assert kernels.takes_windows(q, k, v, cap) is (name != "tile")
     # CPU keeps its own.
-    own = "cpu flash" if cap is None and dim == value_dim else "tile"
+    plain = band in (FULL, CAUSAL) and dim == value_dim
+    own = "cpu flash" if cap is None and plain else "tile"
     assert kernels.kernel_for(*tensors[:3], band, cap).name == own
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scaletorch.parallel.context_parallel import attention, kernels
+from scaletorch.parallel.context_parallel import kernels
 from scaletorch.parallel.context_parallel.kernels import (
     Operands,
     cpu_flash,
@@ -25,10 +25,9 @@ from scaletorch.parallel.context_parallel.kernels import (
 )
 from scaletorch.parallel.context_parallel.masks.blocks import CAUSAL, FULL
 
-TAKES_WINDOWS = "scaletorch.parallel.context_parallel.methods.call.takes_windows"
-KERNELS = [cpu_flash, tile, kernels]
 BOUNDS = st.none() | st.integers(-40, 40)
-by_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=["cpu_flash", "tile", "table"])
+# The table takes what the CPU's fused kernel does not do to the tile.
+by_kernel = pytest.mark.parametrize("kernel", [kernels, tile], ids=["table", "tile"])
 
 
 def _run(kernel, q, k, v, grad, scale, band, *cap):
@@ -52,7 +51,6 @@ def _run(kernel, q, k, v, grad, scale, band, *cap):
 def test_any_band_of_any_shape(kernel, batch, kv_heads, group, rows, keys, dim, band, step):
     inputs = random_tensors(kv_heads * group, kv_heads, rows, keys, dim, batch=batch, seed=rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_flash, "STRIP_ROWS", step)
         patch.setitem(tile.SIZES, "cpu", tile.Size(step, step * 20))
         mine = _run(kernel, *inputs, 0.3, band)
     assert_close(mine, dense(*inputs, 0.3, band), 1e-11)
@@ -85,9 +83,8 @@ def test_blocks_larger_than_the_kernels_tiles(kernel, heads, band):
 )  # fmt: skip
 def test_blocks_that_nothing_sees(kernel, rows, keys, band):
     inputs = random_tensors(4, 2, rows, keys, 8)
-    if kernel is cpu_flash and not rows * keys:
+    if not rows * keys:
         assert not cpu_flash.fits(*inputs[:3], FULL)
-        return
     out, lse, *grads = _run(kernel, *inputs, 0.3, band)
     assert out.shape == (1, 4, rows, 8)
     assert (lse == -math.inf).all()
@@ -148,6 +145,13 @@ def test_capped_scores(kernel, band, cap):
     assert_close(_run(kernel, *inputs, 0.9, band, cap), dense(*inputs, 0.9, band, cap), 1e-12)
     large = [x * 1e4 for x in inputs[:2]]
     assert all(x.isfinite().all() for x in _run(kernel, *large, *inputs[2:], 1.0, CAUSAL, cap))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+@pytest.mark.parametrize("band", [FULL, CAUSAL])
+def test_scales_up_to_zero(band, scale):
+    inputs = random_tensors(4, 2, 37, 37, 8)
+    assert_close(_run(kernels, *inputs, scale, band), dense(*inputs, scale, band), 1e-12)
 
 
 @by_kernel
@@ -432,26 +436,6 @@ def test_flash_is_asked_for_windows_by_its_convention(band, rows):
     assert_close(found, dense(*inputs, 0.3, band), 1e-12)
 
 
-@pytest.mark.parametrize(("causal", "window"), [(True, 5), (True, 100), (False, 5)])
-@pytest.mark.parametrize("length", [13, 300])
-def test_blocks_that_are_not_cut_give_what_cut_ones_do(causal, window, length):
-    """As on devices whose kernels take windows."""
-    torch.manual_seed(0)
-    q, k, v, grad = random_tensors(4, 2, length, length, 8)
-    found = {}
-    for whole in (False, True):
-        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        with mock.patch(TAKES_WINDOWS, lambda *_, whole=whole: whole):
-            out = attention(*leaves, causal=causal, window=window, layout="contiguous")
-            out.backward(grad)
-        found[whole] = [out.detach(), *(x.grad for x in leaves)]
-    band = (1 - window, 0 if causal else window - 1)
-    out, _, *grads = dense(q, k, v, grad, 8**-0.5, band)
-    for mine in found.values():
-        for a, b in zip(mine, [out, *grads], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
 def _reference_operator(lse_layout):
     """An operator on CPU with the calling convention of the fused ones."""
 
@@ -482,15 +466,16 @@ def test_frame_of_fused_operators(lse_layout, band):
 def test_table_falls_back_to_the_tile():
     q, k, v, _ = random_tensors(2, 2, 8, 8, 8)
     assert kernels.kernel_for(q, k, v, FULL) is table.CPU_FLASH
-    assert kernels.kernel_for(q, k, v, (-2, 0)) is table.CPU_FLASH
+    assert kernels.kernel_for(q, k, v, (-2, 0)) is table.TILE
     half = [x.to("meta", torch.bfloat16) for x in (q, k, v)]
     assert kernels.kernel_for(*half, FULL) is table.TILE
     # PyTorch says of its kernels for CUDA that they could not run here.
     assert not any(kernel.fits(*half, FULL) for kernel in cuda.KERNELS)
-    assert not cuda.is_plain(q, k, (-2, 0))
-    assert not cuda.is_plain(q, k[:, :, 1:], CAUSAL)
-    assert not cuda.same_sizes(q, k, v[..., :4])
-    assert not cuda.same_sizes(q.float(), k, v)
+    unlike = [
+        (q, k, v, (-2, 0)), (q, k[:, :, 1:], v[:, :, 1:], CAUSAL),
+        (q, k, v[..., :4], FULL), (q.float(), k, v, FULL),
+    ]  # fmt: skip
+    assert not any(cpu_flash.fits(*each) for each in unlike)
 
 
 @pytest.mark.parametrize("band", [FULL, CAUSAL])

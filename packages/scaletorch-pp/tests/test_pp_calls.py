@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from scaletorch.dist import InvalidArgumentError, RankPool, all_gather_object
 from scaletorch.parallel.pipeline_parallel import PipelineParallel, StageError, train_step_pipeline
 
-WIDTH, ROWS, LENGTH = 6, 2, 3
+WIDTH, ROWS, LENGTH, LAYERS = 6, 2, 3, 4
 SCHEDULES = ("afab", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v")
 
 
@@ -36,7 +36,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(11, WIDTH)
-        self.layers = nn.ModuleList(self.layer() for _ in range(8))
+        self.layers = nn.ModuleList(self.layer() for _ in range(LAYERS))
         self.head = nn.Linear(WIDTH, 11)
 
     def forward(self, input_ids):
@@ -286,7 +286,7 @@ class Detached(Net):
     """Of two layers one computes apart from autograd what it is given."""
 
     def run(self, layer, x):
-        return layer(x.detach() if layer is self.layers[5] else x)
+        return layer(x.detach() if layer is self.layers[2] else x)
 
 
 class WithoutGradients(torch.autograd.Function):
@@ -337,7 +337,7 @@ class Frozen(Net):
     def __init__(self):
         super().__init__()
         for name, parameter in self.named_parameters():
-            parameter.requires_grad_(name.startswith(("layers.6", "layers.7", "head")))
+            parameter.requires_grad_(name.startswith(("layers.3", "head")))
 
 
 def ids_of(count):
@@ -438,7 +438,7 @@ def what_cannot_be_followed_is_refused():
 class Inner(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(8))
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
 
     def forward(self, x):
         for layer in self.layers:

@@ -35,24 +35,24 @@ def brute_force(schedule: Schedule) -> bool:
         if any(a.kind not in "FBIW" or a.chunk not in range(len(stages)) for a in actions):
             return False
         queues.append([(a.kind, stages[a.chunk], a.micro_batch) for a in actions])
-    done: set[tuple[str, int, int]] = set()
+    done: set[tuple[str, int, int]] = set()  # "G" is the gradient that a B or an I makes
     moved = True
     while moved:
         moved = False
         for queue in queues:
-            while queue and needs(queue[0], num_stages) <= done | gradients(done):
-                if queue[0] in done:
+            while queue and needs(queue[0], num_stages) <= done:
+                kind, *place = action = queue.pop(0)
+                if action in done:
                     return False
-                done.add(queue.pop(0))
+                done |= {action, ("G", *place)} if kind in "BI" else {action}
                 moved = True
-    if any(queues):
+    if any(queues) or any(m not in range(size) for _, _, m in done):
         return False
-    every = [(stage, m) for stage in range(num_stages) for m in range(size)]
-    made = [Counter(kind for kind, s, m in done if (s, m) == one) for one in every]
-    if any(m not in range(size) for _, _, m in done):
-        return False
-    right = [Counter("FB"), Counter("FIW")]
-    return all(kinds == Counter("F") for kinds in made) or all(kinds in right for kinds in made)
+    made = {(stage, m): Counter() for stage in range(num_stages) for m in range(size)}
+    for kind, *place in done:
+        made[tuple(place)][kind] += 1
+    right = [Counter("FBG"), Counter("FIGW")]
+    return all(k == Counter("F") for k in made.values()) or all(k in right for k in made.values())
 
 
 def needs(action, num_stages):
@@ -62,10 +62,6 @@ def needs(action, num_stages):
     if kind == "W":
         return {("I", stage, m)}
     return {("F", stage, m), ("G", stage + 1, m)} - {("G", num_stages, m)}
-
-
-def gradients(done):
-    return {("G", stage, m) for kind, stage, m in done if kind in "BI"}
 
 
 def brute_force_programs(schedule: Schedule, programs, grouped: bool) -> bool:

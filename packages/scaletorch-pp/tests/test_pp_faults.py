@@ -12,7 +12,6 @@ from scaletorch.parallel.pipeline_parallel import (
     train_step_pipeline,
 )
 
-SCHEDULES = ["1f1b", "zb_v", "interleaved_1f1b", "afab"]
 COUNT = 6
 
 
@@ -89,8 +88,9 @@ def failures(schedule):
     last = next(r for r, own in enumerate(stage.all_stages) if stage.num_stages - 1 in own)
     trap = own_layer(stage).trap
     lengths = iter(range(2, 99))  # of which the form is known to nobody
-    for guilty in [(0,), (1,), (size - 1,), (0, size - 1)]:
-        for kind, after in [("forward", 0), ("forward", COUNT - 1), ("backward", COUNT - 1)]:
+    moments = [("forward", 0), ("forward", COUNT - 1), ("backward", COUNT - 1)]
+    for index, guilty in enumerate([(0,), (1,), (size - 1,), (0, size - 1)]):
+        for kind, after in moments[index % 2 :]:
             for batches in make_batches(length=next(lengths)), make_batches():
                 if stage.rank in guilty:
                     trap.spring(kind, after)
@@ -120,7 +120,7 @@ def forwards(stage, plain, trap):
 
 # On 4 ranks, some of which are no neighbours of the guilty: with a stage a rank, and with two.
 @pytest.mark.parametrize(
-    ("world_size", "schedule"), [*[(3, each) for each in SCHEDULES], (4, "1f1b"), (4, "zb_v")]
+    ("world_size", "schedule"), [(3, "afab"), (3, "interleaved_1f1b"), (4, "1f1b"), (4, "zb_v")]
 )
 def test_every_rank_raises_and_trains_on(world_size, schedule):
     run_ranks(failures, world_size, schedule)

@@ -10,7 +10,7 @@ from one_process import Layer, Net, split, token_batches, world
 
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.pipeline_parallel import SCHEDULES, train_step_pipeline
-from scaletorch.parallel.pipeline_parallel.steps.work import Training
+from scaletorch.parallel.pipeline_parallel.steps.training import Training
 
 TRAINING = [name for name in SCHEDULES if name != "forward_only"]
 ENDS = {"F": 1, "B": -1, "I": -1, "W": 0}  # what an action does to the number of live graphs

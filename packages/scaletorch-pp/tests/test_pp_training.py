@@ -136,7 +136,8 @@ def compare_all():
     """Compare every schedule, tied and not, with few, odd and many micro-batches."""
     names = {}
     for index, schedule in enumerate(TRAINING):
-        for count, tied in ((1, False), (2 + index % 5, False), (3, True), (6, index % 2 > 0)):
+        odd = index % 2 > 0
+        for count, tied in ((1 + index % 3, odd), (3, not odd), (6, odd)):
             names[schedule, tied] = compare(schedule, count, tied)
     return names
 

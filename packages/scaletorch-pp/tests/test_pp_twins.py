@@ -16,6 +16,8 @@ from scaletorch.parallel.pipeline_parallel import (
     StageError,
     train_step_pipeline,
 )
+from scaletorch.parallel.pipeline_parallel.stages.beside import Beside
+from scaletorch.parallel.pipeline_parallel.stages.passage import Findings, Passage
 from scaletorch.parallel.pipeline_parallel.stages.stand_ins import (
     cast,
     is_data,
@@ -253,8 +255,8 @@ def test_what_a_twin_does_not_have_is_refused():
 def passing(module):
     """Return what stands for a module, in a forward that runs."""
     through = PassThrough(module, "embed is on stage 0 of the pipeline")
-    passage = through._passage
-    passage.start(1, torch.ones(2, LENGTH, WIDTH), "layers", examined=False)
+    beside = Beside({}, (), set(), torch.ones(2, LENGTH, WIDTH), examines=False)
+    passage = through._passages.running = Passage(1, beside, Findings(), "layers")
     passage.first = torch.ones(2, LENGTH, dtype=torch.long)
     return through
 
@@ -298,7 +300,7 @@ def test_modes_casts_and_plain_attributes_reach_the_twin():
     assert through.inner.weight.dtype == torch.float64
     through.kind = "wide"
     assert (through.kind, through._twin.kind) == ("wide", "wide")
-    through._passage.reset()
+    through._passages.running = None
     assert through.kind == "wide"
     with pytest.raises(AttributeError, match="'inner' is not available here"):
         _ = through.inner

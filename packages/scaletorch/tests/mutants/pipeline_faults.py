@@ -67,26 +67,26 @@ def micro_batches_overwrite(backward: Any) -> Any:
     return overwriting
 
 
-@fault("steps.work:Training._switch_sync", layout="2x1x1x1", born="synchronisation: gradients")
+@fault("steps.training:Training._switch_sync", layout="2x1x1x1", born="synchronisation: gradients")
 def last_micro_batch_unsynced(switch: Any) -> Any:
     """Gradients are synchronised one micro-batch too early: the last stays local."""
 
     def early(self: Any) -> None:
-        if not hasattr(self.stages.pipeline, "early"):
-            self.stages.pipeline.early = True
+        if not hasattr(self.step.pipeline, "early"):
+            self.step.pipeline.early = True
             self._backwards -= 1
         switch(self)
 
     return early
 
 
-@fault("steps.work:Training.__post_init__", layout="1x2x1x1", born="data: labels")
+@fault("steps.training:Training.__post_init__", layout="1x2x1x1", born="data: labels")
 def labels_of_next_micro_batch(post_init: Any) -> Any:
     """Outputs of a micro-batch meet the labels of the next one."""
 
     def mixed(self: Any) -> None:
         post_init(self)
-        batches = self.stages.inputs.batches
+        batches = self.step.inputs.batches
         labels = [batch["labels"] for batch in batches]
         for batch, of_next in zip(batches, [*labels[1:], labels[0]], strict=True):
             batch["labels"] = of_next

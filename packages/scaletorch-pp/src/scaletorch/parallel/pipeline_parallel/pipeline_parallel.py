@@ -1,7 +1,7 @@
 """The documented module of pipeline parallelism: the wrapper and its training steps."""
 
 from .stages.stage import PipelineParallel
-from .steps.step import (
+from .steps.training import (
     train_step_pipeline,
     train_step_pipeline_1f1b,
     train_step_pipeline_afab,

@@ -1,7 +1,7 @@
 """Attention over one block of keys, by the kernel that suits it, and the merge of blocks."""
 
 from .block import Kernel, Operands, merge_into, statistics_dtype, update_out_and_lse
-from .table import KERNELS, backward, forward, kernel_for, takes_windows
+from .table import KERNELS, backward, forward, kernel_for
 
 __all__ = [
     "KERNELS",
@@ -12,6 +12,5 @@ __all__ = [
     "kernel_for",
     "merge_into",
     "statistics_dtype",
-    "takes_windows",
     "update_out_and_lse",
 ]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..masks.blocks import Band
+from ..masks.blocks import CAUSAL, FULL, Band
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v
 
@@ -52,6 +52,22 @@ class Operands(NamedTuple):
         """Return them with keys and values once for every query head."""
         heads = self.q.shape[1]
         return self._replace(k=expanded(self.k, heads), v=expanded(self.v, heads))
+
+
+def same_sizes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether tensors have one dtype and one head dim, and something in them."""
+    same = q.dtype == k.dtype == v.dtype and q.shape[-1] == k.shape[-1] == v.shape[-1]
+    return same and q.numel() > 0 and k.numel() > 0
+
+
+def is_causal(q: Tensor, k: Tensor, band: Band) -> bool:
+    """Return whether a band is CAUSAL on a square, which operators have a word for."""
+    return band == CAUSAL and q.shape[2] == k.shape[2]
+
+
+def is_plain(q: Tensor, k: Tensor, band: Band) -> bool:
+    """Return whether a band is one that all operators know: FULL, or CAUSAL on a square."""
+    return band == FULL or is_causal(q, k, band)
 
 
 def readable(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,14 +23,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends import cuda
 
-from ..masks.blocks import CAUSAL, FULL, Band
+from ..masks.blocks import Band
 from .block import (
     Fits,
     Gradients,
     Kernel,
     Operands,
     expanded,
+    is_causal,
+    is_plain,
     readable,
+    same_sizes,
     summed,
     without_unseeing_rows,
 )
@@ -86,22 +89,6 @@ def _backward(operator: Operator, x: Operands, scale: float, band: Band) -> Grad
 def by_position(x: Tensor) -> Tensor:
     """Return x [B, H, L, D] with its memory in the order [B, L, H, D]."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def same_sizes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether tensors have one dtype and one head dim, and something in them."""
-    same = q.dtype == k.dtype == v.dtype and q.shape[-1] == k.shape[-1] == v.shape[-1]
-    return same and q.numel() > 0 and k.numel() > 0
-
-
-def is_causal(q: Tensor, k: Tensor, band: Band) -> bool:
-    """Return whether a band is CAUSAL on a square, which operators have a word for."""
-    return band == CAUSAL and q.shape[2] == k.shape[2]
-
-
-def is_plain(q: Tensor, k: Tensor, band: Band) -> bool:
-    """Return whether a band is one that all operators know: FULL, or CAUSAL on a square."""
-    return band == FULL or is_causal(q, k, band)
 
 
 def window_of(q: Tensor, k: Tensor, band: Band) -> tuple[int, int] | None:

@@ -30,15 +30,6 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, band: Band, cap: float | None = 
     return next((kernel for kernel in kernels if kernel.fits(q, k, v, band)), TILE)
 
 
-def takes_windows(q: Tensor, k: Tensor, v: Tensor, cap: float | None = None) -> bool:
-    """Return whether a device's kernel takes blocks that a window cuts through as they are.
-
-    The CPU's does, but takes less time for cut ones.
-    """
-    band = -q.shape[2], k.shape[2]
-    return q.device.type != "cpu" and kernel_for(q, k, v, band, cap) is not TILE
-
-
 def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from ..masks.blocks import Band
 from .block import Gradients, Operands, statistics_dtype, without_unseeing_rows
-from .strips import Strip, hide_, strips
 
 
 class Size(NamedTuple):
@@ -43,6 +42,13 @@ class Size(NamedTuple):
 # Devices want few large kernels, here of 128 MiB in float32 (not measured on any).
 SIZES = {"cpu": Size(128, 1 << 18)}
 OF_DEVICES = Size(1024, 1 << 25)
+
+
+class Strip(NamedTuple):
+    """Rows next to each other, and the keys from the first to the last that one of them sees."""
+
+    rows: range
+    keys: range
 
 
 class _Tile(NamedTuple):
@@ -109,7 +115,7 @@ def _tiles(queries: Tensor, keys: Tensor, band: Band) -> Iterator[_Tile]:
     heads, group, length, _ = queries.shape
     size = SIZES.get(queries.device.type, OF_DEVICES)
     step = max(1, size.rows // group)
-    for strip in strips(band, length, keys.shape[1], step):
+    for strip in _strips(band, length, keys.shape[1], step):
         scores = group * len(strip.rows) * len(strip.keys)
         some = max(1, size.scores // scores)
         for first in range(0, heads, some):
@@ -141,10 +147,52 @@ def _scores(q_rows: Tensor, keys: Tensor, band: Band, tile: _Tile, cap: float | 
     scores = q_rows @ keys[tile.heads, tile.keys].mT
     if cap is not None:
         scores.div_(cap).tanh_().mul_(cap)
-    hide_(scores.unflatten(1, (-1, len(tile.strip.rows))), band, tile.strip)
+    _hide(scores.unflatten(1, (-1, len(tile.strip.rows))), band, tile.strip)
     return scores
 
 
 def _slopes(scores: Tensor, cap: float) -> Tensor:
     """Return the derivative of capped scores by the plain ones, 0 if a row does not see a key."""
     return scores.div(cap).clamp_(min=-1.0).square_().neg_().add_(1.0)
+
+
+def _strips(band: Band, rows: int, keys: int, step: int) -> Iterator[Strip]:
+    """Yield strips of `step` rows at most. Every row of a strip sees a key; no other row does."""
+    lower, upper = band
+    seeing = _seeing_rows(band, rows, keys)
+    for first in seeing[::step]:
+        end = min(first + step, seeing.stop)
+        left = 0 if lower is None else max(0, first + lower)
+        right = keys if upper is None else min(keys, end + upper)
+        yield Strip(range(first, end), range(left, right))
+
+
+def _seeing_rows(band: Band, rows: int, keys: int) -> range:
+    """Return the rows that see a key: the others are at the ends of a block."""
+    lower, upper = band
+    if not keys or (lower is not None and upper is not None and lower > upper):
+        return range(0)
+    first = 0 if upper is None else max(0, -upper)
+    end = rows if lower is None else min(rows, keys - lower)
+    return range(first, max(first, end))
+
+
+def _hide(scores: Tensor, band: Band, strip: Strip) -> Tensor:
+    """Put −inf into scores [..., rows, keys] of a strip if the row does not see the key."""
+    lower, upper = band
+    rows, keys = strip
+    shift = rows.start - keys.start
+    if upper is not None:
+        # Keys from here on lie behind those that the first row sees.
+        first = max(0, shift + upper + 1)
+        edge = scores[..., first:]
+        edge.masked_fill_(_ones(edge).triu_(shift + upper + 1 - first), -torch.inf)
+    if lower is not None:
+        # Keys up to here lie before those that the last row sees.
+        edge = scores[..., : max(0, shift + lower + len(rows) - 1)]
+        edge.masked_fill_(_ones(edge).tril_(shift + lower - 1), -torch.inf)
+    return scores
+
+
+def _ones(scores: Tensor) -> Tensor:
+    return torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)

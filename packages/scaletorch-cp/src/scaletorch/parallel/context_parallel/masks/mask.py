@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 from ....dist.errors import InvalidArgumentError
 from ..layouts.layout import Layout
-from .blocks import CAUSAL, FULL, Band, Block, cut, pairs, uncut, work
+from .blocks import CAUSAL, FULL, Band, Block, cut, pairs
 
-__all__ = ["CAUSAL", "FULL", "Band", "Block", "Mask", "blocks", "seen", "work"]
+__all__ = ["CAUSAL", "FULL", "Band", "Block", "Mask", "blocks", "seen"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +84,11 @@ class _Run(NamedTuple):
         return self.local.stop == other.top and other.positions.start == after
 
 
-def blocks(
-    mask: Mask, rows: Sequence[range], keys: Sequence[range], length: int, *, cuts: bool = True
-) -> list[Block]:
+def blocks(mask: Mask, rows: Sequence[range], keys: Sequence[range], length: int) -> list[Block]:
     """Return the blocks of pairs that see each other between queries of one shard and keys.
 
-    Each pair is in exactly one block. Without a window they are three at most for each pair of
-    runs and each document that both hold.
+    Each pair is in exactly one block. They are three at most for each pair of runs and each
+    document that both hold.
 
     Args:
         mask: Who sees whom.
@@ -98,8 +96,6 @@ def blocks(
         keys: Positions of the local keys, in local order; runs of the same step.
         length: Length of the whole sequence; positions from there on are padding, which sees
             nothing and is seen by nothing.
-        cuts: Cut blocks at the edges of the band, into the bands that fused kernels know. False
-            leaves one block, with any band, for each pair of runs and each document.
 
     Raises:
         InvalidArgumentError: Runs of unequal steps, or documents that do not end at `length`.
@@ -117,7 +113,7 @@ def blocks(
         for row_run in row_runs
         for key_run in key_runs
         for whole in _between(mask.band, documents, row_run, key_run)
-        for block in (cut(whole) if cuts else uncut(whole))
+        for block in cut(whole)
     ]
 
 

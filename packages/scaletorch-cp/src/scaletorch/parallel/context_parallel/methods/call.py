@@ -26,7 +26,6 @@ from ..kernels import (
     forward,
     merge_into,
     statistics_dtype,
-    takes_windows,
 )
 from ..kernels.block import without_unseeing_rows
 from ..layouts.layout import Layout
@@ -64,21 +63,17 @@ class Call:
     softcap: float | None = None
     sinks: Tensor | None = None
 
-    def blocks(self, source: int, *, cuts: bool = True) -> tuple[Block, ...]:
+    def blocks(self, source: int) -> tuple[Block, ...]:
         """Return the blocks of this rank's queries with the keys of rank index `source`."""
         rows, keys = self.layout.ranks[self.ring.index], self.layout.ranks[source]
-        return _blocks(self.mask, rows, keys, self.layout.length, cuts)
+        return _blocks(self.mask, rows, keys, self.layout.length)
 
-    def only_block(self, q: Tensor, k: Tensor, v: Tensor) -> Block | None:
+    def only_block(self, q: Tensor) -> Block | None:
         """Return the one block of all queries and keys, with which nothing is merged, if it is."""
         if self.ring.size > 1 or self.sinks is not None:
             return None
-        found = self.blocks(self.ring.index, cuts=self._cuts(q, k, v))
-        whole = slice(0, q.shape[2])
+        found, whole = self.blocks(self.ring.index), slice(0, q.shape[2])
         return found[0] if [each[:2] for each in found] == [(whole, whole)] else None
-
-    def _cuts(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        return self.mask.window is None or not takes_windows(q, k, v, self.softcap)
 
     def attend(
         self, source: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
@@ -87,7 +82,7 @@ class Call:
         # On other devices the quickest kernels know half precision alone.
         if self._weighs_the_same and q.device.type == "cpu":
             q, k, v = (x.to(out.dtype) for x in (q, k, v))
-        for block in self.blocks(source, cuts=self._cuts(q, k, v)):
+        for block in self.blocks(source):
             rows, keys = block.rows, block.keys
             seen = q[:, :, rows], k[:, :, keys], v[:, :, keys]
             part = forward(*seen, self.scale, block.band, self.softcap)
@@ -98,7 +93,7 @@ class Call:
     ) -> None:
         """Add the gradients of attention over the keys of rank index `source`, in place."""
         operands = Operands(grad_out, *saved)
-        for block in self.blocks(source, cuts=self._cuts(*saved[:3])):
+        for block in self.blocks(source):
             rows, keys = block.rows, block.keys
             grads = backward(operands.part(rows, keys), self.scale, block.band, self.softcap)
             for total, grad, place in zip(totals, grads, (rows, keys, keys), strict=True):
@@ -111,16 +106,15 @@ class Call:
         Were each rounded to half precision before they are merged, it would lose up to 1.4 times
         as much as in one process; if one outweighs the others, 1.2 times.
         """
-        in_several = self.ring.size > 1 or self.mask.window is not None
         strided = self.layout.ranks[0][0].step > 1
-        return in_several and (strided or not self.mask.causal)
+        return self.ring.size > 1 and (strided or not self.mask.causal)
 
 
 @lru_cache(maxsize=128)  # stripes and many documents make many blocks
 def _blocks(
-    mask: Mask, rows: tuple[range, ...], keys: tuple[range, ...], length: int, cuts: bool
+    mask: Mask, rows: tuple[range, ...], keys: tuple[range, ...], length: int
 ) -> tuple[Block, ...]:
-    return tuple(blocks(mask, rows, keys, length, cuts=cuts))
+    return tuple(blocks(mask, rows, keys, length))
 
 
 def nothing_seen(q: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,7 @@ from .call import (
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
     """Return this rank's output [B, H, L, D] in q's dtype, and what backward needs."""
-    only = call.only_block(q, k, v)
+    only = call.only_block(q)
     if only is not None:
         return attend_once(q, k, v, only.band, call)
     return attend_all(_travelling(k, v, call.ring), q, k, v, call)
@@ -44,7 +44,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]
 def backward(grad_out: Tensor, saved: Saved, call: Call) -> WithSinks:
     """Return dq, dk, dv and of sinks of this rank's shares, in float32 at least if several add."""
     q, k, v, out, lse = saved
-    only = call.only_block(q, k, v)
+    only = call.only_block(q)
     if only is not None:
         return attend_once_backward(grad_out, saved, only.band, call)
     dq, home = no_gradient(q), no_gradient(k, 2)

@@ -26,7 +26,6 @@ from .stand_ins import StandIn
 _HIDDEN, _TENSORS, _PLACES, _VISITS = "hidden states", "beside them", "for", "visit"
 _FORMS = "forms"  # of what layers of other lists return, such as an encoder's
 _CARRIED = "carried"
-_MANY = 4096  # kinds of forwards that are remembered at most
 
 
 class Place(NamedTuple):
@@ -44,60 +43,42 @@ class Place(NamedTuple):
 
 
 class Beside:
-    """What one forward of a stage is given beside hidden states, and passes on beside them.
+    """The tensors that one forward of a stage is given, and passes on, beside hidden states.
 
     Args:
-        names: The modules of all stages, in order.
+        numbers: The number of each module among those of all stages, by name.
+        own: The stage's modules.
+        known: Arguments of later stages' modules that travel. The first forward of a kind adds to
+            them.
+        given: What the stage before has passed on.
+        examines: Whether this forward is the first of its kind.
 
     Attributes:
-        visit: Which call of the last module of the stage before returned the hidden states.
+        hidden: The hidden states in what was given.
+        visit: Which call of the last module of the stage before returned them.
         forms: What layers of earlier stages return, by their list, on the meta device.
+        made: Tensors that the stage's modules have made, while a forward is examined.
     """
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self._numbers = {name: number for number, name in enumerate(names)}
-        self._known: dict[Hashable, set[Place]] = {}  # by the kind of forward
-        self._kind: Hashable = None
-        self.examined, self.visit = False, 1
-        self.forms: dict[str, Any] = {}
-        self.made: WeakTensorKeyDictionary | None = None  # while a forward is examined
-        self._received: dict[Place, Tensor] = {}
-        self._leaving: dict[Place, tuple[Tensor, int]] = {}
-        self._calls: Counter[str] = Counter()
-
-    def start(self, kind: Hashable, own: Iterable[str], given: Any, *, examined: bool) -> Any:
-        """Begin a forward.
-
-        Args:
-            kind: Which arguments it looks at depends on it.
-            own: The stage's modules.
-            given: What the stage before has passed on.
-            examined: Whether it is the first of its kind.
-
-        Returns:
-            The hidden states in what was given.
-        """
-        self.reset()
-        self._kind, self.examined = kind, examined
-        if examined:
-            self.made = WeakTensorKeyDictionary()
-            if len(self._known) > _MANY:
-                self._known.clear()
-            self._known[kind] = set()
-        given, self._received, self.visit, self.forms = _opened(given)
-        numbers = {self._numbers[name] for name in own}
+    def __init__(
+        self,
+        numbers: Mapping[str, int],
+        own: Iterable[str],
+        known: set[Place],
+        given: Any,
+        *,
+        examines: bool,
+    ) -> None:
+        self._numbers, self._known = numbers, known
+        self.hidden, self._received, self.visit, self.forms = _opened(given)
+        self.made = WeakTensorKeyDictionary() if examines else None
+        here = {numbers[name] for name in own}
         self._leaving = {
             place: (tensor, version_of(tensor))
             for place, tensor in self._received.items()
-            if place.module not in numbers
+            if place.module not in here
         }
-        return given
-
-    def reset(self) -> None:
-        """Forget the forward that was running."""
-        self._received, self._leaving = {}, {}
-        self._calls.clear()
-        self.examined, self.made = False, None
+        self._calls: Counter[str] = Counter()
 
     def note(self, value: Any) -> None:
         """Note tensors that this stage's modules have made."""
@@ -108,15 +89,15 @@ class Beside:
     def offer(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep what a module of a later stage is given, if that stage lacks it."""
         module, call = self._next(name)
-        known = self._known.get(self._kind, set())
-        tensors = [*tensors_in((args, kwargs))] if self.examined or known else []
-        for index, tensor in enumerate(tensors):
+        if self.made is None and not self._known:
+            return
+        for index, tensor in enumerate(tensors_in((args, kwargs))):
             place = Place(module, call, index)
             if isinstance(tensor, StandIn):
                 continue
             if self.made is not None and tensor in self.made:
-                known.add(place)
-            if place in known:
+                self._known.add(place)
+            if place in self._known:
                 self._leaving[place] = tensor, version_of(tensor)
 
     def take(self, name: str, given: Any) -> Any:

@@ -17,7 +17,7 @@ from ....dist.errors import InvalidArgumentError
 from ..runtime.forms import PLAIN
 from ..splitting.modules import has_parameters, is_plain_layer, siblings_of
 from ..splitting.split import Placement
-from .passage import Passage, kind_of
+from .passage import Passage, Passages, kind_of
 from .stand_ins import (
     StandIn,
     cast,
@@ -47,7 +47,7 @@ class PassThrough(nn.Module):
         replaced: The module that it stands for; not kept.
         where: Its name and place, for messages.
         stage: Its stage.
-        passage: The forward that runs it.
+        passages: The forwards of the rank's stages.
         siblings: The list that it is in; its name if in none.
         ends: Whether it is the last module of its stage.
         shared: `id` of what is on all stages too.
@@ -60,7 +60,7 @@ class PassThrough(nn.Module):
         replaced: nn.Module,
         where: str,
         stage: int = 0,
-        passage: Passage | None = None,
+        passages: Passages | None = None,
         siblings: str = "",
         *,
         ends: bool = False,
@@ -68,7 +68,7 @@ class PassThrough(nn.Module):
     ) -> None:
         super().__init__()
         self._stage, self._siblings, self._ends = stage, siblings, ends
-        self._passage = passage or Passage()
+        self._passages = passages or Passages()
         self._counts = has_parameters(replaced)
         self._kind = kind_of(replaced)
         # Of what another rank waits for, no form is computed.
@@ -81,7 +81,7 @@ class PassThrough(nn.Module):
         self._runs_alike = runs_alike(replaced)
         self.training = replaced.training
         vars(self)["_twin"] = twin_of(
-            replaced, self._passage, lambda value: id(value) in shared or is_data(value)
+            replaced, self._passages, lambda value: id(value) in shared or is_data(value)
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,9 +90,9 @@ class PassThrough(nn.Module):
         There are as many of these as other stages have layers, so they do without the hooks of an
         `nn.Module`.
         """
-        passage = self._passage
+        passage = self._passages.running
         value = args[0] if args else next(iter(kwargs.values()), None)
-        if not passage.active:
+        if passage is None:
             return self._again(value)
         if self._counts:
             passage.reach(self._stage, self._where)
@@ -102,7 +102,7 @@ class PassThrough(nn.Module):
             return passage.deliver(self._where)
         if not self._changes or (self._drops and self._drops_nothing()):
             return value
-        value = self._stand_in(value, args, kwargs)
+        value = self._stand_in(passage, value, args, kwargs)
         if self._counts and self._stage < passage.source[0]:
             passage.latest = value
         return value
@@ -114,8 +114,9 @@ class PassThrough(nn.Module):
         source = value.source if isinstance(value, StandIn) else None
         return source[1] if self._ends and source and source[0] == self._stage + 1 else value
 
-    def _stand_in(self, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        passage = self._passage
+    def _stand_in(
+        self, passage: Passage, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         sample, received = passage.samples.get(self._siblings), passage.source[1]
         if sample is None and self._stage > passage.source[0]:  # what is alike returns the like
             sample = passage.kinds.get(self._kind)
@@ -127,17 +128,17 @@ class PassThrough(nn.Module):
         starts = self._counts and of.requires_grad
         starts = starts and not any(tensor.requires_grad for tensor in tensors_in(value))
         fresh = starts or (passage.renews and self._stage < passage.source[0])
-        made = partial(standing_like, forward=passage, of=of, trained=self._counts)
+        made = partial(standing_like, forward=self._passages, of=of, trained=self._counts)
         if sample is not None:
             same = isinstance(value, StandIn) and isinstance(sample, Tensor)
             if same and not fresh and (value.shape, value.dtype) == (sample.shape, sample.dtype):
                 return value
             return made(sample)
         if self._embeds and isinstance(value, Tensor) and not isinstance(value, StandIn):
-            return self._rows(value, next(tensors_in((known, value))), of)
+            return self._rows(value, passage.first, next(tensors_in((known, value))), of)
         if self._linear and isinstance(value, Tensor):
             shape = (*value.shape[:-1], self.out_features)
-            return standing(shape, value.dtype, passage, of, trained=True)
+            return standing(shape, value.dtype, self._passages, of, trained=True)
         of_ids = not any(tensor.is_floating_point() for tensor in tensors_in(value))
         if of_ids or self._plain:
             with suppress(Exception):  # it may read what has no values, or wait for other ranks
@@ -159,33 +160,34 @@ class PassThrough(nn.Module):
 
         def form(tensor: Tensor) -> Tensor:  # also of what has values: it may be another's
             trained = tensor.is_floating_point() and self._counts
-            return standing(tuple(tensor.shape), tensor.dtype, self._passage, of, trained=trained)
+            return standing(tuple(tensor.shape), tensor.dtype, self._passages, of, trained=trained)
 
         return map_tensors(form, made)
 
-    def _rows(self, ids: Tensor, like: Tensor, of: Tensor) -> Any:
+    def _rows(self, ids: Tensor, first: Any, like: Tensor, of: Tensor) -> Any:
         """Return a stand-in for embedded ids; of any length if hidden states are a share of it."""
-        first, shape = self._passage.first, tuple(ids.shape)
+        shape = tuple(ids.shape)
         if isinstance(first, Tensor) and not _has_dims_of(like, first):
             shape = tuple(like.shape[: ids.ndim]) if ids is first else (1,) * ids.ndim
         dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
         rows = (*shape, self.embedding_dim)
-        return standing(rows, dtype, self._passage, of, trained=True)
+        return standing(rows, dtype, self._passages, of, trained=True)
 
     def _drops_nothing(self) -> bool:
         return not self.training or not self.p
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PassThrough:
         """Cast the forms of the module's tensors too."""
-        cast(self._twin, self._passage, fn)
+        cast(self._twin, self._passages, fn)
         return self
 
     def _ready(self) -> nn.Module:
         """Return the module's twin, on the device of the forward that runs."""
-        passage, own = self._passage, next(tensors_in(self._twin._parameters), None)
-        of = next(tensors_in((passage.source, passage.first)), None)
+        passages, own = self._passages, next(tensors_in(self._twin._parameters), None)
+        first = None if passages.running is None else passages.running.first
+        of = next(tensors_in((passages.source, first)), None)
         if of is not None and own is not None and own.device != of.device:
-            cast(self._twin, passage, lambda tensor: torch.empty_like(tensor, device=of.device))
+            cast(self._twin, passages, lambda tensor: torch.empty_like(tensor, device=of.device))
         return self._twin
 
     def train(self, mode: bool = True) -> PassThrough:
@@ -206,8 +208,8 @@ class PassThrough(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            twin, passage = vars(self).get("_twin"), vars(self).get("_passage")
-            if passage is not None and passage.active and not name.startswith("__"):
+            twin, passages = vars(self).get("_twin"), vars(self).get("_passages")
+            if passages is not None and passages.running and not name.startswith("__"):
                 known = getattr(self._ready(), name, self)
                 if known is not self:
                     return known
@@ -294,7 +296,7 @@ def cut(
     model: nn.Module,
     placement: Placement,
     stages: tuple[int, ...],
-    passage: Passage | None = None,
+    passages: Passages | None = None,
 ) -> Chunks:
     """Leave only one rank's modules in `model`; nothing keeps the others alive.
 
@@ -302,7 +304,7 @@ def cut(
         model: The whole model; changed in place, names stay.
         placement: Which module belongs to which stage.
         stages: The rank's stages, chunk by chunk.
-        passage: The forward that runs, to which these tell its position.
+        passages: The rank's forwards, to which these tell their positions.
     """
     switches: list[_Switch] = []
     lists = {name: siblings_of(model, name) for name, _ in placement.homes()}
@@ -313,7 +315,7 @@ def cut(
         siblings = model.get_submodule(path)._modules
         where = f"{name} is on stage {home} of the pipeline"
         ends = name == placement.stages[home][-1]
-        passing = PassThrough(module, where, home, passage, lists[name], ends=ends, shared=shared)
+        passing = PassThrough(module, where, home, passages, lists[name], ends=ends, shared=shared)
         if home in stages:
             switches.append((siblings, leaf, home, module, passing))
         else:

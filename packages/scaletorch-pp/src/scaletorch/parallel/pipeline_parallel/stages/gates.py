@@ -15,7 +15,7 @@ from ...pg_manager import describe_rank
 from ..runtime.forms import is_hidden
 from .beside import again
 from .calls import is_surrounded, release, surround
-from .passage import Passage, kind_of
+from .passage import Passage, Passages, kind_of
 from .stand_ins import stands
 
 _BESIDE = (
@@ -40,13 +40,13 @@ class Gates:
     """Let no stand-in into a stage's modules, and take what the last of them returns.
 
     Args:
-        passage: The forward that runs.
+        passages: The forwards of the rank's stages.
         stage: The stage.
         last: Whether it is the model's last stage.
     """
 
-    def __init__(self, passage: Passage, stage: int, *, last: bool) -> None:
-        self.passage, self.stage, self.last = passage, stage, last
+    def __init__(self, passages: Passages, stage: int, *, last: bool) -> None:
+        self.passages, self.stage, self.last = passages, stage, last
         self.modules: dict[str, nn.Module] = {}
         self._gates: list[tuple[nn.Module, _Gate]] = []
 
@@ -76,7 +76,7 @@ class Gates:
         for module in self.modules.values():
             yield from module.parameters()
 
-    def other_samples(self) -> dict[str, Any]:
+    def other_samples(self, passage: Passage) -> dict[str, Any]:
         """Return what layers of other lists than the stage's last one have returned in containers.
 
         The next stage has what the last one returned, and later ones cannot tell what others do.
@@ -84,16 +84,17 @@ class Gates:
         last = self._gates[-1][1].siblings if self._gates else ""
         return {
             name: sample
-            for name, sample in self.passage.samples.items()
+            for name, sample in passage.samples.items()
             if name not in self.modules
             and name != last
             and not isinstance(sample, Tensor)
             and is_hidden(sample)
         }
 
-    def runs(self) -> bool:
-        """Return whether the forward that runs is the stage's."""
-        return self.passage.active and self.passage.source[0] == self.stage
+    def running(self) -> Passage | None:
+        """Return the forward that runs if it is the stage's."""
+        passage = self.passages.running
+        return passage if passage is not None and passage.source[0] == self.stage else None
 
 
 class _Gate:
@@ -113,7 +114,7 @@ class _Gate:
 
     def takes_forward(self) -> bool:
         """Return whether the stage runs, so that the model's code has asked for it."""
-        return self._gates.runs()
+        return self._gates.running() is not None
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments of a call, with what has travelled for it.
@@ -121,20 +122,21 @@ class _Gate:
         Raises:
             InvalidArgumentError: A stand-in is among them.
         """
-        passage = self._gates.passage
         if torch.compiler.is_compiling() or _changes_nothing(module):
             return args, kwargs
-        if self._gates.runs():
+        passage = self._gates.running()
+        if passage is not None:
             passage.reach(self._gates.stage, self._where)
             passage.come_back()
             passage.inside += 1
             args, kwargs = passage.beside.take(self._name, (args, kwargs))
-        elif not passage.active:
+        elif self._gates.passages.running is None:
             args, kwargs = again((args, kwargs))
         if not stands((args, kwargs)):
             return args, kwargs
-        args = tuple(map(passage.take, args))
-        kwargs = {argument: passage.take(value) for argument, value in kwargs.items()}
+        if passage is not None:
+            args = tuple(map(passage.take, args))
+            kwargs = {argument: passage.take(value) for argument, value in kwargs.items()}
         for argument, value in chain(enumerate(args), kwargs.items()):
             if stands(value):
                 raise InvalidArgumentError(
@@ -148,10 +150,12 @@ class _Gate:
         Raises:
             InvalidArgumentError: It is a stand-in.
         """
-        passage, last = self._gates.passage, self._gates.last
+        passage, last = self._gates.running(), self._gates.last
+        if passage is None:
+            return output
         if not last and not self._later:
-            output = passage.leave(self._gates.stage, output)
-        if torch.compiler.is_compiling() or _changes_nothing(module) or not self._gates.runs():
+            output = passage.leave(output)
+        if torch.compiler.is_compiling() or _changes_nothing(module):
             return output
         passage.inside -= 1
         if stands(output):  # it came by another way than an argument

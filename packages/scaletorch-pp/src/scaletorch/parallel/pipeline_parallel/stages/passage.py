@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +15,78 @@ from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ..runtime.forms import Hidden, is_hidden, strangers
-from .beside import Beside, version_of
+from .beside import Beside, Place, version_of
+
+MANY_FORMS = 4096  # kinds of forwards, and forms, that are remembered at most, on every rank
+
+
+@dataclass(slots=True)
+class Findings:
+    """Facts about a kind of forwards: the first one finds them, and later ones rely on them.
+
+    Attributes:
+        places: Arguments of later stages' modules that travel beside hidden states.
+        skips: The model leaves out the last module of the stage before.
+        writes: The model's code writes to what the stage before has passed on.
+        writes_behind: It writes to what this stage passes on, or changes its gradient.
+    """
+
+    places: set[Place] = field(default_factory=set)
+    skips: bool = False
+    writes: bool = False
+    writes_behind: bool = False
+
+
+class Passages:
+    """The forwards of a rank's stages, one at a time.
+
+    Args:
+        names: The modules of all stages, in order.
+
+    Attributes:
+        running: The forward that runs; None also where a layer is recomputed.
+        found: The findings of each kind of forwards that has run.
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self.running: Passage | None = None
+        self.found: dict[Hashable, Findings] = {}
+        self._numbers = {name: number for number, name in enumerate(names)}
+
+    @property
+    def past(self) -> bool:
+        """Whether the model's own code runs after all modules of the stage."""
+        return self.running is not None and self.running.over
+
+    @property
+    def source(self) -> tuple[int, Any]:
+        """The stage that runs, and what the stage before has passed on."""
+        return (0, None) if self.running is None else self.running.source
+
+    @contextmanager
+    def begin(
+        self, kind: Hashable, stage: int, given: Any, own: Iterable[str], siblings: str
+    ) -> Iterator[Passage]:
+        """Run one forward in this context, and keep its findings if it succeeds.
+
+        Args:
+            kind: The facts that the way of the forward may depend on.
+            stage: The stage.
+            given: The input of the first stage, or what the stage before has passed on.
+            own: The stage's modules.
+            siblings: The list that the last module of the stage before is in.
+        """
+        if len(self.found) > MANY_FORMS:
+            self.found.clear()
+        findings, examines = self.found.get(kind, Findings()), kind not in self.found
+        beside = Beside(self._numbers, own, findings.places, given, examines=examines)
+        self.running = Passage(stage, beside, findings, siblings)
+        try:
+            yield self.running
+            self.running.note_writes()
+            self.found[kind] = findings
+        finally:
+            self.running = None
 
 
 class Passage:
@@ -23,71 +96,38 @@ class Passage:
     has passed on, and ends where the stage's own last module returns. Modules before and after
     return stand-ins.
 
-    What follows that last module is the next stage's to compute, and nothing here comes of it. If
-    it writes to hidden states, or changes their gradient, it is given a copy of what is passed on;
-    that the first forward of a kind finds. What it collects for the model's output, such as
-    auxiliary losses of layers, would be lost.
+    The code after that last module is the next stage's to compute, and nothing of its results is
+    used here. If it writes to hidden states, or changes their gradient, it is given a copy of what
+    is passed on; the first forward of a kind finds that. What it collects for the model's output,
+    such as auxiliary losses of layers, would be lost.
 
     Attributes:
-        active: Whether one is running; a recomputed one is not.
         source: The stage, and what the stage before has passed on; None on the first stage.
-        first: What the model was given as its first argument.
+        beside: The tensors that travel beside hidden states.
+        examines: Whether this is the first forward of its kind.
+        first: The first argument of the model's forward.
         furthest: The last stage of which it has met a module, in place or not.
-        examined: Whether it is the first of its kind.
         delivered: Whether what was passed on has been returned to the model's code.
-        latest: What the module of an earlier stage that was called last has returned.
-        samples: What a layer has returned, by the list that it is in.
-        kinds: What a layer of this stage has returned, by its class.
+        latest: The output of the module of an earlier stage that was called last.
+        samples: The output of a layer, by the list that the layer is in.
+        kinds: The output of a layer of this stage, by its class.
         inside: How many modules of this stage are running, one in another.
-        left: The output of the one that was called last.
+        left: The output of the module of this stage that was called last.
         over: Whether the rest is another stage's.
-        beside: What travels beside hidden states.
     """
 
-    def __init__(self, names: Iterable[str] = ()) -> None:
-        """Begin with nothing known of a model whose stages have these modules."""
-        self.beside = Beside(names)
-        self.source: tuple[int, Any] = 0, None
-        self._skipping: set[int] = set()  # stages before which the last module is left out
-        # Stages at which the model's code writes to what it is given, before and behind them.
-        self._written: set[int] = set()
-        self._written_behind: set[int] = set()
-        self._forget()
-
-    def start(self, stage: int, received: Any, siblings: str, *, examined: bool) -> None:
-        """Begin a forward.
-
-        Args:
-            stage: Its stage.
-            received: What the stage before has passed on.
-            siblings: The list that the last module of the stage before is in.
-            examined: Whether it is the first of its kind.
-        """
-        self.active, self._gradients = True, torch.is_grad_enabled()
-        self.source, self.delivered = (stage, received), stage == 0
-        self.examined = examined
-        self.samples: dict[str, Any] = (
-            {} if stage == 0 else {**self.beside.forms, siblings: received}
-        )
-
-    def reset(self) -> None:
-        """Forget the forward that was running, but where its code writes to what it is given."""
-        stage, copies = self.source[0], [*tensors_in(self._copy_behind)]
-        if any(versions(self._copy)):
-            self._written.add(stage)
-        if any(versions(copies)) or _hooks_on(copies):
-            self._written_behind.add(stage)
-        self.source = stage, None
-        self._forget()
-        self.beside.reset()
-
-    def _forget(self) -> None:
-        self.active = self.examined = self.delivered = self.over = False
+    def __init__(self, stage: int, beside: Beside, findings: Findings, siblings: str) -> None:
+        """Begin; the last module of the stage before is in the list `siblings`."""
+        self.source: tuple[int, Any] = stage, beside.hidden if stage else None
+        self.beside, self._findings = beside, findings
+        self.examines = beside.made is not None
+        received = {**beside.forms, siblings: beside.hidden}
+        self.samples: dict[str, Any] = received if stage else {}
+        self.delivered, self.over = stage == 0, False
         self.furthest = self.inside = 0
         self.first: Any = None
         self.latest: Any = None
         self.left: Any = None
-        self.samples = {}
         self.kinds: dict[str, Any] = {}
         self._met = ""  # the first module of the last stage that it has met
         self._visits = self._visits_behind = 0  # of the last module of the stage before, and of its
@@ -96,12 +136,13 @@ class Passage:
         self._passed: Any = None  # what it passes on, with the versions and the hooks it had then
         self._versions: list[int] = []
         self._hooks = 0
-        self._gradients = self._own_gradients = False
+        self._gradients, self._own_gradients = torch.is_grad_enabled(), False
 
-    @property
-    def past(self) -> bool:
-        """Whether the model's own code runs after all modules of this stage."""
-        return self.active and self.over
+    def note_writes(self) -> None:
+        """Note for later forwards whether the model's code writes to what it is given."""
+        copies = [*tensors_in(self._copy_behind)]
+        self._findings.writes |= any(versions(self._copy))
+        self._findings.writes_behind |= any(versions(copies)) or _hooks_on(copies) > 0
 
     @property
     def renews(self) -> bool:
@@ -109,7 +150,7 @@ class Passage:
 
         By these it shows which one was called last.
         """
-        return self.examined or self.source[0] in self._skipping
+        return self.examines or self._findings.skips
 
     def come_back(self) -> None:
         """Note that a module of this stage is called; maybe once more, after the last of them."""
@@ -138,9 +179,9 @@ class Passage:
                 "several times into one layer"
             )
         self.delivered = True
-        stage, received = self.source
+        received = self.source[1]
         # It may be written to: whether it is, the first forward of a kind tells.
-        if self.examined or stage in self._written:
+        if self.examines or self._findings.writes:
             self._copy = map_tensors(Tensor.clone, received)
             self.beside.note(self._copy)
             return self._copy
@@ -153,7 +194,7 @@ class Passage:
         """
         if self.delivered or value is not self.latest or not self.renews:
             return value
-        self._skipping.add(self.source[0])
+        self._findings.skips = True
         return self.deliver("")
 
     def reach(self, stage: int, where: str) -> None:
@@ -178,15 +219,13 @@ class Passage:
         if stage > self.furthest:
             self.furthest, self._met = stage, where
 
-    def leave(self, stage: int, output: Any) -> Any:
-        """Take what a call of a stage's last module returned; return what the model's code gets."""
-        if not self.active or self.source[0] != stage:
-            return output
+    def leave(self, output: Any) -> Any:
+        """Take the output of the stage's last module; return what the model's code gets for it."""
         self._pass_on(output)
         self._visits_behind += 1
         # Reentrant recomputation runs a layer without gradients, and then gives its output one.
         self._own_gradients = torch.is_grad_enabled() != self._gradients
-        copies = (self.examined or stage in self._written_behind) and not self._own_gradients
+        copies = (self.examines or self._findings.writes_behind) and not self._own_gradients
         if not copies or not is_hidden(output):
             return output
         self._copy_behind = map_tensors(Tensor.clone, output)

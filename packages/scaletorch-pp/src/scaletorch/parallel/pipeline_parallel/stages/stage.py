@@ -31,9 +31,9 @@ from .beside import again
 from .cut import cut
 from .examination import crossing, examining
 from .gates import Gates, check_output
-from .passage import Passage
+from .passage import Passage, Passages
 from .stand_ins import UnknownValueError, standing, standing_like, stands
-from .state import MANY_FORMS, RuntimeState
+from .state import RuntimeState
 from .ties import Tie, TiedGradients, find_ties, groups_of_owners
 from .weights import Deferral, WeightGradients, defer_weight_gradients, give_own_memory
 
@@ -93,18 +93,18 @@ class PipelineParallel(ModuleWrapper):
             connect(group, neighbours(ranks_stages))
             owners = groups_of_owners(group, [tie.owners for tie in ties], number)
         tied = TiedGradients(ties, ranks, self.rank, group, owners)
-        passage = Passage(name for name, _ in placement.homes())
+        passages = Passages(name for name, _ in placement.homes())
         deferral = Deferral()
         last = self.num_stages - 1
-        gates = [Gates(passage, stage, last=stage == last) for stage in self.stages]
+        gates = [Gates(passages, stage, last=stage == last) for stage in self.stages]
         self._siblings = {name: siblings_of(model, name) for name, _ in placement.homes()}
         self._crossed = placement.crossed()
-        chunks = cut(model, placement, self.stages, passage)
+        chunks = cut(model, placement, self.stages, passages)
         if splits:
             defer_weight_gradients(model, deferral)
         tied.share_values()
         prepare_backward(model.parameters())
-        self.runtime = RuntimeState(chunks, passage, gates, tied, deferral)
+        self.runtime = RuntimeState(chunks, passages, gates, tied, deferral)
         self.runtime.note_parameters(self)
         if self.num_stages > 1:
             mark_staged(model)
@@ -193,62 +193,50 @@ class PipelineParallel(ModuleWrapper):
         stage = self.stages[runtime.chunks.selected]
         gates = runtime.gates[runtime.chunks.selected]
         kind = (stage, self.training, torch.is_grad_enabled(), *facts_of(input_or_hidden, kwargs))
-        if len(runtime.examined) > MANY_FORMS:
-            runtime.examined.clear()
         # Modules may have been replaced since, as by adapters.
         modules = {name: self.module.get_submodule(name) for name in self.placement.stages[stage]}
         gates.watch(modules, self._siblings)
-        examined = kind not in runtime.examined
-        beside = runtime.passage.beside
-        hidden = beside.start(kind, modules, input_or_hidden, examined=examined)
-        output = self._run(gates, stage, hidden, kwargs, examined)
+        before = self._siblings[self.placement.stages[stage - 1][-1]]
+        with runtime.passages.begin(kind, stage, input_or_hidden, modules, before) as passage:
+            output = self._run(passage, gates, kwargs)
         show_output(self.module, output)
-        runtime.examined.add(kind)
         return output
 
-    def _run(
-        self, gates: Gates, stage: int, given: Any, kwargs: Mapping[str, Any], examined: bool
-    ) -> Any:
+    def _run(self, passage: Passage, gates: Gates, kwargs: Mapping[str, Any]) -> Any:
         """Run the model's forward on what one process gives it; return the output that goes on."""
-        passage = self.runtime.passage
-        before = self.placement.stages[stage - 1][-1]
-        received = given if stage else None
-        passage.start(stage, received, self._siblings[before], examined=examined)
-        passage.first, named = self._first(given, stage)
+        passage.first, named = self._first(passage)
         output: Any = None
-        try:
-            with (
-                crossing(self.module, self._crossed),
-                examining(passage) if examined else nullcontext(),
-                suppress(UnknownValueError),
-            ):
-                if named:
-                    output = self.module(inputs_embeds=passage.first, **kwargs)
-                else:
-                    output = self.module(passage.first, **kwargs)
-            if stage < self.num_stages - 1:
-                others = gates.other_samples()
-                output = passage.passed_on(output, gates.parameters(), others)
-            elif stands(output):  # some of it may have come to a layer of this stage
-                output = again(output)
-                check_output(output)
-        finally:
-            passage.reset()
+        with (
+            crossing(self.module, self._crossed),
+            examining(passage) if passage.examines else nullcontext(),
+            suppress(UnknownValueError),
+        ):
+            if named:
+                output = self.module(inputs_embeds=passage.first, **kwargs)
+            else:
+                output = self.module(passage.first, **kwargs)
+        if passage.source[0] < self.num_stages - 1:
+            return passage.passed_on(output, gates.parameters(), gates.other_samples(passage))
+        if stands(output):  # some of it may have come to a layer of this stage
+            output = again(output)
+            check_output(output)
         return output
 
-    def _first(self, given: Any, stage: int) -> tuple[Any, bool]:
+    def _first(self, passage: Passage) -> tuple[Any, bool]:
         """Return the first argument of the model's forward, and whether as `inputs_embeds`.
 
         On later stages that are the ids too. Other inputs of a micro-batch are not moved:
         their form is enough. If the input is not known, what was received takes its place.
         """
-        passage, ids = self.runtime.passage, self.runtime.ids
-        if stage == 0 or (ids is not None and not ids.is_floating_point()):
-            return given if stage == 0 else ids, False
+        passages, ids, given = self.runtime.passages, self.runtime.ids, passage.beside.hidden
+        if passage.source[0] == 0:
+            return given, False
+        if ids is not None and not ids.is_floating_point():
+            return ids, False
         of = next(tensors_in(given))
         if ids is not None:
-            return standing(tuple(ids.shape), ids.dtype, passage, of, trained=False), False
-        return standing_like(given, passage, of), self._takes_embeds
+            return standing(tuple(ids.shape), ids.dtype, passages, of, trained=False), False
+        return standing_like(given, passages, of), self._takes_embeds
 
     def backward(self, input_tensor: Any, output_tensor: Any, output_tensor_grad: Any) -> Any:
         """Backpropagate through a stage.

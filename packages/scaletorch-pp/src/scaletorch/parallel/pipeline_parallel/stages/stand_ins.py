@@ -37,13 +37,11 @@ class UnknownValueError(Exception):
 
 
 class Forward(Protocol):
-    """The forward that a stand-in belongs to.
+    """The forward that a stand-in belongs to."""
 
-    Attributes:
-        source: The stage that runs, and what the stage before has passed on.
-    """
-
-    source: tuple[int, Any]
+    @property
+    def source(self) -> tuple[int, Any]:
+        """The stage that runs, and what the stage before has passed on."""
 
     @property
     def past(self) -> bool:

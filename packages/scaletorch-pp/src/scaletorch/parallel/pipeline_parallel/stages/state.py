@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from ..runtime.forms import Form
 from .cut import Chunks
 from .gates import Gates
-from .passage import Passage
+from .passage import MANY_FORMS, Passages
 from .ties import TiedGradients
 from .weights import Deferral
-
-MANY_FORMS = 4096  # forms that are remembered at most, the same number on every rank
 
 
 @dataclass(slots=True, eq=False)
@@ -23,14 +21,13 @@ class RuntimeState:
 
     Attributes:
         chunks: The rank's stages in the model, of which one can be selected.
-        passage: The forward that runs.
+        passages: The forwards of its stages.
         gates: What surrounds the modules of each of them.
         tied: The parameters that several ranks hold.
         deferral: Where the linear layers leave their weight gradients.
         parameters: The rank's parameters when the running step began.
         trained: A number for each rank that tells which parameters it trained in the last step.
         forms: The forms of hidden states that `Mail` knows from earlier steps.
-        examined: The kinds of forwards that have been examined.
         reached: The stages, with the signature of a micro-batch, whose input has got a gradient.
         ids: The `input_ids` of the forward that comes, on any stage; None if they are no tensor.
         steps_alone: A stage may be called by steps alone, since callers take it for a whole model.
@@ -38,14 +35,13 @@ class RuntimeState:
     """
 
     chunks: Chunks
-    passage: Passage
+    passages: Passages
     gates: list[Gates]
     tied: TiedGradients
     deferral: Deferral
     parameters: tuple[nn.Parameter, ...] = ()
     trained: tuple[int, ...] = ()
     forms: dict[Hashable, dict[int, Form]] = field(default_factory=dict)
-    examined: set[Hashable] = field(default_factory=set)
     reached: set[Hashable] = field(default_factory=set)
     ids: Tensor | None = None
     steps_alone: bool = False
@@ -76,6 +72,6 @@ class RuntimeState:
             self.tied.require_alike()
         if trained != self.trained or len(self.forms) > MANY_FORMS:
             self.forms.clear()
-            self.examined.clear()
+            self.passages.found.clear()
             self.reached.clear()
             self.trained = trained

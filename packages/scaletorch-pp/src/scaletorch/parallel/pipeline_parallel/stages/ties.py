@@ -110,14 +110,7 @@ class TiedGradients:
     ) -> None:
         self.ties = tuple(ties)
         self._ranks, self._rank, self._group, self._groups = ranks, rank, group, groups
-        # Gradients are sums over the owners only after `sync`. What was summed by an earlier `sync`
-        # is set aside at `begin`, so that `.grad` holds this rank's own gradients alone until the
-        # next `sync`, which adds it back: summed twice it would count once more for each owner.
-        self._earlier: dict[nn.Parameter, Tensor] = {}
         self._pending = False  # a step was postponed: `.grad` holds gradients not summed yet
-        # Gradients as the last postponed step left them, each with its version: any other, or one
-        # that has become zeros, has been dropped since.
-        self._left: dict[nn.Parameter, tuple[Tensor | None, int]] = {}
 
     def share_values(self) -> None:
         """Give every owner the first owner's values, as one process would have."""
@@ -166,29 +159,19 @@ class TiedGradients:
             _require_all_or_none([o for o in tie.owners if told[o][index]], tie)
 
     def begin(self) -> None:
-        """Set gradients of earlier, already summed backwards aside, so that none is summed twice.
+        """Leave gradients that `sync` has summed to each parameter's first owner alone.
 
-        Called before the first backward of an accumulation; `sync` adds them back.
+        Called before the first backward of an accumulation. The next `sync` adds up what all owners
+        have: it would count such a sum once for each of them.
         """
-        if self._pending:  # the last accumulation goes on: its gradients have not been summed
-            self._forget_dropped()
-            return
-        self._earlier = {}
-        for parameter, _ in self._own():
-            if parameter.grad is not None:
-                self._earlier[parameter] = parameter.grad.detach().clone()
-                parameter.grad = None
+        if not self._pending:
+            for tie in self.ties:
+                if tie.parameter is not None and tie.trained and self._rank != tie.owners[0]:
+                    tie.parameter.grad = None
 
     def postpone(self) -> None:
         """Leave this step's gradients to the next `sync`."""
         self._pending = True
-        for parameter in self._earlier:
-            # The user may drop all gradients before the next step (zero_grad). That must drop what
-            # is set aside too, and shows only on a `.grad` that is there.
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-        gradients = {parameter: parameter.grad for parameter, _ in self._own()}
-        self._left = {p: (g, -1 if g is None else g._version) for p, g in gradients.items()}
 
     def sync(self) -> None:
         """Sum gradients over the owners, in rank order: the same bits on each of them.
@@ -219,16 +202,7 @@ class TiedGradients:
         for (tie, parameter), tensors in zip(trained, gradients, strict=True):
             flags = zip(tie.owners, tensors, strict=True)
             _require_all_or_none([owner for owner, (_, flag) in flags if int(flag) & FROZEN], tie)
-            parameter.grad = _total(tensors, self._earlier.pop(parameter, None))
-
-    def _forget_dropped(self) -> None:
-        """Forget earlier gradients of parameters whose gradient was set to None or zero since."""
-        for parameter in list(self._earlier):
-            gradient, (left, version) = parameter.grad, self._left.get(parameter, (None, -1))
-            if gradient is None or gradient is not left:
-                del self._earlier[parameter]
-            elif gradient._version != version and not torch.as_tensor(gradient).count_nonzero():
-                del self._earlier[parameter]  # a step may itself have left zeros
+            parameter.grad = _total(tensors)
 
     def _own(self) -> list[tuple[nn.Parameter, Owners]]:
         return [(tie.parameter, tie.owners) for tie in self.ties if tie.parameter is not None]
@@ -258,15 +232,13 @@ def _require_all_or_none(frozen: Sequence[int], tie: Tie) -> None:
         )
 
 
-def _total(gradients: Sequence[tuple[Tensor, Tensor]], earlier: Tensor | None) -> Tensor | None:
-    """Add in the given order, in float32 at least, and round once."""
+def _total(gradients: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:
+    """Add in the given order, in float32 at least, and round once; None if no owner has one."""
     if not any(int(flag) & HELD for _, flag in gradients):
-        return earlier
+        return None
     dtype = gradients[0][0].dtype
     wide = torch.promote_types(dtype, torch.float32)
     total = gradients[0][0].to(wide, copy=True)
     for gradient, _ in gradients[1:]:
         total += gradient
-    if earlier is not None:
-        total += earlier
     return total.to(dtype)

@@ -15,8 +15,7 @@ from ..runtime.forms import tensor_of
 from ..runtime.program import Task
 from ..schedules.builders import Builder, forward_only
 from .batches import Batch
-from .step import StepArguments, agreed_step, execute_plan, stages_of_step
-from .work import Stages, unwrap
+from .step import Step
 
 
 @torch.no_grad()
@@ -55,25 +54,23 @@ def pipeline_forward(
         MismatchError: Ranks that differ in micro-batches or their shapes.
         StageError: Another rank has failed; the message has its error.
     """
-    pipeline = unwrap(model)[1]
-    arguments = StepArguments(model, data_loader, tensor_shapes, device, dtype, group)
-    schedule = _forwards(pipeline.all_stages)
-    plan, inputs = agreed_step(
-        "these forwards", arguments, schedule, with_labels=False, facts=[f"everywhere={everywhere}"]
-    )
-    stages = stages_of_step(arguments, inputs)
+    step = Step(model, data_loader, tensor_shapes, device, dtype, group)
+    step.agree(
+        "these forwards", _forwards(step.pipeline.all_stages), with_labels=False, trains=False,
+        facts=[f"everywhere={everywhere}"],
+    )  # fmt: skip
     outputs: dict[int, Tensor] = {}
 
     def perform(task: Task) -> None:
-        _, output = stages.forward(task)
+        _, output = step.forward(task)
         if task.makes is None:
             number = task.action.micro_batch
-            batch = inputs.batches[number]
+            batch = step.inputs.batches[number]
             outputs[number] = tensor_of(output) if each is None else each(output, batch)
 
-    execute_plan(plan, stages, perform)
+    step.execute(perform)
     ordered = [outputs[micro_batch] for micro_batch in sorted(outputs)]
-    return _shared(ordered, stages) if everywhere else ordered
+    return _shared(ordered, step) if everywhere else ordered
 
 
 @lru_cache(maxsize=64)
@@ -82,13 +79,13 @@ def _forwards(stages: tuple[tuple[int, ...], ...]) -> Builder:
     return partial(forward_only, stages=stages)
 
 
-def _shared(outputs: list[Tensor], stages: Stages) -> list[Tensor]:
+def _shared(outputs: list[Tensor], step: Step) -> list[Tensor]:
     """Return the last stage's outputs on every rank."""
-    pipeline, group = stages.pipeline, stages.group
+    pipeline, group = step.pipeline, step.group
     forms = all_gather_object([(output.shape, output.dtype) for output in outputs], group)
     last = next(r for r, own in enumerate(pipeline.all_stages) if pipeline.num_stages - 1 in own)
     if not pipeline.is_last_stage:
-        device = stages.inputs.device
+        device = step.inputs.device
         outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms[last]]
     for output in outputs:
         broadcast(output, pipeline.ranks[last], group)

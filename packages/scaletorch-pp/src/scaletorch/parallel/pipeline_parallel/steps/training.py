@@ -1,4 +1,4 @@
-"""The work of a schedule's actions on one rank: forward, loss, backward."""
+"""Train steps: the work of a schedule's actions on one rank, and its gradients and loss."""
 
 from __future__ import annotations
 
@@ -15,53 +15,123 @@ from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ..runtime.forms import Hidden, autocasts, form_of
-from ..runtime.mail import Mail
 from ..runtime.program import Task
-from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD, Action
+from ..schedules.builders import AnySchedule
+from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD
 from ..stages.gates import check_output
-from ..stages.stage import PipelineParallel
 from ..stages.weights import WeightGradients
-from .batches import LossFunction, MicroBatches
+from .batches import Batch, LossFunction, token_mean_loss
+from .step import Step
 
 SYNC_SWITCH = "require_backward_grad_sync"
 
 
-@dataclass(frozen=True, slots=True)
-class Stages:
-    """A rank's stages and their input.
+def train_step_pipeline(
+    model: nn.Module,
+    data_loader: Iterable[Batch],
+    tensor_shapes: Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    loss_fn: LossFunction | None = None,
+    group: ProcessGroup | None = None,
+    schedule: AnySchedule | None = None,
+) -> Tensor:
+    """Run one step's micro-batches in the order of the model's own schedule.
 
-    Attributes:
-        model: The outermost module: its forward and backward are called.
-        pipeline: The stages within.
-        inputs: The micro-batches.
-        mail: Outputs on their way between stages.
-        group: The pipeline's ranks.
+    Gradients are added to `.grad` and complete on return: the last backward syncs those of a data
+    parallel wrapper, and tied parameters are summed over their ranks. If a stage raises, on
+    whichever rank, all ranks raise, and the model may be used again; its gradients are half made.
+
+    Args:
+        model: A `PipelineParallel`, or wrappers around one (`.module`); the outermost is called.
+        data_loader: This step's micro-batches, as many on every rank: mappings with `input_ids`
+            and `labels` [B, L] int64, and more that forward is given by keyword on every stage.
+            Sizes may differ from one to the next.
+        tensor_shapes: Shape of one micro-batch's hidden states, [B, L, H], to be checked; None
+            takes whatever shape they have.
+        device: Device on which the stage computes; None is that of its parameters.
+        dtype: Dtype of hidden states, to be checked, or cast to under autocast; None takes any.
+        loss_fn: `loss_fn(output, batch) -> scalar`, added up over micro-batches. None is the
+            token cross entropy of `labels` (aligned with the outputs, -100 ignored) divided by
+            the valid tokens of all micro-batches and, if the pipeline is the manager's pp axis, of
+            the manager's CP x DP group. Over a group of your own it counts this pipeline's alone.
+        group: The ranks in order; None is the model's own group.
+        schedule: Another schedule of the same stages; None is the model's own.
+
+    Returns:
+        The sum of the micro-batches' losses on the rank of the last stage and zero elsewhere: 0-d,
+        detached, in the losses' dtype but float32 at least, on every rank. With the default loss it
+        is this rank's share of the global batch's loss.
+
+    Raises:
+        InvalidArgumentError: A bad argument, or a stage's output that was announced otherwise.
+        MismatchError: Ranks that differ in micro-batches, their shapes, or schedule.
+        ScheduleError: A schedule that would not end, or not compute every gradient.
+        StageError: Another rank has failed in this step; the message has its error.
     """
+    step = Step(model, data_loader, tensor_shapes, device, dtype, group)
+    with_labels = loss_fn is None and step.pipeline.is_last_stage
+    step.agree("this train step", schedule, with_labels=with_labels, trains=True)
+    if with_labels:
+        loss_fn = token_mean_loss(step.inputs.batches, step.inputs.device, step.group)
+    return _train(step, loss_fn)
 
-    model: nn.Module
-    pipeline: PipelineParallel
-    inputs: MicroBatches
-    mail: Mail
-    group: ProcessGroup | None
 
-    def forward(self, task: Task) -> tuple[Hidden | None, Any]:
-        """Run a stage on a micro-batch; return the hidden states it was given, and its output.
+def train_step_pipeline_afab(
+    model: nn.Module,
+    data_loader: Iterable[Batch],
+    tensor_shapes: Sequence[int] | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    *,
+    loss_fn: LossFunction | None = None,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """Run one step's micro-batches, all forwards first, then all backwards.
 
-        An output that is not the model's is passed on.
-        """
-        hidden = None if task.needs is None else self.mail.take_hidden(task.needs)
-        self.pipeline.select(task.action.chunk)
-        first, entries = self.inputs.inputs(task.action.micro_batch, hidden)
-        runtime = self.pipeline.runtime
-        runtime.ids, runtime.in_step = self.inputs.ids(task.action.micro_batch), True
-        try:
-            output = self.model(first, **entries)
-        finally:
-            runtime.ids, runtime.in_step = None, False
-        if task.makes is not None:
-            output = self.inputs.checked(output)
-            self.mail.put(task.makes, output)
-        return hidden, output
+    Arguments, result and errors are those of `train_step_pipeline`; the model has one stage on each
+    rank. Activations of all micro-batches are alive at once.
+    """
+    rest = tensor_shapes, device, dtype
+    return train_step_pipeline(
+        model, data_loader, *rest, loss_fn=loss_fn, group=group, schedule="afab"
+    )
+
+
+def train_step_pipeline_1f1b(
+    model: nn.Module,
+    data_loader: Iterable[Batch],
+    tensor_shapes: Sequence[int] | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    *,
+    loss_fn: LossFunction | None = None,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """Run one step's micro-batches, forwards and backwards in turn.
+
+    Arguments, result and errors are those of `train_step_pipeline`; the model has one stage on each
+    rank. Stage s of N keeps the activations of at most N - s micro-batches.
+    """
+    rest = tensor_shapes, device, dtype
+    return train_step_pipeline(
+        model, data_loader, *rest, loss_fn=loss_fn, group=group, schedule="1f1b"
+    )
+
+
+def _train(step: Step, loss_fn: LossFunction | None) -> Tensor:
+    """Execute a step, complete the gradients, and return the loss."""
+    tied = step.pipeline.runtime.tied
+    with deferred_sync(step.wrappers) as switches:
+        tied.begin()
+        training = Training(step, loss_fn, switches)
+        wide = step.execute(training.run, training.is_wide)
+        if all(switches.values()):
+            step.pipeline.sync_tied_gradients()
+        else:  # the wrapper has not summed this step's gradients yet: a later step will
+            tied.postpone()
+    return training.total.to(torch.float64 if wide else torch.float32)
 
 
 @dataclass(slots=True)
@@ -69,17 +139,15 @@ class Training:
     """The work of the actions of a training schedule.
 
     Attributes:
-        stages: This rank's stages.
+        step: The step.
         loss_fn: Loss of one micro-batch; not used before the last stage.
         switches: Wrappers whose gradient sync waits for the last backward, with its own value.
-        actions: This rank's actions of the step.
         total: The sum of the losses so far, 0-d, in the widest of their dtypes.
     """
 
-    stages: Stages
+    step: Step
     loss_fn: LossFunction | None
     switches: Mapping[nn.Module, bool]
-    actions: Sequence[Action]
     total: Tensor = field(init=False)
     _live: dict[tuple[int, int], tuple[Hidden | None, Any]] = field(default_factory=dict)
     _later: dict[tuple[int, int], WeightGradients] = field(init=False)
@@ -88,11 +156,12 @@ class Training:
     _autocasts: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        parted = [action for action in self.actions if action.kind == BACKWARD_WEIGHT]
+        actions = self.step.plan.schedule.ranks[self.step.pipeline.rank]
+        parted = [action for action in actions if action.kind == BACKWARD_WEIGHT]
         self._later = {(a.micro_batch, a.chunk): WeightGradients() for a in parted}
-        self._backwards = sum(action.kind != FORWARD for action in self.actions)
-        self._autocasts = autocasts(self.stages.inputs.device)
-        self.total = torch.zeros((), dtype=torch.float32, device=self.stages.inputs.device)
+        self._backwards = sum(action.kind != FORWARD for action in actions)
+        self._autocasts = autocasts(self.step.inputs.device)
+        self.total = torch.zeros((), dtype=torch.float32, device=self.step.inputs.device)
 
     def is_wide(self) -> bool:
         """Return whether the losses were float64."""
@@ -107,7 +176,7 @@ class Training:
             return
         self._switch_sync()
         # A recomputed forward may look for its modules, and wrappers for what a backward may reach.
-        self.stages.pipeline.select(chunk)
+        self.step.pipeline.select(chunk)
         if kind == BACKWARD_WEIGHT:
             self._backward(None, into, None)
         else:
@@ -118,16 +187,16 @@ class Training:
     def _forward(self, task: Task, into: WeightGradients | None) -> None:
         _, micro_batch, chunk = task.action
         with self._leaving(into):
-            hidden, output = self.stages.forward(task)
+            hidden, output = self.step.forward(task)
         if task.makes is None and self.loss_fn is not None:
-            output = checked_loss(self.loss_fn(output, self.stages.inputs.batches[micro_batch]))
+            output = checked_loss(self.loss_fn(output, self.step.inputs.batches[micro_batch]))
             self.total = self.total + output.detach()
         self._live[micro_batch, chunk] = hidden, output
 
     def _backward_of_inputs(self, task: Task, into: WeightGradients | None) -> None:
         """Run a backward, or the part of it that others wait for."""
         _, micro_batch, chunk = task.action
-        mail = self.stages.mail
+        mail = self.step.mail
         gradients = None if task.needs is None else mail.take_gradients(task.needs)
         hidden, output = self._live.pop((micro_batch, chunk))
         with self._leaving(into, backward=True):
@@ -141,8 +210,8 @@ class Training:
 
         In one micro-batch it may get none, as if none of its tokens counts.
         """
-        reached = self.stages.pipeline.runtime.reached
-        key = task.stage, self.stages.inputs.signatures[task.action.micro_batch]
+        reached = self.step.pipeline.runtime.reached
+        key = task.stage, self.step.inputs.signatures[task.action.micro_batch]
         trained = [t for t in tensors_in(hidden) if t.requires_grad]
         if key in reached or not trained:
             return
@@ -165,14 +234,14 @@ class Training:
         """Return a context that leaves weight gradients for later, if some are to be left."""
         if into is None:
             return nullcontext()
-        return self.stages.pipeline.runtime.deferral.to(into, backward=backward)
+        return self.step.pipeline.runtime.deferral.to(into, backward=backward)
 
     def _backward(self, hidden: Hidden | None, output: Any, gradient: Any) -> Any:
-        backward: Any = self.stages.model.backward
+        backward: Any = self.step.model.backward
         if not self._autocasts:
             return backward(hidden, output, gradient)
         # Autocast is for forwards: a backward runs in the dtypes that its forward chose.
-        with torch.autocast(self.stages.inputs.device.type, enabled=False):
+        with torch.autocast(self.step.inputs.device.type, enabled=False):
             return backward(hidden, output, gradient)
 
     def _switch_sync(self) -> None:
@@ -180,25 +249,6 @@ class Training:
         self._backwards -= 1
         for wrapper, wanted in self.switches.items():
             setattr(wrapper, SYNC_SWITCH, wanted and self._backwards == 0)
-
-
-def unwrap(model: nn.Module) -> tuple[list[nn.Module], PipelineParallel]:
-    """Return the wrappers around a `PipelineParallel`, outermost first, and itself.
-
-    Raises:
-        InvalidArgumentError: There is none beneath `model`.
-    """
-    wrappers: list[nn.Module] = []
-    inner: Any = model
-    while not isinstance(inner, PipelineParallel):
-        if not isinstance(inner, nn.Module):
-            raise InvalidArgumentError(
-                f"{describe_rank()}: expected a PipelineParallel, or wrappers around one that hold "
-                f"it as .module, got {type(model).__name__}; wrap the model in PipelineParallel"
-            )
-        wrappers.append(inner)
-        inner = getattr(inner, "module", None)
-    return wrappers, inner
 
 
 @contextmanager
