@@ -99,7 +99,7 @@ assert not wrong, wrong
 @pytest.mark.parametrize("package", DEFERRED)
 def test_any_name_may_be_the_first_that_is_asked_for(package):
     names = importlib.import_module(package).__all__
-    words = [sys.executable, "-c", FIRST, package, *today(names, 3)]
+    words = [sys.executable, "-c", FIRST, package, *today(names, 10)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
 
