@@ -96,7 +96,9 @@ def test_own_attention_in_float64():
             torch.testing.assert_close(other[name], gradient, rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", ["vision_transformer", "diffusion_transformer", "recurrent"])
+@pytest.mark.parametrize(
+    "name", today(["vision_transformer", "diffusion_transformer", "recurrent"], 3)
+)
 def test_models_that_read_no_tokens(name, tmp_path):
     one, *layouts = [line[-8:] for line in run(f"examples/{name}.py", tmp_path)]
     assert len(one) == 8  # steps

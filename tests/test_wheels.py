@@ -192,5 +192,4 @@ def test_wheels_of_two_patch_releases_fit_together(wheels, torch_folder, tmp_pat
     python = create(tmp_path / "environment", torch_folder)
     alone = Alone(PACKAGE, wheels[PACKAGE], folder_of_both, python)
     alone.install()
-    alone.imports()
-    assert "snippets run" in alone.readme()
+    assert int(alone.imports().split()[0]) > 10

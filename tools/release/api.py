@@ -89,14 +89,15 @@ def record(package: str) -> str:
     """Return the text for one package: each public module, and under it its names."""
     sources = ROOT / "packages" / package / "src"
     loader = griffe.GriffeLoader(search_paths=[sources], allow_inspection=False)
+    modules = loader.modules_collection
+    loader.load("scaletorch")
     named: dict[str, str] = {}  # where something is defined → its first public name
     lines = HEAD.format(package=package).splitlines()
     for module in MODULES[package]:
         lines += ["", module]
-        loaded = loader.load(module)
-        for name in sorted(public_names(loaded)):
+        for name in sorted(public_names(modules[module])):
             path = f"{module}.{name}"
-            lines += indented(one_name(path, find(loader.modules_collection, path), named))
+            lines += indented(one_name(path, find(modules, path), named))
     return "\n".join(lines) + "\n"
 
 

@@ -84,32 +84,24 @@ def require_order(cases, size):
         assert not found, f"{case}:\n" + "\n".join(found)
 
 
-def test_every_layout_calls_in_one_order_on_what_is_open(plugins, monkeypatch):
+def test_layouts_and_options_call_in_one_order_on_what_is_open(plugins, monkeypatch):
     monkeypatch.syspath_prepend(plugins)
-    require_order([(layout, PLAIN) for layout in LAYOUTS], 4)
-
-
-def test_other_options_call_in_one_order(plugins, monkeypatch):
-    monkeypatch.syspath_prepend(plugins)
-    cases = [
+    options = [
         (layout, options)
         for options in OPTIONS
         for layout in LAYOUTS
         if layout[2] > 1 or "cp_method" not in options
     ]
-    require_order(today(cases, 15), 4)
-
-
-def test_experts_exchange_in_one_order(plugins, monkeypatch):
-    monkeypatch.syspath_prepend(plugins)
-    require_order([(layout, PLAIN | options) for layout, options in today(EXPERTS, 2)], 4)
+    plain = [(layout, PLAIN) for layout in LAYOUTS]
+    experts = [(layout, PLAIN | options) for layout, options in EXPERTS]
+    require_order([*today(plain, 3), *today(options, 25), *today(experts, 3)], 4)
 
 
 def test_every_schedule_of_eight_ranks_calls_in_one_order(plugins, monkeypatch):
     monkeypatch.syspath_prepend(plugins)
     monkeypatch.setenv("STANDIN_DEVICES", "8")
     cases = [(layout, PLAIN | {"schedule": name}) for name in TRAINING for layout in OF_EIGHT]
-    require_order(today(cases, 24), 8)
+    require_order(today(cases, 54), 8)
 
 
 def differ(manager, device):

@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from sweeps import today
 from torch import distributed, nn
 
 from scaletorch.compose import (
@@ -101,7 +102,7 @@ LAYOUTS = [  # and whether embeddings are tied
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "tied"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "tied"), today(LAYOUTS, 2))
 def test_layouts_have_one_process_s_norm(layout, tied):
     gradients = plain_gradients(tied)
     expected = norms_of(gradients.values())
@@ -150,7 +151,7 @@ def plain_clipped_training():
 
 @pytest.mark.parametrize(
     ("layout", "stage"),
-    [((2, 2, 1, 1), 1), ((2, 1, 1, 2), 2), ((1, 1, 2, 2), 1), ((1, 2, 2, 1), 2)],
+    today([((2, 2, 1, 1), 1), ((2, 1, 1, 2), 2), ((1, 1, 2, 2), 1), ((1, 2, 2, 1), 2)], 2),
 )
 def test_sharded_optimizers_are_clipped_as_one_process(layout, stage):
     norms, weights = plain_clipped_training()

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from sweeps import today
 from torch import nn
 from training import adamw, in_one_process, llama, on_a_layout, require_alike
 
@@ -33,6 +34,10 @@ LAYOUTS = {
     "cp 4": {"cp_size": 4},
     "pp 4": {"pp_size": 4},
 }
+CASES = [  # and the size of a token in the loss's count
+    *((name, 1.0) for name in LAYOUTS),
+    ("dp 4, ZeRO 2", 1e-4), ("pp 2 x tp 2", 1e-4), ("dp 4, ZeRO 2", 3e4),
+]  # fmt: skip
 ROWS = (7, 2, 5)  # of the steps
 
 
@@ -63,11 +68,8 @@ def ranks():
 
 @pytest.mark.parametrize(
     ("layout", "size"),
-    [
-        *((name, 1.0) for name in LAYOUTS),
-        ("dp 4, ZeRO 2", 1e-4), ("pp 2 x tp 2", 1e-4), ("dp 4, ZeRO 2", 3e4),
-    ],
-)  # fmt: skip
+    today(CASES, 3),
+)
 def test_steps_are_those_of_one_process(ranks, layout, size):
     sizes, loss_fn = dict(LAYOUTS[layout]), functools.partial(weighted, size)
     batches = [batch(step, rows) for step, rows in enumerate(ROWS)]

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from sweeps import today
 from test_any_batch import POSITIONS, Denoiser, noises, of_noise
 from torch import nn
 from training import cross_entropy, in_one_process, on_a_layout, sgd, train_and_compare
@@ -209,7 +210,7 @@ MIXES = "computes something else|computes a position from"
 REHEARSED = "pointwise", "bare"  # the others would take twice as long
 
 
-@pytest.mark.parametrize(("name", "sizes", "options"), CASES, ids=str)
+@pytest.mark.parametrize(("name", "sizes", "options"), today(CASES, 2), ids=str)
 def test_layouts_train_as_one_process(name, sizes, options):
     train_and_compare(
         expected(name),

@@ -39,13 +39,17 @@ def test_layouts(family, sizes, options, micro_batches, stage):
     trained(4, family, sizes, options, micro_batches, stage)
 
 
-@pytest.mark.parametrize("sizes", [SHARED, {"dp_size": 2, "tp_size": 2, "etp_size": 1}])
-@pytest.mark.parametrize("family", PLANNED)
+SHARES = [SHARED, {"dp_size": 2, "tp_size": 2, "etp_size": 1}]
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"), today([(family, sizes) for sizes in SHARES for family in PLANNED], 2)
+)
 def test_shards_of_sequences(family, sizes):
     trained(4, family, sizes, SEQUENCES)
 
 
-@pytest.mark.parametrize("family", [name for name in PLANNED if name != "LongcatFlash"])
+@pytest.mark.parametrize("family", today([f for f in PLANNED if f != "LongcatFlash"], 2))
 def test_experts_divided_both_ways(family):
     trained(4, family, BOTH, {})
 
@@ -71,7 +75,7 @@ def state_of(folder, family):
     return state
 
 
-@pytest.mark.parametrize("family", today([*CALLED], 2))
+@pytest.mark.parametrize("family", today([*CALLED], 4))
 def test_checkpoints_and_files_of_transformers(family, tmp_path):
     run_ranks(begin, 4, str(tmp_path), {"dp_size": 4, "ep_size": 4}, 1, family, timeout=200)
     shared = SHARED if family in PLANNED else {"dp_size": 4, "ep_size": 2}

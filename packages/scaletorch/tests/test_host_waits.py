@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from host_waits import host_waits
+from sweeps import today
 
 import scaletorch.dist as dist
 from scaletorch.compose import parallelize, shard_global_batch, train_step
@@ -76,9 +77,10 @@ def waits_of_all(layouts):
 
 def test_the_host_waits_at_most_once_in_a_warm_step(plugins, monkeypatch):
     monkeypatch.syspath_prepend(plugins)
-    answers = run_ranks(waits_of_all, 4, LAYOUTS, init=False, timeout=300)
+    layouts = today(LAYOUTS, 3)
+    answers = run_ranks(waits_of_all, 4, layouts, init=False, timeout=300)
     for rank, found in enumerate(answers):
-        for layout, (sound, planted) in zip(LAYOUTS, found, strict=True):
+        for layout, (sound, planted) in zip(layouts, found, strict=True):
             lines = "\n".join(sound)
             assert len(sound) <= 1, f"{layout}, rank {rank} waits {len(sound)} times:\n{lines}"
             assert len(planted) > len(sound), f"{layout}, rank {rank}: a read was not seen"

@@ -74,7 +74,7 @@ def every_loss(sizes, options):
     return found
 
 
-@pytest.mark.parametrize("layout", today([*LAYOUTS], 3))
+@pytest.mark.parametrize("layout", today([*LAYOUTS], 8))
 def test_every_loss_is_one_process_s(layout, expected):
     sizes, options = LAYOUTS[layout]
     for rank in run_ranks(every_loss, math.prod(sizes.values()), sizes, options, timeout=200):

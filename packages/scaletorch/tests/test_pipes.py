@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from sweeps import today
 from torch import nn
 from torch.nn.modules import module as hooks
 
@@ -192,14 +193,17 @@ def require_right(ranks):
         assert not {case: error for case, error in found.items() if not error < 1e-12}
 
 
+BESIDE = [
+    ({"pp_size": 2, "dp_size": 2}, {}),
+    ({"pp_size": 2, "dp_size": 2}, {"schedule": "zb_v"}),
+    ({"pp_size": 2, "tp_size": 2}, {"recompute": True}),
+    ({"pp_size": 4}, {"schedule": "zb_h1", "recompute": True}),
+]
+
+
 def test_pipelines_beside_other_axes():
     with RankPool(4, timeout=200) as pool:
-        for sizes, options in (
-            ({"pp_size": 2, "dp_size": 2}, {}),
-            ({"pp_size": 2, "dp_size": 2}, {"schedule": "zb_v"}),
-            ({"pp_size": 2, "tp_size": 2}, {"recompute": True}),
-            ({"pp_size": 4}, {"schedule": "zb_h1", "recompute": True}),
-        ):
+        for sizes, options in today(BESIDE, 2):
             require_right(pool.run(compared, sizes, options, 2, [*CASES]))
         pool.run(mixed, {"pp_size": 2, "dp_size": 2}, 2)
 

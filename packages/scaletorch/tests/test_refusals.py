@@ -1,6 +1,7 @@
 """Each row of "What is refused" on every layout: right, or refused in words that match.
 
-`pytest -s` shows the matrix: R is right, X refused.
+A layout of two ranks and one of four are tried each day. `pytest -s` shows for each model whether
+it trains right (R) or is refused (X).
 """
 
 import re
@@ -13,9 +14,8 @@ from refusals.layouts import LAYOUTS
 from refusals.rows import CASES
 from sweeps import today
 
-from scaletorch.dist.testing import RankPool
+from scaletorch.dist.testing import run_ranks
 
-SHARES = 12  # of the layouts
 GUIDE = Path(__file__).parents[3] / "docs" / "expectations.md"
 
 
@@ -34,30 +34,27 @@ def judge(case, features, of_ranks):
     return "X", f"other words: {said[0]}" if said else None
 
 
-def enumerated(layouts):
-    return [f"{at}: {layout}" for at, layout in enumerate(layouts, 1)]
-
-
 def show(lines):
     """Write what `pytest -s` shows."""
     sys.stdout.write("\n".join(lines) + "\n")
 
 
+def one_a_day(ranks):
+    layouts = [layout for layout in LAYOUTS if layout.ranks == ranks]
+    return today(layouts, len(layouts))
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("share", today(range(SHARES), SHARES))
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_row_on_every_layout(ranks, share):
-    mistakes, lines = [], {name: "" for _, name in names()}
-    layouts = [layout for layout in LAYOUTS if layout.ranks == ranks][share::SHARES]
-    with RankPool(ranks, timeout=300) as pool:
-        for layout in layouts:
-            found = pool.run(cells, names(), layout)
-            for (row, name), told in zip(names(), zip(*found, strict=True), strict=True):
-                letter, mistake = judge(CASES[row][name], layout.features, told)
-                lines[name] += letter
-                if mistake:
-                    mistakes.append(f"{name} on {layout}: {mistake}")
-    show(["", *(f"{line} {name}" for name, line in lines.items()), *enumerated(layouts)])
+@pytest.mark.parametrize("layout", one_a_day(2) + one_a_day(4), ids=str)
+def test_every_row_on_a_layout(layout):
+    mistakes, lines = [], []
+    found = run_ranks(cells, layout.ranks, names(), layout, timeout=300)
+    for (row, name), told in zip(names(), zip(*found, strict=True), strict=True):
+        letter, mistake = judge(CASES[row][name], layout.features, told)
+        lines.append(f"{letter} {name}")
+        if mistake:
+            mistakes.append(f"{name}: {mistake}")
+    show(["", str(layout), *lines])
     assert not mistakes, "\n".join(mistakes)
 
 

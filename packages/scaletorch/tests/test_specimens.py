@@ -64,35 +64,39 @@ def every_value(layout):
     return cases
 
 
-def unsound(folder, model, plan, cases):
-    """Train on each layout, and tell where that differs from one process."""
-    subject = Subject(locate(model), plan)
-    arguments = subject, save_reference(folder / model.__name__, subject, batch, "float64")
-    results = list(run_all([Task(case, run_case, arguments) for case in cases], 60))
-    assert len(results) == len(cases) > 0
-    return [result.explanation("") for result in results if not result.passed]
+def subjects(folder):
+    """Return what cases of each model take: the model with its plan, and one process's figures."""
+    plans = {Routed: ROUTED_PLAN, **dict.fromkeys((Specimen, Shared, Staged, StagedShared), PLAN)}
+    found = {model: Subject(locate(model), plan) for model, plan in plans.items()}
+    return {
+        model: (subject, save_reference(folder / model.__name__, subject, batch, "float64"))
+        for model, subject in found.items()
+    }
+
+
+def every_case():
+    """Return each model with its cases: all values of options, shares of sequences, experts."""
+    found = []
+    for layout in ALONE + TOGETHER:
+        models = dict(zip(("off", "on"), of_length(layout), strict=True))
+        found += [(models[case.sequence_parallel], case) for case in every_value(layout)]
+    shares = {"sequence_parallel": "on"}
+    for layout in ("1x1x1x2", "1x3x1x2", "2x1x1x2", "1x1x2x2"):
+        chosen = [shares | {"recompute": "layers", "loss_parallel": "on"}]
+        chosen += [shares] * (layout not in ALONE)  # where that is a case of every value
+        found += [(of_length(layout)[1], case) for case in cases_of(layout, chosen)]
+    for layout in ("2x1x1x2-ep2", "1x2x1x2-ep2", "1x1x2x2-ep4"):
+        # Options alone where that is quickest, everywhere none of them and all together.
+        single = [{name: value} for name, value in NESTED.items()] * (layout == "2x1x1x2-ep2")
+        found += [(Routed, case) for case in cases_of(layout, [{}, *single, NESTED])]
+    return found
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("layout", ALONE + TOGETHER)
-def test_every_value_of_every_option(layout, tmp_path):
-    cases = every_value(layout)
-    for model, sequences in zip(of_length(layout), ("off", "on"), strict=True):
-        own = today([case for case in cases if case.sequence_parallel == sequences], 5)
-        assert not own or not unsound(tmp_path, model, PLAN, own)
-
-
-@pytest.mark.parametrize("layout", ["1x1x1x2", "1x3x1x2", "2x1x1x2", "1x1x2x2"])
-def test_shares_of_sequences(layout, tmp_path):
-    shares = {"sequence_parallel": "on"}
-    chosen = [shares | {"recompute": "layers", "loss_parallel": "on"}]
-    chosen += [shares] * (layout not in ALONE)  # where that is a case of every value
-    assert not unsound(tmp_path, of_length(layout)[1], PLAN, cases_of(layout, chosen))
-
-
-@pytest.mark.parametrize("layout", ["2x1x1x2-ep2", "1x2x1x2-ep2", "1x1x2x2-ep4"])
-def test_experts(layout, tmp_path):
-    """Options alone where that is quickest, everywhere none of them and all together."""
-    single = [{name: value} for name, value in NESTED.items()] * (layout == "2x1x1x2-ep2")
-    cases = cases_of(layout, [{}, *single, NESTED])
-    assert not unsound(tmp_path, Routed, ROUTED_PLAN, cases)
+def test_specimens_are_sound(tmp_path):
+    arguments = subjects(tmp_path)
+    cases = today(every_case(), 8)
+    tasks = [Task(case, run_case, arguments[model]) for model, case in cases]
+    results = list(run_all(tasks, 60))
+    assert len(results) == len(tasks) > 0
+    assert [result.explanation("") for result in results if not result.passed] == []

@@ -87,7 +87,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("model_fn", "dtype", "grids"), today(CASES, 2))
+@pytest.mark.parametrize(("model_fn", "dtype", "grids"), today(CASES, 3))
 def test_a_layout_trains_like_one_process(model_fn, dtype, grids):
     report = verify(model_fn, layouts=grids, dtype=dtype)
     assert len(report.results) == len(grids)
@@ -151,7 +151,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model_fn", "recompute", "cp_method"), today(PAIRS, 2))
+@pytest.mark.parametrize(("model_fn", "recompute", "cp_method"), today(PAIRS, 4))
 def test_packed_documents_of_any_length_train_like_one_process(model_fn, recompute, cp_method):
     grids = GRIDS[cp_method]
     options = {"recompute": (recompute,), "cp_method": (cp_method,)}

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from sweeps import today
 from training import adamw, cross_entropy, in_one_process, llama, train_and_compare
 
 from scaletorch.compose import eval_step, parallelize, rows_of_step, shard_global_batch
@@ -71,10 +72,10 @@ def expected(own):
 
 
 # The loss of one's own takes a mean over positions and words, which cp and tp divide.
-@pytest.mark.parametrize(
-    ("layout", "own"),
-    [*((name, False) for name in LAYOUTS), ("dp 4", True), ("dp 2 x pp 2", True), ("pp 4", True)],
-)
+OWN = [("dp 4", True), ("dp 2 x pp 2", True), ("pp 4", True)]
+
+
+@pytest.mark.parametrize(("layout", "own"), today([*((name, False) for name in LAYOUTS), *OWN], 3))
 def test_steps_are_those_of_one_process(layout, own):
     told = {"loss_fn": of_squares, "count_fn": rows_of} if own else {}
     how = {"micro_batches": 3, "clip": 1.0, "rehearse": True, "bounds": {"weights": 1e-9}, **told}
