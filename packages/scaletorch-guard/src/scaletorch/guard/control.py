@@ -17,9 +17,8 @@ from types import TracebackType
 from torch.distributed import ProcessGroup
 
 from ..dist import get_comm_device, get_default_group, get_rank, get_timeout, get_world_size
-from ..dist.building import tell_guard
+from ..dist.building import install_guard, tell_guard
 from ..dist.errors import InvalidArgumentError, RankFaultError, StateError
-from .calls import forget_in_fork, put_recorder
 from .ledger import Board, Ledger, host_number
 from .messages import Bye, Hello, Raised
 from .recorder import Recorder, Verdict
@@ -204,7 +203,7 @@ def start(
         return
     _hook_once()
     _session = Session(group, agreed, name, keep=folder is not None, patience=patience)
-    put_recorder(_session.recorder)
+    install_guard(_session.recorder)
 
 
 def _default_patience() -> float:
@@ -316,7 +315,7 @@ def _ended_by(error: BaseException) -> RankFaultError | None:
 def _forget() -> None:
     global _session
     session, _session = _session, None
-    put_recorder(None)
+    install_guard(None)
     if session is not None:
         session.close()
 
@@ -364,6 +363,6 @@ def _off_in_child() -> None:
     """Turn the guard off in a fork of this process, which is no rank."""
     global _session
     session, _session = _session, None
-    forget_in_fork()
+    install_guard(None)
     if session is not None:
         session.disown()
