@@ -16,7 +16,7 @@ import pytest
 
 from scaletorch.guard.diagnosis import diagnose, with_details
 from scaletorch.guard.facts import Fault, Need, Slowness
-from scaletorch.guard.messages import Answer, Bye, Message, News, Raised, Signs
+from scaletorch.guard.messages import Answer, Bye, Message, News, Raised, State
 from scaletorch.guard.updates import lose, new_picture, new_question, update
 
 Step = tuple[str, str]  # name of a group, what is called there
@@ -141,7 +141,7 @@ class SimJob:
 
     def advance(self, rank: SimRank, now: float) -> None:
         if rank.stopped:
-            self.send((rank.rank + 1) % self.size, Signs(rank.rank, "T", 0, 0.0), now)
+            self.send((rank.rank + 1) % self.size, State(rank.rank, "T"), now)
         if rank.end or rank.stopped:
             return
         if rank.wait is not None:

@@ -107,7 +107,7 @@ class Monitor:
         token: The secret that they must show.
         size: How many ranks there are.
         folder: Where the ledgers are.
-        limits: `warn`, `patience` and `silence`, see `Picture`.
+        limits: `warn` and `patience`, see `Picture`.
     """
 
     def __init__(
