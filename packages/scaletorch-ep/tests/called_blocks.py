@@ -59,6 +59,8 @@ class ShapedBlock(nn.Module):
 class All(nn.Module):
     """Takes as many rows for each expert."""
 
+    rows_for_all = True
+
     def __init__(self):
         super().__init__()
         self.num_experts = EXPERTS

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
@@ -118,12 +118,3 @@ def _run_shaped(
     results = own(shaped, index, weights)
     fits = isinstance(results, Tensor) and results.shape == shaped.shape
     return results.view(rows.shape) if fits else results
-
-
-def takes(module: nn.Module, number: int) -> bool:
-    """Return whether a module can be called with so many arguments."""
-    try:
-        inspect.signature(module.forward).bind(*[None] * number)
-    except TypeError:
-        return False
-    return True

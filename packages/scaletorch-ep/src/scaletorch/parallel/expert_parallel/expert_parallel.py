@@ -35,7 +35,8 @@ def apply_expert_parallel(
     """Leave each rank its experts of a model, in place, without communication.
 
     The modules that the plan names are called as `experts(hidden, top_k_index, top_k_weights)`,
-    [T, H], [T, K] and [T, K]; or as `experts(rows)`, as many rows for each expert. Their own code
+    [T, H], [T, K] and [T, K]; or, if their class declares `rows_for_all = True`, as
+    `experts(rows)`, as many rows for each expert, one expert after another. Their own code
     computes, on this rank's experts and on the tokens that chose them; all else stays whole.
     Parameters and buffers with a row for each expert along dim 0 are cut, and attributes that hold
     the number are set to this rank's. Make the optimizer afterwards. Tied ones stay tied.

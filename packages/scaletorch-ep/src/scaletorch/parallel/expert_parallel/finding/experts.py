@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
 from ....dist.errors import InvalidArgumentError
-from ..calls import FOR_ALL, ROUTED, takes
+from ..calls import FOR_ALL, ROUTED
 
 _LISTS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
 _NOT_A_NUMBER_OF_EXPERTS = ("per_", "top", "shared")  # parts of names such as num_experts_per_tok
-_PLAIN = (bool, int, float, str)
-_MARKED = 1  # the expert whose weights are no numbers
-
-# Whether a class takes rows for all experts, by the shapes of its tensors and its settings: layers
-# are alike.
-_known: WeakKeyDictionary[type, dict[Any, bool]] = WeakKeyDictionary()
+# Classes that take as many rows for each expert, and no routing; others declare so.
+_ROWS_FOR_ALL = frozenset({"Llama4TextExperts"})
+_DECLARED = "rows_for_all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +47,9 @@ def find_experts(name: str, module: nn.Module) -> Found:
     Raises:
         InvalidArgumentError: It is not called as experts are, or it cannot be divided.
     """
+    for_all = _takes_rows_for_all(module)
     _check_lists(name, module)
-    _check_call(name, module)
+    _check_call(name, module, 1 if for_all else 3)
     tensors = dict(_tensors(module))
     experts = _count(name, module, tensors)
     rows = [inner for inner, each in tensors.items() if each.dim() and len(each) == experts]
@@ -66,11 +60,8 @@ def find_experts(name: str, module: nn.Module) -> Found:
             f"'{name}' has {experts} experts, but no parameter with as many rows along dim 0: "
             f"{_shapes(tensors)}"
         )
-    routed = takes(module, 3)
-    if not routed and not _takes_rows_for_all(module, experts, stacked):
-        raise InvalidArgumentError(_called_otherwise(name, module))
     numbers = tuple(place for place, value in _numbers_of(module) if value == experts)
-    return Found(name, module, experts, stacked, buffers, numbers, not routed)
+    return Found(name, module, experts, stacked, buffers, numbers, for_all)
 
 
 def find_list(module: nn.Module) -> tuple[str, int] | None:
@@ -107,7 +98,7 @@ def _check_lists(name: str, module: nn.Module) -> None:
         )
 
 
-def _check_call(name: str, module: nn.Module) -> None:
+def _check_call(name: str, module: nn.Module, arguments: int) -> None:
     kind = type(module).__name__
     if not _has_forward(module):
         raise InvalidArgumentError(
@@ -119,17 +110,21 @@ def _check_call(name: str, module: nn.Module) -> None:
         raise InvalidArgumentError(
             f"the forward of '{name}' was replaced on the instance: divide experts before that"
         )
-    if not takes(module, 3) and not takes(module, 1):
-        raise InvalidArgumentError(_called_otherwise(name, module))
+    signature = inspect.signature(module.forward)
+    try:
+        signature.bind(*[None] * arguments)
+    except TypeError:
+        raise InvalidArgumentError(
+            f"'{name}' ({kind}) is called as {kind}{signature}, not as {ROUTED}, nor does it "
+            f"declare {_DECLARED} = True, as a class does that is called as {FOR_ALL}: its routing "
+            "is decided elsewhere, so tokens cannot be sent to its experts"
+        ) from None
 
 
-def _called_otherwise(name: str, module: nn.Module) -> str:
-    kind = type(module).__name__
-    return (
-        f"'{name}' ({kind}) is called as {kind}{inspect.signature(module.forward)}, not as "
-        f"{ROUTED}, nor as {FOR_ALL}: its routing is decided elsewhere, so tokens cannot be sent "
-        "to its experts"
-    )
+def _takes_rows_for_all(module: nn.Module) -> bool:
+    """Return whether a module takes as many rows for each expert, one expert after another."""
+    known = any(kind.__name__ in _ROWS_FOR_ALL for kind in type(module).__mro__)
+    return known or bool(getattr(module, _DECLARED, False))
 
 
 def _count(name: str, module: nn.Module, tensors: Mapping[str, Tensor]) -> int:
@@ -170,54 +165,3 @@ def _shapes(tensors: Mapping[str, Tensor]) -> str:
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
-
-
-def _takes_rows_for_all(module: nn.Module, experts: int, stacked: tuple[str, ...]) -> bool:
-    """Return whether a module takes as many rows for each expert, one expert after another.
-
-    A routing is known by its three arguments. One argument could mean anything, so a copy of the
-    module is called, on this host and with nothing drawn at random: with weights of zeros, but for
-    one expert whose weights are not a number. If exactly the rows meant for that one are no
-    numbers then, each row is computed by the expert that it is meant for.
-    The module itself is not changed, and its values do not matter.
-    """
-    if experts <= _MARKED or not takes(module, 1):
-        return False
-    shapes = tuple((name, each.shape) for name, each in module.state_dict().items())
-    settings = (f"{name} {value}" for name, value in vars(module).items() if type(value) in _PLAIN)
-    key, known = (experts, shapes, *settings), _known.setdefault(type(module), {})
-    if key not in known:
-        known[key] = _marks(module, experts, stacked)
-    return known[key]
-
-
-def _marks(module: nn.Module, experts: int, stacked: tuple[str, ...]) -> bool:
-    """Return whether the marked expert's rows are marked, and no others."""
-    twin = _twin(module, experts, stacked)
-    own = torch.arange(experts).repeat_interleave(2) == _MARKED
-    stacks = (each for name, each in module.named_parameters() if name in stacked)
-    for width in dict.fromkeys(size for stack in stacks for size in stack.shape[1:]):
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            try:
-                results = type(twin).forward(twin, torch.ones(len(own), width))
-            except Exception:  # whatever its code raises, as of rows too wide
-                continue
-        if isinstance(results, Tensor) and results.dim() == 2 and len(results) == len(own):
-            marked = results.isnan()
-            return bool(torch.equal(marked.all(1), own) and torch.equal(marked.any(1), own))
-    return False
-
-
-def _twin(module: nn.Module, experts: int, stacked: tuple[str, ...]) -> nn.Module:
-    """Return a copy with zeros, which take no memory until they are written to, and one mark."""
-    memo: dict[int, Any] = {}
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
-    for name, tensor in named:
-        kind = tensor.dtype if not tensor.is_floating_point() else torch.float32
-        values = torch.zeros(tensor.shape, dtype=kind)
-        if name in stacked and values.is_floating_point():
-            values[_MARKED] = torch.nan
-        parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(values, requires_grad=False) if parameter else values
-    twin = copy.deepcopy(module, memo)
-    return twin.eval()
