@@ -12,7 +12,7 @@ SEEDS = {"kill": (0, 1), "shape": (0, 1), "skip": (0, 1)}
 CASES = [(kind, seed) for kind in KINDS for seed in SEEDS.get(kind, (0,))]
 
 
-@pytest.mark.parametrize(("kind", "seed"), today(CASES, 3))
+@pytest.mark.parametrize(("kind", "seed"), today(CASES, 6))
 def test_a_fault_is_named_on_every_surviving_rank(kind, seed):
     result = run(make_program(seed, kind))
     if kind == "stride":  # is no fault: any strides are right
@@ -27,7 +27,7 @@ def test_programs_without_a_fault_go_through(seed):
     assert result["right"], result
 
 
-@pytest.mark.parametrize("kind", today(["loss", "dtype", "swallows", "bit"], 2))
+@pytest.mark.parametrize("kind", today(["loss", "dtype", "swallows", "bit"], 4))
 def test_a_fault_in_training_is_named(kind):
     result = run_body(body, make_training(0, kind), judge, init=False)
     assert (result["hang"], result["silent"], result["named"]) == (False, False, True), result

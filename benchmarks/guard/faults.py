@@ -31,7 +31,7 @@ from scaletorch import guard
 from scaletorch.dist import RankFailedError, RankFaultError
 from scaletorch.dist.ranks import collect as collecting
 from scaletorch.dist.ranks.pool import RankPool
-from scaletorch.guard.watcher import process_signs
+from scaletorch.guard.watcher import process_state
 
 from .kinds import CAUSE
 from .kinds import KINDS as TRAINING
@@ -166,7 +166,7 @@ def _begun(folder: str) -> float:
 
 
 def _is_gone(pid: int | None) -> bool:
-    return pid is not None and process_signs(pid)[0] == "X"
+    return pid is not None and process_state(pid) == "X"
 
 
 def _judge(program: Program, ends: dict[int, Any], begun: float | None) -> dict[str, Any]:

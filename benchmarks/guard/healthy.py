@@ -29,7 +29,7 @@ import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch import guard
-from scaletorch.guard.watcher import process_signs
+from scaletorch.guard.watcher import process_state
 
 STEPS = 25
 
@@ -112,7 +112,7 @@ def _be_stopped(own: random.Random) -> None:
     rank = os.getpid()
     child = os.fork()
     if child == 0:
-        while process_signs(rank)[0] != "T":
+        while process_state(rank) != "T":
             time.sleep(0.01)
         time.sleep(own.choice((0.1, 0.3)))
         os.kill(rank, signal.SIGCONT)

@@ -95,7 +95,7 @@ def rank_main(device: str, fault: str, folder: str) -> None:
     dist.init_dist("pytorch", backend="gloo" if device == "cpu" else "nccl", timeout=60)
     rank, began = dist.get_rank(), Path(folder, "fault")
     try:
-        with guard.watch(folder, silence=3.0):
+        with guard.watch(folder):
             for number in range(CALLS):
                 if (rank, number) == (GUILTY, BEFORE):
                     began.touch()

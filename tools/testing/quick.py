@@ -21,7 +21,7 @@ TESTS = {
         "test_collectives.py",
         "test_bad_input.py",
     ],
-    "scaletorch-guard": ["test_guard_listening.py"],
+    "scaletorch-guard": ["test_guard_diagnosis.py"],
     "scaletorch-pg": ["test_pg_axis.py", "test_grid.py", "test_loss.py"],
     "scaletorch-tp": ["test_tp_comms.py", "test_tp_layers.py", "test_tp_partial.py"],
     "scaletorch-cp": ["test_cp_layouts.py", "test_cp_comms.py", "test_cp_ring.py"],

@@ -90,14 +90,14 @@ def check_checkpoint(reentrant, kind, options):
 
     model, plain = both(lambda: Net(reentrant), run, kind, options)
     assert_same_gradients(model, plain)
-    assert model._syncs[0].completed == 1
+    assert model._sync.completed == 1
     with model.no_sync():
         run(model, c10d.get_rank())
     run(model, c10d.get_rank())
     for rank in [*range(c10d.get_world_size())] * 2:
         run(plain, rank)
     assert_same_gradients(model, plain)
-    assert model._syncs[0].completed == 2
+    assert model._sync.completed == 2
 
 
 def test_checkpoints_synchronise_once():
@@ -152,7 +152,7 @@ def check_structured(container):
 
     model, plain = both(lambda: Structured(outer), run, options={"bucket_size": 1})
     assert_same_gradients(model, plain)
-    assert model._syncs[0].completed == 1
+    assert model._sync.completed == 1
 
 
 class UsedAgain(nn.Module):
@@ -206,7 +206,7 @@ def check_retain_graph():
 
     model, plain = both(Net, run)
     assert_same_gradients(model, plain)
-    assert model._syncs[0].completed == 2
+    assert model._sync.completed == 2
 
 
 def check_many_forwards():
@@ -408,7 +408,7 @@ def check_memory():
     assert net.first.weight._backward_hooks
     gc.disable()  # no cycle may be needed to get rid of them
     try:
-        sync, wrapper = weakref.ref(model._syncs[0]), weakref.ref(model)
+        sync, wrapper = weakref.ref(model._sync), weakref.ref(model)
         del model
         assert sync() is None
         assert wrapper() is None
@@ -466,7 +466,7 @@ def check_stage_backward():
     assert_same_gradients(model, plain)
     with model.no_sync():
         assert model.backward(x, model(x), None) is None
-    assert model._syncs[0].completed == 1
+    assert model._sync.completed == 1
 
 
 def test_backward_needs_a_stage():

@@ -1,12 +1,11 @@
-"""Blocks train as in one process, however their experts are called: sorted, by all, by index."""
+"""Blocks train as in one process, whether their experts are called by index or all of them."""
 
-import copy
 from itertools import product
 
 import pytest
 import torch
 import torch.distributed as c10d
-from called_blocks import BLOCKS, EXPERTS, HIDDEN, All, Beyond, Rows, Sorted
+from called_blocks import BLOCKS, EXPERTS, HIDDEN, All, Stacked
 from torch import nn
 from with_one_process import (
     TOKENS,
@@ -16,17 +15,15 @@ from with_one_process import (
     whole_gradients,
 )
 
-from scaletorch.dist import InvalidArgumentError, MismatchError
+from scaletorch.dist import InvalidArgumentError
 from scaletorch.dist.testing import distributed_test, relative_error, run_ranks, worst
 from scaletorch.parallel.expert_parallel import (
     apply_expert_parallel,
-    dispatch,
     find_expert_cuts,
     gather_experts,
     own_experts,
 )
 from scaletorch.parallel.expert_parallel.building import find_experts
-from scaletorch.parallel.expert_parallel.exchange.routes import number_apart
 
 WORLD = c10d.group.WORLD
 
@@ -111,106 +108,62 @@ def test_tokens_that_tp_ranks_share():
             assert error <= 1e-12, case
 
 
-class TokenMajor(All):
-    """Experts of each token, one token after another: no rows sorted by expert."""
+class Sorted(All):
+    """Takes rows one expert after another, and how many each has."""
 
-    def forward(self, hidden):
-        rows = hidden.view(-1, len(self.up), HIDDEN).transpose(0, 1)
-        return (
-            super().forward(rows.reshape(-1, HIDDEN)).view(rows.shape).transpose(0, 1).flatten(0, 1)
-        )
+    def forward(self, inputs, sizes):
+        rows = inputs.split(sizes)
+        return torch.cat([own @ up for own, up in zip(rows, self.up, strict=True)])
 
 
-class Routing(All):
-    """Routes tokens itself."""
+class Undeclared(All):
+    """Could mean anything by its one argument."""
+
+    rows_for_all = False
+
+
+@pytest.mark.parametrize("kind", [Sorted, Undeclared])
+def test_experts_that_are_called_otherwise_are_refused(kind):
+    with pytest.raises(InvalidArgumentError, match=f"{kind.__name__}.* is called as .*, not as"):
+        find_experts("experts", kind())
+
+
+class Rows(nn.Module):
+    """Has several rows of each matrix for an expert, as DBRX."""
 
     def __init__(self):
         super().__init__()
-        self.gate = nn.Parameter(torch.randn(EXPERTS, HIDDEN))
+        self.num_experts = EXPERTS
+        self.up = nn.Parameter(torch.randn(EXPERTS * 2, HIDDEN))
 
-    def forward(self, hidden):
-        best = (hidden @ self.gate.T).argmax(1)
-        return torch.einsum("th,thi,tio->to", hidden, self.up[best], self.down[best])
-
-
-class Counted(Sorted):
-    """Takes an index, no sizes."""
-
-    def forward(self, inputs, index):
-        return torch.einsum("th,toh->to", inputs, self.weight[index])
+    def forward(self, hidden, top_k_index, top_k_weights):
+        return hidden
 
 
-class Joined(Sorted):
-    """Mixes the rows of all experts."""
+class Beyond(Stacked):
+    """Counts experts without weights, as LongCat-Flash."""
 
-    def forward(self, inputs, sizes):
-        return super().forward(inputs + inputs.mean(), sizes) + self.weight.mean()
-
-
-@pytest.mark.parametrize("kind", [TokenMajor, Routing, Counted, Joined])
-def test_what_only_looks_like_it_is_refused(kind):
-    module = kind(HIDDEN, 8) if issubclass(kind, Sorted) else kind()
-    with pytest.raises(InvalidArgumentError, match=f"{kind.__name__}.* is called as .*, not as"):
-        find_experts("experts", module)
+    def __init__(self):
+        super().__init__()
+        self.total_experts = EXPERTS + 2
+        self.bias = nn.Parameter(torch.randn(EXPERTS + 2, HIDDEN))
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(
-    ("make", "way"), [(All, "all"), (lambda: Sorted(HIDDEN, 8), "sorted"), (Rows, "routed")]
+    ("kind", "words"), [(Rows, "is not to be seen"), (Beyond, r"is one of \[5, 7\]")]
 )
-def test_the_trial_leaves_everything_as_it_was(make, way, device):
-    module = make().to(device)
-    with torch.no_grad():
-        next(module.parameters()).fill_(torch.nan)  # values do not matter
-    before, random = copy.deepcopy(module.state_dict()), torch.get_rng_state()
-    assert find_experts("experts", module).way == way
-    assert torch.equal(torch.get_rng_state(), random)
-    if device == "cpu":
-        for name, each in module.state_dict().items():
-            assert torch.equal(each.nan_to_num(), before[name].nan_to_num())
-
-
-def test_experts_without_weights_are_on_every_rank():
-    found = find_experts("experts", Beyond())
-    assert (found.experts, found.beyond, len(found.numbers)) == (EXPERTS, 2, 2)
-    module = Beyond()
-    module.zero_expert_num = 1  # the numbers do not add up
-    with pytest.raises(InvalidArgumentError, match=r"is one of \[5, 7\]"):
-        find_experts("experts", module)
-    module = Rows()
-    module.ffn_size = 3  # nothing says how many rows an expert has
-    with pytest.raises(InvalidArgumentError, match="is not to be seen"):
-        find_experts("experts", module)
+def test_experts_that_have_not_a_row_each_are_refused(kind, words):
+    with pytest.raises(InvalidArgumentError, match=words):
+        find_experts("experts", kind())
 
 
 @distributed_test(world_size=2)
 def test_calls_that_do_not_fit():
-    model = apply_expert_parallel(
-        nn.ModuleDict({"experts": All(), "up": Sorted(HIDDEN, 8)}), None, WORLD
-    )
+    experts = apply_expert_parallel(nn.ModuleDict({"experts": All()}), None, WORLD)["experts"]
     rows = torch.ones(11, HIDDEN)
     with pytest.raises(
         InvalidArgumentError, match=r"as many rows for each of 5 experts.*\(11, 6\)"
     ):
-        model["experts"](rows)
-    with pytest.raises(InvalidArgumentError, match=r"each of 5 experts has.* and \[3, 3, 3"):
-        model["up"](rows, [3, 3, 3, 3, 3])
-    with pytest.raises(
-        InvalidArgumentError, match=r"must be called experts\(rows, sizes\).*Tensor'\]"
-    ):
-        model["up"](rows, torch.ones(5))
-    beyond = apply_expert_parallel(nn.ModuleDict({"experts": Beyond()}), None, WORLD)["experts"]
-    outside = torch.tensor([[0, 7]] if c10d.get_rank() else [[0, 6]])
-    with pytest.raises((InvalidArgumentError, MismatchError), match="routes tokens to experts"):
-        beyond(rows[:1], outside, torch.ones(1, 2))
-
-
-@distributed_test(world_size=2)
-def test_tokens_stay_for_experts_without_weights():
-    rank, counts = c10d.get_rank(), (3, 2)
-    index = torch.tensor([[5, 6], [5, 0], [6, 4], [1, 3]])
-    there = number_apart(index, counts, 2, rank)
-    route = dispatch(torch.ones(4, HIDDEN), there, torch.ones(4, 2), (5, 4), WORLD).route
-    # Each rank keeps three tokens for those, and sends on what has experts of the other one.
-    assert route.sends == ((4, 2) if rank == 0 else (2, 4))
-    assert route.rows.tolist() == ([0, 1, 2, 3, 2, 3] if rank == 0 else [1, 3, 0, 1, 2, 3])
+        experts(rows)
+    with pytest.raises(InvalidArgumentError, match=r"must be called experts\(rows\).*'list'\]"):
+        experts([rows])

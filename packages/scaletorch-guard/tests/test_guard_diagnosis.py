@@ -16,7 +16,7 @@ import pytest
 
 from scaletorch.guard.diagnosis import diagnose, with_details
 from scaletorch.guard.facts import Fault, Need, Slowness
-from scaletorch.guard.messages import Answer, Bye, Message, News, Raised, Signs
+from scaletorch.guard.messages import Answer, Bye, Message, News, Raised, State
 from scaletorch.guard.updates import lose, new_picture, new_question, update
 
 Step = tuple[str, str]  # name of a group, what is called there
@@ -141,7 +141,7 @@ class SimJob:
 
     def advance(self, rank: SimRank, now: float) -> None:
         if rank.stopped:
-            self.send((rank.rank + 1) % self.size, Signs(rank.rank, "T", 0, 0.0), now)
+            self.send((rank.rank + 1) % self.size, State(rank.rank, "T"), now)
         if rank.end or rank.stopped:
             return
         if rank.wait is not None:
@@ -203,9 +203,8 @@ class SimJob:
         return verdict if isinstance(verdict, Fault) else None
 
 
-@pytest.mark.parametrize("block", range(2))
-def test_healthy_jobs_are_never_at_fault(block):
-    for seed in range(block * 60, block * 60 + 60):
+def test_healthy_jobs_are_never_at_fault():
+    for seed in range(60):
         job = SimJob(seed, None)
         fault = job.run()
         assert fault is None, (seed, fault)
@@ -215,7 +214,7 @@ def test_healthy_jobs_are_never_at_fault(block):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found_and_the_guilty_is_named(fault):
     exact = 0
-    for seed in range(60):
+    for seed in range(30):
         job = SimJob(seed, fault)
         found = job.run()
         assert found is not None, (seed, fault)
@@ -228,4 +227,4 @@ def test_a_fault_is_found_and_the_guilty_is_named(fault):
         if fault == "sleep":
             assert job.slow == {job.guilty}, seed  # was shown before
     # Two ranks that differ cannot be told apart; of more the odd one is.
-    assert exact > 24, exact
+    assert exact > 12, exact

@@ -23,9 +23,9 @@ from scaletorch.dist.testing import run_ranks
 from scaletorch.guard import control
 from scaletorch.guard.control import one_line
 from scaletorch.guard.diagnosis import diagnose
-from scaletorch.guard.facts import Channel, Entry, Fault, Need, Picture, Report, Sign, Wait
+from scaletorch.guard.facts import Fault, Need, Picture, Report, Wait
 from scaletorch.guard.ledger import Board, channel_number
-from scaletorch.guard.messages import Answer, Connection, Hello, News, Signs, Welcome
+from scaletorch.guard.messages import Answer, Connection, Hello, News, State, Welcome
 from scaletorch.guard.mismatch import find_swap
 from scaletorch.guard.monitor import Monitor
 from scaletorch.guard.updates import new_picture, update
@@ -91,7 +91,7 @@ def with_a_fault_of_the_guard(how):
         if how == "watcher" and dist.get_rank() == 1:
             session.watcher._news = None
         if how == "word" and dist.get_rank() == 1:
-            session.watcher.say(Signs(9, "S", 0, 0.0), 5.0)  # who is no rank
+            session.watcher.say(State(9, "S"), 5.0)  # who is no rank
         if how == "killed" and dist.get_rank() == 0:
             kill_the_monitor()
         assert session.verdict.over.wait(30)
@@ -171,7 +171,7 @@ PAYLOADS = {
 def test_strangers_cannot_end_the_monitor():
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     address = listener.getsockname()
-    monitor = Monitor(listener, "token", 1, "/nowhere", warn=9.0, patience=9.0, silence=9.0)
+    monitor = Monitor(listener, "token", 1, "/nowhere", warn=9.0, patience=9.0)
     thread = threading.Thread(target=monitor.run)
     thread.start()
     strangers = [socket.create_connection(address) for _ in range(100)]
@@ -220,64 +220,32 @@ def test_it_starts_beyond_1024_descriptors():
     run_ranks(with_many_files, 2)
 
 
-def holds_the_lock(guilty, how):
-    with guard.watch(silence=3.0, patience=200.0):
+def holds_the_lock(how):
+    with guard.watch(patience=4.0):
         for step in range(20):
             dist.all_reduce(torch.ones(4))
-            if (dist.get_rank(), step) == (guilty, 9):
+            if (dist.get_rank(), step) == (0, 9):  # beside the monitor
                 if how == "C":
                     ctypes.PyDLL(None).sleep(1000)
                 re.match("(a+)+$", 64 * "a" + "b")
             guard.step()
 
 
-@pytest.mark.parametrize(("guilty", "how"), [(0, "C"), (1, "regex")])
-def test_a_held_interpreter_lock_is_found_wherever_it_is(guilty, how):
+@pytest.mark.parametrize("how", ["C", "regex"])
+def test_a_rank_that_holds_the_interpreters_lock_is_slow(how):
     with pytest.raises(RankFailedError) as caught:
-        dist.launch(holds_the_lock, 3, guilty, how, timeout=200)
-    others = {0, 1, 2} - {guilty}
-    assert set(caught.value.exceptions) == others
-    for other in others:
-        error = caught.value.exceptions[other]
+        dist.launch(holds_the_lock, 3, how, timeout=200)
+    assert set(caught.value.exceptions) == {1, 2}
+    for error in caught.value.exceptions.values():
         assert isinstance(error, RankFaultError)
-        assert (error.kind, error.ranks) == ("stopped", (guilty,))
-        assert f"rank {guilty} gives no sign of life" in str(error)
-
-
-def silent(signs, patience=100.0):
-    """Rank 0 waits since 0 for rank 1, which nobody has heard since then."""
-    waiting = Report(0, waits=[Wait(1, "g", 0, 0.0)], counts={"g": 1}, since={1: 0.0})
-    waiting.tails = {"g": {0: Entry(0, 7, "all_reduce", "a", 0.0, "waiting", "g")}}
-    waiting.heard = waiting.asked = 20.0
-    other = Report(1, heard=0.0, signs=signs, waits=[Wait(7, "g", -1, 0.0)], since={7: 0.0})
-    picture = Picture({0: waiting, 1: other}, {"g": Channel("tp", (0, 1))}, 90.0, patience)
-    return diagnose(picture, 20.0)
-
-
-@pytest.mark.parametrize(
-    ("what", "signs", "found"),
-    [
-        ("sleeps", [Sign(t, "S", 5, 0.0) for t in range(11, 20)], True),
-        ("computes", [Sign(t, "R", 5, 0.3 * t) for t in range(11, 20)], True),
-        ("loads data", [Sign(t, "R", 100 * t, 0.3 * t) for t in range(11, 20)], False),
-        ("has no CPU", [Sign(t, "R", 5, 0.01 * t) for t in range(11, 20)], False),
-        ("waits for a disk", [Sign(t, "D", 5, 0.0) for t in range(11, 20)], False),
-        ("was seen once", [Sign(19, "S", 5, 0.0)], False),
-        ("cannot be seen", [], False),
-    ],
-)
-def test_a_silent_rank_is_at_fault_early_only_if_it_does_nothing(what, signs, found):
-    verdict = silent(signs)
-    assert isinstance(verdict, Fault) == found, (what, verdict)
-    late = silent(signs, patience=19.0)  # whatever it does, this is too long
-    assert (late.ranks, late.kind) == ((1,), "stopped" if found else "slow")
-    if not found:
-        assert "rank 1 has not been heard of for 20.0 s" in late.text
+        assert (error.kind, error.ranks) == ("slow", (0,))
+        assert "rank 0 has not been heard of for" in str(error)
+        assert "holds its interpreter's lock" in str(error)
 
 
 def test_a_process_that_was_seen_stopped_by_one_who_is_silent_now_is_not_accused():
     picture = new_picture(2, warn=9.0, patience=99.0)
-    stopped = Signs(1, "T", 0, 0.0)
+    stopped = State(1, "T")
     update(picture, 0, stopped, 10.0)
     assert diagnose(picture, 12.0) is None  # seen once: it may run again
     update(picture, 0, stopped, 11.5)

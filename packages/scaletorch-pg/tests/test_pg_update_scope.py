@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from torch.optim import SGD, Adafactor, Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from scaletorch.parallel.pg_manager.building import Scope, known_elementwise, update_scope
-from scaletorch.parallel.pg_manager.update_scope import _ELEMENTWISE
+from scaletorch.parallel.pg_manager.update_scope import _SCOPES
 
 
 def matrix(rows=6, columns=4):
@@ -143,9 +143,8 @@ FOUND = {
     WholeBlocks: Scope.PARAMETER,
     LaterOnly: Scope.PARAMETER, Noise: Scope.OTHERS, GlobalNorm: Scope.OTHERS,
     Closure: Scope.UNKNOWN, Needs: Scope.UNKNOWN,
-    torch.optim.Muon: Scope.PARAMETER, Adafactor: Scope.PARAMETER,
     torch.optim.LBFGS: Scope.UNKNOWN, torch.optim.SparseAdam: Scope.UNKNOWN,
-    **{twin(kind): Scope.ELEMENT for kind in sorted(_ELEMENTWISE, key=lambda k: k.__name__)},
+    **{twin(kind): scope for kind, scope in _SCOPES.items() if kind is not torch.optim.Muon},
 }  # fmt: skip
 
 
@@ -155,7 +154,7 @@ def test_what_an_update_looks_at(kind):
     optimizer = kind([parameter], None) if kind is Needs else kind([parameter])
     weight, gradient = parameter.detach().clone(), parameter.grad.clone()
     before, state = copy.deepcopy(optimizer.state_dict()), torch.get_rng_state()
-    assert known_elementwise(optimizer) is (kind in _ELEMENTWISE)
+    assert known_elementwise(optimizer) is (kind is SGD)
     assert update_scope(optimizer) is FOUND[kind]
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(parameter, weight)
@@ -164,7 +163,9 @@ def test_what_an_update_looks_at(kind):
 
 
 def test_those_of_torch_that_are_known():
-    assert all(known_elementwise(kind([matrix()])) for kind in _ELEMENTWISE)
+    for kind, scope in _SCOPES.items():
+        assert update_scope(kind([matrix()])) is scope
+        assert known_elementwise(kind([matrix()])) is (scope is Scope.ELEMENT)
 
 
 def test_the_furthest_of_all_groups_counts_and_a_rate_of_zero_hides_nothing():

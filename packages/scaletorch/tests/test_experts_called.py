@@ -1,4 +1,4 @@
-"""Families whose experts are called with sorted rows or with all, or that have none for a token."""
+"""Llama 4, whose experts are called with as many rows for each."""
 
 import pytest
 import torch
@@ -12,13 +12,13 @@ from scaletorch.parallel.pg_manager import destroy_process_group_manager
 
 transformers = pytest.importorskip("transformers")
 
-from test_experts import CALLED, build, reference, trained  # noqa: E402
+from test_experts import build, reference, trained  # noqa: E402
 from test_experts_checkpoint import begin, go_on, prepared  # noqa: E402
 
 SEQUENCES = {"sequence_parallel": True}
 BOTH = {"dp_size": 2, "tp_size": 2, "ep_size": 2, "etp_size": 2}
 SHARED = {"dp_size": 2, "tp_size": 2, "ep_size": 4}
-PLANNED = [name for name in CALLED if name not in ("JetMoe", "Dbrx")]  # for tp
+FOLDED = {"dp_size": 2, "tp_size": 2, "etp_size": 1}
 LAYOUTS = [
     ({"dp_size": 4, "ep_size": 2}, {}, 1, 0),
     ({"dp_size": 4, "ep_size": 4}, {}, 2, 1),
@@ -28,35 +28,11 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes", "options", "micro_batches", "stage"),
-    [
-        (family, *layout)
-        for layout in today(LAYOUTS, 4)
-        for family in (PLANNED if "tp_size" in layout[0] else CALLED)
-    ],
+    ("sizes", "options", "micro_batches", "stage"),
+    [*today(LAYOUTS, 4), (BOTH, {}, 1, 0), (SHARED, SEQUENCES, 1, 0), (FOLDED, SEQUENCES, 1, 0)],
 )
-def test_layouts(family, sizes, options, micro_batches, stage):
-    trained(4, family, sizes, options, micro_batches, stage)
-
-
-SHARES = [SHARED, {"dp_size": 2, "tp_size": 2, "etp_size": 1}]
-
-
-@pytest.mark.parametrize(
-    ("family", "sizes"), today([(family, sizes) for sizes in SHARES for family in PLANNED], 2)
-)
-def test_shards_of_sequences(family, sizes):
-    trained(4, family, sizes, SEQUENCES)
-
-
-@pytest.mark.parametrize("family", today([f for f in PLANNED if f != "LongcatFlash"], 2))
-def test_experts_divided_both_ways(family):
-    trained(4, family, BOTH, {})
-
-
-def test_experts_that_do_nothing_are_not_divided_both_ways():
-    with pytest.raises(RankFailedError, match="the style 'moe_identity_expert', which is none of"):
-        trained(4, "LongcatFlash", BOTH, {})
+def test_layouts(sizes, options, micro_batches, stage):
+    trained(4, "Llama4", sizes, options, micro_batches, stage)
 
 
 def test_experts_that_would_miss_tokens_are_refused():
@@ -64,8 +40,8 @@ def test_experts_that_would_miss_tokens_are_refused():
         trained(4, "Llama4", BOTH, SEQUENCES)
 
 
-def state_of(folder, family):
-    model, optimizer = prepared({}, 0, family)
+def state_of(folder):
+    model, optimizer = prepared({}, 0, "Llama4")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
@@ -75,16 +51,15 @@ def state_of(folder, family):
     return state
 
 
-@pytest.mark.parametrize("family", today([*CALLED], 4))
-def test_checkpoints_and_files_of_transformers(family, tmp_path):
-    run_ranks(begin, 4, str(tmp_path), {"dp_size": 4, "ep_size": 4}, 1, family, timeout=200)
-    shared = SHARED if family in PLANNED else {"dp_size": 4, "ep_size": 2}
-    run_ranks(go_on, 4, reference(family), str(tmp_path), shared, 0, family, timeout=200)
-    run_ranks(go_on, 1, reference(family), str(tmp_path), {}, 0, family, timeout=200)
-    (expected,) = run_ranks(state_of, 1, str(tmp_path), family, timeout=200)
-    plain = build(family)
+def test_checkpoints_and_files_of_transformers(tmp_path):
+    expected, folder = reference("Llama4"), str(tmp_path)
+    run_ranks(begin, 4, folder, {"dp_size": 4, "ep_size": 4}, 1, "Llama4", timeout=200)
+    run_ranks(go_on, 4, expected, folder, SHARED, 0, "Llama4", timeout=200)
+    run_ranks(go_on, 1, expected, folder, {}, 0, "Llama4", timeout=200)
+    (state,) = run_ranks(state_of, 1, folder, timeout=200)
+    plain = build("Llama4")
     plain.config.save_pretrained(tmp_path / "plain")
     theirs = type(plain).from_pretrained(tmp_path / "plain", dtype=torch.float64).state_dict()
-    assert theirs.keys() == expected.keys()
+    assert theirs.keys() == state.keys()
     for name, tensor in theirs.items():
-        assert relative_error(tensor, expected[name].to(tensor.dtype)) < 1e-9, name
+        assert relative_error(tensor, state[name].to(tensor.dtype)) < 1e-9, name

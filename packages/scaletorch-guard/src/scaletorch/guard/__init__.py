@@ -17,14 +17,13 @@ compares them. Which process and which thread runs which file:
     |   reads what is new, ends waits in gloo       | Fault|                                  |
     '-----------------------------------------------'      '----------------------------------'
 
-A call: `scaletorch.dist` tells the recorder of it (through `Ears` while somebody listens);
-`record` gives it a number in its channel, writes an entry into the ledger, and compares it with the
-board; `run` makes the backend's call, and keeps a wait while it lasts. Four times a second, and
-when its waits change, the watcher sends the news of this process: how many calls it has made in
-each channel, checksums of them, and its waits. The monitor writes them into its picture, diagnoses
-it, asks ranks for their last entries if it needs them, and sends the fault to all. The watcher sets
-the verdict and breaks gloo's connections: the program's threads wake with an error, ask the verdict
-for its cause, and raise `RankFaultError`.
+A call: `scaletorch.dist` tells the recorder of it; `record` gives it a number in its channel,
+writes an entry into the ledger, and compares it with the board; `run` makes the backend's call, and
+keeps a wait while it lasts. Four times a second, and when its waits change, the watcher sends the
+news of this process: how many calls it has made in each channel, checksums of them, and its waits.
+The monitor writes them into its picture, diagnoses it, asks ranks for their last entries if it
+needs them, and sends the fault to all. The watcher sets the verdict and breaks gloo's connections:
+the program's threads wake with an error, ask the verdict for its cause, and raise `RankFaultError`.
 
 If rank 0's process dies the monitor outlives it long enough to tell; if the monitor is gone the
 guard is off. start_monitor.py has the beginning: rank 0 starts the process, and the address travels
@@ -42,7 +41,6 @@ The words, one meaning each:
 """
 
 from ._version import __version__
-from .calls import listening
 from .control import start, step, stop, tell, watch
 
-__all__ = ["__version__", "listening", "start", "step", "stop", "tell", "watch"]
+__all__ = ["__version__", "start", "step", "stop", "tell", "watch"]

@@ -17,9 +17,8 @@ from types import TracebackType
 from torch.distributed import ProcessGroup
 
 from ..dist import get_comm_device, get_default_group, get_rank, get_timeout, get_world_size
-from ..dist.building import tell_guard
+from ..dist.building import install_guard, tell_guard
 from ..dist.errors import InvalidArgumentError, RankFaultError, StateError
-from .calls import forget_in_fork, put_recorder
 from .ledger import Board, Ledger, host_number
 from .messages import Bye, Hello, Raised
 from .recorder import Recorder, Verdict
@@ -142,7 +141,6 @@ def _watch_signals(wake: int) -> int | None:
 
 
 EXIT = 5.0  # s that a process gets to end after a fault
-SILENCE = 10.0  # s
 
 logger = logging.getLogger(__package__)
 
@@ -157,7 +155,6 @@ def start(
     label: str | Callable[[], str] | None = None,
     warn: float = 30.0,
     patience: float | None = None,
-    silence: float = SILENCE,
 ) -> None:
     """Guard this process's calls from now on; every rank of the default group calls it.
 
@@ -175,8 +172,6 @@ def start(
         warn: Seconds of waiting after which a warning on rank 0 shows where the slow rank is.
         patience: Seconds of waiting after which slowness is an error; by default the group's
             timeout, and nine tenths of it on devices, whose backend ends the process then.
-        silence: Seconds after which a rank that others wait for, and that neither speaks nor works
-            on data, counts as stopped: C code, or a regular expression, that keeps Python's lock.
 
     Raises:
         StateError: It is on already, there is no group, or ranks do not come.
@@ -186,7 +181,7 @@ def start(
     if _session is not None:
         raise StateError("the guard is on already: stop() it first")
     patience = _default_patience() if patience is None else patience
-    limits = {"warn": warn, "patience": patience, "silence": silence}
+    limits = {"warn": warn, "patience": patience}
     if not all(seconds > 0 for seconds in limits.values()):
         said = ", ".join(f"{name}={seconds}" for name, seconds in limits.items())
         raise InvalidArgumentError(f"{said} must be positive seconds")
@@ -204,7 +199,7 @@ def start(
         return
     _hook_once()
     _session = Session(group, agreed, name, keep=folder is not None, patience=patience)
-    put_recorder(_session.recorder)
+    install_guard(_session.recorder)
 
 
 def _default_patience() -> float:
@@ -269,7 +264,6 @@ def watch(
     label: str | Callable[[], str] | None = None,
     warn: float = 30.0,
     patience: float | None = None,
-    silence: float = SILENCE,
 ) -> Iterator[None]:
     """Guard a block: `start`, and `stop` at its end; an exception in it is told to all ranks.
 
@@ -282,7 +276,7 @@ def watch(
         >>> with guard.watch():
         ...     train()
     """
-    start(folder, label=label, warn=warn, patience=patience, silence=silence)
+    start(folder, label=label, warn=warn, patience=patience)
     try:
         yield
     except BaseException as error:
@@ -316,7 +310,7 @@ def _ended_by(error: BaseException) -> RankFaultError | None:
 def _forget() -> None:
     global _session
     session, _session = _session, None
-    put_recorder(None)
+    install_guard(None)
     if session is not None:
         session.close()
 
@@ -364,6 +358,6 @@ def _off_in_child() -> None:
     """Turn the guard off in a fork of this process, which is no rank."""
     global _session
     session, _session = _session, None
-    forget_in_fork()
+    install_guard(None)
     if session is not None:
         session.disown()

@@ -7,16 +7,14 @@ a rank is slow proves nothing: it is shown after a while, and a fault only after
 
 from __future__ import annotations
 
-from .facts import WORK, Fault, Need, Picture, Report, Sign, Slowness, Wait
+from .facts import Fault, Need, Picture, Report, Slowness, Wait
 from .mismatch import NOBODY, as_others, find_disagreement, find_mismatch, find_swap, most_common
 
 STALL = 0.2  # s of waiting after which calls are compared
 ASKING = 0.5  # s that a slow rank has to tell where it is
 FREEZE = 0.5  # s that a process which is late to speak must be seen stopped
 FOREIGN = 5.0  # s that a circle must last if other threads might still make a call
-RAN = 0.2  # s of CPU after which a process that runs has had time to speak
 
-LOCKED = "C code or a regular expression holds its interpreter's lock"
 _TORCHS = "torch/distributed/distributed_c10d.py"
 
 Verdict = Fault | Need | Slowness | None
@@ -29,7 +27,7 @@ def diagnose(picture: Picture, now: float) -> Verdict:
         picture: All that the ranks have told.
         now: The time, on the clock of the reports.
     """
-    for look in (_exception, find_mismatch, _death, _left, _stopped, _frozen):
+    for look in (_exception, find_mismatch, _death, _left, _stopped):
         verdict = look(picture, now)
         if verdict is not None:
             return verdict
@@ -91,45 +89,6 @@ def _stopped(picture: Picture, now: float) -> Verdict:
             headline = f"{report.label} is stopped (SIGSTOP, or a debugger)"
             return Fault("stopped", (report.rank,), headline)
     return None
-
-
-def _frozen(picture: Picture, now: float) -> Verdict:
-    """Find ranks that others wait for, which neither speak nor work on data."""
-    late = {
-        other.rank
-        for report, wait, missing in _waits(picture)
-        if now - report.since[wait.number] >= picture.silence
-        for other in missing
-    }
-    frozen = [
-        report
-        for report in map(picture.reports.__getitem__, sorted(late))
-        if report.alive and now - report.heard >= picture.silence
-        if _lifeless(report.signs, picture.silence)
-    ]
-    if not frozen:
-        return None
-    who = ", ".join(report.label for report in frozen)
-    seconds = now - max(report.heard for report in frozen)
-    headline = (
-        f"{who} gives no sign of life for {seconds:.1f} s: {LOCKED}. Was that its work, give the "
-        "guard a longer silence="
-    )
-    return Fault("stopped", tuple(report.rank for report in frozen), headline)
-
-
-def _lifeless(signs: list[Sign], silence: float) -> bool:
-    """Return whether a process looks as if its interpreter's lock were held for nothing.
-
-    One that loads or makes something touches new pages. One that is short of CPU does not run, and
-    one that waits for a disk may go on: neither says anything of the lock.
-    """
-    if not signs or signs[-1].time - signs[0].time < silence / 2:
-        return False
-    states = {sign.state for sign in signs}
-    ran = signs[-1].seconds - signs[0].seconds
-    idle = signs[-1].faults - signs[0].faults < WORK
-    return idle and (states == {"S"} or (states <= {"S", "R"} and ran >= RAN))
 
 
 def _unequal_ends(picture: Picture) -> Fault | None:
@@ -233,8 +192,8 @@ def _slow(picture: Picture, now: float) -> Verdict:
         return Need(unasked)
     who = picture.names(ranks)
     why = "".join(
-        f"; {r.label} has not been heard of for {now - r.heard:.1f} s: {LOCKED}, or its machine is "
-        "out of reach"
+        f"; {r.label} has not been heard of for {now - r.heard:.1f} s: C code or a regular "
+        "expression holds its interpreter's lock, or its machine is out of reach"
         for r in slow
         if r.stopped is None and not r.able(now)
     )

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 PERIOD = 0.25  # s between two messages of a rank, with up to 256 ranks
 MISSED = 8  # so many messages that do not come make a rank silent
-WORK = 64  # new pages that a process touches if it works on data
 
 
 def news_period(size: int) -> float:
@@ -50,15 +49,6 @@ class Wait(NamedTuple):
     stream: bool = False
 
 
-class Sign(NamedTuple):
-    """A look at a process from outside."""
-
-    time: float
-    state: str  # as `process_signs` has it
-    faults: int  # how often it has touched a new page, as a process that works on data does
-    seconds: float  # of CPU that it has used
-
-
 @dataclass(slots=True)
 class Report:
     """All that is known of one rank; times are on the monitor's clock."""
@@ -83,8 +73,7 @@ class Report:
     # Its life.
     heard: float = 0.0  # when its last message came
     patience: float = MISSED * PERIOD  # seconds without a message after which it is silent
-    signs: list[Sign] = field(default_factory=list)  # of its process, while it is silent
-    examined: float = 0.0  # when somebody was last asked for a sign
+    examined: float = 0.0  # when another rank was last asked to look at its process
     stopped: float | None = None  # since when its process is known to be stopped
     still: float = 0.0  # when it was last seen so
     question: tuple[int, float] | None = None  # number and time of the one under way
@@ -125,7 +114,6 @@ class Picture:
     channels: dict[str, Channel]  # by key
     warn: float = 0.0  # seconds of waiting after which the slow rank is shown
     patience: float = 0.0  # seconds of waiting after which it is an error
-    silence: float = 10.0  # seconds after which a lifeless rank that others wait for is stopped
     own_lines: set[str] = field(default_factory=set)  # channels whose ranks call from own lines
 
     def members(self, channel: str) -> list[Report]:

@@ -21,7 +21,7 @@ Counts = dict[str, int]
 Marks = dict[str, list[tuple[str, int, int, int]]]
 
 # From a rank: it is here; its news (see `Report`); its answer to a question; it ends, by an
-# exception or well; a look at another process (see `Sign`); a fault of the guard itself.
+# exception or well; the state of another process; a fault of the guard itself.
 Hello = NamedTuple(
     "Hello", [("token", str), ("rank", int), ("pid", int), ("host", int), ("label", str)]
 )
@@ -32,7 +32,7 @@ News = NamedTuple("News", [
 Answer = NamedTuple("Answer", [("number", int), ("tail", Tail), ("stack", str)])
 Raised = NamedTuple("Raised", [("what", str), ("headline", str), ("tail", Tail)])
 Bye = NamedTuple("Bye", [("tail", Tail)])
-Signs = NamedTuple("Signs", [("rank", int), ("state", str), ("faults", int), ("seconds", float)])
+State = NamedTuple("State", [("rank", int), ("letter", str)])
 Off = NamedTuple("Off", [("why", str)])
 
 # From the monitor, which passes `Off` on, and tells of a `Fault`: all are here; a question; look at
@@ -44,7 +44,7 @@ Warn = NamedTuple("Warn", [("text", str)])
 End = NamedTuple("End", [])
 
 Message = (
-    Hello | News | Answer | Raised | Bye | Signs | Off
+    Hello | News | Answer | Raised | Bye | State | Off
     | Welcome | Ask | Look | Warn | Fault | End
 )  # fmt: skip
 _KINDS = {kind.__name__: kind for kind in Message.__args__}

@@ -24,72 +24,6 @@ from .updates import lose, new_picture, new_question, to_examine, update
 
 HELLO = 4096  # bytes of a greeting
 WAIT = 5.0  # s to show the token
-
-
-class Door:
-    """Lets ranks in until all are here; strangers, who have no token, knock at it too.
-
-    Until a connection shows the token it may say little, and has a few seconds: anything else that
-    it says closes it, and no more.
-
-    Args:
-        listener: The socket that they connect to.
-        token: The secret that they must show.
-        selector: Is told of every new connection, and of closed ones.
-    """
-
-    def __init__(
-        self, listener: socket.socket, token: str, selector: selectors.BaseSelector
-    ) -> None:
-        self._listener, self._token, self._selector = listener, token.encode(), selector
-        self._strangers: dict[Connection, float] = {}  # since when they are connected
-        listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ, None)
-
-    def accept(self) -> None:
-        """Accept a connection."""
-        try:
-            sock, _ = self._listener.accept()
-        except (BlockingIOError, InterruptedError, ConnectionError):
-            return
-        except OSError:  # no descriptor is left, until those who are late are dismissed
-            time.sleep(0.01)
-            return
-        stranger = Connection(sock, longest=HELLO)
-        self._strangers[stranger] = time.monotonic()
-        self._selector.register(stranger, selectors.EVENT_READ, stranger)
-
-    def hear(self, stranger: Connection) -> Hello | None:
-        """Return the greeting of a stranger who shows the token; dismiss one who does not."""
-        for message in stranger.receive():
-            token = "".join(map(str, message[:1])).encode(errors="replace")
-            if isinstance(message, Hello) and hmac.compare_digest(token, self._token):
-                del self._strangers[stranger]
-                return message
-            stranger.open = False
-        if not stranger.open:
-            self._dismiss(stranger)
-        return None
-
-    def look(self, now: float) -> None:
-        """Dismiss strangers that take too long."""
-        for late in [each for each, since in self._strangers.items() if now - since > WAIT]:
-            self._dismiss(late)
-
-    def close(self) -> None:
-        """Let nobody in any more."""
-        for stranger in list(self._strangers):
-            self._dismiss(stranger)
-        if self._listener.fileno() >= 0:
-            self._selector.unregister(self._listener)
-            self._listener.close()
-
-    def _dismiss(self, stranger: Connection) -> None:
-        del self._strangers[stranger]
-        self._selector.unregister(stranger)
-        stranger.close()
-
-
 PERIOD = 0.05  # s between two looks at what is known, if nothing comes
 BRIEF = 0.01  # s between two looks, if something does
 SHARE = 0.05  # of the time that looking may take
@@ -100,14 +34,17 @@ PAUSE = 1.0  # s without a look that count as no time: this process itself did n
 
 
 class Monitor:
-    """Hears all ranks.
+    """Hears all ranks, which show a token when they connect.
+
+    A stranger may connect too, until all ranks are here. Until it shows the token it may say
+    little, and has a few seconds: anything else that it says closes its connection, and no more.
 
     Args:
         listener: The socket that they connect to.
         token: The secret that they must show.
         size: How many ranks there are.
         folder: Where the ledgers are.
-        limits: `warn`, `patience` and `silence`, see `Picture`.
+        limits: `warn` and `patience`, see `Picture`.
     """
 
     def __init__(
@@ -116,8 +53,11 @@ class Monitor:
         self._folder = folder
         self._picture = new_picture(size, **limits)
         self._reports = self._picture.reports
+        self._listener, self._token = listener, token.encode()
+        listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._door = Door(listener, token, self._selector)
+        self._selector.register(listener, selectors.EVENT_READ, None)
+        self._strangers: dict[Connection, float] = {}  # since when they are connected
         self._ranks: dict[int, Connection] = {}
         self._warned: dict[tuple[int, ...], float] = {}
         self._suspected: float | None = None  # since when there seems to be a fault
@@ -134,10 +74,12 @@ class Monitor:
                 ready = self._selector.select(PERIOD if self._suspected is None else BRIEF)
                 for key, _ in ready:
                     if key.data is None:
-                        self._door.accept()
-                    else:
+                        self._accept()
+                    elif key.data.open:
                         self._hear(key.data)
-                self._door.look(time.monotonic())
+                due = time.monotonic() - WAIT
+                for late in [each for each, since in self._strangers.items() if since < due]:
+                    self._hang_up(late)
                 self._look(self._now())
         except Exception as error:
             self._turn_off("".join(traceback.format_exception(error)))
@@ -146,7 +88,7 @@ class Monitor:
 
     def close(self) -> None:
         """Close all sockets."""
-        self._door.close()
+        self._stop_listening()
         self._selector.close()
         for rank in self._ranks.values():
             rank.close()
@@ -166,45 +108,73 @@ class Monitor:
             self._lost += gap
         return now - self._lost
 
-    def _hear(self, connection: Connection) -> None:
-        if connection.rank is None:
-            hello = self._door.hear(connection)
-            if hello is not None:
-                self._greet(connection, hello)
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionError):
             return
-        report = self._reports[connection.rank]
-        for message in connection.receive():
+        except OSError:  # no descriptor is left, until those who are late are dismissed
+            time.sleep(0.01)
+            return
+        stranger = Connection(sock, longest=HELLO)
+        self._strangers[stranger] = time.monotonic()
+        self._selector.register(stranger, selectors.EVENT_READ, stranger)
+
+    def _hear(self, connection: Connection) -> None:
+        messages = connection.receive()
+        if connection.rank is None and messages:
+            self._greet(connection, messages.pop(0))
+        rank = connection.rank
+        if rank is None:
+            if not connection.open:
+                self._hang_up(connection)
+            return
+        for message in messages:
             if isinstance(message, Off):
                 self._turn_off(message.why)
-            update(self._picture, connection.rank, message, self._now())
-        if connection.broken:
-            self._turn_off(f"{report.label} said what is no message")
+            update(self._picture, rank, message, self._now())
         if connection.open:
             return
         self._hang_up(connection)
+        report = self._reports[rank]
+        if connection.broken:
+            self._turn_off(f"{report.label} said what is no message")
         if report.alive:
             what = f"its process {report.pid} ended without a word (killed, or aborted)"
             lose(report, what, _left_by(self._folder, report.rank), self._now())
 
     def _hang_up(self, connection: Connection) -> None:
+        self._strangers.pop(connection, None)
         self._selector.unregister(connection)
         connection.close()
 
-    def _greet(self, connection: Connection, hello: Hello) -> None:
-        """Take a rank in; when all are here, close the door and tell them so."""
-        if hello.rank not in self._reports or hello.rank in self._ranks:
-            self._hang_up(connection)
+    def _greet(self, stranger: Connection, hello: Message) -> None:
+        """Let a rank in that shows the token; when all are here, tell them so."""
+        token = "".join(map(str, hello[:1])).encode(errors="replace")
+        known = hmac.compare_digest(token, self._token)
+        if not (known and isinstance(hello, Hello) and hello.rank in self._reports) or (
+            hello.rank in self._ranks
+        ):
+            stranger.open = False
             return
-        connection.rank, connection.longest = hello.rank, LONGEST
-        self._ranks[hello.rank] = connection
+        del self._strangers[stranger]
+        stranger.rank, stranger.longest = hello.rank, LONGEST
+        self._ranks[hello.rank] = stranger
         report = self._reports[hello.rank]
         report.label, report.pid, report.host = str(hello.label), hello.pid, hello.host
         if len(self._ranks) < len(self._reports):
             return
-        self._door.close()
+        self._stop_listening()
         for rank, report in self._reports.items():
             report.heard = self._now()
             self._ranks[rank].send(Welcome())
+
+    def _stop_listening(self) -> None:
+        for stranger in list(self._strangers):
+            self._hang_up(stranger)
+        if self._listener.fileno() >= 0:
+            self._selector.unregister(self._listener)
+            self._listener.close()
 
     def _look(self, now: float) -> None:
         """Find out whether anything is wrong, and tell everybody."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import count
 
-from .facts import MISSED, PERIOD, WORK, Channel, Entry, Picture, Report, Sign, Wait, news_period
+from .facts import MISSED, PERIOD, Channel, Entry, Picture, Report, Wait, news_period
 from .ledger import tails
-from .messages import Answer, Bye, Message, News, Raised, Signs, Tail
+from .messages import Answer, Bye, Message, News, Raised, State, Tail
 from .mismatch import drop_agreed
 
 REMEMBERED = 64  # marks of a rank that nobody has compared with yet
@@ -15,11 +15,11 @@ AGAIN = 1.0  # s after which a question that was not answered is asked again
 _numbers = count(1)
 
 
-def new_picture(size: int, *, warn: float, patience: float, silence: float = 10.0) -> Picture:
+def new_picture(size: int, *, warn: float, patience: float) -> Picture:
     """Return the picture of a job of `size` ranks of which nothing is known yet."""
     missed = MISSED * news_period(size)
     reports = {rank: Report(rank, patience=missed) for rank in range(size)}
-    return Picture(reports, {}, warn, patience, silence)
+    return Picture(reports, {}, warn, patience)
 
 
 def new_question(report: Report, now: float, *, afresh: bool = False) -> int | None:
@@ -53,7 +53,6 @@ def update(picture: Picture, rank: int, message: Message, now: float) -> None:
     """Write down a message of a rank."""
     report = picture.reports[rank]
     report.heard, report.stopped = now, None
-    report.signs.clear()
     match message:
         case News():
             _take_news(picture, report, message, now)
@@ -66,25 +65,13 @@ def update(picture: Picture, rank: int, message: Message, now: float) -> None:
             report.headline, report.tails = message.headline, _tails(message.tail)
         case Bye() if report.alive:
             report.end, report.ended, report.tails = "finished", now, _tails(message.tail)
-        case Signs():
-            _take_sign(picture.reports[message.rank], Sign(now, *message[1:]))
-
-
-def _take_sign(report: Report, sign: Sign) -> None:
-    """Keep the signs since a process last worked on data, or waited for a disk."""
-    if sign.state == "T":
-        report.stopped = sign.time if report.stopped is None else report.stopped
-        report.still = sign.time
-        report.signs.clear()
-        return
-    report.stopped = None
-    if report.able(sign.time):
-        return
-    signs = report.signs
-    if signs and (sign.faults - signs[0].faults >= WORK or sign.state not in "SR"):
-        report.signs = [sign]
-    else:
-        report.signs = [*signs[:1], *signs[1:][-REMEMBERED:], sign]
+        case State():
+            late = picture.reports[message.rank]
+            if message.letter != "T":
+                late.stopped = None
+            else:
+                late.stopped = now if late.stopped is None else late.stopped
+                late.still = now
 
 
 def _take_news(picture: Picture, report: Report, news: News, now: float) -> None:

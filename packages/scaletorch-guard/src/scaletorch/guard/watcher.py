@@ -259,7 +259,7 @@ class Watcher(threading.Thread):
                     stack = thread_stack(self._main)
                     self._send_with_news(messages.Answer(number, self.tail(), stack))
                 case messages.Look(rank, pid):
-                    self._connection.send(messages.Signs(rank, *process_signs(pid)))
+                    self._connection.send(messages.State(rank, process_state(pid)))
                 case messages.Warn(text):
                     logger.warning("%s", text)
                 case Fault(kind, ranks, text):
@@ -299,21 +299,16 @@ def _taken(marks: deque[T]) -> list[T]:
     return [marks.popleft() for _ in range(len(marks))]
 
 
-def process_signs(pid: int) -> tuple[str, int, float]:
-    """Return its state, how often it touched a new page, and its seconds of CPU.
-
-    The state is a letter: `T` for a stopped process, `X` for one that is gone, `?` unknown.
-    """
+def process_state(pid: int) -> str:
+    """Return a process's state as a letter: `T` if it is stopped, `X` if gone, `?` if unknown."""
     if not os.path.isdir("/proc/self"):
-        return "?", 0, 0.0
+        return "?"
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        state, faults = fields[0].decode(), int(fields[7]) + int(fields[9])
-        seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            state = file.read().rpartition(b")")[2].split()[0].decode()
     except (OSError, IndexError):
-        return "X", 0, 0.0
-    return {"t": "T", "Z": "X", "x": "X"}.get(state, state), faults, seconds
+        return "X"
+    return {"t": "T", "Z": "X", "x": "X"}.get(state, state)
 
 
 def thread_stack(ident: int | None) -> str:

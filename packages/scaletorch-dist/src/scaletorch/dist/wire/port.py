@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 
 class Guard(Protocol):
-    """What `scaletorch.guard` puts in here while it is on, or somebody listens."""
+    """The interface of the guard that `scaletorch.guard` installs while it is on."""
 
     def record(self, group: ProcessGroup, call: str, facts: Sequence[Any]) -> object:
         """Note a collective that this thread is about to make."""

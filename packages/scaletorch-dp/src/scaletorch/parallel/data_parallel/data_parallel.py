@@ -122,8 +122,7 @@ class DataParallelBucket(_DataParallel):
 
     def use_shards(self, shards: list[Shard], gathers: Gathers) -> None:
         """Note the shards that optimizers update on this rank; `shard_optimizer` calls it."""
-        for sync in self._syncs:
-            sync.attach()
+        self._sync.attach(self._sync.managers)
         self.optimizer_shards = shards
         others = [each for each in self._gathers if not each.buckets & gathers.buckets]
         self._gathers = [*others, gathers]

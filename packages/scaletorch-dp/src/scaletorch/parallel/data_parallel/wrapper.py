@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn, Self
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -81,11 +80,12 @@ class _DataParallel(ModuleWrapper):
         prepare_backward(module.parameters())  # where sharded layers' backward begins by products
         self.wrapped = Wrapped(parameters)
         self.parameter_groups = dict(groups)
-        family: WeakSet[GradientSync] = WeakSet()
-        self._syncs = [
-            _gradient_sync(named, reduction, fill, family, settings, overlap=overlap)
+        managers = [
+            _bucket_manager(named, reduction, fill, settings)
             for (_, named), reduction in zip(parts, reductions, strict=True)
         ]
+        self._sync = GradientSync(managers, overlap=overlap)
+        self._sync.attach(manager for manager in managers if _has_work(manager))
 
     def _agreed_reduction(
         self,
@@ -109,17 +109,16 @@ class _DataParallel(ModuleWrapper):
     @property
     def op(self) -> str:
         """`"sum"` or `"mean"`."""
-        return self._syncs[0].manager.reduction.op
+        return self._sync.managers[0].reduction.op
 
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether backward calls synchronise; its value while backward runs counts."""
-        return self._syncs[0].enabled
+        return self._sync.enabled
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        for sync in self._syncs:
-            sync.enabled = bool(value)
+        self._sync.enabled = bool(value)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -143,11 +142,9 @@ class _DataParallel(ModuleWrapper):
         """
         if torch.is_grad_enabled():
             self.wrapped.refuse_others(self.module)
-        for sync in self._syncs:
-            sync.begin_forward()
+        self._sync.begin_forward()
         output = self.module(*args, **kwargs)
-        for sync in self._syncs:
-            sync.watch(output)
+        self._sync.watch(output)
         return output
 
     def backward(self, input_tensor: Any, output_tensor: Any, output_tensor_grad: Any) -> Any:
@@ -167,30 +164,28 @@ class _DataParallel(ModuleWrapper):
                 "output_tensor_grad): that call is for pipeline stages, others use loss.backward()"
             )
             raise StateError(message)
-        completed = [sync.completed for sync in self._syncs]
-        if any(sync.manager.eager for sync in self._syncs):
+        completed = self._sync.completed
+        if any(manager.eager for manager in self._sync.managers):
             reached = list(self.module.parameters())
-            for sync in self._syncs:
-                sync.manager.expect(reached)
+            for manager in self._sync.managers:
+                manager.expect(reached)
         result = stage_backward(input_tensor, output_tensor, output_tensor_grad)
-        for sync, before in zip(self._syncs, completed, strict=True):
-            if sync.completed == before:
-                sync.finish_if_due()
-        raise_failed(self._syncs)
+        if self._sync.completed == completed:
+            self._sync.finish_if_due()
+        raise_failed([self._sync])
         return result
 
     @property
     def bucket_managers(self) -> list[BucketManager]:
         """The buckets of each group, and how they are reduced; the usual group's first."""
-        return [sync.manager for sync in self._syncs]
+        return list(self._sync.managers)
 
     def reset(self) -> None:
         """Set every gradient to None and forget accumulated ones and whatever is under way.
 
         Use it in place of `zero_grad` between steps, or after a backward that raised.
         """
-        for sync in self._syncs:
-            sync.reset()
+        self._sync.reset()
 
     def release(self) -> None:
         """Forget all gradients and let go of the parameters, which another wrapper may have then.
@@ -198,7 +193,7 @@ class _DataParallel(ModuleWrapper):
         This one synchronises nothing any more.
         """
         self.reset()
-        self._syncs = self._idle_syncs()  # dropping the old ones removes their hooks
+        self._sync = self._idle_sync()  # dropping the old one removes its hooks
 
     @contextmanager
     def nonfinite_held(self) -> Iterator[list[NonFiniteError]]:
@@ -208,19 +203,17 @@ class _DataParallel(ModuleWrapper):
         Others would wait for them, such as those of other experts or stages: whoever holds the
         errors until the step is over tells them.
         """
-        found: list[NonFiniteError] = []
-        for sync in self._syncs:
-            sync.held = found
+        sync, found = self._sync, list[NonFiniteError]()
+        sync.held = found
         try:
             yield found
         finally:
-            for sync in self._syncs:
-                sync.held = None
+            sync.held = None
 
     @property
     def checks_finite(self) -> bool:
         """Whether gradients that are not finite are refused."""
-        return self._syncs[0].manager.checks_finite
+        return self._sync.managers[0].checks_finite
 
     def get_bucket_info(self) -> list[dict[str, object]]:
         """Describe the buckets in the order of their reductions.
@@ -234,20 +227,20 @@ class _DataParallel(ModuleWrapper):
         """Return a copy for evaluation, averages or a teacher; gradients of it go nowhere."""
         twin: Self = object.__new__(type(self))
         memo[id(self)] = twin
-        left = {"_syncs": [], "wrapped": Wrapped([], copied=True), **self._left_by_copies()}
+        left = {"_sync": None, "wrapped": Wrapped([], copied=True), **self._left_by_copies()}
         state = {n: left[n] if n in left else copy.deepcopy(v, memo) for n, v in vars(self).items()}
         vars(twin).update(state)
-        twin._syncs = self._idle_syncs()
+        twin._sync = self._idle_sync()
         return twin
 
     def _left_by_copies(self) -> dict[str, Any]:
         """Return what of this rank's attributes a copy has otherwise."""
         return {"parameter_groups": {}}
 
-    def _idle_syncs(self) -> list[GradientSync]:
-        """Return synchronisations of no parameters."""
+    def _idle_sync(self) -> GradientSync:
+        """Return a synchronisation of no parameters."""
         managers = [BucketManager([], m.fill, m.reduction) for m in self.bucket_managers]
-        return [GradientSync(each, overlap=False, family=WeakSet()) for each in managers]
+        return GradientSync(managers, overlap=False)
 
     def __getstate__(self) -> NoReturn:
         message = (
@@ -257,26 +250,24 @@ class _DataParallel(ModuleWrapper):
         raise StateError(message)
 
 
-def _gradient_sync(
+def _bucket_manager(
     parameters: Named,
     reduction: Reduction,
     fill: Callable[[Iterable[Slot], Reduction], list[Bucket]],
-    family: WeakSet[GradientSync],
     settings: Settings,
-    *,
-    overlap: bool,
-) -> GradientSync:
-    """Synchronise the trainable ones of these parameters, if there is anything to do."""
+) -> BucketManager:
+    """Put the trainable ones of these parameters into buckets."""
     trainable = [(name, each) for name, each in parameters if each.requires_grad]
     slots = [Slot(name, at, each) for at, (name, each) in enumerate(trainable)]
-    manager = BucketManager(
+    return BucketManager(
         slots, lambda some: fill(some, reduction), reduction, check_finite=settings.check_finite
     )
-    sync = GradientSync(manager, overlap, family)
-    wider = any(slot.buffer_dtype != slot.parameter.dtype for slot in slots)
-    if reduction.size > 1 or wider or settings.check_finite:
-        sync.attach()
-    return sync
+
+
+def _has_work(manager: BucketManager) -> bool:
+    """Return whether gradients are to be summed, kept in another dtype, or looked at."""
+    wider = any(slot.buffer_dtype != slot.parameter.dtype for slot in manager.slots)
+    return manager.reduction.size > 1 or wider or manager.checks_finite
 
 
 NARROW = (torch.float16, torch.bfloat16)

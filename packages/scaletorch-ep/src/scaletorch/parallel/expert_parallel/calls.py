@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
 
-Run = Callable[..., Any]  # run(rows, index, weights, sizes), without sizes if experts are routed
-ROUTED, SORTED, ALL = "routed", "sorted", "all"
+Run = Callable[[Tensor, Tensor, Tensor], Any]  # run(rows [P, H], index [P, K], weights [P, K])
+
+ROUTED = "experts(hidden, top_k_index, top_k_weights)"
+FOR_ALL = "experts(rows), as many rows for each expert"
 
 
 class Given(NamedTuple):
@@ -26,8 +28,7 @@ class Given(NamedTuple):
         top_k_weights: [T, K].
         unit: Rows that stay together where rows are shared out.
         dims: Those of the hidden states, as the module was called.
-        back: Returns results [T, O] as the module does.
-        sizes: Pairs of a row and each expert, if the call tells.
+        back: Returns results [T, H] as the module does.
     """
 
     hidden: Tensor
@@ -36,76 +37,50 @@ class Given(NamedTuple):
     unit: int
     dims: int
     back: Callable[[Tensor], Tensor]
-    sizes: tuple[int, ...] | None = None
 
 
-class Way(NamedTuple):
-    """One way of calling experts.
+def read_call(
+    own: Callable[..., Any],
+    name: str,
+    experts: int,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    for_all: bool,
+) -> Given:
+    """Return what a module was called with, by whatever names it has for its arguments.
 
-    Attributes:
-        words: How that looks.
-        kinds: Of its arguments.
-        read: Takes the arguments and the number of experts.
-        run: Calls experts, given dims as in `Given`, and rows that lie one expert after another
-            with indices and weights [P, 1] and how many each expert has.
-        same_width: Results are as wide as rows, and of their dtype.
+    Args:
+        own: The module's own forward.
+        name: The module's name.
+        experts: The number of all experts.
+        args: Of the call.
+        kwargs: Of the call.
+        for_all: Whether the module takes as many rows for each expert.
+
+    Raises:
+        InvalidArgumentError: It was called with something else.
     """
+    number = 1 if for_all else 3
+    given = list(args)
+    if kwargs or len(given) != number:
+        given = list(inspect.signature(own).bind(*args, **kwargs).arguments.values())
+    if len(given) != number or not all(isinstance(each, Tensor) for each in given):
+        what = FOR_ALL if for_all else "with hidden states, indices and weights alone"
+        raise InvalidArgumentError(
+            f"{describe_rank()}: '{name}' must be called {what}, got "
+            f"{[type(each).__name__ for each in given]}"
+        )
+    return _read_rows(given[0], experts) if for_all else _read_routed(*given)
 
-    words: str
-    kinds: tuple[type, ...]
-    read: Callable[..., Given]
-    run: Callable[..., Any]
-    same_width: bool
 
-
-def _read_routed(hidden: Tensor, index: Tensor, weights: Tensor, experts: int) -> Given:
+def _read_routed(hidden: Tensor, index: Tensor, weights: Tensor) -> Given:
     shape = hidden.shape
     rows = hidden if hidden.dim() == 2 else hidden.reshape(-1, shape[-1])
     return Given(rows, index, weights, 1, hidden.dim(), lambda results: results.view(shape))
 
 
-def _run_routed(
-    own: Callable[..., Any],
-    dims: int,
-    rows: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    sizes: Sequence[int] = (),
-) -> Any:
-    if dims == 2:
-        return own(rows, index, weights)
-    shaped = rows.view(*[1] * (dims - 2), *rows.shape)
-    results = own(shaped, index, weights)
-    fits = isinstance(results, Tensor) and results.shape == shaped.shape
-    return results.view(rows.shape) if fits else results
-
-
-def _read_sorted(rows: Tensor, sizes: list[int], experts: int) -> Given:
-    if rows.dim() != 2 or len(sizes) != experts or sum(sizes) != len(rows):
-        raise InvalidArgumentError(
-            f"{describe_rank()}: expected rows [P, H], one expert after another, and how many each "
-            f"of {experts} experts has, got {tuple(rows.shape)} and {sizes}"
-        )
-    numbers = torch.arange(experts, device=rows.device)
-    index = numbers.repeat_interleave(
-        torch.tensor(sizes, device=rows.device), output_size=len(rows)
-    )
-    weights = rows.new_ones((len(rows), 1))
-    return Given(rows, index[:, None], weights, 1, 2, lambda results: results, tuple(sizes))
-
-
-def _run_sorted(
-    own: Callable[..., Any],
-    dims: int,
-    rows: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    sizes: Sequence[int],
-) -> Any:
-    return own(rows, list(sizes))
-
-
-def _read_all(rows: Tensor, experts: int) -> Given:
+def _read_rows(rows: Tensor, experts: int) -> Given:
     if rows.dim() != 2 or len(rows) % experts:
         raise InvalidArgumentError(
             f"{describe_rank()}: expected as many rows for each of {experts} experts, one expert "
@@ -119,85 +94,27 @@ def _read_all(rows: Tensor, experts: int) -> Given:
     def back(results: Tensor) -> Tensor:
         return results.view(-1, experts, results.shape[1]).transpose(0, 1).flatten(0, 1)
 
-    sizes = (len(rows) // experts,) * experts
-    return Given(by_token, index, weights, experts, 2, back, sizes)
+    return Given(by_token, index, weights, experts, 2, back)
 
 
-def _run_all(
-    own: Callable[..., Any],
-    dims: int,
-    rows: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    sizes: Sequence[int],
-) -> Any:
-    return own(rows)
-
-
-WAYS: Mapping[str, Way] = {
-    ROUTED: Way("experts(hidden, top_k_index, top_k_weights)", (Tensor, Tensor, Tensor),
-                _read_routed, _run_routed, True),
-    SORTED: Way("experts(rows, sizes), rows one expert after another", (Tensor, list),
-                _read_sorted, _run_sorted, False),
-    ALL: Way("experts(rows), as many rows for each expert", (Tensor,),
-             _read_all, _run_all, False),
-}  # fmt: skip
-
-
-def read_call(
-    own: Callable[..., Any], way: Way, name: str, experts: int, args: Any, kwargs: Any
-) -> Given:
-    """Return what a module was called with, by whatever names it has for its arguments.
-
-    Raises:
-        InvalidArgumentError: It was called with something else.
-    """
-    given = list(args)
-    if kwargs or len(given) != len(way.kinds):
-        given = list(inspect.signature(own).bind(*args, **kwargs).arguments.values())
-    fits = len(given) == len(way.kinds) and all(map(isinstance, given, way.kinds))
-    if not fits:
-        what = "with hidden states, indices and weights alone" if way is WAYS[ROUTED] else way.words
-        raise InvalidArgumentError(
-            f"{describe_rank()}: '{name}' must be called {what}, got "
-            f"{[type(each).__name__ for each in given]}"
-        )
-    return way.read(*given, experts)
-
-
-def runner(own: Callable[..., Any], way: Way, dims: int, without: int | None) -> Run:
-    """Return the module's own forward as one that takes rows, indices, weights and sizes.
+def runner(own: Callable[..., Any], dims: int, *, for_all: bool) -> Run:
+    """Return the module's own forward as one that takes rows, indices and weights.
 
     Args:
         own: The module's own forward.
-        way: How it is called.
         dims: As in `Given`.
-        without: An expert here that has no weights; None if there is none, or all are here.
+        for_all: Whether it takes as many rows for each expert, one expert after another.
     """
-    run = partial(way.run, own, dims)
-    return run if without is None else partial(_beside_nothing, run, without)
+    if for_all:
+        return lambda rows, index, weights: own(rows)
+    return own if dims == 2 else partial(_run_shaped, own, dims)
 
 
-def _beside_nothing(
-    run: Run,
-    without: int,
-    rows: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    sizes: Sequence[int] = (),
+def _run_shaped(
+    own: Callable[..., Any], dims: int, rows: Tensor, index: Tensor, weights: Tensor
 ) -> Any:
-    """Run experts on rows with one each, and beside it one without weights that counts nothing.
-
-    Experts of LongCat take two choices of a row at least.
-    """
-    index = torch.cat((index, torch.full_like(index, without)), 1)
-    return run(rows, index, torch.cat((weights, torch.zeros_like(weights)), 1))
-
-
-def takes(module: nn.Module, number: int) -> bool:
-    """Return whether a module can be called with so many arguments."""
-    try:
-        inspect.signature(module.forward).bind(*[None] * number)
-    except TypeError:
-        return False
-    return True
+    """Call a module that takes hidden states of more than two dims."""
+    shaped = rows.view(*[1] * (dims - 2), *rows.shape)
+    results = own(shaped, index, weights)
+    fits = isinstance(results, Tensor) and results.shape == shaped.shape
+    return results.view(rows.shape) if fits else results

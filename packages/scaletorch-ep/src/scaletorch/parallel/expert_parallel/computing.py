@@ -14,8 +14,8 @@ from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
 from .exchange.dispatch import Dispatched, add_up, apply
 
-# experts(hidden [P, H], top_k_index [P, 1], top_k_weights [P, 1], sizes) -> [P, H]
-Experts = Callable[..., Tensor]
+# experts(hidden [P, H], top_k_index [P, 1], top_k_weights [P, 1]) -> [P, H]
+Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def compute(
@@ -23,7 +23,6 @@ def compute(
     came: Dispatched,
     count: int,
     parameters: Sequence[Tensor],
-    same_width: bool = True,
 ) -> tuple[Tensor, InvalidArgumentError | None]:
     """Return the results of the rows that came, [R, H], and what is wrong with the experts' own.
 
@@ -37,52 +36,33 @@ def compute(
         count: Experts here.
         parameters: Those of all experts together, which get a gradient of zeros if no row came,
             as they do where no token of a batch chooses an expert.
-        same_width: Results are as wide as rows, and of their dtype.
     """
     hidden, index, weights, route = came
     if not route.pairs:
-        like = hidden if same_width else _results(experts, hidden, count)
-        return apply(_Idle, like, hidden, weights, *parameters), None
+        return apply(_Idle, hidden, weights, *parameters), None
     numbers, order = index.flatten().sort(stable=True)  # experts elsewhere come last
     numbers, order = numbers[: route.pairs, None], order[: route.pairs]
-    sizes = _sizes(numbers, count) if route.sizes is None else route.sizes
     top_k = index.shape[1]
     row, most = order.div(top_k, rounding_mode="floor"), min(count, top_k)  # experts of a row
     taken, scales = apply(_Spread, hidden, weights, row, order, most)
-    results = experts(taken, numbers, scales, sizes=sizes)
-    wrong = _wrong(results, taken, same_width)
+    results = experts(taken, numbers, scales)
+    wrong = _wrong(results, taken)
     if wrong is not None:
         results = taken * 0
     return apply(_Fold, results, row, hidden.shape[0], most), wrong
 
 
-def _sizes(numbers: Tensor, count: int) -> tuple[int, ...]:
-    """Return how many rows each expert has, for which the host waits: in a first call alone."""
-    return tuple(torch.bincount(numbers.view(-1), minlength=count).tolist())
-
-
-def _results(experts: Experts, hidden: Tensor, count: int) -> Tensor:
-    """Return what results are like where no row came: those of a row of zeros for each expert."""
-    index = torch.arange(count, device=hidden.device)[:, None]
-    with torch.no_grad():
-        zeros = hidden.new_zeros((count, hidden.shape[1]))
-        return experts(zeros, index, hidden.new_ones((count, 1)), sizes=(1,) * count)
-
-
-def _wrong(results: Any, taken: Tensor, same_width: bool) -> InvalidArgumentError | None:
+def _wrong(results: Any, taken: Tensor) -> InvalidArgumentError | None:
     got, way_out = f"a {type(results).__name__}", ""
     if isinstance(results, Tensor):
-        same = results.shape == taken.shape and results.dtype == taken.dtype
-        rows = not same_width and results.dim() == 2 and len(results) == len(taken)
-        if same or (rows and results.is_floating_point()):
+        if results.shape == taken.shape and results.dtype == taken.dtype:
             return None
         got = f"{results.dtype} {tuple(results.shape)}"
         if results.shape == taken.shape:
             way_out = ": let them return results.to(hidden.dtype)"
-    expected = "" if same_width else ", or as many rows of another width or dtype"
     return InvalidArgumentError(
         f"{describe_rank()}: experts must return what they are given, {taken.dtype} "
-        f"{tuple(taken.shape)}{expected}, got {got}{way_out}"
+        f"{tuple(taken.shape)}, got {got}{way_out}"
     )
 
 
@@ -90,21 +70,19 @@ class _Idle(Function):
     """No rows: nothing is computed, and the graph goes on as it does on the other ranks."""
 
     @staticmethod
-    def forward(
-        ctx: Any, results: Tensor, hidden: Tensor, weights: Tensor, *parameters: Tensor
-    ) -> Tensor:
-        """Return no results, [0, O]."""
+    def forward(ctx: Any, hidden: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
+        """Return no results, [0, H]."""
         ctx.like = hidden, weights, *parameters
         ctx.save_for_backward(hidden.new_empty(0))
-        return results.new_empty((0, results.shape[1]))
+        return hidden.new_empty((0, hidden.shape[1]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return zeros for what needs a gradient."""
         _ = ctx.saved_tensors  # recomputed here by all ranks
-        needed = zip(ctx.like, ctx.needs_input_grad[1:], strict=True)
-        return None, *(torch.zeros_like(each) if needs else None for each, needs in needed)
+        needed = zip(ctx.like, ctx.needs_input_grad, strict=True)
+        return tuple(torch.zeros_like(each) if needs else None for each, needs in needed)
 
 
 class _Spread(Function):

@@ -13,7 +13,7 @@ from ...dist import get_world_size
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import class_before, mark_divided
-from .exchange.shares import counts_of, expert_group, rows_of, token_group
+from .exchange.shares import counts_of, expert_group, token_group
 from .finding.experts import Found, find_experts
 from .finding.plans import Plan, named_experts
 from .module import DividedExperts, Division
@@ -35,11 +35,11 @@ def apply_expert_parallel(
     """Leave each rank its experts of a model, in place, without communication.
 
     The modules that the plan names are called as `experts(hidden, top_k_index, top_k_weights)`,
-    [T, H], [T, K] and [T, K]; as `experts(rows, sizes)`, rows [P, H] one expert after another; or
-    as `experts(rows)`, as many for each. Their own code computes, on this rank's experts and on the
-    tokens that chose them; all else stays whole. Parameters and buffers with rows of experts along
-    dim 0 are cut, and attributes that hold the number are set to this rank's. Make the optimizer
-    afterwards. Tied ones stay tied.
+    [T, H], [T, K] and [T, K]; or, if their class declares `rows_for_all = True`, as
+    `experts(rows)`, as many rows for each expert, one expert after another. Their own code
+    computes, on this rank's experts and on the tokens that chose them; all else stays whole.
+    Parameters and buffers with a row for each expert along dim 0 are cut, and attributes that hold
+    the number are set to this rank's. Make the optimizer afterwards. Tied ones stay tied.
 
     Each rank calls the model with tokens of its own, as in data parallelism. An expert's gradient
     then is of the tokens of all ranks of the group, and that of other parameters of its own.
@@ -48,7 +48,7 @@ def apply_expert_parallel(
         model: The whole model, equal on every rank.
         plan: Pattern of module names -> `"experts"`. `*` stands for any text inside one component
             of a name, a component `**` for any number of components. None is the model's own
-            (`base_model_ep_plan`), or else modules called `experts` and those that take sizes.
+            (`base_model_ep_plan`), or else modules called `experts`.
         group: The ranks that the experts are divided over, in contiguous ranges, the first ranks
             one more; None is the `ep` axis of the current manager.
         tp_group: Ranks that hold the same tokens, of which each then sends a share, even if each
@@ -94,13 +94,7 @@ def _divide(
             f"{ranks} ranks that they are to be divided over: take ep = {found.experts} at most"
         )
     counts = counts_of(found.experts, ranks)
-    tensors: dict[str, Tensor] = {name: found.module.get_parameter(name) for name in found.stacked}
-    tensors |= {name: found.module.get_buffer(name) for name in found.buffers}
-    rows = {n: rows_of(counts, len(each), found.beyond) for n, each in tensors.items()}
-    return Division(
-        found.name, group, tokens, counts, found.stacked, found.buffers, rows, found.way,
-        found.beyond,
-    )  # fmt: skip
+    return Division(found.name, group, tokens, counts, found.stacked, found.buffers, found.for_all)
 
 
 def _check(model: nn.Module, found: list[Found], shared: bool) -> None:
@@ -136,15 +130,15 @@ def _check(model: nn.Module, found: list[Found], shared: bool) -> None:
 
 def _cut(found: Found, division: Division, memo: Memo) -> None:
     module, own = found.module, division.own
-    rows = {name: division.own_rows(name) for name in division.rows}
+    rows = slice(own.start, own.stop)
     for name in found.stacked:
         owner, tensor = _owner(module, name)
-        owner._parameters[tensor] = _rows(module.get_parameter(name), rows[name], memo)
+        owner._parameters[tensor] = _rows(module.get_parameter(name), rows, memo)
     for name in found.buffers:
         owner, tensor = _owner(module, name)
-        owner._buffers[tensor] = module.get_buffer(name)[rows[name]].clone()
+        owner._buffers[tensor] = module.get_buffer(name)[rows].clone()
     for owner, attribute in found.numbers:
-        setattr(owner, attribute, getattr(owner, attribute) - found.experts + len(own))
+        setattr(owner, attribute, len(own))
     vars(module)["_division"] = division
     module.__class__ = class_before(DividedExperts, type(module), type(module).__name__)
 

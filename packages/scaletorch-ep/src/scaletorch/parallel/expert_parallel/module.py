@@ -17,10 +17,10 @@ from ...dist.building import agree
 from ...dist.errors import StateError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import call_uncompiled, deep_copy, shallow_copy
-from .calls import ALL, ROUTED, WAYS, Given, Run, read_call, runner
+from .calls import Given, Run, read_call, runner
 from .computing import compute
 from .exchange.dispatch import Dispatched, combine_computed, dispatch_along
-from .exchange.routes import find_route, number_apart, stay
+from .exchange.routes import find_route, stay
 from .exchange.shares import ranges_of, share_out
 
 
@@ -35,9 +35,7 @@ class Division:
         counts: Experts of each rank of the group.
         stacked: Names in the module of parameters that are cut along dim 0.
         buffers: The same of buffers.
-        rows: Names of parameters and buffers that are cut -> the rows of each rank of the group.
-        way: How the module is called, of `WAYS`.
-        beyond: How many experts without weights are numbered behind the others.
+        for_all: Whether it is called with as many rows for each expert, and without a routing.
         checked: Holds True once the ranks have agreed in a first call.
     """
 
@@ -47,20 +45,13 @@ class Division:
     counts: tuple[int, ...]
     stacked: tuple[str, ...]
     buffers: tuple[str, ...]
-    rows: Mapping[str, tuple[int, ...]]
-    way: str = ROUTED
-    beyond: int = 0
+    for_all: bool = False
     checked: list[bool] = field(default_factory=list)
 
     @property
     def own(self) -> range:
         """The experts of this rank."""
         return ranges_of(self.counts)[get_rank(self.group)]
-
-    def own_rows(self, name: str) -> slice:
-        """Return the rows of this rank's experts in a stack."""
-        own = ranges_of(self.rows[name])[get_rank(self.group)]
-        return slice(own.start, own.stop)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Division:
         return self
@@ -81,7 +72,7 @@ class DividedExperts(nn.Module):
     @property
     def takes_all(self) -> bool:
         """Whether it is called with as many rows for each expert."""
-        return self._division.way == ALL
+        return self._division.for_all
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return deep_copy(self, getattr(super(), "__deepcopy__", None), memo)
@@ -110,11 +101,10 @@ def _call(
     kwargs: Mapping[str, Any],
 ) -> Tensor:
     """Return what the module's own forward does, whatever it is called with."""
-    division, way = module._division, WAYS[module._division.way]
-    given = read_call(own, way, division.name, sum(division.counts), args, kwargs)
-    apart = division.beyond and len(division.counts) > 1
-    without = division.counts[get_rank(division.group)] if apart else None
-    run = runner(own, way, given.dims, without)
+    division, for_all = module._division, module._division.for_all
+    experts = sum(division.counts)
+    given = read_call(own, division.name, experts, args, kwargs, for_all=for_all)
+    run = runner(own, given.dims, for_all=for_all)
     return given.back(_over_tokens(module, run, given))
 
 
@@ -130,7 +120,6 @@ def _over_tokens(module: DividedExperts, run: Run, given: Given) -> Tensor:
     units = share_out(len(given.hidden) // given.unit, ranks)
     sizes = [number * given.unit for number in units]
     share = given._replace(
-        sizes=None,
         hidden=functional.split(given.hidden, 0, group, sizes=sizes),
         top_k_index=given.top_k_index.split(sizes)[get_rank(group)],
         top_k_weights=functional.split(given.top_k_weights, 0, group, sizes=sizes),
@@ -141,22 +130,17 @@ def _over_tokens(module: DividedExperts, run: Run, given: Given) -> Tensor:
 def _over_experts(module: DividedExperts, run: Run, given: Given) -> Tensor:
     """Send tokens to the ranks of their experts, compute what comes, and send results back."""
     division, (hidden, index, weights, *_) = module._division, given
-    routed, here = division.way == ROUTED, len(division.counts) == 1
-    if here and routed:
+    counts, here = division.counts, len(division.counts) == 1
+    if here and not division.for_all:
         whole: Tensor = run(hidden, index, weights)
         return whole
-    counts = tuple(number + division.beyond for number in division.counts)
-    rank = get_rank(division.group)
     if here:
-        came = Dispatched(hidden, index, weights, stay(index, given.sizes))
+        came = Dispatched(hidden, index, weights, stay(index))
     else:
-        index = number_apart(index, division.counts, division.beyond, rank)
-        # Once they have called each other, ranks are known to have the same experts.
-        known = bool(division.checked)
-        route = find_route(hidden, index, weights, counts, division.group, by_expert=known)
+        route = find_route(hidden, index, weights, counts, division.group)
         came = dispatch_along(route, hidden, index, weights, counts, None)
     named = {name: _tensor(module, name) for name in division.stacked}
-    call = partial(compute, run, came, counts[rank], [*named.values()], routed)
+    call = partial(compute, run, came, len(division.own), [*named.values()])
     if division.checked:
         results, wrong = call()
         if wrong is not None:

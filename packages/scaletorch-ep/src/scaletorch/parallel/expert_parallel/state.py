@@ -21,7 +21,7 @@ class ExpertCut(NamedTuple):
     """The rows of a stack of experts that each rank of a group holds.
 
     Attributes:
-        whole: The rows of the whole stack along dim 0: one for each expert, or as many.
+        whole: The rows of the whole stack along dim 0, one for each expert.
         ranges: The rows of each rank of the group.
         group: The ranks; None is this one alone.
     """
@@ -48,8 +48,8 @@ def find_expert_cuts(model: nn.Module) -> dict[str, ExpertCut]:
     cuts: dict[str, ExpertCut] = {}
     for name, module in _divided(model):
         division, prefix = module._division, f"{name}." if name else ""
-        for own, rows in division.rows.items():
-            cuts[prefix + own] = ExpertCut(sum(rows), ranges_of(rows), division.group)
+        cut = ExpertCut(sum(division.counts), ranges_of(division.counts), division.group)
+        cuts |= {prefix + own: cut for own in (*division.stacked, *division.buffers)}
     return cuts
 
 

@@ -28,12 +28,6 @@ _TRIED: dict[tuple[object, ...], Scope] = {}
 
 Halves = tuple[Tensor, ...]
 
-_ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam",
-                 "RMSprop", "Rprop", "SGD")
-)  # fmt: skip
-
 
 class Scope(IntEnum):
     """What an update of one element depends on, beside the step and the settings."""
@@ -59,9 +53,21 @@ _WORDS = {
 }
 
 
+# Torch's own need no trial.
+_KNOWN = {
+    **dict.fromkeys(
+        ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop",
+         "Rprop", "SGD"),
+        Scope.ELEMENT,
+    ),
+    **dict.fromkeys(("Adafactor", "Muon"), Scope.PARAMETER),
+}  # fmt: skip
+_SCOPES = {getattr(torch.optim, name): scope for name, scope in _KNOWN.items()}
+
+
 def known_elementwise(optimizer: Optimizer) -> bool:
     """Return whether this is one of torch's own that treat all elements the same way."""
-    return type(optimizer) in _ELEMENTWISE
+    return _SCOPES.get(type(optimizer)) is Scope.ELEMENT
 
 
 def update_scope(optimizer: Optimizer) -> Scope:
@@ -71,8 +77,9 @@ def update_scope(optimizer: Optimizer) -> Scope:
         optimizer: Any; another one of its class is made and tried, on its first parameter's
             device, and random generators are left as they were.
     """
-    if known_elementwise(optimizer):
-        return Scope.ELEMENT
+    known = _SCOPES.get(type(optimizer))
+    if known is not None:
+        return known
     groups = [
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups

@@ -31,44 +31,39 @@ class GradientSync:
     module's output, runs in the outermost one and queues the end there.
 
     Args:
-        manager: The buckets; its slots' parameters get the hooks.
+        managers: The buckets of each group of ranks to sum over. A backward that reaches parameters
+            of one finishes all, as it does on other ranks.
         overlap: Whether buckets leave during backward, or all at its end.
-        family: All of one wrapper, of which each has other ranks to sum over; one that has a
-            gradient makes all of them finish, as it does on other ranks.
     """
 
-    def __init__(
-        self, manager: BucketManager, overlap: bool, family: weakref.WeakSet[GradientSync]
-    ) -> None:
+    def __init__(self, managers: Iterable[BucketManager], *, overlap: bool) -> None:
         self.enabled = True
         self.completed = 0  # synchronisations so far
-        self.failed: NonFiniteError | None = None  # of the last one, until it is raised
-        self.held: list[NonFiniteError] | None = None  # where it goes if somebody else raises it
-        self.manager = manager
-        self.group = manager.reduction.group
+        self.failed: list[NonFiniteError] = []  # of the last one, until they are raised
+        self.held: list[NonFiniteError] | None = None  # where they go if the caller raises them
+        self.managers = tuple(managers)
+        self.groups = tuple(manager.reduction.group for manager in self.managers)
         self._overlap = overlap
         self._touched = False
         self._root: int | None = None
         self._tasks: set[int] = set()
         self._crowded = False
-        self._attached = False
-        self._family = family
-        family.add(self)
+        self._attached: list[BucketManager] = []
         self._alive = _alive()
         self._serial = next(one_per_process("gradient_sync_numbers", itertools.count))
 
-    def attach(self) -> None:
-        """Put the hooks in place; without them nothing is ever communicated."""
-        if self._attached:
-            return
-        weakref.finalize(self, _remove_hooks, self._register_hooks()).atexit = False
-        self._attached = True
-        self._alive.add(self)
+    def attach(self, managers: Iterable[BucketManager]) -> None:
+        """Put the hooks of these buckets' parameters in place; others are never summed."""
+        for manager in managers:
+            if manager not in self._attached:
+                weakref.finalize(self, _remove_hooks, self._register_hooks(manager)).atexit = False
+                self._attached.append(manager)
+                self._alive.add(self)
 
     @property
     def syncs(self) -> bool:
         """Whether a backward that ends now is synchronised."""
-        return self.enabled or self.manager.eager
+        return self.enabled or any(manager.eager for manager in self.managers)
 
     def begin_forward(self) -> None:
         """Recover from a backward that raised, if there was one since the last forward."""
@@ -94,33 +89,34 @@ class GradientSync:
         What it finds wrong is raised by `raise_failed`.
         """
         if self._attached and self.syncs:
-            self.manager.open()
+            for manager in self._attached:
+                manager.open()
             self._finish()
 
     def reset(self) -> None:
         """Forget all gradients and everything under way."""
         self._forget_backward()
-        self.manager.reset()
-        self.manager.clear()
+        for manager in self.managers:
+            manager.reset()
+            manager.clear()
 
     def output_arrived(self, _grad: Tensor) -> None:
         """Handle the gradient of an output: a backward has begun."""
         self._enter()
 
-    def gradient_coming(self, index: int, _grad: Tensor) -> None:
-        """Handle a parameter's gradient just before autograd adds it."""
+    def gradient_coming(self, at: int, index: int, _grad: Tensor) -> None:
+        """Handle the gradient of a parameter of one manager just before autograd adds it."""
         self._enter()
-        self.manager.slots[index].before_accumulation()
+        self.managers[at].slots[index].before_accumulation()
 
-    def gradient_added(self, index: int, _parameter: Tensor) -> None:
-        """Handle a parameter's gradient just after autograd added it."""
-        slot = self.manager.slots[index]
+    def gradient_added(self, at: int, index: int, _parameter: Tensor) -> None:
+        """Handle the gradient of a parameter of one manager just after autograd added it."""
+        manager = self.managers[at]
+        slot = manager.slots[index]
         slot.require_unchanged()
-        if not slot.after_accumulation(self.manager.place):
+        if not slot.after_accumulation(manager.place):
             return
-        if not self._touched:
-            for each in self._family:
-                each._touched = True
+        self._touched = True
         if not self.syncs:
             return
         if slot.parameter.grad is not None and slot.parameter.grad.requires_grad:
@@ -132,7 +128,7 @@ class GradientSync:
             raise StateError(message)
         # Hooks of the user's that come after this one are to see the gradient, and may change it.
         watched = len(slot.parameter._post_accumulate_grad_hooks or ()) > 1
-        self.manager.mark_ready(index, self._overlap and not self._crowded and not watched)
+        manager.mark_ready(index, self._overlap and not self._crowded and not watched)
 
     def _enter(self) -> None:
         """Queue the end of the running backward, once."""
@@ -146,9 +142,14 @@ class GradientSync:
             # Another wrapper's calls on the same group could fall between ours in another order
             # on another rank: then all calls are made at the end, wrapper by wrapper.
             self._crowded = any(
-                other is not self and other.group is self.group for other in self._alive
+                group is own
+                for other in self._alive
+                if other is not self
+                for group in other.groups
+                for own in self.groups
             )
-            self.manager.open()
+            for manager in self._attached:
+                manager.open()
         # Each backward gets a callback, inner ones too: if the root has raised, its own callback
         # never runs, and that of the next backward is the first to see it.
         self._tasks.add(task)
@@ -174,9 +175,7 @@ class GradientSync:
         ending.sort(key=lambda each: each._serial)
         for each in ending:  # all of them, whatever one finds: other ranks end theirs too
             each._end()
-        failed = [each for each in ending if isinstance(each, GradientSync) and each.failed]
-        if failed:
-            raise_failed(failed)
+        raise_failed([each for each in ending if isinstance(each, GradientSync)])
 
     def _end(self) -> None:
         if self._touched and self.syncs:
@@ -186,34 +185,33 @@ class GradientSync:
 
     def _finish(self) -> None:
         self._forget_backward()
-        for slot in self.manager.slots:
-            slot.require_unchanged(ends=True)
-        try:
-            self.manager.finish()
-        except NonFiniteError as error:
-            if self.held is None:
-                self.failed = error
-            else:
-                self.held.append(error)
+        for manager in self._attached:
+            for slot in manager.slots:
+                slot.require_unchanged(ends=True)
+            try:
+                manager.finish()
+            except NonFiniteError as error:
+                (self.failed if self.held is None else self.held).append(error)
         self.completed += 1
 
     def _close(self) -> None:
         self._forget_backward()
-        for slot in self.manager.slots:
-            slot.close()
+        for manager in self._attached:
+            for slot in manager.slots:
+                slot.close()
 
     def _forget_backward(self) -> None:
         self._touched = False
         self._root = None
         self._tasks.clear()
 
-    def _register_hooks(self) -> list[RemovableHandle]:
-        this = weakref.ref(self)
+    def _register_hooks(self, manager: BucketManager) -> list[RemovableHandle]:
+        this, at = weakref.ref(self), self.managers.index(manager)
         handles = []
-        for slot in self.manager.slots:
+        for slot in manager.slots:
             parameter = slot.parameter
-            before = partial(_call, this, GradientSync.gradient_coming, slot.index)
-            after = partial(_call, this, GradientSync.gradient_added, slot.index)
+            before = partial(_call, this, GradientSync.gradient_coming, at, slot.index)
+            after = partial(_call, this, GradientSync.gradient_added, at, slot.index)
             handles.append(parameter.register_hook(before))
             handles.append(parameter.register_post_accumulate_grad_hook(after))
         return handles
@@ -222,7 +220,7 @@ class GradientSync:
 def _alive() -> weakref.WeakSet[GradientSync]:
     """Return the attached ones of this process, those of other copies of this package too.
 
-    So `group`, `manager.slots[…].parameter`, `_root`, `_serial` and `_end` are all that one
+    So `groups`, `managers[…].slots[…].parameter`, `_root`, `_serial` and `_end` are all that one
     version of this package knows of another.
     """
     return one_per_process("gradient_syncs", weakref.WeakSet)
@@ -236,7 +234,12 @@ def refuse_taken(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
             elsewhere.
     """
     parameters = list(parameters)
-    taken = {id(slot.parameter) for other in _alive() for slot in other.manager.slots}
+    taken = {
+        id(slot.parameter)
+        for other in _alive()
+        for manager in other.managers
+        for slot in manager.slots
+    }
     names = [name for name, each in parameters if id(each) in taken]
     if names:
         message = (
@@ -266,14 +269,14 @@ def _remove_hooks(handles: Iterable[RemovableHandle]) -> None:
 
 
 def raise_failed(syncs: Iterable[GradientSync]) -> None:
-    """Raise what the first of some found, if nobody else is to raise it.
+    """Raise the first non-finite error, unless the caller of the synchronisation holds them.
 
     Raises:
         NonFiniteError: A gradient is not finite.
     """
     found: list[NonFiniteError] = []
     for each in syncs:
-        found += [] if each.failed is None else [each.failed]
-        each.failed = None
+        found += each.failed
+        each.failed = []
     if found:
         raise found.pop(0)  # out of the list: its traceback has this frame

@@ -17,8 +17,8 @@ from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from .shares import ranges_of
 
-# Numbers that a rank tells each other one: call, needs, rows, indices outside; then pairs.
-_FIELDS = 4
+# Numbers that a rank tells each other one: call, needs, rows, indices outside, pairs.
+_FIELDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,6 @@ class Route:
         most: Rows of a token, at most: the smaller of K and the number of ranks.
         receives: Rows from each rank; their sum is R, the rows that come.
         pairs: Pairs of a row that comes and one of its experts here: R at least.
-        sizes: The pairs of each expert here, if the ranks told one another; else None.
         backward: Whether a rank of the group needs gradients of hidden states or weights.
     """
 
@@ -46,7 +45,6 @@ class Route:
     sends: tuple[int, ...]
     receives: tuple[int, ...]
     pairs: int
-    sizes: tuple[int, ...] | None
     backward: bool
 
 
@@ -56,8 +54,6 @@ def find_route(
     weights: Tensor,
     counts: tuple[int, ...],
     group: ProcessGroup | None,
-    *,
-    by_expert: bool = False,
 ) -> Route:
     """Count this rank's rows, tell the others and read what they tell: one small all-to-all.
 
@@ -69,8 +65,6 @@ def find_route(
         weights: [T, K].
         counts: Experts of each rank.
         group: The ranks.
-        by_expert: Tell the pairs of each expert. How long a message is depends on the experts
-            then, so ranks must have agreed on these before.
 
     Raises:
         InvalidArgumentError: An index is outside of the experts, or shapes do not fit.
@@ -80,64 +74,32 @@ def find_route(
     call = _Call(hidden.shape[1], hidden.dtype, weights.shape[1], weights.dtype, counts,
                  torch.is_grad_enabled())  # fmt: skip
     ranks, experts = len(counts), sum(counts)
-    told = counts if by_expert else (1,) * ranks  # how many numbers of pairs each rank is told
     inside = index.long().clamp(-1, experts)
     owners = _owners(counts, index.device).take(inside).t()
     goes = owners.new_zeros((ranks + 1, len(index))).scatter_(0, owners, 1)[:ranks]
-    places = _places(experts, index.device).take(inside) if by_expert else owners
-    pairs = owners.new_zeros(sum(told) + 1)
-    pairs.scatter_add_(0, places.reshape(-1), _one(index.device).expand(index.numel()))
+    pairs = owners.new_zeros(ranks + 1)
+    pairs.scatter_add_(0, owners.reshape(-1), _one(index.device).expand(index.numel()))
     rows, outside = goes.sum(1), pairs[-1:].expand(ranks)
     head = _head(_digest(call), _needs(hidden, weights), ranks, index.device)
-    fields = torch.cat((head, rows, outside, pairs[:-1])).take(_order(told, index.device))
-    mine = _FIELDS + told[get_rank(group)]
-    sizes = [_FIELDS + each for each in told], [mine] * ranks
-    heard = all_to_all_flat(fields, *sizes, group).wait()
+    fields = torch.cat((head, torch.stack((rows, outside, pairs[:-1])))).t().reshape(-1)
+    heard = all_to_all_flat(fields, [_FIELDS] * ranks, [_FIELDS] * ranks, group).wait()
     numbers = torch.cat((rows, heard)).tolist()  # once, the host reads
     sends, heard_by = tuple(numbers[:ranks]), numbers[ranks:]
-    calls, needs, receives, beyond = (heard_by[field::mine] for field in range(_FIELDS))
+    calls, needs, receives, beyond, came = (heard_by[at::_FIELDS] for at in range(_FIELDS))
     if len({*calls}) > 1:
         agree("a call of experts", call.lines(), group)
     if any(beyond):
         _refuse(index, experts, group)
-    came = tuple(sum(heard_by[field::mine]) for field in range(_FIELDS, mine))
     # The quicker one has the host wait for a device once more.
     at = goes.nonzero() if goes.is_cpu else torch.nonzero_static(goes, size=sum(sends))
     tokens, most = at[:, 1].contiguous(), min(index.shape[1], ranks)
-    each = came if by_expert else None
-    return Route(
-        group, len(index), tokens, most, sends, tuple(receives), sum(came), each, any(needs)
-    )
+    return Route(group, len(index), tokens, most, sends, tuple(receives), sum(came), any(needs))
 
 
-def stay(index: Tensor, sizes: tuple[int, ...] | None) -> Route:
-    """Return the route of rows whose experts are all here, `sizes` of each if that is known."""
+def stay(index: Tensor) -> Route:
+    """Return the route of rows whose experts are all here."""
     nowhere = index.new_empty(0)
-    return Route(None, len(index), nowhere, 1, (), (), index.numel(), sizes, backward=False)
-
-
-def number_apart(index: Tensor, counts: tuple[int, ...], beyond: int, rank: int) -> Tensor:
-    """Return indices counted so that every rank has experts of its own without weights.
-
-    Args:
-        index: Integers [T, K]; those with weights come first.
-        counts: Experts with weights of each rank.
-        beyond: How many have none. A token goes nowhere for them.
-        rank: This one.
-    """
-    if not beyond:
-        return index
-    inside = index.long().add(1).clamp(0, sum(counts) + beyond + 1)
-    return _numbers_apart(counts, beyond, rank, index.device).take(inside)
-
-
-@lru_cache(maxsize=64)
-def _numbers_apart(counts: tuple[int, ...], beyond: int, rank: int, device: torch.device) -> Tensor:
-    """Return for each index + 1 the number; the first and last are outside."""
-    ranges = ranges_of([count + beyond for count in counts])
-    weighted = [each.start + at for each, n in zip(ranges, counts, strict=True) for at in range(n)]
-    own = ranges[rank][counts[rank] :]
-    return torch.tensor([-1, *weighted, *own, ranges[-1].stop], device=device)
+    return Route(None, len(index), nowhere, 1, (), (), index.numel(), backward=False)
 
 
 @lru_cache(maxsize=64)
@@ -145,22 +107,6 @@ def _owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """Return for each index the rank that has the expert; the last two are outside."""
     ranks = [rank for rank, count in enumerate(counts) for _ in range(count)]
     return torch.tensor([*ranks, len(counts), len(counts)], device=device)
-
-
-@lru_cache(maxsize=64)
-def _places(experts: int, device: torch.device) -> Tensor:
-    """Return for each index its place among the numbers of pairs; the last two are outside."""
-    return torch.tensor([*range(experts), experts, experts], device=device)
-
-
-@lru_cache(maxsize=64)
-def _order(told: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return where messages to the ranks take numbers from: fields [4, ranks], then pairs."""
-    ranks, order = len(told), list[int]()
-    for rank, own in enumerate(ranges_of(told)):
-        order += [field * ranks + rank for field in range(_FIELDS)]
-        order += [_FIELDS * ranks + at for at in own]
-    return torch.tensor(order, device=device)
 
 
 @lru_cache(maxsize=64)
@@ -178,8 +124,8 @@ def _one(device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _head(call: int, needs: bool, ranks: int, device: torch.device) -> Tensor:
-    """Return what a rank tells every other one of its call, int64 [2 * ranks]."""
-    return torch.tensor([call] * ranks + [needs] * ranks, device=device)
+    """Return what a rank tells every other one of its call, int64 [2, ranks]."""
+    return torch.tensor([[call] * ranks, [needs] * ranks], device=device)
 
 
 def _check_shapes(hidden: Tensor, index: Tensor, weights: Tensor) -> None:

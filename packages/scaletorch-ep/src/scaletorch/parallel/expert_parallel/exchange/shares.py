@@ -64,16 +64,3 @@ def counts_of(experts: int | Sequence[int], ranks: int) -> tuple[int, ...]:
             "experts, at most as many as there are experts"
         )
     return counts
-
-
-def rows_of(counts: Sequence[int], rows: int, beyond: int = 0) -> tuple[int, ...]:
-    """Return how many rows of a stack each rank has.
-
-    Args:
-        counts: Experts with weights of each rank.
-        rows: Of the whole stack: one for each expert, or as many.
-        beyond: Experts without weights. Rows that a stack has for them are the last rank's.
-    """
-    each = 1 if rows <= sum(counts) + beyond else rows // sum(counts)
-    own = [count * each for count in counts]
-    return (*own[:-1], rows - sum(own[:-1]))

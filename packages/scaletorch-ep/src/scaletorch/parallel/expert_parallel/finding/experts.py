@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
 from ....dist.errors import InvalidArgumentError
-from ..calls import ALL, ROUTED, SORTED, WAYS, takes
-from .numbering import Number, count, numbers_of, shapes
+from ..calls import FOR_ALL, ROUTED
 
 _LISTS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
-_PLAIN = (bool, int, float, str)
-_MARKED = 1  # the expert whose weights are no numbers
-
-# How a class is called, by its experts, the shapes of its tensors and its settings: layers are
-# alike.
-_known: WeakKeyDictionary[type, dict[Any, str | None]] = WeakKeyDictionary()
+_NOT_A_NUMBER_OF_EXPERTS = ("per_", "top", "shared")  # parts of names such as num_experts_per_tok
+# Classes that take as many rows for each expert, and no routing; others declare so.
+_ROWS_FOR_ALL = frozenset({"Llama4TextExperts"})
+_DECLARED = "rows_for_all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +24,12 @@ class Found:
 
     Attributes:
         name: The module's first name in the model.
-        module: It is called as `way` says.
-        experts: Their number, of those with weights.
-        stacked: Names in the module of parameters with experts along dim 0, a row each or as many.
+        module: The module.
+        experts: Their number.
+        stacked: Names in the module of parameters with a row for each expert along dim 0.
         buffers: The same of buffers.
         numbers: Where the number itself is kept: modules and names of their attributes.
-        way: How it is called, of `WAYS`.
-        beyond: How many experts without weights are numbered behind the others.
+        for_all: Whether it is called with as many rows for each expert, and without a routing.
     """
 
     name: str
@@ -46,8 +38,7 @@ class Found:
     stacked: tuple[str, ...]
     buffers: tuple[str, ...]
     numbers: tuple[tuple[nn.Module, str], ...]
-    way: str = ROUTED
-    beyond: int = 0
+    for_all: bool = False
 
 
 def find_experts(name: str, module: nn.Module) -> Found:
@@ -56,35 +47,21 @@ def find_experts(name: str, module: nn.Module) -> Found:
     Raises:
         InvalidArgumentError: It is not called as experts are, or it cannot be divided.
     """
+    for_all = _takes_rows_for_all(module)
     _check_lists(name, module)
-    _check_call(name, module)
+    _check_call(name, module, 1 if for_all else 3)
     tensors = dict(_tensors(module))
-    number = count(name, module, tensors)
-    experts = number.experts
-    stacked = tuple(n for n in number.stacked if isinstance(tensors[n], nn.Parameter))
-    buffers = tuple(n for n in number.stacked if n not in stacked)
+    experts = _count(name, module, tensors)
+    rows = [inner for inner, each in tensors.items() if each.dim() and len(each) == experts]
+    stacked = tuple(inner for inner in rows if isinstance(tensors[inner], nn.Parameter))
+    buffers = tuple(inner for inner in rows if inner not in stacked)
     if not stacked:
         raise InvalidArgumentError(
             f"'{name}' has {experts} experts, but no parameter with as many rows along dim 0: "
-            f"{shapes(tensors)}"
+            f"{_shapes(tensors)}"
         )
-    way = _find_way(module, number)
-    if way is None:
-        raise InvalidArgumentError(_called_otherwise(name, module))
-    kept = {experts, experts + number.beyond}
-    numbers = tuple(at for at, value in numbers_of(module) if value in kept)
-    return Found(name, module, experts, stacked, buffers, numbers, way, number.beyond)
-
-
-def takes_sorted(module: nn.Module) -> bool:
-    """Return whether a module has stacks of experts, and takes rows sorted by expert."""
-    numbered = any(at[0] is module for at, _ in numbers_of(module))
-    if not (numbered and module._parameters and takes(module, 2)) or takes(module, 1):
-        return False
-    try:
-        return find_experts("", module).way == SORTED
-    except InvalidArgumentError:
-        return False
+    numbers = tuple(place for place, value in _numbers_of(module) if value == experts)
+    return Found(name, module, experts, stacked, buffers, numbers, for_all)
 
 
 def find_list(module: nn.Module) -> tuple[str, int] | None:
@@ -93,7 +70,7 @@ def find_list(module: nn.Module) -> tuple[str, int] | None:
     It is one without a forward of its own, or has some inside as long as the number of experts.
     """
     bare = isinstance(module, _LISTS) and not _has_forward(module)
-    numbers = {number for _, number in numbers_of(module)}
+    numbers = {number for _, number in _numbers_of(module)}
     numbers = numbers or {len(each) for _, each in _tensors(module) if each.dim() > 2}
     for inner, each in module.named_modules():
         fits = isinstance(each, _LISTS) and (bare or not numbers or len(each) in numbers)
@@ -121,7 +98,7 @@ def _check_lists(name: str, module: nn.Module) -> None:
         )
 
 
-def _check_call(name: str, module: nn.Module) -> None:
+def _check_call(name: str, module: nn.Module, arguments: int) -> None:
     kind = type(module).__name__
     if not _has_forward(module):
         raise InvalidArgumentError(
@@ -133,83 +110,58 @@ def _check_call(name: str, module: nn.Module) -> None:
         raise InvalidArgumentError(
             f"the forward of '{name}' was replaced on the instance: divide experts before that"
         )
-    if not any(takes(module, len(way.kinds)) for way in WAYS.values()):
-        raise InvalidArgumentError(_called_otherwise(name, module))
+    signature = inspect.signature(module.forward)
+    try:
+        signature.bind(*[None] * arguments)
+    except TypeError:
+        raise InvalidArgumentError(
+            f"'{name}' ({kind}) is called as {kind}{signature}, not as {ROUTED}, nor does it "
+            f"declare {_DECLARED} = True, as a class does that is called as {FOR_ALL}: its routing "
+            "is decided elsewhere, so tokens cannot be sent to its experts"
+        ) from None
 
 
-def _called_otherwise(name: str, module: nn.Module) -> str:
-    kind = type(module).__name__
-    return (
-        f"'{name}' ({kind}) is called as {kind}{inspect.signature(module.forward)}, not as "
-        f"{', nor as '.join(way.words for way in WAYS.values())}: its routing is decided "
-        "elsewhere, so tokens cannot be sent to its experts"
-    )
+def _takes_rows_for_all(module: nn.Module) -> bool:
+    """Return whether a module takes as many rows for each expert, one expert after another."""
+    known = any(kind.__name__ in _ROWS_FOR_ALL for kind in type(module).__mro__)
+    return known or bool(getattr(module, _DECLARED, False))
+
+
+def _count(name: str, module: nn.Module, tensors: Mapping[str, Tensor]) -> int:
+    """Return the number of a module's experts.
+
+    Raises:
+        InvalidArgumentError: It is not to be seen, or is one of several.
+    """
+    rows = {len(each) for each in tensors.values() if each.dim()}
+    numbers = {number for _, number in _numbers_of(module)}
+    said = numbers & rows
+    if not numbers:  # nothing tells the number: stacks of matrices do
+        said = {len(each) for each in tensors.values() if each.dim() > 2}
+    if len(said) != 1:
+        raise InvalidArgumentError(
+            f"the number of experts of '{name}' ({type(module).__name__}) is "
+            f"{'one of ' + str(sorted(said)) if said else 'not to be seen'}: an attribute such as "
+            "num_experts is to say it, and parameters to have as many rows along dim 0; it has "
+            f"{_shapes(tensors)}"
+        )
+    return said.pop()
+
+
+def _numbers_of(module: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], int]]:
+    """Yield attributes that may hold the number of experts, of the module and of its parts."""
+    for each in module.modules():
+        for attribute, value in vars(each).items():
+            excluded = any(part in attribute for part in _NOT_A_NUMBER_OF_EXPERTS)
+            if type(value) is int and "experts" in attribute and not excluded:
+                yield (each, attribute), value
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> str:
+    """Return names and shapes."""
+    return ", ".join(f"{n} {tuple(t.shape)}" for n, t in tensors.items()) or "no parameters"
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
-
-
-def _find_way(module: nn.Module, number: Number) -> str | None:
-    """Return how a module of experts is called, or None if it is called otherwise.
-
-    A routing is known by its three arguments. One or two could mean anything, so a copy of the
-    module is called, on this host and with nothing drawn at random: with weights of zeros, but for
-    one expert whose weights are not a number. If exactly the rows meant for that one are no
-    numbers then, each row is computed by the expert that it is meant for.
-    The module itself is not changed, and its values do not matter.
-    """
-    if takes(module, 3):
-        return ROUTED
-    if number.experts <= _MARKED or number.beyond:
-        return None
-    shapes = tuple((name, each.shape) for name, each in module.state_dict().items())
-    settings = (f"{name} {value}" for name, value in vars(module).items() if type(value) in _PLAIN)
-    key, known = (number, shapes, *settings), _known.setdefault(type(module), {})
-    if key not in known:
-        known[key] = _try(module, number)
-    return known[key]
-
-
-def _try(module: nn.Module, number: Number) -> str | None:
-    """Return the first way that the module understands, or None."""
-    sizes = [1 + (expert % 3) for expert in range(number.experts)]
-    if takes(module, 2) and _marks(module, number, sizes, (sizes,)):
-        return SORTED
-    if takes(module, 1) and _marks(module, number, [2] * number.experts, ()):
-        return ALL
-    return None
-
-
-def _marks(module: nn.Module, number: Number, sizes: list[int], given: tuple[Any, ...]) -> bool:
-    """Return whether the marked expert's rows are marked, and no others."""
-    twin = _twin(module, number)
-    own = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)) == _MARKED
-    stacks = (each for name, each in module.named_parameters() if name in number.stacked)
-    for width in dict.fromkeys(size for stack in stacks for size in stack.shape[1:]):
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            try:
-                results = type(twin).forward(twin, torch.ones(sum(sizes), width), *given)
-            except Exception:  # whatever its code raises, as of rows too wide
-                continue
-        if isinstance(results, Tensor) and results.dim() == 2 and len(results) == len(own):
-            marked = results.isnan()
-            return bool(torch.equal(marked.all(1), own) and torch.equal(marked.any(1), own))
-    return False
-
-
-def _twin(module: nn.Module, number: Number) -> nn.Module:
-    """Return a copy with zeros, which take no memory until they are written to, and one mark."""
-    memo: dict[int, Any] = {}
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
-    for name, tensor in named:
-        kind = tensor.dtype if not tensor.is_floating_point() else torch.float32
-        values = torch.zeros(tensor.shape, dtype=kind)
-        if name in number.stacked and values.is_floating_point():
-            rows = len(values) // number.experts
-            values[_MARKED * rows : (_MARKED + 1) * rows] = torch.nan
-        parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(values, requires_grad=False) if parameter else values
-    twin = copy.deepcopy(module, memo)
-    return twin.eval()

@@ -8,7 +8,6 @@ from torch import nn
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager.building import matching, no_match
-from .experts import takes_sorted
 
 Plan = Mapping[str, str]
 
@@ -52,11 +51,7 @@ def _recognised(model: nn.Module) -> dict[str, nn.Module]:
     They are the modules with parameters that are called experts, and those that take rows sorted by
     expert, whatever their names; of modules inside one another the inner ones.
     """
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if _is_named(name, module) or takes_sorted(module)
-    }
+    found = {name: module for name, module in model.named_modules() if _is_named(name, module)}
     return {
         name: module
         for name, module in found.items()
