@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from ..keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, START, WEIGHT, Key
+from ..keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, NORM, START, WEIGHT, Key
 from .places import Held
 from .runs import Run
 
@@ -107,12 +107,10 @@ def _sources(
         yield from (k for k in run.held if k.step == step and k.kind == GRADIENT)
     elif key.kind == START:
         yield Key(step - 1, WEIGHT, key.name)
-    elif key.kind in (MOMENT, WEIGHT):
+    elif key.kind == WEIGHT:
         yield Key(step, START, key.name)
         yield Key(step, GRADIENT, key.name)
         yield Key(step, NORM, "")
-        if key.kind == WEIGHT:
-            yield from (k for k in run.held if k[:3] == (step, MOMENT, key.name))
 
 
 def _used_by(key: Key, run: Run, children: Mapping[Key, list[Key]]) -> Iterator[Key]:

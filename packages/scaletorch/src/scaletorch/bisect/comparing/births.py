@@ -14,7 +14,6 @@ from ..keys import (
     FORWARD,
     GRADIENT,
     LOSS,
-    MOMENT,
     NORM,
     SHARE,
     START,
@@ -137,8 +136,8 @@ def _mattering(sources: Mapping[Key, list[Key]], wrong: set[Key]) -> set[Key]:
 
 def _blame(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]:
     """Return the direction and the modules whose code computed a tensor."""
-    if key.kind in (NORM, MOMENT, WEIGHT):
-        return UPDATE, [key.kind if key.kind == NORM else f"{key.kind}s"]
+    if key.kind in (NORM, WEIGHT):
+        return UPDATE, [NORM if key.kind == NORM else "weights"]
     if key.kind == START:
         return START, [key.name.rpartition(".")[0]]
     if key.kind == DATA:

@@ -14,7 +14,6 @@ from ..keys import (
     FORWARD,
     GRADIENT,
     LOSS,
-    MOMENT,
     NORM,
     SHARE,
     START,
@@ -67,7 +66,7 @@ def load(folder: str | Path, steps: Mapping[int, Sequence[Recording]] | None = N
 
 def _turn(key: Key, held: Held) -> tuple[int, int, int]:
     """Return when in a step a tensor has its turn; stages run from the last to the first back."""
-    turns = (DATA, START, FORWARD, LOSS, BACKWARD, SHARE, TERM, GRADIENT, NORM, MOMENT, WEIGHT)
+    turns = (DATA, START, FORWARD, LOSS, BACKWARD, SHARE, TERM, GRADIENT, NORM, WEIGHT)
     rank = held.recording.rank
     return turns.index(key.kind), -rank if key.kind == BACKWARD else rank, held.number
 
