@@ -136,7 +136,7 @@ def check(status, script, folder, monkeypatch, capsys):
 
 def test_scripts_are_right_and_faults_in_them_found(tmp_path, monkeypatch, capsys):
     pytest.importorskip("accelerate")
-    tried = ("ddp", *today(["fsdp2", "tensor", "pipeline", "accelerate"], 2))
+    tried = ("ddp", *today(["fsdp2", "tensor", "pipeline", "accelerate"], 4))
     status = {words: told for words, told in STATUS.items() if words.startswith(tried)}
     check(status, TRAIN, tmp_path, monkeypatch, capsys)
 
