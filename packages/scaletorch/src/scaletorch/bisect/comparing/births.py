@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -158,7 +158,7 @@ def _blame(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]:
         child.name
         if child.item.startswith("out") or _travels(child, run, reference)
         else reference.inside.get(child) or ""
-        for child in _users(reference.first.get(forward, forward), run, reference)
+        for child in reference.used_by(forward, lambda name: _travels(name, run, reference))
         if child.kind == FORWARD
     ]
     return BACKWARD, _innermost(users) or [LOSS]
@@ -220,18 +220,6 @@ def _wrong_shares(first: Key, run: Run, reference: Run) -> list[str]:
         for key in shares
         if not adds_up(run.held[key], reference.held[key], NEAR)
     ]
-
-
-def _users(key: Key, run: Run, reference: Run) -> Iterator[Key]:
-    """Yield what a tensor was used for under any of its names, and where else it arrives."""
-    first = reference.first.get(key, key)
-    for child, parents in reference.parents.items():
-        if key not in parents:
-            continue
-        if reference.first.get(child) != first or _travels(child, run, reference):
-            yield child
-        else:
-            yield from _users(child, run, reference)
 
 
 def _innermost(names: Sequence[str]) -> list[str]:
