@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from sweeps import today
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,6 +35,12 @@ FAULTS = {  # the program's fault -> direction, a module, the tensor's name, wor
     "stale": ("update", "weights", "embed.weight", "does the optimizer hold other tensors"),
     "start": ("start", "layers.1.mlp.up_proj", "layers.1.mlp.up_proj.weight", "times the right"),
 }
+# Each fault on one of the layouts, every day on another.
+CASES = [
+    (fault, layout)
+    for number, fault in enumerate(FAULTS)
+    for layout in today(LAYOUTS[number % 3 :] + LAYOUTS[: number % 3], 3)
+]
 
 
 def batch():
@@ -228,9 +235,8 @@ def train_all(folder):
     """Train all programs on four ranks."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     found = {}
-    for layout in LAYOUTS:
-        for fault in ("", *FAULTS):
-            found[layout, fault] = step(Path(folder, f"{layout}{fault}"), layout, fault)
+    for fault, layout in [*(("", layout) for layout in LAYOUTS), *CASES]:
+        found[layout, fault] = step(Path(folder, f"{layout}{fault}"), layout, fault)
     for fault in ("", *MIXED):
         mixed(Path(folder, f"mixed{fault}"), fault)
     return found

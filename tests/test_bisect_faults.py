@@ -1,9 +1,9 @@
-"""Faults in others' programs are told, each in words that fit, on every layout of four ranks."""
+"""Faults in others' programs are told, each in words that fit, on layouts of four ranks."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.bisect_faults import FAULTS, LAYOUTS, MIXED, mixed, step, train_all
+from tests.bisect_faults import CASES, FAULTS, LAYOUTS, MIXED, mixed, step, train_all
 from torch import nn
 
 from scaletorch.bisect import compare, record
@@ -49,8 +49,7 @@ def test_right_programs_are_right_and_completely_compared(runs, layout):
     assert not report.count("unseen"), report
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("fault", "layout"), CASES, ids=str)
 def test_a_fault_is_told_in_words_that_fit(runs, fault, layout):
     folder, *_ = runs
     direction, module, tensor, words = FAULTS[fault]

@@ -184,7 +184,7 @@ def test_recording_leaves_nothing_behind(tmp_path):
     report = compare(tmp_path / "one", tmp_path / "two")
     assert report.sound
     kinds = {key.kind for key in report.judged}
-    results = {"start", "loss", "gradient", "norm", "moment", "weight"}
+    results = {"start", "loss", "gradient", "norm", "weight"}
     assert kinds == {"forward", "backward", *results}
 
 

@@ -7,7 +7,7 @@ from mutants import MUTANTS, matches
 from mutants.hunt import MODELS
 from mutants.located import DIRECTIONS
 
-WORDS = {"model", "loss", "gradients", "norm", "clip", "weights", "moments", "labels"}
+WORDS = {"model", "loss", "gradients", "norm", "clip", "weights", "labels"}
 NORMS = "backward: *.q_norm | *.k_norm ; synchronisation: *_norm.weight"
 
 

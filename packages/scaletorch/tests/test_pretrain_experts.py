@@ -11,9 +11,8 @@ from scaletorch.dist.testing import relative_error
 from scaletorch.models import LlamaConfig, MixtureConfig
 from scaletorch.pretrain import pretrain
 from scaletorch.pretrain.__main__ import main
-from scaletorch.pretrain.commands import export
+from scaletorch.pretrain.export import export, load_trained
 from scaletorch.pretrain.report import flops_per_token
-from scaletorch.pretrain.saved import load_trained
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from test_verify_experts import SMALL, Leaning, leaning, small
+from small_models import SMALL_MIXTURE, small_mixture
+from test_verify_experts import Leaning, leaning
 
 from scaletorch.dist import get_rank
 from scaletorch.models.mixture import Experts
@@ -20,9 +21,9 @@ class Faulty(Experts):
 
 
 def faulty():
-    model = small()
+    model = small_mixture()
     for layer in model.layers:
-        experts = Faulty(SMALL)
+        experts = Faulty(SMALL_MIXTURE)
         experts.load_state_dict(layer.mlp.experts.state_dict())
         layer.mlp.experts = experts
     return model
@@ -40,7 +41,7 @@ def elsewhere():
 
 def test_layouts_lose_no_more_than_one_process():
     layouts = [Grid(dp=2, ep=2), Grid(tp=2, ep=2), Grid(pp=2), Grid(cp=2, ep=2)]
-    report = verify(small, layouts=layouts, dtype="bfloat16")
+    report = verify(small_mixture, layouts=layouts, dtype="bfloat16")
     assert report.passed, report
     assert "1.25 x what one process loses" in report.summary()
 

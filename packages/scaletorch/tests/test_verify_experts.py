@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small_models import SMALL_MIXTURE, small_mixture
 from torch import nn
 
 from scaletorch.compose.experts import count_experts
@@ -15,15 +16,6 @@ from scaletorch.verify.__main__ import main, parse, problem_of
 from scaletorch.verify.cases import choose_layouts
 from scaletorch.verify.problem import default_mixture, sharpened
 from scaletorch.verify.routing import Choice, doubtful, margins, watched
-
-SMALL = MixtureConfig(
-    vocab_size=64, hidden_size=16, intermediate_size=8, num_layers=2, num_heads=4, num_kv_heads=2,
-    num_experts=4,
-)  # fmt: skip
-
-
-def small():
-    return sharpened(Mixture(SMALL))
 
 
 def uneven():
@@ -48,9 +40,9 @@ class Faulty(Leaning):
 
 
 def leaning(kind=Leaning):
-    model = small()
+    model = small_mixture()
     for layer in model.layers:
-        gate = kind(SMALL)
+        gate = kind(SMALL_MIXTURE)
         gate.weight = layer.mlp.gate.weight
         layer.mlp.gate = gate
     return model
@@ -92,7 +84,7 @@ def test_a_model_says_how_many_experts_it_has():
 
 
 def test_all_layouts_of_two_ranks():
-    report = verify(small, world_size=2, dtype="float64")
+    report = verify(small_mixture, world_size=2, dtype="float64")
     assert report.passed, report
     assert len(report.results) == 8
     assert "2x1x1x1-ep2 float64" in str(report)
@@ -105,7 +97,7 @@ def test_experts_on_uneven_ranks():
 
 def test_experts_whole_or_cut_over_tp():
     layouts = [Grid(dp=2, tp=2, ep=2, etp=2), Grid(dp=2, tp=2, etp=1)]
-    report = verify(small, layouts=layouts, dtype="float64")
+    report = verify(small_mixture, layouts=layouts, dtype="float64")
     assert report.passed, report
     assert report.results[0].case.arguments.startswith("--layout 2x1x1x2-ep2-etp2 ")
 
@@ -155,7 +147,7 @@ def test_margins_are_of_scores_that_were_chosen_and_the_next():
 
 
 def test_experts_without_tokens_get_a_gradient_of_zeros():
-    experts = Experts(SMALL).double()
+    experts = Experts(SMALL_MIXTURE).double()
     for parameter in experts.parameters():
         nn.init.normal_(parameter)
     index = torch.zeros(5, 1, dtype=torch.int64)

@@ -11,13 +11,22 @@ from test_whole_matrices import BOUND, STEPS, muon, reference, shampoo, step_on
 
 from scaletorch.checkpoint import load, save
 from scaletorch.compose import full_state_dict
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist import RankPool
+from scaletorch.dist.testing import preload
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
 
 SAVED = 1  # steps
+
+preload("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor")
+
+
+@pytest.fixture(scope="module")
+def four():
+    with RankPool(4, seed=0, timeout=200) as pool:
+        yield pool
 
 
 def prepared(sizes, make, zero):
@@ -56,27 +65,29 @@ LAYOUTS = [
 ]
 
 
-def trained(tmp_path, make, first, second):
+def trained(four, tmp_path, make, first, second):
     """Train on one layout, go on on another; compare with one process on every rank."""
     expected = reference("llama", make)[-1]
-    ranks = [torch.Size(sizes.values()).numel() for sizes, _ in (first, second)]
-    run_ranks(begin, ranks[0], str(tmp_path), first[0], make, first[1], timeout=200)
-    for error in run_ranks(
-        go_on, ranks[1], expected, str(tmp_path), second[0], make, second[1], timeout=200
-    ):
+
+    def run(function, *args):  # on four ranks, or in this process
+        sizes = args[-3]
+        return four.run(function, *args) if sizes else [function(*args)]
+
+    run(begin, str(tmp_path), first[0], make, first[1])
+    for error in run(go_on, expected, str(tmp_path), second[0], make, second[1]):
         assert error < BOUND
 
 
 @pytest.mark.parametrize("number", today(range(len(LAYOUTS)), 4))
-def test_muon_goes_on_on_another_layout(tmp_path, number):
-    trained(tmp_path, muon, LAYOUTS[number], LAYOUTS[(number + 1) % len(LAYOUTS)])
+def test_muon_goes_on_on_another_layout(four, tmp_path, number):
+    trained(four, tmp_path, muon, LAYOUTS[number], LAYOUTS[(number + 1) % len(LAYOUTS)])
 
 
-def test_one_process_takes_over_and_hands_back(tmp_path):
+def test_one_process_takes_over_and_hands_back(four, tmp_path):
     alone = {}, 0
-    trained(tmp_path / "a", muon, LAYOUTS[0], alone)
-    trained(tmp_path / "b", muon, alone, LAYOUTS[1])
+    trained(four, tmp_path / "a", muon, LAYOUTS[0], alone)
+    trained(four, tmp_path / "b", muon, alone, LAYOUTS[1])
 
 
-def test_state_of_other_shapes_than_its_matrix(tmp_path):
-    trained(tmp_path, shampoo, ({"tp_size": 2}, 0), ({"tp_size": 2, "dp_size": 2}, 1))
+def test_state_of_other_shapes_than_its_matrix(four, tmp_path):
+    trained(four, tmp_path, shampoo, ({"tp_size": 4}, 0), ({"tp_size": 2, "dp_size": 2}, 1))

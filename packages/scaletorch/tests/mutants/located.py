@@ -20,7 +20,7 @@ def matches(born: str, direction: str, modules: Sequence[str], parameters: Seque
             the output is right; 'synchronisation' that ranks' right gradients become a wrong one;
             'update' what is made of right gradients; 'data' which part of the batch a rank has.
             'model' is the model's own code, 'loss' the loss behind it, 'gradients' those of any
-            parameters; 'norm', 'clip', 'weights', 'moments' of an update and entries of the batch
+            parameters; 'norm', 'clip', 'weights' of an update and entries of the batch
             are named by these words.
         direction: The report's.
         modules: What it names: modules, '' for the model itself, or the words above.

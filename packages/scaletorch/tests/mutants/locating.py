@@ -23,7 +23,7 @@ from .located import matches
 from .mutant import Mutant
 
 ELSEWHERE = " (wrong)"
-OF_PARAMETERS = ("gradient", "weight", "moment")
+OF_PARAMETERS = ("gradient", "weight")
 
 
 def locate_all(

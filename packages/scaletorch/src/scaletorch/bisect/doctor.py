@@ -14,8 +14,9 @@ import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -110,10 +111,16 @@ def _require_the_same(alone: Path, again: Path) -> None:
 
 
 class _FirstStep:
-    """Records a script's first step, then ends the process."""
+    """Records a script's first step, then ends the process.
 
-    def __init__(self, folder: Path, *, perturbed: bool) -> None:
-        self._folder, self._perturbed = folder, perturbed
+    Args:
+        folder: Of the recordings.
+        optimizers: All that the script has made.
+        perturbed: Change the weights by an epsilon before the step.
+    """
+
+    def __init__(self, folder: Path, optimizers: Iterable[Optimizer], *, perturbed: bool) -> None:
+        self._folder, self._optimizers, self._perturbed = folder, optimizers, perturbed
         self._stack, self._calls, self._steps = ExitStack(), 0, 0
         self._known: set[int] = set()  # parameters of the model, once the step has begun
         self._random = torch.get_rng_state()
@@ -121,7 +128,7 @@ class _FirstStep:
     def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kw: Any) -> Any:
         """Begin at the first call of the model that is trained."""
         waits = not self._known and not self._calls and torch.is_grad_enabled()
-        if waits and (model := _trained_model(module)) is not None:
+        if waits and (model := _trained_model(module, self._trained())) is not None:
             self._begin(model)
             return module(*args, **kw)
         self._calls += 1
@@ -129,6 +136,11 @@ class _FirstStep:
             return original(module, *args, **kw)
         finally:
             self._calls -= 1
+
+    def _trained(self) -> list[list[Tensor]]:
+        """Return the parameters that each optimizer trains."""
+        groups = [optimizer.param_groups for optimizer in self._optimizers]
+        return [[p for each in own for p in each["params"] if p.requires_grad] for own in groups]
 
     def _begin(self, model: nn.Module) -> None:
         self._known = {id(parameter) for parameter in model.parameters()}
@@ -149,7 +161,7 @@ class _FirstStep:
         if self._steps:
             return  # an optimizer within another
         self._stack.close()
-        others = (p for p in chain(*_trained(gc.get_objects())) if id(p) not in self._known)
+        others = (p for p in chain(*self._trained()) if id(p) not in self._known)
         if any(parameter.grad is not None for parameter in others):
             raise SystemExit(
                 "optimizers train more than the model that is called, and no module holds all of "
@@ -170,25 +182,37 @@ def leave() -> None:
     os._exit(0)
 
 
-def _trained_model(called: nn.Module) -> nn.Module | None:
-    """Return the model, or stages, of a call that optimizers train; None if it is of another."""
-    alive = gc.get_objects()
-    stages = [each for each in alive if hasattr(type(each), "forward_one_chunk")]
-    if any(called in stage.submod.modules() for stage in stages):
-        return Stages(stages)
+def _trained_model(called: nn.Module, by_optimizer: Sequence[Sequence[Tensor]]) -> nn.Module | None:
+    """Return the model, or stages, that optimizers train through this call; None if none do."""
+    if "torch.distributed.pipelining" in sys.modules:
+        stages = [each for each in gc.get_objects() if hasattr(type(each), "forward_one_chunk")]
+        if any(called in stage.submod.modules() for stage in stages):
+            return Stages(stages)
     own = {id(p) for p in called.parameters() if p.requires_grad}
-    trained = {id(p) for each in _trained(alive) if own & set(map(id, each)) for p in each}
-    modules: list[nn.Module] = [each for each in alive if issubclass(type(each), nn.Module)]
-    holders = [m for m in modules if trained <= {id(p) for p in m.parameters()}]
-    if trained <= own or not holders:
+    trained = {id(p) for each in by_optimizer if own & set(map(id, each)) for p in each}
+    if trained <= own:
         return called if trained else None
-    return min(holders, key=lambda module: len(list(module.modules())))
+    modules = (each for each in gc.get_objects() if issubclass(type(each), nn.Module))
+    holders = [m for m in modules if trained <= {id(p) for p in m.parameters()}]
+    return min(holders, key=lambda module: len(list(module.modules())), default=called)
 
 
-def _trained(alive: Sequence[Any]) -> list[list[Tensor]]:
-    """Return what each optimizer trains."""
-    groups = [each.param_groups for each in alive if issubclass(type(each), Optimizer)]
-    return [[p for group in own for p in group["params"] if p.requires_grad] for own in groups]
+@contextmanager
+def _noting_optimizers() -> Iterator[Iterable[Optimizer]]:
+    """Yield the optimizers that are made from now on, as long as they live."""
+    made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+    kind: Any = Optimizer
+    original = kind.__init__
+
+    def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        made.add(self)
+
+    kind.__init__ = init
+    try:
+        yield made
+    finally:
+        kind.__init__ = original
 
 
 @torch.no_grad()
@@ -209,7 +233,10 @@ def follow(folder: Path, script: str, arguments: Sequence[str], *, perturbed: bo
         SystemExit: It ended, and no optimizer made a step.
     """
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
-    with calls_to(_FirstStep(folder, perturbed=perturbed).called):
+    with (
+        _noting_optimizers() as optimizers,
+        calls_to(_FirstStep(folder, optimizers, perturbed=perturbed).called),
+    ):
         runpy.run_path(script, run_name="__main__")
     raise SystemExit(f"{script} ended, and no optimizer made a step for a model that was called")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 FORWARD, BACKWARD = "forward", "backward"
-GRADIENT, NORM, MOMENT, WEIGHT, LOSS = "gradient", "norm", "moment", "weight", "loss"
+GRADIENT, NORM, WEIGHT, LOSS = "gradient", "norm", "weight", "loss"
 START, DATA, TERM, SHARE = "start", "data", "term", "share"
 FINAL = (START, LOSS, GRADIENT, NORM, WEIGHT)  # what training comes to, and what it began with
 UNGRADED = " under no_grad"  # behind the items of calls that nothing is learned from
@@ -17,12 +17,12 @@ class Key(NamedTuple):
     Attributes:
         step: 0-based.
         kind: FORWARD for what goes into a module or comes out of it, BACKWARD for the gradient of
-            that, GRADIENT, MOMENT and WEIGHT of a parameter, START for its value before the step,
+            that, GRADIENT and WEIGHT of a parameter, START for its value before the step,
             NORM and LOSS, DATA for an entry of the batch, TERM for what a module adds to a rank's
             gradient of a parameter, SHARE for what it adds to that of a tensor: the user is in
             `item`, behind a blank.
         name: The module's or the parameter's; '' is the model.
-        item: Which of a module's tensors, 'in.0', 'in.mask', 'out'; which moment of a parameter.
+        item: Which of a module's tensors: 'in.0', 'in.mask', 'out'.
         call: Which call of the module in one forward.
     """
 

@@ -24,7 +24,7 @@ from ..verify.runner import load_reference
 from ..verify.training import build, choosing, compare_dropout, divide, norm_of, optimizers_of
 from ..verify.where import moved, rank_device
 from .recording.described import Description
-from .recording.ours import describe_grid, moments_of, places_of
+from .recording.ours import describe_grid, places_of
 from .recording.tape import record
 
 
@@ -97,7 +97,6 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
                 tape.norm(norm_of(model, manager, clips=phase.clips))
                 for optimizer in optimizers:
                     optimizer.step()
-                tape.moments_at(moments_of(optimizers, model, manager))
                 tape.put_all("weight", _parameters(model))
                 for optimizer in optimizers:
                     optimizer.zero_grad()

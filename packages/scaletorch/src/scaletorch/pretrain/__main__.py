@@ -1,20 +1,21 @@
-"""`python -m scaletorch.pretrain --tp 2 --cp 2 --pp 2 --dp 2`, and sample, eval, export."""
+"""`python -m scaletorch.pretrain --tp 2 --cp 2 --pp 2 --dp 2`, and `export`."""
 
 from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
+from typing import Any
 
+from ..checkpoint import latest
 from ..dist import RankFailedError
 from ..dist.building import without_coordinates
 from ..dist.errors import ScaletorchError
-from .commands import COMMANDS, PROGRAM, load_tyro, run_command
 from .config import PretrainConfig
-from .interrupt import stop_on_ctrl_c
+from .export import Export
 from .report import logged_losses
 from .run import Result, pretrain
 
+PROGRAM = "python -m scaletorch.pretrain"
 DESCRIPTION = f"""Train a small Llama, or Mixtral with --experts, on text, on any layout of ranks.
 
 It starts its own ranks on this machine, or is one rank of torchrun, srun or mpirun. The text is the
@@ -22,24 +23,50 @@ Python standard library's sources unless --data names other. All defaults below 
 command; `hatch run train` in a clone of the repository adds --tp 2 --cp 2 --pp 2 --dp 2 --compare,
 and what you pass comes after these.
 
-Afterwards: {PROGRAM} sample | eval | export, each with --help.
+Afterwards: {PROGRAM} export RUN FOLDER writes the model for transformers.
 """
 
 
-def parse(arguments: list[str]) -> PretrainConfig:
-    """Read the command line."""
+def load_tyro() -> Any:
+    """Return the library that reads command lines.
+
+    Raises:
+        SystemExit: A library that the command needs is not installed.
+    """
     try:
         import matplotlib  # noqa: F401
         import rich  # noqa: F401
+        import tyro
     except ImportError as error:
         raise SystemExit(
             f"the command needs {error.name}: pip install 'scaletorch[pretrain]'"
         ) from error
-    tyro = load_tyro()
-    config: PretrainConfig = tyro.cli(
+    return tyro
+
+
+def parse(arguments: list[str]) -> PretrainConfig:
+    """Read the command line of a training run."""
+    config: PretrainConfig = load_tyro().cli(
         PretrainConfig, prog=PROGRAM, description=DESCRIPTION, args=arguments
     )
     return config
+
+
+def export_command(arguments: list[str]) -> int:
+    """Export a trained model; the exit status is as in `main`."""
+    tyro = load_tyro()
+    options: Export = tyro.cli(
+        Export,
+        prog=f"{PROGRAM} export",
+        args=arguments,
+        config=(tyro.conf.PositionalRequiredArgs,),
+    )
+    try:
+        print(options.run())
+    except ScaletorchError as error:
+        print(one_line(error), file=sys.stderr)
+        return 2
+    return 0
 
 
 def summary(config: PretrainConfig, result: Result, seconds: float) -> str:
@@ -71,16 +98,18 @@ def as_one_process(config: PretrainConfig, result: Result) -> bool:
 def way_on(config: PretrainConfig, result: Result) -> str:
     """Return what to do next."""
     if config.save_every and (result.out / "checkpoints").is_dir():
-        return f"next: {PROGRAM} sample {result.out} --prompt 'def '"
-    return "next: with --out FOLDER --save-every N there is a checkpoint to sample, eval and export"
+        return f"next: {PROGRAM} export {result.out} FOLDER"
+    return "next: with --out FOLDER --save-every N there is a checkpoint to resume and to export"
 
 
-def report_interrupt(config: PretrainConfig, out: Path | None) -> None:
-    """Say what there is of a run that Ctrl-C has ended, and how to go on."""
+def report_interrupt(config: PretrainConfig) -> None:
+    """Print how far a run that Ctrl-C ended has come, and how to continue it."""
+    out = config.out
     steps = max(logged_losses(out), default=0) if out is not None else 0
+    saved = None if out is None else latest(out / "checkpoints")
     on = (
-        "go on with --resume auto" if config.save_every and steps
-        else "nothing can be resumed without --out and --save-every"
+        "nothing can be resumed without --out and --save-every" if saved is None
+        else f"go on from {saved.name} with --resume auto"
     )  # fmt: skip
     where = f", log and curve in {out}" if steps else ""
     print(f"interrupted after step {steps} of {config.steps}{where}; {on}", file=sys.stderr)
@@ -101,22 +130,16 @@ def one_line(error: ScaletorchError) -> str:
 def train_command(config: PretrainConfig) -> int:
     """Train; the exit status is as in `main`."""
     start = time.perf_counter()
-    out = config.out
-    with stop_on_ctrl_c() as stop:
-        try:
-            result = pretrain(config, stop)
-        except ScaletorchError as error:
-            print(one_line(error), file=sys.stderr)
-            return 2
-        except KeyboardInterrupt:
-            report_interrupt(config, out)
-            return 130
-        stopped = stop is not None and stop.exists()
+    try:
+        result = pretrain(config)
+    except ScaletorchError as error:
+        print(one_line(error), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        report_interrupt(config)
+        return 130
     if result is None:
         return 0
-    if stopped:
-        report_interrupt(config, result.out)
-        return 130
     if not result.losses:
         print(
             f"nothing to do: {result.out} already holds step {config.steps}; train on with --steps"
@@ -137,13 +160,8 @@ def main(arguments: list[str] | None = None) -> int:
         1 where the loss curve leaves one process's, 2 for wrong settings, 130 after Ctrl-C.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments and arguments[0] in COMMANDS:
-        try:
-            print(run_command(arguments[0], arguments[1:]))
-        except ScaletorchError as error:
-            print(one_line(error), file=sys.stderr)
-            return 2
-        return 0
+    if arguments[:1] == ["export"]:
+        return export_command(arguments[1:])
     return train_command(parse(arguments[1:] if arguments[:1] == ["train"] else arguments))
 
 

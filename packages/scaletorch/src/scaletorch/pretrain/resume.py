@@ -185,7 +185,7 @@ class Saver:
             self._saving, self._saved = self._save(step), step
 
     def end(self, step: int) -> None:
-        """Save the last of all steps, or that before a stop, if it is not saved."""
+        """Save the state after the last step, unless it is saved already."""
         if self._every and step > self._saved:
             self._saving, self._saved = self._save(step), step
 

@@ -111,12 +111,11 @@ def _numbers(losses: list[float]) -> torch.Tensor:
     return torch.tensor(losses, dtype=torch.float64)
 
 
-def pretrain(config: PretrainConfig, stop: Path | None = None) -> Result | None:
+def pretrain(config: PretrainConfig) -> Result | None:
     """Train on the grid of `config`, with a launcher's ranks or with local ranks of our own.
 
     Args:
         config: The settings.
-        stop: As for `train`; it reaches local ranks alone.
 
     Returns:
         The result on rank 0, and None on a launcher's other ranks.
@@ -136,11 +135,11 @@ def pretrain(config: PretrainConfig, stop: Path | None = None) -> Result | None:
             return None
     else:
         try:
-            losses = train_locally(replace(config, out=out), stop)
+            losses = train_locally(replace(config, out=out))
         except BaseException:
             draw_curve(config, out)  # of the steps until then
             raise
-    return finish(config, out, losses, interrupted=stop is not None and stop.exists())
+    return finish(config, out, losses)
 
 
 def agree_on_plan(config: PretrainConfig) -> tuple[PretrainConfig, Path]:
@@ -154,14 +153,12 @@ def agree_on_plan(config: PretrainConfig) -> tuple[PretrainConfig, Path]:
     return replace(config, decay_steps=decay_steps), Path(folder)
 
 
-def finish(
-    config: PretrainConfig, out: Path, losses: list[float], *, interrupted: bool = False
-) -> Result:
+def finish(config: PretrainConfig, out: Path, losses: list[float]) -> Result:
     """Draw the curve, and compare with one process if asked to; nothing where no step was done."""
     if not losses:
         return Result(losses, out)
     draw_curve(config, out)  # before a comparison that takes its time
-    if not config.compare or interrupted:
+    if not config.compare:
         return Result(losses, out)
     reference = one_process_losses(config, len(losses))
     draw_curve(config, out, reference)
@@ -194,13 +191,13 @@ def prepare(config: PretrainConfig) -> None:
             ) from error
 
 
-def train_locally(config: PretrainConfig, stop: Path | None = None) -> list[float]:
+def train_locally(config: PretrainConfig) -> list[float]:
     """Train in this process, or on as many local ranks as the grid has."""
     size = config.grid.world_size
     if size == 1:
-        return train(config, stop)
+        return train(config)
     backend = local_backend(config.backend)
-    losses: list[float] = launch(train, size, config, stop, backend=backend)[0]
+    losses: list[float] = launch(train, size, config, backend=backend)[0]
     return losses
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -43,18 +42,15 @@ from ..parallel.pg_manager import (
 )
 from .config import PretrainConfig, plain_model, sizes_of
 from .data import Corpus, check_same_data, load_corpus
-from .interrupt import StopFile
 from .report import Reporter, flops_per_token, job_peak
 from .resume import Saver, load_last, refuse_mixing, save_step
 
 
-def train(config: PretrainConfig, stop: Path | None = None) -> list[float]:
+def train(config: PretrainConfig) -> list[float]:
     """Train on this process's share of the grid; every rank calls it.
 
     Args:
         config: The settings, the same on every rank.
-        stop: A file on this machine: once it is there, all ranks end after the same step, with a
-            checkpoint if any were asked for.
 
     Returns:
         The global loss of each step done by this call, the same on every rank.
@@ -66,14 +62,12 @@ def train(config: PretrainConfig, stop: Path | None = None) -> list[float]:
     manager = setup_process_group_manager(config.tp, config.cp, config.pp, config.dp, config.ep)
     try:
         with guard.watch(label=describe_rank):
-            return train_on(config, manager, stop)
+            return train_on(config, manager)
     finally:
         destroy_process_group_manager()
 
 
-def train_on(
-    config: PretrainConfig, manager: ProcessGroupManager, stop: Path | None = None
-) -> list[float]:
+def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float]:
     """Build everything, resume if asked to, and train to the last step."""
     refuse_mixing(config)
     if is_distributed():
@@ -95,7 +89,6 @@ def train_on(
     flops = tokens * flops_per_token(sizes, config.seq_len)
     peak = shared_peak(config, device, manager.world_size)
     main = is_main_process()
-    stopping = StopFile(stop, leader=main)
     losses: list[float] = []
     reporter = Reporter(
         config.out if main else None, short_name(config.grid), start, config.steps,
@@ -109,14 +102,12 @@ def train_on(
         for note in notes(config, device, peak):
             reporter.say(note)
         for step in range(start, config.steps):
-            if stopping.before(step):
-                break
             values = optimizer_step(config, manager, model, optimizer, corpus, step)
             guard.step(step + 1)
             losses.append(values["loss"])
             reporter.step(step + 1, values, tokens=tokens, flops=flops, peak=peak)
             saver.after(step + 1)
-        saver.end(start + len(losses))
+        saver.end(config.steps)
     return losses
 
 

@@ -7,32 +7,29 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from ..keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, START, WEIGHT, Key
+from ..keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, NORM, START, WEIGHT, Key
 from .places import Held
 from .runs import Run
 
 
 def ancestors(run: Run) -> dict[Key, list[Key]]:
     """Return what each tensor of a run is computed from, forward, backward and in the update."""
-    children: dict[Key, list[Key]] = defaultdict(list)
     users: dict[tuple[int, str], list[Key]] = defaultdict(list)
-    for key, parents in run.parents.items():
-        for parent in parents:
-            children[parent].append(key)
-        for name in run.uses.get(key, ()):
+    for key, names in run.uses.items():
+        for name in names:
             users[key.step, name].append(key)
-    _link(run, children)
+    _link(run)
     for key in run.held:  # a parameter that its module alone knows, as where it is put together
         if key.kind == FORWARD and key.item.startswith("out"):
             users[key.step, key.name].append(key)
-    found = {key: list(dict.fromkeys(_sources(key, run, children, users))) for key in run.held}
+    found = {key: list(dict.fromkeys(_sources(key, run, users))) for key in run.held}
     for source, results in _beside(run):
         for key in results:
             found[key].append(source)
     return found
 
 
-def _link(run: Run, children: dict[Key, list[Key]]) -> None:
+def _link(run: Run) -> None:
     """Note what is computed from tensors that leave a rank's graph: the next stage, the loss."""
     for key, held in run.held.items():
         if (
@@ -41,13 +38,12 @@ def _link(run: Run, children: dict[Key, list[Key]]) -> None:
             or not getattr(torch, held[0].line.dtype).is_floating_point
         ):
             continue
-        for last in _last(run, key, children):
+        for last in _last(run, key):
             if key.kind == LOSS or _arrives(run.held[last], held):
-                children[last].append(key)
-                run.parents.setdefault(key, {})[last] = None
+                run.link(key, last)
 
 
-def _last(run: Run, key: Key, children: Mapping[Key, list[Key]]) -> list[Key]:
+def _last(run: Run, key: Key) -> list[Key]:
     """Return the outputs of a step that nothing is known to be computed from."""
     return [
         each
@@ -55,7 +51,7 @@ def _last(run: Run, key: Key, children: Mapping[Key, list[Key]]) -> list[Key]:
         if each[:2] == (key.step, FORWARD)
         and each.item.startswith("out")
         and each != key
-        and not any(child.kind != LOSS for child in children.get(each, ()))
+        and not any(child.kind != LOSS for child in run.children.get(each, ()))
     ]
 
 
@@ -86,19 +82,14 @@ def _sees(kind: str, entry: str) -> bool:
     return kind == LOSS or (kind == FORWARD and not of_loss)
 
 
-def _sources(
-    key: Key,
-    run: Run,
-    children: Mapping[Key, list[Key]],
-    users: Mapping[tuple[int, str], list[Key]],
-) -> Iterator[Key]:
+def _sources(key: Key, run: Run, users: Mapping[tuple[int, str], list[Key]]) -> Iterator[Key]:
     step = key.step
     if key.kind in (FORWARD, LOSS):
         yield from run.parents.get(key, ())
         for name in run.uses.get(key, ()):
             yield Key(step, START, name)
     elif key.kind == BACKWARD:
-        yield from _passed_back(_used_by(key._replace(kind=FORWARD), run, children), run)
+        yield from _passed_back(run.used_by(key._replace(kind=FORWARD)), run)
     elif key.kind == GRADIENT:
         name = run.steps[step][0].header["tied"].get(key.name, key.name)
         own = users.get((step, name)) or users.get((step, name.rpartition(".")[0]), [])
@@ -107,24 +98,10 @@ def _sources(
         yield from (k for k in run.held if k.step == step and k.kind == GRADIENT)
     elif key.kind == START:
         yield Key(step - 1, WEIGHT, key.name)
-    elif key.kind in (MOMENT, WEIGHT):
+    elif key.kind == WEIGHT:
         yield Key(step, START, key.name)
         yield Key(step, GRADIENT, key.name)
         yield Key(step, NORM, "")
-        if key.kind == WEIGHT:
-            yield from (k for k in run.held if k[:3] == (step, MOMENT, key.name))
-
-
-def _used_by(key: Key, run: Run, children: Mapping[Key, list[Key]]) -> Iterator[Key]:
-    """Yield what a tensor was used for under all of its names, which share one gradient."""
-    first = run.first.get(key, key)
-    names = [first]
-    for name in names:
-        for child in children.get(name, ()):
-            if run.first.get(child) == first:
-                names.append(child)
-            else:
-                yield child
 
 
 def _passed_back(results: Iterable[Key], run: Run) -> Iterator[Key]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,6 @@ from ..keys import (
     FORWARD,
     GRADIENT,
     LOSS,
-    MOMENT,
     NORM,
     SHARE,
     START,
@@ -137,8 +136,8 @@ def _mattering(sources: Mapping[Key, list[Key]], wrong: set[Key]) -> set[Key]:
 
 def _blame(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]:
     """Return the direction and the modules whose code computed a tensor."""
-    if key.kind in (NORM, MOMENT, WEIGHT):
-        return UPDATE, [key.kind if key.kind == NORM else f"{key.kind}s"]
+    if key.kind in (NORM, WEIGHT):
+        return UPDATE, [NORM if key.kind == NORM else "weights"]
     if key.kind == START:
         return START, [key.name.rpartition(".")[0]]
     if key.kind == DATA:
@@ -159,7 +158,7 @@ def _blame(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]:
         child.name
         if child.item.startswith("out") or _travels(child, run, reference)
         else reference.inside.get(child) or ""
-        for child in _users(reference.first.get(forward, forward), run, reference)
+        for child in reference.used_by(forward, lambda name: _travels(name, run, reference))
         if child.kind == FORWARD
     ]
     return BACKWARD, _innermost(users) or [LOSS]
@@ -221,18 +220,6 @@ def _wrong_shares(first: Key, run: Run, reference: Run) -> list[str]:
         for key in shares
         if not adds_up(run.held[key], reference.held[key], NEAR)
     ]
-
-
-def _users(key: Key, run: Run, reference: Run) -> Iterator[Key]:
-    """Yield what a tensor was used for under any of its names, and where else it arrives."""
-    first = reference.first.get(key, key)
-    for child, parents in reference.parents.items():
-        if key not in parents:
-            continue
-        if reference.first.get(child) != first or _travels(child, run, reference):
-            yield child
-        else:
-            yield from _users(child, run, reference)
 
 
 def _innermost(names: Sequence[str]) -> list[str]:

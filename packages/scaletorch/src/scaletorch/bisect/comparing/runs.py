@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from ..keys import (
     FORWARD,
     GRADIENT,
     LOSS,
-    MOMENT,
     NORM,
     SHARE,
     START,
@@ -35,6 +34,7 @@ class Run:
         folder: Where they are.
         held: What ranks have of each tensor, in the order in which tensors were met.
         parents: What each was computed from, as far as autograd told.
+        children: What was computed from each: the reverse of `parents`.
         uses: The parameters that it was computed with.
         inside: The module whose code was running.
         first: Of a tensor that goes by several names the first one, by the others.
@@ -45,10 +45,32 @@ class Run:
     steps: Mapping[int, Sequence[Recording]]
     held: dict[Key, list[Held]] = field(default_factory=dict)
     parents: dict[Key, dict[Key, None]] = field(default_factory=dict)
+    children: dict[Key, dict[Key, None]] = field(default_factory=dict)
     uses: dict[Key, set[str]] = field(default_factory=dict)
     inside: dict[Key, str | None] = field(default_factory=dict)
     first: dict[Key, Key] = field(default_factory=dict)
     uncounted: dict[str, str] = field(default_factory=dict)
+
+    def link(self, key: Key, parent: Key) -> None:
+        """Note that a tensor was computed from another one."""
+        self.parents.setdefault(key, {})[parent] = None
+        self.children.setdefault(parent, {})[key] = None
+
+    def used_by(self, key: Key, is_use: Callable[[Key], bool] = lambda _: False) -> Iterator[Key]:
+        """Yield what a tensor was used for under all of its names, which share one gradient.
+
+        Args:
+            key: The tensor.
+            is_use: Whether another name of the tensor is a use of it, see `births`.
+        """
+        first = self.first.get(key, key)
+        names = [first]
+        for name in names:
+            for child in self.children.get(name, ()):
+                if self.first.get(child) != first or is_use(child):
+                    yield child
+                else:
+                    names.append(child)
 
 
 def load(folder: str | Path, steps: Mapping[int, Sequence[Recording]] | None = None) -> Run:
@@ -67,7 +89,7 @@ def load(folder: str | Path, steps: Mapping[int, Sequence[Recording]] | None = N
 
 def _turn(key: Key, held: Held) -> tuple[int, int, int]:
     """Return when in a step a tensor has its turn; stages run from the last to the first back."""
-    turns = (DATA, START, FORWARD, LOSS, BACKWARD, SHARE, TERM, GRADIENT, NORM, MOMENT, WEIGHT)
+    turns = (DATA, START, FORWARD, LOSS, BACKWARD, SHARE, TERM, GRADIENT, NORM, WEIGHT)
     rank = held.recording.rank
     return turns.index(key.kind), -rank if key.kind == BACKWARD else rank, held.number
 
@@ -151,8 +173,10 @@ def calling(line: Line | Key) -> str:
 
 
 def _note(run: Run, key: Key, parents: Sequence[Key], line: Line) -> None:
-    known = run.parents.setdefault(key, {})
-    known.update(dict.fromkeys(each for each in parents if each != key))
+    run.parents.setdefault(key, {})
+    for parent in parents:
+        if parent != key:
+            run.link(key, parent)
     run.uses.setdefault(key, set()).update(line.uses)
     run.inside.setdefault(key, line.inside)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...dist.errors import InvalidArgumentError
 
-VERSION = 3
+VERSION = 4
 _ALIGNED = 64  # bytes, so that any dtype may be looked at where it lies
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -69,8 +68,8 @@ def backward_to(backwarded: Callable[[Tensor], None]) -> Iterator[None]:
 
 @contextmanager
 def followed(tape: Any) -> Iterator[None]:
-    """Tell a `Tape` of gradients before torch clips or uses them, and of what optimizers did."""
-    stepped: dict[int, Optimizer] = {}
+    """Tell a `Tape` of gradients before torch clips or uses them, and of updated weights."""
+    stepped = False
     clip = torch.nn.utils.clip_grad_norm_
 
     def clipped(*args: Any, **kwargs: Any) -> Tensor:
@@ -82,8 +81,9 @@ def followed(tape: Any) -> Iterator[None]:
     def before(*_: Any) -> None:
         tape.gradients()
 
-    def after(optimizer: Optimizer, *_: Any) -> None:
-        stepped[id(optimizer)] = optimizer
+    def after(*_: Any) -> None:
+        nonlocal stepped
+        stepped = True
 
     hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
     torch.nn.utils.clip_grad_norm_ = clipped
@@ -91,7 +91,6 @@ def followed(tape: Any) -> Iterator[None]:
         yield
         tape.gradients()
         if stepped:
-            tape.moments(stepped.values())
             tape.weights()
     finally:
         torch.nn.utils.clip_grad_norm_ = clip

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from ...compose.batches import MicroBatch, rows_of_ranks
 from ...compose.entries import row_count
 from ...compose.forward import pipeline_of, terms_of
-from ...parallel.data_parallel import DataParallelBucket, parameter_shards
+from ...parallel.data_parallel import DataParallelBucket
 from ...parallel.expert_parallel.building import find_expert_cuts
 from ...parallel.pg_manager import ProcessGroupManager
 from ...parallel.pipeline_parallel import PipelineParallel
@@ -109,27 +107,3 @@ def _unseen(pipeline: PipelineParallel) -> Iterator[tuple[str, str, int]]:
                 if stage < pipeline.num_stages - 1:
                     yield name, "out", chunk
     pipeline.select_all()
-
-
-def moments_of(
-    optimizers: Iterable[Optimizer], model: nn.Module, manager: ProcessGroupManager
-) -> Iterator[tuple[str, str, Tensor, Place]]:
-    """Yield what optimizers keep of this rank's parameters: name, which, a part and its place.
-
-    Of a parameter that several ranks update these are the rectangles that this rank does.
-    """
-    # Imports torch's checkpoints, in more time than most programs record.
-    from ...checkpoint.state.held import describe
-
-    cuts, experts = find_cuts(model), find_expert_cuts(model)
-    for shard in parameter_shards(model):
-        name, own = shard.name, shard.parameter
-        held = describe(own, (name,), cuts.get(name), experts.get(name), manager)
-        states = (optimizer.state.get(shard.tensor, {}) for optimizer in optimizers)
-        for item, value in chain(*(state.items() for state in states)):
-            if isinstance(value, Tensor) and value.numel() == shard.stop - shard.start:
-                value = value if value.shape == own.shape else value.flatten()
-                for part in held.parts(value, shard.start, shard.stop):
-                    sizes = zip(held.shape, part.offsets, part.tensor.shape, strict=True)
-                    place = [[whole, (at, at + size)] for whole, at, size in sizes]
-                    yield name, item, part.tensor, place

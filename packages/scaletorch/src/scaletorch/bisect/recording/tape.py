@@ -27,7 +27,6 @@ from ..keys import (
     FORWARD,
     GRADIENT,
     LOSS,
-    MOMENT,
     NORM,
     SHARE,
     START,
@@ -119,14 +118,11 @@ class Tape:
                 line = Line(DATA, name, "", micro_batch, "", [])
                 self._lineage.note(entry, self._add(line, entry))
 
-    def put_all(
-        self, kind: str, tensors: Mapping[str, Tensor], item: str = "", *, places: Any = None
-    ) -> None:
-        """Take down gradients, weights or moments of parameters, by plain names."""
-        places = self._said.places if places is None else places
+    def put_all(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
+        """Record gradients or weights of parameters, by plain names."""
         self._done.add(kind)
         for name, tensor in tensors.items():
-            self._add(Line(kind, name, item, 0, "", []), tensor, places.get(name))
+            self._add(Line(kind, name, "", 0, "", []), tensor, self._said.places.get(name))
 
     def gradients(self) -> None:
         """Take down all gradients as they are now; done by itself before an optimizer's step."""
@@ -138,24 +134,6 @@ class Tape:
         """Take down all weights as they are now; done by itself at the end, after a step."""
         if self._model is not None and WEIGHT not in self._done:
             self.put_all(WEIGHT, dict(self._model.named_parameters(remove_duplicate=False)))
-
-    def moments_at(self, found: Iterable[tuple[str, str, Tensor, Place | None]]) -> None:
-        """Take down parts of moments: a parameter, which moment, the part and its place."""
-        self._done.add(MOMENT)
-        for name, item, part, place in found:
-            self._add(Line(MOMENT, name, item, 0, "", []), part, place)
-
-    def moments(self, optimizers: Any) -> None:
-        """Take down what optimizers keep of each parameter in the parameter's own shape."""
-        if self._model is not None and MOMENT not in self._done:
-            names = {parameter: name for name, parameter in self._model.named_parameters()}
-            self.moments_at(
-                (names[of], item, value, self._said.places.get(names[of]))
-                for optimizer in optimizers
-                for of, state in optimizer.state.items()
-                for item, value in (state.items() if of in names else ())
-                if isinstance(value, Tensor) and value.shape == of.shape
-            )
 
     def backwarded(self, loss: Tensor) -> None:
         """Add to the loss of this rank, see `hooks.backward_to`."""

@@ -1,27 +1,92 @@
-"""What is done with a trained model: `sample`, `eval` and `export`, each a small command."""
+"""Export a trained model: load a run's checkpoint in one process, write it for transformers."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from ..checkpoint import export_safetensors
-from ..models import MixtureConfig
-from .saved import Trained, evaluate, generate, load_trained
+from ..checkpoint import CheckpointError, DamagedCheckpointError, export_safetensors, load
+from ..checkpoint.format.folders import candidates
+from ..checkpoint.format.values import decode
+from ..checkpoint.loading import read_document
+from ..dist.errors import InvalidArgumentError
+from ..models import Llama, MixtureConfig
+from .config import plain_model, read_sizes
+from .data import vocabulary_size
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A trained model.
+
+    Attributes:
+        model: On the CPU, in the dtype of its weights.
+        seq_len: Tokens in a training sequence.
+        tokenizer: Its tokenizer.json; None if tokens are bytes.
+    """
+
+    model: Llama
+    seq_len: int
+    tokenizer: Path | None
+
+
+def load_trained(folder: Path, tokenizer: Path | None = None) -> Trained:
+    """Load the newest undamaged checkpoint of a run, saved on any layout, into this process.
+
+    Args:
+        folder: A run's `out`, its checkpoints folder, or one checkpoint.
+        tokenizer: Replaces the tokenizer file that the run was given.
+
+    Raises:
+        InvalidArgumentError: There is none, or the tokenizer is another.
+        CheckpointError: It is damaged or of another program, or the folder holds other files.
+    """
+    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    damage: list[str] = []
+    for path in candidates(root.absolute()):
+        try:
+            return _load(path, tokenizer)
+        except DamagedCheckpointError as error:
+            damage.append(str(error))
+    if damage:
+        raise DamagedCheckpointError("\n".join(damage))
+    raise InvalidArgumentError(f"{folder} has no checkpoint: train with --out and --save-every")
+
+
+def _load(path: Path, tokenizer: Path | None) -> Trained:
+    extra = decode(read_document(path)["extra"])
+    try:
+        settings = extra["settings"]
+        sizes = read_sizes(extra["model"])
+        file = tokenizer or (Path(extra["tokenizer"]) if extra["tokenizer"] else None)
+        seq_len = int(settings["seq_len"])
+        dtype = torch.float64 if settings["dtype"] == "float64" else torch.float32
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} was not saved by this command, or by an earlier version of it: {error!r}"
+        ) from error
+    if (size := vocabulary_size(file)) != sizes.vocab_size:
+        raise InvalidArgumentError(
+            f"the tokenizer {file} has {size} tokens, and the model {sizes.vocab_size}"
+        )
+    model = plain_model(sizes).to(dtype)
+    if load(path, model) is None:
+        raise InvalidArgumentError(f"{path} is no checkpoint")
+    return Trained(model.eval(), seq_len, file)
 
 
 def export(trained: Trained, folder: Path) -> None:
-    """Write what `AutoModelForCausalLM` and `AutoTokenizer` read.
+    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load.
 
     Args:
         trained: The model.
-        folder: Where to; made if need be.
+        folder: The destination; created if missing.
 
     Raises:
         CheckpointError: `folder` has weights already, or cannot be written.
@@ -109,64 +174,6 @@ def byte_letters() -> dict[str, int]:
     return {chr(letters.get(byte, byte)): byte for byte in range(256)}
 
 
-PROGRAM = "python -m scaletorch.pretrain"
-
-
-def load_tyro() -> Any:
-    """Return the library that reads command lines."""
-    try:
-        import tyro
-    except ImportError as error:
-        raise SystemExit(
-            f"the command needs {error.name}: pip install 'scaletorch[pretrain]'"
-        ) from error
-    return tyro
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Let a trained model go on from a text."""
-
-    checkpoint: Path
-    """The --out folder of a training run, its checkpoints folder, or one checkpoint."""
-    prompt: str = "def "
-    """What to go on from."""
-    tokens: int = 200
-    """How many tokens to draw."""
-    temperature: float = 0.8
-    """Above 1 wilder, below 1 safer; 0 takes the likeliest token each time."""
-    seed: int = 0
-    """The same seed draws the same text."""
-    tokenizer: Path | None = None
-    """In place of the file that the model was trained with, if that has moved."""
-
-    def run(self) -> str:
-        """Return the text."""
-        trained = load_trained(self.checkpoint, self.tokenizer)
-        return generate(
-            trained, self.prompt, tokens=self.tokens, temperature=self.temperature, seed=self.seed
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Eval:
-    """Measure a trained model's loss on text, in one process."""
-
-    checkpoint: Path
-    """The --out folder of a training run, its checkpoints folder, or one checkpoint."""
-    data: tuple[Path, ...] = ()
-    """Files and folders of text; the Python standard library's sources when empty."""
-    sequences: int = 64
-    """How many sequences, spread evenly over the text."""
-    tokenizer: Path | None = None
-    """In place of the file that the model was trained with, if that has moved."""
-
-    def run(self) -> str:
-        """Return the loss, in words."""
-        trained = load_trained(self.checkpoint, self.tokenizer)
-        return str(evaluate(trained, self.data, sequences=self.sequences))
-
-
 @dataclass(frozen=True, slots=True)
 class Export:
     """Write a trained model for transformers: safetensors, config.json and tokenizer."""
@@ -174,28 +181,11 @@ class Export:
     checkpoint: Path
     """The --out folder of a training run, its checkpoints folder, or one checkpoint."""
     to: Path
-    """Where to; a folder without weights in it."""
+    """The destination; a folder without weights in it."""
     tokenizer: Path | None = None
-    """In place of the file that the model was trained with, if that has moved."""
+    """Replaces the file that the model was trained with, if that has moved."""
 
     def run(self) -> str:
-        """Write the folder, and tell how it is read."""
+        """Write the folder, and return how to load it."""
         export(load_trained(self.checkpoint, self.tokenizer), self.to)
         return f"exported to {self.to}: AutoModelForCausalLM.from_pretrained({str(self.to)!r})"
-
-
-COMMANDS: Mapping[str, type[Sample | Eval | Export]] = {
-    "sample": Sample, "eval": Eval, "export": Export,
-}  # fmt: skip
-
-
-def run_command(name: str, arguments: list[str]) -> str:
-    """Read a command's arguments, run it, and return what it has to say."""
-    tyro = load_tyro()
-    options: Sample | Eval | Export = tyro.cli(
-        COMMANDS[name],
-        prog=f"{PROGRAM} {name}",
-        args=arguments,
-        config=(tyro.conf.PositionalRequiredArgs,),
-    )
-    return options.run()
