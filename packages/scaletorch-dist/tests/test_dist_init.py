@@ -1,6 +1,5 @@
 """init_dist and cleanup_dist on real ranks, under every launcher's variables."""
 
-import ast
 import importlib
 import os
 import shutil
@@ -22,7 +21,7 @@ import torch.distributed.nn.functional
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, RankFailedError, StateError, devices
 from scaletorch.dist.launchers.environment import read_placement
-from scaletorch.dist.startup import rendezvous, rollcall
+from scaletorch.dist.startup import rollcall
 from scaletorch.dist.startup.creators import CREATORS
 from scaletorch.dist.startup.rendezvous import find_meeting
 from scaletorch.dist.startup.store import open_store
@@ -123,44 +122,6 @@ HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 @pytest.mark.parametrize(("names", "launcher"), [(OPEN_MPI, "mpi"), (HYDRA, None)])
 def test_mpiruns_variables(names, launcher):
     assert run_ranks(as_mpirun, 2, launcher, names, init=False) == expected(2, "mpi")
-
-
-class FakeWorld:
-    """mpi4py's COMM_WORLD, as far as a meeting needs it."""
-
-    def __init__(self, rank, size):
-        self.rank, self.size = rank, size
-        port = int(os.environ["MASTER_PORT"])
-        self.store = c10d.TCPStore("127.0.0.1", port, size, rank == 0)
-
-    def Get_size(self):
-        return self.size
-
-    def bcast(self, value, root):
-        if self.rank == root:
-            self.store.set("value", repr(value))
-        return ast.literal_eval(self.store.get("value").decode())
-
-
-def as_mpirun_on_two_nodes():
-    size = int(os.environ["WORLD_SIZE"])
-    rank = rename((*OPEN_MPI[:2], None, None))
-    os.environ |= {OPEN_MPI[2]: "0", OPEN_MPI[3]: "1"}
-    fake = types.ModuleType("mpi4py.MPI")
-    fake.COMM_WORLD = FakeWorld(rank, size)
-    del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    # An address of this machine that does not look like one.
-    with (
-        mock.patch.dict(sys.modules, {"mpi4py.MPI": fake}),
-        mock.patch.object(rendezvous, "own_address", return_value="127.1"),
-    ):
-        dist.init_dist("mpi", backend="gloo", timeout=20)
-    return (*dist.get_dist_info(), dist.get_local_rank(), ranks_sum())
-
-
-def test_mpirun_on_several_nodes_meets_through_mpi():
-    places = [(rank, 2, 0, 2) for rank in range(2)]
-    assert run_ranks(as_mpirun_on_two_nodes, 2, init=False) == places
 
 
 def test_sruns_variables():

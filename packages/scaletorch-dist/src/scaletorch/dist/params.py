@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed import ProcessGroup
 
 from .agreement import agree
@@ -53,7 +54,7 @@ def all_reduce_dict(data: Mapping[str, Tensor], op: Op = "sum", group: Group = N
         [f"{key}: {describe('', value)[1:-1]}" for key, value in ordered.items()],
         members,
     )
-    _reduce_all(list(ordered.values()), op, members, coalesce=True, limit=None)
+    _reduce_all(list(ordered.values()), op, members, coalesce=True, limit=math.inf)
 
 
 @tells_failure
@@ -94,7 +95,7 @@ def all_reduce_params(
     members = begin(group, *call)
     if members is None:
         return
-    limit = None if bucket_size_mb == -1 else int(bucket_size_mb * 2**20)
+    limit = math.inf if bucket_size_mb == -1 else bucket_size_mb * 2**20
     _reduce_all(tensors, op, members, coalesce, limit)
 
 
@@ -112,41 +113,23 @@ def sync_random_seed(group: Group = None) -> int:
 
 
 def _reduce_all(
-    tensors: Iterable[Tensor], op: Op, members: ProcessGroup, coalesce: bool, limit: int | None
+    tensors: Iterable[Tensor], op: Op, members: ProcessGroup, coalesce: bool, limit: float
 ) -> None:
     """Reduce each tensor once, small ones in buckets; all are under way before one is awaited."""
     once = {id(tensor): tensor for tensor in tensors}.values()
     distinct = [tensor.detach() if tensor.requires_grad else tensor for tensor in once]
-    large: list[Tensor] = []
-    small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in distinct:
-        if coalesce and tensor.nbytes < SMALL:
-            small.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        else:
-            large.append(tensor)
+    large = [tensor for tensor in distinct if not coalesce or tensor.nbytes >= SMALL]
+    small = [tensor for tensor in distinct if coalesce and tensor.nbytes < SMALL]
     works = [all_reduce(tensor, op, members, async_op=True) for tensor in large]
-    buckets = [bucket for alike in small.values() for bucket in _buckets(alike, limit)]
+    devices = dict.fromkeys(tensor.device for tensor in small)
+    alike = ([tensor for tensor in small if tensor.device == device] for device in devices)
+    buckets = [bucket for each in alike for bucket in _take_tensors(each, limit)]  # by dtype
     flats = [_flatten_dense_tensors(bucket) for bucket in buckets]
     works += [all_reduce(flat, op, members, async_op=True) for flat in flats]
     for work in works:
         work.wait()
     for bucket, flat in zip(buckets, flats, strict=True):
         torch._foreach_copy_(bucket, list(_unflatten_dense_tensors(flat, bucket)))
-
-
-def _buckets(tensors: list[Tensor], limit: int | None) -> list[list[Tensor]]:
-    """Cut a list into runs of at most `limit` bytes, or of one tensor."""
-    if limit is None:
-        return [tensors]
-    buckets: list[list[Tensor]] = []
-    filled = 0
-    for tensor in tensors:
-        if not buckets or filled + tensor.nbytes > limit:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(tensor)
-        filled += tensor.nbytes
-    return buckets
 
 
 def _kind(data: Any) -> str:

@@ -15,6 +15,6 @@ if rank == sys.argv[2]:
         time.sleep(0.1)
     sys.exit()
 try:
-    dist.init_dist(backend="gloo", timeout=12)
+    dist.init_dist(backend="gloo", timeout=5)
 except dist.StateError as error:
     (folder / rank).write_text(str(error))

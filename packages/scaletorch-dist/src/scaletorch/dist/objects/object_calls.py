@@ -18,22 +18,21 @@ from ..wire.backend import gather_ints
 from ..wire.checks import begin, check_member, tells_failure
 from ..world.info import group_ranks
 from .byte_moves import Buffer, all_gather_bytes, broadcast_bytes, errors_of_all, gather_bytes
-from .packing import Parcel, Terms, dump_object, load_object, pickle_allowed
+from .packing import Terms, dump_object, load_object, pickle_allowed
 
 Group = ProcessGroup | None
 
 
 class _Head(NamedTuple):
-    """What every rank says of its parcel before it travels."""
+    """A rank's object, as all ranks hear of it before it travels."""
 
     length: int  # -1 if it cannot be sent
-    may_fail: int  # whether it may not be restored
     allows: int  # whether it may be pickled
     entries: int
 
 
 Move = Callable[[Buffer, list[_Head]], list[Buffer]]  # this rank's bytes → what it reads
-Pack = Callable[[Terms], Parcel]
+Pack = Callable[[Terms], Buffer]
 
 
 @tells_failure
@@ -74,8 +73,8 @@ def broadcast_object_list(
         broadcast_bytes(whole, src, members)
         return [] if mine else [whole]
 
-    def pack(agreed: Terms) -> Parcel:
-        return dump_object(list(data), agreed) if mine else Parcel(bytearray())
+    def pack(agreed: Terms) -> Buffer:
+        return dump_object(list(data), agreed) if mine else bytearray()
 
     for loaded in _exchange(pack, terms, members, move, len(data)):
         data[:] = loaded
@@ -152,24 +151,23 @@ def _exchange(
     """Tell everyone of the bytes, move them if all can be sent, and restore objects."""
     allows = pickle_allowed(terms.allow_pickle)
     while True:
-        (content, may_fail), error = _packed(pack, terms)
-        own = _Head(len(content) if error is None else -1, may_fail, allows, entries)
+        content, error = _packed(pack, terms)
+        own = _Head(len(content) if error is None else -1, allows, entries)
         heads = [_Head(*head) for head in gather_ints(own, members)]
         if len({head.allows for head in heads}) == 1:
             break
         allows, terms = False, terms._replace(forbidden=True)  # one rank takes no pickles
     if any(head.length < 0 for head in heads):
         raise InvalidArgumentError("; ".join(errors_of_all(error, members)))
-    may_fail = any(head.may_fail for head in heads)
-    return _loaded(move(content, heads), may_fail, terms, members)
+    return _loaded(move(content, heads), terms, members)
 
 
-def _packed(pack: Pack, terms: Terms) -> tuple[Parcel, str | None]:
+def _packed(pack: Pack, terms: Terms) -> tuple[Buffer, str | None]:
     try:
         return pack(terms), None
     except Exception as error:  # the others must hear of whatever it is
         text = str(error) if isinstance(error, InvalidArgumentError) else repr(error)
-        return Parcel(bytearray()), text
+        return bytearray(), text
 
 
 def _check_counts(counts: list[int], members: ProcessGroup) -> None:
@@ -182,16 +180,14 @@ def _check_counts(counts: list[int], members: ProcessGroup) -> None:
         raise InvalidArgumentError(message)
 
 
-def _loaded(parts: list[Buffer], may_fail: bool, terms: Terms, members: ProcessGroup) -> list[Any]:
-    """Restore objects; if that may fail, all ranks ask each other whether it has."""
-    cause, loaded = None, []
+def _loaded(parts: list[Buffer], terms: Terms, members: ProcessGroup) -> list[Any]:
+    """Restore objects, and raise on every rank if any rank could not."""
+    error, loaded = None, []
     try:
         loaded = [load_object(part, terms) for part in parts]
-    except InvalidArgumentError as error:
-        cause = error
-    if may_fail and any(failed for (failed,) in gather_ints((cause is not None,), members)):
-        errors = errors_of_all(None if cause is None else str(cause), members)
-        raise InvalidArgumentError("; ".join(errors)) from cause
-    if cause is not None:
-        raise cause
+    except InvalidArgumentError as found:
+        error = found
+    if any(failed for (failed,) in gather_ints((error is not None,), members)):
+        errors = errors_of_all(None if error is None else str(error), members)
+        raise InvalidArgumentError("; ".join(errors)) from error
     return loaded

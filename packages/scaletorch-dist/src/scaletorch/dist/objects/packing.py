@@ -32,7 +32,6 @@ _WAY_OUT = (
     "send plain types instead (numbers, strings, lists, tuples, dicts, sets, tensors, numpy arrays)"
 )
 _PROTOCOL = 5  # with a higher one, versions of Python could not read each other
-_EVERYWHERE = frozenset(("builtins", "collections", "torch"))  # whose types every rank has
 _SAVED = b"PK"  # with which a file of `torch.save` begins, and no pickle
 
 
@@ -65,38 +64,25 @@ def refusal(who: str, allow_pickle: bool) -> str:
     )
 
 
-class Parcel(NamedTuple):
-    """An object as bytes, which may be written to.
-
-    Attributes:
-        content: The bytes.
-        may_fail: Whether restoring them may fail: not for tensors and Python's own types.
-    """
-
-    content: bytearray | memoryview
-    may_fail: bool = False
-
-
-def dump_object(data: Any, terms: Terms = _ALL) -> Parcel:
-    """Serialise an object: by pickle if that is allowed, else as a plain one.
+def dump_object(data: Any, terms: Terms = _ALL) -> memoryview:
+    """Return an object as bytes: pickled if that is allowed, else as a plain one.
 
     Raises:
         InvalidArgumentError: It does not pickle; or it is not plain, and may not be pickled.
     """
     sink = io.BytesIO()  # its buffer can be sent as it is
     plain = terms.forbidden or not pickle_allowed(terms.allow_pickle)
-    pickler = _Pickler(sink, _PROTOCOL)
     try:
         if plain:
             torch.save(data, sink, pickle_module=_PLAIN_PICKLE)
         else:
-            pickler.dump(data)
+            _Pickler(sink, _PROTOCOL).dump(data)
     except Exception as error:  # whatever the object's own methods raise
         message = f"{type(data).__name__} does not pickle: {type(error).__name__}: {error}"
         raise InvalidArgumentError(message) from error
     if plain:
         _check_plain(data, sink, terms)
-    return Parcel(sink.getbuffer(), plain or pickler.may_fail)
+    return sink.getbuffer()
 
 
 def load_object(data: bytearray | memoryview, terms: Terms = _ALL) -> Any:
@@ -159,15 +145,11 @@ class _PlainPickler(pickle.Pickler):
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as their bytes, in every dtype, and notes what is none."""
-
-    may_fail = False
+    """Pickles tensors as their bytes, in every dtype."""
 
     def reducer_override(self, data: Any) -> Any:
         """Return how to make an object again; not called for Python's own types."""
         if not _is_ordinary(data):
-            home = str(getattr(data, "__module__", type(data).__module__)).partition(".")[0]
-            self.may_fail |= home not in _EVERYWHERE and data is not _make_tensor
             return NotImplemented
         values = _compact(data)
         content = bytearray(values.nbytes)

@@ -130,7 +130,7 @@ def _make_folder(parent: str) -> tuple[str, list[str]]:
 
 
 def _write(path: Path, data: Any, terms: Terms) -> None:
-    content = dump_object(data, terms).content
+    content = dump_object(data, terms)
     with open(path, "xb") as file:
         file.write(_digest(content))
         file.write(content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 import weakref
@@ -29,7 +30,9 @@ from ..world.hosts import get_local_rank, wait_for_connections
 from ..world.info import expect_one_process, forget_nodes
 from .creators import CREATORS, DEFAULT, choose_backend
 from .rendezvous import Meeting, agent_holds_store, find_meeting
-from .sharing import crowded, rank_variables, ranks_here, refuse_shared_devices
+from .sharing import asked_to_share, crowded, rank_variables, refuse_shared_devices
+
+logger = logging.getLogger(__package__)
 
 _group: weakref.ref[ProcessGroup] | None = None  # the default group that init_dist made or found
 _ours = False  # whether init_dist made it
@@ -84,7 +87,13 @@ def init_dist(
     meeting = _find_meeting(placement, port, init_method)
     warns = 0 in (placement.rank, placement.local_rank)  # for its machine
     options["backend"] = choose_backend(backend, warn=warns)
-    _export(placement, meeting, rank_variables(options["backend"], placement))
+    share = asked_to_share(placement)
+    variables, notice = rank_variables(
+        options["backend"], placement.rank, placement.world_size, share=share
+    )
+    if notice is not None and placement.rank == 0:
+        logger.log(*notice)
+    _export(placement, meeting, variables)
     try:
         if placement.local_rank is not None:
             devices.set_device(placement.local_rank)
@@ -99,7 +108,7 @@ def init_dist(
 
 
 def _refuse_shared_devices(config: str, placement: Placement) -> None:
-    local_size = ranks_here(placement)
+    local_size = placement.local_size or placement.world_size
     if not wait_for_connections(crowded(config, local_size) is not None):
         return
     try:

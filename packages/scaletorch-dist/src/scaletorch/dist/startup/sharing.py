@@ -26,8 +26,6 @@ SETTING = "SCALETORCH_SHARE_DEVICES"  # lets ranks of a launcher share devices
 _YES = frozenset(("1", "true", "yes", "on"))
 _RANK = "{rank}"  # in the value of a variable that must differ from rank to rank
 
-logger = logging.getLogger(__package__)
-
 
 class Notice(NamedTuple):
     """A line for the log, said once for all ranks of a host."""
@@ -62,56 +60,49 @@ def _devices(entry: DeviceEntry) -> str:
     return f"{count} {entry.device} device{'s' * (count != 1)}"
 
 
-def sharing_variables(entry: DeviceEntry, rank: int) -> dict[str, str]:
-    """Return the variables with which a rank may share its device, but for those set already."""
-    wanted = {name: value.replace(_RANK, str(rank)) for name, value in entry.sharing or ()}
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+def asked_to_share(placement: Placement) -> bool:
+    """Return whether `SETTING` lets the ranks of a launcher, all on one host, share devices."""
+    one_host = placement.local_size in (None, placement.world_size)
+    return one_host and os.environ.get(SETTING, "").strip().lower() in _YES
 
 
-def ranks_here(placement: Placement) -> int:
-    """Return the ranks on this host; all of them if the launcher does not say."""
-    return placement.local_size or placement.world_size
-
-
-def rank_variables(config: str, placement: Placement) -> dict[str, str]:
-    """Return the variables that a launcher's rank gets before it uses its device.
-
-    Those of sharing are there if `SETTING` asks for them, but not where each rank has a device, nor
-    for ranks on several hosts.
-    """
-    found = startup_variables(config, placement.world_size)
-    ranks, asked = ranks_here(placement), os.environ.get(SETTING, "").strip().lower() in _YES
-    entry = crowded(config, ranks) if asked and ranks == placement.world_size else None
-    if entry is not None:
-        if placement.rank == 0:
-            logger.warning("%s", _shared(entry, ranks))
-        found |= sharing_variables(entry, placement.rank)
-    return found
-
-
-def startup_variables(config: str, ranks: int) -> dict[str, str]:
-    """Return the environment variables that a rank needs for its devices and has not yet.
+def rank_variables(
+    config: str, rank: int, ranks: int, *, share: bool
+) -> tuple[dict[str, str], Notice | None]:
+    """Return the variables that a rank needs before it uses its device and does not have yet.
 
     A device that is already in use would not read them any more, and adds none.
 
     Args:
         config: Of the default group, such as 'cpu:gloo,cuda:nccl'.
+        rank: Of the group.
         ranks: Size of the group; one rank alone waits for no other.
+        share: Let ranks share devices where these are fewer; all ranks are on this host.
+
+    Returns:
+        The variables, and what the log should say of sharing, if anything.
     """
-    entries = [devices.entry_of_backend(name) for _, name in devices.resolve_backend(config)]
     wanted: dict[str, str] = {}
-    for entry in entries if ranks > 1 else ():
+    notice = None
+    for _, name in devices.resolve_backend(config) if ranks > 1 else ():
+        entry = devices.entry_of_backend(name)
         if entry and entry.variables and not torch_module(entry.device).is_initialized():
             wanted.update(entry.variables)
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+    entry = crowded(config, ranks) if share else None
+    if entry is not None and entry.sharing:
+        wanted |= {name: value.replace(_RANK, str(rank)) for name, value in entry.sharing}
+        notice = Notice(
+            logging.WARNING,
+            f"{ranks} ranks share {_devices(entry)} with backend {entry.backend!r}, by sockets of "
+            "this host: good for tests, and slow",
+        )
+    return {name: value for name, value in wanted.items() if name not in os.environ}, notice
 
 
 def prepare_local_rank(
     backend: str | None, rank: int, ranks: int, *, warn: bool = True
 ) -> tuple[str, Notice | None]:
     """Choose the backend and the device of a rank whose siblings are all on this host.
-
-    Where ranks outnumber devices, the environment is set so that they can share them.
 
     Args:
         backend: None takes that of this machine's device if each rank can have one, else gloo.
@@ -122,20 +113,17 @@ def prepare_local_rank(
     Returns:
         The configuration for `init_process_group`, and what the log should say, if anything.
     """
-    notice = None
+    chosen = None
     if backend is None:
-        backend, notice = _own_backend(ranks)
-        if notice is None:
+        backend, chosen = _own_backend(ranks)
+        if chosen is None:
             return backend, None
     config = choose_backend(backend, warn=warn and rank == 0)
     check_world(config, rank, ranks)
-    os.environ.update(startup_variables(config, ranks))
+    variables, shared = rank_variables(config, rank, ranks, share=True)
+    os.environ.update(variables)
     devices.set_device(rank)
-    entry = crowded(config, ranks)
-    if entry is not None and entry.sharing:
-        os.environ.update(sharing_variables(entry, rank))
-        notice = Notice(logging.WARNING, _shared(entry, ranks))
-    return config, notice
+    return config, shared or chosen
 
 
 def _own_backend(ranks: int) -> tuple[str, Notice | None]:
@@ -149,13 +137,6 @@ def _own_backend(ranks: int) -> tuple[str, Notice | None]:
     way = f"; backend={own!r} lets ranks share devices" if entry.sharing else ""
     text = f"{numbers}: backend 'gloo', by way of the host's memory{way}"
     return "gloo", Notice(logging.WARNING, text)
-
-
-def _shared(entry: DeviceEntry, ranks: int) -> str:
-    return (
-        f"{ranks} ranks share {_devices(entry)} with backend {entry.backend!r}, by sockets of this "
-        "host: good for tests, and slow"
-    )
 
 
 def refuse_shared_devices(config: str, local_size: int) -> None:

@@ -156,24 +156,10 @@ class LevelsWay(Way):
 
     def all_gather(self, own: Tensor, done: Done[T], async_op: bool) -> T | Work[T]:
         """Collect the tensors of all ranks: across nodes, then inside each."""
-        found: list[Tensor] = []
-
-        def across(later: bool) -> object:
-            return way_of(own, self.across).all_gather(own, found.append, later)
-
-        def back(later: bool) -> object:
-            column = found.pop()
-            return way_of(column, self.back).all_gather(column, found.append, later)
-
-        def finish() -> T:
-            came = found.pop().flatten(0, 1)
-            rows = torch.empty_like(came)
-            places = (rank for ranks in self.order for rank in ranks)
-            for rank, row in zip(places, came, strict=True):
-                rows[rank].copy_(row)
-            return done(rows)
-
-        return self._make([(ACROSS, across), (BACK, back)], finish, async_op)
+        rows = own.new_empty((self.group.size(), *own.shape))
+        rows[self.group.rank()].copy_(own)
+        counts = [own.numel()] * len(rows)
+        return self.gather_flat(rows.view(-1), counts, lambda _: done(rows), async_op)
 
     def gather_flat(
         self, data: Tensor, counts: Sequence[int], done: Done[T], async_op: bool
