@@ -30,7 +30,7 @@ from ..world.hosts import get_local_rank, wait_for_connections
 from ..world.info import expect_one_process, forget_nodes
 from .creators import CREATORS, DEFAULT, choose_backend
 from .rendezvous import Meeting, agent_holds_store, find_meeting
-from .sharing import asked_to_share, crowded, rank_variables, refuse_shared_devices
+from .sharing import Notice, asked_to_share, crowded, rank_variables, refuse_shared_devices
 
 logger = logging.getLogger(__package__)
 
@@ -87,12 +87,27 @@ def init_dist(
     meeting = _find_meeting(placement, port, init_method)
     warns = 0 in (placement.rank, placement.local_rank)  # for its machine
     options["backend"] = choose_backend(backend, warn=warns)
+    notice = _create_group(placement, meeting, init_backend, init_method, options)
+    if notice is not None and placement.rank == 0:
+        logger.log(*notice)
+    _remember(ours=True)
+    if placement.local_rank is None:
+        devices.set_device(get_local_rank())
+    _refuse_shared_devices(options["backend"], placement)
+
+
+def _create_group(
+    placement: Placement,
+    meeting: Meeting | None,
+    init_backend: str,
+    init_method: str | None,
+    options: dict[str, Any],
+) -> Notice | None:
+    """Create the default group in the environment that it needs, which stays if it succeeds."""
     share = asked_to_share(placement)
     variables, notice = rank_variables(
         options["backend"], placement.rank, placement.world_size, share=share
     )
-    if notice is not None and placement.rank == 0:
-        logger.log(*notice)
     _export(placement, meeting, variables)
     try:
         if placement.local_rank is not None:
@@ -101,10 +116,7 @@ def init_dist(
     except BaseException:
         _restore_environment()
         raise
-    _remember(ours=True)
-    if placement.local_rank is None:
-        devices.set_device(get_local_rank())
-    _refuse_shared_devices(options["backend"], placement)
+    return notice
 
 
 def _refuse_shared_devices(config: str, placement: Placement) -> None:
