@@ -11,6 +11,7 @@ from torch.distributed import group
 from torch.nn import functional as F
 
 from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.placement import fuse, share_cut
 from scaletorch.parallel.tensor_parallel import (
     Divide,
     Fused,
@@ -21,8 +22,6 @@ from scaletorch.parallel.tensor_parallel import (
     load_full_state_dict,
     shard_dims,
 )
-from scaletorch.parallel.tensor_parallel.cuts.cut import share_cut
-from scaletorch.parallel.tensor_parallel.cuts.fused import fuse
 from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
 
 VOCAB, HIDDEN, HEADS, LENGTH = 13, 24, 4, 7

@@ -13,6 +13,7 @@ from torch.distributed import all_reduce, checkpoint, get_rank, group
 from torch.nn import functional as F
 
 from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.placement import fuse, share_cut
 from scaletorch.parallel.tensor_parallel import (
     ColumnParallelLinear,
     Divide,
@@ -30,8 +31,7 @@ from scaletorch.parallel.tensor_parallel import (
     split_by_owner,
     take_own,
 )
-from scaletorch.parallel.tensor_parallel.cuts.cut import head_cuts, share_cut
-from scaletorch.parallel.tensor_parallel.cuts.fused import fuse
+from scaletorch.parallel.tensor_parallel.plans.attention import head_cuts
 from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
 
 HIDDEN, HEAD_DIM, VOCAB = 10, 4, 13
@@ -154,7 +154,7 @@ def test_replicated_parts_train_as_one_process(tp, options, how, asynchronous):
     held = {}
     for rank, found in enumerate(run_ranks(as_one_process, tp, options, how, asynchronous)):
         for name, pieces in enumerate(found):
-            first = key_value.owners[key_value.ranks[rank]]
+            (first,) = key_value.owners(rank)
             assert [owner for owner, _ in pieces] == [rank, first, first]
             assert pieces[0][1].numel() % (query.sizes[rank] * HEAD_DIM) == 0
             for part, (owner, piece) in enumerate(pieces):  # replicas have the same bits
@@ -228,7 +228,7 @@ def test_shares_and_replicas_make_the_whole_again(kv_heads, groups, tp, dim):
     assert tuple(share.shape[dim] for share in shares) == cut.sizes
     assert torch.equal(cut.arrange(torch.cat(shares, dim), dim), whole)
     for rank, share in enumerate(shares):
-        indices = torch.tensor([i for piece in cut.ranges(rank) for i in piece])
+        indices = torch.tensor([i for piece in cut.ranges[rank] for i in piece])
         assert torch.equal(whole.index_select(dim, indices), share)
 
 

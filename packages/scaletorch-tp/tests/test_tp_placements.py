@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.pg_manager import setup_process_group_manager
+from scaletorch.parallel.placement import Cut
 from scaletorch.parallel.tensor_parallel import (
     Fused,
     Pieces,
@@ -24,7 +25,6 @@ from scaletorch.parallel.tensor_parallel import (
     load_full_state_dict,
     placements,
 )
-from scaletorch.parallel.tensor_parallel.cuts.cut import Cut
 
 HIDDEN, INNER, VOCAB, HEAD = 10, 7, 13, 2
 
@@ -141,7 +141,7 @@ def test_ranges_are_what_is_taken():
             assert len(place.ranks) == tp
             covered = {i for ranges in place.ranks for r in ranges for i in r}
             assert covered == set(range(whole.shape[place.dim]))
-    assert Cut((3, 2), (0, 0, 1)).ranges(1) == (range(3),)
+    assert Cut.of((3, 2), (0, 0, 1)).ranges[1] == (range(3),)
 
 
 def save(folder):

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist.testing import relative_error, run_ranks
 from scaletorch.parallel.pg_manager import ModuleWrapper
+from scaletorch.parallel.placement import Cut
 from scaletorch.parallel.tensor_parallel import (
     ColumnParallelLinear,
     Divide,
@@ -22,7 +23,6 @@ from scaletorch.parallel.tensor_parallel import (
     split_by_owner,
     take_own,
 )
-from scaletorch.parallel.tensor_parallel.cuts.cut import Cut
 from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
 
 HEAD_DIM = 4
@@ -367,7 +367,7 @@ def replicas_gathered():
     """Of replicas one is taken into the whole output, and into the whole weight."""
     torch.manual_seed(0)
     plain = nn.Linear(3, 7).double()
-    cut = Cut((4, 3), (0, 0, 1))
+    cut = Cut.of((4, 3), (0, 0, 1))
     x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     mine = x.detach().clone().requires_grad_()
     for asynchronous in (False, True):

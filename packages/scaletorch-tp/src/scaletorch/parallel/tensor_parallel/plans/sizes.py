@@ -11,9 +11,8 @@ from typing import NamedTuple
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
-from ..cuts.cut import Cut, legal_sizes, share_cut
-from ..cuts.fused import fuse
-from ..cuts.per_head import PerHead
+from ...placement import Cut, fuse, share_cut
+from ..cuts.styles import PerHead
 from ..layers.heads import HeadParameters
 from ..layers.multihead import ParallelMultiheadAttention
 from .attention import SHARED_KEYS, Attention, has_heads, head_length, latent_heads
@@ -97,6 +96,25 @@ def check_lengths(lengths: Lengths, tp_size: int) -> None:
     )
 
 
+def nearest_divisors(length: int, size: int, most: int | None = None) -> tuple[int, ...]:
+    """Return the divisors of `length` next to `size`: below, itself, above, if there are any.
+
+    None is above `most`.
+    """
+    limit = length if most is None else min(length, most)
+    divisors = [d for d in range(1, limit + 1) if length % d == 0]
+    below = [d for d in divisors if d < size][-1:]
+    same = [d for d in divisors if d == size]
+    above = [d for d in divisors if d > size][:1]
+    return (*below, *same, *above)
+
+
+def legal_sizes(length: int, size: int, most: int | None = None) -> str:
+    """Return a text that names the tensor-parallel sizes near `size` that fit."""
+    numbers = [str(d) for d in nearest_divisors(length, size, most)]
+    return f"the nearest legal tp sizes are {' and '.join(numbers)}" if numbers else "none is legal"
+
+
 def _some(texts: Sequence[str]) -> str:
     return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
 
@@ -121,11 +139,11 @@ def with_cuts(matches: Matches, attentions: Attentions, tp_size: int) -> dict[nn
 
 def _check_replicas(match: Match, cut: Cut) -> None:
     """Refuse replicated heads in a layer that sums the ranks' shards: they would count twice."""
-    short = [packed for packed in cut.packed if packed.replicated]
+    short = [*map(len, cut.shared.values())]
     if short and match.layer is not None and not match.layer.replicable:
-        most = min(len(packed.parts) for packed in short)
+        most = min(short)
         raise InvalidArgumentError(
-            f"tp = {len(short[0].ranks)} leaves ranks without a share of the heads of "
+            f"tp = {len(cut.ranges)} leaves ranks without a share of the heads of "
             f"{match.place}: a part of it has {most}, and is not replicated, since the "
             f"layer sums what ranks have; tp sizes up to {most} are legal"
         )

@@ -12,10 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
-from ..cuts.fused import Fused
-from ..cuts.per_head import PerHead
-from ..cuts.stacked import Slices, Stacked
-from ..sharing.shared_tail import SharedTail
+from ..cuts.styles import Fused, PerHead, SharedTail, Slices, Stacked
 from .attention import SHARED_KEYS, has_heads, latent_heads
 from .families import Recognised
 from .plan import Match, Matches, Style, children_of, look_up
