@@ -31,11 +31,7 @@ class Lengths(NamedTuple):
 
 
 def find_lengths(
-    model: nn.Module,
-    matches: Matches,
-    attentions: Attentions,
-    named: Mapping[str, nn.Module],
-    tp_size: int,
+    model: nn.Module, matches: Matches, attentions: Attentions, named: Mapping[str, nn.Module]
 ) -> Lengths:
     """Return what is divided: in attention that was understood the heads, else each size.
 
@@ -53,9 +49,7 @@ def find_lengths(
     }
     found = Lengths([], [(f"query heads of {a.name}", a.query) for a in attentions.values()])
     for match in matches.values():
-        if isinstance(match.style, Divide):
-            found.divided.extend(_undivided(match, match.style, attentions, tp_size))
-        elif match.layer is not None and match.module not in by_heads:
+        if match.layer is not None and match.module not in by_heads:
             where = f"{match.name}.{match.layer.sharded_size}".lstrip(".")
             kind = found.divided if match.module in whole else found.shared
             kind.extend((where, length) for length in match.lengths)
@@ -63,16 +57,6 @@ def find_lengths(
         if module not in attentions:
             found.divided.extend(_heads(module, name, matches))
     return found
-
-
-def _undivided(
-    match: Match, style: Divide, attentions: Attentions, tp_size: int
-) -> Iterator[Length]:
-    """Yield the attributes that are not cut as heads are: tp must divide them."""
-    own, attention = vars(match.module), attentions.get(match.module)
-    for name in (n for n in style.attributes if n in own):
-        if attention is None or attention.share(name, own[name], tp_size) is None:
-            yield f"{match.name}.{name}".lstrip("."), own[name]
 
 
 def check_lengths(lengths: Lengths, tp_size: int) -> None:
@@ -151,17 +135,20 @@ def _check_replicas(match: Match, cut: Cut) -> None:
 
 def local_attributes(
     matches: Iterable[Match], attentions: Attentions, tp_size: int
-) -> dict[nn.Module, dict[str, tuple[int, ...]]]:
-    """Return the values on each rank of the attributes that change."""
+) -> tuple[dict[nn.Module, dict[str, tuple[int, ...]]], list[Length]]:
+    """Return the values on each rank of the attributes that change, and what tp must divide."""
     found = {module: attention.groups(tp_size) for module, attention in attentions.items()}
-    for module, style in ((m.module, m.style) for m in matches):
-        own, attention = vars(module), attentions.get(module)
-        shares = found.setdefault(module, {})
+    divided: list[Length] = []
+    for match in matches:
+        style, own, attention = match.style, vars(match.module), attentions.get(match.module)
+        shares = found.setdefault(match.module, {})
         for name in style.attributes if isinstance(style, Divide) else ():
             if name in own:
                 share = attention and attention.share(name, own[name], tp_size)
                 shares[name] = share or (own[name] // tp_size,) * tp_size
-    return found
+                if share is None:  # it is not cut as heads are
+                    divided.append((f"{match.name}.{name}".lstrip("."), own[name]))
+    return found, divided
 
 
 def check_ties(model: nn.Module, matches: Matches) -> None:
