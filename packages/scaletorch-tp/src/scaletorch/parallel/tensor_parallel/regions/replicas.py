@@ -17,9 +17,9 @@ from torch.distributed import ProcessGroup
 
 from ....dist import all_reduce
 from ....dist.building import sum_dtype
-from ...placement import Cut, Invariant, Replicate
+from ...placement import Cut
 from .surround import Surrounded
-from .uncompiled import around_compiled, convert, uncompiled
+from .uncompiled import around_compiled, uncompiled
 
 
 class SumReplicas(Function):
@@ -77,6 +77,30 @@ def sum_parts(x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> Ten
     return torch.cat([share.to(x.dtype) for share in shares])
 
 
+class SumTail(Function):
+    """Identity forward; backward sums the gradient of the last features over the ranks.
+
+    It is a function of its own since walks through graphs tell nodes apart, and no slices: behind
+    it all of the gradient is the same on every rank.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, features: int, group: ProcessGroup | None) -> Tensor:
+        """Return `x` [..., H]."""
+        ctx.features, ctx.group = features, group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Sum the last features over the ranks."""
+        grad = grads[0].clone()
+        tail = grad[..., -ctx.features :].contiguous()
+        all_reduce(tail, group=ctx.group)
+        grad[..., -ctx.features :] = tail
+        return grad, None, None
+
+
 class TailShared(Surrounded):
     """A layer that stays whole, of whose output this rank's heads use the last features."""
 
@@ -85,6 +109,12 @@ class TailShared(Surrounded):
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
-        out: Tensor = super().forward(*args, **kwargs)
-        own, shared = out.tensor_split([-self.shared_features], -1)
-        return torch.cat([own, convert(shared, Invariant(), Replicate(), self._tp_group.group)], -1)
+        out = super().forward(*args, **kwargs)
+        return _sum_tail(out, self.shared_features, self._tp_group.group)
+
+
+@uncompiled
+def _sum_tail(x: Tensor, features: int, group: ProcessGroup | None) -> Tensor:
+    function: Any = SumTail
+    result: Tensor = function.apply(x, features, group) if torch.is_grad_enabled() else x
+    return result
