@@ -2,8 +2,6 @@
 
 import copy
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -145,7 +143,7 @@ def layers_alone():
 
 
 def test_layers_and_regions():
-    for runs in run_ranks(layers_alone, 2)[0]:
+    for runs in run_ranks(layers_alone, 2, timeout=200)[0]:
         assert runs  # something was compiled
 
 
@@ -218,10 +216,4 @@ def heads_and_losses():
 
 
 def test_head_and_loss():
-    run_ranks(heads_and_losses, 2)
-
-
-def test_the_compiler_is_not_imported_for_those_who_do_not_compile():
-    lines = "import sys", "import scaletorch.parallel.tensor_parallel as _"
-    source = "; ".join((*lines, "sys.exit('torch._dynamo' in sys.modules)"))
-    subprocess.run([sys.executable, "-c", source], check=True)
+    run_ranks(heads_and_losses, 2, timeout=200)

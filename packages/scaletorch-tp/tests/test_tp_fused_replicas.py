@@ -6,8 +6,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from gpts import Conv1D
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llamas import rotate
 from torch import nn
 from torch.distributed import all_reduce, checkpoint, get_rank, group
 from torch.nn import functional as F
@@ -37,25 +39,8 @@ from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
 HIDDEN, HEAD_DIM, VOCAB = 10, 4, 13
 
 
-class Conv1D(nn.Module):
-    """A transposed linear layer, as transformers names it."""
-
-    def __init__(self, nx, nf, bias):
-        super().__init__()
-        self.nf, self.nx = nf, nx
-        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.3)
-        self.bias = nn.Parameter(torch.randn(nf) * 0.1) if bias else None
-
-    def forward(self, x):
-        out = x @ self.weight
-        return out if self.bias is None else out + self.bias
-
-
-def rotate(x):
-    """Rotary positions, without which the keys' bias has no gradient at all."""
-    angle = torch.arange(x.shape[2], dtype=x.dtype)[:, None] / 10.0 ** torch.arange(2)
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+def transposed(nx, nf, bias):
+    return Conv1D(nf, nx, bias)
 
 
 class Attention(nn.Module):
@@ -143,7 +128,7 @@ CASES = [
     (4, {"heads": 8, "kv_heads": 2, "bias": True}, {}, False),
     (4, {"heads": 8, "kv_heads": 2, "bias": False}, {}, True),
     (4, {"heads": 6, "kv_heads": 3, "bias": True}, {}, True),
-    (4, {"heads": 6, "kv_heads": 2, "bias": True, "dense": Conv1D}, {}, False),
+    (4, {"heads": 6, "kv_heads": 2, "bias": True, "dense": transposed}, {}, False),
     (3, {"heads": 4, "kv_heads": 1, "bias": True}, {"sequence_parallel": True}, False),
 ]
 
