@@ -59,9 +59,10 @@ def test_only_what_is_needed_is_copied(into):
     manifest = vendor.vendor(["tp", "scaletorch-cp"], into)
     assert list(manifest.versions) == [f"scaletorch-{name}" for name in ("cp", "dist", "pg", "tp")]
     found = {path.name for path in (into / "scaletorch" / "parallel").iterdir()}
-    assert found == {"context_parallel", "pg_manager", "tensor_parallel"}
+    assert found == {"context_parallel", "pg_manager", "placement", "tensor_parallel"}
     vendor.update(into, ["pg"])
-    assert {path.name for path in (into / "scaletorch" / "parallel").iterdir()} == {"pg_manager"}
+    found = {path.name for path in (into / "scaletorch" / "parallel").iterdir()}
+    assert found == {"pg_manager", "placement"}
 
 
 def test_what_the_manifest_does_not_list_is_neither_removed_nor_overwritten(into, newer):

@@ -62,6 +62,7 @@ MODULES = {
     "scaletorch-pg": [
         f"{_PARALLEL}.pg_manager",
         f"{_PARALLEL}.pg_manager.building",
+        f"{_PARALLEL}.placement",
     ],
     "scaletorch-pp": [
         f"{_PARALLEL}.pipeline_parallel",

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist.errors import InvalidArgumentError, StateError
 from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.placement import shard_sizes
 from scaletorch.parallel.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 from scaletorch.parallel.tensor_parallel import cross_entropy as module
-from scaletorch.parallel.tensor_parallel.cuts.cut import shard_sizes
 
 FEW = settings(max_examples=25, deadline=None, database=None, phases=[Phase.generate])
 IGNORED = -100

@@ -6,13 +6,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from gpts import Conv1D
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llamas import rotate
 from torch import nn
 from torch.distributed import all_reduce, checkpoint, get_rank, group
 from torch.nn import functional as F
 
 from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.placement import fuse, share_cut
 from scaletorch.parallel.tensor_parallel import (
     ColumnParallelLinear,
     Divide,
@@ -30,32 +33,14 @@ from scaletorch.parallel.tensor_parallel import (
     split_by_owner,
     take_own,
 )
-from scaletorch.parallel.tensor_parallel.cuts.cut import head_cuts, share_cut
-from scaletorch.parallel.tensor_parallel.cuts.fused import fuse
+from scaletorch.parallel.tensor_parallel.plans.attention import head_cuts
 from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
 
 HIDDEN, HEAD_DIM, VOCAB = 10, 4, 13
 
 
-class Conv1D(nn.Module):
-    """A transposed linear layer, as transformers names it."""
-
-    def __init__(self, nx, nf, bias):
-        super().__init__()
-        self.nf, self.nx = nf, nx
-        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.3)
-        self.bias = nn.Parameter(torch.randn(nf) * 0.1) if bias else None
-
-    def forward(self, x):
-        out = x @ self.weight
-        return out if self.bias is None else out + self.bias
-
-
-def rotate(x):
-    """Rotary positions, without which the keys' bias has no gradient at all."""
-    angle = torch.arange(x.shape[2], dtype=x.dtype)[:, None] / 10.0 ** torch.arange(2)
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+def transposed(nx, nf, bias):
+    return Conv1D(nf, nx, bias)
 
 
 class Attention(nn.Module):
@@ -143,7 +128,7 @@ CASES = [
     (4, {"heads": 8, "kv_heads": 2, "bias": True}, {}, False),
     (4, {"heads": 8, "kv_heads": 2, "bias": False}, {}, True),
     (4, {"heads": 6, "kv_heads": 3, "bias": True}, {}, True),
-    (4, {"heads": 6, "kv_heads": 2, "bias": True, "dense": Conv1D}, {}, False),
+    (4, {"heads": 6, "kv_heads": 2, "bias": True, "dense": transposed}, {}, False),
     (3, {"heads": 4, "kv_heads": 1, "bias": True}, {"sequence_parallel": True}, False),
 ]
 
@@ -154,7 +139,7 @@ def test_replicated_parts_train_as_one_process(tp, options, how, asynchronous):
     held = {}
     for rank, found in enumerate(run_ranks(as_one_process, tp, options, how, asynchronous)):
         for name, pieces in enumerate(found):
-            first = key_value.owners[key_value.ranks[rank]]
+            (first,) = key_value.owners(rank)
             assert [owner for owner, _ in pieces] == [rank, first, first]
             assert pieces[0][1].numel() % (query.sizes[rank] * HEAD_DIM) == 0
             for part, (owner, piece) in enumerate(pieces):  # replicas have the same bits
@@ -228,7 +213,7 @@ def test_shares_and_replicas_make_the_whole_again(kv_heads, groups, tp, dim):
     assert tuple(share.shape[dim] for share in shares) == cut.sizes
     assert torch.equal(cut.arrange(torch.cat(shares, dim), dim), whole)
     for rank, share in enumerate(shares):
-        indices = torch.tensor([i for piece in cut.ranges(rank) for i in piece])
+        indices = torch.tensor([i for piece in cut.ranges[rank] for i in piece])
         assert torch.equal(whole.index_select(dim, indices), share)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from llamas import require_same_gradients
 from torch import nn
 
 from scaletorch.dist.errors import InvalidArgumentError
@@ -16,7 +17,6 @@ from scaletorch.parallel.tensor_parallel import (
     apply_tensor_parallel,
     explain,
     gather_state_dict,
-    gather_tensors,
     load_full_state_dict,
     shard_dims,
 )
@@ -69,6 +69,24 @@ class Latent(nn.Module):
         return self.o_proj(torch.einsum("bhqk,bkhd->bqhd", scores, v).flatten(2))
 
 
+class Scaled(nn.Module):
+    """Scales every feature of its queries, and of what its heads return."""
+
+    def __init__(self):
+        super().__init__()
+        self.head_dim = HEAD
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(WIDTH, WIDTH) for _ in range(4)
+        )
+        self.of_queries, self.of_heads = (nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
+
+    def forward(self, x):
+        q, k, v = self.q_proj(x) * self.of_queries, self.k_proj(x), self.v_proj(x)
+        q, k, v = (y.unflatten(-1, (-1, HEAD)).transpose(1, 2) for y in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).flatten(2) * self.of_heads)
+
+
 class RowsMlp(nn.Module):
     """It is called with rows of tokens, as shared experts are."""
 
@@ -79,6 +97,17 @@ class RowsMlp(nn.Module):
     def forward(self, rows):
         assert rows.ndim == 2
         return self.down(F.gelu(self.up(rows)))
+
+
+class ScaledMlp(RowsMlp):
+    """It scales every feature of its width."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(9))
+
+    def forward(self, rows):
+        return self.down(F.gelu(self.up(rows) * self.scale))
 
 
 class Mixer(nn.Module):
@@ -97,7 +126,8 @@ class Model(nn.Module):
         super().__init__()
         self.words = nn.Embedding(11, WIDTH)
         self.self_attn, self.norm, self.mixer = attention(), nn.LayerNorm(WIDTH), Mixer()
-        self.mlp, self.head = RowsMlp(), nn.Linear(WIDTH, 11, bias=False)
+        self.mlp = (ScaledMlp if attention is Scaled else RowsMlp)()
+        self.head = nn.Linear(WIDTH, 11, bias=False)
 
     def forward(self, input_ids):
         x = self.words(input_ids)
@@ -110,6 +140,13 @@ SINKS = {
     "self_attn": PerHead("sinks"),
     **{f"self_attn.{name}_proj": "column" for name in "qkvg"},
     "self_attn.o_proj": "row",
+    **REST,
+}
+SCALED = {
+    "self_attn": PerHead("of_queries", "of_heads"),
+    **{f"self_attn.{name}_proj": "column" for name in "qkv"},
+    "self_attn.o_proj": "row",
+    "mlp": PerHead("scale"),
     **REST,
 }
 LATENT = {
@@ -141,23 +178,28 @@ def compare(one, plan, **options):
         model.zero_grad()
         model(ids).square().mean().backward()
     torch.testing.assert_close(many(ids), one(ids), rtol=0, atol=1e-12)
-    gradients = gather_tensors(many, {n: p.grad for n, p in many.named_parameters()})
-    for name, parameter in one.named_parameters():
-        difference = (gradients[name] - parameter.grad).abs().max()
-        assert difference < 1e-12, (name, difference)
+    require_same_gradients(one, many)
     return many
 
 
 def trained():
-    for attention, plan in ((Sinks, SINKS), (few_keys, SINKS), (Latent, LATENT)):
+    shapes = []
+    for attention, plan in (
+        (Sinks, SINKS), (Scaled, SCALED), (few_keys, SINKS), (Latent, LATENT)
+    ):  # fmt: skip
         for sequence_parallel in (False, True):
             many = compare(made(attention), plan, sequence_parallel=sequence_parallel)
-    sinks = apply_tensor_parallel(made(Sinks), SINKS, dist.group.WORLD).self_attn.sinks
-    return tuple(sinks.shape), shard_dims(many)["self_attn.kv_a_proj_with_mqa.weight"]
+        own = (*many.self_attn._parameters.values(), *many.mlp._parameters.values())
+        shapes += [tuple(parameter.shape) for parameter in own]
+    assert shard_dims(many)["self_attn.kv_a_proj_with_mqa.weight"] is None
+    return shapes
 
 
 def test_what_belongs_to_heads_is_cut_with_them_and_what_they_share_is_summed():
-    assert run_ranks(trained, 2) == [((3,), None), ((2,), None)]
+    # Sinks of 5 heads, scales of 3 heads of 4 and of 9 features, sinks of 6 heads.
+    first, second = run_ranks(trained, 2)
+    assert first == [(3,), (8,), (8,), (5,), (3,)]
+    assert second == [(2,), (4,), (4,), (4,), (3,)]
 
 
 def test_what_a_plan_says_of_heads_is_told():
@@ -170,12 +212,13 @@ def test_what_a_plan_says_of_heads_is_told():
     [
         ({"self_attn": PerHead("q_proj")}, "its own parameters are sinks"),
         ({"self_attn": PerHead("sinks")}, "of 5 query heads, and .* none were understood"),
+        ({"mlp": PerHead("scale"), "mlp.up": "replicate"}, "of 9 query heads, and .* none were"),
         ({"mlp.up": SharedTail(9)}, "it has no more than 9 output features"),
     ],
 )
 def test_what_does_not_fit(plan, text):
     with pytest.raises(InvalidArgumentError, match=text):
-        resolve(made(Sinks), plan, 2)
+        resolve(made(Scaled if "mlp" in plan else Sinks), plan, 2)
 
 
 def test_an_attention_with_names_that_a_shard_needs_is_refused():

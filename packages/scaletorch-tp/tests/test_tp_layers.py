@@ -11,6 +11,7 @@ from torch.distributed import group
 from torch.nn import functional
 
 from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.placement import Cut
 from scaletorch.parallel.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -18,7 +19,6 @@ from scaletorch.parallel.tensor_parallel import (
     VocabParallelEmbedding,
     gather_tensors,
 )
-from scaletorch.parallel.tensor_parallel.cuts.cut import Cut
 
 FEW = settings(max_examples=12, deadline=None, database=None, phases=[Phase.generate])
 
@@ -206,10 +206,10 @@ def refusals():
         lambda: RowParallelLinear(1, 4, group=group.WORLD),
         lambda: VocabParallelEmbedding(3, 4, group=group.WORLD),
         lambda: RowParallelLinear.from_plain(
-            nn.Linear(8, 8), group=group.WORLD, cut=Cut((4, 4), (0, 0, 1, 1))
+            nn.Linear(8, 8), group=group.WORLD, cut=Cut.of((4, 4), (0, 0, 1, 1))
         ),
         lambda: ColumnParallelLinear.from_plain(
-            nn.Linear(8, 8), group=group.WORLD, cut=Cut((4, 4), (0, 1))
+            nn.Linear(8, 8), group=group.WORLD, cut=Cut.of((4, 4), (0, 1))
         ),
         lambda: VocabParallelEmbedding(8, 4, 8, group=group.WORLD),
         lambda: ColumnParallelLinear(4, 8, group=group.WORLD)(torch.ones(2, 3)),

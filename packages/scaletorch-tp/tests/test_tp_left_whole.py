@@ -12,7 +12,7 @@ from scaletorch.parallel.tensor_parallel import (
     apply_tensor_parallel,
     gather_tensors,
 )
-from scaletorch.parallel.tensor_parallel.cuts.stacked import Slices
+from scaletorch.parallel.tensor_parallel.cuts.styles import Slices
 from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
 from scaletorch.parallel.tensor_parallel.plans.transformers_plan import find_own_plan, stacked_of
 

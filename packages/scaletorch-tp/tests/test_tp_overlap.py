@@ -1,6 +1,7 @@
-"""Weights' gradients are computed while inputs' gradients travel, and are the same."""
+"""One input of several layers enters once; weights' gradients are computed while its travels."""
 
 import copy
+import itertools
 from unittest.mock import patch
 
 import pytest
@@ -28,6 +29,13 @@ class Gated(nn.Module):
 
     def forward(self, x):
         return self.down(self.up(x) * torch.sigmoid(self.gate(x)))
+
+
+class InPlace(Gated):
+    """Its second layer takes another tensor than its first."""
+
+    def forward(self, x):
+        return self.down(self.up(x) * torch.sigmoid(self.gate(x.clone())))
 
 
 class Blocks(nn.Module):
@@ -126,10 +134,13 @@ def same_as_one_process(sequence, recompute):
     torch.testing.assert_close(own.grad / 2, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("recompute", [None, False, True])
-@pytest.mark.parametrize("sequence", [False, True])
-def test_gradients_are_those_of_one_process(sequence, recompute):
-    run_ranks(same_as_one_process, 2, sequence, recompute)
+def every_way():
+    for sequence, recompute in itertools.product((False, True), (None, False, True)):
+        same_as_one_process(sequence, recompute)
+
+
+def test_gradients_are_those_of_one_process():
+    run_ranks(every_way, 2)
 
 
 def bitwise(sequence, autocast, frozen):
@@ -148,11 +159,13 @@ def bitwise(sequence, autocast, frozen):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("sequence", [False, True])
-def test_overlap_changes_no_bit(sequence, autocast, frozen):
-    run_ranks(bitwise, 2, sequence, autocast, frozen)
+def every_bit():
+    for options in itertools.product((False, True), repeat=3):
+        bitwise(*options)
+
+
+def test_overlap_changes_no_bit():
+    run_ranks(every_bit, 2)
 
 
 def twice_differentiated(sequence):
@@ -177,9 +190,13 @@ def twice_differentiated(sequence):
         )
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_second_derivatives(sequence):
-    run_ranks(twice_differentiated, 2, sequence)
+def both_twice_differentiated():
+    for sequence in (False, True):
+        twice_differentiated(sequence)
+
+
+def test_second_derivatives():
+    run_ranks(both_twice_differentiated, 2)
 
 
 class Borrowing(Gated):
@@ -224,3 +241,48 @@ def only_some_gradients():
 
 def test_gradients_of_some_inputs_only():
     run_ranks(only_some_gradients, 2)
+
+
+def sums_of_a_step(how):
+    """Return how many tensors a step sums over the ranks; its gradients are one process's."""
+    torch.manual_seed(0)
+    one = (InPlace if how == "other input" else Gated)().double()
+    x = batch()[0][0]
+    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    one(theirs).square().sum().backward()
+    model = apply_tensor_parallel(copy.deepcopy(one), PLAN, dist.group.WORLD)
+    if how == "deepcopy":
+        model = copy.deepcopy(model)
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums:
+        if "checkpoint" in how:
+            out = checkpoint(model, mine, use_reentrant="non" not in how)
+        else:
+            out = model(mine)
+        out.square().sum().backward()
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+    gradient = one.up.weight.grad.tensor_split(2)[dist.get_rank()]
+    torch.testing.assert_close(model.up.weight.grad, gradient, rtol=1e-12, atol=1e-12)
+    return sums.call_count
+
+
+SUMS = {
+    "plain": 2,  # forward of the row layer, and one gradient for both columns
+    "deepcopy": 2,
+    "other input": 3,  # two inputs, two gradients
+    "non-reentrant checkpoint": 2,  # recomputation stops before the row layer
+    "reentrant checkpoint": 3,
+}
+
+
+def all_sums():
+    model = apply_tensor_parallel(Gated(), PLAN, dist.group.WORLD)
+    x = torch.randn(2, 6)
+    with torch.no_grad():
+        first = model(x)
+    x.mul_(2)  # without gradients nothing that entered is kept
+    assert not torch.equal(first, model(x).detach())
+    return {how: sums_of_a_step(how) for how in SUMS}
+
+
+def test_one_sum_for_one_input():
+    assert run_ranks(all_sums, 2) == [SUMS] * 2

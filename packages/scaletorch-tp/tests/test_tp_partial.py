@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from llamas import require_same_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,7 +14,6 @@ from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.tensor_parallel import (
     apply_tensor_parallel,
-    gather_tensors,
     vocab_parallel_cross_entropy,
 )
 
@@ -100,11 +100,7 @@ def compare(one, plan, change=lambda model: model):
         with torch.set_grad_enabled(one.recompute is True):  # which warns without gradients
             model(ids())  # mostly there is nothing to be seen here
         model(ids()).square().mean().backward()
-    gradients = {n: p.grad for n, p in many.named_parameters() if p.grad is not None}
-    found = gather_tensors(many, gradients)
-    for name, parameter in one.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
+    require_same_gradients(one, many, rtol=1e-9)
 
 
 RIGHT = [

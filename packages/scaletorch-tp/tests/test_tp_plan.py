@@ -12,18 +12,16 @@ from torch.distributed import group
 
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.pg_manager.building import matching
+from scaletorch.parallel.placement import shard_sizes
 from scaletorch.parallel.tensor_parallel import (
     ColumnParallelLinear,
     Divide,
     RowParallelLinear,
     apply_tensor_parallel,
 )
-from scaletorch.parallel.tensor_parallel.cuts.cut import (
-    head_cuts,
-    nearest_divisors,
-    shard_sizes,
-)
+from scaletorch.parallel.tensor_parallel.plans.attention import head_cuts
 from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
+from scaletorch.parallel.tensor_parallel.plans.sizes import nearest_divisors
 
 NAMES = ["", "model", "model.layers.0.mlp.up", "model.layers.11.mlp.up", "layers.0.mlp.up", "up"]
 
@@ -95,7 +93,7 @@ def test_every_rank_has_the_key_value_heads_that_its_queries_use(key_values, gro
         for head in range(q):  # as scaled_dot_product_attention pairs them
             used = (query.start(rank) + head) // groups
             assert used == key_value.start(rank) + head // (q // kv)
-    assert all(key_value.sizes[owner] for owner in key_value.owners)
+    assert all(key_value.sizes[owner] for rank in range(tp) for owner in key_value.owners(rank))
 
 
 class Attention(nn.Module):

@@ -5,57 +5,22 @@ import sys
 
 import pytest
 import torch
+from gpts import EVERY_SHARD
+from gpts import EveryShard as Net
 from torch import nn
 from torch.distributed import get_rank, group
 
 from scaletorch.dist.testing import preload, run_ranks
 from scaletorch.parallel.tensor_parallel import (
-    Fused,
     apply_tensor_parallel,
     gather_state_dict,
     load_safetensors,
 )
 
-HIDDEN, INNER, VOCAB, HEAD = 10, 7, 13, 2
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PLAN = {
-    "embed": "vocab",
-    **{f"attention.{x}_proj": "column" for x in "qkv"},
-    "attention.o_proj": "row",
-    "gate_up": Fused("column", 2),
-    "packed": Fused("row", (4, 4, 5)),
-    "down": "row",
-    "head": "column_gather",
-}
-
-
-class Attention(nn.Module):
-    """With 4 query heads and 2 key/value heads: at tp 4 each of these is on two ranks."""
-
-    def __init__(self):
-        super().__init__()
-        self.head_dim = HEAD
-        self.q_proj, self.k_proj = nn.Linear(HIDDEN, 4 * HEAD), nn.Linear(HIDDEN, 2 * HEAD)
-        self.v_proj, self.o_proj = nn.Linear(HIDDEN, 2 * HEAD), nn.Linear(4 * HEAD, HIDDEN)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, HIDDEN)
-        self.attention = Attention()
-        self.gate_up = nn.Linear(HIDDEN, 2 * INNER)
-        self.down, self.packed = nn.Linear(INNER, HIDDEN), nn.Linear(VOCAB, HIDDEN)
-        self.norm = nn.BatchNorm1d(HIDDEN)
-        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
-        self.tie()
-
-    def tie(self):
-        self.head.weight = self.embed.weight
 
 
 def whole_state():
-    torch.manual_seed(0)
     return dict(Net().state_dict())
 
 
@@ -77,10 +42,10 @@ def write(folder, state, files=1):
 
 def sharded(on_meta=False):
     if not on_meta:
-        return apply_tensor_parallel(Net(), PLAN, group.WORLD)
+        return apply_tensor_parallel(Net(), EVERY_SHARD, group.WORLD)
     with torch.device("meta"):
         model = Net()
-    model = apply_tensor_parallel(model, PLAN, group.WORLD).to_empty(device="cpu")
+    model = apply_tensor_parallel(model, EVERY_SHARD, group.WORLD).to_empty(device="cpu")
     model.tie()
     return model
 
@@ -147,7 +112,7 @@ def test_each_rank_reads_its_own_part_alone(tmp_path, tp, files):
 def test_both_names_of_a_tie_and_another_dtype_are_taken(tmp_path):
     state = whole_state()
     write(tmp_path, {n: t.double() if t.is_floating_point() else t for n, t in state.items()})
-    model = apply_tensor_parallel(Net(), PLAN)
+    model = apply_tensor_parallel(Net(), EVERY_SHARD)
     load_safetensors(model, str(tmp_path))
     assert all(torch.equal(t, state[n]) for n, t in model.state_dict().items())
     assert model.head.weight.dtype == torch.float32
@@ -169,7 +134,7 @@ def mistakes(folder):
         with pytest.raises(ValueError, match=rf"^rank {get_rank()}.*: .*{text}"):
             load_safetensors(model, folder / name)
     with torch.device("meta"):
-        empty = apply_tensor_parallel(Net(), PLAN, group.WORLD)
+        empty = apply_tensor_parallel(Net(), EVERY_SHARD, group.WORLD)
     with pytest.raises(ValueError, match=r"call model.to_empty\(device=...\) first: attention.k_"):
         load_safetensors(empty, folder / "right")
     after = gather_state_dict(model)
@@ -186,7 +151,7 @@ def test_mistakes_are_named_and_load_nothing(tmp_path):
     left_out = ("down.weight", "norm.running_mean")
     write(tmp_path / "lacking", {n: t for n, t in state.items() if n not in left_out})
     write(tmp_path / "unknown", state | {"else.weight": torch.ones(1), "more": torch.ones(1)})
-    write(tmp_path / "misshapen", state | {"down.weight": torch.ones(INNER, HIDDEN)})
+    write(tmp_path / "misshapen", state | {"down.weight": torch.ones(7, 10)})
     for name in ("none", "broken", "index"):
         (tmp_path / name).mkdir()
     (tmp_path / "broken" / WHOLE).write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")

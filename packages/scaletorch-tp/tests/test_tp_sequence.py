@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from llamas import require_same_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,7 +14,6 @@ from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.tensor_parallel import (
     Divide,
     apply_tensor_parallel,
-    gather_tensors,
     sequence_share,
 )
 
@@ -92,10 +92,7 @@ def compare(length, recompute):
         torch.testing.assert_close(*outs, rtol=1e-12, atol=1e-12)
         for out in outs:
             out.square().mean().backward()
-    gradients = gather_tensors(many, {n: p.grad for n, p in many.named_parameters()})
-    for name, parameter in one.named_parameters():
-        difference = (gradients[name] - parameter.grad).abs().max()
-        assert difference < 1e-12, (name, difference)
+    require_same_gradients(one, many)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -161,11 +158,7 @@ def read_by_others():
         apply_tensor_parallel(many, PLAN, dist.group.WORLD, sequence_parallel=True)
         for model in (one, many):
             model(*batch(9)).square().mean().backward()
-        found = gather_tensors(
-            many, {n: p.grad for n, p in many.named_parameters() if p.grad is not None}
-        )
-        for name, parameter in one.named_parameters():
-            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-12)
+        require_same_gradients(one, many, rtol=1e-9)
 
 
 def test_parameters_that_others_read_are_summed_too():

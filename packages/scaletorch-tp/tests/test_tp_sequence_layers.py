@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from llamas import require_same_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -126,10 +127,7 @@ def compare(one, many, length):
         model(ids(length)).square().mean().backward()
     with torch.no_grad():
         torch.testing.assert_close(many(ids(length)), one(ids(length)), rtol=0, atol=1e-12)
-    gradients = gather_tensors(many, {n: p.grad for n, p in many.named_parameters()})
-    for name, parameter in one.named_parameters():
-        difference = (gradients[name] - parameter.grad).abs().max()
-        assert difference < 1e-12, (name, difference)
+    require_same_gradients(one, many)
 
 
 def trained():

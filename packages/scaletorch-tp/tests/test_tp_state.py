@@ -61,12 +61,11 @@ def round_trip(state, tied, dtype):
     return whole
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("tied", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
 def test_state_goes_round_all_sizes_bit_for_bit(tied, dtype):
     plain = Net(0, tied=tied, dtype=dtype)
     state = dict(plain.state_dict())
-    for tp in (1, 2, 4, 2, 1):
+    for tp in (2, 4, 1):
         whole = run_ranks(round_trip, tp, state, tied, dtype)
         for other in whole:
             same(other, plain.state_dict())

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from llamas import require_same_gradients
 from torch import nn
 from torch.distributed import group
 
@@ -13,7 +14,6 @@ from scaletorch.parallel.tensor_parallel import (
     Fused,
     apply_tensor_parallel,
     explain,
-    gather_tensors,
 )
 from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
 from scaletorch.parallel.tensor_parallel.plans.transformers_plan import find_own_plan, own_plan
@@ -186,9 +186,7 @@ def as_one_process(options):
         outputs.append(each(ids))
         outputs[-1].sin().sum().backward()
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-12, atol=1e-12)
-    grads = gather_tensors(model, {n: p.grad for n, p in model.named_parameters()})
-    for name, p in plain.named_parameters():
-        torch.testing.assert_close(grads[name], p.grad, rtol=1e-10, atol=1e-12)
+    require_same_gradients(plain, model, rtol=1e-10)
 
 
 WHOLE_BETWEEN = PLAN | {

@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from llamas import require_same_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist.errors import InvalidArgumentError, StateError
 from scaletorch.dist.testing import run_ranks
-from scaletorch.parallel.tensor_parallel import apply_tensor_parallel, gather_tensors
+from scaletorch.parallel.tensor_parallel import apply_tensor_parallel
 
 ATTENTION = {**{f"attention.{name}": "column" for name in "qkv"}, "attention.o": "row"}
 PLAN = {"tokens": "vocab", "head": "column_gather", "mlp.up": "column", "mlp.down": "row"}
@@ -78,10 +79,7 @@ def compare(one, plan, length=8, rows=2):
     for model in (one, many):
         model(ids(length, rows)).square().mean().backward()
     torch.testing.assert_close(many(ids(length, rows)), one(ids(length, rows)), rtol=0, atol=1e-12)
-    gradients = gather_tensors(many, {n: p.grad for n, p in many.named_parameters()})
-    for name, parameter in one.named_parameters():
-        difference = (gradients[name] - parameter.grad).abs().max()
-        assert difference < 1e-12, (name, difference)
+    require_same_gradients(one, many)
     return many
 
 

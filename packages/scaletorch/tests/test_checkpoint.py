@@ -26,9 +26,9 @@ from scaletorch.checkpoint.format.metadata import Chunk, Saved
 from scaletorch.checkpoint.state.held import describe
 from scaletorch.checkpoint.storage import Read, _blocks
 from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.parallel.placement import fuse, share_cut
 from scaletorch.parallel.tensor_parallel.building import ParameterCut
-from scaletorch.parallel.tensor_parallel.cuts.cut import head_cuts, share_cut
-from scaletorch.parallel.tensor_parallel.cuts.fused import fuse
+from scaletorch.parallel.tensor_parallel.plans.attention import head_cuts
 
 
 class Program:

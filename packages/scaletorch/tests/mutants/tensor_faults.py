@@ -9,6 +9,7 @@ from torch import Tensor
 
 from scaletorch.dist.functional import split
 from scaletorch.parallel.pg_manager import get_process_group_manager
+from scaletorch.parallel.placement import Invariant, Partial, Shard
 
 from .mutant import Catalogue
 
@@ -20,16 +21,21 @@ CUT = "start: *.o_proj | *.down_proj"
 SUMMED = "forward: embed_tokens | *.o_proj | *.down_proj"
 
 
-@fault("layers.base:reduce", layout="1x1x1x2", born=SUMMED)
-def partial_sums_not_reduced(reduce: Any) -> Any:
+@fault("layers.base:convert", layout="1x1x1x2", born=SUMMED)
+def partial_sums_not_reduced(convert: Any) -> Any:
     """Row-parallel and embedding outputs miss their all-reduce."""
-    return lambda x, _group: x
+    return lambda x, src, *to: x if src == Partial() else convert(x, src, *to)
 
 
-@fault("layers.base:reduce", layout="1x1x1x2", born=SUMMED)
-def partial_sums_reduced_twice(reduce: Any) -> Any:
+@fault("layers.base:convert", layout="1x1x1x2", born=SUMMED)
+def partial_sums_reduced_twice(convert: Any) -> Any:
     """Row-parallel and embedding outputs are all-reduced twice."""
-    return lambda x, group: reduce(reduce(x, group), group)
+
+    def twice(x: Tensor, src: Any, *to: Any) -> Any:
+        once = convert(x, src, *to)
+        return convert(once, src, *to) if src == Partial() else once
+
+    return twice
 
 
 @fault("regions.overlap:send", layout="1x1x1x2", born=COLUMN)
@@ -121,13 +127,15 @@ def whole_gradients_summed(sort: Any) -> Any:
     return all_of_them
 
 
-@fault("layers.base:gather", layout="1x1x1x2", born="backward: lm_head")
-def gathered_logits_gradient_summed(gather: Any) -> Any:
+@fault("layers.base:convert", layout="1x1x1x2", born="backward: lm_head")
+def gathered_logits_gradient_summed(convert: Any) -> Any:
     """The gradient of joined outputs is summed over ranks that computed the same loss."""
 
-    def doubled(x: Tensor, dim: int, group: Any, sizes: Any) -> Any:
-        x = gather(x, dim, group, sizes=sizes)
-        return x * len(sizes) - x.detach() * (len(sizes) - 1)
+    def doubled(x: Tensor, src: Any, *to: Any) -> Any:
+        x = convert(x, src, *to)
+        if not isinstance(src, Shard):
+            return x
+        return x * len(src.sizes or ()) - x.detach() * (len(src.sizes or ()) - 1)
 
     return doubled
 
@@ -205,10 +213,10 @@ def sequence_gradient_not_scattered(send: Any) -> Any:
     return lambda grad, group, sizes: lambda: split(grad, -2, group, sizes=sizes)
 
 
-@fault("regions.sequence_shares:reduce_scatter", **SEQUENCE, born=SUMMED)
-def sequence_partial_sums_not_reduced(reduce_scatter: Any) -> Any:
+@fault("regions.sequence_shares:convert", **SEQUENCE, born=SUMMED)
+def sequence_partial_sums_not_reduced(convert: Any) -> Any:
     """A region's partial results are cut, and not summed."""
-    return lambda x, dim, group, sizes: split(x, dim, group, sizes=sizes)
+    return lambda x, src, *to: convert(x, Invariant() if src == Partial() else src, *to)
 
 
 @fault("regions.random:get_rank", **SEQUENCE, born="forward: *.dropout")

@@ -2,9 +2,7 @@
 
 from ._version import __version__
 from .cross_entropy import vocab_parallel_cross_entropy
-from .cuts.fused import Fused
-from .cuts.per_head import PerHead
-from .cuts.stacked import Slices, Stacked
+from .cuts.styles import Fused, PerHead, SharedTail, Slices, Stacked
 from .layers.base import TensorParallelLayer
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -14,7 +12,6 @@ from .plans.plan import STYLES, Divide, Plan, Style
 from .plans.suggest import suggest_plan
 from .regions.random import common_random, sharded_random
 from .sharing.sequence import sequence_share
-from .sharing.shared_tail import SharedTail
 from .state.dtensors import PiecesTensor, as_dtensors
 from .state.placements import Pieces, placements, split_by_owner
 from .state.safetensors_folder import load_safetensors

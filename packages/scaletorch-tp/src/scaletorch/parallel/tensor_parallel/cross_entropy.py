@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from ...dist import all_gather, get_rank, get_world_size
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import axis_group, describe_rank
-from .cuts.cut import shard_sizes
+from ..placement import shard_sizes
 from .regions.uncompiled import uncompiled
 
 REDUCTIONS = ("none", "sum", "mean")

@@ -55,7 +55,7 @@ def describe_grid(
         found.axes |= axis
     found.places = places_of(stage)
     cuts = find_cuts(stage).values()
-    found.shared = [_name(cut) for cut in cuts if any(c.replicated for c in cut.cut.packed)]
+    found.shared = [_name(cut) for cut in cuts if cut.cut.replicated]
     for name in ("tp", "cp", "pp", "dp"):
         found.groups[name] = [list(ranks) for ranks in manager.grid.groups(name)]
     found.unseen = set(_unseen(pipeline))
@@ -76,7 +76,7 @@ def _divided(stage: nn.Module) -> dict[str, tuple[Mapping[str, Axis], Place]]:
     for name, cut in find_cuts(stage).items():
         if name not in shapes:
             continue
-        ranges = [(each.start, each.stop) for each in cut.cut.ranges(cut.layer.tp_rank)]
+        ranges = [(each.start, each.stop) for each in cut.cut.ranges[cut.layer.tp_rank]]
         place: Place = [None] * len(shapes[name])
         place[cut.dim] = [cut.cut.whole, *ranges]
         found[name] = {_name(cut): Axis(cut.cut.whole, [ranges])}, place
@@ -91,7 +91,8 @@ def _divided(stage: nn.Module) -> dict[str, tuple[Mapping[str, Axis], Place]]:
 
 def _name(cut: ParameterCut) -> str:
     """Return a name of how a size is cut, the same on every rank."""
-    return f"columns {[list(part.parts) for part in cut.cut.packed]}"
+    places = zip(*cut.cut.ranges, strict=True)
+    return f"columns {[[*map(len, dict.fromkeys(ranges))] for ranges in places]}"
 
 
 def _unseen(pipeline: PipelineParallel) -> Iterator[tuple[str, str, int]]:

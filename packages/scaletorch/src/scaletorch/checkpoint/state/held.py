@@ -212,8 +212,8 @@ def describe(
 def _atoms(cut: ParameterCut) -> Iterator[Atom]:
     """Yield what this rank has of each packed length; ranks have one part of it, or replicas."""
     rank, local = cut.layer.tp_rank, 0
-    for packed, own in zip(cut.cut.packed, cut.cut.ranges(rank), strict=True):
-        yield Atom(own.start, local, len(own), packed.owners[packed.ranks[rank]])
+    for own, owner in zip(cut.cut.ranges[rank], cut.cut.owners(rank), strict=True):
+        yield Atom(own.start, local, len(own), owner)
         local += len(own)
 
 

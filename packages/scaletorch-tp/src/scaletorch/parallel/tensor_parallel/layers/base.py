@@ -13,12 +13,12 @@ from torch.distributed import ProcessGroup
 from ....dist import get_rank, get_world_size
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import axis_group, describe_rank
-from ..cuts.cut import Cut, require_shares, share_cut
-from ..cuts.fused import fuse
+from ...placement import Cut, Invariant, Partial, Shard, fuse, share_cut
+from ..cuts.styles import misfits
 from ..optimizers import watch
 from ..regions.sequence_shares import SequenceShares
 from ..regions.surround import not_pickled
-from ..regions.uncompiled import gather, reduce
+from ..regions.uncompiled import convert
 
 # A whole parameter -> the dim it was cut along, how, and this rank's shard: tied ones stay tied.
 Memo = MutableMapping[Tensor, tuple[int, Cut, nn.Parameter]]
@@ -27,6 +27,19 @@ Group = ProcessGroup | None
 Options = Mapping[str, Any]
 
 _OWN = frozenset({"weight", "bias"})
+
+
+def require_shares(what: str, length: int, size: int) -> None:
+    """Refuse a length that leaves a rank with nothing.
+
+    Raises:
+        InvalidArgumentError: `length` is less than `size`.
+    """
+    if length < size:
+        raise InvalidArgumentError(
+            f"{what} = {length} has no share for each of tp = {size} ranks; "
+            f"tp sizes up to {length} are legal"
+        )
 
 
 class TensorParallelLayer(nn.Module):
@@ -138,17 +151,10 @@ class TensorParallelLayer(nn.Module):
 
     @staticmethod
     def _misfit_of_parameters(module: nn.Module, known: Collection[str]) -> str | None:
-        if "forward" in vars(module):
-            return "its forward was replaced on the instance"
         own = {name: p for name, p in module._parameters.items() if p is not None}
         if not own or not own.keys() <= {*known}:
             return f"its parameters are {sorted(own)}, of which {sorted(known)} are known"
-        for name, parameter in own.items():
-            if type(parameter) is not nn.Parameter:
-                return f"its {name} is a {type(parameter).__name__}, not an nn.Parameter"
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                return f"its {name} has gradient hooks: shard a model before it is wrapped"
-        return None
+        return next(misfits(module, own), None)
 
     @classmethod
     def _check(cls, size: int, group: Group, options: Options, cut: Cut | None = None) -> None:
@@ -160,16 +166,17 @@ class TensorParallelLayer(nn.Module):
         tp_size = get_world_size(group)
         if cut is None:  # else a rank may have a part that others have too
             require_shares(f"{cls.__name__}: {cls.sharded_size}", size, tp_size)
-        if cut is not None and (cut.whole, len(cut.ranks)) != (size, tp_size):
+        if cut is not None and (cut.whole, len(cut.ranges)) != (size, tp_size):
             raise InvalidArgumentError(
                 f"{cls.__name__}: expected a cut of {cls.sharded_size} = {size} over tp = "
-                f"{tp_size} ranks, got one of {cut.whole} over {len(cut.ranks)}"
+                f"{tp_size} ranks, got one of {cut.whole} over {len(cut.ranges)}"
             )
-        shared = [part for part in (cut.packed if cut else ()) if part.replicated]
-        if shared and not cls.replicable:
+        if cut is not None and cut.shared and not cls.replicable:
+            place, parts = next(iter(cut.shared.items()))
+            owners = tuple(parts.index(held[place]) for held in cut.ranges)
             raise InvalidArgumentError(
                 f"{cls.__name__} sums the ranks' parts: each rank needs one of its own, but "
-                f"those of the given cut belong to ranks {shared[0].ranks}"
+                f"those of the given cut belong to ranks {owners}"
             )
 
     def _build(
@@ -241,7 +248,7 @@ class TensorParallelLayer(nn.Module):
     def _leave(self, partial: Tensor) -> Tensor:
         """End the region: sum the ranks' partial results, whole on each rank or in shares."""
         if self.sequence is None:
-            return reduce(partial, self.group)
+            return convert(partial, Partial(), Invariant(), self.group)
         return self.sequence.leave(partial)
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
@@ -250,7 +257,8 @@ class TensorParallelLayer(nn.Module):
 
     def join(self, shard: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor:
         """Return the whole tensor on every rank; all ranks call it."""
-        joined = gather(shard, dim, self.group if group is None else group, sizes=self.shard_sizes)
+        group = self.group if group is None else group
+        joined = convert(shard, Shard(dim, self.shard_sizes), Invariant(), group)
         return joined if self._in_order else self.cut.arrange(joined, dim)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

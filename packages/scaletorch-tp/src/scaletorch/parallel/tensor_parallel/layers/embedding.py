@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from ....dist.errors import InvalidArgumentError
-from ..cuts.cut import Cut
+from ...placement import Cut
 from .base import Group, Memo, Options, TensorParallelLayer
 from .linear import ColumnParallelLinear
 

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from ....dist import get_world_size
 from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ..cuts.cut import Cut, require_shares
-from ..cuts.stacked import Stacked
+from ...placement import Invariant, Partial, Replicate
+from ..cuts.styles import Stacked
 from ..regions.region import in_region
 from ..regions.sequence_shares import SequenceShares
-from ..regions.surround import Surrounded, own_class, surround
-from ..regions.uncompiled import around_compiled, copy, reduce, uncompiled
-from .base import Group, Options, TensorParallelLayer
+from ..regions.surround import own_class
+from ..regions.uncompiled import around_compiled, convert, uncompiled
+from .heads import OwnParameters
 
 # What names of attributes that hold the width of experts contain.
 _OF_WIDTH = ("intermediate", "ffn", "expert_dim")
 
 
-class ParallelExperts(TensorParallelLayer, Surrounded):
+class ParallelExperts(OwnParameters):
     """A module of stacked expert weights, before whose own class this comes.
 
     Hidden states and the router's weights enter, so the gradients of both are summed over the
@@ -34,12 +31,9 @@ class ParallelExperts(TensorParallelLayer, Surrounded):
     at the entrance, each with its indices and weights, and every rank gets its tokens' results.
     """
 
-    plain_class = nn.Module
     sharded_size = "width"
-    shard_dims: ClassVar[Mapping[str, int]] = {}  # each module has its own
-    options: ClassVar[dict[str, Any]] = {"stacked": None}
 
-    stacked: Stacked
+    own_style: Stacked
 
     @classmethod
     def convert(cls, module: nn.Module, *where: Any, **options: Any) -> Self:
@@ -49,26 +43,10 @@ class ParallelExperts(TensorParallelLayer, Surrounded):
             _set_widths(layer, layer.cut.whole, layer.shard_sizes[layer.tp_rank])
         return layer
 
-    @classmethod
-    def _taken(
-        cls, module: nn.Module, group: Group, cut: Cut | None, options: Options
-    ) -> tuple[Any, int]:
-        """Return a module, which stays an instance of its class, and its experts' width."""
-        stacked: Stacked = options["stacked"]
-        cls._refuse(stacked.misfit(module))
-        width = stacked.width(module)
-        require_shares(f"{cls.__name__}: {cls.sharded_size}", width, get_world_size(group))
-        vars(module)["shard_dims"] = stacked.dims
-        return surround(module, cls, group), width
-
     @property
     def settled(self) -> Collection[str]:
         """Names of the shards, and of what one rank adds: each computes its whole gradient."""
-        return {*self.shard_dims, *self.stacked.added}
-
-    def cut_of(self, name: str) -> Cut:
-        """Return how a parameter is cut along its dim."""
-        return self.stacked.sharded[name].cut(self.cut)
+        return {*self.shard_dims, *self.own_style.added}
 
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +72,7 @@ class ParallelExperts(TensorParallelLayer, Surrounded):
                 f"a tensor of which ranks have parts, and returned a {type(results).__name__}"
             )
         if self.sequence is None or sizes is None:
-            return reduce(results, self.group)
+            return convert(results, Partial(), Invariant(), self.group)
         return self.sequence.leave_rows(results.flatten(0, -2), sizes).unflatten(0, leading)
 
     def _enter(self, x: Any, sizes: tuple[int, ...] | None) -> Any:
@@ -103,7 +81,9 @@ class ParallelExperts(TensorParallelLayer, Surrounded):
         if self.sequence is not None and sizes is not None:
             entered = self.sequence.enter_rows(x.flatten(0, -2), sizes)
             return entered if x.ndim == 2 else entered[None]  # as one sequence
-        return copy(x, self.group) if x.is_floating_point() else x
+        # Indices have no gradient to be summed.
+        enters = x.is_floating_point()
+        return convert(x, Invariant(), Replicate(), self.group) if enters else x
 
     @uncompiled
     def _rows(
@@ -127,10 +107,12 @@ class ParallelExperts(TensorParallelLayer, Surrounded):
         return sequence.rows(hidden)
 
     def _added(self) -> dict[str, Any]:
-        """Return what is to be added once, as this rank adds it."""
-        function: Any = AddedElsewhere
-        added = {name: self._parameters[name] for name in self.stacked.added}
-        return {n: function.apply(p) for n, p in added.items()} if self.tp_rank else added
+        """Return what is to be added once, as this rank adds it: zeros on ranks but the first.
+
+        Every rank sees the gradient of the whole result, so each computes the whole of theirs.
+        """
+        added = {name: self.get_parameter(name) for name in self.own_style.added}
+        return {n: p - p.detach() for n, p in added.items()} if self.tp_rank else {**added}
 
     def extra_repr(self) -> str:
         """Describe the division."""
@@ -140,24 +122,6 @@ class ParallelExperts(TensorParallelLayer, Surrounded):
 def _leading(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the dims before the last one of the first tensor, the hidden states."""
     return next((tuple(x.shape[:-1]) for x in tensors_in((args, kwargs))), ())
-
-
-class AddedElsewhere(Function):
-    """Zeros in place of what the first rank adds; backward gives it the gradient that it has there.
-
-    Every rank sees the gradient of the whole result, so each computes the whole of this one.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor) -> Tensor:
-        """Return zeros like `whole`."""
-        return torch.zeros_like(whole)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Return the gradient as it is."""
-        return grads[0]
 
 
 def _set_widths(module: nn.Module, whole: int, own: int) -> None:

@@ -1,4 +1,4 @@
-"""Attention modules whose own parameters have something for each head."""
+"""Modules that keep their class and forward, and whose own parameters become shards."""
 
 from __future__ import annotations
 
@@ -8,24 +8,52 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ....dist import get_world_size
-from ..cuts.cut import Cut, require_shares
-from ..cuts.per_head import PerHead
+from ...placement import Cut
+from ..cuts.styles import PerHead, Stacked
 from ..regions.surround import Surrounded, surround
-from .base import Group, Options, TensorParallelLayer
+from .base import Group, Options, TensorParallelLayer, require_shares
 
 _SET = ("group", "tp_size", "tp_rank", "cut", "shard_sizes", "shard_dims")  # by `convert`
 
 
-class HeadParameters(TensorParallelLayer, Surrounded):
-    """An attention module, before whose own class this comes: its parameters are of its heads.
-
-    Its forward stays its own; that its projections are of this rank's heads is others' doing.
-    """
+class OwnParameters(TensorParallelLayer, Surrounded):
+    """A module, before whose own class this comes: its style says how its parameters are cut."""
 
     plain_class = nn.Module
-    sharded_size = "heads"
     shard_dims: ClassVar[Mapping[str, int]] = {}  # each module has its own
-    options: ClassVar[dict[str, Any]] = {"per_head": None}
+    options: ClassVar[dict[str, Any]] = {"own_style": None}
+
+    own_style: PerHead | Stacked
+
+    @classmethod
+    def misfit(cls, module: nn.Module) -> str | None:
+        """Return why `module` cannot become one, whatever its style is, or None if it can."""
+        return None
+
+    @classmethod
+    def _taken(
+        cls, module: nn.Module, group: Group, cut: Cut | None, options: Options
+    ) -> tuple[Any, int]:
+        """Return a module, which stays an instance of its class, and the length that is cut."""
+        style: PerHead | Stacked = options["own_style"]
+        cls._refuse(style.misfit(module))
+        length = style.length(module)
+        require_shares(f"{cls.__name__}: {cls.sharded_size}", length, get_world_size(group))
+        vars(module)["shard_dims"] = style.dims
+        return surround(module, cls, group), length
+
+    def cut_of(self, name: str) -> Cut:
+        """Return how a parameter is cut along its dim."""
+        return self.own_style.cut_of(name, self.cut)
+
+
+class HeadParameters(OwnParameters):
+    """An attention module whose parameters are of its heads.
+
+    Its forward stays its own; its projections are sharded by head elsewhere.
+    """
+
+    sharded_size = "heads"
 
     @classmethod
     def misfit(cls, module: nn.Module) -> str | None:
@@ -38,14 +66,3 @@ class HeadParameters(TensorParallelLayer, Surrounded):
         if taken:
             return f"it has a {taken[0]!r} of its own, a name that a shard needs: rename it"
         return None
-
-    @classmethod
-    def _taken(
-        cls, module: nn.Module, group: Group, cut: Cut | None, options: Options
-    ) -> tuple[Any, int]:
-        """Return a module, which stays an instance of its class, and how many heads it has."""
-        style: PerHead = options["per_head"]
-        heads = style.heads(module)
-        require_shares(f"{cls.__name__}: {cls.sharded_size}", heads, get_world_size(group))
-        vars(module)["shard_dims"] = dict.fromkeys(style.names, 0)
-        return surround(module, cls, group), heads

@@ -11,11 +11,11 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ..cuts.cut import Cut
+from ...placement import Cut, Invariant, Shard
 from ..regions.random import end_sharded_random
 from ..regions.region import enter, overlapped_linear
 from ..regions.replicas import sum_replicas
-from ..regions.uncompiled import split
+from ..regions.uncompiled import convert
 from .base import Group, Memo, Options, TensorParallelLayer
 
 _KINDS = (nn.Linear, NonDynamicallyQuantizableLinear)
@@ -166,7 +166,7 @@ class RowParallelLinear(_Linear):
         if self.tp_size == 1:
             return functional.linear(x, self._matrix(), self.bias)
         if not self.input_is_parallel:
-            x = split(x, -1, self.group, sizes=self.shard_sizes)
+            x = convert(x, Invariant(), Shard(-1, self.shard_sizes), self.group)
         out = self._leave(functional.linear(x, self._matrix()))
         bias: Tensor | None = self.bias
         if self.sequence is None:

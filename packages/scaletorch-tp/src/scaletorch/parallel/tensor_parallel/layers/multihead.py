@@ -11,9 +11,10 @@ from torch.nn import functional
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
+from ...placement import Invariant, Partial, Shard
 from ..regions.random import sharded_random
 from ..regions.region import enter
-from ..regions.uncompiled import around_compiled, gather, reduce
+from ..regions.uncompiled import around_compiled, convert
 from .base import TensorParallelLayer
 
 
@@ -177,10 +178,11 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
         if weights is None:
             return None
         if average:
-            weights = reduce(weights.sum(1), self.group) / self.num_heads
+            total = convert(weights.sum(1), Partial(), Invariant(), self.group)
+            weights = total / self.num_heads
         else:
-            sizes = [size // self.head_dim for size in self.shard_sizes]
-            weights = gather(weights, 1, self.group, sizes=sizes)
+            heads = Shard(1, tuple(size // self.head_dim for size in self.shard_sizes))
+            weights = convert(weights, heads, Invariant(), self.group)
         return weights if batched else weights[0]
 
     def extra_repr(self) -> str:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..cuts.cut import Cut, head_cuts
-from ..cuts.fused import fuse
+from ...placement import Cut, fuse, shard_sizes, share_cut
 from ..layers.base import TensorParallelLayer
 from ..layers.multihead import ParallelMultiheadAttention
 from ..regions.surround import own_class
@@ -86,6 +85,27 @@ class Attention:
         """Return each rank's query heads per key/value head, if the module says how many."""
         own = vars(self.module).get(_GROUPS)
         return {_GROUPS: self.share(_GROUPS, own, tp_size) or ()} if type(own) is int else {}
+
+
+def head_cuts(query: int, key_value: int, size: int) -> tuple[Cut, Cut]:
+    """Cut query and key/value heads, so that each rank has the latter that its queries use.
+
+    On every rank the query heads are a multiple of the key/value heads and use them in the same
+    grouping as in the whole. Fewer key/value heads than ranks are replicated: each rank has one.
+
+    Args:
+        query: Number of query heads, a multiple of `key_value` and at least `size`.
+        key_value: Number of key/value heads.
+        size: Number of ranks.
+    """
+    groups = query // key_value
+    if key_value >= size:
+        key_values = share_cut(key_value, size)
+        return key_values.times(groups), key_values
+    replicas = shard_sizes(size, key_value)
+    parts = tuple(share for number in replicas for share in shard_sizes(groups, number))
+    ranks = tuple(head for head, number in enumerate(replicas) for _ in range(number))
+    return Cut.of(parts), Cut.of((1,) * key_value, ranks)
 
 
 def find_attentions(

@@ -12,7 +12,7 @@ from torch import nn
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager.building import matching
-from ..cuts.fused import Fused
+from ..cuts.styles import Fused
 from ..layers.linear import ColumnParallelLinear
 from ..sharing.adapters import without_adapters
 from .attention import out_features

@@ -14,9 +14,7 @@ from torch import nn
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager.building import matching
-from ..cuts.fused import Fused
-from ..cuts.per_head import PerHead
-from ..cuts.stacked import Slices, Stacked
+from ..cuts.styles import Fused, PerHead, Slices, Stacked
 from .plan import Divide, Match, Plan, Style, match_plan
 
 _OPTIONAL = ("vocab", "column_gather")  # not every model has a table of words and a head

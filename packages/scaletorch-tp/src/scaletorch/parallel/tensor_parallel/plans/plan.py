@@ -11,10 +11,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager.building import matching, no_match
-from ..cuts.cut import Cut
-from ..cuts.fused import Fused
-from ..cuts.per_head import PerHead
-from ..cuts.stacked import Stacked
+from ...placement import Cut
+from ..cuts.styles import Fused, PerHead, SharedTail, Stacked
 from ..layers.base import TensorParallelLayer
 from ..layers.embedding import (
     ColumnParallelEmbedding,
@@ -31,9 +29,9 @@ from ..layers.linear import (
 )
 from ..layers.multihead import ParallelMultiheadAttention
 from ..regions.random import CommonRandom, ShardedRandom
+from ..regions.replicas import TailShared
 from ..regions.surround import Surrounded
 from ..sharing.sequence_layers import SequenceLayer
-from ..sharing.shared_tail import SharedTail, TailShared
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -138,18 +136,16 @@ class Match:
     @property
     def dims(self) -> Mapping[str, int]:
         """The dim along which each of its own parameters is cut; others stay whole."""
-        if isinstance(self.style, Stacked):
+        if isinstance(self.style, PerHead | Stacked):
             return self.style.dims
-        if isinstance(self.style, PerHead):
-            return dict.fromkeys(self.style.names, 0)
         return {} if self.layer is None else self.layer.shard_dims
 
     def cut_of(self, name: str) -> Cut | None:
         """Return how its parameter of that name is cut; None if it is not, or not yet known."""
         if self.cut is None or self.layer is None or name not in self.dims:
             return None
-        if isinstance(self.style, Stacked):
-            return self.style.sharded[name].cut(self.cut)
+        if isinstance(self.style, PerHead | Stacked):
+            return self.style.cut_of(name, self.cut)
         return self.layer.cut_of_parts(self.cut, name)
 
     def becomes(self, layer: type[TensorParallelLayer]) -> bool:
@@ -166,15 +162,11 @@ def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:
         return Match(name, module, pattern, style)
     lengths: tuple[int, ...]
     options: Mapping[str, Any]
-    if isinstance(style, Stacked):
-        misfit = style.misfit(module)
-        lengths = () if misfit else (style.width(module),)
-        options = {"stacked": style}
-        return Match(name, module, pattern, style, ParallelExperts, options, None, lengths, misfit)
-    if isinstance(style, PerHead):
-        misfit = style.misfit(module) or HeadParameters.misfit(module)
-        lengths, options = () if misfit else (style.heads(module),), {"per_head": style}
-        kind, mixin = HeadParameters, ShardedRandom
+    if isinstance(style, PerHead | Stacked):
+        of_heads = isinstance(style, PerHead)
+        kind, mixin = (HeadParameters, ShardedRandom) if of_heads else (ParallelExperts, None)
+        misfit = style.misfit(module) or kind.misfit(module)
+        lengths, options = () if misfit else (style.length(module),), {"own_style": style}
         return Match(name, module, pattern, style, kind, options, mixin, lengths, misfit)
     if isinstance(style, SharedTail):
         options, misfit = {"shared_features": style.features}, style.misfit(module)

@@ -5,7 +5,7 @@ Nothing is changed or sent before everything has been found right.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from torch import nn
@@ -28,6 +28,7 @@ from .sequences import (
     layers_that_share,
 )
 from .sizes import (
+    Lengths,
     check_lengths,
     check_of_heads,
     check_ties,
@@ -84,19 +85,21 @@ def resolve(
             something else on shards of its sequences.
     """
     found, heads = _match(model, plan, divided, tp_size, sequence_parallel=sequence_parallel)
-    matches = {match.module: match for match in with_mixins(_checked_styles(found))}
+    _check_styles(found, divided)
+    matches = {match.module: match for match in with_mixins(found)}
     _check_mixins(matches.values())
     check_of_heads(heads, matches)
     named = {*heads.values()}
     attentions = find_attentions(model, matches, named)
-    check_lengths(find_lengths(model, matches, attentions, heads, tp_size), tp_size)
+    attributes, divided_attributes = local_attributes(matches.values(), attentions, tp_size)
+    lengths = find_lengths(model, matches, attentions, heads)
+    check_lengths(Lengths([*divided_attributes, *lengths.divided], lengths.shared), tp_size)
     _check_heads(matches, attentions)
     matches = with_cuts(matches, attentions, tp_size)
     check_ties(model, matches)
     if sequence_parallel:
         check_sequences(model, list(matches.values()))
     regions = find_regions(model, matches, named)
-    attributes = local_attributes(matches.values(), attentions, tp_size)
     whole: list[nn.Module] = []
     if sequence_parallel:
         earlier = [module for module in model.modules() if isinstance(module, Region)]
@@ -119,9 +122,7 @@ def _match(
 ) -> tuple[list[Match], dict[str, nn.Module]]:
     """Return what is sharded, and the modules known to be attention."""
     if plan is not None:
-        found = match_plan(model, plan)
-        _check_divided(found, divided)
-        return found, {}
+        return match_plan(model, plan), {}
     known = find_own_plan(model, divided) or find_family(model)
     known = known or find_torch_layers(model, divided)
     if known is None:
@@ -132,15 +133,6 @@ def _match(
         left = heads_that_gather(model, left)
         left += layers_that_share(model, left)
     return left, {name: modules[name] for name in known.heads}
-
-
-def _check_divided(matches: Iterable[Match], divided: Collection[nn.Module]) -> None:
-    for match in matches:
-        if match.layer is not None and match.module in divided:
-            raise InvalidArgumentError(
-                f"{match.place} is divided over these ranks already, by expert parallelism: leave "
-                "it out of the plan, or give the grid etp_size = tp_size to divide it both ways"
-            )
 
 
 def find_regions(
@@ -187,14 +179,18 @@ def _hidden_sizes(module: nn.Module) -> set[int]:
     return {size for size in sizes if isinstance(size, int)}
 
 
-def _checked_styles(matches: Sequence[Match]) -> Sequence[Match]:
-    """Return the matches, each with a style that fits its module."""
+def _check_styles(matches: Iterable[Match], divided: Collection[nn.Module]) -> None:
+    """Refuse a style that does not fit its module."""
     for match in matches:
+        if match.layer is not None and match.module in divided:
+            raise InvalidArgumentError(
+                f"{match.place} is divided over these ranks already, by expert parallelism: leave "
+                "it out of the plan, or give the grid etp_size = tp_size to divide it both ways"
+            )
         if isinstance(match.style, Divide):
             _check_divide(match, match.style)
         elif match.misfit is not None:
             raise InvalidArgumentError(f"{match.place} cannot be sharded: {match.misfit}")
-    return matches
 
 
 def _check_divide(match: Match, style: Divide) -> None:

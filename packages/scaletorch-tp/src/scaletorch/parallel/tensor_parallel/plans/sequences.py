@@ -10,8 +10,8 @@ from torch import nn
 from ....dist.errors import InvalidArgumentError
 from ..layers.heads import HeadParameters
 from ..layers.multihead import ParallelMultiheadAttention
+from ..regions.replicas import TailShared
 from ..sharing.sequence_layers import OF_TOKENS, WHOLE_IDS
-from ..sharing.shared_tail import TailShared
 from .plan import Match, look_up
 
 

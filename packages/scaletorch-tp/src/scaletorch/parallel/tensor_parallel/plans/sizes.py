@@ -11,9 +11,8 @@ from typing import NamedTuple
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
-from ..cuts.cut import Cut, legal_sizes, share_cut
-from ..cuts.fused import fuse
-from ..cuts.per_head import PerHead
+from ...placement import Cut, fuse, share_cut
+from ..cuts.styles import PerHead
 from ..layers.heads import HeadParameters
 from ..layers.multihead import ParallelMultiheadAttention
 from .attention import SHARED_KEYS, Attention, has_heads, head_length, latent_heads
@@ -32,11 +31,7 @@ class Lengths(NamedTuple):
 
 
 def find_lengths(
-    model: nn.Module,
-    matches: Matches,
-    attentions: Attentions,
-    named: Mapping[str, nn.Module],
-    tp_size: int,
+    model: nn.Module, matches: Matches, attentions: Attentions, named: Mapping[str, nn.Module]
 ) -> Lengths:
     """Return what is divided: in attention that was understood the heads, else each size.
 
@@ -54,9 +49,7 @@ def find_lengths(
     }
     found = Lengths([], [(f"query heads of {a.name}", a.query) for a in attentions.values()])
     for match in matches.values():
-        if isinstance(match.style, Divide):
-            found.divided.extend(_undivided(match, match.style, attentions, tp_size))
-        elif match.layer is not None and match.module not in by_heads:
+        if match.layer is not None and match.module not in by_heads:
             where = f"{match.name}.{match.layer.sharded_size}".lstrip(".")
             kind = found.divided if match.module in whole else found.shared
             kind.extend((where, length) for length in match.lengths)
@@ -64,16 +57,6 @@ def find_lengths(
         if module not in attentions:
             found.divided.extend(_heads(module, name, matches))
     return found
-
-
-def _undivided(
-    match: Match, style: Divide, attentions: Attentions, tp_size: int
-) -> Iterator[Length]:
-    """Yield the attributes that are not cut as heads are: tp must divide them."""
-    own, attention = vars(match.module), attentions.get(match.module)
-    for name in (n for n in style.attributes if n in own):
-        if attention is None or attention.share(name, own[name], tp_size) is None:
-            yield f"{match.name}.{name}".lstrip("."), own[name]
 
 
 def check_lengths(lengths: Lengths, tp_size: int) -> None:
@@ -95,6 +78,25 @@ def check_lengths(lengths: Lengths, tp_size: int) -> None:
     raise InvalidArgumentError(
         f"tp = {tp_size} {' and '.join(problems)}; for this model and plan {legal}"
     )
+
+
+def nearest_divisors(length: int, size: int, most: int | None = None) -> tuple[int, ...]:
+    """Return the divisors of `length` next to `size`: below, itself, above, if there are any.
+
+    None is above `most`.
+    """
+    limit = length if most is None else min(length, most)
+    divisors = [d for d in range(1, limit + 1) if length % d == 0]
+    below = [d for d in divisors if d < size][-1:]
+    same = [d for d in divisors if d == size]
+    above = [d for d in divisors if d > size][:1]
+    return (*below, *same, *above)
+
+
+def legal_sizes(length: int, size: int, most: int | None = None) -> str:
+    """Return a text that names the tensor-parallel sizes near `size` that fit."""
+    numbers = [str(d) for d in nearest_divisors(length, size, most)]
+    return f"the nearest legal tp sizes are {' and '.join(numbers)}" if numbers else "none is legal"
 
 
 def _some(texts: Sequence[str]) -> str:
@@ -121,11 +123,11 @@ def with_cuts(matches: Matches, attentions: Attentions, tp_size: int) -> dict[nn
 
 def _check_replicas(match: Match, cut: Cut) -> None:
     """Refuse replicated heads in a layer that sums the ranks' shards: they would count twice."""
-    short = [packed for packed in cut.packed if packed.replicated]
+    short = [*map(len, cut.shared.values())]
     if short and match.layer is not None and not match.layer.replicable:
-        most = min(len(packed.parts) for packed in short)
+        most = min(short)
         raise InvalidArgumentError(
-            f"tp = {len(short[0].ranks)} leaves ranks without a share of the heads of "
+            f"tp = {len(cut.ranges)} leaves ranks without a share of the heads of "
             f"{match.place}: a part of it has {most}, and is not replicated, since the "
             f"layer sums what ranks have; tp sizes up to {most} are legal"
         )
@@ -133,17 +135,20 @@ def _check_replicas(match: Match, cut: Cut) -> None:
 
 def local_attributes(
     matches: Iterable[Match], attentions: Attentions, tp_size: int
-) -> dict[nn.Module, dict[str, tuple[int, ...]]]:
-    """Return the values on each rank of the attributes that change."""
+) -> tuple[dict[nn.Module, dict[str, tuple[int, ...]]], list[Length]]:
+    """Return the values on each rank of the attributes that change, and what tp must divide."""
     found = {module: attention.groups(tp_size) for module, attention in attentions.items()}
-    for module, style in ((m.module, m.style) for m in matches):
-        own, attention = vars(module), attentions.get(module)
-        shares = found.setdefault(module, {})
+    divided: list[Length] = []
+    for match in matches:
+        style, own, attention = match.style, vars(match.module), attentions.get(match.module)
+        shares = found.setdefault(match.module, {})
         for name in style.attributes if isinstance(style, Divide) else ():
             if name in own:
                 share = attention and attention.share(name, own[name], tp_size)
                 shares[name] = share or (own[name] // tp_size,) * tp_size
-    return found
+                if share is None:  # it is not cut as heads are
+                    divided.append((f"{match.name}.{name}".lstrip("."), own[name]))
+    return found, divided
 
 
 def check_ties(model: nn.Module, matches: Matches) -> None:

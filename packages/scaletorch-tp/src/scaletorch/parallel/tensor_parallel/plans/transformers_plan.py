@@ -7,15 +7,12 @@ modules and their config, as for any plan.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
-from ..cuts.fused import Fused
-from ..cuts.per_head import PerHead
-from ..cuts.stacked import Slices, Stacked
-from ..sharing.shared_tail import SharedTail
+from ..cuts.styles import Fused, PerHead, SharedTail, Slices, Stacked
 from .attention import SHARED_KEYS, has_heads, latent_heads
 from .families import Recognised
 from .plan import Match, Matches, Style, children_of, look_up
@@ -62,8 +59,11 @@ def own_plan(model: nn.Module) -> dict[str, str]:
     """Return the plan of a model, or of models inside it: generic module name -> their style."""
     plan: dict[str, str] = {}
     for name, module in model.named_modules():
-        for own in _plans(module):
-            for pattern, style in own.items():
+        own = [getattr(module, "_tp_plan", None)]
+        if getattr(module, "base_model", None) is module:
+            own.append(getattr(getattr(module, "config", None), "base_model_tp_plan", None))
+        for each in own:
+            for pattern, style in each.items() if isinstance(each, Mapping) else ():
                 if style != ROUTER:
                     plan.setdefault(f"{name}.{pattern}".lstrip("."), style)
     return plan
@@ -98,8 +98,11 @@ def find_own_plan(model: nn.Module, divided: Collection[nn.Module] = ()) -> Reco
             )
     _leave_whole(modules, matches)
     heads = [*_attentions(modules, matches)]
-    for match in latent_wholes(modules, heads):
-        matches.setdefault(match.module, match)
+    for name in (
+        f"{each}.{own}" for each in heads if latent_heads(modules[each]) for own in _WHOLE
+    ):
+        if name in modules:  # of latent attention, and whole on every rank
+            matches.setdefault(modules[name], look_up(name, modules[name], name, "replicate"))
     _add_tied(modules, matches)
     for name in heads:  # dropout there is of this rank's heads
         matches.setdefault(modules[name], look_up(name, modules[name], name, "sharded"))
@@ -112,17 +115,6 @@ def _parameters(modules: Mapping[str, nn.Module]) -> Iterator[tuple[nn.Module, s
         for own, parameter in module._parameters.items():
             if parameter is not None:
                 yield module, f"{name}.{own}".lstrip(".")
-
-
-def _plans(module: nn.Module) -> Iterator[Mapping[str, str]]:
-    """Yield what a module says of itself: the instance, and the config of a base model."""
-    own = getattr(module, "_tp_plan", None)
-    if isinstance(own, Mapping):
-        yield own
-    if getattr(module, "base_model", None) is module:
-        config = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
-        if isinstance(config, Mapping):
-            yield config
 
 
 def _pattern(plan: Mapping[str, str], name: str) -> str | None:
@@ -245,15 +237,6 @@ def shared_tail_of(name: str, modules: Mapping[str, nn.Module]) -> SharedTail:
             f"'{parent}' has no {SHARED_KEYS}; pass a plan of your own"
         )
     return SharedTail(features)
-
-
-def latent_wholes(modules: Mapping[str, nn.Module], attentions: Iterable[str]) -> Iterator[Match]:
-    """Yield what is whole on every rank in multi-head latent attention."""
-    for attention in (name for name in attentions if latent_heads(modules[name])):
-        for name in (f"{attention}.{child}" for child in _WHOLE):
-            module = modules.get(name)
-            if module is not None:
-                yield look_up(name, module, name, "replicate")
 
 
 def stacked_of(name: str, module: nn.Module, styles: Mapping[str, str]) -> Stacked:

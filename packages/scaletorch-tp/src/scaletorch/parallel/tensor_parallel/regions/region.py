@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ....dist.functional import copy
+from ...placement import Invariant, Replicate, convert
 from .overlap import Entrance
 from .region_inputs import Inputs, residuals_of
 from .sequence_shares import SequenceShares, shapes_explained
@@ -77,7 +77,11 @@ def enter(x: Tensor, group: ProcessGroup | None, sequence: SequenceShares | None
     running = _running.get()
     if sequence is not None:  # a region gathers at its beginning, and sums there in backward
         return sequence.enter(x) if running is None else sequence.require_whole(x)
-    return copy(x, group) if running is None else running.once(x, copy, group)
+    return _copy(x, group) if running is None else running.once(x, _copy, group)
+
+
+def _copy(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    return convert(x, Invariant(), Replicate(), group)
 
 
 @uncompiled

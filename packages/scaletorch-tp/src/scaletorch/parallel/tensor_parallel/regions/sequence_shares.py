@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from ....dist import get_rank, get_world_size
 from ....dist.errors import InvalidArgumentError
-from ....dist.functional import all_gather, gather, reduce_scatter, split
 from ...pg_manager import describe_rank
-from ..cuts.cut import shard_sizes
+from ...placement import Invariant, Partial, Replicate, Shard, convert, shard_sizes
 from .overlap import DIM
 from .random import end_sharded_random
 from .surround import SharedGroup
@@ -57,13 +56,13 @@ class SequenceShares:
         """Return the whole sequence of a share; in backward the ranks' gradients are summed."""
         if self.in_rows(x, self.own):
             return self.enter(x.unflatten(0, (self.batch, -1))).flatten(0, 1)
-        return all_gather(x, DIM, self.holder.group, sizes=self.sizes(x))
+        return convert(x, Shard(DIM, self.sizes(x)), Replicate(), self.holder.group)
 
     @uncompiled
     def join(self, x: Tensor) -> Tensor:
         """Return the whole sequence of a share, for what every rank then computes in full."""
         end_sharded_random()  # what follows draws for whole activations
-        return gather(x, DIM, self.holder.group, sizes=self.sizes(x))
+        return convert(x, Shard(DIM, self.sizes(x)), Invariant(), self.holder.group)
 
     def sizes(self, x: Tensor) -> tuple[int, ...]:
         """Return how many tokens each rank has of the sequence of which `x` is a share.
@@ -122,7 +121,8 @@ class SequenceShares:
         if self.in_rows(x, self.length):
             # A view of what is returned there could not be added to in place, as Llama 4 does.
             return self.leave(x.unflatten(0, (self.batch, -1))).flatten(0, 1).clone()
-        return reduce_scatter(x, DIM, self.holder.group, sizes=self.sizes_of(x.shape[DIM]))
+        sizes = self.sizes_of(x.shape[DIM])
+        return convert(x, Partial(), Shard(DIM, sizes), self.holder.group)
 
     def in_rows(self, x: Tensor, tokens: int | None) -> bool:
         """Return whether `x` [rows, H] has that many tokens of each of several sequences."""
@@ -149,17 +149,18 @@ class SequenceShares:
     @uncompiled
     def enter_rows(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Return all ranks' rows, one rank's after another's; backward sums the gradients."""
-        return all_gather(x, 0, self.holder.group, sizes=sizes)
+        return convert(x, Shard(0, sizes), Replicate(), self.holder.group)
 
     @uncompiled
     def leave_rows(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Return this rank's rows of the sum of the ranks' partial results, in that order."""
-        return reduce_scatter(x, 0, self.holder.group, sizes=sizes)
+        return convert(x, Partial(), Shard(0, sizes), self.holder.group)
 
     @uncompiled
     def split(self, x: Tensor) -> Tensor:
         """Return this rank's share of what every rank has whole."""
-        return split(x, DIM, self.holder.group, sizes=self.sizes_of(x.shape[DIM]))
+        sizes = self.sizes_of(x.shape[DIM])
+        return convert(x, Invariant(), Shard(DIM, sizes), self.holder.group)
 
     def sizes_of(self, length: int) -> tuple[int, ...]:
         """Return how many of so many tokens each rank has.

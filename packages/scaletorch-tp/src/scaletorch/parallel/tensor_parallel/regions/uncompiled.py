@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from ....dist import functional
+from ... import placement
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,7 +58,4 @@ def _hide_all() -> None:
         hide()
 
 
-copy = uncompiled(functional.copy)
-reduce = uncompiled(functional.reduce)
-gather = uncompiled(functional.gather)
-split = uncompiled(functional.split)
+convert = uncompiled(placement.convert)

@@ -19,9 +19,9 @@ from ...pg_manager.building import divided_modules
 from ..cross_entropy import CrossEntropy
 from ..layers.base import TensorParallelLayer
 from ..regions.overlap import Enter
+from ..regions.replicas import SumTail
 from ..regions.sequence_shares import find_shares
 from ..regions.surround import own_class
-from .shared_tail import SumTail
 
 
 class Reach(Flag):

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from ....dist import get_rank, get_world_size
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ..cuts.cut import shard_sizes
+from ...placement import shard_sizes
 from ..layers.base import TensorParallelLayer
 from ..layers.heads import HeadParameters
 from ..regions.overlap import DIM

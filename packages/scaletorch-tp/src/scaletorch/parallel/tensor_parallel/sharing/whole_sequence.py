@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
+from ...placement import Invariant, Shard
 from ..regions.overlap import DIM
 from ..regions.random import common_random, refused_again
 from ..regions.region_inputs import Inputs, residuals_of
 from ..regions.sequence_shares import SequenceShares
 from ..regions.surround import Surrounded, own_class
-from ..regions.uncompiled import around_compiled, gather, uncompiled
+from ..regions.uncompiled import around_compiled, convert, uncompiled
 
 _LIBRARY = "transformers.masking_utils"
 
@@ -44,7 +45,7 @@ class WholeSequence(Surrounded):
         def whole(x: Tensor) -> Tensor:
             sizes = shares.sizes(x)
             lengths.append(sum(sizes))
-            return gather(x, DIM, shares.holder.group, sizes=sizes)
+            return convert(x, Shard(DIM, sizes), Invariant(), shares.holder.group)
 
         residuals = residuals_of(own_class(self).forward, args)
         inputs = Inputs(name, (), shares, residuals, join_residuals=True)

@@ -54,9 +54,8 @@ def place(cut: ParameterCut | None) -> Shard | Replicate | Pieces:
     if cut is None or cut.layer.tp_size == 1:
         return Replicate()
     size = cut.layer.tp_size
-    ranks = tuple(cut.cut.ranges(rank) for rank in range(size))
-    known = ranks == _chunks(cut.cut.whole, size)
-    return Shard(cut.dim) if known else Pieces(cut.dim, ranks)
+    known = cut.cut.ranges == _chunks(cut.cut.whole, size)
+    return Shard(cut.dim) if known else Pieces(cut.dim, cut.cut.ranges)
 
 
 def _chunks(length: int, size: int) -> tuple[tuple[range, ...], ...]:
@@ -92,7 +91,6 @@ def split_by_owner(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
 def _split(tensor: Tensor, cut: ParameterCut | None) -> tuple[Owned, ...]:
     if cut is None or cut.layer.tp_size == 1:
         return ((0, tensor),)
-    packed, rank = cut.cut.packed, cut.layer.tp_rank
-    pieces = tensor.split([part.sizes[rank] for part in packed], cut.dim)
-    owners = (part.owners[part.ranks[rank]] for part in packed)
-    return tuple(zip(owners, pieces, strict=True))
+    rank = cut.layer.tp_rank
+    pieces = tensor.split([*map(len, cut.cut.ranges[rank])], cut.dim)
+    return tuple(zip(cut.cut.owners(rank), pieces, strict=True))

@@ -110,7 +110,7 @@ def _read(source: Any, target: Tensor, cut: ParameterCut | None) -> None:
         target.copy_(source[...])
         return
     before = (slice(None),) * cut.dim
-    ranges = cut.cut.ranges(cut.layer.tp_rank)
+    ranges = cut.cut.ranges[cut.layer.tp_rank]
     pieces = target.split([len(piece) for piece in ranges], cut.dim)
     for ours, piece in zip(ranges, pieces, strict=True):
         piece.copy_(source[(*before, slice(ours.start, ours.stop))])

@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 from ....dist import all_gather_object, get_world_size
 from ....dist.errors import InvalidArgumentError, MismatchError
 from ...pg_manager import describe_rank
-from ..cuts.cut import Cut
+from ...placement import Cut, Invariant, Shard
 from ..layers.base import TensorParallelLayer
-from ..regions.uncompiled import gather
+from ..regions.uncompiled import convert
 
 
 class ParameterCut(NamedTuple):
@@ -36,7 +36,8 @@ class ParameterCut(NamedTuple):
     def join(self, shard: Tensor, group: ProcessGroup | None = None) -> Tensor:
         """Return the whole tensor on every rank; all ranks call it."""
         group = self.layer.group if group is None else group
-        return self.cut.arrange(gather(shard, self.dim, group, sizes=self.cut.sizes), self.dim)
+        joined = convert(shard, Shard(self.dim, self.cut.sizes), Invariant(), group)
+        return self.cut.arrange(joined, self.dim)
 
 
 def shard_dims(model: nn.Module) -> dict[str, int | None]:

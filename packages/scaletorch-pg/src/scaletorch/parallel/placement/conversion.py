@@ -1,0 +1,126 @@
+"""What a tensor is on one axis, and the conversions between these placements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...dist import functional, get_rank, get_world_size
+from ...dist.errors import InvalidArgumentError
+from ..pg_manager import describe_rank
+from .cut import shard_sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank has the same tensor, and its gradients are terms of a sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Invariant:
+    """Every rank has the same tensor, and the same gradient of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Every rank has its piece along a dim.
+
+    Args:
+        dim: The dim; may be negative.
+        sizes: Length of each rank's piece; None are equal ones.
+    """
+
+    dim: int
+    sizes: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Varying:
+    """Every rank has a tensor of its own; how they belong together is not said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Every rank has a term of a sum."""
+
+
+Placement = Replicate | Invariant | Shard | Varying | Partial
+
+Group = ProcessGroup | None
+
+
+def convert(
+    x: Tensor, src: Placement, dst: Placement, group: Group = None, *, where: str = "the tensor"
+) -> Tensor:
+    """Return `x`, which lies as `src` says, as `dst` says; backward converts the gradient back.
+
+    The gradient of a `Replicate` is a `Partial`, and the other way round; that of another
+    placement has the same placement. So the backward of (src, dst) is another entry of the table.
+
+    Args:
+        x: This rank's tensor.
+        src: Its placement on the axis.
+        dst: The wanted one.
+        group: Ranks of the axis; None is the default group.
+        where: What messages call the tensor: its module and axis, such as "'layers.0.up' on tp".
+
+    Raises:
+        InvalidArgumentError: No conversion leads from the one to the other, or sizes do not fit.
+
+    Example:
+        >>> hidden = convert(share, Shard(1), Replicate(), group)
+    """
+    if src == dst:
+        return x
+    change = CONVERSIONS.get((type(src), type(dst)))
+    if change is None:
+        ways = [each.__name__ for kind, each in CONVERSIONS if kind is type(src)]
+        raise InvalidArgumentError(
+            f"{describe_rank()}: {where} is {src} and is needed as {dst}, to which no conversion "
+            f"leads; from {type(src).__name__} there are those to {', '.join(ways)}"
+        )
+    return change(x, src, dst, group)
+
+
+def _own_piece(x: Tensor, _: Any, dst: Shard, group: Group) -> Tensor:
+    """Return this rank's piece; autograd fills the others' gradients with zeros: a term."""
+    sizes = dst.sizes or shard_sizes(x.shape[dst.dim], get_world_size(group))
+    rank = get_rank(group)
+    return x.narrow(dst.dim, sum(sizes[:rank]), sizes[rank])
+
+
+def _other_dim(x: Tensor, src: Shard, dst: Shard, group: Group) -> Tensor:
+    if src.sizes or dst.sizes:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: {src} becomes {dst} if ranks have equal pieces alone: leave sizes "
+            "out, or convert to Invariant() first"
+        )
+    return functional.all_to_all(x, dst.dim, src.dim, group)
+
+
+# How each conversion is done; the call of dist that does it knows the way back.
+CONVERSIONS: Mapping[tuple[type, type], Callable[[Tensor, Any, Any, Group], Tensor]] = {
+    (Invariant, Replicate): lambda x, _, __, group: functional.copy(x, group),
+    (Partial, Invariant): lambda x, _, __, group: functional.reduce(x, group),
+    (Partial, Replicate): lambda x, _, __, group: functional.all_reduce(x, group),
+    (Partial, Shard): lambda x, _, dst, group: functional.reduce_scatter(
+        x, dst.dim, group, sizes=dst.sizes
+    ),
+    (Shard, Replicate): lambda x, src, _, group: functional.all_gather(
+        x, src.dim, group, sizes=src.sizes
+    ),
+    (Shard, Invariant): lambda x, src, _, group: functional.gather(
+        x, src.dim, group, sizes=src.sizes
+    ),
+    (Invariant, Shard): lambda x, _, dst, group: functional.split(
+        x, dst.dim, group, sizes=dst.sizes
+    ),
+    (Replicate, Shard): _own_piece,
+    (Shard, Shard): _other_dim,
+    (Shard, Varying): lambda x, *_: x,
+    (Varying, Partial): lambda x, *_: x,
+}

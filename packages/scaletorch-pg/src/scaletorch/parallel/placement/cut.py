@@ -1,0 +1,119 @@
+"""How a length is cut over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Which indices of a length each rank holds.
+
+    A rank holds one range, or one of each of several lengths that are packed into one, such as
+    [query | key | value]. Ranks that hold the same range are replicas.
+
+    Args:
+        ranges: Each rank's ranges, as many on every rank, in the order in which its shard holds
+            them.
+    """
+
+    ranges: tuple[tuple[range, ...], ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[int], ranks: Sequence[int] | None = None) -> Cut:
+        """Cut a length into parts.
+
+        Args:
+            parts: Length of each part, in order.
+            ranks: Index of each rank's part, ascending; None gives each rank the part of its own.
+        """
+        ends = [0, *accumulate(parts)]
+        places = range(len(parts)) if ranks is None else ranks
+        return cls(tuple((range(ends[place], ends[place + 1]),) for place in places))
+
+    @property
+    def whole(self) -> int:
+        """The length that was cut."""
+        return max(piece.stop for held in self.ranges for piece in held)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Length of each rank's shard."""
+        return tuple(sum(map(len, held)) for held in self.ranges)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether several ranks hold one range."""
+        return bool(self.shared)
+
+    @property
+    def shared(self) -> dict[int, tuple[range, ...]]:
+        """Place in a shard -> the ranges there, if fewer than ranks, so that some are replicas."""
+        places = enumerate(zip(*self.ranges, strict=True))
+        distinct = {place: tuple(dict.fromkeys(ranges)) for place, ranges in places}
+        return {place: each for place, each in distinct.items() if len(each) < len(self.ranges)}
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the ranks' shards, one after another, are the whole as it is."""
+        pieces = [*chain.from_iterable(self.ranges)]
+        return all(b.start == a.stop for a, b in pairwise(pieces))
+
+    def start(self, rank: int) -> int:
+        """Return where the first range of `rank` begins."""
+        return self.ranges[rank][0].start
+
+    def owners(self, rank: int) -> tuple[int, ...]:
+        """Return for each range of `rank` the first rank that holds it."""
+        places = zip(*self.ranges, strict=True)
+        return tuple(held.index(held[rank]) for held in places)
+
+    def times(self, length: int) -> Cut:
+        """Return the cut of as many units of `length`, which stay whole."""
+        return Cut(
+            tuple(
+                tuple(range(r.start * length, r.stop * length) for r in held)
+                for held in self.ranges
+            )
+        )
+
+    def take(self, full: Tensor, dim: int, rank: int) -> Tensor:
+        """Return the shard of `rank`: a view of `full`, or a copy if it has several ranges."""
+        pieces = [full.narrow(dim, piece.start, len(piece)) for piece in self.ranges[rank]]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+    def arrange(self, joined: Tensor, dim: int) -> Tensor:
+        """Return the whole, given all ranks' shards one after another."""
+        if self.in_order:
+            return joined
+        pieces = [*chain.from_iterable(self.ranges)]
+        held: dict[tuple[int, int], Tensor] = {}
+        for piece, tensor in zip(pieces, joined.split([*map(len, pieces)], dim), strict=True):
+            held.setdefault((piece.start, piece.stop), tensor)
+        return torch.cat([tensor for _, tensor in sorted(held.items(), key=lambda e: e[0])], dim)
+
+
+def shard_sizes(length: int, size: int) -> tuple[int, ...]:
+    """Return each rank's share of `length`: equal, or one more on the first ranks."""
+    share, longer = divmod(length, size)
+    return tuple(share + (rank < longer) for rank in range(size))
+
+
+def share_cut(length: int, size: int) -> Cut:
+    """Cut `length` into a share for each rank."""
+    return Cut.of(shard_sizes(length, size))
+
+
+def fuse(cuts: Sequence[Cut]) -> Cut:
+    """Return the cut of several lengths packed into one, each cut as it says."""
+    starts = accumulate((cut.whole for cut in cuts), initial=0)
+    moved = [
+        [[range(start + r.start, start + r.stop) for r in held] for held in cut.ranges]
+        for start, cut in zip(starts, cuts, strict=False)
+    ]
+    return Cut(tuple(tuple(chain.from_iterable(held)) for held in zip(*moved, strict=True)))
