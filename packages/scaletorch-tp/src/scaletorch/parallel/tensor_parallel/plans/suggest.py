@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from ....dist import get_rank
 from ...pg_manager.building import eagerly, evaluating, matching
-from ..cuts.fused import Fused
+from ..cuts.styles import Fused
 from ..layers.embedding import VocabParallelEmbedding
 from ..layers.multihead import ParallelMultiheadAttention
 from .families import UnplannedError
