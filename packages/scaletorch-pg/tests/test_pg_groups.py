@@ -315,7 +315,7 @@ def test_mpi_makes_also_the_groups_of_one_together():
 
 
 def pipeline_of_all_ranks(streams):
-    has_streams, groups.has_streams = groups.has_streams, lambda: streams
+    has_streams, groups.has_streams = groups.has_streams, lambda *_: streams
     manager = setup_process_group_manager(pp_size=3)
     world, pipeline = torch_dist.group.WORLD, manager.pp_group
     assert torch_dist.get_process_group_ranks(pipeline) == [0, 1, 2]

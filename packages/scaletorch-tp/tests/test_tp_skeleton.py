@@ -83,7 +83,7 @@ class Pair(nn.Module):
 
 @distributed_test(world_size=2)
 def test_a_model_without_a_plan_is_told_how_to_get_one():
-    with pytest.raises(InvalidArgumentError, match=r"print\(explain\(model, 2\)\) of"):
+    with pytest.raises(InvalidArgumentError, match=r"print\(explain\(model, 2\)\) writes"):
         apply_tensor_parallel(Pair(), None, group.WORLD)
     torch.manual_seed(0)
     plain = Pair()
