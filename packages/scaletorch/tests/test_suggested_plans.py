@@ -14,9 +14,11 @@ from scaletorch.parallel.pg_manager import (
 )
 from scaletorch.parallel.tensor_parallel.plans import suggest
 
+SHARED = {"sequence_parallel": True}
 LAYOUTS = (
-    {"tp_size": 4}, {"tp_size": 2, "dp_size": 2}, {"tp_size": 2, "pp_size": 2},
-    {"tp_size": 2, "cp_size": 2},
+    ({"tp_size": 4}, {}), ({"tp_size": 2, "dp_size": 2}, {}), ({"tp_size": 2, "pp_size": 2}, {}),
+    ({"tp_size": 2, "cp_size": 2}, {}), ({"tp_size": 4}, SHARED),
+    ({"tp_size": 2, "dp_size": 2}, SHARED), ({"tp_size": 2, "pp_size": 2}, SHARED),
 )  # fmt: skip
 STEPS = 3
 
@@ -52,8 +54,9 @@ class Language(nn.Module):
     def __init__(self, kind):
         super().__init__()
         torch.manual_seed(0)
-        self.words, self.head = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
+        self.words = nn.Embedding(32, 16)
         self.blocks = nn.ModuleList(kind() for _ in range(2))
+        self.head = nn.Linear(16, 32, bias=False)
         self.head.weight = self.words.weight
 
     def forward(self, input_ids):
@@ -82,14 +85,14 @@ def alone(kind):
     return losses
 
 
-def trained(sizes, kind, without_trial=False):
+def trained(sizes, options, kind, without_trial=False):
     """Return the losses, or how the run was refused."""
     manager = setup_process_group_manager(**sizes)
     with pytest.MonkeyPatch.context() as patch:
         if without_trial:
             patch.setattr(suggest, "computes_the_same", lambda *_: True)
         try:
-            model = parallelize(Language(kind).double(), manager)
+            model = parallelize(Language(kind).double(), manager, **options)
             optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
             for batch in batches():
                 batch = shard_global_batch(batch, 1, manager)
@@ -103,13 +106,13 @@ def trained(sizes, kind, without_trial=False):
     return losses
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-def test_a_model_that_nobody_knows_trains_as_alone(sizes):
+@pytest.mark.parametrize(("sizes", "options"), LAYOUTS, ids=str)
+def test_a_model_that_nobody_knows_trains_as_alone(sizes, options):
     for kind in (Block, Counting):
-        for losses in run_ranks(trained, 4, sizes, kind):
+        for losses in run_ranks(trained, 4, sizes, options, kind):
             assert losses == pytest.approx(alone(kind), rel=1e-12)
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-def test_a_wrong_suggestion_is_refused(sizes):
-    assert "RehearsalError" in run_ranks(trained, 4, sizes, Counting, without_trial=True)
+@pytest.mark.parametrize(("sizes", "options"), LAYOUTS, ids=str)
+def test_a_wrong_suggestion_is_refused(sizes, options):
+    assert "RehearsalError" in run_ranks(trained, 4, sizes, options, Counting, without_trial=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -23,22 +22,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ....dist import get_rank
 from ...pg_manager.building import eagerly, evaluating, matching
 from ..cuts.styles import Fused
-from ..layers.embedding import VocabParallelEmbedding
 from ..layers.multihead import ParallelMultiheadAttention
 from .families import UnplannedError
-from .plan import Divide, Plan, Style, look_up
+from .plan import Divide, Plan, Style
 from .resolve import Resolved, resolve
-from .trial import Unit, computes_the_same, generic
+from .trial import Unit, call, computes_the_same, features, generic, is_linear
+from .vocabulary import vocabulary_styles
 
 _MOST_TRIALS = 64  # of integer attributes that may count heads or features
 
 
-def suggest_plan(model: nn.Module, example: Any, tp_size: int = 2) -> dict[str, Style]:
+def suggest_plan(
+    model: nn.Module, example: Any, tp_size: int = 2, *, sequence_parallel: bool = False
+) -> dict[str, Style]:
     """Return a tensor parallel plan for a model, found by running it once and its layers in part.
 
     Linear layers that fit together are divided, attention by heads; embeddings of the vocabulary
@@ -50,6 +50,8 @@ def suggest_plan(model: nn.Module, example: Any, tp_size: int = 2) -> dict[str, 
         example: What one forward takes: a mapping of arguments by name, a tuple of positional ones,
             or the only one. A short sequence will do.
         tp_size: Number of ranks the plan is for; each must get whole heads.
+        sequence_parallel: Let layers of the model's lists that take and return hidden states
+            [B, L, H] share sequences out among the ranks.
 
     Returns:
         Pattern of module names -> style; empty if nothing can be divided.
@@ -69,14 +71,16 @@ def suggest_plan(model: nn.Module, example: Any, tp_size: int = 2) -> dict[str, 
             styles |= {f"{unit.name}.{name}".strip("."): style for name, style in own.items()}
         if styles:
             inside = {module for unit in units if unit.name for module in unit.module.modules()}
-            styles |= _of_vocabulary(model, inside, example)
+            styles |= vocabulary_styles(model, inside, example)
+        if sequence_parallel:
+            styles = _sequence_layers(model, units, styles) | styles
     return _as_patterns(styles, model)
 
 
 def _record(model: nn.Module, example: Any) -> list[Unit]:
     """Run the model; return its units, each with its linear layers and its first call."""
     modules = dict(model.named_modules())
-    linears = {name: m for name, m in modules.items() if _is_linear(name, m)}
+    linears = {name: m for name, m in modules.items() if is_linear(name, m)}
     listed = [
         f"{name}.{index}".strip(".")
         for name, module in modules.items()
@@ -101,19 +105,8 @@ def _record(model: nn.Module, example: Any) -> list[Unit]:
             hook = partial(note, unit)
             handle = unit.module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
             hooks.callback(handle.remove)
-        _call(model, example)
+        call(model, example)
     return [unit for unit in units.values() if unit.linears]
-
-
-def _call(model: nn.Module, example: Any) -> None:
-    if isinstance(example, Mapping):
-        model(**example)
-    else:
-        model(*(example if isinstance(example, tuple) else (example,)))
-
-
-def _is_linear(name: str, module: nn.Module) -> bool:
-    return look_up(name, module, name, "column").misfit is None
 
 
 def _suggest(unit: Unit, tp_size: int) -> dict[str, Style]:
@@ -129,7 +122,7 @@ def _suggest(unit: Unit, tp_size: int) -> dict[str, Style]:
         for divided in _trials(unit, proposal, heads):
             if computes_the_same(unit, {**proposal, **divided}, tp_size):
                 styles |= {**proposal, **divided}
-                if not divided and min(heads) < _features(unit.linears[row])[0]:
+                if not divided and min(heads) < features(unit.linears[row])[0]:
                     around = _around(row, columns)
                     styles |= {around: "sharded"} if around else {}  # dropout is of its heads
                 break
@@ -161,22 +154,16 @@ def _forms(unit: Unit, name: str) -> Iterator[Style]:
     reached = [*_probe(unit, name, slice(None))]
     if len(reached) != 1 or not reached[0]:
         return
-    out, taken = _features(unit.linears[name])[1], _features(unit.linears[reached[0]])[0]
+    out, taken = features(unit.linears[name])[1], features(unit.linears[reached[0]])[0]
     yield from (Fused("column", parts) for parts in (2, 3) if out % (2 * parts) == 0)
     rest, odd = divmod(out - taken, 2)
     if rest > 0 and not odd and rest != taken:  # keys and values of fewer heads than queries
         yield Fused("column", (taken, rest, rest))
 
 
-def _features(linear: nn.Module) -> tuple[int, int]:
-    """Return how many features a linear layer takes and returns."""
-    row, column = (look_up("", linear, "", style) for style in ("row", "column"))
-    return row.lengths[0], column.lengths[0]
-
-
 def _second_halves(linear: nn.Module, style: Style) -> Tensor:
     """Return the indices of the second half of each packed part of a layer's outputs."""
-    out = _features(linear)[1]
+    out = features(linear)[1]
     lengths = style.lengths(out) if isinstance(style, Fused) else (out,)
     starts = [sum(lengths[:place]) for place in range(len(lengths))]
     halves = zip(starts, lengths, strict=True)
@@ -224,7 +211,7 @@ def _counts(unit: Unit, row: str, columns: Mapping[str, Style]) -> set[int]:
     One output feature of a column layer reaches the inputs of the row layer that are of its head,
     or of all heads that share a key.
     """
-    taken = _features(unit.linears[row])[0]
+    taken = features(unit.linears[row])[0]
     found = {taken}
     for name in columns:
         reached = _probe(unit, name, slice(0, 1))
@@ -237,7 +224,7 @@ def _trials(
     unit: Unit, proposal: Mapping[str, Style], heads: set[int]
 ) -> Iterator[dict[str, Style]]:
     """Yield which integer attributes of the modules around layers to divide, none at first."""
-    outs = {_features(unit.linears[name])[1] for name in proposal}
+    outs = {features(unit.linears[name])[1] for name in proposal}
     around = dict.fromkeys(
         place for name in proposal for place in _parents(name) if _parents(place) or place == ""
     )
@@ -274,51 +261,22 @@ def _around(row: str, columns: Mapping[str, Style]) -> str:
     )
 
 
-class _Reads(TorchFunctionMode):
-    """Counts the functions that take each tensor, such as a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[int] = Counter()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        if getattr(func, "__name__", "") != "__get__":  # of its dtype or shape
-            given = (*args, *(kwargs or {}).values())
-            self.counts.update(id(x) for x in given if isinstance(x, nn.Parameter))
-        return func(*args, **(kwargs or {}))
+def _sequence_layers(
+    model: nn.Module, units: Sequence[Unit], styles: Iterable[str]
+) -> dict[str, Style]:
+    """Return the style of layers that share sequences out: those of lists with divided layers."""
+    divided = {u.name.rpartition(".")[0] for u in units for n in styles if _is_in(n, u.name)}
+    found: dict[str, Style] = {}
+    for name in divided:
+        layers = [u for u in units if u.name and u.name.rpartition(".")[0] == name]
+        if layers and all(u.args is None or u.keeps_hidden_states() for u in layers):
+            numbers = range(len(model.get_submodule(name)))  # type: ignore[arg-type]
+            found |= {f"{name}.{number}".strip("."): "sequence_layer" for number in numbers}
+    return found
 
 
-def _of_vocabulary(model: nn.Module, inside: set[nn.Module], example: Any) -> dict[str, Style]:
-    """Return the styles of an embedding outside of layers and of the head with as many outputs.
-
-    What is read by anything but calls of these modules stays whole, such as the weight in
-    `F.linear(x, table.weight)`.
-    """
-    outside = {name: module for name, module in model.named_modules() if module not in inside}
-    fits = VocabParallelEmbedding.misfit
-    tables = {name: module for name, module in outside.items() if fits(module) is None}
-    heads = {n: m for n, m in outside.items() if isinstance(m, nn.Linear) and _is_linear(n, m)}
-    calls: Counter[int] = Counter()
-
-    def count(module: nn.Module, *_: Any) -> None:
-        calls.update(id(parameter) for parameter in module.parameters())
-
-    with ExitStack() as hooks:
-        for module in {*tables.values(), *heads.values()}:
-            hooks.callback(module.register_forward_hook(count).remove)
-        reads = hooks.enter_context(_Reads())
-        _call(model, example)
-    for name, table in tables.items():
-        rows = len(table.get_parameter("weight"))
-        same = {n: head for n, head in heads.items() if _features(head)[1] == rows}
-        divided = {table, *same.values()}
-        read = {id(p) for module in divided for p in module.parameters()}
-        owners = {m for m in model.modules() for p in m._parameters.values() if id(p) in read}
-        if same and owners <= divided and all(calls[k] == reads.counts[k] > 0 for k in read):
-            return {name: "vocab", **dict.fromkeys(same, "column_gather")}
-    return {}
+def _is_in(name: str, unit: str) -> bool:
+    return bool(unit) and name.startswith(f"{unit}.")
 
 
 def resolve_or_suggest(
@@ -350,12 +308,12 @@ def resolve_or_suggest(
     except UnplannedError:
         inside = {module for each in divided for module in each.modules()}
         names = {name for name, module in model.named_modules() if module in inside}
-        found = _from_ids(model, tp_size)
+        found = _from_ids(model, tp_size, sequence_parallel)
         found = {n: s for n, s in found.items() if names.isdisjoint(matching(n, names))}
         if not found:
             raise
     if tp_size > 1 and get_rank() == 0:
-        linears = [name for name, module in model.named_modules() if _is_linear(name, module)]
+        linears = [name for name, module in model.named_modules() if is_linear(name, module)]
         left = {*linears}.difference(*(matching(pattern, linears) for pattern in found))
         whole = ", ".join(dict.fromkeys(map(generic, sorted(left - names))))
         sys.stderr.write(
@@ -365,14 +323,14 @@ def resolve_or_suggest(
     return resolve(model, found, tp_size, **options)
 
 
-def _from_ids(model: nn.Module, tp_size: int) -> dict[str, Style]:
+def _from_ids(model: nn.Module, tp_size: int, sequence_parallel: bool) -> dict[str, Style]:
     """Return a plan for a model that takes ids of tokens; empty if it does not."""
     table = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
     if table is None or any(tensor.is_meta for tensor in model.parameters()):
         return {}
     ids = torch.arange(8, device=table.weight.device)[None] % table.num_embeddings
     try:
-        return suggest_plan(model, ids, tp_size)
+        return suggest_plan(model, ids, tp_size, sequence_parallel=sequence_parallel)
     except Exception:  # of whatever code of the model's takes no such ids
         return {}
 

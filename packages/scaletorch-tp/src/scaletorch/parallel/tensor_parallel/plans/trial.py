@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
-from .plan import Match, Style
+from .plan import Match, Style, look_up
 from .resolve import Resolved, resolve
 
 
@@ -35,6 +35,16 @@ class Unit:
         args, kwargs = copy.deepcopy((self.args or (), dict(self.kwargs)))
         return [*tensors_in(module(*args, **kwargs))]
 
+    def keeps_hidden_states(self) -> bool:
+        """Return whether it takes and returns hidden states [B, L, H], of a batch of one."""
+        if self.args is None:
+            return False
+        given = next((x for x in tensors_in((self.args, dict(self.kwargs)))), None)
+        found = next(iter(self.run()), None)
+        if given is None or found is None or given.shape != found.shape or given.dim() != 3:
+            return False
+        return given.is_floating_point() and len(given) == 1 < given.shape[1]
+
     @property
     def signature(self) -> tuple[Any, ...]:
         """What units have in common of which one is enough to look at."""
@@ -46,6 +56,25 @@ class Unit:
 def generic(name: str, *, most: int = 0) -> str:
     """Return a name with `*` for numbers: all of them, or as many of the first ones."""
     return re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", name, count=most)
+
+
+def call(model: nn.Module, example: Any) -> None:
+    """Call a model with what `suggest_plan` takes."""
+    if isinstance(example, Mapping):
+        model(**example)
+    else:
+        model(*(example if isinstance(example, tuple) else (example,)))
+
+
+def is_linear(name: str, module: nn.Module) -> bool:
+    """Return whether a module can be a column or a row layer."""
+    return look_up(name, module, name, "column").misfit is None
+
+
+def features(linear: nn.Module) -> tuple[int, int]:
+    """Return how many features a linear layer takes and returns."""
+    row, column = (look_up("", linear, "", style) for style in ("row", "column"))
+    return row.lengths[0], column.lengths[0]
 
 
 def computes_the_same(unit: Unit, plan: Mapping[str, Style], tp_size: int) -> bool:
