@@ -1,5 +1,7 @@
 """Plans that one forward suggests: what is divided, what stays whole, and why."""
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -166,11 +168,29 @@ def test_tables_that_others_read_stay_whole():
     assert "table" not in suggest_plan(Words(kind, by_function=True), IDS)
 
 
+class Counting(Gated):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.last = x.shape
+        self.seen += 1
+        if x.isnan().any():
+            raise ValueError("NaN")
+        return super().forward(x) * (1 + random.random())
+
+
 def test_a_model_is_left_as_it_was():
-    model = Words(Grouped, Gated).train()
+    model = Words(Grouped, Counting).train()
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    generator = torch.get_rng_state()
-    suggest_plan(model, {"ids": IDS})
+    generator, numbers = torch.get_rng_state(), random.getstate()
+    assert "blocks.*.parts.*.wo" in suggest_plan(model, {"ids": IDS})
+    counting = [module for module in model.modules() if isinstance(module, Counting)]
+    assert all(m.calls == 0 and not hasattr(m, "last") for m in counting)
+    assert random.getstate() == numbers
     assert model.training
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())

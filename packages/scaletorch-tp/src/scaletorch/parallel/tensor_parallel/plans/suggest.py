@@ -30,7 +30,7 @@ from ..layers.multihead import ParallelMultiheadAttention
 from .families import UnplannedError
 from .plan import Divide, Plan, Style
 from .resolve import Resolved, resolve
-from .trial import Unit, call, computes_the_same, features, generic, is_linear
+from .trial import Unit, as_before, call, computes_the_same, features, generic, is_linear
 from .vocabulary import vocabulary_styles
 
 _MOST_TRIALS = 64  # of integer attributes that may count heads or features
@@ -46,7 +46,8 @@ def suggest_plan(
     step of a run compares the result with the plain model, as for any plan.
 
     Args:
-        model: The whole model, with values on a device; it is not changed.
+        model: The whole model, with values on a device. Buffers, attributes and generators are put
+            back; hooks run more often than the model is called.
         example: What one forward takes: a mapping of arguments by name, a tuple of positional ones,
             or the only one. A short sequence will do.
         tp_size: Number of ranks the plan is for; each must get whole heads.
@@ -61,7 +62,7 @@ def suggest_plan(
         >>> parallelize(model, manager, plan=plan)
     """
     styles: dict[str, Style] = {}
-    with evaluating(model), torch.no_grad(), torch.random.fork_rng(), eagerly():
+    with as_before(model), evaluating(model), torch.no_grad(), eagerly():
         units = _record(model, example)
         found: dict[tuple[Any, ...], dict[str, Style]] = {}
         for unit in sorted(units, key=lambda unit: unit.args is None):
@@ -199,7 +200,10 @@ def _probe(unit: Unit, name: str, features: Tensor | slice) -> dict[str, Tensor]
         for other, linear in unit.linears.items():
             hooks.callback(linear.register_forward_pre_hook(partial(look, other)).remove)
         hooks.callback(unit.linears[name].register_forward_hook(spoil).remove)
-        returned = unit.run()
+        try:
+            returned = unit.run()
+        except Exception:  # of code of the model's that looks for NaN
+            returned = [torch.tensor(torch.nan)]
     if any(x.is_floating_point() and bool(x.isnan().any()) for x in returned):
         reached[""] = torch.ones(1, dtype=torch.bool)
     return reached
@@ -225,9 +229,7 @@ def _trials(
 ) -> Iterator[dict[str, Style]]:
     """Yield which integer attributes of the modules around layers to divide, none at first."""
     outs = {features(unit.linears[name])[1] for name in proposal}
-    around = dict.fromkeys(
-        place for name in proposal for place in _parents(name) if _parents(place) or place == ""
-    )
+    around = dict.fromkeys(place for name in proposal for place in _parents(name))
     attributes = [
         (place, name)
         for place in around

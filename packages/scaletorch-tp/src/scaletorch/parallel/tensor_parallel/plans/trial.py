@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,10 +31,16 @@ class Unit:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self, module: nn.Module | None = None) -> list[Tensor]:
-        """Run the unit, or a copy of it, as it was called first; return the tensors it returns."""
+        """Run the unit, or a copy of it, as it was called first; return the tensors it returns.
+
+        Every run draws the same random numbers, and counts no call.
+        """
         module = self.module if module is None else module
         args, kwargs = copy.deepcopy((self.args or (), dict(self.kwargs)))
-        return [*tensors_in(module(*args, **kwargs))]
+        with as_before(module):
+            random.seed(0)
+            torch.manual_seed(0)
+            return [*tensors_in(module(*args, **kwargs))]
 
     def keeps_hidden_states(self) -> bool:
         """Return whether it takes and returns hidden states [B, L, H], of a batch of one."""
@@ -51,6 +58,32 @@ class Unit:
         kinds = [(name, type(m)) for name, m in self.module.named_modules()]
         shapes = [(name, p.shape) for name, p in self.module.named_parameters()]
         return generic(self.name), tuple(kinds), tuple(shapes)
+
+
+@contextmanager
+def as_before(model: nn.Module) -> Iterator[None]:
+    """Put back, in the end, random generators, and the modules' buffers and attributes."""
+    modules = [*model.modules()]
+    held = [({**vars(m)}, {**m._buffers}) for m in modules]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = {p.device for p in model.parameters()} - {torch.device("cpu"), torch.device("meta")}
+    state = random.getstate()
+    try:
+        with ExitStack() as forked:
+            forked.enter_context(torch.random.fork_rng([]))
+            for device in devices:
+                forked.enter_context(torch.random.fork_rng([device], device_type=device.type))
+            yield
+    finally:
+        random.setstate(state)
+        for module, (attributes, own) in zip(modules, held, strict=True):
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
+            module._buffers.update(own)
+        with torch.no_grad():
+            for buffer, values in buffers:
+                buffer.copy_(values)
 
 
 def generic(name: str, *, most: int = 0) -> str:
