@@ -11,7 +11,7 @@ import torch.distributed as dist
 from scaletorch.dist.testing import run_ranks
 from scaletorch.dist.wire.work import Work
 from scaletorch.parallel.context_parallel import LAYOUTS, attention, cp_comms
-from scaletorch.parallel.context_parallel.masks.mask import work
+from scaletorch.parallel.context_parallel.masks.blocks import pairs
 from scaletorch.parallel.context_parallel.methods import gathered
 from scaletorch.parallel.context_parallel.methods.call import Call
 
@@ -50,7 +50,7 @@ def watched():
 
     def computing(call):
         def computed(self, source, *args):
-            events.append(("compute", work(self.blocks(source))))
+            events.append(("compute", pairs(self.blocks(source))))
             return call(self, source, *args)
 
         return computed
@@ -95,11 +95,11 @@ def behind_all():
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_message_has_computation_behind_it(size):
     for found in run_ranks(behind_all, size):
-        for (method, _), pairs in found.items():
+        for (method, _), behind in found.items():
             # The ring: a message a hop, forward and twice backward. All-gather: K and V forward
             # and backward, and their gradients.
-            assert len(pairs) == (3 * (size - 1) if method == "ring" else 5)
-            assert min(pairs) > 0, pairs
+            assert len(behind) == (3 * (size - 1) if method == "ring" else 5)
+            assert min(behind) > 0, behind
 
 
 def with_slow_ranks(method):
