@@ -1,4 +1,4 @@
-"""What a tensor is on one axis, and the conversions between these placements."""
+"""Placements of a tensor on one axis, and the conversions between them."""
 
 from __future__ import annotations
 

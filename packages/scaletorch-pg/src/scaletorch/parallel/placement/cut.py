@@ -1,4 +1,4 @@
-"""How a length is cut over ranks."""
+"""Divide a length among ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Which indices of a length each rank holds.
+    """The indices of a length that each rank holds.
 
     A rank holds one range, or one of each of several lengths that are packed into one, such as
     [query | key | value]. Ranks that hold the same range are replicas.
@@ -48,7 +48,7 @@ class Cut:
 
     @property
     def replicated(self) -> bool:
-        """Whether several ranks hold one range."""
+        """True if several ranks hold the same range."""
         return bool(self.shared)
 
     @property
@@ -60,7 +60,7 @@ class Cut:
 
     @property
     def in_order(self) -> bool:
-        """Whether the ranks' shards, one after another, are the whole as it is."""
+        """True if the ranks' shards, concatenated in order, are the full length."""
         pieces = [*chain.from_iterable(self.ranges)]
         return all(b.start == a.stop for a, b in pairwise(pieces))
 

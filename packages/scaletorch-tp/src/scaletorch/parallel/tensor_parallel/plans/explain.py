@@ -20,6 +20,7 @@ from .families import UnplannedError
 from .plan import Match, Plan
 from .resolve import Resolved
 from .suggest import resolve_or_suggest
+from .trial import generic
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Explanation:
         if self.skeleton:
             return self.skeleton
         rows = (
-            (_generic(p.name), p.style or "-", _sizes(p.shape), _local(p)) for p in self.parameters
+            (generic(p.name), p.style or "-", _sizes(p.shape), _local(p)) for p in self.parameters
         )
         return _table(("parameter", "style", "whole", f"on each of {self.tp} ranks"), rows)
 
@@ -116,10 +117,6 @@ def _style(match: Match) -> str:
     if isinstance(match.style, Fused):
         return f"{match.style.style}, {len(match.lengths)} parts"
     return str(match.style)
-
-
-def _generic(name: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _sizes(shape: Sequence[int]) -> str:

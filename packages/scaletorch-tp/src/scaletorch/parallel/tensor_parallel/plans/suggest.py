@@ -1,4 +1,4 @@
-"""Write a tensor parallel plan for a model that nobody has written one for, from one forward.
+"""Suggest a tensor parallel plan for a model without one, from one forward.
 
 Two linear layers are divided together, the first over its output features ("column") and the
 second over its input features ("row"), where each half of the first one's outputs reaches only the
@@ -137,25 +137,22 @@ def _pairs(unit: Unit) -> dict[str, dict[str, Style]]:
     for name in unit.linears:
         if name in found:
             continue
-        for style in _forms(unit, name):
-            reached = _probe(unit, name, _second_halves(unit.linears[name], style))
-            aligned = [n for n, mask in reached.items() if _is_second_half(mask)]
-            if aligned == [*reached] and len(aligned) == 1:
-                found.setdefault(aligned[0], {})[name] = style
+        reached = [*_probe(unit, name, slice(None))]
+        for style in _forms(unit, name, reached[0]) if len(reached) == 1 and reached[0] else ():
+            halves = _probe(unit, name, _second_halves(unit.linears[name], style))
+            if [*halves] == reached and _is_second_half(halves[reached[0]]):
+                found.setdefault(reached[0], {})[name] = style
                 break
         else:
-            mixed |= {n for n in _probe(unit, name, slice(None)) if n}
+            mixed.update(reached)
     columns = {name for of_row in found.values() for name in of_row}
     return {row: of for row, of in found.items() if row not in mixed and row not in columns}
 
 
-def _forms(unit: Unit, name: str) -> Iterator[Style]:
-    """Yield the ways in which the output features of a layer may be packed."""
+def _forms(unit: Unit, name: str, row: str) -> Iterator[Style]:
+    """Yield the ways in which the output features of a layer that reach a row may be packed."""
     yield "column"
-    reached = [*_probe(unit, name, slice(None))]
-    if len(reached) != 1 or not reached[0]:
-        return
-    out, taken = features(unit.linears[name])[1], features(unit.linears[reached[0]])[0]
+    out, taken = features(unit.linears[name])[1], features(unit.linears[row])[0]
     yield from (Fused("column", parts) for parts in (2, 3) if out % (2 * parts) == 0)
     rest, odd = divmod(out - taken, 2)
     if rest > 0 and not odd and rest != taken:  # keys and values of fewer heads than queries
@@ -338,7 +335,7 @@ def _from_ids(model: nn.Module, tp_size: int, sequence_parallel: bool) -> dict[s
 
 
 def _as_patterns(styles: Mapping[str, Style], model: nn.Module) -> dict[str, Style]:
-    """Return the styles with `*` for numbers, where all modules of such names have one style."""
+    """Replace numbers in names by `*` where all modules that match then have the same style."""
     names = [name for name, _ in model.named_modules()]
     found: dict[str, Style] = {}
     for name, style in styles.items():
