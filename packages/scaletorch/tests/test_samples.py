@@ -12,6 +12,7 @@ from sweeps import today
 from torch import nn
 
 from scaletorch.compose import (
+    clip_grad_norm_,
     eval_step,
     parallelize,
     samples,
@@ -63,7 +64,7 @@ class Job:
     ):
         self.manager = setup_process_group_manager(**sizes)
         torch.manual_seed(0)
-        layers = 4 if "schedule" in options else 2  # one for each stage
+        layers = options.pop("layers", 4 if "schedule" in options else 2)  # one for each stage
         if mixture:
             plain = Mixture(MixtureConfig(**SIZES, num_layers=layers, num_experts=4))
         else:
@@ -254,29 +255,91 @@ def test_shards_and_experts_are_compared_with_those_of_the_same_place():
     run_ranks(on_every_layout, 4, in_shards, layouts, timeout=200)
 
 
+def clip(job):
+    nn.utils.clip_grad_norm_(job.model.parameters(), 0.01)
+
+
+def clip_by_hand(job):
+    norms = [each.grad.norm() for each in job.model.parameters()]
+    for each in job.model.parameters():
+        each.grad.data.mul_(0.01 / torch.stack(norms).norm())  # which no version tells
+
+
+def clip_shards(job):
+    for group in job.optimizer.param_groups:
+        nn.utils.clip_grad_norm_(group["params"], 0.01)
+
+
+def scaled_before(job, change):
+    """Train a step whose gradients are changed before the optimizer's."""
+    job.backward()
+    change(job)
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+
+
 def clipped(sizes, zero, options):
-    job = Job(sizes, zero, **options)
-
-    def step():
-        job.backward()
-        nn.utils.clip_grad_norm_(job.model.parameters(), 0.01)
-        job.optimizer.step()
-        job.optimizer.zero_grad()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it has been told at the first step
-        count, text = job.steps_until_told(4, step)
-    assert count == 3, text
-    assert "clipped on each rank alone (torch.nn.utils.clip_grad_norm_ scales them by" in text
-    assert "use scaletorch.compose.clip_grad_norm_(model, max_norm)" in text
+    """Clip by the norm of a rank's own gradients from the second step on."""
+    for change in (clip_shards,) if zero else (clip, clip_by_hand):
+        job = Job(sizes, zero, prepare=untied, **options)
+        job.step()
+        count, text = job.steps_until_told(3, partial(scaled_before, job, change))
+        assert count == 2, text
+        found = re.search(r"step: by (\S+) on rank \d \(.*\), by (\S+) on rank \d \(", text)
+        assert float(found[1]) < float(found[2]) < 1, text
+        assert "use scaletorch.compose.clip_grad_norm_(model, max_norm)" in text
+        destroy_process_group_manager()
 
 
-def test_torchs_clipping_is_found_where_it_parts_ranks():
-    layouts = [
-        (TP, 0, SHARED), ({"tp_size": 4}, 0, {}), ({"tp_size": 2, "pp_size": 2}, 0, V),
-        (PP, 0, {}), (EP, 0, {"mixture": True}),  # with zb_v one rank has all of the tied table
-    ]  # fmt: skip
-    run_ranks(on_every_layout, 4, clipped, layouts, timeout=200)
+OF_FOUR = [
+    (TP, 0, SHARED), ({"tp_size": 4}, 0, {}), ({"tp_size": 2, "pp_size": 2}, 0, V),
+    ({"tp_size": 2, "cp_size": 2}, 0, {}), (PP, 0, {}), ({"pp_size": 2, "cp_size": 2}, 0, {}),
+    ({"pp_size": 4}, 0, {"layers": 4}), (EP, 0, {"mixture": True}), (PP, 1, V),
+    ({"dp_size": 4}, 1, {}), (TP, 2, {}),
+]  # fmt: skip
+
+
+def test_clipping_by_the_norm_of_a_rank_is_refused_in_the_next_step():
+    run_ranks(on_every_layout, 4, clipped, OF_FOUR, timeout=200)
+
+
+def alike(job):
+    for each in job.model.parameters():
+        each.grad.mul_(0.37)
+
+
+def by_value(job):
+    nn.utils.clip_grad_value_(job.model.parameters(), 1e-4)
+
+
+def by_kind(job):
+    for name, each in job.model.named_parameters():
+        each.grad.mul_(0.5 if "mlp." in name else 0.9)
+
+
+def normalized(job):
+    for each in job.model.parameters():
+        if job.manager.tp_size == 1:
+            each.grad.div_(each.grad.norm() + 1e-12)
+
+
+def none_at_all(job):
+    job.optimizer.zero_grad()
+
+
+def changed_rightly(sizes, zero, options):
+    """Let gradients be changed as is right on every rank."""
+    job = Job(sizes, zero, prepare=untied, **options)
+    changes = [alike, by_value, by_kind, normalized, none_at_all]
+    for change in [] if zero else changes:
+        scaled_before(job, change)
+        job.step()
+    scaled_before(job, lambda job: clip_grad_norm_(job.model, 0.01))
+    job.step()
+
+
+def test_changes_of_gradients_that_are_right_are_left_alone():
+    run_ranks(on_every_layout, 4, changed_rightly, OF_FOUR, timeout=200)
 
 
 def one_of_four():
@@ -289,7 +352,7 @@ def one_of_four():
     there = rf"rank 2 \(dp2 pp0 cp0 tp0\){apart}"
     said = rf"  parameter .*: on {there} not as on the other 3 of 4$"
     assert re.match(said, second), second
-    assert "and 16 more\nLook at rank 2 (dp2 pp0 cp0 tp0) first. Likely gradients were" in text
+    assert "and 16 more\nLook at rank 2 (dp2 pp0 cp0 tp0) first. Likely optimizers have" in text
 
 
 def test_the_rank_of_another_learning_rate_is_named():

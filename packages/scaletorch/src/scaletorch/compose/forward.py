@@ -54,8 +54,6 @@ class Terms:
         correction: By what the last step has multiplied its gradients, when all losses of a loss_fn
             had been counted.
         seen: How far first steps have been looked at: 1 with one micro-batch, 2 with several.
-        noted: The last step's gradients and their versions, until an optimizer has been looked at;
-            None if nobody looks, as where this library itself changes gradients.
         originals: The plain model's parameters, as code may hold them that had them before.
         plain: The plain model, without memory for its weights; None if it is not to be rehearsed.
         rehearses: Whether the next training step is rehearsed.
@@ -81,14 +79,13 @@ class Terms:
     counted: float | None = None
     correction: float = 1.0
     seen: int = 0
-    noted: list[tuple[Tensor, int]] | None = None
     originals: Mapping[str, ref[Tensor]] = field(default_factory=dict)
     plain: Plain | None = None
     rehearses: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Terms:
         """Return the terms of a copy, on the same grid."""
-        return replace(self, noted=None)
+        return replace(self)
 
     def takes(self, argument: str) -> bool:
         """Return whether the forward can be given this argument by keyword."""
@@ -97,12 +94,6 @@ class Terms:
     def needs(self, argument: str) -> bool:
         """Return whether the forward cannot be called without it."""
         return self.arguments.get(argument, False)
-
-    def note_gradients(self, model: nn.Module) -> None:
-        """Note gradients after a step, if an optimizer has still to be looked at."""
-        if self.noted is not None:
-            gradients = (parameter.grad for parameter in model.parameters())
-            self.noted = [(each, each._version) for each in gradients if each is not None]
 
 
 _TERMS = "_scaletorch_terms"

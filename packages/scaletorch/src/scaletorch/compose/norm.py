@@ -19,7 +19,7 @@ from ..parallel.data_parallel.building import (
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.tensor_parallel import split_by_owner
 from .experts import expert_names
-from .forward import manager_of, terms_of
+from .forward import manager_of
 
 # How much of a shard this rank counts: all, nothing, or the elements at which a mask is True.
 Counted = bool | Tensor
@@ -80,7 +80,6 @@ def clip_grad_norm_(
         NonFiniteError: On every rank, with the parameters and their ranks.
     """
     manager = manager_of(model, manager)
-    terms_of(model).noted = None
     return clip_by(
         lambda: global_grad_norm(model, manager, norm_type=norm_type),
         lambda: nonfinite_gradients(model, manager),

@@ -29,6 +29,7 @@ from .entries import OF_LOSS, POSITIONS, TOKENS, first_entry, sequence_shape
 from .forward import Terms, pipeline_of, rehearses, rehearsing
 from .own_loss import Number, OwnLoss
 from .samples import samples_of
+from .updates import scaling_of
 
 _APART = (TOKENS, "labels")  # entries that are not passed on by name
 _OTHERWISE = (
@@ -49,18 +50,20 @@ def ready(
 ) -> tuple[list[Called], Number]:
     """Return the micro-batches as the model is called with them, and the global batch's count.
 
-    One all-reduce of 72 bytes over all ranks counts tokens, or a loss_fn's losses, and says whether
-    a rank cannot go on: if one rank alone refused something (its batch, a new parameter, a gradient
+    One all-reduce of 104 bytes over all ranks counts tokens, or a loss_fn's losses, and says if a
+    rank cannot go on: if one rank alone refused something (its batch, a new parameter, a gradient
     that is not synchronised), the others would wait for it in the middle of the step. It also says
-    whether the sample of the last step was the same wherever ranks hold the same parameters. It
-    goes from host to host; tokens whose labels an accelerator has are counted there, by another
-    one, since the host would wait for all that is queued before: their count is a 0-d tensor.
+    whether the sample of the last step was the same wherever ranks hold the same parameters, and
+    whether all ranks scaled their gradients by one factor. It goes from host to host; tokens whose
+    labels an accelerator has are counted there, by another one, since the host would wait for all
+    that is queued before: their count is a 0-d tensor.
     Losses that a loss_fn counts later are estimated by the size of the batch.
 
     Raises:
         ScaletorchError: This rank has to refuse something.
         MismatchError: Another rank cannot go on, or some ranks alone are within `no_sync`, or
-            have a loss_fn; or ranks no longer hold the same parameters.
+            have a loss_fn; or ranks no longer hold the same parameters, or scaled gradients by
+            different factors.
     """
     called: list[Called] = []
     failed: list[Exception] = []
@@ -79,24 +82,34 @@ def ready(
         failed.append(error)
     alone, has_own = not model.require_backward_grad_sync, own is not None
     there = isinstance(count, Tensor)
-    facts = [count if counts and not there else 0, there]
+    facts: list[float] = [0.0 if isinstance(count, Tensor) or not counts else count, there]
     facts += [bool(failed), alone, has_own, len(micro_batches) > 1]
     facts += [samples is not None and not samples.settled, samples.residue() if samples else 0]
     facts += [own is not None and own.counts_later]
-    # Whole numbers are exact in it up to 2**53, and a loss_fn may count in fractions.
-    told = torch.tensor(facts, dtype=torch.float64)
-    all_reduce(told, group=manager.world_group)
+    scaling = scaling_of(model) if trains else None
     (
-        total, elsewhere, failures, unsynchronised, owners, several, unsettled, residues, later
-    ) = told.tolist()  # fmt: skip
+        total, elsewhere, failures, unsynchronised, owners, several, unsettled, residues, later,
+        *scales,
+    ) = _sums(facts + (scaling.told() if scaling else [0.0] * 4), manager)  # fmt: skip
     terms.several = several > 0
     if failures:  # taken out of the list, since a traceback has this frame
         agree("this step", [], manager.world_group, error=failed.pop() if failed else None)
     _require_alike(unsynchronised, owners, later, manager, alone=alone, has_own=has_own)
-    if samples is not None:
+    if scaling is not None and samples is not None:
+        scaling.refuse_different(scales)
         samples.compare(residues, unsettled)
     number = int(total) if total.is_integer() else total
     return called, _with_counts(number, count if counts else 0, manager) if elsewhere else number
+
+
+def _sums(facts: Sequence[float], manager: ProcessGroupManager) -> list[float]:
+    """Return the sums of numbers over all ranks.
+
+    Whole numbers are exact up to 2**53 in float64, and a loss_fn may count in fractions.
+    """
+    told = torch.tensor(facts, dtype=torch.float64)
+    all_reduce(told, group=manager.world_group)
+    return told.tolist()
 
 
 def look_first(

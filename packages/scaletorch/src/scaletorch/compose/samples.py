@@ -22,6 +22,7 @@ from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from .digests import Key, Sides, digest, keyed_pieces, parted_sides, text_hash
 from .forward import wait_for_parameters
 from .replicas import SHOWN, refuse
+from .updates import unwatch
 
 PERIOD = 16  # steps within which every parameter has its turn
 MODULUS = 2**32  # of a rank's term in the message: sums over 2**21 ranks are exact in float64
@@ -30,11 +31,8 @@ MEASURED = 2**26  # elements that are measured at most
 EXACT = ("cpu",)  # devices whose kernels sum in one order, so that equal inputs give equal bits
 ROUNDING = 1e-3  # of the largest value: how far kernels may part that sum in no fixed order
 ADVICE = (
-    "Likely gradients were clipped on each rank alone (torch.nn.utils.clip_grad_norm_ scales them "
-    "by another norm on each rank, of the shards, stage or experts there: use "
-    "scaletorch.compose.clip_grad_norm_(model, max_norm)), or optimizers have other settings or "
-    "left out a step, or values were changed or loaded on some ranks alone, or a memory is faulty; "
-    "go on from a checkpoint from before."
+    "Likely optimizers have other settings or left out a step, or values were changed or loaded on "
+    "some ranks alone, or a memory is faulty; go on from a checkpoint from before."
 )
 
 
@@ -195,6 +193,7 @@ def samples_of(model: DataParallelBucket, manager: ProcessGroupManager) -> Sampl
 def train_unsampled(model: DataParallelBucket) -> None:
     """Let a model train on though its ranks part, as when its faults are recorded; all call it."""
     _samples[model] = None
+    unwatch(model)
 
 
 def take_sample(model: DataParallelBucket) -> None:

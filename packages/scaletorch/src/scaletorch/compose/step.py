@@ -32,6 +32,7 @@ from .partial_gradients import summed_once
 from .ready import has_gradients, look_first, ready
 from .rehearsal.rehearse import rehearse_step
 from .samples import take_sample
+from .updates import sample_gradients
 
 
 def train_step(
@@ -193,8 +194,6 @@ def _step(
             loss.register_hook(scaler.scale)  # of the gradient with which backward begins
         return loss
 
-    if scaler is not None:  # which will divide them
-        terms.noted = None
     terms.correction, is_first = 1.0, terms.counted is None
     with summed_once(model, manager), _refused_together(model, manager):
         loss = train_step_pipeline(model, micro_batches, loss_fn=loss_fn, group=manager.pp_group)
@@ -203,8 +202,8 @@ def _step(
         if is_first:
             terms.counted = _from_last_stage(terms.counted, manager)
         corrected = _corrected(model, float(count) * (terms.counted or 1.0), own, manager)
-    terms.note_gradients(model)
     take_sample(model)
+    sample_gradients(model)
     if own is not None:
         own.settle(loss)
     total = _summed(loss, manager)
