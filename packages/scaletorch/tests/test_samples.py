@@ -303,6 +303,57 @@ def test_clipping_by_the_norm_of_a_rank_is_refused_in_the_next_step():
     run_ranks(on_every_layout, 4, clipped, OF_FOUR, timeout=200)
 
 
+def norms_of_shards(job):
+    for each in job.model.parameters():
+        each.grad.div_(each.grad.norm())
+
+
+def means_of_gradients(job):
+    for each in job.model.parameters():
+        each.grad.sub_(each.grad.mean())
+
+
+@torch.no_grad()
+def norms_of_weights(job):
+    for each in job.model.parameters():
+        each.div_(each.norm())
+
+
+@torch.no_grad()
+def means_of_weights(job):
+    for each in job.model.parameters():
+        each.data.sub_(each.data.mean())
+
+
+def of_shards(sizes, zero, options):
+    """Change gradients and weights by statistics of shards, from the third step on."""
+    of_gradients, of_weights = (
+        (norms_of_shards, means_of_gradients),
+        (norms_of_weights, means_of_weights),
+    )
+    for change in (*of_gradients, *of_weights):
+        job = Job(sizes, zero, prepare=untied, **options)
+        job.train(2)
+        if change in of_gradients:
+            count, text = job.steps_until_told(4, partial(scaled_before, job, change))
+        else:
+            change(job)
+            count, text = job.steps_until_told(2)
+        kind = "gradient" if change in of_gradients else "weight"
+        assert count == (2 if change in of_gradients else 1), text
+        said = (
+            rf"the {kind} \S+ was changed differently on tp ranks, .*: times \S+ plus \S+ on rank"
+        )
+        assert re.search(said, text), text
+        assert "sum it over manager.tp_group" in text
+        destroy_process_group_manager()
+
+
+def test_statistics_of_shards_are_refused_on_every_layout_with_tp():
+    layouts = [each for each in OF_FOUR if "tp_size" in each[0] and not each[1]]
+    run_ranks(on_every_layout, 4, of_shards, layouts, timeout=200)
+
+
 def alike(job):
     for each in job.model.parameters():
         each.grad.mul_(0.37)
@@ -323,16 +374,44 @@ def normalized(job):
             each.grad.div_(each.grad.norm() + 1e-12)
 
 
+def centralized(job):
+    for name, each in job.model.named_parameters():
+        if "q_proj" in name or "gate_proj" in name:  # whose rows are whole on each rank
+            each.grad.sub_(each.grad.mean(1, keepdim=True))
+
+
 def none_at_all(job):
     job.optimizer.zero_grad()
+
+
+@torch.no_grad()
+def weights_alike(job):
+    for each in job.model.parameters():
+        each.mul_(0.9).add_(0.01).clamp_(-0.05, 0.05)
+
+
+@torch.no_grad()
+def rows_normalized(job):
+    for name, each in job.model.named_parameters():
+        if "q_proj" in name or "gate_proj" in name:
+            each.div_(each.norm(dim=1, keepdim=True))
+
+
+@torch.no_grad()
+def scaled_and_shifted(job):
+    for each in job.model.parameters():
+        each.mul_(0.9).add_(0.01)
 
 
 def changed_rightly(sizes, zero, options):
     """Let gradients be changed as is right on every rank."""
     job = Job(sizes, zero, prepare=untied, **options)
-    changes = [alike, by_value, by_kind, normalized, none_at_all]
+    changes = [alike, by_value, by_kind, normalized, none_at_all, centralized]
     for change in [] if zero else changes:
         scaled_before(job, change)
+        job.step()
+    for change in [] if zero else [weights_alike, rows_normalized, scaled_and_shifted]:
+        change(job)
         job.step()
     scaled_before(job, lambda job: clip_grad_norm_(job.model, 0.01))
     job.step()

@@ -29,7 +29,7 @@ from .entries import OF_LOSS, POSITIONS, TOKENS, first_entry, sequence_shape
 from .forward import Terms, pipeline_of, rehearses, rehearsing
 from .own_loss import Number, OwnLoss
 from .samples import samples_of
-from .updates import scaling_of
+from .scaling import scalings
 
 _APART = (TOKENS, "labels")  # entries that are not passed on by name
 _OTHERWISE = (
@@ -50,7 +50,7 @@ def ready(
 ) -> tuple[list[Called], Number]:
     """Return the micro-batches as the model is called with them, and the global batch's count.
 
-    One all-reduce of 104 bytes over all ranks counts tokens, or a loss_fn's losses, and says if a
+    One all-reduce of 112 bytes over all ranks counts tokens, or a loss_fn's losses, and says if a
     rank cannot go on: if one rank alone refused something (its batch, a new parameter, a gradient
     that is not synchronised), the others would wait for it in the middle of the step. It also says
     whether the sample of the last step was the same wherever ranks hold the same parameters, and
@@ -86,11 +86,11 @@ def ready(
     facts += [bool(failed), alone, has_own, len(micro_batches) > 1]
     facts += [samples is not None and not samples.settled, samples.residue() if samples else 0]
     facts += [own is not None and own.counts_later]
-    scaling = scaling_of(model) if trains else None
+    scaling = scalings.get(model) if trains else None
     (
         total, elsewhere, failures, unsynchronised, owners, several, unsettled, residues, later,
         *scales,
-    ) = _sums(facts + (scaling.told() if scaling else [0.0] * 4), manager)  # fmt: skip
+    ) = _sums(facts + (scaling.told() if scaling else [0.0] * 5), manager)  # fmt: skip
     terms.several = several > 0
     if failures:  # taken out of the list, since a traceback has this frame
         agree("this step", [], manager.world_group, error=failed.pop() if failed else None)

@@ -22,7 +22,7 @@ from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from .digests import Key, Sides, digest, keyed_pieces, parted_sides, text_hash
 from .forward import wait_for_parameters
 from .replicas import SHOWN, refuse
-from .updates import unwatch
+from .scaling import scalings
 
 PERIOD = 16  # steps within which every parameter has its turn
 MODULUS = 2**32  # of a rank's term in the message: sums over 2**21 ranks are exact in float64
@@ -193,7 +193,7 @@ def samples_of(model: DataParallelBucket, manager: ProcessGroupManager) -> Sampl
 def train_unsampled(model: DataParallelBucket) -> None:
     """Let a model train on though its ranks part, as when its faults are recorded; all call it."""
     _samples[model] = None
-    unwatch(model)
+    scalings.pop(model, None)
 
 
 def take_sample(model: DataParallelBucket) -> None:

@@ -32,7 +32,7 @@ from .partial_gradients import summed_once
 from .ready import has_gradients, look_first, ready
 from .rehearsal.rehearse import rehearse_step
 from .samples import take_sample
-from .updates import sample_gradients
+from .scaling import sample_gradients
 
 
 def train_step(

@@ -1,0 +1,281 @@
+"""Comparison of what a training loop does to gradients and weights between steps, over ranks.
+
+A loop that clips gradients by the norm of those that a rank has, or subtracts a shard's mean from
+it, changes each rank's by other numbers, and nothing parts that ranks hold in common. So some
+elements of some tensors are kept before, and fitted afterwards: after = factor * before + offset.
+What no such pair explains (clipping by value, noise, statistics of rows) is not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..dist import all_gather_object
+from ..dist.errors import MismatchError
+from ..parallel.data_parallel import Shard, parameter_shards
+from ..parallel.data_parallel.building import is_sharded
+from ..parallel.pg_manager import ProcessGroupManager, describe_rank
+from ..parallel.tensor_parallel.building import find_cuts
+
+TENSORS = 8  # of a rank that are looked at in a step, others in the next one
+ELEMENTS = 256  # of each, at most
+FEWEST = 16  # elements of a tensor that is looked at
+LOOKS = 4  # comparisons over tp, which cost a message of their own, and find it at first or never
+SAME = 1e-6  # relative: what differs by less, or by an eighth of the dtype's epsilon, is the same
+CLIPPED = (
+    "gradients were scaled by different factors on different ranks between train_step and the "
+    "optimizer's step: {}. Likely each rank clipped by the norm of its own shards, stage or "
+    "experts, as torch.nn.utils.clip_grad_norm_ does: use scaletorch.compose.clip_grad_norm_("
+    "model, max_norm), and go on from a checkpoint from before. To train some layers faster than "
+    "others, set the lr of the optimizer's groups"
+)
+OF_SHARDS = (
+    "the {} was changed differently on tp ranks, each of which has a shard of it: {}. Likely the "
+    "training loop used a statistic of it, such as its mean or norm, which of a shard is another "
+    "than of the whole: sum it over manager.tp_group, or take it of full_state_dict(model), and go "
+    "on from a checkpoint from before"
+)
+
+
+class Fit(NamedTuple):
+    """How a tensor was changed: after = factor * before + offset.
+
+    Attributes:
+        factor: NaN if it is not known.
+        offset: In the tensor's unit.
+        size: Root mean square of the elements afterwards.
+        known: 1; 0 if that does not explain the change; -1 if all is zero before and afterwards.
+    """
+
+    factor: float
+    offset: float
+    size: float
+    known: float
+
+
+class Scaling:
+    """What is kept of a model's gradients and weights, and how a loop changed them since.
+
+    Args:
+        manager: The grid.
+    """
+
+    def __init__(self, manager: ProcessGroupManager) -> None:
+        self.manager = manager
+        self._divided = manager.tp_size * manager.pp_size * manager.ep_size > 1
+        self._shards: list[Shard] = []
+        self._cut: Collection[str] = ()  # names of those that are cut over tp
+        self._rounding, self._count = 0.0, ELEMENTS
+        self._turn, self._looks = 0, LOOKS
+        self._gradients: list[tuple[Shard, Tensor]] = []  # with elements from before
+        self._weights: list[tuple[Shard, Tensor]] = []
+        self._fitted: list[tuple[str, list[Shard], Tensor]] = []  # kind, tensors, fits [k, 4]
+        self._fits: dict[tuple[str, str], Fit] = {}  # those of this rank, by kind and name
+
+    def sample(self, model: nn.Module) -> None:
+        """Keep some of the gradients at the end of a step, where ranks have different ones."""
+        self._gradients, self._fitted, self._fits = [], [], {}
+        if not (self._divided or is_sharded(model)):
+            return
+        if not self._shards or not all(_is_kept(each) for each in self._shards):
+            self._look_up(model)
+        stride = -(-len(self._shards) // TENSORS) or 1
+        shards = self._shards[self._turn % stride :: stride]
+        self._gradients = self._kept(shards, _gradient)
+        self._turn += 1
+
+    def before_update(self, taken: Collection[int]) -> None:
+        """Fit what was done to the gradients that an optimizer takes. Nothing is read back.
+
+        Args:
+            taken: Ids of the optimizer's parameters.
+        """
+        mine = [pair for pair in self._gradients if id(pair[0].tensor) in taken]
+        self._gradients = [pair for pair in self._gradients if id(pair[0].tensor) not in taken]
+        self._fit("gradient", [pair for pair in mine if pair[0].tensor.grad is not None], _gradient)
+
+    def after_update(self, taken: Collection[int]) -> None:
+        """Keep some of the weights that an optimizer has updated, if tp divides them.
+
+        Args:
+            taken: Ids of the optimizer's parameters.
+        """
+        if self.manager.tp_size > 1 and self._looks:
+            others = [pair for pair in self._weights if id(pair[0].tensor) not in taken]
+            fitted = [each for kind, shards, _ in self._fitted for each in shards]
+            mine = [each for each in fitted if id(each.tensor) in taken]
+            cut = [s for s in mine if s.name in self._cut and s.tensor is s.parameter]
+            self._weights = others + self._kept(cut, _weight)
+
+    def told(self) -> list[float]:
+        """Return this rank's share of the step's message.
+
+        Returns:
+            Whether there is one factor of all gradients, that factor, its square, the tolerance;
+            and whether shards over tp were changed so that ranks have to compare how.
+        """
+        self._fit("weight", self._weights, _weight)
+        self._weights = []
+        for kind, shards, fits in self._fitted:
+            for shard, numbers in zip(shards, fits.tolist(), strict=True):
+                self._fits[kind, shard.name] = Fit(*numbers)
+        self._fitted = []
+        factor, tolerance = self._factor(), self._tolerance()
+        changed = any(
+            fit.known == 1
+            and (abs(fit.factor - 1) > tolerance or abs(fit.offset) > tolerance * fit.size)
+            for (kind, name), fit in self._fits.items()
+            if name in self._cut and (kind == "weight" or factor is None)
+        )
+        suspicious = self.manager.tp_size > 1 and self._looks > 0 and changed
+        if factor is None:
+            return [0, 0, 0, 0, suspicious]
+        return [1, factor, factor**2, tolerance, suspicious]
+
+    def refuse_different(self, message: Sequence[float]) -> None:
+        """Refuse factors and offsets that differ between ranks; all ranks call it.
+
+        Args:
+            message: The sum of what all ranks have told.
+
+        Raises:
+            MismatchError: They differ; on every rank.
+        """
+        count, total, squares, tolerance, suspicious = message
+        mean = total / max(count, 1)
+        spread = squares / max(count, 1) - mean**2
+        if count > 1 and spread > (tolerance / count * mean) ** 2:
+            own = (self._factor(), describe_rank())
+            everyone = all_gather_object(own, self.manager.world_group)
+            known = [(factor, rank) for factor, rank in everyone if factor is not None]
+            texts = [f"by {factor:.6g} on {rank}" for factor, rank in (min(known), max(known))]
+            raise MismatchError(f"{describe_rank()}: {CLIPPED.format(', '.join(texts))}")
+        if suspicious:
+            self._looks -= 1
+            self._compare_shards()
+
+    def _look_up(self, model: nn.Module) -> None:
+        found = [each for each in parameter_shards(model) if _is_kept(each)]
+        first = found[0].tensor if found else None
+        self._shards = [
+            each
+            for each in found
+            if first is not None
+            and (each.tensor.device, each.tensor.dtype) == (first.device, first.dtype)
+        ]
+        self._rounding = 0.0 if first is None else torch.finfo(first.dtype).eps
+        self._count = min([ELEMENTS, *(each.tensor.numel() for each in self._shards)])
+        self._cut = find_cuts(model).keys() if self.manager.tp_size > 1 else ()
+
+    def _fit(
+        self, kind: str, pairs: Sequence[tuple[Shard, Tensor]], read: Callable[[Shard], Tensor]
+    ) -> None:
+        if pairs:
+            shards = [shard for shard, _ in pairs]
+            before = torch.stack([kept for _, kept in pairs])
+            after = torch.stack([kept for _, kept in self._kept(shards, read)])
+            self._fitted.append((kind, shards, _fits(before, after, self._rounding)))
+
+    def _kept(
+        self, shards: Iterable[Shard], read: Callable[[Shard], Tensor]
+    ) -> list[tuple[Shard, Tensor]]:
+        """Return copies of as many elements of each tensor, spread over its rows and columns."""
+        found = []
+        for shard in shards:
+            tensor = read(shard)
+            stride = tensor.numel() // self._count
+            if tensor.ndim > 1 and stride > 1 and stride % tensor.shape[-1] == 0:
+                stride -= 1  # else all are of one column
+            flat = tensor.flatten()[::stride][: self._count].clone()
+            found.append((shard, torch.view_as_real(flat).flatten() if flat.is_complex() else flat))
+        return found
+
+    def _factor(self) -> float | None:
+        """Return the one factor of all gradients of this rank; None if there is none."""
+        of_gradients = [fit for (kind, _), fit in self._fits.items() if kind == "gradient"]
+        fits = [fit for fit in of_gradients if fit.known >= 0]
+        if not fits or not all(fit.known for fit in fits):
+            return None
+        factors, tolerance = [fit.factor for fit in fits], self._tolerance()
+        mean = sum(factors) / len(factors)
+        one = max(factors) - min(factors) <= tolerance * abs(mean)
+        still = all(abs(fit.offset) <= tolerance * fit.size for fit in fits)
+        return mean if one and still else None
+
+    def _tolerance(self) -> float:
+        return max(SAME, self._rounding / 8)
+
+    def _compare_shards(self) -> None:
+        """Compare the fits of shards over tp; all ranks call it.
+
+        Raises:
+            MismatchError: They differ; on every rank.
+        """
+        own = {key: fit for key, fit in self._fits.items() if key[1] in self._cut and fit.known > 0}
+        place = self.manager.grid.coordinates(self.manager.global_rank)._replace(tp=0)
+        told = all_gather_object((place, describe_rank(), own), self.manager.world_group)
+        first: dict[object, tuple[str, Fit]] = {}
+        tolerance = self._tolerance()
+        for place, rank, fits in told:
+            for key, fit in fits.items():
+                other, known = first.setdefault((place, key), (rank, fit))
+                apart = abs(fit.factor - known.factor) > tolerance * abs(known.factor)
+                if apart or abs(fit.offset - known.offset) > tolerance * known.size:
+                    texts = [
+                        f"times {each.factor:.6g} plus {each.offset:.3g} on {where}"
+                        for where, each in ((other, known), (rank, fit))
+                    ]
+                    what = OF_SHARDS.format(" ".join(key), ", ".join(texts))
+                    raise MismatchError(f"{describe_rank()}: {what}")
+
+
+scalings: WeakKeyDictionary[nn.Module, Scaling] = WeakKeyDictionary()  # of parallelized models
+
+
+def sample_gradients(model: nn.Module) -> None:
+    """Keep some of a model's gradients at the end of a step."""
+    if model in scalings:
+        scalings[model].sample(model)
+
+
+def _is_kept(shard: Shard) -> bool:
+    """Return whether a shard's gradient is an ordinary tensor of some elements."""
+    grad = shard.tensor.grad
+    return type(grad) is Tensor and grad.layout is torch.strided and grad.numel() >= FEWEST
+
+
+def _gradient(shard: Shard) -> Tensor:
+    assert shard.tensor.grad is not None
+    return shard.tensor.grad.detach()
+
+
+def _weight(shard: Shard) -> Tensor:
+    return shard.parameter.detach()
+
+
+def _fits(before: Tensor, after: Tensor, rounding: float) -> Tensor:
+    """Fit after = factor * before + offset in each row.
+
+    Args:
+        before: [k, n].
+        after: [k, n].
+        rounding: Epsilon of the dtype in which the change was computed.
+
+    Returns:
+        [k, 4], the numbers of a `Fit`, on the tensors' device.
+    """
+    exact = torch.float32 if before.device.type == "mps" else torch.float64
+    before, after = before.to(exact), after.to(exact)
+    x, y = before.mean(1, keepdim=True), after.mean(1, keepdim=True)
+    factor = ((before - x) * (after - y)).sum(1, True) / (before - x).square().sum(1, True)
+    offset = y - factor * x
+    size = after.square().mean(1, True).sqrt()
+    apart = (after - factor * before - offset).square().mean(1, True).sqrt()
+    known = (apart <= 4 * rounding * size).to(exact)
+    zero = (before == 0).all(1, True) & (after == 0).all(1, True)
+    return torch.cat([factor, offset, size, known.masked_fill(zero, -1.0)], 1)
