@@ -145,7 +145,7 @@ def sentinel_is_an_expert(compute: Any) -> Any:
 
     def counting(experts: Any, came: Any, count: int, *more: Any) -> Any:
         elsewhere = came.top_k_index == count
-        route = replace(came.route, pairs=elsewhere.numel(), sizes=None)
+        route = replace(came.route, pairs=elsewhere.numel())
         index = came.top_k_index.clamp(max=count - 1)
         weights = came.top_k_weights.masked_fill(elsewhere, 0.1)
         return compute(experts, type(came)(came.hidden, index, weights, route), count, *more)
