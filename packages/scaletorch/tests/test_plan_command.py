@@ -207,7 +207,7 @@ def test_what_if(run, folder):
 def test_one_in_full_and_one_that_does_not_fit(run):
     said = run(f"{PLAN} --explain 2x1x1x2")
     assert "DP x PP x CP x TP 2x1x1x2" in said
-    assert "pipeline rank 0 in bytes" in said
+    assert "memory of each rank of the pipeline" in said
     assert "none fits in 1 KiB" in run(f"{PLAN} --memory 1KiB", code=1)
 
 

@@ -29,8 +29,7 @@ from .clusters import Cluster, write_cluster
 from .description import Description, Kernels
 from .estimate import Estimate
 from .search import Plan, plan
-from .showing import explained, page, table
-from .showing.report import fits, grouped, named
+from .showing import explained, fits, grouped, named, page, table
 from .timing import time
 from .written import read, write
 

@@ -15,10 +15,9 @@ from .clusters import (
 from .clusters.calibrate import calibrate
 from .describing import describe, usual_cuts
 from .description import Affine, Behaviour, Block, Cut, Description, Parameter, Sent, Work
-from .estimate import Estimate, Memory, Time, Traffic
+from .estimate import Estimate, Memory, Time
 from .held import Optimizer
 from .layout import Layout
-from .memory import Line, lines
 from .options import Options, Refused, legal
 from .search import Plan, plan
 from .timing import time, timer
@@ -36,7 +35,6 @@ __all__ = [
     "Device",
     "Estimate",
     "Layout",
-    "Line",
     "Link",
     "Memory",
     "Optimizer",
@@ -46,7 +44,6 @@ __all__ = [
     "Refused",
     "Sent",
     "Time",
-    "Traffic",
     "Work",
     "as_trained",
     "calibrate",
@@ -54,7 +51,6 @@ __all__ = [
     "describe",
     "device_named",
     "legal",
-    "lines",
     "plan",
     "read_bench",
     "read_cluster",

@@ -11,7 +11,7 @@ from typing import Any
 from ..dist.errors import InvalidArgumentError
 from .description import Affine, Behaviour, Block, Cut, Description, Parameter, Sent, Work
 
-VERSION = 7
+VERSION = 8
 
 
 def write(description: Description, path: Path) -> None:
