@@ -109,7 +109,7 @@ def test_a_plan_of_a_description_is_made_without_torch_and_is_the_same(folder: P
     assert page.startswith("<!doctype html>")
 
 
-@pytest.mark.parametrize("name", ["describe", "as_trained", "calibrate", "usual_cuts"])
+@pytest.mark.parametrize("name", ["describe", "calibrate", "usual_cuts"])
 def test_what_runs_models_needs_torch_and_says_so(name: str) -> None:
     program = (
         "import sys; sys.modules['torch'] = None\nimport scaletorch.plan\n"

@@ -89,12 +89,10 @@ def _describe(arguments: Any) -> int:
 def _calibrate(arguments: Any) -> int:
     import torch
 
-    from .clusters.calibrate import calibrate
-    from .training import as_trained
+    from .calibration import calibrate
 
-    dtype, backend = getattr(torch, arguments.dtype), arguments.backend
-    cluster = calibrate(arguments.ranks, dtype=dtype, backend=backend)
-    cluster = as_trained(cluster, dtype=dtype, backend=backend)
+    dtype = getattr(torch, arguments.dtype)
+    cluster = calibrate(arguments.ranks, dtype=dtype, backend=arguments.backend)
     write_cluster(cluster, arguments.out)
     print(f"{arguments.out}: {cluster.ranks} x {cluster.device.name}: {cluster.device.source}")
     return 0

@@ -1,5 +1,6 @@
 """All names of the package, each imported when it is asked for."""
 
+from .calibration import calibrate
 from .clusters import (
     CLUSTERS,
     DEVICES,
@@ -12,7 +13,6 @@ from .clusters import (
     read_cluster,
     write_cluster,
 )
-from .clusters.calibrate import calibrate
 from .describing import describe, usual_cuts
 from .description import Affine, Behaviour, Block, Cut, Description, Parameter, Sent, Work
 from .estimate import Estimate, Memory, Time
@@ -21,7 +21,6 @@ from .layout import Layout
 from .options import Options, Refused, legal
 from .search import Plan, plan
 from .timing import time, timer
-from .training import as_trained
 
 __all__ = [
     "CLUSTERS",
@@ -45,7 +44,6 @@ __all__ = [
     "Sent",
     "Time",
     "Work",
-    "as_trained",
     "calibrate",
     "cluster_named",
     "describe",
