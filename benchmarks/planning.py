@@ -25,8 +25,7 @@ from scaletorch.dist import launch
 from scaletorch.models import Llama, LlamaConfig, Mixture, MixtureConfig
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import Grid, setup_process_group_manager
-from scaletorch.plan import Cluster, Layout, Time, as_trained
-from scaletorch.plan.clusters.calibrate import calibrate
+from scaletorch.plan import Cluster, Layout, Time, calibrate
 from scaletorch.plan.describing import describe
 from scaletorch.plan.timing import timer
 
@@ -128,9 +127,7 @@ def lines(jobs: dict[str, Job], steps: int, repeats: int, share: float) -> Itera
     """Yield the table, a line for each layout, and how good the predictions are."""
     begin = time.perf_counter()
     sizes = sorted({layout.grid.world_size for job in jobs.values() for layout in job.layouts})
-    clusters = {
-        size: as_trained(calibrate(size, seconds=share), dtype=torch.float32) for size in sizes
-    }
+    clusters = {size: calibrate(size, seconds=share) for size in sizes}
     took = time.perf_counter() - begin
     yield f"{machine()}; calibrated with {' and '.join(map(str, sizes))} ranks in {took:.0f} s\n"
     yield table(["model", "layout", "predicted ms", "from-to", "measured ms", "ratio"], [])

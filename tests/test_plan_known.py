@@ -12,9 +12,7 @@ from benchmarks.known.tables import compared, memory_errors, time_errors
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.plan import Cut, Layout
-from scaletorch.plan.held import Known
 from scaletorch.plan.memory import memory
-from scaletorch.plan.traffic import ranks_send
 
 # Hidden, layers, heads, pp, chunks, micro-batch; and what Korthikanti et al. 2022 have of the
 # first stage, GiB: 18 bytes of a parameter, activations of all kept, and of sequence parallelism
@@ -103,13 +101,6 @@ def test_sequence_parallelism_sends_as_much_and_hides_what_is_gathered_twice():
                           for waits in (True, False)]  # fmt: skip
     assert sent[False] == [4 * 3 * 32 * 64 * 2, 0]  # 4 sums of all tokens, each twice its half
     assert sent[True] == [sent[False][0], sent[False][0] / 4]
-
-
-def test_a_layout_of_closed_forms_has_traffic():
-    layout = Layout(Grid(tp=2, pp=2, dp=2), micro_batches=4)
-    known = Known(transformer(Sizes("small", 64, 2, 4, 256, 32), [layout.cut]))
-    own = ranks_send(known, layout)[0]
-    assert {each.axis for each in own if each.bytes} >= {"tp", "pp", "cp_dp"}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The arithmetic of a plan on small descriptions made by hand, and on schedules as data."""
 
 import pickle
-import random
 import re
 from collections import Counter
 from dataclasses import replace
@@ -11,7 +10,7 @@ import pytest
 
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.parallel.pg_manager import Grid, legal_layouts
-from scaletorch.parallel.pipeline_parallel import Action, Send, building, check, derive_messages
+from scaletorch.parallel.pipeline_parallel import building, check
 from scaletorch.plan import (
     Affine,
     Behaviour,
@@ -26,15 +25,13 @@ from scaletorch.plan import (
     Options,
     Parameter,
     Sent,
-    lines,
     plan,
 )
 from scaletorch.plan.applying import arguments
 from scaletorch.plan.held import Known
 from scaletorch.plan.memory import memory, peak
 from scaletorch.plan.memory.closed import IN_FLIGHT
-from scaletorch.plan.stages import alive, backwards, places, schedule_of, stages_of
-from scaletorch.plan.traffic import ranks_send
+from scaletorch.plan.stages import alive, places, schedule_of, stages_of
 
 SCHEDULES = [
     ("1f1b", 1), ("afab", 1), ("zb_h1", 1), ("looped_bfs", 3), ("interleaved_1f1b", 1),
@@ -55,7 +52,6 @@ def sketch(layers=8, tied=False, sizes=(1, 2, 4)):
         for cp in sizes:
             hand = Affine(0, 40)
             said = (Sent("tp", "all_reduce", "forward", 2, Affine(0, 10)),
-                    Sent("tp", "all_reduce", "forward", 1, Affine(0, 7), again=False),
                     Sent("tp", "all_reduce", "backward", 2, Affine(0, 10)))  # fmt: skip
             cuts[Cut(tp, cp, cp_method="ring" if cp > 1 else "")] = (
                 Behaviour((parameter("e", 300, tp),), kept=Affine(0, 50), handed=hand),
@@ -77,23 +73,8 @@ def sketch(layers=8, tied=False, sizes=(1, 2, 4)):
     )  # fmt: skip
 
 
-def sent(description, layout):
-    return ranks_send(Known(description), layout)
-
-
 def cluster(ranks, memory=2**20):
     return Cluster(ranks, Device("d", memory, {}, 1.0), (Link(ranks, 1e-6, 1e9),))
-
-
-@pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
-def test_messages_are_those_that_are_derived(name, chunks):
-    layout = Layout(Grid(pp=2), schedule=name, chunks=chunks, micro_batches=3)
-    programs = derive_messages(schedule_of(layout))
-    for own, program in zip(sent(sketch(), layout), programs, strict=True):
-        sends = sum(isinstance(each, Send) for each in program)
-        (found,) = (each for each in own if each.operation == "send")
-        assert (found.count, found.bytes) == (sends, sends * 40)
-        assert any(isinstance(each, Action) for each in program)
 
 
 def test_blocks_lie_on_stages_as_the_pipeline_spreads_them():
@@ -134,31 +115,6 @@ def test_a_layout_is_what_parallelize_takes():
         memory(sketch(), layout)
     assert arguments(layout)["recompute"] == "selective"
     assert arguments(Layout(Grid(pp=2), recompute="full", zero=1))["recompute"] is True
-
-
-def test_what_runs_again_sends_again():
-    known = sketch()
-    for recompute, calls, size in (("none", 5, 27), ("full", 7, 37), ("offload", 5, 27)):
-        layout = Layout(Grid(tp=2), recompute=recompute, micro_rows=2, micro_batches=3)
-        (found,) = (each for each in sent(known, layout)[0] if each.axis == "tp")
-        assert (found.count, found.bytes) == (8 * 3 * calls, 8 * 3 * size * 2)
-
-
-def test_lines_add_up():
-    random_ = random.Random(1)
-    known = sketch(tied=True)
-    for grid in legal_layouts(8):
-        if grid.tp > 4 or grid.cp > 4 or grid.pp > 4:
-            continue
-        layout = Layout(
-            grid, zero=random_.randint(0, 2), recompute=random_.choice(("none", "full", "offload")),
-            schedule="zb_v" if grid.pp > 1 else "1f1b", chunks=2 if grid.pp > 1 else 1,
-            micro_rows=2, micro_batches=5,
-        )  # fmt: skip
-        held = memory(known, layout)
-        for rank, own in enumerate(held):
-            assert sum(line.bytes for line in lines(known, layout, rank)) == own.total
-        assert sum(line.bytes for line in lines(known, layout)) == max(e.total for e in held)
 
 
 def test_every_grid_is_planned_or_refused_with_a_reason():
@@ -206,14 +162,6 @@ def test_zero_3_has_no_pipeline():
     assert 3 not in piped
 
 
-def test_lines_name_blocks():
-    layout = Layout(Grid(pp=2), micro_batches=3)
-    said = [line.what for line in lines(sketch(), layout, 0)]
-    assert "2 micro-batches of 1 x e + 4 x l.0" in said
-    again = [line.what for line in lines(sketch(), replace(layout, recompute="full"), 0)]
-    assert "2 micro-batches of inputs of 1 x e + 4 x l.0" in again
-
-
 def test_a_plan_needs_rows_and_ranks():
     with pytest.raises(InvalidArgumentError, match="needs rows and ranks, not 0 rows, 2 ranks"):
         plan(sketch(), 0, cluster(2))
@@ -233,8 +181,6 @@ def test_what_is_alive_is_what_the_checked_schedule_keeps(name, chunks):
                 for rank in range(ranks)
             )
             assert peaks == check(built).peak_live, layout
-            counts = [sum(a.kind != "F" for a in own) / chunks for own in built.ranks]
-            assert list(backwards(name, ranks, micro_batches, chunks)) == counts
 
 
 def test_zero_divides_what_it_says():
@@ -314,18 +260,16 @@ def test_the_peak_of_a_layout_is_that_of_its_fullest_rank(tied, dp):
         held = memory(description, layout)
         assert peak(known, layout) == pytest.approx(max(e.total for e in held), rel=0.03), layout
         assert memory(description, layout, known=known) == held
-        assert ranks_send(known, layout) == sent(description, layout)
 
 
 def test_an_estimate_is_that_of_its_layout_and_travels():
     known = sketch()
     best = plan(known, 24, cluster(16)).best()
     assert best.memory == memory(known, best.layout)
-    assert best.traffic == sent(known, best.layout)
     assert best.peak == max(each.total for each in best.memory)
     again = pickle.loads(pickle.dumps(best))
     assert again == best
-    assert (type(again.memory), type(again.traffic)) == (tuple, tuple)
+    assert type(again.memory) is tuple
     assert again.as_json() == best.as_json()
 
 

@@ -116,7 +116,7 @@ def folder(tmp_path_factory):
     (made / "empty").mkdir()
     (made / "wrong.json").write_text('{"version": 0}')
     cluster = {"ranks": 4, "device": "H100-SXM"}
-    link = {"ranks": 2, "latency": "3us", "bandwidth": "300GB/s"}
+    link = {"ranks": 2, "latency": 3e-6, "bandwidth": 300e9}
     (made / "short.json").write_text(json.dumps(cluster | {"links": [link]}))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(made)
@@ -137,8 +137,8 @@ def _damage(made):
     }.items():
         (made / name).mkdir()
         (made / name / "config.json").write_text(json.dumps(config))
-    device = {"name": "own", "memory": "1GiB", "flops": {}, "moving": "1GB/s"}
-    link = {"ranks": 4, "latency": "3us", "bandwidth": "1GB/s"}
+    device = {"name": "own", "memory": 2**30, "flops": {}, "moving": 1e9}
+    link = {"ranks": 4, "latency": 3e-6, "bandwidth": 1e9}
     for name, parts in {
         "hiding": {"device": device | {"hides": "all"}, "links": [link]},
         "calling": {"device": device, "links": [link | {"calls": {"send": 5}}]},
@@ -207,7 +207,7 @@ def test_what_if(run, folder):
 def test_one_in_full_and_one_that_does_not_fit(run):
     said = run(f"{PLAN} --explain 2x1x1x2")
     assert "DP x PP x CP x TP 2x1x1x2" in said
-    assert "pipeline rank 0 in bytes" in said
+    assert "memory of each rank of the pipeline" in said
     assert "none fits in 1 KiB" in run(f"{PLAN} --memory 1KiB", code=1)
 
 
@@ -257,8 +257,8 @@ WRONG = {
     f"{MODEL} empty": "the folder empty has no config.json",
     f"{MODEL} odd": "is no config of transformers: Validation error for field 'hidden_size':",
     f"{MODEL} seeing": "transformers has no causal language model for ViTConfig: name a function",
-    f"{PLAN} --cluster hiding.json": "device: hides must be a number from 0, got 'all'",
-    f"{PLAN} --cluster calling.json": "link 0: calls have a latency and a bandwidth each",
+    f"{PLAN} --cluster hiding.json": "device: hides must be a finite number, got 'all'",
+    f"{PLAN} --cluster calling.json": "links 0: calls send must be tuple[float, float], got 5",
     f"{PLAN} --memory 80GiBi": "--memory '80GiBi' has the unknown unit 'GiBi'",
     f"{PLAN} --device H100-SMX": "did you mean H100-SXM?",
     f"{PLAN} --device MI300X": "links of MI300X are not known: say --link",
@@ -281,12 +281,12 @@ WRONG = {
     f"{PLAN} --tp 2 --sequence-parallel on": "Llama is not described for tp 2",
     f"{PLAN} --explain 2x2x2x2": "it has 16 ranks, and 4 are planned for",
     "--description tiny.json --ranks 4 --rows 7 --dp 4": "no layout of 4 ranks with 7 rows",
-    "--description wrong.json --ranks 4 --rows 8": "wrong.json is of version 0",
+    "--description wrong.json --ranks 4 --rows 8": "is no description of version 8, but of 0",
     "--description nowhere.json --ranks 4 --rows 8": "nowhere.json cannot be read: No such file",
-    "--description short.json --ranks 4 --rows 8": "no description of a model: it has no 'version'",
-    "--description words.json --ranks 4 --rows 8": "no description of a model: its length is no nu",
-    "--description kinds.json --ranks 4 --rows 8": "or its blocks are of other kinds than cuts",
-    "--description bytes.json --ranks 4 --rows 8": "'per_row': 'many'} are no finite numbers",
+    "--description short.json --ranks 4 --rows 8": "version 8, but of none: describe",
+    "--description words.json --ranks 4 --rows 8": "length must be a whole number",
+    "--description kinds.json --ranks 4 --rows 8": "blocks are of other kinds than its",
+    "--description bytes.json --ranks 4 --rows 8": "cuts 0: kept: per_row must be a f",
 }
 
 

@@ -273,7 +273,7 @@ def test_a_description_is_a_file(tmp_path):
     write(known, tmp_path / "one.json")
     assert read(tmp_path / "one.json") == known
     (tmp_path / "two.json").write_text("{}")
-    with pytest.raises(InvalidArgumentError, match="is no description of a model"):
+    with pytest.raises(InvalidArgumentError, match="is no description of version"):
         read(tmp_path / "two.json")
 
 

@@ -1,12 +1,11 @@
 """What a plan says of a layout, held against ranks that run it."""
 
 from .comparing import differences, higher
-from .drawing import Case, drawn, drawn_shared, drawn_wide
+from .drawing import Case, drawn_shared, drawn_wide
 from .peaks import Kept, peaks
-from .ranks import measured
-from .sharded import drawn_gathering, drawn_sharded, gathering, sharded, unlike
+from .sharded import drawn_gathering, gathering
 
 __all__ = [
-    "Case", "Kept", "differences", "drawn", "drawn_gathering", "drawn_sharded", "drawn_shared",
-    "drawn_wide", "gathering", "higher", "measured", "peaks", "sharded", "unlike",
+    "Case", "Kept", "differences", "drawn_gathering", "drawn_shared", "drawn_wide", "gathering",
+    "higher", "peaks",
 ]  # fmt: skip

@@ -36,33 +36,6 @@ class Case:
         )
 
 
-def drawn(seed: int, ranks: int) -> Iterator[Case]:
-    """Yield cases of so many ranks, without an end; every one can be trained."""
-    random_, sums = random.Random(seed), random.Random(seed)
-    grids = list(legal_layouts(ranks))
-    while True:
-        family = random_.choice(("llama", "llama", "mixture"))
-        plain = random_.choice(grids)
-        schedule, chunks = random_.choice(SCHEDULES) if plain.pp > 1 else ("1f1b", 1)
-        layers = random_.choice((4, 5))
-        if plain.tp > 4 or plain.pp * chunks > layers:
-            continue
-        grid = _with_experts(random_, plain) if family == "mixture" else plain
-        layout = Layout(
-            grid,
-            sequence_parallel=grid.tp > 1 and random_.random() < 0.5,
-            recompute=random_.choice(("none", "none", "full", "selective")),
-            zero=random_.choice((0, 1, 2)) if grid.cp * grid.dp > 1 else 0,
-            schedule=schedule,
-            chunks=chunks,
-            micro_rows=random_.choice((1, 2)),
-            micro_batches=random_.choice((1, 2, 3)),
-        )
-        tied = family == "llama" and random_.random() < 0.4
-        dtype = random_.choice(("float32", "float64"))
-        yield Case(family, layers, tied, dtype, 16, layout, sums.choice((None, None, 8)))
-
-
 def drawn_wide(seed: int, ranks: int) -> Iterator[Case]:
     """Yield cases whose activations are most of what ranks hold, without an end; most in stages."""
     random_ = random.Random(seed)

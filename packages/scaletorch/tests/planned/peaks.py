@@ -70,13 +70,13 @@ class Peak(NamedTuple):
 
     Attributes:
         kept: The most that autograd keeps; None if that was not looked at.
-        before: Of the state, before forwards and backwards begin.
+        held: Of parameters, gradients and the optimizer's state, before a step.
         taken: The most that the allocator gave beside that.
         rest: What it did not get back: gloo's threads hold tensors until their next call.
     """
 
     kept: int | None
-    before: int
+    held: list[int]
     taken: int
     rest: int
 
@@ -96,7 +96,7 @@ def _peak(case: Case, manager: ProcessGroupManager) -> Peak:
     for module in model.modules():
         if isinstance(module, Router):
             module.register_forward_hook(_share_out)
-    before = sum(held(model, optimizer))
+    state = held(model, optimizer)
     batch = batch_of(case, manager)
     kept = Kept(model)
 
@@ -106,7 +106,7 @@ def _peak(case: Case, manager: ProcessGroupManager) -> Peak:
         optimizer.zero_grad()
 
     taken, rest = most_taken(train)
-    return Peak(kept.most, before, taken, rest)
+    return Peak(kept.most, state, taken, rest)
 
 
 def most_taken(train: Callable[[], None]) -> tuple[int, int]:

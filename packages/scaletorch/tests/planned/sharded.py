@@ -16,29 +16,11 @@ from scaletorch.parallel.context_parallel import apply_context_parallel
 from scaletorch.parallel.pg_manager import ProcessGroupManager, legal_layouts
 from scaletorch.parallel.tensor_parallel import apply_tensor_parallel
 from scaletorch.plan import Layout
-from scaletorch.plan.held import Known
 
-from .comparing import Found, close, expected
 from .drawing import Case
-from .models import described, model_of
+from .models import model_of
 from .peaks import Peak, most_taken
-from .ranks import Ledger, axes_of, batch_of, on_grid, storage
-
-COMPARED = ("all_gather", "reduce_scatter")
-
-
-def drawn_sharded(seed: int, ranks: int) -> Iterator[Case]:
-    """Yield cases of ZeRO 3, without an end."""
-    random_ = random.Random(seed)
-    grids = [g for g in legal_layouts(ranks) if g.pp == 1 and g.tp <= 4 and g.cp * g.dp > 1]
-    while True:
-        layout = Layout(
-            random_.choice(grids), zero=3, micro_rows=random_.choice((1, 2)),
-            micro_batches=random_.choice((1, 2, 3)),
-        )  # fmt: skip
-        tied = random_.random() < 0.4
-        dtype = random_.choice(("float32", "float64", "bfloat16"))
-        yield Case("llama", random_.choice((2, 3, 4)), tied, dtype, 16, layout)
+from .ranks import batch_of, on_grid, storage
 
 
 def drawn_gathering(seed: int, ranks: int) -> Iterator[Case]:
@@ -55,19 +37,6 @@ def drawn_gathering(seed: int, ranks: int) -> Iterator[Case]:
         yield Case("wide", layers, tied, random_.choice(("float32", "float64")), 64, layout)
 
 
-def sharded(cases: list[Case]) -> list[Found]:
-    """Run cases on this rank among others; return what is held, counts and bytes of each."""
-    return [on_grid(case, _trained) for case in cases]
-
-
-def _trained(case: Case, manager: ProcessGroupManager) -> Found:
-    model, optimizer = _prepared(case, manager)
-    _step(case, model, optimizer, manager)
-    with Ledger(axes_of(manager)) as ledger:
-        _step(case, model, optimizer, manager)
-    return _held(model, optimizer), ledger.counts, ledger.bytes
-
-
 def gathering(cases: list[Case]) -> list[Peak]:
     """Run cases on this rank among others; return what it holds at its peak in each."""
     return [on_grid(case, _peak) for case in cases]
@@ -77,14 +46,14 @@ def _peak(case: Case, manager: ProcessGroupManager) -> Peak:
     model, optimizer = _prepared(case, manager)
     _step(case, model, optimizer, manager)
     optimizer.zero_grad()
-    before = sum(_held(model, optimizer))
+    held = _held(model, optimizer)
 
     def train() -> None:
         _backwards(case, model, manager)
         optimizer.zero_grad()
 
     # What gloo's threads still hold of calls before is there at some peaks, and not at others.
-    return Peak(None, before, *min(most_taken(train) for _ in range(3)))
+    return Peak(None, held, *min(most_taken(train) for _ in range(3)))
 
 
 def _prepared(case: Case, manager: ProcessGroupManager):
@@ -135,16 +104,3 @@ def _backwards(case: Case, model, manager: ProcessGroupManager) -> None:
         loss = token_loss_sum(*losses)
         del losses  # logits, which a plan does not keep beside what autograd does
         loss.backward()
-
-
-def unlike(case: Case, ranks: list[Found]) -> Iterator[str]:
-    """Yield what ranks have found otherwise than planned: shards, and what is sent for them."""
-    known = Known(described(case))
-    for rank, (held, _, found) in enumerate(ranks):
-        planned, sent = expected(case, known, rank)
-        for own, other in zip((planned.parameters, planned.optimizer), held[::2], strict=True):
-            if not close(own, other):
-                yield f"{case}: rank {rank} holds {held}, planned {planned}"
-        for key in (key for key in {*sent, *found} if key[1] in COMPARED):
-            if not close(sent[key], found[key]):
-                yield f"{case}: rank {rank} sends {found[key]} of {key}, planned {sent[key]}"

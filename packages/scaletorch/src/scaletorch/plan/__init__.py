@@ -1,7 +1,7 @@
 """Which layout to train with: how much memory, how long, from the object that will run.
 
 A search is arithmetic on what is known of a model, and imports no torch. What runs models imports
-it when it is asked for: `describe`, `calibrate`, `as_trained`.
+it when it is asked for: `describe`, `calibrate`.
 """
 
 from typing import TYPE_CHECKING

@@ -29,8 +29,7 @@ from .clusters import Cluster, write_cluster
 from .description import Description, Kernels
 from .estimate import Estimate
 from .search import Plan, plan
-from .showing import explained, page, table
-from .showing.report import fits, grouped, named
+from .showing import explained, fits, grouped, named, page, table
 from .timing import time
 from .written import read, write
 
@@ -90,12 +89,10 @@ def _describe(arguments: Any) -> int:
 def _calibrate(arguments: Any) -> int:
     import torch
 
-    from .clusters.calibrate import calibrate
-    from .training import as_trained
+    from .calibration import calibrate
 
-    dtype, backend = getattr(torch, arguments.dtype), arguments.backend
-    cluster = calibrate(arguments.ranks, dtype=dtype, backend=backend)
-    cluster = as_trained(cluster, dtype=dtype, backend=backend)
+    dtype = getattr(torch, arguments.dtype)
+    cluster = calibrate(arguments.ranks, dtype=dtype, backend=arguments.backend)
     write_cluster(cluster, arguments.out)
     print(f"{arguments.out}: {cluster.ranks} x {cluster.device.name}: {cluster.device.source}")
     return 0

@@ -11,10 +11,10 @@ from typing import Any
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pipeline_parallel import SCHEDULES
 from .clusters import CLUSTERS, Cluster, Link, cluster_named, device_named, read_cluster
-from .clusters.units import BYTES, BYTES_A_SECOND, SECONDS, quantity
 from .description import Cut
 from .layout import CHUNKS
 from .options import Options
+from .units import BYTES, BYTES_A_SECOND, SECONDS, quantity
 
 DEFAULT = "dgx-a100"
 OTHERS = "The model was described with kernels of {}, and these devices run those of {}."

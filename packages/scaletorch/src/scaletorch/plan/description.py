@@ -58,8 +58,6 @@ class Sent:
         count: How many.
         bytes: What this rank sends over the wire in all of them, as rings send it.
         awaited: Whether computation waits for them; False if they are asynchronous.
-        again: Of a forward, whether a layer that runs again makes them again: autograd ends that
-            run with the last tensor that it wants, so what a layer sends at its end is sent once.
     """
 
     axis: str
@@ -68,7 +66,6 @@ class Sent:
     count: int
     bytes: Affine
     awaited: bool = True
-    again: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a layout costs: memory of its stages, bytes on its axes, seconds of its step."""
+"""What a layout costs: memory of its stages, seconds of its step."""
 
 from __future__ import annotations
 
@@ -44,23 +44,6 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
-    """What a rank sends in a step over one axis by one collective.
-
-    Attributes:
-        axis: "tp", "cp", "ep", "pp", "cp_dp" or "edp".
-        operation: As in `Sent`.
-        count: Calls.
-        bytes: Over the wire, as rings send it.
-    """
-
-    axis: str
-    operation: str
-    count: int
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Time:
     """Seconds of a step, of its slowest rank of the pipeline.
 
@@ -92,14 +75,12 @@ class Estimate:
     Attributes:
         layout: The layout.
         memory: Of each rank of the pipeline.
-        traffic: Of each rank of the pipeline.
         time: Of a step; None if no cluster's speed is known.
         communicators: Bytes of every rank's communicators, beside `memory`.
     """
 
     layout: Layout
     memory: tuple[Memory, ...]
-    traffic: tuple[tuple[Traffic, ...], ...]
     time: Time | None = None
     communicators: int = 0
 

@@ -95,7 +95,6 @@ class Known:
         self.layers = {block.kind for block in description.blocks if block.place == "layer"}
         self.cache: dict[Any, Any] = {}
         self._numbers: dict[Content, int] = {}
-        self._names = {block.kind: block.name for block in reversed(description.blocks)}
         self._contents: list[Content] = []
         self._pipelines: dict[tuple[str, int, int], tuple[int, ...]] = {}
 
@@ -119,10 +118,6 @@ class Known:
     def content(self, number: int) -> Content:
         """Return what ranks of a number have."""
         return self._contents[number]
-
-    def name(self, kind: int) -> str:
-        """Return the name of the first block of a kind."""
-        return self._names[kind]
 
     def handed(self, layout: Layout) -> int:
         """Return the bytes of a message between stages: the most that a block hands on."""

@@ -1,5 +1,6 @@
 """All names of the package, each imported when it is asked for."""
 
+from .calibration import calibrate
 from .clusters import (
     CLUSTERS,
     DEVICES,
@@ -12,17 +13,14 @@ from .clusters import (
     read_cluster,
     write_cluster,
 )
-from .clusters.calibrate import calibrate
 from .describing import describe, usual_cuts
 from .description import Affine, Behaviour, Block, Cut, Description, Parameter, Sent, Work
-from .estimate import Estimate, Memory, Time, Traffic
+from .estimate import Estimate, Memory, Time
 from .held import Optimizer
 from .layout import Layout
-from .memory import Line, lines
 from .options import Options, Refused, legal
 from .search import Plan, plan
 from .timing import time, timer
-from .training import as_trained
 
 __all__ = [
     "CLUSTERS",
@@ -36,7 +34,6 @@ __all__ = [
     "Device",
     "Estimate",
     "Layout",
-    "Line",
     "Link",
     "Memory",
     "Optimizer",
@@ -46,15 +43,12 @@ __all__ = [
     "Refused",
     "Sent",
     "Time",
-    "Traffic",
     "Work",
-    "as_trained",
     "calibrate",
     "cluster_named",
     "describe",
     "device_named",
     "legal",
-    "lines",
     "plan",
     "read_bench",
     "read_cluster",

@@ -15,11 +15,10 @@ from .description import Description
 from .estimate import Estimate, Time
 from .held import Known, Optimizer
 from .layout import Layout
-from .memory import Line, before, lines, memory, peak
+from .memory import before, memory, peak
 from .options import Options, Refused, ladder, legal
 from .timing import Steps
 from .timing import time as seconds_of
-from .traffic import ranks_send
 from .units import in_bytes
 
 # How exact the time is by which a layout waits in the queue of a search; if exact, its bytes.
@@ -159,7 +158,6 @@ class Plan:
             InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
         """
         held = memory(self.description, layout, known=self._known)
-        sent = ranks_send(self._known, layout)
         time = None
         if self._time is not None:
             ours = self._time is seconds_of
@@ -167,7 +165,7 @@ class Plan:
                 self._steps.exact(layout) if ours
                 else self._time(self.description, layout, self.cluster)
             )  # fmt: skip
-        return Estimate(layout, held, sent, time, self._groups(layout.grid))
+        return Estimate(layout, held, time, self._groups(layout.grid))
 
     @cached_property
     def first(self) -> Estimate | None:
@@ -187,19 +185,6 @@ class Plan:
             f"no layout of {self.cluster.ranks} ranks can train {self.description.name}: "
             + "; ".join(list(reasons)[:3])
         )
-
-    def explain(self, layout: Layout | None = None, rank: int | None = None) -> tuple[Line, ...]:
-        """Return the memory of a rank line by line.
-
-        Args:
-            layout: Any of the model's; None is the best.
-            rank: Of the pipeline; None is the fullest.
-
-        Raises:
-            InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
-        """
-        chosen = self.best().layout if layout is None else layout
-        return lines(self.description, chosen, rank, self.optimizer)
 
 
 def plan(

@@ -220,17 +220,6 @@ def _alive(
     return tuple(sorted(found, key=lambda moment: -sum(moment.whole)))
 
 
-@lru_cache(maxsize=1024)
-def backwards(schedule: str, pp: int, micro_batches: int, chunks: int) -> tuple[float, ...]:
-    """Return how many actions of backward each rank has for a chunk on average, halves as two."""
-    if schedule != "dualpipe_v":  # whose halves come while the pipeline fills and drains
-        return ((2 if schedule in SPLIT else 1) * micro_batches,) * pp
-    few = min(micro_batches, 2 * pp)
-    more = micro_batches - few
-    ranks = _built(schedule, pp, few, chunks).ranks
-    return tuple(sum(a.kind != "F" for a in own) / chunks + more for own in ranks)
-
-
 def _check(schedule: str, pp: int, chunks: int) -> None:
     if schedule not in SCHEDULES or schedule == "forward_only":
         known = ", ".join(name for name in SCHEDULES if name != "forward_only")

@@ -1,6 +1,52 @@
-"""How the numbers of a plan are said: in few digits, with a unit."""
+"""Numbers with units: read as people write them, "80GiB" or "3us", and written in few digits."""
 
 from __future__ import annotations
+
+import math
+import re
+
+from ..dist.errors import InvalidArgumentError
+
+_DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_SIZES = {**_DECIMAL, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+BYTES = {f"{prefix}B": factor for prefix, factor in _SIZES.items()}
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+BYTES_A_SECOND = {
+    **{f"{prefix}B/s": factor for prefix, factor in _SIZES.items()},
+    **{f"{prefix}bit/s": factor / 8 for prefix, factor in _DECIMAL.items()},
+}
+
+
+def quantity(given: str, units: dict[str, float], name: str) -> float:
+    """Read a number with a unit; a bare number is of the plain one.
+
+    Args:
+        given: Text such as "80GiB".
+        units: How many of the plain unit each is: `BYTES`, `SECONDS` or `BYTES_A_SECOND`.
+        name: Of the quantity, for messages.
+
+    Raises:
+        InvalidArgumentError: No number above 0, or an unknown unit.
+
+    Example:
+        >>> quantity("20us", SECONDS, "latency")
+        2e-05
+    """
+    known = ", ".join(sorted(units, key=lambda unit: (len(unit), unit)))
+    found = re.fullmatch(r"\s*([\d.]+(?:[eE][+-]?\d+)?)\s*(\S*)\s*", given)
+    try:
+        number = float(found[1]) if found else 0.0
+    except ValueError:
+        number = 0.0
+    if found is None or not 0 < number < math.inf:
+        raise InvalidArgumentError(
+            f"{name} must be a number above 0 with a unit of {known}, got {given!r}"
+        )
+    if found[2] and found[2] not in units:
+        raise InvalidArgumentError(
+            f"{name} {given!r} has the unknown unit {found[2]!r}: it may be {known}"
+        )
+    return number * units.get(found[2], 1.0)
 
 
 def in_bytes(size: float) -> str:

@@ -18,8 +18,8 @@ class Link:
         ranks: How many ranks it joins: those of a node, of a rack, all.
         latency: Seconds of a message, alpha.
         bandwidth: Bytes a second that a rank sends and at the same time receives, 1 / beta.
-        calls: Latency of a step and bandwidth of single operations, if they were measured:
-            "all_reduce", or "all_reduce 2" in groups of 2; the two above hold for all others.
+        calls: Latency of a step and bandwidth of single operations, if they were measured, such as
+            "all_reduce"; the two above hold for all others.
     """
 
     ranks: int
@@ -27,13 +27,17 @@ class Link:
     bandwidth: float
     calls: dict[str, tuple[float, float]] = field(default_factory=dict)
 
-    def of(self, operation: str, ranks: int) -> tuple[float, float]:
-        """Return latency and bandwidth of an operation in groups of so many ranks."""
-        return (
-            self.calls.get(f"{operation} {ranks}")
-            or self.calls.get(operation)
-            or (self.latency, self.bandwidth)
-        )
+    def __post_init__(self) -> None:
+        for latency, bandwidth in ((self.latency, self.bandwidth), *self.calls.values()):
+            if latency < 0 or bandwidth <= 0:
+                raise InvalidArgumentError(
+                    f"a link has a latency from 0 and a bandwidth above 0, got {latency} seconds "
+                    f"and {bandwidth} bytes a second"
+                )
+
+    def of(self, operation: str) -> tuple[float, float]:
+        """Return latency and bandwidth of an operation."""
+        return self.calls.get(operation) or (self.latency, self.bandwidth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,16 @@ class Device:
     source: str = ""
     group_memory: int = 0
     kernels: Kernels = "cuda"
+
+    def __post_init__(self) -> None:
+        if min(self.memory, self.moving, *self.flops.values()) <= 0:
+            raise InvalidArgumentError(f"{self.name} has no memory, bandwidth or flops")
+        for sort, pairs in self.efficiency.items():
+            sizes = [size for size, _ in pairs]
+            if sizes != sorted({*sizes}) or any(share <= 0 for _, share in pairs):
+                raise InvalidArgumentError(
+                    f"efficiency of {sort} must have ascending sizes and shares above 0"
+                )
 
     def peak(self, dtype: str) -> float:
         """Return operations a second of matrix products of a dtype.

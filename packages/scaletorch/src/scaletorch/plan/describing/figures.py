@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
 
 from ..description import Affine, Behaviour, Parameter, Sent, Work
-from .observed import BACKWARD, FORWARD, PHASES, Observed, Operation, Phase, Seen
+from .observed import BACKWARD, FORWARD, PHASES, Observed, Operation
 
 
 def behaviour(
@@ -56,20 +55,13 @@ def _backward_peak(seen: Observed, kind: int) -> int:
 
 def _all_sent(kind: int, rows: tuple[int, int], pair: Sequence[Observed]) -> Iterator[Sent]:
     for phase in PHASES:
-        sides: list[list[Any]] = [
-            sorted(_with_again(each.seen[kind, phase], phase)) for each in pair
-        ]
-        for (axis, operation, again), group in groupby(
-            zip(*sides, strict=False), key=lambda each: each[0][:3]
+        sides = [sorted(each.seen[kind, phase].sent) for each in pair]
+        for (axis, operation), group in groupby(
+            zip(*sides, strict=False), key=lambda each: each[0][:2]
         ):
             found = [*group]
-            sizes = _affine(rows, *(sum(each[side][3] for each in found) for side in (0, 1)))
-            yield Sent(axis, operation, phase, len(found), sizes, again=again)
-
-
-def _with_again(seen: Seen, phase: Phase) -> Iterator[tuple[str, str, bool, float]]:
-    for number, (axis, operation, size) in enumerate(seen.sent):
-        yield axis, operation, phase == BACKWARD or number < seen.again, size
+            sizes = _affine(rows, *(sum(each[side][2] for each in found) for side in (0, 1)))
+            yield Sent(axis, operation, phase, len(found), sizes)
 
 
 def _all_work(kind: int, rows: tuple[int, int], pair: Sequence[Observed]) -> Iterator[Work]:

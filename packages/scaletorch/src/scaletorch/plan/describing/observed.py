@@ -31,13 +31,10 @@ class Seen:
     Attributes:
         work: (sort, flops, bytes moved) of each operation.
         sent: (axis, operation, bytes) of each collective.
-        again: How many of these come before the last tensor that autograd keeps: those that a layer
-            makes again when it runs again.
     """
 
     work: list[Operation] = field(default_factory=list)
     sent: list[tuple[str, str, float]] = field(default_factory=list)
-    again: int = 0
 
 
 class Observed:
@@ -166,8 +163,6 @@ class Observed:
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if self._on:
-            self._now.again = len(self._now.sent)
         if self._on and key not in self._parameters and key not in self._held:
             self._held.add(key)
             to = self.shared if self._is_shared(key) else self.kept

@@ -42,20 +42,6 @@ class Chunk(NamedTuple):
     ahead: float
 
 
-class Line(NamedTuple):
-    """A part of a rank's memory.
-
-    Attributes:
-        part: As `Memory` calls it.
-        what: What of it.
-        bytes: How many.
-    """
-
-    part: str
-    what: str
-    bytes: int
-
-
 def memory(
     description: Description,
     layout: Layout,
@@ -76,7 +62,7 @@ def memory(
     """
     own = known or Known(description, optimizer)
     return tuple(
-        _fullest(own, layout, number, rank)[0] for rank, number in enumerate(own.numbers(layout))
+        _fullest(own, layout, number, rank) for rank, number in enumerate(own.numbers(layout))
     )
 
 
@@ -101,62 +87,11 @@ def before(known: Known, layout: Layout) -> int:
     return max(own.parameters + own.gradients + own.optimizer for own in each)
 
 
-def lines(
-    description: Description,
-    layout: Layout,
-    rank: int | None = None,
-    optimizer: Optimizer | None = None,
-) -> tuple[Line, ...]:
-    """Return what fills the memory of a rank; the lines add up to `Memory.total`.
-
-    Args:
-        description: The model.
-        layout: The layout.
-        rank: Of the pipeline; None is the fullest.
-        optimizer: What is kept for each parameter.
-
-    Raises:
-        InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
-    """
-    known = Known(description, optimizer)
-    if rank is None:
-        totals = [each.total for each in memory(description, layout, known=known)]
-        rank = totals.index(max(totals))
-    return tuple(line for line in _lines(known, layout, rank) if line.bytes)
-
-
-def _lines(known: Known, layout: Layout, rank: int) -> Iterator[Line]:
-    number = known.numbers(layout)[rank]
-    held, moment = _fullest(known, layout, number, rank)
-    content = known.content(number)
-    tensors = sum(group.tensors for group in known.groups(layout, number))
-    count = sum(content.kinds.values())
-    yield Line("parameters", f"{tensors} tensors of {count} blocks", held.parameters)
-    yield Line("gradients", f"zero {layout.zero}", held.gradients)
-    yield Line("optimizer", known.optimizer.name, held.optimizer)
-    left = held.activations
-    for at, own in enumerate(chunks_of(known, layout, number)):
-        where = f"chunk {at}: " if layout.chunks > 1 else ""
-        again = "inputs of " if layout.recompute == "full" else ""
-        blocks = " + ".join(f"{times} x {known.name(k)}" for k, times in content.chunks[at])
-        what = f"{where}{moment.whole[at]} micro-batches of {again}{blocks}"
-        size = min(left, moment.whole[at] * own.kept)
-        left -= size
-        yield Line("activations", what, size)
-    yield Line("activations", "halves of backwards, and of blocks that run", left)
-    whole = ", and blocks that are whole" * (layout.zero == 3)
-    yield Line("working", f"the block that needs the most while it runs{whole}", held.working)
-    messages = min(held.buffers, _messages(known, layout, number, moment))
-    yield Line("buffers", "gradients on their way", held.buffers - messages)
-    yield Line("buffers", "messages between stages", messages)
-
-
-def _fullest(known: Known, layout: Layout, number: int, rank: int) -> tuple[Memory, Moment]:
+def _fullest(known: Known, layout: Layout, number: int, rank: int) -> Memory:
     """Return what a rank holds at the moment at which that is the most."""
     own = state(known, layout, number)
-    moment, parts = max(_parts(known, layout, number, rank), key=lambda each: sum(each[1]))
-    gradients, *rest = parts
-    return Memory(own.parameters, own.gradients + gradients, own.optimizer, *rest), moment
+    _, (gradients, *rest) = max(_parts(known, layout, number, rank), key=lambda each: sum(each[1]))
+    return Memory(own.parameters, own.gradients + gradients, own.optimizer, *rest)
 
 
 def _parts(

@@ -87,7 +87,7 @@ def seconds(operation: str, count: float, size: float, way: Route, cluster: Clus
     links = cluster.links
     latency = spent = 0.0
     for level in way.levels:
-        alpha, bandwidth = links[level.at].of(operation, way.ranks)
+        alpha, bandwidth = links[level.at].of(operation)
         hops = level.size // level.inside - 1
         if operation in _ONE:
             latency, spent = alpha, size / bandwidth

@@ -15,7 +15,7 @@ from ...parallel.pg_manager import Grid
 from ...parallel.pipeline_parallel import Costs, Timeline, simulate
 from ...parallel.pipeline_parallel.schedules import rank_ends
 from ..clusters import Cluster
-from ..description import Description
+from ..description import Cut, Description
 from ..estimate import Time
 from ..held import Group, Known
 from ..layout import Layout
@@ -111,7 +111,7 @@ class Steps:
         self._description, self._cluster = description, cluster
         self._known = known or Known(description)
         self._blocks: dict[tuple[object, ...], list[Stage]] = {}
-        self._floors: dict[tuple[object, ...], float] = {}
+        self._floors: dict[tuple[Cut, int], float] = {}
         self._ranks: dict[tuple[object, ...], Rank] = {}
         self._routes = cache(
             lambda grid: {a: route(grid, a, cluster) for a in (*INNER, *OUTER, WORLD)}
@@ -170,12 +170,11 @@ class Steps:
 
         Without recomputation, messages and update, so that it holds for all ways to save memory.
         """
-        ways = self._routes(layout.grid)
-        key = "floor", layout.cut, layout.micro_rows, *(ways[axis] for axis in INNER)
+        key = layout.cut, layout.micro_rows  # computing does not depend on where ranks lie
         if key not in self._floors:
             plain = layout.saving("none", 0)
             described = plain.cut in self._description.cuts
-            kinds = self._of_kinds(plain if described else layout, ways)
+            kinds = self._of_kinds(plain if described else layout, self._routes(layout.grid))
             each = (kinds[block.kind] for block in self._description.blocks)
             self._floors[key] = sum(way.computing for pair in each for way in pair)
         return SURE * self._floors[key] * layout.micro_batches / layout.grid.pp
@@ -333,9 +332,9 @@ def ends(layout: Layout, stages: Sequence[Stage], message: float) -> list[float]
 @lru_cache(maxsize=4096)
 def _ends(
     schedule: str, chunks: int, ranks: int, forward: float, backward: float, inputs: float,
-    weights: float, message: float, stages: tuple[float, ...], number: int,
+    weights: float, message: float, stages: tuple[float, ...], batches: int,
 ) -> list[float]:  # fmt: skip
-    layout = Layout(Grid(pp=ranks), schedule=schedule, chunks=chunks, micro_batches=number)
+    layout = Layout(Grid(pp=ranks), schedule=schedule, chunks=chunks, micro_batches=batches)
     costs = Costs(forward, backward, inputs, weights, message, stages)
     return rank_ends(schedule_of(layout), costs)
 

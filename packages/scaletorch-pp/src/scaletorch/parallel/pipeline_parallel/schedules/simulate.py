@@ -144,7 +144,8 @@ def rank_ends(schedule: Schedule, costs: Costs) -> list[float]:
         ScheduleError: A schedule that `check` refuses.
         InvalidArgumentError: Factors for another number of stages.
     """
-    numbered = number(schedule)
+    known = vars(schedule)  # a search simulates a schedule at many costs, and numbers it once
+    numbered = known.get("numbered") or known.setdefault("numbered", number(schedule))
     ends = run(numbered, costs).ends
     return [ends[slots[-1]] for slots in numbered.slots]
 
