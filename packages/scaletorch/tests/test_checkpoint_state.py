@@ -144,11 +144,9 @@ def test_a_scheduler_that_refuses_its_state_is_found_before_anything_changes(tmp
     save(tmp_path, model, optimizer, step=1, scheduler=schedule)
     with torch.no_grad():
         model.weight.fill_(7.0)
-    schedule.last_epoch = 5
 
     def refusing(self, state):
-        if state["last_epoch"] != 5:
-            raise KeyError("gamma")
+        raise KeyError("gamma")
 
     monkeypatch.setattr(lr_scheduler.StepLR, "load_state_dict", refusing)
     generator = torch.get_rng_state()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from .state.fitting import (
     plan_wholes,
     saved_dtype,
 )
-from .state.generators import find_random, random_states, restore_random, seed_anew
+from .state.generators import find_random, restore_random, seed_anew
 from .state.held import Held, find_held, find_shards, find_wholes, refresh_shards
 from .state.optimizer import decode_groups, make_state, restore_groups, sort_saved
 from .storage import Reader
@@ -228,37 +227,17 @@ class Plan:
         """Read everything, and set it.
 
         Raises:
-            CheckpointError: On every rank, with nothing changed.
+            CheckpointError: On every rank, with the model and the optimizer unchanged.
         """
         group = self._program.group
         reads = all_or_none(what, lambda: reader.plan(self.targets), group)
         reader.copy(all_or_none(what, lambda: reader.plan(self._random_targets), group))
-        all_or_none(what, self._rehearse, group)
+        all_or_none(what, self._install_states, group)
         reader.copy(reads)
         self._install()
 
-    def _rehearse(self) -> None:
-        """Try what may refuse its state, generators and the scheduler, and leave them as they were.
-
-        Raises:
-            CheckpointError: One does.
-        """
-        scheduler, states = self._program.scheduler, random_states(self._device)
-        schedule = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
-        try:
-            self._install_states()
-        except Exception as error:  # of whatever kind a scheduler raises
-            raise CheckpointError(
-                "its generators or its scheduler cannot be given their state here: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        finally:
-            restore_random(states, self._device)
-            if scheduler is not None:
-                scheduler.load_state_dict(schedule)
-
     def _install(self) -> None:
-        """Set what is not read in place: masters' copies, state, rates, schedule, generators."""
+        """Set what is not read in place: masters' copies, state and rates."""
         program = self._program
         refresh_shards(program.shards)
         if program.optimizer is not None:
@@ -267,12 +246,22 @@ class Plan:
                 if state:
                     program.optimizer.state[tensor] = state
             restore_groups(program.optimizer, self._groups)
-        self._install_states()
         if self._random is None and "seed" in self._document:
             seed_anew(self._document["seed"], program.manager)
 
     def _install_states(self) -> None:
-        if self._schedule is not None:
-            self._program.scheduler.load_state_dict(self._schedule)
-        if self._random is not None:
-            restore_random(self._random, self._device)
+        """Set the scheduler and the generators, which may refuse their state, before all else.
+
+        Raises:
+            CheckpointError: One does.
+        """
+        try:
+            if self._schedule is not None:
+                self._program.scheduler.load_state_dict(self._schedule)
+            if self._random is not None:
+                restore_random(self._random, self._device)
+        except Exception as error:  # of whatever kind a scheduler raises
+            raise CheckpointError(
+                "its generators or its scheduler cannot be given their state here: "
+                f"{type(error).__name__}: {error}"
+            ) from error

@@ -16,7 +16,6 @@ ROOM = 2.0  # times the bound that a guess may miss by: its own rounding, and th
 MOST = 0.3  # of the difference that a guess may leave unexplained
 HUGE = 1e140  # what is larger has no square, and counts as infinite
 CLEAR = 6.0  # times its bound by which an element is off if that cannot be rounding
-APART = 2.0  # times as large, where all but a few slices are wrong
 CHANCE = math.log(1e-4)  # that a guess fits by accident
 DENSE = 0.3  # of the elements of a box wrong: then the whole box is said to be
 
@@ -156,15 +155,7 @@ def _wrong(case: Case, gap: Tensor, want: Tensor) -> Tensor:
     wrong = gap.abs() > CLEAR * case.bound * size
     if norm(gap[~wrong]) <= allowed:
         return wrong
-    # Many are a little wrong: all that lie between the largest, without which the rest is right.
-    ordered = gap.abs().flatten().sort().values
-    fine = int((ordered.square().cumsum(0).sqrt() <= allowed).sum())
-    wrong = gap != 0
-    for dim, at in enumerate(box_of(gap.abs() >= ordered[min(fine, len(ordered) - 1)])):
-        norms = slices(gap, dim).norm(dim=1)
-        if norms[at].min() >= APART * norms.index_fill(0, at, 0.0).max():
-            wrong &= torch.zeros_like(wrong).index_fill(dim, at, True)
-    return wrong
+    return gap != 0  # many are a little wrong
 
 
 def plural(case: Case, dim: int) -> str:
@@ -228,9 +219,9 @@ def where(case: Case, parts: Sequence[Part], masks: Sequence[Tensor] = ()) -> st
     return f" at {count} of {total} elements" + (f" ({place})" if place else "")
 
 
-def told(case: Case, what: str, test: Callable[[Part], bool], why: str = "") -> Iterator[Finding]:
-    """Yield that the wrong parts which pass a test are so, if any is, and why that may be."""
+def told(case: Case, what: str, test: Callable[[Part], bool]) -> Iterator[Finding]:
+    """Yield a finding of the wrong parts that pass a test, if there are any."""
     covers = [i for i, part in enumerate(case.wrong) if test(part)]
     if covers:
         parts = [case.wrong[i] for i in covers]
-        yield Finding(frozenset(covers), f"{has(who(case, parts))} {what}{where(case, parts)}{why}")
+        yield Finding(frozenset(covers), f"{has(who(case, parts))} {what}{where(case, parts)}")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import combinations, groupby
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -37,7 +37,6 @@ from .whole import Piece
 SENTENCES = 3
 FINEST = 1e-14  # bound below which float64 itself rounds
 CANDIDATES = 8  # factors that are tried
-NEAR = 0.05  # relative: a factor that means something is tried if one as near fits best
 EXACT = 1e-6  # how near a factor is to 1/k if it is said to be that
 LARGEST = 2**20  # pairs of slices that are compared
 WIDTH = 16  # numbers that stand for a slice while the nearest is looked for
@@ -132,19 +131,15 @@ def zeros(case: Case) -> Iterator[Finding]:
 
 
 def scaled(case: Case) -> Iterator[Finding]:
-    """Find one factor for all elements, one that means something first."""
-    known = _meanings(case)
-    fits = [_factor(part) for part in case.wrong]
-    near = [c for c in known if any(abs(c - fit) <= NEAR * abs(c) for fit in fits)]
-    for each in list(dict.fromkeys([*near, *fits]))[:CANDIDATES]:
-        holds = partial(_is_scaled, case, each, 0 if each in near else 1)
-        yield from told(case, _times(each, case.bound), holds, known.get(each, ""))
+    """Find one factor for all elements."""
+    for each in list(dict.fromkeys(map(_factor, case.wrong)))[:CANDIDATES]:
+        yield from told(case, _times(each, case.bound), partial(_is_scaled, case, each))
 
 
 def each_scaled(case: Case) -> Iterator[Finding]:
     """Find factors that differ from part to part, as where each is divided by a size of its own."""
     fits = {i: _factor(part) for i, part in enumerate(case.wrong)}
-    covers = [i for i, fit in fits.items() if _is_scaled(case, fit, 1, case.wrong[i])]
+    covers = [i for i, fit in fits.items() if _is_scaled(case, fit, case.wrong[i])]
     said: dict[str, list[Part]] = {}
     for i in covers:
         said.setdefault(f"{fits[i]:.4g}", []).append(case.wrong[i])
@@ -164,26 +159,8 @@ def _factor(part: Part) -> float:
     return float((part.had * part.due).sum()) / square if square else 0.0
 
 
-def _is_scaled(case: Case, factor: float, fitted: int, part: Part) -> bool:
-    return factor != 0 and case.agrees(part.had, factor * part.due, part.due, fitted)
-
-
-def _meanings(case: Case) -> dict[float, str]:
-    """Return likely factors and their meaning, such as the number of ranks."""
-    counts = [(len(g[0]), f"ranks of {axis}") for axis, g in case.groups.items() if len(g)]
-    counts.append((len({p.piece.micro_batch for p in case.parts}), BATCHES))
-    sizes: dict[int, list[str]] = {}
-    for size, name in counts:
-        sizes.setdefault(size, []).append(f"{size} {name}")
-    ranks = len({p.piece.rank for p in case.parts})
-    sizes.setdefault(ranks, [f"{ranks} ranks"])
-    found: dict[float, str] = {}
-    for size, names in sizes.items():
-        if size > 1:
-            there = f", and there are {listed(names)}: "
-            found[float(size)] = there + "counted once each, or summed once too often?"
-            found[1 / size] = there + "a mean in place of a sum, or divided once too often?"
-    return found | {each: found.get(each, "") for each in (-1.0, 2.0, 0.5)}
+def _is_scaled(case: Case, factor: float, part: Part) -> bool:
+    return factor != 0 and case.agrees(part.had, factor * part.due, part.due, fitted=1)
 
 
 def _times(factor: float, bound: float) -> str:
@@ -200,22 +177,6 @@ def _times(factor: float, bound: float) -> str:
 
 
 # Other places
-
-
-def exchanged(case: Case) -> Iterator[Finding]:
-    """Find parts of another rank or micro-batch: 'rank 1 has what rank 0 should have'."""
-    found: dict[str, list[int]] = {}
-    for i, part in enumerate(case.wrong):
-        for other in sorted(case.parts, key=lambda p: p.piece.rank != part.piece.rank):
-            fits = other.want.shape == part.want.shape and other.place != part.place
-            if fits and case.agrees(part.have, other.want, part.want):
-                said = f"{who(case, [part])} has what {who(case, [other])} should have"
-                found.setdefault(said, []).append(i)
-                break
-    if found:
-        more = " and so on" if len(found) > RUNS else ""
-        covers = frozenset(i for each in found.values() for i in each)
-        yield Finding(covers, ", ".join(list(found)[:RUNS]) + more)
 
 
 def moved(case: Case) -> Iterator[Finding]:
@@ -302,7 +263,7 @@ def sums(case: Case) -> Iterator[Finding]:
 
 
 def _clusters(case: Case) -> Iterator[tuple[str, list[list[int]]]]:
-    """Yield for each axis, or two together, the wrong parts that its sum would add."""
+    """Yield for each axis the wrong parts that its sum would add."""
     for name, groups in _axes(case).items():
         found: dict[object, list[int]] = {}
         for i, part in enumerate(case.wrong):
@@ -314,24 +275,12 @@ def _clusters(case: Case) -> Iterator[tuple[str, list[list[int]]]]:
 
 
 def _axes(case: Case) -> dict[str, list[set[int]]]:
-    """Return the groups of each axis, of each two together, all ranks, and each on its own."""
+    """Return the groups of each axis, of all ranks, and of each rank for its micro-batches."""
     axes = {n: [set(g) for g in gs] for n, gs in case.groups.items() if any(len(g) > 1 for g in gs)}
-    pairs = {listed(pair): _joined(*(axes[n] for n in pair)) for pair in combinations(axes, 2)}
     ranks = {p.piece.rank for p in case.parts}
-    found: dict[str, list[set[int]]] = {}
-    for name, groups in {**axes, **pairs, "all ranks": [ranks]}.items():
-        if groups not in found.values():
-            found[name] = groups
-    return {**found, BATCHES: [{rank} for rank in ranks]}
-
-
-def _joined(*axes: Sequence[set[int]]) -> list[set[int]]:
-    """Return groups that hold all ranks which groups of the axes connect."""
-    joined: list[set[int]] = []
-    for group in (group for groups in axes for group in groups):
-        touching = [each for each in joined if each & group]
-        joined = [each for each in joined if not each & group] + [group.union(*touching)]
-    return joined
+    if [ranks] not in axes.values():
+        axes["all ranks"] = [ranks]
+    return axes | {BATCHES: [{rank} for rank in ranks]}
 
 
 def _owners(case: Case, clusters: Sequence[Sequence[int]], over: str) -> str:
@@ -348,5 +297,5 @@ def _owners(case: Case, clusters: Sequence[Sequence[int]], over: str) -> str:
 # mean in place of a sum is 1/n of the right one, and n of it add up. Parts that add up may be zeros
 # where another rank's are not (a sharded embedding).
 GUESSES: Sequence[Callable[[Case], Iterator[Finding]]] = (
-    exchanged, scaled, each_scaled, sums, zeros, moved,
+    scaled, each_scaled, sums, zeros, moved,
 )  # fmt: skip

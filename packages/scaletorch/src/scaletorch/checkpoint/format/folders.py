@@ -22,23 +22,15 @@ _REMOVED = ".removed"
 _FINISHED = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(r"step-(\d{8,})(-\d+)?\.(unfinished|removed)")
 
-_WEIGHTS = "scaletorch.checkpoint.import_safetensors(model, folder)"
-_DCP = "scaletorch.checkpoint.import_dcp(model, folder, optimizer)"
-_BEFORE = "into the plain model, on every rank, before parallelize"
 # Pattern of a name in the folder, or below -> what has written it, and what loads it.
 _KNOWN = {
-    ".metadata": ("a checkpoint of torch.distributed.checkpoint", _DCP),
-    "*.distcp": ("a checkpoint of torch.distributed.checkpoint", _DCP),
-    "adapter_model.*": ("an adapter of peft", f"PeftModel.from_pretrained {_BEFORE}"),
-    "model*.safetensors*": ("weights of save_pretrained of transformers", _WEIGHTS),
-    "pytorch_model*.bin*": ("weights of save_pretrained of transformers", "from_pretrained"),
-    "checkpoint-[0-9]*": ("a folder of transformers' Trainer", "from_pretrained of one in it"),
-    "global_step*": ("a checkpoint of DeepSpeed", f"its zero_to_fp32.py, {_BEFORE}"),
-    "latest_checkpointed_iteration.txt": ("a checkpoint of Megatron", f"its tools, {_BEFORE}"),
-    "*.ckpt": ("a checkpoint of PyTorch Lightning", f"torch.load {_BEFORE}"),
-    "*.pt": ("what torch.save writes", f"torch.load {_BEFORE}"),
-    "*.pth": ("what torch.save writes", f"torch.load {_BEFORE}"),
-    "*": ("a file that is no log", f"{_WEIGHTS} or import_dcp, if it has weights"),
+    ".metadata": ("a checkpoint of torch.distributed.checkpoint", "import_dcp"),
+    "*.distcp": ("a checkpoint of torch.distributed.checkpoint", "import_dcp"),
+    "model*.safetensors*": ("weights of save_pretrained of transformers", "import_safetensors"),
+    "*": (
+        "a file that is no log",
+        "the library that wrote it, into the plain model before parallelize",
+    ),
 }
 _OURS = (LOCK, "step-*.unfinished", "step-*.removed", "step-*.damaged")
 _LOGS = (

@@ -21,23 +21,6 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 
 @dataclass(frozen=True, slots=True)
-class Atom:
-    """Indices along a cut dim that other ranks have all or nothing of.
-
-    Attributes:
-        start: First index in the whole.
-        local: First index in this rank's shard.
-        length: How many.
-        owner: First rank that has them.
-    """
-
-    start: int
-    local: int
-    length: int
-    owner: int
-
-
-@dataclass(frozen=True, slots=True)
 class Part:
     """A rectangle of a whole tensor that is on this rank.
 
@@ -90,7 +73,6 @@ class Held:
         cut: How it is cut over tp; None if it is not.
         experts: How it is divided over ep, along dim 0; None if it is no experts'. These may be
             cut over tp as well.
-        atoms: What of the dim that is cut over tp is here.
         owner: The first tensor-parallel rank that has it, if it is not cut over tp.
         first: Whether this is the first stage of the pipeline that has it.
     """
@@ -100,7 +82,6 @@ class Held:
     shape: tuple[int, ...]
     cut: ParameterCut | None
     experts: ExpertCut | None
-    atoms: tuple[Atom, ...]
     owner: int
     first: bool
 
@@ -144,13 +125,14 @@ class Held:
         if self.cut is None:
             yield Part(offsets, box, self.owner)
             return
-        dim = self.cut.dim
+        dim, cut, rank, local = self.cut.dim, self.cut.cut, self.cut.layer.tp_rank, 0
         begin, end = offsets[dim], offsets[dim] + box.shape[dim]
-        for atom in self.atoms:
-            low, high = max(begin, atom.local), min(end, atom.local + atom.length)
+        for own, owner in zip(cut.ranges[rank], cut.owners(rank), strict=True):
+            low, high = max(begin, local), min(end, local + len(own))
             if low < high:
-                at = (*offsets[:dim], atom.start + low - atom.local, *offsets[dim + 1 :])
-                yield Part(at, box.narrow(dim, low - begin, high - low), atom.owner)
+                at = (*offsets[:dim], own.start + low - local, *offsets[dim + 1 :])
+                yield Part(at, box.narrow(dim, low - begin, high - low), owner)
+            local += len(own)
 
 
 def find_held(model: nn.Module, manager: ProcessGroupManager) -> dict[int, Held]:
@@ -198,23 +180,15 @@ def describe(
     Where each of them is cut over tp (etp = tp), the tp ranks have the same ones; otherwise no
     other tp rank has this one's.
     """
-    shape, atoms, owner = tuple(tensor.shape), tuple[Atom, ...](), 0
+    shape, owner = tuple(tensor.shape), 0
     if cut is not None and cut.layer.tp_size == 1:
         cut = None
     if cut is not None:
-        shape, atoms = cut.whole(shape), tuple(_atoms(cut))
+        shape = cut.whole(shape)
     if experts is not None:
         shape = (experts.whole, *shape[1:])
         owner = 0 if manager.grid.etp > 1 else manager.tp_rank
-    return Held(names, tensor, shape, cut, experts, atoms, owner, first)
-
-
-def _atoms(cut: ParameterCut) -> Iterator[Atom]:
-    """Yield what this rank has of each packed length; ranks have one part of it, or replicas."""
-    rank, local = cut.layer.tp_rank, 0
-    for own, owner in zip(cut.cut.ranges[rank], cut.cut.owners(rank), strict=True):
-        yield Atom(own.start, local, len(own), owner)
-        local += len(own)
+    return Held(names, tensor, shape, cut, experts, owner, first)
 
 
 @torch.no_grad()
@@ -242,7 +216,7 @@ def find_wholes(
     found = []
     for shard, whole in whole_shards(optimizer):
         own = held[id(shard.parameter)]
-        plain = replace(own, tensor=whole, cut=None, atoms=(), owner=manager.tp_rank)
+        plain = replace(own, tensor=whole, cut=None, owner=manager.tp_rank)
         found.append((replace(shard, start=0, stop=whole.numel(), tensor=whole), plain))
     return found
 
