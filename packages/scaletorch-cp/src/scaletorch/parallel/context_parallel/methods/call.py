@@ -11,7 +11,7 @@ Shapes, with H query heads in groups over K key/value heads and L positions on e
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 
@@ -170,54 +170,6 @@ def attend_once(q: Tensor, k: Tensor, v: Tensor, band: Band, call: Call) -> tupl
 def attend_once_backward(grad_out: Tensor, saved: Saved, band: Band, call: Call) -> WithSinks:
     """Return the gradients of q, k and v of the only block there is."""
     return *backward(Operands(grad_out, *saved), call.scale, band, call.softcap), None
-
-
-# Own keys and values need no message. So backward computes one half of them first, while the keys
-# and values of other ranks are under way, and the other half last, while the last gradients are.
-
-
-def early_half(grad_out: Tensor, saved: Saved, totals: Gradients, call: Call) -> None:
-    """Add the gradients of attention over the later half of this rank's keys, in place.
-
-    If attention is causal they are the smaller half of the work, as what follows it, keys and
-    values, is the smaller message. On one rank nothing is left for `late_half`.
-    """
-    _add(slice(_middle(call), None), grad_out, saved, totals, call)
-
-
-def late_half(grad_out: Tensor, saved: Saved, totals: Gradients, call: Call) -> None:
-    """Add the gradients of attention over the earlier half of this rank's keys, in place."""
-    _add(slice(0, _middle(call)), grad_out, saved, totals, call)
-
-
-def _middle(call: Call) -> int:
-    return call.layout.local_length // 2 if call.ring.size > 1 else 0
-
-
-def _add(half: slice, grad_out: Tensor, saved: Saved, totals: Gradients, call: Call) -> None:
-    """Add the gradients of attention over these of this rank's keys, as over one more source."""
-    # The half becomes the share of one rank more, so that the mask is cut for it as for any.
-    ranks = call.layout.ranks
-    keys = _cut(ranks[call.ring.index], half)
-    part = replace(call, layout=replace(call.layout, ranks=(*ranks, keys)))
-    q, k, v, out, lse = saved
-    dq, dk, dv = totals
-    saved, totals = (
-        (q, k[:, :, half], v[:, :, half], out, lse),
-        (dq, dk[:, :, half], dv[:, :, half]),
-    )
-    part.attend_backward(len(ranks), grad_out, saved, totals)
-
-
-def _cut(share: tuple[range, ...], half: slice) -> tuple[range, ...]:
-    """Return the part of a shard's runs in a slice of its local indices."""
-    wanted = range(sum(map(len, share)))[half]
-    start = 0
-    runs = []
-    for run in share:
-        runs.append(run[max(wanted.start - start, 0) : max(wanted.stop - start, 0)])
-        start += len(run)
-    return tuple(runs)
 
 
 def part_size(kv_heads: int, size: int) -> int:
