@@ -18,7 +18,6 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from ....dist.errors import InvalidArgumentError
 from ..cp_comms import Parts, Ring, split
 from ..kernels import (
     Operands,
@@ -180,24 +179,11 @@ def part_size(kv_heads: int, size: int) -> int:
 def parts_for(method: str, q: Tensor, k: Tensor, ring: Ring) -> Parts:
     """Return how a method divides the ranks: into those that exchange heads, and rings across.
 
-    Raises:
-        InvalidArgumentError: The heads do not divide over a part.
+    Heads that do not divide over all ranks are divided as "hybrid" does.
     """
-    size = {"ulysses": ring.size, "hybrid": part_size(k.shape[1], ring.size)}.get(method, 1)
-    _check_heads(q, k, size)
+    heads, kv_heads, size = q.shape[1], k.shape[1], 1
+    if method in ("ulysses", "hybrid"):
+        size = part_size(kv_heads, ring.size)
+    if method == "ulysses" and heads % ring.size == 0 == ring.size % kv_heads:
+        size = ring.size  # fewer key/value heads than ranks go to several each
     return split(ring, size)
-
-
-def _check_heads(q: Tensor, k: Tensor, size: int) -> None:
-    """Check that query heads divide over `size` ranks, and key/value heads with them.
-
-    Raises:
-        InvalidArgumentError: They do not.
-    """
-    heads, kv_heads = q.shape[1], k.shape[1]
-    if heads % size or (kv_heads % size and size % kv_heads):
-        raise InvalidArgumentError(
-            f"Ulysses divides heads over {size} ranks: their number must be a multiple of that, "
-            f"and key/value heads a multiple or a divisor; there are {heads} and {kv_heads}; "
-            "method='ring' takes any, method='hybrid' divides them as far as it can"
-        )
