@@ -164,7 +164,7 @@ def use_part() -> Row:
 def run_commands() -> Row:
     """Run commands of a vendored copy: they name themselves by their own path."""
     said = {}
-    for command in ("guard", "parallel.pg_manager", "verify"):
+    for command in ("guard", "verify"):
         module = f"{VENDORED[0]}.{command}"
         with (
             mock.patch.object(sys, "argv", [command, "--help"]),

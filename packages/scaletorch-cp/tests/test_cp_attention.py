@@ -52,7 +52,7 @@ def draw(random, world_size):
     method = random.choice(METHODS)
     kv_heads = random.choice([1, 2, 3, 4])
     heads = kv_heads * random.choice([1, 2])
-    if method == "ulysses":
+    if method == "ulysses" and random.random() < 0.7:  # others go round a ring
         kv_heads = random.choice([1, world_size, 2 * world_size])
         heads = 2 * max(kv_heads, world_size)
     length = random.randint(1, 40)
@@ -232,7 +232,6 @@ UNFIT = {  # of two ranks with three heads and eight positions each
         {"sinks": torch.ones(2)}, r"one floating number for each of the 3 query heads.*got \[2\]"
     ),
     "sinks of integers": ({"sinks": torch.ones(3).int()}, "one floating number .* torch.int32"),
-    "heads": ({"method": "ulysses"}, "divides heads over 2 ranks: .* there are 3 and 3"),
 }  # fmt: skip
 
 

@@ -40,21 +40,6 @@ def test_big_worlds_are_searched_by_divisors():
     assert calls.call_count < len(found)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([3], "3"),
-        (range(8), "0-7"),
-        ([0, 8, 16, 24], "0, 8, 16, 24"),
-        (range(0, 512, 8), "0, 8, 16, ..., 504"),
-        ([0, 1, 4, 5], "0-1, 4-5"),
-        ([], ""),
-    ],
-)
-def test_ranks_in_short_form(ranks, text):
-    assert layouts.short_ranks(ranks) == text
-
-
 @pytest.mark.parametrize("bad", [0, -4, 2.5, True, None])
 def test_worlds_and_counts_are_numbers(bad):
     with pytest.raises(InvalidArgumentError, match="world_size must be a whole number, at least 1"):

@@ -129,11 +129,9 @@ def test_rows_of_the_callers_own_may_differ_over_dp():
     assert all(isinstance(loss, float) for loss in run_ranks(run, 2, other_labels_by_hand, DP))
 
 
-def test_heads_that_one_rank_cannot_share_out_are_refused_on_all_before_attention():
-    results = run_ranks(run, 4, uneven_heads, TP | CP, timeout=200)
-    for said in results:
-        assert "divides heads over 2 ranks" in said
-        assert "there are 1 and 1" in said
+def test_heads_that_one_tp_rank_cannot_share_out_go_round_a_ring_there():
+    losses = run_ranks(run, 4, uneven_heads, TP | CP, timeout=200)
+    assert all(isinstance(loss, float) for loss in losses), losses
 
 
 class OfAllExperts(torch.nn.Module):

@@ -160,11 +160,11 @@ def attention_in_another_layout(layout_of: Any) -> Any:
 
 
 @fault(
-    "methods.swap:Swap._heads_of",
+    "methods.ulysses:_Swap._heads_of",
     layout="1x1x2x1",
     cp_method="ulysses",
     born="forward: *.self_attn",
 )
 def heads_of_another_rank(heads_of: Any) -> Any:
     """Ranks get each other's heads, and give them back as their own."""
-    return lambda self, x, peer, piece: heads_of(self, x, self.part.size - 1 - peer, piece)
+    return lambda self, x, peer: heads_of(self, x, self.part.size - 1 - peer)

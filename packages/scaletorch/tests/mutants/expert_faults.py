@@ -29,7 +29,7 @@ def own_rows(rows: Tensor, route: Any) -> Tensor:
     return kept
 
 
-@fault("exchange.dispatch:_Leave.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
+@fault("exchange.dispatch:_Travel.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
 def scores_without_gradient(backward: Any) -> Any:
     """The router's scores get no gradient from the experts."""
 
@@ -40,18 +40,18 @@ def scores_without_gradient(backward: Any) -> Any:
     return losing
 
 
-@fault("exchange.dispatch:_Arrive.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
+@fault("exchange.dispatch:_Travel.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
 def scores_gradient_of_own_experts_alone(backward: Any) -> Any:
     """The gradient of scores is not summed over the ranks that have a token's experts."""
     return lambda ctx, rows, weights, *more: backward(
-        ctx, rows, own_rows(weights, ctx.flight.route), *more
+        ctx, rows, own_rows(weights, ctx.route), *more
     )
 
 
-@fault("exchange.dispatch:_Arrive.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
+@fault("exchange.dispatch:_Travel.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
 def hidden_gradient_of_own_experts_alone(backward: Any) -> Any:
     """Hidden states get a gradient by the scores, and by experts of their own rank only."""
-    return lambda ctx, rows, *more: backward(ctx, own_rows(rows, ctx.flight.route), *more)
+    return lambda ctx, rows, *more: backward(ctx, own_rows(rows, ctx.route), *more)
 
 
 @fault("module:_over_tokens", layout="1x1x1x2-ep2", born="backward: *.experts")

@@ -34,7 +34,7 @@ def forwards(
     terms = terms_of(model)
     with evaluating(model), torch.no_grad():
         called, _ = ready(model, micro_batches, manager, terms, own, False)
-        look_first(model, micro_batches, called, manager, terms)
+        look_first(micro_batches, manager, terms)
         return pipeline_forward(model, called, group=manager.pp_group, each=each)
 
 

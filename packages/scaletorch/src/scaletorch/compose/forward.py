@@ -106,9 +106,9 @@ def rehearses() -> bool:
 
 
 @contextmanager
-def rehearsing(now: bool = True) -> Iterator[None]:
-    """Let a rehearsal run, or interrupt it."""
-    token = _rehearses.set(now)
+def rehearsing() -> Iterator[None]:
+    """Let a rehearsal run."""
+    token = _rehearses.set(True)
     try:
         yield
     finally:

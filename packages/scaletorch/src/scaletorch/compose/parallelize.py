@@ -14,7 +14,7 @@ from torch import nn
 from ..dist import all_reduce, get_rank
 from ..dist.errors import InvalidArgumentError
 from ..parallel.context_parallel import apply_context_parallel
-from ..parallel.context_parallel.building import asked
+from ..parallel.context_parallel.building import expect_attention
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ModuleWrapper, ProcessGroupManager
 from ..parallel.pipeline_parallel import AnySchedule, PipelineParallel, Split
@@ -128,9 +128,7 @@ def _in_buckets(
     stage.runtime.steps_alone = True
     groups = expert_groups(stage, manager)
     parallel = DataParallelBucket(stage, group=manager.cp_dp_group, groups=groups, **options)
-    if manager.pp_size > 1:
-        # No stage can be asked alone whether it mixes positions.
-        asked(stage.module, must_attend=terms.plain is None)
+    expect_attention(stage.module, terms.plain is None)
     keep_terms(parallel, terms)
     watch(parallel, manager)
     return parallel

@@ -11,22 +11,16 @@ from torch import Tensor
 from ..dist import all_reduce, get_comm_device
 from ..dist.building import agree
 from ..dist.errors import InvalidArgumentError
-from ..parallel.context_parallel.building import (
-    each_alone,
-    looking,
-    note_shards,
-    require_computable,
-)
+from ..parallel.context_parallel.building import note_shards, require_computable
 from ..parallel.data_parallel import DataParallelBucket, parameter_shards
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
-from ..parallel.pipeline_parallel import pipeline_forward
 from ..parallel.pipeline_parallel.building import read
 from .balance import require_one_micro_batch
 from .batches import Batch, Called, MicroBatch, counts_nothing, size_of, token_count
 from .before.batch_norm import require_whole_batches
 from .before.initial import require_one_batch
 from .entries import OF_LOSS, POSITIONS, TOKENS, first_entry, sequence_shape
-from .forward import Terms, pipeline_of, rehearses, rehearsing
+from .forward import Terms, pipeline_of, rehearses
 from .own_loss import Number, OwnLoss
 from .samples import samples_of
 from .scaling import scalings
@@ -112,44 +106,16 @@ def _sums(facts: Sequence[float], manager: ProcessGroupManager) -> list[float]:
     return told.tolist()
 
 
-def look_first(
-    model: DataParallelBucket,
-    micro_batches: Sequence[Batch],
-    called: Sequence[Called],
-    manager: ProcessGroupManager,
-    terms: Terms,
-) -> None:
-    """Look, once, whether ranks hold the same batch, and can all attend.
+def look_first(micro_batches: Sequence[Batch], manager: ProcessGroupManager, terms: Terms) -> None:
+    """Look, once, whether ranks hold the same batch.
 
     Raises:
-        InvalidArgumentError: This rank cannot.
-        MismatchError: Ranks hold other batches than they must, or another cannot attend.
+        MismatchError: Ranks hold other batches than they must.
     """
     if not terms.looked:
         if not rehearses():  # whose small batch every rank has made of a whole one
             require_one_batch(micro_batches, manager)
-        if manager.cp_size > 1 and manager.tp_size > 1:
-            _require_attention(model, called[0], manager)
         terms.looked = True
-
-
-def _require_attention(
-    model: DataParallelBucket, batch: Called, manager: ProcessGroupManager
-) -> None:
-    """Refuse calls of attention on every rank that one would refuse, while the others wait for it.
-
-    Each tp rank has its own heads, so that one of them alone may have too few for the cp ranks. A
-    forward in which no cp rank waits for another finds that.
-    """
-    pipeline, failed = pipeline_of(model), list[Exception]()
-    try:
-        with rehearsing(False), each_alone() as run, looking(pipeline.module):
-            pipeline_forward(pipeline, [batch], each=lambda *_: torch.empty(0))
-        failed += [] if run.error is None else [run.error]
-    except Exception as error:  # the other ranks must learn of it
-        failed.append(error)
-    # Taken out of the list, since its traceback has this frame.
-    agree("attention", [], manager.world_group, error=failed.pop() if failed else None)
 
 
 def _called(

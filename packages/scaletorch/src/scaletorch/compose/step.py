@@ -87,7 +87,7 @@ def train_step(
     if terms.seen > terms.several:
         return _step(model, called, count, manager, terms, scaler, own)
     with failures_named(model, manager):
-        look_first(model, micro_batches, called, manager, terms)
+        look_first(micro_batches, manager, terms)
         tokens = partial(_of_tokens, model, manager.tp_size)
         own = own or OwnLoss(tokens, None, model, manager, trains=True)
         with _first_step(model, called, manager, terms):

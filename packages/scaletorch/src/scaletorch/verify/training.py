@@ -23,6 +23,7 @@ from ..compose import (
 )
 from ..dist import RankFailedError, all_gather_object
 from ..dist.errors import InvalidArgumentError, MismatchError, ScaletorchError
+from ..parallel.context_parallel.building import expect_attention
 from ..parallel.data_parallel import DataParallelBucket, shard_optimizer
 from ..parallel.pg_manager import ProcessGroupManager
 from . import dropout
@@ -90,7 +91,7 @@ def build(
     case: Case, model: nn.Module, subject: Subject, manager: ProcessGroupManager
 ) -> DataParallelBucket:
     """Return the model on the case's layout, with its options."""
-    return parallelize(
+    parallel = parallelize(
         model,
         manager,
         plan=subject.plan,
@@ -105,6 +106,8 @@ def build(
         data_parallel=WRAPPER.get(case.data_parallel),
         rehearse=False,  # all is compared anyway
     )
+    expect_attention(parallel, False)
+    return parallel
 
 
 def divide(

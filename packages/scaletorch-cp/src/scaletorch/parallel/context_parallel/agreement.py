@@ -20,7 +20,6 @@ from torch.distributed import ProcessGroup
 from ...dist.building import agree
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
-from .alone import alone
 from .cp_comms import Ring
 from .methods.call import Call
 
@@ -123,12 +122,12 @@ def require_agreement(
         device: Of its tensors.
         ring: All ranks.
         error: Why this rank's call was refused here. The others, who compare their calls, learn of
-            it if they compare every one; not while each position is alone, as nobody listens.
+            it if they compare every one.
 
     Raises:
         MismatchError: They differ, or another rank was refused; on every rank of the ring.
     """
-    if ring.group is None or ring.size == 1 or alone() is not None:
+    if ring.group is None or ring.size == 1:
         agreed = {mine}
     elif device.type == "cpu":
         agreed = set()

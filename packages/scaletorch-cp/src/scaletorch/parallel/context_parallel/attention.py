@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...dist.errors import InvalidArgumentError, ScaletorchError, StateError
+from ...dist.errors import InvalidArgumentError, StateError
 from .agreement import (
     as_autocast,
     check_inputs,
@@ -22,7 +23,6 @@ from .agreement import (
     signature,
     with_one_head_dim,
 )
-from .alone import Alone, alone, attend_alone
 from .cp_comms import Ring, ring_of
 from .kernels import statistics_dtype
 from .layouts.layout import Layout, layout_of_shards
@@ -35,6 +35,13 @@ from .methods.choose import choose_method
 
 # A mask checks itself when it is made: the same one is made in every layer. 1 is not True here.
 _mask = lru_cache(maxsize=64, typed=True)(Mask)
+
+
+class _Calls(threading.local):
+    made = 0
+
+
+calls = _Calls()  # of attention in this thread, so that a forward without any is found
 
 
 class Asked(NamedTuple):
@@ -156,9 +163,7 @@ def attention(
 
 def attend(q: Tensor, k: Tensor, v: Tensor, asked: Asked, ring: Ring) -> Tensor:
     """Attend as `attention` does, with the arguments as one value and the ranks found already."""
-    run = alone()
-    if run is not None:
-        return _attend_alone(q, k, v, asked, ring, run)
+    calls.made += 1
     try:
         q, k, v = (as_autocast(x) for x in (q, k, v))
         method, call = _prepared(q, k, v, asked, ring)
@@ -172,16 +177,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, asked: Asked, ring: Ring) -> Tensor:
     apply: Any = ContextAttention.apply
     out: Tensor = apply(q, k, v, asked.sinks, METHODS[method], call)
     return out[..., :dim]
-
-
-def _attend_alone(q: Tensor, k: Tensor, v: Tensor, asked: Asked, ring: Ring, run: Alone) -> Tensor:
-    """Let each position see itself alone; keep the error that attention would have raised."""
-    q, k, v = (as_autocast(x) for x in (q, k, v))
-    try:
-        _prepared(q, k, v, asked, ring)
-    except ScaletorchError as error:
-        run.refuse(error)
-    return attend_alone(q, k, v)
 
 
 def _prepared(q: Tensor, k: Tensor, v: Tensor, asked: Asked, ring: Ring) -> tuple[str, Call]:

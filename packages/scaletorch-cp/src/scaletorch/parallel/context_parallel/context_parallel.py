@@ -112,14 +112,14 @@ def apply_context_parallel(
     The model is then called with its shard of the batch and of `position_ids`: see `shard_batch`.
 
     Modules of transformers that pass a state along (depthwise convolutions, linear attention) see
-    whole sequences of some rows. Others that mix positions by more than attention (pooling too)
-    would see this rank's shard alone: the first forward that is given ids, or other integers
-    [B, L], runs twice more for that, and refuses it; not so positions that it counts itself.
+    whole sequences of some rows. THE REST IS NOT LOOKED AT: what mixes or counts positions
+    otherwise sees this rank's shard alone. `parallelize` of `scaletorch.compose` refuses it.
 
     Refused here: models of transformers that attend by code of their own, choose keys as they go
     (DeepSeek-V3.2) or take no `position_ids` (Bloom). Refused when met: masks, dropout, `generate`,
     decoding and cross attention, full attention if `layout` says "zigzag" (but within
-    `ShardedSequences.inside`), and attention in a checkpointed or autograd function.
+    `ShardedSequences.inside`), attention in a checkpointed or autograd function, and a forward
+    without any attention.
 
     Args:
         model: Any module; plain `nn.Module` code that knows nothing of this.

@@ -138,7 +138,7 @@ def _over_experts(module: DividedExperts, run: Run, given: Given) -> Tensor:
         came = Dispatched(hidden, index, weights, stay(index))
     else:
         route = find_route(hidden, index, weights, counts, division.group)
-        came = dispatch_along(route, hidden, index, weights, counts, None)
+        came = dispatch_along(route, hidden, index, weights, counts)
     named = {name: _tensor(module, name) for name in division.stacked}
     call = partial(compute, run, came, len(division.own), [*named.values()])
     if division.checked:

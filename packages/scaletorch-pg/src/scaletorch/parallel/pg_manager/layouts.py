@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from ...dist.errors import InvalidArgumentError
 from .grid import Grid, divisors, nearest_divisors
@@ -112,20 +112,6 @@ def place_text(grid: Grid, rank: int) -> str:
     """
     place = str(grid.coordinates(rank))
     return place if grid.is_plain else f"{place} {grid.expert_coordinates(rank)}"
-
-
-def short_ranks(ranks: Sequence[int]) -> str:
-    """Write ascending ranks briefly: `0-7`, `0, 8, 16, ..., 504` or `0-7, 32-39`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], rank]
-        else:
-            runs.append([rank])
-    parts = ["-".join(map(str, run)) for run in runs]
-    if len(parts) > 5:
-        parts = [*parts[:3], "...", parts[-1]]
-    return ", ".join(parts)
 
 
 def _require_whole(name: str, value: int, least: int) -> None:

@@ -14,7 +14,6 @@ from torch.optim.optimizer import (
 )
 
 from ...compose.forward import rehearses
-from ...parallel.context_parallel.building import alone
 
 
 @contextmanager
@@ -24,8 +23,8 @@ def calls_to(called: Callable[..., Any]) -> Iterator[None]:
     original = kind.__call__
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # What is compiled is one step, and a rehearsal, or a forward that only asks, is none.
-        if torch.compiler.is_compiling() or rehearses() or alone() is not None:
+        # What is compiled is one step, and a rehearsal is none.
+        if torch.compiler.is_compiling() or rehearses():
             return original(self, *args, **kwargs)
         return called(original, self, *args, **kwargs)
 

@@ -15,18 +15,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...dist import all_gather_object, get_rank
-from ...dist.errors import InvalidArgumentError, RehearsalError
-from ...parallel.context_parallel.building import asked
+from ...dist.errors import RehearsalError
+from ...parallel.context_parallel.building import expect_attention
 from ...parallel.data_parallel import DataParallelBucket
 from ...parallel.pg_manager import ProcessGroupManager, describe_rank
-from ...parallel.pg_manager.building import eagerly
 from ..balance import router_loss
 from ..batches import Batch, real_positions, real_tokens
 from ..before.initial import require_one_batch
 from ..forward import Terms, pipeline_of
 from ..loss import LossBatch, token_loss_sum
 from ..plain import Plain
-from ..ready import as_called
 from ..summation import chain_length
 from ..words import listed
 from .batch import SmallBatch, entries_added, on_device, small_batch
@@ -85,7 +83,7 @@ def rehearse_step(
     if added:  # a rank has its own rows, positions and words of them; all else is as with any loss
         loss_fn, step = None, partial(step, loss_fn=None, count_fn=None)
     cut = partial(small_batch, micro_batches, model, terms, manager)
-    asked(pipeline.module)
+    expect_attention(pipeline.module, False)
     hooks_changed = plain.follow(pipeline.module, device)
 
     def compared(*, wide: bool) -> tuple[Replay, _Found, str]:
@@ -96,7 +94,7 @@ def rehearse_step(
             ranks.exchange(hooks_changed=hooks_changed)
             batch = {n: on_device(x, device) for n, x in small.called.items()}
             run = _replayed(plain, ranks, batch, partial(_loss, small, terms, loss_fn), loss)
-            return *run, _explained(model, small, terms, manager, run[1].first)
+            return *run, _explained(terms, manager, run[1].first, len(small.micro_batches))
 
     try:
         replay, found, why = _widest(compared, narrow)
@@ -288,7 +286,7 @@ def _report(
     """Say that the layout agrees with one process, or what could not be asked."""
     if found.problem is not None:
         terms.seen = 0  # so that the step itself looks
-        asked(stage, before=False)
+        expect_attention(stage, replay.ranks.manager.pp_size == 1)
         _say(f"{terms.name} could not be rehearsed: its plain module failed ({found.problem})")
         return
     without = [*replay.unasked, *(f"hidden states of {name}" for name in replay.ranks.apart)]
@@ -306,30 +304,16 @@ def _write(line: str) -> None:
 
 
 def _explained(
-    model: DataParallelBucket,
-    small: SmallBatch,
-    terms: Terms,
-    manager: ProcessGroupManager,
-    first: Finding | None,
+    terms: Terms, manager: ProcessGroupManager, first: Finding | None, micro_batches: int
 ) -> str:
-    """Return in words why a layout may differ, if it does; all ranks call it."""
+    """Return in words why a layout may differ, if it does."""
     if first is None:
         return ""
-    stage = pipeline_of(model).module
-    if manager.cp_size > 1 and manager.pp_size == 1:
-        asked(stage, before=False)
-        called = {**as_called(small.micro_batches[0], terms)}
-        called.pop("labels", None)
-        try:
-            with torch.no_grad(), eagerly(), warnings.catch_warnings(action="ignore"):
-                stage(called.pop("input_ids"), **called)
-        except InvalidArgumentError as error:
-            return str(error)
     divided = {
         "tp": manager.tp_size > 1,
         "sequence_parallel": terms.shares_sequences,
         "cp": manager.cp_size > 1,
-        "rows": manager.dp_size > 1 or len(small.micro_batches) > 1,
+        "rows": manager.dp_size > 1 or micro_batches > 1,
         "pp": manager.pp_size > 1,
     }
     return "; ".join(_ADVICE[axis] for axis, holds in divided.items() if holds)

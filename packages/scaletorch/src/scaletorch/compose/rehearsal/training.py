@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ...dist import get_local_size
-from ...parallel.context_parallel.building import without_zeros
 from ...parallel.data_parallel import DataParallelBucket
 from ...parallel.data_parallel.building import NARROW, widened
 from ...parallel.pipeline_parallel.building import PassThrough, forms_cast
@@ -80,6 +79,39 @@ def trained(
             raise
         model.reset()
     return train(cut(shortens=False))
+
+
+# Below this a parameter may hide what it multiplies: a branch that begins as zero, a scale of 1e-6.
+_SMALL = 1e-3
+
+
+@contextmanager
+def without_zeros(model: nn.Module) -> Iterator[None]:
+    """Let parameters that are nearly zero have other values, so that nothing hides behind them.
+
+    A parameter of one shape gets the same ones on every rank.
+    """
+    with torch.no_grad():
+        before = [(each, each.clone(), values) for each, values in _other_values(model)]
+        for parameter, _, values in before:
+            parameter.copy_(values)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, own, _ in before:
+                parameter.copy_(own)
+
+
+def _other_values(model: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield parameters that are nearly zero, each with values that are not."""
+    for parameter in model.parameters():
+        if not parameter.is_floating_point() or not parameter.numel() or parameter.is_meta:
+            continue
+        if parameter.detach().abs().max() < _SMALL:
+            numbers = torch.arange(parameter.numel(), device=parameter.device)
+            pattern = numbers.double().cos_().mul_(0.5 / max(parameter.shape[-1:] or (1,)) ** 0.5)
+            yield parameter, pattern.to(parameter.dtype).view_as(parameter)
 
 
 _BYTES = 8  # of each parameter: its value in float32, and its gradient

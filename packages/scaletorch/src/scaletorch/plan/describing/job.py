@@ -13,7 +13,7 @@ from ...compose import parallelize, shard_global_batch, train_step
 from ...compose.experts import expert_names
 from ...compose.forward import terms_of
 from ...compose.own_loss import LossFunction
-from ...parallel.context_parallel.building import asked
+from ...parallel.context_parallel.building import expect_attention
 from ...parallel.pg_manager import Grid, ProcessGroupManager
 from ...parallel.pipeline_parallel import Split
 from ...parallel.tensor_parallel import explain
@@ -89,7 +89,7 @@ class Job:
                 recompute="selective" if cut.selective else False,
                 data_parallel={"init_sync": "none"}, rehearse=False,
             )  # fmt: skip
-            asked(model)
+            expect_attention(model, False)
             terms_of(parallel).seen = 2
             batch = self.batch(rows * manager.dp_size)
             watched = watch(model, seen, self.chosen, like)

@@ -11,14 +11,13 @@ Shapes, with H query heads in groups over K key/value heads and L positions on e
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 
 import torch
 from torch import Tensor
 
-from ....dist.errors import InvalidArgumentError
 from ..cp_comms import Parts, Ring, split
 from ..kernels import (
     Operands,
@@ -172,54 +171,6 @@ def attend_once_backward(grad_out: Tensor, saved: Saved, band: Band, call: Call)
     return *backward(Operands(grad_out, *saved), call.scale, band, call.softcap), None
 
 
-# Own keys and values need no message. So backward computes one half of them first, while the keys
-# and values of other ranks are under way, and the other half last, while the last gradients are.
-
-
-def early_half(grad_out: Tensor, saved: Saved, totals: Gradients, call: Call) -> None:
-    """Add the gradients of attention over the later half of this rank's keys, in place.
-
-    If attention is causal they are the smaller half of the work, as what follows it, keys and
-    values, is the smaller message. On one rank nothing is left for `late_half`.
-    """
-    _add(slice(_middle(call), None), grad_out, saved, totals, call)
-
-
-def late_half(grad_out: Tensor, saved: Saved, totals: Gradients, call: Call) -> None:
-    """Add the gradients of attention over the earlier half of this rank's keys, in place."""
-    _add(slice(0, _middle(call)), grad_out, saved, totals, call)
-
-
-def _middle(call: Call) -> int:
-    return call.layout.local_length // 2 if call.ring.size > 1 else 0
-
-
-def _add(half: slice, grad_out: Tensor, saved: Saved, totals: Gradients, call: Call) -> None:
-    """Add the gradients of attention over these of this rank's keys, as over one more source."""
-    # The half becomes the share of one rank more, so that the mask is cut for it as for any.
-    ranks = call.layout.ranks
-    keys = _cut(ranks[call.ring.index], half)
-    part = replace(call, layout=replace(call.layout, ranks=(*ranks, keys)))
-    q, k, v, out, lse = saved
-    dq, dk, dv = totals
-    saved, totals = (
-        (q, k[:, :, half], v[:, :, half], out, lse),
-        (dq, dk[:, :, half], dv[:, :, half]),
-    )
-    part.attend_backward(len(ranks), grad_out, saved, totals)
-
-
-def _cut(share: tuple[range, ...], half: slice) -> tuple[range, ...]:
-    """Return the part of a shard's runs in a slice of its local indices."""
-    wanted = range(sum(map(len, share)))[half]
-    start = 0
-    runs = []
-    for run in share:
-        runs.append(run[max(wanted.start - start, 0) : max(wanted.stop - start, 0)])
-        start += len(run)
-    return tuple(runs)
-
-
 def part_size(kv_heads: int, size: int) -> int:
     """Return over how many of `size` ranks "hybrid" divides heads, without replicating any."""
     return gcd(kv_heads, size)
@@ -228,24 +179,11 @@ def part_size(kv_heads: int, size: int) -> int:
 def parts_for(method: str, q: Tensor, k: Tensor, ring: Ring) -> Parts:
     """Return how a method divides the ranks: into those that exchange heads, and rings across.
 
-    Raises:
-        InvalidArgumentError: The heads do not divide over a part.
+    Heads that do not divide over all ranks are divided as "hybrid" does.
     """
-    size = {"ulysses": ring.size, "hybrid": part_size(k.shape[1], ring.size)}.get(method, 1)
-    _check_heads(q, k, size)
+    heads, kv_heads, size = q.shape[1], k.shape[1], 1
+    if method in ("ulysses", "hybrid"):
+        size = part_size(kv_heads, ring.size)
+    if method == "ulysses" and heads % ring.size == 0 == ring.size % kv_heads:
+        size = ring.size  # fewer key/value heads than ranks go to several each
     return split(ring, size)
-
-
-def _check_heads(q: Tensor, k: Tensor, size: int) -> None:
-    """Check that query heads divide over `size` ranks, and key/value heads with them.
-
-    Raises:
-        InvalidArgumentError: They do not.
-    """
-    heads, kv_heads = q.shape[1], k.shape[1]
-    if heads % size or (kv_heads % size and size % kv_heads):
-        raise InvalidArgumentError(
-            f"Ulysses divides heads over {size} ranks: their number must be a multiple of that, "
-            f"and key/value heads a multiple or a divisor; there are {heads} and {kv_heads}; "
-            "method='ring' takes any, method='hybrid' divides them as far as it can"
-        )

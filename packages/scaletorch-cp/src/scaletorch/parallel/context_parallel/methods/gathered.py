@@ -2,8 +2,8 @@
 
 Simple, and quick if K and V are small beside Q (grouped heads) or shards are short; memory for
 K and V is that of the whole sequence. They are under way while a rank attends to its own keys. In
-backward they are gathered again, behind one half of its own keys, and the gradients of all ranks'
-keys and values are summed and scattered in float32 at least, behind the other half.
+backward they are gathered again, and the gradients of all ranks' keys and values are summed and
+scattered in float32 at least.
 
 Sent per rank and call, with M bytes of K and V on a rank and elements of e bytes: (N − 1)·M
 forward, (N − 1)·M·(1 + 4/e) backward (8/e in float64).
@@ -15,10 +15,10 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from ....dist import Work, all_gather
+from ....dist import all_gather
 from ....dist.building import reduce_scatter_flat
 from ..cp_comms import Ring
-from .call import Call, Saved, WithSinks, attend_all, early_half, late_half, no_gradient, of_sinks
+from .call import Call, Saved, WithSinks, attend_all, no_gradient, of_sinks
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
@@ -29,17 +29,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]
 def backward(grad_out: Tensor, saved: Saved, call: Call) -> WithSinks:
     """Return dq, dk, dv and of sinks of this rank's shards, in float32 at least."""
     q, k, v, out, lse = saved
-    dq, shards, last = no_gradient(q), no_gradient(k, call.ring.size, 2), no_gradient(k, 2)
+    dq, shards = no_gradient(q), no_gradient(k, call.ring.size, 2)
     for source, keys, values in _gathered(k, v, call.ring):
         totals = dq, shards[source, 0], shards[source, 1]
-        if source == call.ring.index:
-            early_half(grad_out, saved, totals, call)
-        else:
-            call.attend_backward(source, grad_out, (q, keys, values, out, lse), totals)
-    del keys, values  # all that was gathered
-    arriving = _summed(shards, call.ring)
-    late_half(grad_out, saved, (dq, *last), call)
-    dk, dv = last.add_(arriving.wait())
+        call.attend_backward(source, grad_out, (q, keys, values, out, lse), totals)
+    dk, dv = _summed(shards, call.ring)
     return dq, dk, dv, of_sinks(grad_out, saved, call)
 
 
@@ -54,10 +48,10 @@ def _gathered(k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, T
         yield source, both[0][source], both[1][source]
 
 
-def _summed(shards: Tensor, ring: Ring) -> Work[Tensor]:
-    """Start to sum every rank's `shards` [N, ...], and to give each rank its own."""
+def _summed(shards: Tensor, ring: Ring) -> Tensor:
+    """Sum every rank's `shards` [N, ...], and give each rank its own."""
     if ring.group is None or ring.size == 1:
-        return Work((), lambda: shards[0])
+        return shards[0]
     counts = [shards[0].numel()] * ring.size
     work = reduce_scatter_flat(shards.reshape(-1), counts, group=ring.group)
-    return Work((work,), lambda: work.wait().view(shards.shape[1:]))
+    return work.wait().view(shards.shape[1:])

@@ -3,8 +3,7 @@
 In step s rank r holds the keys and values of rank r − s, and the next ones are under way while
 it computes. The results of the blocks are merged by their log-sum-exp. In backward keys and
 values travel again, and each block's gradients travel one step behind them: they start on the
-rank after the owner, which keeps its own share at home, and come home after N − 1 hops. Half of
-its own share the owner computes at the end, while they come home.
+rank after the owner, which keeps its own share at home, and come home after N − 1 hops.
 
 Sent per rank and call, with M bytes of K and V on a rank and elements of e bytes: (N − 1)·M
 forward, (N − 1)·M·(1 + 4/e) backward (8/e in float64).
@@ -26,8 +25,6 @@ from .call import (
     attend_all,
     attend_once,
     attend_once_backward,
-    early_half,
-    late_half,
     no_gradient,
     of_sinks,
 )
@@ -54,7 +51,7 @@ def backward(grad_out: Tensor, saved: Saved, call: Call) -> WithSinks:
     comm = ContextCommunicate("gradients of keys and values", call.ring)
     for source, keys, values in _travelling(k, v, call.ring):
         if source == call.ring.index:
-            early_half(grad_out, saved, (dq, *home), call)
+            call.attend_backward(source, grad_out, saved, (dq, *home))
             continue
         # What was sent last is still under way: its memory is not free for this share.
         share = torch.zeros_like(home) if share is None or share is sent else share.zero_()
@@ -62,8 +59,6 @@ def backward(grad_out: Tensor, saved: Saved, call: Call) -> WithSinks:
         total = _with_arrived(share, arriving, comm)
         (arriving,) = _pass_on([total], comm, [sent])
         sent = total
-    del keys, values
-    late_half(grad_out, saved, (dq, *home), call)
     dk, dv = _with_arrived(home, arriving, comm)
     return dq, dk, dv, of_sinks(grad_out, saved, call)
 

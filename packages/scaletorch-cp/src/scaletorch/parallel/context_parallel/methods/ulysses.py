@@ -16,20 +16,19 @@ the two together, https://arxiv.org/abs/2405.07719.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from math import gcd
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..kernels import statistics_dtype
+from ....dist import exchange
+from ..cp_comms import Ring
 from ..layouts.layout import joined
 from . import ring
 from .call import Call, Saved, WithSinks
-from .swap import Swap
 
-PIECES = 4  # heads travel in so many pieces at most; the first and the last are not hidden
+Shard = tuple[range, ...]  # runs of positions in local order
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
@@ -37,16 +36,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]
     if call.parts[0].size == 1:
         return ring.forward(q, k, v, call)
     swap, inner = _of_parts(call)
-    out = _rooms(q, (q.shape[1],), q.dtype, swap)
-    saved: Saved = ()
-    leaving = []
-    for piece, (queries, keys, values) in _arriving((q, k, v), swap):
-        part, kept = ring.forward(queries, keys, values, _of_heads(inner, swap, piece))
-        leaving.append(swap.to_positions((part,), out, piece))
-        saved += kept
-    for work in leaving:
-        work.wait()
-    return out[0].flatten(1, 2), saved
+    queries, keys, values = swap.to_heads((q, k, v))
+    out, saved = ring.forward(queries, keys, values, inner)
+    return swap.to_positions((out,))[0], saved
 
 
 def backward(grad_out: Tensor, saved: Saved, call: Call) -> WithSinks:
@@ -54,59 +46,112 @@ def backward(grad_out: Tensor, saved: Saved, call: Call) -> WithSinks:
     if call.parts[0].size == 1:
         return ring.backward(grad_out, saved, call)
     swap, inner = _of_parts(call)
-    heads, kv_heads = grad_out.shape[1], max(call.kv_heads, swap.part.size)
-    grads = _rooms(grad_out, (heads, kv_heads, kv_heads), statistics_dtype(grad_out.dtype), swap)
+    (grad,) = swap.to_heads((grad_out,))
+    *grads, of_sinks = ring.backward(grad, saved, inner)
+    dq, dk, dv = swap.to_positions(grads)
     sinks = None if call.sinks is None else torch.zeros_like(call.sinks)
-    leaving = []
-    for piece, (grad,) in _arriving((grad_out,), swap):
-        part = _of_heads(inner, swap, piece)
-        *parts, of_sinks = ring.backward(grad, saved[5 * piece : 5 * piece + 5], part)
-        leaving.append(swap.to_positions(tuple(parts), grads, piece))
-        if sinks is not None and of_sinks is not None:
-            swap.own_heads(sinks, piece).copy_(of_sinks)
-    for work in leaving:
-        work.wait()
-    dq, dk, dv = (x.flatten(1, 2) for x in grads)
+    if sinks is not None and of_sinks is not None:
+        swap.own_heads(sinks).copy_(of_sinks)
     return dq, _summed(dk, call.kv_heads), _summed(dv, call.kv_heads), sinks
 
 
-def _arriving(tensors: tuple[Tensor, ...], swap: Swap) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield a piece of this rank's heads of all positions while the next is under way."""
-    coming = swap.to_heads(tensors, 0)
-    for piece in range(swap.pieces):
-        here, work = coming
-        work.wait()
-        if piece + 1 < swap.pieces:
-            coming = swap.to_heads(tensors, piece + 1)
-        yield piece, here
+@dataclass(frozen=True, slots=True)
+class _Swap:
+    """Positions for heads, and back: the exchange within a part of the ranks.
+
+    Attributes:
+        part: The ranks, U of them.
+        shards: The positions of each.
+        whole: The positions of all, in the order in which the part has them together.
+    """
+
+    part: Ring
+    shards: tuple[Shard, ...]
+    whole: Shard
+
+    def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Give heads of this rank's positions for positions of this rank's heads.
+
+        Args:
+            tensors: Each [B, H, L, D]. If there are fewer heads than ranks each goes to several.
+
+        Returns:
+            Each [B, max(1, H / U), U · L, D].
+        """
+        sends, recvs, results = [], [], []
+        for x in tensors:
+            batch, heads, length, dim = x.shape
+            heads = max(1, heads // self.part.size)
+            out = x.new_empty(batch, heads, self.part.size * length, dim)
+            results.append(out)
+            for peer, (rank, shard) in enumerate(self._peers()):
+                heads_of_peer = self._heads_of(x, peer)
+                sends += [(heads_of_peer[:, :, here], rank) for here, _ in self._own()]
+                recvs += [(out[:, :, there], rank) for _, there in _slots(shard, self.whole)]
+        exchange(sends, recvs, self.part.group)
+        return results
+
+    def to_positions(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Give positions of this rank's heads for heads of its positions: the way back.
+
+        Args:
+            tensors: Each [B, h, U · L, D].
+
+        Returns:
+            Each [B, U · h, L, D].
+        """
+        sends, recvs, results = [], [], []
+        for x in tensors:
+            batch, heads, length, dim = x.shape
+            size = self.part.size
+            out = x.new_empty(batch, size, heads, length // size, dim)
+            results.append(out.flatten(1, 2))
+            for peer, (rank, shard) in enumerate(self._peers()):
+                sends += [(x[:, :, there], rank) for _, there in _slots(shard, self.whole)]
+                recvs += [(out[:, peer, :, here], rank) for here, _ in self._own()]
+        exchange(sends, recvs, self.part.group)
+        return results
+
+    def own_heads(self, x: Tensor) -> Tensor:
+        """Return this rank's heads of x [H], as a view."""
+        return self._heads_of(x.unsqueeze(0), self.part.index).squeeze(0)
+
+    def _heads_of(self, x: Tensor, peer: int) -> Tensor:
+        """Return the heads that go to a rank of the part, as a view."""
+        heads = x.shape[1]
+        return x.narrow(1, peer * heads // self.part.size, max(1, heads // self.part.size))
+
+    def _peers(self) -> Iterator[tuple[int, Shard]]:
+        return zip(self.part.ranks, self.shards, strict=True)
+
+    def _own(self) -> list[tuple[slice, slice]]:
+        return _slots(self.shards[self.part.index], self.whole)
 
 
-def _rooms(
-    x: Tensor, counts: tuple[int, ...], dtype: torch.dtype, swap: Swap
-) -> tuple[Tensor, ...]:
-    """Return room for the heads of all ranks, [B, U, heads / U, L, D] for each count."""
-    batch, _, length, dim = x.shape
-    size = swap.part.size
-    shapes = [(batch, size, heads // size, length, dim) for heads in counts]
-    return tuple(x.new_empty(shape, dtype=dtype) for shape in shapes)
+def _slots(shard: Shard, whole: Shard) -> list[tuple[slice, slice]]:
+    """Return for each run of a shard its place in the shard and its place in the whole."""
+    slots, local = [], 0
+    for run in shard:
+        top = 0
+        for target in whole:
+            if run.start in target:
+                first, step = top + target.index(run.start), run.step // target.step
+                end = first + (len(run) - 1) * step + 1
+                slots.append((slice(local, local + len(run)), slice(first, end, step)))
+            top += len(target)
+        local += len(run)
+    return slots
 
 
-def _of_parts(call: Call) -> tuple[Swap, Call]:
+def _of_parts(call: Call) -> tuple[_Swap, Call]:
     """Return the exchange of a part, and the call of the ring across parts."""
     part, across = call.parts
     layout = joined(call.layout, part.size)
     first = across.index * part.size
     shards = call.layout.ranks[first : first + part.size]
-    pieces = gcd(PIECES, max(1, call.kv_heads // part.size))
-    swap = Swap(part, shards, layout.ranks[across.index], pieces)
-    return swap, replace(call, layout=layout, ring=across)
-
-
-def _of_heads(inner: Call, swap: Swap, piece: int) -> Call:
-    """Return the call of a piece of this rank's heads."""
-    if inner.sinks is None:
-        return inner
-    return replace(inner, sinks=swap.own_heads(inner.sinks, piece))
+    swap = _Swap(part, shards, layout.ranks[across.index])
+    sinks = None if call.sinks is None else swap.own_heads(call.sinks)
+    return swap, replace(call, layout=layout, ring=across, sinks=sinks)
 
 
 def _summed(grad: Tensor, kv_heads: int) -> Tensor:

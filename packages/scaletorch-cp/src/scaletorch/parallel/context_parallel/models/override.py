@@ -23,14 +23,11 @@ from torch.overrides import TorchFunctionMode
 
 from ....dist.errors import StateError
 from ...pg_manager import describe_rank
-from ...pg_manager.building import call_uncompiled
-from ..alone import alone
-from ..attention import Asked
+from ..attention import Asked, calls
 from ..masks.documents import CU_SEQLENS, Documents, read_documents
 from .calls import require_documents_kept, require_no_labels
-from .mixing import require_apart
 from .multihead import FUNCTION, attend_projected, without_weights
-from .settings import Settings, note_backward, refusal, settings_of, warn_unasked
+from .settings import Settings, note_backward, refusal, settings_of
 
 
 class _Running(threading.local):
@@ -65,7 +62,6 @@ class AttentionOverride(TorchFunctionMode):
         settings: What the model attends by.
         given: Keyword arguments of the forward that turned it on.
         position_ids: What the innermost forward that has this argument was given.
-        calls: How many calls of attention it has seen.
     """
 
     def __init__(self, settings: Settings, given: Mapping[str, Any]) -> None:
@@ -73,7 +69,6 @@ class AttentionOverride(TorchFunctionMode):
         self.settings = settings
         self.given = given
         self.position_ids = given.get("position_ids")
-        self.calls = 0
         self._read: list[tuple[object, Documents]] = []  # kept, as reading waits for the device
 
     def __torch_function__(
@@ -93,8 +88,7 @@ class AttentionOverride(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
-        """Attend by the model's settings, and count the call."""
-        self.calls += 1
+        """Attend by the model's settings."""
         if asked.cu_seqlens is not None:
             asked = asked._replace(cu_seqlens=self.documents(asked.cu_seqlens))
         elif self.given.get(CU_SEQLENS[0]) is not None:
@@ -164,18 +158,15 @@ def _overriding(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
             return sharded(self, *args, **kwargs)
         if outermost:
             require_no_labels(self, kwargs)
-            asks = settings.ring.size > 1 and not settings.asked and alone() is None
-            if asks:
-                call_uncompiled(require_apart, self, inner, (args, kwargs), settings, _turned_on)
         else:
             settings.require_told_alike()
-        with _turned_on(settings, kwargs) as override:
+        before = calls.made
+        with _turned_on(settings, kwargs):
             result = sharded(self, *args, **kwargs)
-        if outermost and settings.must_attend and not override.calls:
-            raise _unseen(self)
         if outermost:
+            if settings.must_attend and settings.ring.size > 1 and calls.made == before:
+                raise _unseen(self)
             note_backward(result, settings)
-            warn_unasked(self, settings)
         return result
 
     return forward
@@ -227,9 +218,9 @@ def _refuse_bare_function(frame: Any) -> None:
 
 def _unseen(model: nn.Module) -> StateError:
     message = (
-        f"{describe_rank()}: {type(model).__name__}.forward called no "
-        "F.scaled_dot_product_attention, so whatever attention it has saw this rank's shard alone, "
-        "and a stage without a rehearsal is not asked otherwise: select the model's 'sdpa' "
-        "attention, call ring_attention in it, or leave rehearse=False out"
+        f"context-parallel attention on {describe_rank()}: {type(model).__name__}.forward called "
+        "no F.scaled_dot_product_attention, so any attention it has saw this rank's shard alone: "
+        "select the model's 'sdpa' attention, call ring_attention in it, or let parallelize "
+        "compare it with one process (without rehearse=False)"
     )
     return StateError(message)

@@ -6,7 +6,6 @@ bound to a thread: recomputation may run in another than the forward did.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import describe_rank
-from ..alone import alone
 from ..attention import Asked, attend
 from ..cp_comms import Ring
 from ..layouts.layout import Layout, named_layout
@@ -45,11 +43,8 @@ class Settings:
         method: Name of the method.
         ring: The ranks.
         told: The batch that holds at present, if a caller told one.
-        asked: Whether the model was asked if it mixes positions outside of attention, or a warning
-            has said that it could not be.
-        unasked: Why it could not be asked; None if no warning is due.
-        must_attend: Whether a forward without attention is refused: nothing else would find one
-            that cannot be seen.
+        must_attend: Whether a forward without attention is refused: nothing else finds one that
+            the model computes itself, but for a rehearsal.
     """
 
     def __init__(self, said: str | None, method: str, ring: Ring) -> None:
@@ -58,8 +53,7 @@ class Settings:
         self.method = method
         self.ring = ring
         self.told: Told | None = None
-        self.unasked: str | None = None
-        self.asked = self.must_attend = False
+        self.must_attend = True
         self._of_backward: tuple[int, Told | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
@@ -170,17 +164,10 @@ def settings_of(module: nn.Module) -> Settings | None:
     return found
 
 
-def asked(model: nn.Module, *, before: bool = True, must_attend: bool = False) -> None:
-    """Note whether a model was asked before if it mixes positions, or is asked in its forward.
-
-    Args:
-        model: A context-parallel model, or any.
-        before: It was asked, or cannot be.
-        must_attend: A forward without attention is refused, since nothing else finds one by hand.
-    """
-    settings = settings_of(model)
-    if settings is not None:
-        settings.asked, settings.unasked, settings.must_attend = before, None, must_attend
+def expect_attention(model: nn.Module, expected: bool) -> None:
+    """Say whether a forward of a context-parallel model that calls no attention is refused."""
+    for settings in filter(None, map(settings_of, model.modules())):
+        settings.must_attend = expected
 
 
 def note_shards(model: nn.Module, layout: Layout) -> None:
@@ -262,18 +249,3 @@ def _require_ready(settings: Settings | None, model: nn.Module, told: Told, ring
 def refusal(why: str) -> InvalidArgumentError:
     """Return the error of attention that cannot be computed over shards."""
     return InvalidArgumentError(f"context-parallel attention on {describe_rank()}: {why}")
-
-
-def warn_unasked(model: nn.Module, settings: Settings) -> None:
-    """Warn once that a model which has run could not be asked, and why."""
-    if settings.unasked is None or alone() is not None:
-        return
-    why, settings.unasked, settings.asked = settings.unasked, None, True
-    if settings.ring.index == 0:
-        warnings.warn(
-            f"{type(model).__name__} could not be asked whether it mixes the positions of its "
-            f"shard outside of attention, since {why}: a convolution, a recurrence or "
-            "pooling in it would see this rank's shard alone",
-            RuntimeWarning,
-            stacklevel=2,
-        )

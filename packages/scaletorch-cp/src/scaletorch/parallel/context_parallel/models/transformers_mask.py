@@ -12,7 +12,6 @@ from torch import Tensor
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import describe_rank
 from ..agreement import require_agreement
-from ..alone import alone
 from .calls import require_no_padding, require_positions
 from .override import running_override
 from .settings import refusal
@@ -103,9 +102,8 @@ def _read_mask(
         if attention_mask is not None:
             require_no_padding(attention_mask, q_length, settings)
         _require_one_sequence(q_length, kv_length, int(q_offset), kv_offset)
-        if alone() is None:
-            told = settings.told is not None or override.given.get("cu_seq_lens_q") is not None
-            require_positions(override.position_ids, q_length, settings, told=told)
+        told = settings.told is not None or override.given.get("cu_seq_lens_q") is not None
+        require_positions(override.position_ids, q_length, settings, told=told)
         return _pattern(mask_function)
     except InvalidArgumentError as error:  # one rank's shard may be refused; the others go on
         device = _device(attention_mask, override.position_ids)

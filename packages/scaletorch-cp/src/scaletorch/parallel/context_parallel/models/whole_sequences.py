@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ....dist import functional
 from ....dist.building import map_tensors
-from ..alone import alone, weigh_alone
+from ..attention import calls
 from ..cp_comms import Ring
 from ..layouts.layout import layout_of_shards
 from .calls import is_pretrained
@@ -39,8 +39,7 @@ _WITHOUT_CONVOLUTION = (
 def find_whole(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that pass a state along the sequence, the outermost ones.
 
-    They are known in models of transformers alone; in others they are found when the model is
-    asked whether it mixes positions, and refused.
+    They are known in models of transformers alone.
     """
     found: dict[nn.Module, None] = {}
     for part in filter(is_pretrained, model.modules()):
@@ -76,11 +75,8 @@ def _on_whole_sequences(inner: Callable[..., Any]) -> Callable[..., Any]:
         if settings is None or not settings.active:
             return run(*args, **kwargs)
         override = running_override(settings)
-        if override is not None:
-            override.calls += 1  # it counts as attention
+        calls.made += 1  # it counts as attention
         hidden = _hidden_states(self, args, kwargs)
-        if alone() is not None:
-            return _each_alone(run, args, kwargs, hidden)
         _refuse_documents(self, settings, {} if override is None else override.given)
         if settings.ring.size == 1:
             return run(*args, **kwargs)
@@ -169,21 +165,3 @@ def _refuse_documents(module: nn.Module, settings: Settings, given: Mapping[str,
             f"{type(module).__name__} passes a state along the sequence, and would pass it from "
             "one packed document to the next: give each document a row of its own"
         )
-
-
-def _each_alone(
-    inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: Tensor
-) -> Any:
-    """Return outputs of the right shape, each position made of its own hidden state alone."""
-    shape = hidden.shape[:2]
-
-    def one(x: Tensor) -> Tensor:
-        return x[:1, :1] if x.ndim >= 2 and x.shape[1] == shape[1] else x
-
-    def for_all(x: Tensor) -> Tensor:
-        if x.shape[:2] != (1, 1):
-            return x
-        return weigh_alone(hidden.flatten(2), torch.ones_like(x).expand(*shape, *x.shape[2:]))
-
-    args, kwargs = map_tensors(one, (args, kwargs))
-    return map_tensors(for_all, inner(*args, **kwargs))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +45,6 @@ def dispatch(
     top_k_weights: Tensor,
     experts: int | Sequence[int],
     group: ProcessGroup | None = None,
-    meanwhile: Callable[[], object] | None = None,
 ) -> Dispatched:
     """Send every token to the ranks that have its experts, once to each; all ranks call it.
 
@@ -62,8 +60,6 @@ def dispatch(
         experts: Number of experts, shared out in contiguous ranges, the first ranks one more; or
             their number on each rank.
         group: The ranks; None is the manager's `ep` axis.
-        meanwhile: Called while rows are under way; the backward of what it computes runs while
-            their gradients are.
 
     Raises:
         InvalidArgumentError: Shapes do not fit, an index is outside, a rank would have no expert.
@@ -76,7 +72,7 @@ def dispatch(
     group = expert_group(group)
     counts = counts_of(experts, get_world_size(group))
     route = find_route(hidden, top_k_index, top_k_weights, counts, group)
-    return dispatch_along(route, hidden, top_k_index, top_k_weights, counts, meanwhile)
+    return dispatch_along(route, hidden, top_k_index, top_k_weights, counts)
 
 
 def dispatch_along(
@@ -85,19 +81,16 @@ def dispatch_along(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     counts: tuple[int, ...],
-    meanwhile: Callable[[], object] | None,
 ) -> Dispatched:
     """Do what `dispatch` does once the route has been found."""
     if sum(counts) >= 1 << 8 * top_k_weights.element_size() - 1:
         raise InvalidArgumentError(f"{top_k_weights.dtype} weights carry fewer than 32768 experts")
     if route.backward and not (hidden.requires_grad or top_k_weights.requires_grad):
         hidden = hidden.detach().requires_grad_()  # another rank needs gradients, so all send them
-    rank, widths = get_rank(route.group), (hidden.shape[1], top_k_weights.shape[1])
-    flight = _Flight(route, widths, numbers_of(counts, rank, hidden.device), counts[rank])
-    mark = apply(_Leave, hidden, top_k_weights, top_k_index, flight)
-    if meanwhile is not None:
-        meanwhile()
-    rows, weights, index = apply(_Arrive, mark, top_k_weights.dtype, flight)
+    rank = get_rank(route.group)
+    numbers = numbers_of(counts, rank, hidden.device)
+    travelling = hidden, top_k_weights, top_k_index, route, numbers, counts[rank]
+    rows, weights, index = apply(_Travel, *travelling)
     return Dispatched(rows, index, weights, route)
 
 
@@ -138,71 +131,45 @@ def apply(function: type[Function], *args: Any) -> Any:
     return function.apply(*args)
 
 
-@dataclass(slots=True)
-class _Flight:
-    """What is under way between two nodes of the graph: hidden states, and what goes with them."""
+class _Travel(Function):
+    """Rows to the ranks of their experts, with weights and indices; backward sends gradients back.
 
-    route: Route
-    widths: tuple[int, int]  # H and K
-    numbers: Tensor  # what this rank counts each expert as
-    here: int  # its experts
-    works: tuple[Work[Tensor], ...] = ()
-
-    def land(self) -> list[Tensor]:
-        """Wait for all of it."""
-        works, self.works = self.works, ()
-        return [work.wait() for work in works]
-
-
-class _Leave(Function):
-    """Rows out with their weights and indices; backward adds up the gradients that came back."""
+    `numbers` is what this rank counts each expert as, `here` the number of its own.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weights: Tensor, index: Tensor, flight: _Flight
-    ) -> Tensor:
-        """Return a mark of no elements, whose gradient says that theirs are on their way."""
-        ctx.flight, route = flight, flight.route
-        kind = _INTEGERS[weights.element_size()]
-        beside = torch.cat((weights.view(kind), index.to(kind)), 1)
-        rows = (each.index_select(0, route.rows) for each in (hidden, beside))
-        flight.works = tuple(_send(each, route) for each in rows)
-        return hidden.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        """Return the gradients of hidden states and weights."""
-        flight = ctx.flight
-        came = zip(flight.land(), flight.widths, strict=True)
-        return *(_add_up(each.view(-1, width), flight.route) for each, width in came), None, None
-
-
-class _Arrive(Function):
-    """What came, once it is here; backward sends gradients back and does not wait for them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, mark: Tensor, dtype: torch.dtype, flight: _Flight
+        ctx: Any,
+        hidden: Tensor,
+        weights: Tensor,
+        index: Tensor,
+        route: Route,
+        numbers: Tensor,
+        here: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what came: hidden states [R, H], weights and indices [R, K]."""
-        (rows, beside), (width, top_k) = flight.land(), flight.widths
-        weights, numbers = beside.view(-1, 2, top_k).unbind(1)
-        indices = flight.numbers.take(numbers.long())
-        elsewhere = indices == flight.here
-        weights = weights.view(dtype).masked_fill(elsewhere, 0)
-        ctx.flight, ctx.elsewhere = flight, elsewhere
+        kind = _INTEGERS[weights.element_size()]
+        beside = torch.cat((weights.view(kind), index.to(kind)), 1)
+        works = [_send(each.index_select(0, route.rows), route) for each in (hidden, beside)]
+        rows, came = (work.wait() for work in works)
+        own, sent = came.view(-1, 2, weights.shape[1]).unbind(1)
+        indices = numbers.take(sent.long())
+        elsewhere = indices == here
+        own = own.view(weights.dtype).masked_fill(elsewhere, 0)
+        ctx.route, ctx.elsewhere = route, elsewhere
         ctx.mark_non_differentiable(indices)
-        return rows.view(-1, width), weights, indices
+        return rows.view(-1, hidden.shape[1]), own, indices
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Send both gradients back: every rank does, whichever it needs."""
-        flight = ctx.flight
+        """Return the gradients of hidden states and weights: all ranks send both."""
         gradients = grads[0].contiguous(), grads[1].masked_fill(ctx.elsewhere, 0).contiguous()
-        flight.works = tuple(_send_back(each, flight.route) for each in gradients)
-        return grads[0].new_empty(0), None, None
+        works = [_send_back(each, ctx.route) for each in gradients]
+        came = [
+            work.wait().view(-1, each.shape[1]) for work, each in zip(works, gradients, strict=True)
+        ]
+        return *(_add_up(each, ctx.route) for each in came), None, None, None, None
 
 
 class _Combine(Function):
