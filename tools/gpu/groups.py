@@ -71,7 +71,10 @@ GROUPS = (
     ),
     Group("tests marked gpu", "suites.marked", 60, shares=False),
     Group("bodies of every backend", "suites.bodies", 40),
-    *(Group(f"kernel {name}", "kernels.blocks", 40, (name,), False) for name in KERNELS),
+    *(
+        Group(f"kernel {name}", "kernels.blocks", 90 if name == "flex" else 40, (name,), False)
+        for name in KERNELS
+    ),
     Group("attention", "kernels.calls", 60, (), False),
     Group("rehearsal", "training.rehearsals", 40),
     Group("messages", "training.messages", 40),

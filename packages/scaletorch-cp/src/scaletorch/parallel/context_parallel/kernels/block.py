@@ -107,12 +107,14 @@ class Kernel(NamedTuple):
         fits: Whether the kernel can compute these q, k, v and band.
         forward: (q, k, v, scale, band) -> out, lse.
         backward: (operands, scale, band) -> dq, dk, dv.
+        caps: Whether forward and backward take a cap of the scores as well, behind the band.
     """
 
     name: str
     fits: Fits
     forward: Forward
     backward: Backward
+    caps: bool = False
 
 
 def update_out_and_lse(

@@ -2,46 +2,32 @@
 
 The first kernel of the device that fits is taken, and the tile if none does. Any kernel can
 run the backward of blocks whose forward another one ran, since all share one form of `out` and
-`lse`. Capped scores are the tile's: no fused operator knows them.
+`lse`. On CUDA and XPU devices what no fused operator takes goes to flex_attention.
 """
 
 from __future__ import annotations
 
-import warnings
-from functools import cache
-
 from torch import Tensor
 
 from ..masks.blocks import Band
-from . import cpu_flash, cuda, tile
+from . import cpu_flash, cuda, flex, tile
 from .block import Gradients, Kernel, Operands
 
-TILE = Kernel("tile", lambda *_: True, tile.forward, tile.backward)
+TILE = Kernel("tile", lambda *_: True, tile.forward, tile.backward, caps=True)
+FLEX = Kernel("flex", flex.fits, flex.forward, flex.backward, caps=True)
 CPU_FLASH = Kernel("cpu flash", cpu_flash.fits, cpu_flash.forward, cpu_flash.backward)
 # Device type -> kernels, best first; the tile stands behind all of them.
 KERNELS: dict[str, tuple[Kernel, ...]] = {
     "cpu": (CPU_FLASH,),
-    "cuda": cuda.KERNELS,
+    "cuda": (*cuda.KERNELS, FLEX),
+    "xpu": (FLEX,),
 }
 
 
 def kernel_for(q: Tensor, k: Tensor, v: Tensor, band: Band, cap: float | None = None) -> Kernel:
     """Return the kernel for a block: the device's first that fits, or the tile."""
-    kernels = KERNELS.get(q.device.type, ()) if cap is None else ()
-    found = next((kernel for kernel in kernels if kernel.fits(q, k, v, band)), TILE)
-    if found is TILE and q.device.type not in ("cpu", "meta"):
-        _warn_of_tiles(q.device.type)
-    return found
-
-
-@cache
-def _warn_of_tiles(device: str) -> None:
-    warnings.warn(
-        f"no fused operator of {device} computes this attention (capped scores, a window in "
-        "float32, another head dim): plain matrix products do, hundreds of times slower",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    kernels = (each for each in KERNELS.get(q.device.type, ()) if each.caps or cap is None)
+    return next((kernel for kernel in kernels if kernel.fits(q, k, v, band)), TILE)
 
 
 def forward(
@@ -52,7 +38,7 @@ def forward(
     Args:
         q: Queries [B, H, L, D].
         k: Keys [B, K, S, D]; K divides H.
-        v: Values [B, K, S, Dv]; only the tile takes another Dv than D.
+        v: Values [B, K, S, Dv]; only flex_attention and the tile take another Dv than D.
         scale: Factor of the scores.
         band: Row i sees key j where lower <= j - i <= upper.
         cap: Scores s become cap · tanh(s / cap) before the softmax; None leaves them.

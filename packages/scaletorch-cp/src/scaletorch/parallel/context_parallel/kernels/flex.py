@@ -1,0 +1,189 @@
+"""PyTorch's flex_attention, for what fused operators refuse: caps, any band, other head dims.
+
+It takes capped scores, windows in float32, heads whose values have another dim, and grouped heads
+as they are. NO DEVICE HERE HAS RUN IT COMPILED: tests run the same code on CPU, uncompiled. Where
+it fails to compile, one warning says so and the tile computes what it would have computed.
+
+It is compiled once for a process, with dynamic shapes. Bounds of a band, the scale and the cap are
+tensors, and operands are contiguous, so that neither a ring's steps nor other lengths compile it
+again: in training two graphs are enough, without gradients and with. A dim of 1, as of a batch
+or of the blocks of 128 rows or keys, makes others.
+
+Backward computes the block once more and goes back through it. With out and lse of the block, and
+O and LSE of all blocks merged, the block has the weight w = exp(lse - LSE) in each row, so its
+
+    grad out = w · grad O
+    grad lse = w · grad O · (out - O), summed over the head dim
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.fx.experimental import _config as shapes
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from ..masks.blocks import Band
+from . import tile
+from .block import Gradients, Operands, statistics_dtype, without_unseeing_rows
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LEAST_HEAD_DIM = 16  # of Triton's matrix products
+GRAPHS = 64  # of all head dims, dtypes and numbers of heads; torch allows 8
+BLOCK = 128  # rows and keys that are skipped together where they do not see each other
+OPTIONS: Any = {"FORCE_USE_FLEX_ATTENTION": True}  # short queries take no kernel without gradients
+
+_Result = TypeVar("_Result")
+_Kind = tuple[str, torch.dtype, int, int]  # device type, dtype, head dims
+_refused: set[_Kind] = set()
+
+
+def fits(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
+    """Return whether flex_attention takes these tensors, unless it has failed to compile."""
+    same = q.dtype == k.dtype == v.dtype and q.shape[-1] == k.shape[-1]
+    wide = min(q.shape[-1], v.shape[-1]) >= LEAST_HEAD_DIM
+    some = q.numel() > 0 and k.numel() > 0
+    return same and wide and some and q.dtype in DTYPES and _kind(q, v) not in _refused
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attend `q` to one block of keys; as `table.forward`."""
+    return _or_the_tile(
+        _kind(q, v),
+        lambda: _forward(q.detach(), k.detach(), v.detach(), scale, band, cap),
+        lambda: tile.forward(q, k, v, scale, band, cap),
+    )
+
+
+def backward(x: Operands, scale: float, band: Band, cap: float | None = None) -> Gradients:
+    """Return one block's share of the gradients; as `table.backward`."""
+    return _or_the_tile(
+        _kind(x.q, x.v),
+        lambda: _backward(x, scale, band, cap),
+        lambda: tile.backward(x, scale, band, cap),
+    )
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, cap: float | None
+) -> tuple[Tensor, Tensor]:
+    dtype, device = statistics_dtype(q.dtype), q.device
+    numbers = [None if x is None else _constant(x, dtype, device) for x in (scale, cap)]
+    mask = block_mask(q.shape[2], k.shape[2], band, device)
+    # Else sizes that are equal by chance, as heads and blocks, are taken for the same ones.
+    apart = shapes.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    with apart, torch._dynamo.config.patch(recompile_limit=GRAPHS):
+        attended: tuple[Tensor, Tensor] = _compiled()(
+            q.contiguous(), k.contiguous(), v.contiguous(), mask, *numbers
+        )
+    return attended
+
+
+def _backward(x: Operands, scale: float, band: Band, cap: float | None) -> Gradients:
+    q, k, v = (each.detach().contiguous().requires_grad_() for each in (x.q, x.k, x.v))
+    with torch.enable_grad():
+        out, lse = _forward(q, k, v, scale, band, cap)
+    weights = torch.exp(lse.detach() - without_unseeing_rows(x.lse))
+    grad_out = weights.unsqueeze(-1) * x.grad_out
+    grad_lse = (grad_out * (out.detach() - x.out)).sum(-1)
+    dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (grad_out.to(out.dtype), grad_lse))
+    return dq, dk, dv
+
+
+@cache
+def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
+    return torch.compile(_attended, dynamic=True, fullgraph=True)
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: Tensor, cap: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if not torch.compiler.is_dynamo_compiling():
+        raise NotCompiledError("torch.compile is switched off, or works under no such mode")
+
+    def modified(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        score = score * scale
+        return score if cap is None else cap * torch.tanh(score / cap)
+
+    # The scale that it has itself becomes a symbol under dynamic shapes, which kernels cannot read.
+    attended: tuple[Tensor, Any] = flex_attention(
+        q, k, v, modified, mask, 1.0, True, kernel_options=OPTIONS, return_aux=AuxRequest(lse=True)
+    )
+    out, rest = attended
+    return out, rest.lse
+
+
+class NotCompiledError(RuntimeError):
+    """flex_attention would compute all scores at once, for it is not being compiled."""
+
+
+@lru_cache(maxsize=32)
+def block_mask(rows: int, keys: int, band: Band, device: torch.device) -> BlockMask:
+    """Return the mask of a band, made without the [rows, keys] that `create_block_mask` makes."""
+    low = -rows if band[0] is None else max(band[0], -rows)
+    high = keys if band[1] is None else min(band[1], keys)
+    with torch.inference_mode(False), torch.no_grad():
+        lower, upper = (torch.full((), x, device=device) for x in (low, high))
+        first_row, last_row = (x.unsqueeze(1) for x in _ends(rows, device))
+        first_key, last_key = _ends(keys, device)
+        nearest, farthest = first_key - last_row, last_key - first_row
+        seen = (farthest >= low) & (nearest <= high)
+        whole = (nearest >= low) & (farthest <= high)
+        whole &= (last_row - first_row == BLOCK - 1) & (last_key - first_key == BLOCK - 1)
+
+        def sees(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            return (key - row >= lower) & (key - row <= upper)
+
+        parts = *_listed(seen & ~whole), *_listed(whole)
+        return BlockMask.from_kv_blocks(*parts, BLOCK, sees, (rows, keys))
+
+
+def _ends(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the first and the last index of each block."""
+    first = torch.arange(0, length, BLOCK, device=device)
+    return first, (first + BLOCK - 1).clamp(max=length - 1)
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks of each row are chosen, and the blocks' indices, these first."""
+    order = blocks.byte().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
+
+
+@lru_cache(maxsize=32)
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((), value, dtype=dtype, device=device)
+
+
+def _kind(q: Tensor, v: Tensor) -> _Kind:
+    return q.device.type, q.dtype, q.shape[-1], v.shape[-1]
+
+
+def _or_the_tile(
+    kind: _Kind, call: Callable[[], _Result], last_resort: Callable[[], _Result]
+) -> _Result:
+    """Return what a call gives, or what the tile does where this kind does not compile."""
+    try:
+        return call()
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:  # compilers fail in too many ways to list
+        if not isinstance(error, NotCompiledError):  # which a later call may be
+            _refused.add(kind)
+        device, dtype, dim, value_dim = kind
+        first, *_ = (*str(error).splitlines(), "")
+        warnings.warn(
+            f"flex_attention does not run on {device} for {dtype} and head dims {dim} and "
+            f"{value_dim}: such attention is computed by plain matrix products, which take "
+            f"hundreds of times as long ({type(error).__name__}: {first[:200]})",
+            stacklevel=2,
+        )
+        return last_resort()

@@ -1,0 +1,351 @@
+"""The kernel of flex_attention on CPU: uncompiled for its numbers, counted for its compilations."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import partial
+
+import pytest
+import torch
+from dense_attention import assert_close, dense, random_tensors
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch.nn.attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from scaletorch.parallel.context_parallel import attention, kernels
+from scaletorch.parallel.context_parallel.kernels import (
+    Operands,
+    cuda,
+    flex,
+    merge_into,
+    table,
+    tile,
+)
+from scaletorch.parallel.context_parallel.masks.blocks import CAUSAL, FULL
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Run what would be compiled as it is: all scores at once, which CPU can go back through."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    get_torch_obj_rule_map()  # once for all: the compiler must not take the next line's for torch's
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
+    monkeypatch.setattr(flex, "_compiled", lambda: flex._attended)
+
+
+@pytest.fixture
+def on_cpu(uncompiled, monkeypatch):
+    """Let CPU have the kernel of devices, and nothing else: the tile fails."""
+    monkeypatch.setitem(table.KERNELS, "cpu", (table.FLEX,))
+    monkeypatch.setattr(flex, "DTYPES", (torch.float64, torch.float32))
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(tile, name, None)
+
+
+_inputs = partial(random_tensors, batch=2)
+
+
+def _in_blocks(tensors, scale, band, cap, edges):
+    """Return out, lse and gradients of attention in blocks, as ranks compute it."""
+    q, k, v, grad = tensors
+    starts = [slice(a, b) for a, b in itertools.pairwise(edges)]
+    blocks = [(rows, keys) for rows in starts for keys in starts]
+    bands = [
+        tuple(None if x is None else x + rows.start - keys.start for x in band)
+        for rows, keys in blocks
+    ]
+    out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=q.dtype)
+    lse = torch.full(q.shape[:3], -math.inf, dtype=q.dtype)
+    for (rows, keys), each in zip(blocks, bands, strict=True):
+        part = flex.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], scale, each, cap)
+        merge_into(out[:, :, rows], lse[:, :, rows], *part)
+    totals = [torch.zeros_like(x) for x in (q, k, v)]
+    operands = Operands(grad, q, k, v, out, lse)
+    for (rows, keys), each in zip(blocks, bands, strict=True):
+        shares = flex.backward(operands.part(rows, keys), scale, each, cap)
+        for total, share, place in zip(totals, shares, (rows, keys, keys), strict=True):
+            total[:, :, place] += share
+    return [out, lse, *totals]
+
+
+LIMITS = {torch.float64: 1e-11, torch.float32: 3e-5}
+SHAPES = {  # heads, key/value heads, head dim, that of values
+    "24": (4, 4, 24, 24),
+    "96 grouped": (4, 1, 96, 96),
+    "160": (2, 1, 160, 160),
+    "48 and 32": (4, 2, 48, 32),
+}
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize(
+    ("shape", "band", "cap"),
+    [
+        ("24", FULL, 30.0), ("24", (-40, 0), 1.5), ("96 grouped", CAUSAL, 1.5),
+        ("96 grouped", (-99, 60), None), ("160", (-40, 0), 1.5), ("48 and 32", (-99, 60), None),
+        ("48 and 32", CAUSAL, 1.5),
+    ],
+)  # fmt: skip
+def test_blocks_of_a_ring(shape, band, cap):
+    """Blocks with offsets, of uneven lengths, of which some are seen by nothing."""
+    heads, kv_heads, dim, value_dim = SHAPES[shape]
+    for dtype in LIMITS if dim == 24 else (torch.float64,):
+        tensors = _inputs(heads, kv_heads, 219, 219, dim, value_dim=value_dim, dtype=dtype)
+        mine = _in_blocks(tensors, 0.3, band, cap, (0, 70, 219))
+        assert {x.dtype for x in mine} == {dtype}
+        assert_close(mine, dense(*tensors, 0.3, band, cap), LIMITS[dtype])
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("band", [(0, -1), (400, None), (None, -300), (-2, 3), (-20, None)])
+@pytest.mark.parametrize(("rows", "keys"), [(300, 257), (1, 1)])
+def test_one_block(rows, keys, band):
+    tensors = _inputs(4, 2, rows, keys, 16)
+    expected = dense(*tensors, -0.2, band, 5.0)
+    out, lse = flex.forward(*tensors[:3], -0.2, band, 5.0)
+    grads = flex.backward(Operands(tensors[3], *tensors[:3], out, lse), -0.2, band, 5.0)
+    assert_close([out, lse, *grads], expected, 1e-11)
+    unseeing = expected[1] == -math.inf
+    assert not out[unseeing].any()
+    assert not grads[0][unseeing].any()
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_half_precision_loses_no_more_than_the_tile():
+    tensors = _inputs(4, 2, 219, 219, 64, dtype=torch.bfloat16)
+    out, lse = flex.forward(*tensors[:3], 0.125, CAUSAL, 20.0)
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    x = Operands(tensors[3], *tensors[:3], out, lse)
+    mine = [out, lse, *flex.backward(x, 0.125, CAUSAL, 20.0)]
+    for a, b in zip(mine, dense(*tensors, 0.125, CAUSAL, 20.0), strict=True):
+        assert (a.double() - b).norm() < 6e-3 * b.norm()
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_rows_that_saw_nothing_anywhere_and_strides():
+    q, k, v, grad = _inputs(4, 2, 40, 33, 16)
+    out, lse = flex.forward(q, k, v, 0.3, FULL)
+    out[:, :, 4], lse[:, :, 4] = 0, -math.inf
+    expected = flex.backward(Operands(grad, q, k, v, out, lse), 0.3, FULL)
+    assert not expected[0][:, :, 4].any()
+    apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, q, k, v, out)]
+    before = [x.clone() for x in apart]
+    assert all(map(torch.equal, flex.backward(Operands(*apart, lse), 0.3, FULL), expected))
+    assert all(map(torch.equal, apart, before))
+
+
+CALLS = {
+    "cap": {"causal": True, "softcap": 2.0},
+    "cap in a window": {"causal": True, "softcap": 2.0, "window": 50},
+    "cap in a two-sided window": {"softcap": 2.0, "window": 50},
+    "cap, documents": {"causal": True, "softcap": 2.0, "cu_seqlens": (0, 31, 32, 203)},
+    "cap, documents in a window": {"softcap": 2.0, "window": 20, "cu_seqlens": (0, 131, 203)},
+    "cap, sinks": {"causal": True, "softcap": 2.0, "sinks": True},
+    "sinks in a window": {"causal": True, "window": 50, "sinks": True},
+    "head dim alone": {},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_model_calls(name, request):
+    """Against the kernels of CPU."""
+    *tensors, grad = _inputs(4, 2, 203, 203, 20)
+    options = dict(CALLS[name])
+    if options.pop("sinks", False):
+        tensors.append(torch.linspace(-1, 1, 4, dtype=torch.float64))
+    found = []
+    for fixture in (None, "on_cpu"):
+        if fixture is not None:
+            request.getfixturevalue(fixture)
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        sinks = {} if len(leaves) == 3 else {"sinks": leaves[3]}
+        out = attention(*leaves[:3], **options, **sinks)
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_training_after_inference_mode():
+    flex.block_mask.cache_clear()
+    flex._constant.cache_clear()
+    q, k, v, grad = _inputs(4, 2, 130, 130, 16)
+    with torch.inference_mode():
+        expected = attention(q, k, v, causal=True, softcap=3.0)
+    leaf = q.clone().requires_grad_()
+    out = attention(leaf, k, v, causal=True, softcap=3.0)
+    out.backward(grad)
+    assert torch.equal(out, expected)
+    assert leaf.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("band", [FULL, CAUSAL, (-200, 0), (-150, 150), (-900, -500), (300, None)])
+@pytest.mark.parametrize(("rows", "keys"), [(512, 512), (300, 700), (700, 130), (3, 5)])
+def test_masks_are_those_of_create_block_mask(rows, keys, band):
+    def sees(batch, head, row, key):
+        low = True if band[0] is None else key - row >= band[0]
+        high = True if band[1] is None else key - row <= band[1]
+        return low & high & (key >= 0)
+
+    mine = flex.block_mask(rows, keys, band, CPU)
+    expected = flex_attention.create_block_mask(sees, None, None, rows, keys, "cpu")
+    assert mine.shape == expected.shape
+    for name in ("kv", "full_kv", "q", "full_q"):
+        count, order = (getattr(mine, f"{name}_{x}") for x in ("num_blocks", "indices"))
+        theirs = [getattr(expected, f"{name}_{x}") for x in ("num_blocks", "indices")]
+        assert torch.equal(count, theirs[0])
+        assert order.dtype == theirs[1].dtype == torch.int32
+        for mine_row, their_row, n in zip(order[0, 0], theirs[1][0, 0], count[0, 0], strict=True):
+            assert torch.equal(mine_row[:n], their_row[:n])
+    assert flex.block_mask(rows, keys, band, CPU) is mine
+
+
+@pytest.fixture
+def cards(monkeypatch):
+    """Let meta tensors have the kernels of a new CUDA device, whose operators take all but caps."""
+    for name in ("flash", "cudnn", "efficient"):
+        monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda *_: True)
+    monkeypatch.setattr(cuda, "_is_new", lambda device: True)
+    monkeypatch.setitem(table.KERNELS, "meta", table.KERNELS["cuda"])
+
+
+HALF, SINGLE = torch.bfloat16, torch.float32
+CHOICES = {  # dtype, head dims, band, cap, kernel
+    "causal": (HALF, 64, 64, CAUSAL, None, "cudnn"),
+    "full in float32": (SINGLE, 64, 64, FULL, None, "efficient"),
+    "window": (HALF, 64, 64, (-9, 0), None, "flash"),
+    "window beside the last key": (HALF, 64, 64, (-9, -5), None, "flex"),
+    "window in float32": (SINGLE, 64, 64, (-9, 0), None, "flex"),
+    "cap": (HALF, 64, 64, CAUSAL, 30.0, "flex"),
+    "cap in a window": (HALF, 64, 64, (-9, 0), 30.0, "flex"),
+    "cap in float32": (SINGLE, 64, 64, FULL, 30.0, "flex"),
+    "head dim": (HALF, 36, 36, (-9, 0), None, "flex"),
+    "head dim of values": (HALF, 192, 128, CAUSAL, None, "flex"),
+    "small head dim": (HALF, 12, 12, (-9, 0), 30.0, "tile"),
+    "cap in float64": (torch.float64, 64, 64, CAUSAL, 30.0, "tile"),
+}
+
+
+@pytest.mark.usefixtures("cards")
+@pytest.mark.parametrize("case", CHOICES.values(), ids=CHOICES)
+def test_what_is_chosen_on_a_card(case):
+    dtype, dim, value_dim, band, cap, name = case
+    tensors = _inputs(4, 2, 40, 40, dim, value_dim=value_dim, dtype=dtype)
+    q, k, v = (x.to("meta") for x in tensors[:3])
+    assert kernels.kernel_for(q, k, v, band, cap).name == name
+    # CPU keeps its own.
+    plain = band in (FULL, CAUSAL) and dim == value_dim
+    own = "cpu flash" if cap is None and plain else "tile"
+    assert kernels.kernel_for(*tensors[:3], band, cap).name == own
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Compile for a backend that runs graphs as they are, and list these and what was compiled."""
+    graphs, functions, plain = [], [], torch.compile
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def compiling(function, **options):
+        functions.append(function)
+        return plain(function, backend=backend, **options)
+
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(torch, "compile", compiling)
+    flex._compiled.cache_clear()
+    yield graphs, functions
+    flex._compiled.cache_clear()
+    torch.compiler.reset()
+
+
+STEPS = [(512, 512, CAUSAL, 5.0), (300, 500, (-30, 99), 3.0), (640, 900, FULL, 5.0)]
+
+
+def test_it_is_compiled_once(compiled):
+    """One function, and two graphs: without gradients and with."""
+    graphs, functions = compiled
+    for rows, keys, band, cap in STEPS:
+        tensors = _inputs(4, 2, rows, keys, 20)
+        out, lse = flex.forward(*tensors[:3], cap / 10, band, cap)
+        grads = flex.backward(Operands(tensors[3], *tensors[:3], out, lse), cap / 10, band, cap)
+        assert_close([out, lse, *grads], dense(*tensors, cap / 10, band, cap), 1e-11)
+    assert functions == [flex._attended]
+    assert len(graphs) == 2
+
+
+def test_more_graphs_than_torch_allows(compiled):
+    graphs, _ = compiled
+    dims = range(16, 16 + torch._dynamo.config.recompile_limit + 1)
+    for dim in dims:
+        flex.forward(*_inputs(2, 2, 20, 30, dim)[:3], 0.3, FULL)
+    assert len(graphs) == len(dims)
+
+
+@pytest.fixture
+def forgetting():
+    """Forget what was refused."""
+    flex._compiled.cache_clear()
+    yield
+    flex._refused.clear()
+    flex._compiled.cache_clear()
+
+
+@pytest.mark.usefixtures("forgetting")
+def test_a_device_without_a_compiler_has_the_tile_and_one_warning(monkeypatch):
+    def no_compiler(*_):
+        raise RuntimeError("Cannot find a working triton installation\nmore of it")
+
+    monkeypatch.setattr(flex, "_compiled", lambda: no_compiler)
+    monkeypatch.setitem(table.KERNELS, "cpu", (table.FLEX,))
+    q, k, v, grad = _inputs(4, 2, 30, 40, 20, dtype=torch.float32)
+    with pytest.warns(UserWarning, match="does not run on cpu.*Cannot find a working triton"):
+        out, lse = kernels.forward(q, k, v, 0.3, FULL, 2.0)
+    assert kernels.kernel_for(q, k, v, FULL, 2.0) is table.TILE
+    grads = kernels.backward(Operands(grad, q, k, v, out, lse), 0.3, FULL, 2.0)
+    assert_close([out, lse, *grads], dense(q, k, v, grad, 0.3, FULL, 2.0), 1e-4)
+    others = _inputs(4, 2, 30, 40, 32, dtype=torch.float32)[:3]
+    assert kernels.kernel_for(*others, FULL, 2.0) is table.FLEX
+
+
+@pytest.mark.usefixtures("forgetting")
+def test_a_backward_that_does_not_compile_has_the_tile():
+    """CPU has none: PyTorch says so."""
+    q, k, v, grad = _inputs(4, 2, 30, 40, 20)
+    out, lse = tile.forward(q, k, v, 0.3, CAUSAL)
+    with pytest.warns(UserWarning, match="plain matrix products"):
+        mine = flex.backward(Operands(grad, q, k, v, out, lse), 0.3, CAUSAL)
+    assert_close([out, lse, *mine], dense(q, k, v, grad, 0.3, CAUSAL, None), 1e-11)
+
+
+class Watching(TorchDispatchMode):
+    """A mode under which torch.compile compiles nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("forgetting")
+def test_where_nothing_is_compiled_scores_do_not_exist_at_once(monkeypatch):
+    monkeypatch.setattr(flex, "flex_attention", None)
+    q, k, v, _ = _inputs(4, 2, 30, 40, 20)
+    with Watching(), pytest.warns(UserWarning, match="NotCompiledError"):
+        out, _ = flex.forward(q, k, v, 0.3, FULL)
+    torch.testing.assert_close(out, tile.forward(q, k, v, 0.3, FULL)[0])
+    assert not flex._refused  # the next call may be compiled
+
+
+@pytest.mark.usefixtures("forgetting")
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_errors_of_the_device_are_not_taken_for_the_compilers(error, monkeypatch):
+    def fails(*_):
+        raise error("of the device")
+
+    monkeypatch.setattr(flex, "_compiled", lambda: fails)
+    with pytest.raises(error, match="of the device"):
+        flex.forward(*_inputs(2, 2, 9, 9, 16)[:3], 1.0, FULL)
+    assert not flex._refused
