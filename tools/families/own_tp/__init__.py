@@ -1,1 +1,0 @@
-"""Families under transformers' own tensor parallelism, recorded and compared: `__main__`."""
