@@ -27,7 +27,7 @@ def hosts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hosts")
     for name in ("acme", "zenith"):
         (folder / name).mkdir()
-        vendor.vendor(["scaletorch"], folder / name / "_vendor")
+        vendor(["scaletorch"], folder / name / "_vendor")
     sys.path.insert(0, str(folder))
     yield folder
     sys.path.remove(str(folder))
