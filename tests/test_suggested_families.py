@@ -29,7 +29,7 @@ def hidden(name, axis, expected):
 def test_families_train_without_their_plans():
     known = record.read().verdicts
     sound = [name for name in known if known[name]["dp"].word == SAME]  # and run here at all
-    names = dict.fromkeys([*ALWAYS, *today(sound, 64)])
+    names = dict.fromkeys([*ALWAYS, *today(sound, 128)])
     pools, words = Pools(), {}
     for name in names:
         expected = refer(name)

@@ -108,7 +108,7 @@ def train(sizes, options, folder):
     return found, own
 
 
-@pytest.mark.parametrize("layout", today([*LAYOUTS], 5))
+@pytest.mark.parametrize("layout", today([*LAYOUTS], 7))
 def test_every_layout_trains_adapters_like_one_process(layout, expected, tmp_path):
     sizes, options = LAYOUTS[layout]
     for found, own in run_ranks(train, ranks_of(sizes), sizes, options, tmp_path, timeout=200):

@@ -94,7 +94,7 @@ def test_layouts_and_options_call_in_one_order_on_what_is_open(plugins, monkeypa
     ]
     plain = [(layout, PLAIN) for layout in LAYOUTS]
     experts = [(layout, PLAIN | options) for layout, options in EXPERTS]
-    require_order([*today(plain, 3), *today(options, 25), *today(experts, 3)], 4)
+    require_order([*today(plain, 6), *today(options, 50), *today(experts, 6)], 4)
 
 
 def test_every_schedule_of_eight_ranks_calls_in_one_order(plugins, monkeypatch):

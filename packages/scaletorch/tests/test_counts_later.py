@@ -68,7 +68,7 @@ def ranks():
 
 @pytest.mark.parametrize(
     ("layout", "size"),
-    today(CASES, 3),
+    today(CASES, 7),
 )
 def test_steps_are_those_of_one_process(ranks, layout, size):
     sizes, loss_fn = dict(LAYOUTS[layout]), functools.partial(weighted, size)

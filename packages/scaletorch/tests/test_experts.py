@@ -137,7 +137,7 @@ def trained(ranks, family, sizes, options=None, micro_batches=1, stage=0, layers
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("family", today([*FAMILIES], 3))
+@pytest.mark.parametrize("family", today([*FAMILIES], 6))
 def test_families(family):
     trained(4, family, {"dp_size": 4, "ep_size": 2})
 
@@ -153,6 +153,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "options", "micro_batches", "stage"), today(LAYOUTS, 2))
+@pytest.mark.parametrize(("sizes", "options", "micro_batches", "stage"), today(LAYOUTS, 4))
 def test_layouts(sizes, options, micro_batches, stage):
     trained(4, "Qwen3Moe", sizes, options, micro_batches, stage)

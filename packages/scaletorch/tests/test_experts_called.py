@@ -24,12 +24,15 @@ LAYOUTS = [
     ({"dp_size": 4, "ep_size": 4}, {}, 2, 1),
     (SHARED, {}, 1, 0),
     ({"dp_size": 2, "pp_size": 2, "ep_size": 2}, {"recompute": True}, 2, 1),
+    (BOTH, {}, 1, 0),
+    (SHARED, SEQUENCES, 1, 0),
+    (FOLDED, SEQUENCES, 1, 0),
 ]
 
 
 @pytest.mark.parametrize(
     ("sizes", "options", "micro_batches", "stage"),
-    [*today(LAYOUTS, 4), (BOTH, {}, 1, 0), (SHARED, SEQUENCES, 1, 0), (FOLDED, SEQUENCES, 1, 0)],
+    today(LAYOUTS, 4),
 )
 def test_layouts(sizes, options, micro_batches, stage):
     trained(4, "Llama4", sizes, options, micro_batches, stage)

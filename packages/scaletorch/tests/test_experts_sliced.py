@@ -13,7 +13,7 @@ SEQUENCES = {"sequence_parallel": True}
 NAMED = {"plan": {"**.mlp.experts": Stacked({"gate_up_proj": Slices(1, parts=2), "down_proj": 2})}}
 
 
-@pytest.mark.parametrize("family", today([*FAMILIES], 3))
+@pytest.mark.parametrize("family", today([*FAMILIES], 6))
 def test_experts_divided_both_ways(family):
     sizes = {"dp_size": 2, "tp_size": 2, "ep_size": 2, "etp_size": 2}
     trained(4, family, sizes)
@@ -38,7 +38,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes", "options", "micro_batches", "stage"), today(LAYOUTS, 3)
+    ("family", "sizes", "options", "micro_batches", "stage"), today(LAYOUTS, 7)
 )
 def test_layouts(family, sizes, options, micro_batches, stage):
     trained(4, family, sizes, options, micro_batches, stage)

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from sweeps import today
 from torch import nn
 
 from scaletorch.compose import (
@@ -236,7 +237,7 @@ def only_looks(model):
 
 
 def test_what_does_not_train_by_parameters_is_not_refused(pools):
-    for sizes, options in CUT:
+    for sizes, options in today(CUT, 3):
         losses = pools[world(sizes)].run(attempt, sizes, options, only_looks)
         assert {said for said, _ in losses} == {""}, (sizes, options, losses)
 
@@ -289,7 +290,7 @@ def test_a_head_in_the_loss_is_right(pools):
     model = net(Headless)
     loss, count = headless(model)(model(batch()["input_ids"]), batch())
     (loss / count).backward()
-    for sizes, options in CUT:
+    for sizes, options in today(CUT, 3):
         own = {k: v for k, v in options.items() if k != "sequence_parallel"}
         for said, found, theirs in pools[world(sizes)].run(with_head, sizes, own):
             assert not said, (sizes, own)

@@ -1,6 +1,6 @@
 """Each row of "What is refused" on every layout: right, or refused in words that match.
 
-A layout of two ranks and one of four are tried each day. `pytest -s` shows for each model whether
+One layout is tried each day. `pytest -s` shows for each model whether
 it trains right (R) or is refused (X).
 """
 
@@ -39,13 +39,8 @@ def show(lines):
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-def one_a_day(ranks):
-    layouts = [layout for layout in LAYOUTS if layout.ranks == ranks]
-    return today(layouts, len(layouts))
-
-
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", one_a_day(2) + one_a_day(4), ids=str)
+@pytest.mark.parametrize("layout", today(LAYOUTS, len(LAYOUTS)), ids=str)
 def test_every_row_on_a_layout(layout):
     mistakes, lines = [], []
     found = run_ranks(cells, layout.ranks, names(), layout, timeout=300)

@@ -172,7 +172,7 @@ def axes_of(layout):
 @pytest.mark.timeout(600)
 def test_right_layouts_agree():
     mistakes = []
-    for layout in today(LAYOUTS, 5):
+    for layout in today(LAYOUTS, 10):
         found = run_ranks(told, layout.ranks, Everything, layout, timeout=200)
         mistakes += [f"{layout}: {said}" for said in {*found} - {None}]
     assert not mistakes, "\n".join(mistakes)
@@ -181,7 +181,7 @@ def test_right_layouts_agree():
 @pytest.mark.timeout(600)
 def test_faults_are_named():
     mistakes, cases = [], [(axis, layout) for layout in LAYOUTS for axis in axes_of(layout)]
-    for axis, layout in today(cases, 9):
+    for axis, layout in today(cases, 18):
         for said in run_ranks(planted, layout.ranks, axis, layout, timeout=200):
             if not re.search(FAULTS[axis][2], said or "", re.DOTALL):
                 mistakes.append(f"{axis} on {layout}: {said}")
@@ -240,7 +240,7 @@ SHARES_OF_TOKENS = [
 @pytest.mark.timeout(300)
 def test_what_mixes_or_counts_the_tokens_of_a_share_is_found():
     with RankPool(4, timeout=200) as pool:
-        for layout, how in today([*itertools.product(SHARES_OF_TOKENS, OF_TOKENS)], 5):
+        for layout, how in today([*itertools.product(SHARES_OF_TOKENS, OF_TOKENS)], 10):
             for said in pool.run(told, partial(OfTokens, how), layout):
                 assert said, how
                 assert "what layers.0 is given is off by" in said, (how, said)

@@ -176,7 +176,7 @@ def rate(job, zero):
 
 
 def test_ranks_that_part_are_told_on_every_layout_and_others_are_left_alone():
-    layouts = [LAYOUTS[0], *today(LAYOUTS[1:], 4)]
+    layouts = today(LAYOUTS, 4)
     run_ranks(on_every_layout, 4, from_all_sides, layouts, timeout=200)
 
 

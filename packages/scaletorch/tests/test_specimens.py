@@ -95,7 +95,7 @@ def every_case():
 @pytest.mark.timeout(300)
 def test_specimens_are_sound(tmp_path):
     arguments = subjects(tmp_path)
-    cases = today(every_case(), 8)
+    cases = today(every_case(), 24)
     tasks = [Task(case, run_case, arguments[model]) for model, case in cases]
     results = list(run_all(tasks, 60))
     assert len(results) == len(tasks) > 0

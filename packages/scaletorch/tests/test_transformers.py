@@ -87,7 +87,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("model_fn", "dtype", "grids"), today(CASES, 3))
+@pytest.mark.parametrize(("model_fn", "dtype", "grids"), today(CASES, 6))
 def test_a_layout_trains_like_one_process(model_fn, dtype, grids):
     report = verify(model_fn, layouts=grids, dtype=dtype)
     assert len(report.results) == len(grids)
@@ -101,7 +101,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("model_fn", today([*SCHEDULES], 2))
+@pytest.mark.parametrize("model_fn", today([*SCHEDULES], 3))
 def test_every_schedule_trains_like_one_process(model_fn):
     options = {"schedule": SCHEDULES[model_fn]}
     report = verify(model_fn, layouts=[Grid(pp=2)], dtype="float64", options=options)
