@@ -54,7 +54,6 @@ def test_log_curve_and_numbers(config):
     assert [row["loss"] for row in rows] == result.losses
     assert all(row["tokens_per_s"] > 0 and 0 < row["mfu"] < 1 for row in rows)
     assert rows[0]["lr"] == pytest.approx(config.lr / 2)
-    assert (result.out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2, "dp": 2, "zero": 1}], ids=["1", "tp2-dp2"])
@@ -136,7 +135,7 @@ def test_resume_refuses_what_belongs_to_another_run(config, text):
     again = replace(config, resume="auto")
     with pytest.raises(StateError, match=r"lr: saved 0.001, now 0.1"):
         pretrain(replace(again, lr=0.1))
-    with pytest.raises(StateError, match=r"already holds checkpoints, log\.jsonl, loss\.png of"):
+    with pytest.raises(StateError, match=r"already holds checkpoints, log\.jsonl of"):
         pretrain(config)
     assert pretrain(again).losses == []
     (text / "new.txt").write_text("one more")

@@ -1,17 +1,14 @@
-"""The main job with experts: one process's curve on any ep, resumed on another, exported."""
+"""The main job with experts: one process's curve on any ep, resumed on another."""
 
 from dataclasses import replace
 
 import pytest
-import torch
-from pretrained import MODEL, settings
+from pretrained import settings
 
 from scaletorch.dist.errors import StateError
-from scaletorch.dist.testing import relative_error
 from scaletorch.models import LlamaConfig, MixtureConfig
 from scaletorch.pretrain import pretrain
 from scaletorch.pretrain.__main__ import main
-from scaletorch.pretrain.export import export, load_trained
 from scaletorch.pretrain.report import flops_per_token
 
 
@@ -49,18 +46,3 @@ def test_a_run_goes_on_with_another_ep(config, tmp_path):
         pretrain(replace(config, experts=2))
     last = pretrain(replace(config, dp=2, tp=2, ep=4, zero=2)).losses
     assert first + last == pytest.approx(whole, rel=1e-10)
-
-
-def test_transformers_reads_a_mixtral(config, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    pretrain(replace(config, save_every=4, dtype="float32"))
-    trained = load_trained(config.out)
-    assert trained.model.config == MixtureConfig(
-        **{f: getattr(MODEL, f) for f in LlamaConfig.__slots__}, num_experts=4
-    )
-    export(trained, tmp_path / "hf")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert type(theirs).__name__ == "MixtralForCausalLM"
-    theirs.set_experts_implementation("eager")
-    ids = torch.randint(256, (2, 16))
-    assert relative_error(theirs(ids).logits, trained.model(ids)) < 1e-5

@@ -1,4 +1,4 @@
-"""`python -m scaletorch.pretrain --tp 2 --cp 2 --pp 2 --dp 2`, and `export`."""
+"""`python -m scaletorch.pretrain --tp 2 --cp 2 --pp 2 --dp 2`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ from ..dist import RankFailedError
 from ..dist.building import without_coordinates
 from ..dist.errors import ScaletorchError
 from .config import PretrainConfig
-from .export import Export
 from .report import logged_losses
 from .run import Result, pretrain
 
 PROGRAM = "python -m scaletorch.pretrain"
-DESCRIPTION = f"""Train a small Llama, or Mixtral with --experts, on text, on any layout of ranks.
+DESCRIPTION = """Train a small Llama, or Mixtral with --experts, on text, on any layout of ranks.
 
 It starts its own ranks on this machine, or is one rank of torchrun, srun or mpirun. The text is the
 Python standard library's sources unless --data names other. All defaults below are those of this
 command; `hatch run train` in a clone of the repository adds --tp 2 --cp 2 --pp 2 --dp 2 --compare,
 and what you pass comes after these.
-
-Afterwards: {PROGRAM} export RUN FOLDER writes the model for transformers.
 """
 
 
@@ -34,7 +31,6 @@ def load_tyro() -> Any:
         SystemExit: A library that the command needs is not installed.
     """
     try:
-        import matplotlib  # noqa: F401
         import rich  # noqa: F401
         import tyro
     except ImportError as error:
@@ -52,29 +48,12 @@ def parse(arguments: list[str]) -> PretrainConfig:
     return config
 
 
-def export_command(arguments: list[str]) -> int:
-    """Export a trained model; the exit status is as in `main`."""
-    tyro = load_tyro()
-    options: Export = tyro.cli(
-        Export,
-        prog=f"{PROGRAM} export",
-        args=arguments,
-        config=(tyro.conf.PositionalRequiredArgs,),
-    )
-    try:
-        print(options.run())
-    except ScaletorchError as error:
-        print(one_line(error), file=sys.stderr)
-        return 2
-    return 0
-
-
 def summary(config: PretrainConfig, result: Result, seconds: float) -> str:
     """Return the closing lines."""
     first, last = (f"{x:.4f}" for x in (result.losses[0], result.losses[-1]))
     lines = [
         f"{config.grid}: loss {first} -> {last} in {len(result.losses)} steps, {seconds:.0f} s",
-        f"log and curve: {result.out}/log.jsonl, {result.out}/loss.png",
+        f"log: {result.out}/log.jsonl",
     ]
     if result.reference is not None:
         step, found, bound = result.furthest(config)
@@ -98,8 +77,8 @@ def as_one_process(config: PretrainConfig, result: Result) -> bool:
 def way_on(config: PretrainConfig, result: Result) -> str:
     """Return what to do next."""
     if config.save_every and (result.out / "checkpoints").is_dir():
-        return f"next: {PROGRAM} export {result.out} FOLDER"
-    return "next: with --out FOLDER --save-every N there is a checkpoint to resume and to export"
+        return f"next: --out {result.out} --resume auto --steps N goes on from here"
+    return "next: with --out FOLDER --save-every N there is a checkpoint to resume"
 
 
 def report_interrupt(config: PretrainConfig) -> None:
@@ -111,7 +90,7 @@ def report_interrupt(config: PretrainConfig) -> None:
         "nothing can be resumed without --out and --save-every" if saved is None
         else f"go on from {saved.name} with --resume auto"
     )  # fmt: skip
-    where = f", log and curve in {out}" if steps else ""
+    where = f", log in {out}" if steps else ""
     print(f"interrupted after step {steps} of {config.steps}{where}; {on}", file=sys.stderr)
 
 
@@ -127,9 +106,13 @@ def one_line(error: ScaletorchError) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def train_command(config: PretrainConfig) -> int:
-    """Train; the exit status is as in `main`."""
-    start = time.perf_counter()
+def main(arguments: list[str] | None = None) -> int:
+    """Train.
+
+    Returns:
+        1 where the loss curve leaves one process's, 2 for wrong settings, 130 after Ctrl-C.
+    """
+    config, start = parse(sys.argv[1:] if arguments is None else arguments), time.perf_counter()
     try:
         result = pretrain(config)
     except ScaletorchError as error:
@@ -151,18 +134,6 @@ def train_command(config: PretrainConfig) -> int:
         print(f"in one process: loss {first} -> {last}")
     print(way_on(config, result))
     return int(not as_one_process(config, result))
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command.
-
-    Returns:
-        1 where the loss curve leaves one process's, 2 for wrong settings, 130 after Ctrl-C.
-    """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["export"]:
-        return export_command(arguments[1:])
-    return train_command(parse(arguments[1:] if arguments[:1] == ["train"] else arguments))
 
 
 if __name__ == "__main__":

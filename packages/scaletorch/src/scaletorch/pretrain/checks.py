@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import Any, get_args, get_type_hints
 
@@ -72,10 +71,6 @@ def _check_folders(config: PretrainConfig) -> None:
         )
     if config.out is not None and config.out.exists() and not config.out.is_dir():
         raise InvalidArgumentError(f"out {config.out} is a file; pass a folder")
-    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise InvalidArgumentError(
-            "tensorboard is not installed: pip install 'scaletorch[tensorboard]'"
-        )
 
 
 def _check_backend(backend: str) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ..models import Llama, LlamaConfig, Mixture, MixtureConfig
 from ..parallel.pg_manager import Grid
@@ -68,9 +67,7 @@ class PretrainConfig:
     tokenizer: Path | None = None
     """A file of the `tokenizers` library; bytes are the tokens when absent."""
     out: Path | None = None
-    """Folder for log, curve and checkpoints; a new temporary one when absent."""
-    tensorboard: bool = False
-    """Write loss, norm, rate and speed for TensorBoard too, to `out`/tensorboard."""
+    """Folder for log and checkpoints; a new temporary one when absent."""
     save_every: int = 0
     """Steps between checkpoints, written while training goes on; 0 saves none."""
     keep: int = 0
@@ -92,7 +89,6 @@ class PretrainConfig:
         return replace(
             self, tp=1, cp=1, pp=1, dp=1, ep=1, micro_batches=self.micro_batches * self.dp,
             zero=0, save_every=0, keep=0, resume="no", out=None, compare=False,
-            tensorboard=False,
         )  # fmt: skip
 
 
@@ -106,11 +102,6 @@ def sizes_of(config: PretrainConfig) -> LlamaConfig:
         return config.model
     experts = {"num_experts": config.experts, "top_k": config.top_k}
     return MixtureConfig(**{**asdict(config.model), **experts})
-
-
-def read_sizes(saved: Mapping[str, Any]) -> LlamaConfig:
-    """Return the sizes of which a checkpoint has the fields."""
-    return MixtureConfig(**saved) if "num_experts" in saved else LlamaConfig(**saved)
 
 
 def plain_model(sizes: LlamaConfig) -> Llama:

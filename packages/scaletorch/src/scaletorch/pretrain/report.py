@@ -1,4 +1,4 @@
-"""Progress, JSON lines and the loss curve of rank 0; model FLOPs utilisation."""
+"""Progress and JSON lines of rank 0; model FLOPs utilisation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from ..models import LlamaConfig, MixtureConfig
 
-LOG, CURVE = "log.jsonl", "loss.png"
+LOG = "log.jsonl"
 
 
 class Reporter:
@@ -25,17 +25,12 @@ class Reporter:
         title: Shown beside the bar.
         start: Steps done before this run (of a resumed one).
         steps: The last step's number.
-        tensorboard: Write for TensorBoard too.
     """
 
-    def __init__(
-        self, folder: Path | None, title: str, start: int, steps: int, *, tensorboard: bool = False
-    ) -> None:
+    def __init__(self, folder: Path | None, title: str, start: int, steps: int) -> None:
         self.folder, self.title, self.start, self.steps = folder, title, start, steps
-        self.tensorboard = tensorboard
         self.log: TextIO | None = None
         self.progress: Any = None
-        self.events: Any = None
         self.last = time.perf_counter()
 
     def __enter__(self) -> Reporter:
@@ -45,8 +40,6 @@ class Reporter:
             set_aside(path, self.start)
             cut_log(path, self.start)
             self.log = path.open("a")
-            if self.tensorboard:
-                self.events = event_writer(self.folder / "tensorboard", self.start)
             self.progress = progress_bar()
             self.progress.start()
             self.task = self.progress.add_task(
@@ -80,9 +73,6 @@ class Reporter:
                "mfu": flops / seconds / peak}  # fmt: skip
         self.log.write(json.dumps(row) + "\n")
         self.log.flush()
-        for name, value in row.items() if self.events is not None else ():
-            if name not in ("step", "seconds"):
-                self.events.add_scalar(name, value, step)
         numbers = f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s  {row['mfu']:.1%}"
         self.progress.update(self.task, advance=1, numbers=numbers)
 
@@ -90,15 +80,6 @@ class Reporter:
         if self.log is not None:
             self.log.close()
             self.progress.stop()
-        if self.events is not None:
-            self.events.close()
-
-
-def event_writer(folder: Path, start: int) -> Any:
-    """Return TensorBoard's writer, which shows nothing more of steps that will be done again."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder), purge_step=start + 1)
 
 
 def set_aside(path: Path, start: int) -> None:
@@ -142,19 +123,6 @@ def progress_bar() -> Any:
         TextColumn("{task.description}"), BarColumn(bar_width=12), MofNCompleteColumn(),
         TextColumn("{task.fields[numbers]}"), TimeRemainingColumn(compact=True),
     )  # fmt: skip
-
-
-def save_curve(path: Path, curves: Mapping[str, Mapping[int, float]]) -> None:
-    """Draw loss curves, name → step → loss, into a PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for style, (name, losses) in zip("-:", curves.items(), strict=False):
-        axes.plot(list(losses), list(losses.values()), style, label=name, linewidth=2)
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
-    axes.legend()
-    figure.savefig(path, dpi=120)
 
 
 def flops_per_token(config: LlamaConfig, seq_len: int) -> float:

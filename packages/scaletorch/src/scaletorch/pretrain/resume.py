@@ -21,13 +21,12 @@ from ..dist.errors import InvalidArgumentError, MismatchError, NonFiniteError, S
 from ..models import LlamaConfig
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from .config import PretrainConfig
-from .report import CURVE, LOG
+from .report import LOG
 
 # Settings that a resumed run may change; all others decide the numbers, but for rounding.
 FREE = frozenset(
     ("out", "save_every", "keep", "resume", "compare", "backend", "data", "tokenizer",
-     "tp", "cp", "pp", "dp", "ep", "schedule", "zero", "micro_batches", "steps", "tensorboard",
-     "check_every")
+     "tp", "cp", "pp", "dp", "ep", "schedule", "zero", "micro_batches", "steps", "check_every")
 )  # fmt: skip
 
 
@@ -68,7 +67,7 @@ def _files_of_a_run(out: Path) -> str:
     parts = ["checkpoints"] if latest(out / "checkpoints") is not None else []
     log = out / LOG
     parts += [LOG] if log.is_file() and log.stat().st_size else []
-    return ", ".join(parts + [CURVE] * (out / CURVE).is_file())
+    return ", ".join(parts)
 
 
 def planned(config: PretrainConfig) -> PretrainConfig:
@@ -103,18 +102,13 @@ def save_step(
         MismatchError: That is so on another rank.
     """
     agree(f"the checkpoint after step {step}", [], error=caught(refuse_nonfinite, model, step))
-    tokenizer = None if config.tokenizer is None else str(config.tokenizer.absolute())
     return save(
         folder_of(config),
         model,
         optimizer,
         manager,
         step=step,
-        extra={
-            "settings": identity(config, data),
-            "model": asdict(sizes),
-            "tokenizer": tokenizer,
-        },
+        extra={"settings": identity(config, data), "model": asdict(sizes)},
         keep=config.keep or None,
         asynchronous=True,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from ..verify.compare import bound
 from .checks import check_config
 from .config import PretrainConfig, plain_model, sizes_of
 from .data import vocabulary_size
-from .report import CURVE, logged_losses, save_curve
 from .resume import planned
 from .train import train
 
@@ -68,7 +67,7 @@ class Result:
 
     Attributes:
         losses: The global loss of each step done.
-        out: Folder with log, curve and checkpoints.
+        out: Folder with log and checkpoints.
         reference: One process's losses of the same steps, when they were asked for.
     """
 
@@ -134,12 +133,9 @@ def pretrain(config: PretrainConfig) -> Result | None:
         if not main:
             return None
     else:
-        try:
-            losses = train_locally(replace(config, out=out))
-        except BaseException:
-            draw_curve(config, out)  # of the steps until then
-            raise
-    return finish(config, out, losses)
+        losses = train_locally(replace(config, out=out))
+    reference = one_process_losses(config, len(losses)) if config.compare and losses else None
+    return Result(losses, out, reference)
 
 
 def agree_on_plan(config: PretrainConfig) -> tuple[PretrainConfig, Path]:
@@ -151,28 +147,6 @@ def agree_on_plan(config: PretrainConfig) -> tuple[PretrainConfig, Path]:
     broadcast_object_list(found)
     folder, decay_steps = found[0]
     return replace(config, decay_steps=decay_steps), Path(folder)
-
-
-def finish(config: PretrainConfig, out: Path, losses: list[float]) -> Result:
-    """Draw the curve, and compare with one process if asked to; nothing where no step was done."""
-    if not losses:
-        return Result(losses, out)
-    draw_curve(config, out)  # before a comparison that takes its time
-    if not config.compare:
-        return Result(losses, out)
-    reference = one_process_losses(config, len(losses))
-    draw_curve(config, out, reference)
-    return Result(losses, out, reference)
-
-
-def draw_curve(config: PretrainConfig, out: Path, reference: Sequence[float] = ()) -> None:
-    """Draw all steps that the log has, and one process's last ones beside them."""
-    logged = logged_losses(out)
-    curves = {str(config.grid): logged}
-    if reference:
-        curves["one process"] = dict(zip(list(logged)[-len(reference) :], reference, strict=True))
-    if logged:
-        save_curve(out / CURVE, curves)
 
 
 def prepare(config: PretrainConfig) -> None:

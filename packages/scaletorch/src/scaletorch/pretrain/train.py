@@ -90,10 +90,7 @@ def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float
     peak = shared_peak(config, device, manager.world_size)
     main = is_main_process()
     losses: list[float] = []
-    reporter = Reporter(
-        config.out if main else None, short_name(config.grid), start, config.steps,
-        tensorboard=config.tensorboard,
-    )  # fmt: skip
+    reporter = Reporter(config.out if main else None, short_name(config.grid), start, config.steps)
 
     def save(step: int) -> Saving:
         return save_step(config, step, model, optimizer, manager, corpus.digest, sizes)
