@@ -26,8 +26,8 @@ from scaletorch.models import Llama, LlamaConfig, Mixture, MixtureConfig
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import Grid, setup_process_group_manager
 from scaletorch.plan import Cluster, Layout, Time, calibrate
+from scaletorch.plan import time as planned
 from scaletorch.plan.describing import describe
-from scaletorch.plan.timing import timer
 
 from .harness.tables import machine, publish, row, table
 from .harness.turns import collected, in_turns, of_slowest_rank, seconds
@@ -111,7 +111,9 @@ def predicted(job: Job, clusters: dict[int, Cluster]) -> list[Time]:
     """Return what each layout is planned to take."""
     cuts = [layout.cut for layout in job.layouts]
     description = describe(lambda: built(job.config), job.length, cuts=cuts)
-    return [timer(description, clusters[layout.grid.world_size])(layout) for layout in job.layouts]
+    return [
+        planned(description, layout, clusters[layout.grid.world_size]) for layout in job.layouts
+    ]
 
 
 def order(pairs: Sequence[tuple[float, float]]) -> tuple[int, int]:

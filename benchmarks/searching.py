@@ -1,7 +1,7 @@
 """How long does it take to find the best of all legal layouts of 1,024 and of 16,384 ranks?
 
-Two models of 126 layers, dense and a mixture, with tp and cp up to 32 and four sizes of ep, by
-memory alone and by time. Processor seconds, the least of several searches, each in a process of its
+Two models of 126 layers, dense and a mixture, with tp and cp up to 32 and four sizes of ep.
+Processor seconds, the least of several searches, each in a process of its
 own that has searched nothing before.
 
     python -m benchmarks.searching
@@ -35,7 +35,6 @@ from scaletorch.plan import (
     plan,
     usual_cuts,
 )
-from scaletorch.plan import time as seconds_of
 
 from .harness.tables import machine, publish, row, table
 
@@ -99,11 +98,11 @@ def widened(known: Description, cut: Cut) -> tuple[Behaviour, ...]:
     )
 
 
-def search(known: Description, ranks: int, timed: bool) -> tuple[float, int, int]:
+def search(known: Description, ranks: int) -> tuple[float, int, int]:
     """Return processor seconds of a search, and how many layouts fit and are refused."""
     cluster = cluster_named("dgx-h100", ranks)
     begin = time.process_time()
-    found = plan(known, ROWS * ranks, cluster, time=seconds_of if timed else None)
+    found = plan(known, ROWS * ranks, cluster)
     found.best()
     took = time.process_time() - begin
     return took, len(found.fitting), len(found.illegal) + len(found.tried)
@@ -112,17 +111,15 @@ def search(known: Description, ranks: int, timed: bool) -> tuple[float, int, int
 def lines(names: list[str], repeats: int) -> Iterator[str]:
     """Yield the table, a line for each model, number of ranks and ranking."""
     yield f"{machine()}; processor seconds, the least of {repeats} searches\n"
-    yield table(["model", "ranks", "ranked by", "seconds", "layouts", "refused"], [])
+    yield table(["model", "ranks", "seconds", "layouts", "refused"], [])
     fresh = multiprocessing.get_context("fork")
     for name in names:
         known = described(name)
         for ranks in RANKS:
-            for timed in (False, True):
-                with fresh.Pool(1, maxtasksperchild=1) as pool:
-                    each = [pool.apply(search, (known, ranks, timed)) for _ in range(repeats)]
-                took, fitting, refused = min(each)
-                by = "time" if timed else "memory"
-                yield row(name, f"{ranks:,}", by, f"{took:.2f}", f"{fitting:,}", f"{refused:,}")
+            with fresh.Pool(1, maxtasksperchild=1) as pool:
+                each = [pool.apply(search, (known, ranks)) for _ in range(repeats)]
+            took, fitting, refused = min(each)
+            yield row(name, f"{ranks:,}", f"{took:.2f}", f"{fitting:,}", f"{refused:,}")
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.plan import Cluster, Device, Layout, Link, Options, plan
 
-DEVICES = Cluster(4, Device("d", 2**30, {}, 1.0), (Link(4, 1e-6, 1e9),))
+DEVICES = Cluster(4, Device("d", 2**30, {"float64": 1e9}, 1e9), (Link(4, 1e-6, 1e9),))
 LAYOUTS = [
     Layout(Grid(tp=2, dp=2), sequence_parallel=True, recompute="full"),
     Layout(Grid(pp=2, cp=2), schedule="interleaved_1f1b", chunks=2, recompute="selective"),

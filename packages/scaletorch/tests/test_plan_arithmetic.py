@@ -121,7 +121,6 @@ def test_every_grid_is_planned_or_refused_with_a_reason():
     found = plan(sketch(), 24, cluster(16))
     grids = {each.layout.grid for each in found.estimates} | {each.grid for each in found.refused}
     assert grids == {*legal_layouts(16)}
-    assert [each.peak for each in found.estimates] == sorted(e.peak for e in found.estimates)
     assert found.best() == found.estimates[0]
     assert all(each.layout.grid.world_size == 16 for each in found.estimates)
     told = {each.why for each in found.refused}

@@ -11,36 +11,25 @@ from scaletorch.plan import Layout
 HOLDING = [
     Case("mixture", 5, False, "float32", 16,
          Layout(Grid(dp=4, ep=2), zero=2, micro_rows=2, micro_batches=3), sum_item=8),
-    Case("llama", 5, True, "float32", 16,
-         Layout(Grid(pp=2, dp=2), zero=2, schedule="dualpipe_v", chunks=2, micro_batches=5)),
-    Case("llama", 4, True, "bfloat16", 16,
-         Layout(Grid(pp=2, dp=2), zero=2, schedule="zb_h1", micro_batches=2), sum_item=4),
+    Case("llama", 5, True, "bfloat16", 16,
+         Layout(Grid(pp=2, dp=2), zero=2, schedule="dualpipe_v", chunks=2, micro_batches=5),
+         sum_item=4),
 ]  # fmt: skip
-PEAKS = {  # pipelines; activations, buckets or shards at the peak; experts; tied weights
-    2: [
-        Case("large mixture", 2, True, "float32", 64,
-             Layout(Grid(cp=2, ep=2), zero=2, recompute="full", micro_batches=2)),
-        Case("large", 4, True, "float32", 64, Layout(Grid(dp=2), zero=1, recompute="full")),
-    ],
-    4: [
-        # No gradients until all micro-batches are alive.
-        Case("wide", 8, False, "float32", 64,
-             Layout(Grid(pp=4), schedule="looped_bfs", chunks=2, micro_rows=3)),
-        Case("wide", 8, False, "float32", 64,
-             Layout(Grid(tp=2, pp=2), True, "full", schedule="zb_v", chunks=2, micro_rows=4,
-                    micro_batches=2)),
-        Case("large", 8, False, "float32", 64, Layout(Grid(dp=4), zero=1, micro_rows=2)),
-        Case("large", 8, False, "float32", 64,
-             Layout(Grid(tp=2, dp=2), True, zero=2, micro_rows=3, micro_batches=3)),
-        Case("large", 8, False, "float32", 64,
-             Layout(Grid(pp=2, dp=2), zero=2, recompute="full", micro_rows=4, micro_batches=4,
-                    schedule="interleaved_1f1b", chunks=2)),
-        Case("large", 4, True, "float32", 64,
-             Layout(Grid(pp=2, dp=2), zero=1, schedule="zb_h1", micro_batches=3)),
-        Case("large mixture", 4, True, "float32", 64,
-             Layout(Grid(pp=2, cp=2, ep=2), zero=2, schedule="zb_v", chunks=2, micro_batches=3)),
-    ],
-}  # fmt: skip
+PEAKS = [  # pipelines; activations, buckets or shards at the peak; experts; tied weights
+    Case("large mixture", 2, True, "float32", 64,
+         Layout(Grid(cp=2, dp=2, ep=2), zero=2, recompute="full", micro_batches=2)),
+    Case("wide", 8, False, "float32", 64,
+         Layout(Grid(tp=2, pp=2), True, "full", schedule="zb_v", chunks=2, micro_rows=4,
+                micro_batches=2)),
+    Case("large", 4, True, "float32", 64, Layout(Grid(dp=4), zero=1, recompute="full")),
+    Case("large", 8, False, "float32", 64,
+         Layout(Grid(tp=2, dp=2), True, zero=2, micro_rows=3, micro_batches=3)),
+    Case("large", 8, False, "float32", 64,
+         Layout(Grid(pp=2, dp=2), zero=2, recompute="full", micro_rows=4, micro_batches=4,
+                schedule="interleaved_1f1b", chunks=2)),
+    Case("large mixture", 4, True, "float32", 64,
+         Layout(Grid(pp=2, cp=2, ep=2), zero=2, schedule="zb_v", chunks=2, micro_batches=3)),
+]  # fmt: skip
 GATHERING = [
     Case("wide", 3, False, "float32", 64,
          Layout(Grid(dp=2), zero=3, recompute="full", micro_rows=4, micro_batches=2)),
@@ -53,10 +42,9 @@ def _imported():
 
 
 @pytest.mark.filterwarnings("ignore:Memory block of unknown size")
-@pytest.mark.parametrize("ranks", PEAKS)
-def test_ranks_hold_what_is_planned(ranks):
-    cases = [*PEAKS[ranks], *(HOLDING if ranks == 4 else [])]
-    for case, *own in zip(cases, *run_ranks(peaks, ranks, cases, timeout=300), strict=True):
+def test_ranks_hold_what_is_planned():
+    cases = [*PEAKS, *HOLDING]
+    for case, *own in zip(cases, *run_ranks(peaks, 4, cases, timeout=250), strict=True):
         assert not list(differences(case, own))
         if case not in HOLDING:
             assert not list(higher(case, own))

@@ -22,7 +22,6 @@ from scaletorch.plan import (
     Refused,
     Work,
     plan,
-    time,
 )
 from scaletorch.plan.showing import explained, grouped, page, table, words_of
 from scaletorch.plan.units import in_bytes, in_seconds, in_short
@@ -47,7 +46,7 @@ def planned(memory=80 * GIB, cuts=(1, 2)):
     blocks = (Block("e", 0, "first"), *(Block(f"<{at}>", 1, "layer") for at in range(4)))
     known = Description("a & b", 4096, "float32", (*blocks, Block("h", 2, "last")), kinds)
     cluster = Cluster(4, replace(DEVICE, memory=memory), LINKS)
-    return plan(known, 16, cluster, options=OPTIONS, time=time)
+    return plan(known, 16, cluster, options=OPTIONS)
 
 
 @pytest.fixture(scope="module")

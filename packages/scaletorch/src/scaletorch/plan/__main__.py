@@ -30,7 +30,6 @@ from .description import Description, Kernels
 from .estimate import Estimate
 from .search import Plan, plan
 from .showing import explained, fits, grouped, named, page, table
-from .timing import time
 from .written import read, write
 
 
@@ -54,7 +53,7 @@ def _plan(arguments: Any) -> int:
             {axis: [getattr(grid, axis)] for axis in AXES} if options.meant(grid) else {"dp": []}
         )
         options = replace(options, sizes=sizes)
-    found = plan(description, arguments.rows, cluster, options=options, time=time)
+    found = plan(description, arguments.rows, cluster, options=options)
     notes = [*_assumed(arguments, description, cluster)]
     if grid:
         print(explained(found, _chosen(found, grid, arguments.explain)))

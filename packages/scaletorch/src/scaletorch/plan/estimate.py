@@ -75,13 +75,13 @@ class Estimate:
     Attributes:
         layout: The layout.
         memory: Of each rank of the pipeline.
-        time: Of a step; None if no cluster's speed is known.
+        time: Of a step.
         communicators: Bytes of every rank's communicators, beside `memory`.
     """
 
     layout: Layout
     memory: tuple[Memory, ...]
-    time: Time | None = None
+    time: Time
     communicators: int = 0
 
     @property

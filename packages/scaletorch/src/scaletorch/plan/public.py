@@ -20,7 +20,7 @@ from .held import Optimizer
 from .layout import Layout
 from .options import Options, Refused, legal
 from .search import Plan, plan
-from .timing import time, timer
+from .timing import time
 
 __all__ = [
     "CLUSTERS",
@@ -53,7 +53,6 @@ __all__ = [
     "read_bench",
     "read_cluster",
     "time",
-    "timer",
     "usual_cuts",
     "write_cluster",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
 from itertools import islice
@@ -12,19 +12,16 @@ from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import Grid, count_communicators
 from .clusters import Cluster
 from .description import Description
-from .estimate import Estimate, Time
+from .estimate import Estimate
 from .held import Known, Optimizer
 from .layout import Layout
 from .memory import before, memory, peak
 from .options import Options, Refused, ladder, legal
 from .timing import Steps
-from .timing import time as seconds_of
 from .units import in_bytes
 
 # How exact the time is by which a layout waits in the queue of a search; if exact, its bytes.
 FLOOR, LEAST = -2, -1
-
-Timer = Callable[[Description, Layout, Cluster], Time]
 
 
 class Plan:
@@ -40,10 +37,10 @@ class Plan:
 
     def __init__(
         self, description: Description, rows: int, cluster: Cluster, options: Options,
-        optimizer: Optimizer | None, time: Timer | None,
+        optimizer: Optimizer | None,
     ) -> None:  # fmt: skip
         self.description, self.rows, self.cluster = description, rows, cluster
-        self._known, self._time = Known(description, optimizer), time
+        self._known = Known(description, optimizer)
         self.optimizer = self._known.optimizer
         self._steps = Steps(description, cluster, self._known)
         self._peak = cache(lambda layout: peak(self._known, layout) + self._groups(layout.grid))
@@ -91,33 +88,23 @@ class Plan:
         return [tried for found, tried in each if tried and not found]
 
     def ranked(self) -> Iterator[Estimate]:
-        """Yield what fits, the best first: by time if it is known, else by memory.
+        """Yield what fits, the quickest first.
 
         No more layouts are fitted into memory, and no more steps simulated, than tell which is the
         next best: each waits in a queue by a time that it takes at the least, ever more exact.
         """
-        if self._time is None:
-            yield from map(self.estimate, sorted(self.fitting, key=self._peak))
-            return
-        ours = self._time is seconds_of
-        floor = self._steps.floor if ours else lambda _: 0.0
-        queue = [(floor(each), FLOOR, (at, 0), each) for at, each in enumerate(self._legal)]
+        steps = self._steps
+        queue = [(steps.floor(each), FLOOR, (at, 0), each) for at, each in enumerate(self._legal)]
         heapify(queue)
         while queue:
             _, stage, at, layout = heappop(queue)
             if stage == FLOOR:
                 for way, own in enumerate(self._fitting(layout)[0]):
-                    least = self._steps.least(own) if ours else self._step(own)
-                    heappush(queue, (least, LEAST, (at[0], way), own))
+                    heappush(queue, (steps.least(own), LEAST, (at[0], way), own))
             elif stage == LEAST:
-                step = self._steps.step(layout) if ours else self._step(layout)
-                heappush(queue, (step, self._peak(layout), at, layout))
+                heappush(queue, (steps.step(layout), self._peak(layout), at, layout))
             else:
                 yield self.estimate(layout)
-
-    def _step(self, layout: Layout) -> float:
-        time = self.estimate(layout).time
-        return time.step if time else 0.0
 
     def top(self, count: int) -> list[Estimate]:
         """Return the best layouts that fit, or if none does those nearest to it."""
@@ -158,14 +145,7 @@ class Plan:
             InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
         """
         held = memory(self.description, layout, known=self._known)
-        time = None
-        if self._time is not None:
-            ours = self._time is seconds_of
-            time = (
-                self._steps.exact(layout) if ours
-                else self._time(self.description, layout, self.cluster)
-            )  # fmt: skip
-        return Estimate(layout, held, time, self._groups(layout.grid))
+        return Estimate(layout, held, self._steps.exact(layout), self._groups(layout.grid))
 
     @cached_property
     def first(self) -> Estimate | None:
@@ -194,9 +174,8 @@ def plan(
     *,
     options: Options | None = None,
     optimizer: Optimizer | None = None,
-    time: Timer | None = None,
 ) -> Plan:
-    """Return the layouts of a job and what they cost.
+    """Return the layouts of a job and what they cost, ranked by the time of a step.
 
     All sizes of the grid are tried that the model is described for. Of ZeRO's stages and of
     recomputation a layout has as little as lets it fit, since they cost time: a step further is
@@ -208,15 +187,14 @@ def plan(
         cluster: Its ranks, and the memory of one.
         options: What is tried.
         optimizer: What is kept for each parameter; by default AdamW.
-        time: `time(description, layout, cluster)`, by which they are ranked; None is by memory.
 
     Raises:
-        InvalidArgumentError: No rows, or no ranks.
+        InvalidArgumentError: No rows, no ranks, or no figure of the device for the model's dtype.
     """
     collecting = gc.isenabled()
     gc.disable()  # a search makes no cycles, and very many objects that stay
     try:
-        found = Plan(description, rows, cluster, options or Options(), optimizer, time)
+        found = Plan(description, rows, cluster, options or Options(), optimizer)
         _ = found.first  # worked out now
     finally:
         if collecting:

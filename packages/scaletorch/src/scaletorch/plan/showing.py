@@ -61,7 +61,7 @@ def explained(plan: Plan, estimate: Estimate) -> str:
         for rank, own in enumerate(estimate.memory)
     ]
     lines += ["memory of each rank of the pipeline", *_columns(("GiB of rank", *SORTS), rows, 1)]
-    if grid.pp > 1 and estimate.time is not None:
+    if grid.pp > 1:
         # As few micro-batches as show how the pipeline repeats itself.
         batches = min(estimate.layout.micro_batches, 2 * grid.pp)
         few = replace(estimate.layout, micro_batches=batches)
@@ -115,16 +115,13 @@ def _heading(plan: Plan) -> list[str]:
 
 def _ranking(plan: Plan, listed: Sequence[Estimate], shared: Sequence[str]) -> Iterator[str]:
     """Yield the table of layouts, the best first."""
-    timed = listed[0].time is not None
     rows = []
     for at, each in enumerate(listed, 1):
         words = ", ".join(word for word in words_of(each.layout) if word not in shared)
         mark = " " if fits(plan, each) else "!"
         rows.append([str(at), layout_name(each.layout.grid), words, _gib(each.peak) + mark])
-        if each.time is not None:
-            rows[-1] += [f"{each.time.bubble:.1%}", in_seconds(each.time.step)]
-            rows[-1] += [in_short(_tokens_per_second(plan, each))]
-    heads = ["", "DPxPPxCPxTP", "options", "GiB ", *["bubble", "step", "tokens/s"] * timed]
+        rows[-1] += [f"{each.time.bubble:.1%}", in_seconds(each.time.step), _speed(plan, each)]
+    heads = ["", "DPxPPxCPxTP", "options", "GiB ", "bubble", "step", "tokens/s"]
     return _columns(heads, rows, 3)
 
 
@@ -136,9 +133,9 @@ def _below(plan: Plan, listed: Sequence[Estimate]) -> Iterator[str]:
         yield f"none fits in {memory}: {cures}"
     elif not all(fits(plan, each) for each in listed):
         yield f"! is more than {memory}"
-    if time := listed[0].time:
-        span = f"{in_seconds(time.low)} to {in_seconds(time.high)}"
-        yield f"steps are estimates: the first takes {span}"
+    time = listed[0].time
+    span = f"{in_seconds(time.low)} to {in_seconds(time.high)}"
+    yield f"steps are estimates: the first takes {span}"
 
 
 def _refusals(plan: Plan) -> Iterator[str]:
@@ -161,16 +158,15 @@ def _summary(plan: Plan, estimate: Estimate) -> Iterator[str]:
     if estimate.communicators:
         count, size = count_communicators(layout.grid), in_bytes(estimate.communicators)
         yield f"communicators of each rank: {count}, which hold {size}"
-    if time := estimate.time:
-        speed = in_short(_tokens_per_second(plan, estimate))
-        span = f"{in_seconds(time.low)} to {in_seconds(time.high)}"
-        yield f"step {in_seconds(time.step)} ({span}), {speed} tokens/s"
-        spent = f"computing {in_seconds(time.computing)}, update {in_seconds(time.update)}"
-        yield f"  {spent}, bubble {time.bubble:.1%}"
-        for word, seconds in (("waits for", time.exposed), ("hides", time.hidden)):
-            each = [f"{axis} {in_seconds(own)}" for axis, own in seconds.items() if own]
-            if each:
-                yield f"  {word} {', '.join(each)}"
+    time = estimate.time
+    span = f"{in_seconds(time.low)} to {in_seconds(time.high)}"
+    yield f"step {in_seconds(time.step)} ({span}), {_speed(plan, estimate)} tokens/s"
+    spent = f"computing {in_seconds(time.computing)}, update {in_seconds(time.update)}"
+    yield f"  {spent}, bubble {time.bubble:.1%}"
+    for word, seconds in (("waits for", time.exposed), ("hides", time.hidden)):
+        each = [f"{axis} {in_seconds(own)}" for axis, own in seconds.items() if own]
+        if each:
+            yield f"  {word} {', '.join(each)}"
     places = [
         f"{axis} {layout.grid.size(axis)} {_crossing(layout.grid, plan.cluster, axis)}"
         for axis in ("tp", "cp", "ep", "pp", "dp")
@@ -236,10 +232,10 @@ def fits(plan: Plan, estimate: Estimate) -> bool:
     return estimate.peak <= plan.cluster.device.memory
 
 
-def _tokens_per_second(plan: Plan, estimate: Estimate) -> float:
-    """Return tokens of all ranks a second; 0 if the time is not known."""
-    tokens = plan.rows * plan.description.length
-    return tokens / estimate.time.step if estimate.time else 0.0
+def _speed(plan: Plan, estimate: Estimate) -> str:
+    """Return tokens of all ranks a second; "any" of blocks that have no work."""
+    tokens, step = plan.rows * plan.description.length, estimate.time.step
+    return in_short(tokens / step) if step else "any"
 
 
 def _gib(size: float) -> str:

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.fx.experimental import _config
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+
+from .counting import bytes_of
+from .observed import Observed
 
 aten = torch.ops.aten
 _SMALL = 2**20  # bytes that are made for real where nothing hollow goes in
@@ -27,28 +30,13 @@ _FACTORIES = frozenset(
 )  # fmt: skip
 
 
-class Watcher(Protocol):
-    """Hears of everything that hollow code does."""
-
-    def operation(
-        self, func: Any, args: Any, ins: Sequence[Tensor], outs: Sequence[Tensor]
-    ) -> None:
-        """Hear of an operation that computes or moves memory."""
-
-    def collective(self, func: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -> None:
-        """Hear of a call of torch.distributed."""
-
-    def memory(self, key: int, change: int) -> None:
-        """Hear of memory that is taken, or given back if the change is negative."""
-
-
 class Hollow(TorchDispatchMode):
     """Runs code on hollow tensors.
 
     Tokens are shared out evenly over experts: a choice of the best scores takes all in turn.
     """
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, watcher: Observed) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._watcher = watcher
         self._sizes: dict[int, int] = {}
@@ -82,7 +70,7 @@ class Hollow(TorchDispatchMode):
             return _TOLD[func](func, args, kwargs) if hollow else func(*args, **kwargs)
         if func in _CHOICES and self.is_hollow(args[0]) and not _is_large(args):
             result = self._choose(func, args, kwargs)
-        elif not hollow or (func in _FACTORIES and _bytes_of(args[0]) <= _SMALL):
+        elif not hollow or (func in _FACTORIES and bytes_of(args[:1]) <= _SMALL):
             result = self._really(func, args, kwargs, inputs)
         elif _is_view(func):
             return func(*args, **kwargs)
@@ -202,13 +190,9 @@ def _form(value: Any) -> Any:
     return torch.device("meta") if isinstance(value, torch.device) else value
 
 
-def _bytes_of(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _is_large(args: Sequence[Any]) -> bool:
     """Return whether a choice is of more than experts for tokens, such as of logits for labels."""
-    return isinstance(args[2] if len(args) > 2 else 0, Tensor) and _bytes_of(args[2]) > 2**24
+    return isinstance(args[2] if len(args) > 2 else 0, Tensor) and bytes_of(args[2:3]) > 2**24
 
 
 def _ranks(group: Any) -> int:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,13 +16,13 @@ from ...compose import parallelize, shard_global_batch, train_step
 from ...compose.experts import expert_names
 from ...compose.forward import terms_of
 from ...compose.own_loss import LossFunction
+from ...dist.errors import InvalidArgumentError, ScaletorchError
 from ...parallel.context_parallel.building import expect_attention
 from ...parallel.pg_manager import Grid, ProcessGroupManager
 from ...parallel.pipeline_parallel import Split
 from ...parallel.tensor_parallel import explain
 from ..description import Behaviour, Block, Cut, Parameter
 from .blocks import block_of, fill, inner, thin_out
-from .failing import own_code
 from .figures import behaviour
 from .hollow import Hollow
 from .kernels import kernels_of
@@ -28,6 +31,7 @@ from .watching import watch
 from .world import pretended
 
 ROWS = (2, 3)  # what is affine in rows is known from two
+OURS = ("torch", "scaletorch", "contextlib")  # whose lines are none of the model's
 REPLICAS = 2  # of what is divided: the groups of an axis are those of no other then
 
 
@@ -67,7 +71,7 @@ class Job:
             ScaletorchError: The model cannot be cut so.
         """
         pair = []
-        with own_code(cut), pretended(_grid(cut)) as manager:
+        with _own_code(cut), pretended(_grid(cut)) as manager:
             for rows in ROWS:
                 seen, model = self._run(cut, manager, rows)
                 pair.append(seen)
@@ -135,3 +139,41 @@ def _grid(cut: Cut) -> Grid:
     held = cut.tp * cut.cp
     dp = REPLICAS * cut.ep // math.gcd(cut.ep, held)
     return Grid(tp=cut.tp, cp=cut.cp, dp=dp, ep=cut.ep)
+
+
+@contextmanager
+def _own_code(cut: Cut) -> Iterator[None]:
+    """Turn an error of the model's own code into one that says which, where and what to do.
+
+    Args:
+        cut: In which the model runs; `Cut()` is whole.
+
+    Raises:
+        InvalidArgumentError: Of any error that is none of this library's.
+    """
+    try:
+        yield
+    except ScaletorchError:
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}{_place(error)}"
+        if cut == Cut():
+            raise InvalidArgumentError(
+                f"the model cannot run on the batch: {what}; a model that takes something else "
+                "than input_ids and labels needs a batch of its own (--batch)"
+            ) from error
+        sizes = [
+            f"{axis} {size}" for axis in ("tp", "cp", "ep") if (size := getattr(cut, axis)) > 1
+        ]
+        raise InvalidArgumentError(f"with {', '.join(sizes)} its code fails: {what}") from error
+
+
+def _place(error: Exception) -> str:
+    """Return the last line of the model's that the error came through."""
+    frames = [
+        (frame.f_code.co_filename, line)
+        for frame, line in walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in OURS
+    ]
+    entered = frames[1:] if frames and frames[0][0].endswith("runpy>") else frames
+    return f" ({Path(entered[-1][0]).name}:{entered[-1][1]})" if entered else ""

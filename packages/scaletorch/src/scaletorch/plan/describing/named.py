@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ def named(given: str, dtype: str | None = None) -> tuple[str, Callable[[], nn.Mo
 
     Args:
         given: A folder with a `config.json` of transformers, such a file, or `package.module:name`
-            of a function or a class that makes the module, or a config of transformers.
+            of a function or a class that makes the module.
         dtype: Of its parameters, such as "bfloat16"; None is as it is built.
 
     Raises:
@@ -42,14 +41,9 @@ def named(given: str, dtype: str | None = None) -> tuple[str, Callable[[], nn.Mo
             "package.module:function; nothing is downloaded: get its config.json first"
         )
     made = load(given)
-    if not callable(made) and not _is_config(made):
+    if not callable(made):
         raise InvalidArgumentError(f"{given!r} makes nothing: it is a {type(made).__name__}")
-
-    def build() -> nn.Module:
-        found = made() if callable(made) else made
-        return _of_config(found, dtype) if _is_config(found) else _cast(found, dtype)
-
-    return "", build
+    return "", lambda: _cast(made(), dtype)
 
 
 def experts_of(build: Callable[[], nn.Module]) -> int:
@@ -88,10 +82,6 @@ def _of_config(config: Any, dtype: str | None) -> nn.Module:
         )
     model: nn.Module = causal.from_config(config, **more)
     return model
-
-
-def _is_config(made: Any) -> bool:
-    return hasattr(made, "model_type") and not inspect.isclass(made)
 
 
 def _cast(module: nn.Module, dtype: str | None) -> nn.Module:

@@ -74,7 +74,7 @@ def peak(known: Known, layout: Layout, room: int | None = None) -> int:
         still = own.parameters + own.gradients + own.optimizer
         if room is not None and still > room:
             return still
-        for _, parts in _parts(known, layout, number, rank):
+        for parts in _parts(known, layout, number, rank):
             found = max(found, still + sum(parts))
             if room is not None and found > room:
                 return found
@@ -90,55 +90,49 @@ def before(known: Known, layout: Layout) -> int:
 def _fullest(known: Known, layout: Layout, number: int, rank: int) -> Memory:
     """Return what a rank holds at the moment at which that is the most."""
     own = state(known, layout, number)
-    _, (gradients, *rest) = max(_parts(known, layout, number, rank), key=lambda each: sum(each[1]))
+    gradients, *rest = max(_parts(known, layout, number, rank), key=sum)
     return Memory(own.parameters, own.gradients + gradients, own.optimizer, *rest)
 
 
 def _parts(
     known: Known, layout: Layout, number: int, rank: int
-) -> Iterator[tuple[Moment, tuple[int, int, int, int]]]:
+) -> Iterator[tuple[int, int, int, int]]:
     """Yield gradients, activations, working memory and buffers when they may be the most.
 
-    In a backward activations go as fast as gradients come, so that the most is there when it begins
-    or when it ends, or while its layers run.
+    In a backward activations go as fast as gradients come: the most is there when it begins, when
+    as many buckets are open as it fills at a time, or when it ends.
     """
     own, chunks = state(known, layout, number), chunks_of(known, layout, number)
     kept, left = [chunk.kept for chunk in chunks], [chunk.left for chunk in chunks]
     # A bucket leaves when it is full, and by then as large a share of activations has gone.
     share = own.bucket / own.whole if own.whole else 0.0
     open_ = min(1.0, share * (1 if own.last else OPEN - 1))
-    again = own.again // len(chunks)  # of a chunk alone
     # A layer that runs again fills a bucket as what it takes goes.
     filled = own.bucket if layout.recompute == "full" else 0
     for moment in alive(layout, rank):
-        chunk = chunks[moment.chunk]
+        chunk, count = chunks[moment.chunk], len(chunks)
         activations = sum(map(mul, moment.whole, kept)) + sum(map(mul, moment.halves, left))
         messages = _messages(known, layout, number, moment)
-        brought = own.brought * moment.begun // len(chunks)
-        yield moment, (brought, activations, chunk.working[moment.kind], messages + own.start)
-        inside, less = max(0, chunk.inside), min(0, chunk.inside)
-        open_inside, open_tail = (
-            messages + max(0, own.inside - min(filled, takes)) for takes in (inside, chunk.tail)
-        )
-        if own.inside and not own.last:
-            rest = max(0, activations - round(chunk.kept * open_) + less)
-            yield moment, (brought, rest, inside, open_inside)
-            rest = max(0, activations + less)  # and one is there from its first on
-            yield moment, (brought, rest, inside, messages + own.bucket)
-        if own.brought:  # behind this backward
-            rest = max(0, activations - chunk.kept)
-            late = again if moment.begun else own.brought // len(chunks)
-            more = own.brought * min(moment.begun + 1, len(chunks)) // len(chunks)
-            more += (again if moment.begun else 0) - round(late * min(1.0, share + chunk.ahead))
-            yield moment, (more, rest, chunk.tail, open_tail)
-        if own.last:
-            rest = max(0, chunk.kept - round(chunk.kept * open_) + less)
-            yield moment, (0, rest, inside, open_inside)
-            come = own.last * max(0.0, 1 - share - chunk.ahead)
-            yield moment, (round(come), 0, chunk.tail, open_tail)
-            # The last two buckets come while the shards of all before them are there.
-            yield moment, (round(own.last * (1 - share)), 0, 0, 2 * own.inside)
-    yield moment, (own.brought + own.last, 0, 0, own.ties)
+        brought = own.brought * moment.begun // count
+        yield brought, activations, chunk.working[moment.kind], messages + own.start
+        if own.last:  # of the last backward, when no other micro-batch is alive
+            activations, coming = chunk.kept, own.last
+        elif own.inside or own.brought:
+            coming = (own.again if moment.begun else own.brought) // count
+        else:
+            continue
+        before = own.brought * min(moment.begun + 1, count) // count if moment.begun else 0
+        for gone, works, base, late in (
+            (open_, chunk.inside, brought, open_),
+            (1.0, chunk.tail, before, share + chunk.ahead),
+        ):
+            come = round(coming * max(0.0, gone - late))
+            rest = max(0, activations - round(chunk.kept * gone) + min(0, works))
+            opened = max(0, own.inside - min(filled, max(0, works)))
+            yield base + come, rest, max(0, works), messages + opened
+    # The last two buckets come while the shards of all before them are there.
+    yield round(own.last * (1 - share)), 0, 0, 2 * own.inside * (own.last > 0)
+    yield own.brought + own.last, 0, 0, own.ties
 
 
 def _messages(known: Known, layout: Layout, number: int, moment: Moment) -> int:

@@ -6,7 +6,7 @@ micro-batches, and each further round takes what the last one took.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -77,11 +77,6 @@ def time(description: Description, layout: Layout, cluster: Cluster) -> Time:
             no figure for its dtype.
     """
     return Steps(description, cluster).exact(layout)
-
-
-def timer(description: Description, cluster: Cluster) -> Callable[[Layout], Time]:
-    """Return `time` for many layouts of one model: what they share is worked out once."""
-    return Steps(description, cluster).exact
 
 
 def timeline(description: Description, layout: Layout, cluster: Cluster) -> Timeline:
