@@ -78,19 +78,27 @@ def ready(
     there = isinstance(count, Tensor)
     facts: list[float] = [0.0 if isinstance(count, Tensor) or not counts else count, there]
     facts += [bool(failed), alone, has_own, len(micro_batches) > 1]
-    facts += [samples is not None and not samples.settled, samples.residue() if samples else 0]
-    facts += [own is not None and own.counts_later]
-    scaling = scalings.get(model) if trains else None
+    facts += [samples is not None and not samples.settled, own is not None and own.counts_later]
+    scaling, residue = (
+        scalings.get(model) if samples else None,
+        samples.residue if samples else None,
+    )
+    facts += (
+        scaling.told(residue)
+        if scaling
+        else [0.0 if residue is None else float(residue), *[0.0] * 5]
+    )
     (
-        total, elsewhere, failures, unsynchronised, owners, several, unsettled, residues, later,
+        total, elsewhere, failures, unsynchronised, owners, several, unsettled, later, residues,
         *scales,
-    ) = _sums(facts + (scaling.told() if scaling else [0.0] * 5), manager)  # fmt: skip
+    ) = _sums(facts, manager)  # fmt: skip
     terms.several = several > 0
     if failures:  # taken out of the list, since a traceback has this frame
         agree("this step", [], manager.world_group, error=failed.pop() if failed else None)
     _require_alike(unsynchronised, owners, later, manager, alone=alone, has_own=has_own)
-    if scaling is not None and samples is not None:
+    if scaling is not None:
         scaling.refuse_different(scales)
+    if samples is not None:
         samples.compare(residues, unsettled)
     number = int(total) if total.is_integer() else total
     return called, _with_counts(number, count if counts else 0, manager) if elsewhere else number

@@ -74,7 +74,7 @@ class Samples:
         self._turn = 0
         self.settled = False
         self.taken: list[tuple[Key, Tensor]] = []  # digests
-        self._residue: Tensor | None = None  # of this rank: 0-d int64, below 2**32
+        self.residue: Tensor | None = None  # this rank's term of the message: 0-d int64, < 2**32
 
     def look(self) -> None:
         """Look up the parameters, at first and wherever a period begins; nothing is sent."""
@@ -115,7 +115,7 @@ class Samples:
             self._take()
         except RuntimeError as error:  # a device without such a kernel, or without memory for it
             self._left |= {each.key for each in self._held}
-            self.settled, self.taken, self._residue = False, [], None
+            self.settled, self.taken, self.residue = False, [], None
             warnings.warn(
                 f"{describe_rank()}: train_step cannot look whether ranks still hold the same "
                 f"parameters: {error}",
@@ -130,11 +130,7 @@ class Samples:
         self.taken = [(each.key, digest(each.values())) for each in held]
         numbers = torch.stack([number.to(weights.device) for _, number in self.taken])
         folded = numbers ^ (numbers >> 32)  # the low half of a product is that of low halves
-        self._residue = (folded * weights).sum() % MODULUS
-
-    def residue(self) -> int:
-        """Return this rank's term of the message, read after the loss; 0 without a sample."""
-        return 0 if self._residue is None else int(self._residue)
+        self.residue = (folded * weights).sum() % MODULUS
 
     def compare(self, total: float, unsettled: float) -> None:
         """Go on from what the message says; all ranks call it.
@@ -147,7 +143,7 @@ class Samples:
             MismatchError: Ranks that should hold the same do not; on every rank.
         """
         model, parted = self._model(), total % MODULUS != 0
-        taken, self.taken, self._residue = dict(self.taken), [], None
+        taken, self.taken, self.residue = dict(self.taken), [], None
         if parted and model is not None:
             wait_for_parameters(model)
             held = [each for each in self._held if each.key not in self._left]

@@ -112,19 +112,20 @@ class Scaling:
             cut = [s for s in mine if s.name in self._cut and s.tensor is s.parameter]
             self._weights = others + self._kept(cut, _weight)
 
-    def told(self) -> list[float]:
+    def told(self, residue: Tensor | None) -> list[float]:
         """Return this rank's share of the step's message.
 
+        Args:
+            residue: Another whole number of the device, 0-d, that is read in one transfer with all
+                that there is to read; None is 0.
+
         Returns:
-            Whether there is one factor of all gradients, that factor, its square, the tolerance;
-            and whether shards over tp were changed so that ranks have to compare how.
+            The residue; whether there is one factor of all gradients, that factor, its square, the
+            tolerance; and whether shards over tp were changed so that ranks have to compare how.
         """
         self._fit("weight", self._weights, _weight)
         self._weights = []
-        for kind, shards, fits in self._fitted:
-            for shard, numbers in zip(shards, fits.tolist(), strict=True):
-                self._fits[kind, shard.name] = Fit(*numbers)
-        self._fitted = []
+        told = self._read(residue)
         factor, tolerance = self._factor(), self._tolerance()
         changed = any(
             fit.known == 1
@@ -134,8 +135,8 @@ class Scaling:
         )
         suspicious = self.manager.tp_size > 1 and self._looks > 0 and changed
         if factor is None:
-            return [0, 0, 0, 0, suspicious]
-        return [1, factor, factor**2, tolerance, suspicious]
+            return [told, 0, 0, 0, 0, suspicious]
+        return [told, 1, factor, factor**2, tolerance, suspicious]
 
     def refuse_different(self, message: Sequence[float]) -> None:
         """Refuse factors and offsets that differ between ranks; all ranks call it.
@@ -180,6 +181,20 @@ class Scaling:
             before = torch.stack([kept for _, kept in pairs])
             after = torch.stack([kept for _, kept in self._kept(shards, read)])
             self._fitted.append((kind, shards, _fits(before, after, self._rounding)))
+
+    def _read(self, residue: Tensor | None) -> float:
+        """Read the fits, and a residue, which is returned."""
+        tensors = [fits.flatten() for *_, fits in self._fitted]
+        if residue is not None:
+            exact = tensors[0] if tensors else residue
+            tensors.append(residue.view(1).to(exact))
+        numbers = torch.cat(tensors).tolist() if tensors else []
+        for kind, shards, _ in self._fitted:
+            for shard in shards:
+                self._fits[kind, shard.name] = Fit(*numbers[:4])
+                numbers = numbers[4:]
+        self._fitted = []
+        return numbers[0] if numbers else 0.0
 
     def _kept(
         self, shards: Iterable[Shard], read: Callable[[Shard], Tensor]
