@@ -22,7 +22,7 @@ from .before.initial import require_one_batch
 from .entries import OF_LOSS, POSITIONS, TOKENS, first_entry, sequence_shape
 from .forward import Terms, pipeline_of, rehearses
 from .own_loss import Number, OwnLoss
-from .samples import samples_of
+from .samples import Samples, samples_of
 from .scaling import scalings
 
 _APART = (TOKENS, "labels")  # entries that are not passed on by name
@@ -59,21 +59,9 @@ def ready(
             have a loss_fn; or ranks no longer hold the same parameters, or scaled gradients by
             different factors.
     """
-    called: list[Called] = []
-    failed: list[Exception] = []
-    counts = manager.tp_rank == 0 and pipeline_of(model).is_last_stage
     samples = samples_of(model, manager) if trains else None
-    count: float | Tensor = 0.0
-    try:
-        called = _called(model, micro_batches, manager, terms, own, trains)
-        if trains:
-            if own is not None and own.counts_later and has_gradients(model):
-                own.counts_later = False  # a correction would be one of older gradients too
-            count = _counted(called, own, pipeline_of(model).is_last_stage)
-        if samples is not None:
-            samples.look()
-    except Exception as error:  # the others would wait in the all-reduce
-        failed.append(error)
+    called, count, failed = _prepared(model, micro_batches, manager, terms, own, samples, trains)
+    counts = manager.tp_rank == 0 and pipeline_of(model).is_last_stage
     alone, has_own = not model.require_backward_grad_sync, own is not None
     there = isinstance(count, Tensor)
     facts: list[float] = [0.0 if isinstance(count, Tensor) or not counts else count, there]
@@ -102,6 +90,31 @@ def ready(
         samples.compare(residues, unsettled)
     number = int(total) if total.is_integer() else total
     return called, _with_counts(number, count if counts else 0, manager) if elsewhere else number
+
+
+def _prepared(
+    model: DataParallelBucket,
+    micro_batches: Sequence[Batch],
+    manager: ProcessGroupManager,
+    terms: Terms,
+    own: OwnLoss | None,
+    samples: Samples | None,
+    trains: bool,
+) -> tuple[list[Called], float | Tensor, list[Exception]]:
+    """Return the micro-batches, the count of this rank, and what this rank has to refuse."""
+    called: list[Called] = []
+    count: float | Tensor = 0.0
+    try:
+        called = _called(model, micro_batches, manager, terms, own, trains)
+        if trains:
+            if own is not None and own.counts_later and has_gradients(model):
+                own.counts_later = False  # a correction would be one of older gradients too
+            count = _counted(called, own, pipeline_of(model).is_last_stage)
+        if samples is not None:
+            samples.look()
+    except Exception as error:  # the others would wait in the all-reduce
+        return called, count, [error]
+    return called, count, []
 
 
 def _sums(facts: Sequence[float], manager: ProcessGroupManager) -> list[float]:
