@@ -13,7 +13,7 @@ from tools.pools import Pools
 
 from scaletorch.parallel.tensor_parallel.plans import resolve
 
-FOUND = ("find_own_plan", "find_family", "find_torch_layers")
+FOUND = ("find_own_plan", "find_torch_layers")
 # Attention cut by heads and stated in other ways: apart, packed, by head, in a module of its own.
 ALWAYS = ("llama", "gpt2", "gpt_neox", "bert")
 

@@ -136,8 +136,21 @@ class Decoder(nn.Module):
         return self.norm(x)
 
 
+STYLES = {
+    "embed_tokens": "embedding_rowwise",
+    **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
+HEAD = {"lm_head": "colwise_gather_output"}
+
+
 class Llama(Decoder):
     """The names of a bare model: embed_tokens, layers, norm, lm_head."""
+
+    _tp_plan = STYLES | HEAD
 
     def __init__(self, tied=False, **options):
         super().__init__(**options)
@@ -151,6 +164,8 @@ class Llama(Decoder):
 
 class CausalLM(nn.Module):
     """The names of `transformers`: model.layers and so on."""
+
+    _tp_plan = {f"model.{name}": style for name, style in STYLES.items()} | HEAD
 
     def __init__(self, tied=False, **options):
         super().__init__()

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from llamas import (
+    OWN_PLAN,
     CausalLM,
     CountingAttention,
     as_one_process,
@@ -37,8 +38,8 @@ MODELS = [
 
 def every_model():
     for options in MODELS:
-        as_one_process(options)
-    as_one_process(MODELS[0], asynchronous=True)
+        as_one_process(options, OWN_PLAN if "attention" in options else None)
+    as_one_process(MODELS[0], OWN_PLAN, asynchronous=True)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

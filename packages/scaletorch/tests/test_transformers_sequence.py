@@ -115,8 +115,7 @@ def shared():
 
 def refused():
     for kind, options, message in (
-        ("bloom", {**SLICED, "n_head": 4, "n_layer": 1}, "mlp' has slow_but_exact: it computes o"),
-        ("bitnet", {}, "Llama has such names, but .* has attn_sub_norm.* pass plan=suggest_plan"),
+        ("bitnet", {}, "BitNetForCausalLM has no plan .* pass plan=suggest_plan"),
     ):
         for sequence_parallel in (False, True):
             with pytest.raises(InvalidArgumentError, match=message):

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from scaletorch.models.llama import rotary_tables, rotate
 from scaletorch.parallel.tensor_parallel import (
-    FAMILIES,
     ColumnParallelLinear,
+    Divide,
     Plan,
     RowParallelLinear,
 )
@@ -19,8 +19,16 @@ VOCABULARY, HIDDEN, HEADS, KV_HEADS = 32, 16, 4, 2
 ROWS, LENGTH = 16, 12
 PADDING, RARE = 0, 1
 HEAD = HIDDEN // HEADS
-LLAMA = next(family.plan for family in FAMILIES if family.name == "Llama")
-PLAN: Plan = {**LLAMA, "layers.*.mlp.dropout": "sharded"}
+PLAN: Plan = {
+    "**.embed_tokens": "vocab",
+    "**.self_attn": Divide("num_heads", "num_kv_heads"),
+    **{f"**.self_attn.{name}_proj": "column" for name in "qkv"},
+    "**.self_attn.o_proj": "row",
+    **{f"**.mlp.{name}_proj": "column" for name in ("gate", "up")},
+    "**.mlp.down_proj": "row",
+    "**.lm_head": "column_gather",
+    "layers.*.mlp.dropout": "sharded",
+}
 
 
 class Attention(nn.Module):

@@ -7,6 +7,7 @@ Source: https://arxiv.org/abs/2302.13971; grouped queries https://arxiv.org/abs/
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -150,6 +151,8 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Decoder-only language model; weights are drawn from N(0, 0.02²) with the default generator.
 
+    It says how layers are divided over tp as models of transformers do.
+
     Example:
         >>> model = Llama(LlamaConfig(num_layers=2))
         >>> model(torch.zeros(1, 8, dtype=torch.long)).shape
@@ -157,6 +160,15 @@ class Llama(nn.Module):
     """
 
     mlp_type: ClassVar[type[nn.Module]] = MLP
+    _tp_plan: ClassVar[Mapping[str, str]] = {
+        "embed_tokens": "embedding_rowwise",
+        **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+        "lm_head": "colwise_gather_output",
+    }
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

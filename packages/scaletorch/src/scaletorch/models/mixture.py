@@ -105,14 +105,6 @@ class Mixture(Llama):
 
     mlp_type = SparseMLP
     _ep_plan: ClassVar[Mapping[str, str]] = {"layers.*.mlp.experts": "ep_dispatch_experts"}
-    _tp_plan: ClassVar[Mapping[str, str]] = {
-        "embed_tokens": "embedding_rowwise",
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "lm_head": "colwise_gather_output",
-    }
 
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__(config)

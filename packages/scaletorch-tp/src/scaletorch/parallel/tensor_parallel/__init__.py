@@ -7,7 +7,6 @@ from .layers.base import TensorParallelLayer
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .plans.explain import ExplainedParameter, Explanation, explain
-from .plans.families import FAMILIES, Family
 from .plans.plan import STYLES, Divide, Plan, Style
 from .plans.suggest import suggest_plan
 from .regions.random import common_random, sharded_random
@@ -34,14 +33,12 @@ from .tp_comms import (
 )
 
 __all__ = [
-    "FAMILIES",
     "STYLES",
     "ColumnParallelLinear",
     "CopyToModelParallelRegion",
     "Divide",
     "ExplainedParameter",
     "Explanation",
-    "Family",
     "Fused",
     "GatherFromModelParallelRegion",
     "PerHead",

@@ -16,9 +16,8 @@ from ..cuts.styles import Fused
 from ..layers.linear import ColumnParallelLinear
 from ..sharing.adapters import without_adapters
 from .attention import out_features
-from .families import UnplannedError
 from .plan import Match, Plan
-from .resolve import Resolved
+from .resolve import Resolved, UnplannedError
 from .suggest import resolve_or_suggest
 from .trial import generic
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -40,20 +40,17 @@ class Divide:
 
     Args:
         attributes: Names of the module's own integer attributes.
-        optional: Divide those the module has, instead of asking for all of them.
 
     Raises:
         InvalidArgumentError: No attribute is named.
     """
 
     attributes: tuple[str, ...]
-    optional: bool
 
-    def __init__(self, *attributes: str, optional: bool = False) -> None:
+    def __init__(self, *attributes: str) -> None:
         if not attributes or not all(isinstance(name, str) for name in attributes):
             raise InvalidArgumentError(f"Divide takes attribute names, got {attributes}")
         object.__setattr__(self, "attributes", attributes)
-        object.__setattr__(self, "optional", optional)
 
 
 Style = str | Divide | Fused | PerHead | SharedTail | Stacked
@@ -156,6 +153,18 @@ class Match:
 Matches = Mapping[nn.Module, Match]
 
 
+class Recognised(NamedTuple):
+    """What is known of a model for which no plan was given.
+
+    Attributes:
+        matches: The modules that are sharded.
+        heads: Names of attention modules, whose projections are cut at head borders.
+    """
+
+    matches: list[Match]
+    heads: Sequence[str]
+
+
 def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:
     """Return the match of a module with all that its style, which is known, means for it."""
     if isinstance(style, Divide):
@@ -216,7 +225,7 @@ def children_of(module: nn.Module, matches: Matches) -> list[Match]:
     return [match for match in mine if match.layer is not None]
 
 
-def match_plan(model: nn.Module, plan: Plan, may_lack: frozenset[str] = frozenset()) -> list[Match]:
+def match_plan(model: nn.Module, plan: Plan) -> list[Match]:
     """Find the modules a plan speaks for, in the model's order.
 
     Raises:
@@ -228,7 +237,7 @@ def match_plan(model: nn.Module, plan: Plan, may_lack: frozenset[str] = frozense
     for pattern, style in plan.items():
         _check_style(pattern, style)
         names = matching(pattern, modules)
-        if not names and pattern not in may_lack:
+        if not names:
             raise InvalidArgumentError(no_match(pattern, modules))
         for name in names:
             module = modules[name]

@@ -18,7 +18,6 @@ from ..layers.multihead import ParallelMultiheadAttention
 from ..regions.region import Region
 from ..regions.surround import cannot_surround
 from .attention import Attention, find_attentions, find_whole
-from .families import find_family, unplanned
 from .plan import SEQUENCE_WHOLE, Divide, Match, Matches, Plan, children_of, match_plan, with_mixins
 from .sequences import (
     check_in_attention,
@@ -40,6 +39,16 @@ from .torch_layers import find_torch_layers
 from .transformers_plan import find_own_plan
 
 _ATTENTION = (HeadParameters, ParallelMultiheadAttention)
+
+_UNPLANNED = """\
+{} has no plan of its own for its layers (_tp_plan of transformers), and a forward of a few ids \
+suggests none; pass plan=suggest_plan(model, example), which finds one by a forward of what the \
+model takes, or complete the one that print(explain(model, {})) writes (both of \
+scaletorch.parallel.tensor_parallel), or leave tp_size at 1 and use the other axes"""
+
+
+class UnplannedError(InvalidArgumentError):
+    """A model for which no plan was given has none of its own."""
 
 
 class Resolved(NamedTuple):
@@ -66,12 +75,12 @@ def resolve(
     sequence_parallel: bool = False,
     divided: Collection[nn.Module] = (),
 ) -> Resolved:
-    """Find what a plan, or else the model's own or its family's, does to it, and check that.
+    """Find what a plan, or else the model's own, does to it, and check that.
 
     Args:
         model: The whole model; it is not changed.
         plan: Pattern of module names -> style; None looks for a plan of the model's own
-            (transformers), then for a known family, then for the layers of `torch.nn`.
+            (transformers), then for the layers of `torch.nn`.
         tp_size: Number of ranks it will be sharded over; none need exist.
         sequence_parallel: Whether sequences will be sharded between the sharded layers.
         divided: Modules that another strategy has divided over these ranks: no plan of the
@@ -81,8 +90,8 @@ def resolve(
         UnplannedError: No plan was given, and none is known for the model.
         InvalidArgumentError: The plan does not match the model, a style does not fit its module,
             a size has no share for each rank, an attribute does not divide, a tied parameter
-            would be sharded in two ways, the model is not quite of its family, or would compute
-            something else on shards of its sequences.
+            would be sharded in two ways, or the model would compute something else on shards of
+            its sequences.
     """
     found, heads = _match(model, plan, divided, tp_size, sequence_parallel=sequence_parallel)
     _check_styles(found, divided)
@@ -123,10 +132,9 @@ def _match(
     """Return what is sharded, and the modules known to be attention."""
     if plan is not None:
         return match_plan(model, plan), {}
-    known = find_own_plan(model, divided) or find_family(model)
-    known = known or find_torch_layers(model, divided)
+    known = find_own_plan(model, divided) or find_torch_layers(model, divided)
     if known is None:
-        raise unplanned(model, tp_size)
+        raise UnplannedError(_UNPLANNED.format(type(model).__name__, tp_size))
     modules = dict(model.named_modules(remove_duplicate=False))
     left = [match for match in known.matches if match.module not in divided]
     if sequence_parallel:
@@ -200,7 +208,7 @@ def _check_divide(match: Match, style: Divide) -> None:
     found = [name for name in style.attributes if name in own]
     missing = [name for name in style.attributes if name not in own]
     wrong = [name for name in found if name not in integers]
-    if wrong or (missing and not style.optional):
+    if wrong or missing:
         raise InvalidArgumentError(
             f"{match.place} cannot divide {', '.join(wrong or missing)}: the integer attributes "
             f"that the module itself has are {integers}"

@@ -22,15 +22,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ....dist import get_rank
-from ...pg_manager.building import eagerly, evaluating, matching
+from ...pg_manager.building import eagerly, matching
 from ..cuts.styles import Fused
 from ..layers.multihead import ParallelMultiheadAttention
-from .families import UnplannedError
+from .examples import examples, structure
 from .plan import Divide, Plan, Style
-from .resolve import Resolved, resolve
-from .trial import Unit, as_before, call, computes_the_same, features, generic, is_linear
+from .resolve import Resolved, UnplannedError, resolve
+from .trial import Unit, as_before, call, computes_the_same, features, generic, is_linear, stand_in
 from .vocabulary import vocabulary_styles
 
 _MOST_TRIALS = 64  # of integer attributes that may count heads or features
@@ -46,8 +48,8 @@ def suggest_plan(
     step of a run compares the result with the plain model, as for any plan.
 
     Args:
-        model: The whole model, with values on a device. Buffers, attributes and generators are put
-            back; hooks run more often than the model is called.
+        model: The whole model, with values or on the meta device. It is not run: a copy with random
+            values is, on which hooks of the model run, too.
         example: What one forward takes: a mapping of arguments by name, a tuple of positional ones,
             or the only one. A short sequence will do.
         tp_size: Number of ranks the plan is for; each must get whole heads.
@@ -62,7 +64,18 @@ def suggest_plan(
         >>> parallelize(model, manager, plan=plan)
     """
     styles: dict[str, Style] = {}
-    with as_before(model), evaluating(model), torch.no_grad(), eagerly():
+    with _disable_current_modes():
+        model, example = stand_in(model, example)
+    model.eval()
+    device = next(model.parameters()).device
+    with (
+        _disable_current_modes(),
+        device,
+        as_before(model),
+        torch.no_grad(),
+        eagerly(),
+        sdpa_kernel(SDPBackend.MATH),  # others may take NaN for what is masked
+    ):
         units = _record(model, example)
         found: dict[tuple[Any, ...], dict[str, Style]] = {}
         for unit in sorted(units, key=lambda unit: unit.args is None):
@@ -101,11 +114,20 @@ def _record(model: nn.Module, example: Any) -> list[Unit]:
         if unit.args is None:
             unit.args, unit.kwargs = copy.deepcopy((args, dict(kwargs)))
 
+    def keep(unit: Unit, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        unit.returned = copy.deepcopy(output)
+
+    firsts: dict[tuple[Any, ...], Unit] = {}
     with ExitStack() as hooks:
         for unit in units.values():
+            first = firsts.setdefault(unit.signature, unit)
+            if first is not unit:
+                vars(unit.module)["forward"] = first.again
+                continue
             hook = partial(note, unit)
             handle = unit.module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
             hooks.callback(handle.remove)
+            hooks.callback(unit.module.register_forward_hook(partial(keep, unit)).remove)
         call(model, example)
     return [unit for unit in units.values() if unit.linears]
 
@@ -120,8 +142,12 @@ def _suggest(unit: Unit, tp_size: int) -> dict[str, Style]:
     for row, columns in _pairs(unit).items():
         proposal: dict[str, Style] = {**columns, row: "row"}
         heads = _counts(unit, row, columns)
+        of_heads = max(heads - {features(unit.linears[row])[0]}, default=tp_size)
         for divided in _trials(unit, proposal, heads):
-            if computes_the_same(unit, {**proposal, **divided}, tp_size):
+            # More ranks than heads are refused where the plan is resolved, with sizes that fit.
+            if computes_the_same(
+                unit, {**proposal, **divided}, tp_size if tp_size <= of_heads else 2
+            ):
                 styles |= {**proposal, **divided}
                 if not divided and min(heads) < features(unit.linears[row])[0]:
                     around = _around(row, columns)
@@ -288,7 +314,7 @@ def resolve_or_suggest(
 ) -> Resolved:
     """Resolve a plan; for a model that has none, one that a forward of a few ids suggests.
 
-    The first process writes the suggestion to stderr, and which layers stay whole.
+    The first process writes a new suggestion to stderr, and which layers stay whole.
 
     Args:
         model: As for `resolve`.
@@ -298,7 +324,7 @@ def resolve_or_suggest(
         divided: As for `resolve`.
 
     Raises:
-        UnplannedError: There is no plan, and the model takes no ids, or nothing can be divided.
+        UnplannedError: There is no plan, and no example is known, or nothing can be divided.
         InvalidArgumentError: As for `resolve`.
     """
     options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "divided": divided}
@@ -307,11 +333,15 @@ def resolve_or_suggest(
     except UnplannedError:
         inside = {module for each in divided for module in each.modules()}
         names = {name for name, module in model.named_modules() if module in inside}
-        found = _from_ids(model, tp_size, sequence_parallel)
+        key = structure(model), tp_size, sequence_parallel
+        new = key not in _from_before
+        if new:
+            _from_before[key] = _unasked(model, tp_size, sequence_parallel)
+        found = _from_before[key]
         found = {n: s for n, s in found.items() if names.isdisjoint(matching(n, names))}
         if not found:
             raise
-    if tp_size > 1 and get_rank() == 0:
+    if new and tp_size > 1 and get_rank() == 0:
         linears = [name for name, module in model.named_modules() if is_linear(name, module)]
         left = {*linears}.difference(*(matching(pattern, linears) for pattern in found))
         whole = ", ".join(dict.fromkeys(map(generic, sorted(left - names))))
@@ -322,16 +352,19 @@ def resolve_or_suggest(
     return resolve(model, found, tp_size, **options)
 
 
-def _from_ids(model: nn.Module, tp_size: int, sequence_parallel: bool) -> dict[str, Style]:
-    """Return a plan for a model that takes ids of tokens; empty if it does not."""
-    table = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
-    if table is None or any(tensor.is_meta for tensor in model.parameters()):
-        return {}
-    ids = torch.arange(8, device=table.weight.device)[None] % table.num_embeddings
-    try:
-        return suggest_plan(model, ids, tp_size, sequence_parallel=sequence_parallel)
-    except Exception:  # of whatever code of the model's takes no such ids
-        return {}
+_from_before: dict[Any, dict[str, Style]] = {}  # plans are asked for again, as for each layout
+
+
+def _unasked(model: nn.Module, tp_size: int, sequence_parallel: bool) -> dict[str, Style]:
+    """Return a plan that a forward of what a model seems to take suggests; empty if none does."""
+    for example in examples(model):
+        try:
+            found = suggest_plan(model, example, tp_size, sequence_parallel=sequence_parallel)
+        except Exception:  # of whatever code of the model's takes no such thing
+            continue
+        if found:
+            return found
+    return {}
 
 
 def _as_patterns(styles: Mapping[str, Style], model: nn.Module) -> dict[str, Style]:

@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
-from .families import Recognised
-from .plan import Match, Style, look_up, with_outputs
+from .plan import Match, Recognised, Style, look_up, with_outputs
 
 _KINDS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _OWN = ("forward", "_sa_block", "_mha_block", "_ff_block")

@@ -14,8 +14,7 @@ from torch import nn
 from ....dist.errors import InvalidArgumentError
 from ..cuts.styles import Fused, PerHead, SharedTail, Slices, Stacked
 from .attention import SHARED_KEYS, has_heads, latent_heads
-from .families import Recognised
-from .plan import Match, Matches, Style, children_of, look_up
+from .plan import Match, Matches, Recognised, Style, children_of, look_up
 
 PER_HEAD = "local_params"  # the style of a module of which single parameters have one
 SHARED_TAIL = "mla_kv_a_proj"
@@ -54,14 +53,37 @@ TRANSFORMERS_STYLES: Mapping[str, Style] = {
 }
 _OF_THE_HEAD = ("column_gather", "vocab", "replicate")  # alone, these shard no layer
 
+# Plans of base models, by `model_type`, that stand for a missing one of transformers.
+_MISSING: Mapping[str, Mapping[str, Style]] = {
+    "gpt_oss": {
+        "embed_tokens": "embedding_rowwise",
+        **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.self_attn": PerHead("sinks"),
+        "layers.*.mlp.experts": Stacked(
+            {
+                "gate_up_proj": Slices(2, unit=2),  # [experts, in, gate and up by turns]
+                "gate_up_proj_bias": Slices(1, unit=2),
+                "down_proj": 1,
+            },
+            added=("down_proj_bias",),
+        ),
+    }
+}
 
-def own_plan(model: nn.Module) -> dict[str, str]:
-    """Return the plan of a model, or of models inside it: generic module name -> their style."""
-    plan: dict[str, str] = {}
+
+def own_plan(model: nn.Module) -> dict[str, Style]:
+    """Return the plan of a model, or of models inside it: generic module name -> their style.
+
+    A missing one has styles of ours, too.
+    """
+    plan: dict[str, Style] = {}
     for name, module in model.named_modules():
         own = [getattr(module, "_tp_plan", None)]
         if getattr(module, "base_model", None) is module:
-            own.append(getattr(getattr(module, "config", None), "base_model_tp_plan", None))
+            config = getattr(module, "config", None)
+            missing = _MISSING.get(getattr(config, "model_type", ""))
+            own.append(missing or getattr(config, "base_model_tp_plan", None))
         for each in own:
             for pattern, style in each.items() if isinstance(each, Mapping) else ():
                 if style != ROUTER:
@@ -117,39 +139,18 @@ def _parameters(modules: Mapping[str, nn.Module]) -> Iterator[tuple[nn.Module, s
                 yield module, f"{name}.{own}".lstrip(".")
 
 
-def _pattern(plan: Mapping[str, str], name: str) -> str | None:
+def _pattern(plan: Mapping[str, Style], name: str) -> str | None:
     """Return the pattern that matches a name: `*` stands for a number, and for nothing else."""
     generic = re.sub(r"\d+", "*", name)
     return next((pattern for pattern in (name, generic) if pattern in plan), None)
 
 
-def _match(plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[nn.Module, Match]:
+def _match(plan: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> dict[nn.Module, Match]:
     matches: dict[nn.Module, Match] = {}
     for name, module in modules.items():
         pattern = _pattern(plan, name)
-        if pattern is None:
-            continue
-        theirs = plan[pattern]
-        own = {n: _pattern(plan, f"{name}.{n}") for n in module._parameters}
-        styles = {n: plan[found] for n, found in own.items() if found is not None}
-        style: Style | None
-        if theirs == EXPERTS or (theirs in (SUMMED, GATHERED) and styles):
-            style = stacked_of(name, module, styles)
-        elif theirs == PER_HEAD:
-            style = per_head_of(name, module, styles)
-        elif theirs == SHARED_TAIL:
-            style = shared_tail_of(name, modules)
-        elif theirs not in TRANSFORMERS_STYLES:
-            known = (*TRANSFORMERS_STYLES, EXPERTS, SUMMED, PER_HEAD, SHARED_TAIL)
-            raise InvalidArgumentError(
-                f"the model's own plan (_tp_plan) gives '{pattern}' the style {theirs!r}, which "
-                f"is none of {', '.join(map(repr, known))}; pass a plan of your own"
-            )
-        else:
-            style = TRANSFORMERS_STYLES[theirs]
-        if style == "row" and isinstance(module, nn.Embedding):
-            style = "vocab"  # rows of a table are its words
-        if style is None:
+        style = None if pattern is None else _style(plan, pattern, name, modules)
+        if pattern is None or style is None:
             continue
         match = look_up(name, module, pattern, style)
         whole = style in ("vocab", "column_gather")  # what these return is whole, too
@@ -157,6 +158,36 @@ def _match(plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[nn
             match = look_up(name, module, pattern, "replicate")  # it does more than its style
         matches.setdefault(module, match)
     return matches
+
+
+def _style(
+    plan: Mapping[str, Style], pattern: str, name: str, modules: Mapping[str, nn.Module]
+) -> Style | None:
+    """Return our style of a module that a pattern of a plan names; None if it has nothing to cut.
+
+    Raises:
+        InvalidArgumentError: The plan's style of it is unknown.
+    """
+    theirs, module = plan[pattern], modules[name]
+    if not isinstance(theirs, str):
+        return theirs
+    own = {n: _pattern(plan, f"{name}.{n}") for n in module._parameters}
+    styles = {n: str(plan[found]) for n, found in own.items() if found is not None}
+    if theirs == EXPERTS or (theirs in (SUMMED, GATHERED) and styles):
+        return stacked_of(name, module, styles)
+    if theirs == PER_HEAD:
+        return per_head_of(name, module, styles)
+    if theirs == SHARED_TAIL:
+        return shared_tail_of(name, modules)
+    if theirs not in TRANSFORMERS_STYLES:
+        known = (*TRANSFORMERS_STYLES, EXPERTS, SUMMED, PER_HEAD, SHARED_TAIL)
+        raise InvalidArgumentError(
+            f"the model's own plan (_tp_plan) gives '{pattern}' the style {theirs!r}, which "
+            f"is none of {', '.join(map(repr, known))}; pass a plan of your own"
+        )
+    style = TRANSFORMERS_STYLES[theirs]
+    rows = style == "row" and isinstance(module, nn.Embedding)
+    return "vocab" if rows else style  # rows of a table are its words
 
 
 def _attentions(modules: Mapping[str, nn.Module], matches: Matches) -> Iterator[str]:

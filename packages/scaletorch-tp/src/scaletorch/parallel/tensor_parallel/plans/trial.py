@@ -1,4 +1,4 @@
-"""Try a proposed plan on one layer of a model, in this process, a rank at a time."""
+"""Stand-ins for models, and trials of plans on one layer of them, a rank at a time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from .plan import Match, Style, look_up
 from .resolve import Resolved, resolve
+
+_POOL = 999_983  # random numbers, of which parameters are made: a prime, so that no rows are equal
 
 
 @dataclass
@@ -29,6 +32,11 @@ class Unit:
     linears: dict[str, nn.Module] = field(default_factory=dict)  # name in the unit -> layer
     args: tuple[Any, ...] | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    returned: Any = None
+
+    def again(self, *_: Any, **__: Any) -> Any:
+        """Return a copy of what the first call returned, in place of an equal layer's call."""
+        return copy.deepcopy(self.returned)
 
     def run(self, module: nn.Module | None = None) -> list[Tensor]:
         """Run the unit, or a copy of it, as it was called first; return the tensors it returns.
@@ -86,6 +94,47 @@ def as_before(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(values)
 
 
+def stand_in(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
+    """Return a copy of a model with random parameters, and an example on its device.
+
+    The model may be on the meta device, and its values may differ between ranks: its stand-in is
+    the same. Equal layers share values. Buffers are ones, or zeros if they are whole numbers.
+    """
+    first = next(model.parameters())
+    device = torch.device("cpu") if first.is_meta else first.device
+    generator = torch.Generator(device).manual_seed(0)
+    pool = torch.empty(_POOL, device=device).uniform_(-1, 1, generator=generator)
+    drawn: dict[Any, Tensor] = {}
+    memo: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        for own, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in memo:
+                continue
+            key = generic(f"{name}.{own}"), parameter.shape
+            if key not in drawn:
+                bound = (3 / max(1, parameter.shape[-1])) ** 0.5 if parameter.dim() > 1 else 1
+                values = (pool * bound).to(_narrow(parameter.dtype))
+                times, number = -(-parameter.numel() // _POOL), parameter.numel()
+                drawn[key] = values.repeat(times)[:number].view(parameter.shape)
+            memo[id(parameter)] = nn.Parameter(drawn[key])
+        for each in [*module._buffers.values(), *vars(module).values()]:
+            if isinstance(each, Tensor) and id(each) not in memo:
+                whole = each.dtype != torch.bool and not torch.can_cast(torch.float32, each.dtype)
+                value = torch.full(each.shape, 1 - whole, dtype=_narrow(each.dtype), device=device)
+                memo[id(each)] = value
+
+    def moved(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return x.to(device, _narrow(first.dtype if x.is_floating_point() else x.dtype))
+
+    return copy.deepcopy(model, memo), tree_map(moved, example)
+
+
+def _narrow(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype == torch.float64 else dtype
+
+
 def generic(name: str, *, most: int = 0) -> str:
     """Return a name with `*` for numbers: all of them, or as many of the first ones."""
     return re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", name, count=most)
@@ -120,7 +169,7 @@ def computes_the_same(unit: Unit, plan: Mapping[str, Style], tp_size: int) -> bo
     calls: dict[str, list[tuple[Tensor, Tensor]]] = {match.name: [] for match in rows}
 
     def keep(name: str, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        calls[name].append((args[0], output))
+        calls[name].append((args[0], output.clone()))
 
     with ExitStack() as hooks:
         for name in calls:
@@ -147,7 +196,7 @@ def _rank_agrees(
 
     def give(match: Match, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         _input, whole = left[match.name].pop(0)
-        return whole
+        return whole.clone()
 
     with ExitStack() as hooks:
         for match in rows:
@@ -165,15 +214,17 @@ def _rank_agrees(
 
 
 def _shard_of(module: nn.Module, resolved: Resolved, rank: int) -> nn.Module:
-    """Return a copy of a module with plain layers that hold a rank's shards."""
-    shard = copy.deepcopy(module)
+    """Return a copy of a module with plain layers that hold a rank's shards; the rest is shared."""
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
     for match in resolved.matches.values():
-        layer = shard.get_submodule(match.name)
         for name, dim in match.dims.items():
-            whole, cut = layer._parameters.get(name), match.cut_of(name)
+            whole, cut = match.module._parameters.get(name), match.cut_of(name)
             if whole is not None and cut is not None:
-                layer._parameters[name] = nn.Parameter(cut.take(whole, dim, rank).clone())
+                memo[id(whole)] = nn.Parameter(cut.take(whole, dim, rank))
+    shard = copy.deepcopy(module, memo)
+    for match in resolved.matches.values():
         if match.layer is not None and match.cut is not None:
+            layer = shard.get_submodule(match.name)
             setattr(layer, match.layer.sharded_size, match.cut.sizes[rank])
     names = {inner: name for name, inner in module.named_modules()}
     for inner, values in resolved.attributes.items():
