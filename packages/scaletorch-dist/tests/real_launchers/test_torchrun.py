@@ -92,24 +92,6 @@ def test_torchruns_variables_without_torchrun(launch, two_hosts, programs):
     assert launch.places() == [f"({rank}, 2, 0, 1) 2.0 pytorch" for rank in range(2)]
 
 
-def test_torchrun_by_the_variables_of_a_trainjob(launch, torchrun, programs, free_port):
-    job = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
-    job |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": free_port}
-    command = [*torchrun, programs / "place.py", launch.folder]
-    pods = [launch.start(command, PET_NODE_RANK=str(node), **job) for node in range(2)]
-    done = launch.finish(*pods)
-    assert [status for status, _, _ in done] == [0, 0], done
-    assert launch.places() == [f"({rank}, 2, 0, 1) 2.0 pytorch" for rank in range(2)]
-
-
-def test_the_example_goes_on_where_it_was(launch, examples):
-    command = [sys.executable, examples / "train.py", "--checkpoint", launch.folder / "state.pt"]
-    for steps in ("5", "20"):
-        status, out, err = launch.run([*command, "--steps", steps])
-        assert status == 0, err
-    assert "none: 1 ranks, loss" in out
-
-
 def test_a_rank_0_that_never_joins_is_named(launch, torchrun, programs):
     """Its agent's store is there without it; of other ranks test_roll_call.py tells."""
     command = [*torchrun, "--standalone", "--nproc-per-node=3", programs / "absent.py"]
