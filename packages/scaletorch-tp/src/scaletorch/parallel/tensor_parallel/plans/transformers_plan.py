@@ -14,7 +14,7 @@ from torch import nn
 from ....dist.errors import InvalidArgumentError
 from ..cuts.styles import Fused, PerHead, SharedTail, Slices, Stacked
 from .attention import SHARED_KEYS, has_heads, latent_heads
-from .plan import Match, Matches, Recognised, Style, children_of, look_up
+from .plan import Divide, Match, Matches, Recognised, Style, children_of, look_up
 
 PER_HEAD = "local_params"  # the style of a module of which single parameters have one
 SHARED_TAIL = "mla_kv_a_proj"
@@ -46,6 +46,7 @@ TRANSFORMERS_STYLES: Mapping[str, Style] = {
     "packed_colwise": Fused("column", 2),
     "rowwise": "row",
     "rowwise_split_input": "row_split",
+    "column_embedding": "column_embedding",
     "rowwise_rep": "row_split",
     "embedding_rowwise": "vocab",
     "replicated_with_grad_allreduce": "replicate",
@@ -53,8 +54,28 @@ TRANSFORMERS_STYLES: Mapping[str, Style] = {
 }
 _OF_THE_HEAD = ("column_gather", "vocab", "replicate")  # alone, these shard no layer
 
+# Of T5's stacks. The first layer's bias of positions is one for each head, and the others share it.
+_T5: Mapping[str, Style] = {
+    "shared": "embedding_rowwise",
+    "embed_tokens": "embedding_rowwise",
+    **{
+        f"block.*.layer.*.{attention}{own}": style
+        for attention in ("SelfAttention", "EncDecAttention")
+        for own, style in (
+            ("", Divide("n_heads", "inner_dim")),
+            *((f".{name}", "colwise") for name in "qkv"),
+            (".o", "rowwise"),
+            (".relative_attention_bias", "column_embedding"),
+        )
+    },
+    **{f"block.*.layer.*.DenseReluDense.{name}": "colwise" for name in ("wi", "wi_*")},
+    "block.*.layer.*.DenseReluDense.wo": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+
 # Plans of base models, by `model_type`, that stand for a missing one of transformers.
 _MISSING: Mapping[str, Mapping[str, Style]] = {
+    **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
     "gpt_oss": {
         "embed_tokens": "embedding_rowwise",
         **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
