@@ -89,7 +89,7 @@ _MISSING: Mapping[str, Mapping[str, Style]] = {
             },
             added=("down_proj_bias",),
         ),
-    }
+    },
 }
 
 
