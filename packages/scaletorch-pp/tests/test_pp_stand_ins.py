@@ -155,6 +155,16 @@ class SkipByAddition(Net):
         return self.head(four(three(two(first)) + first))
 
 
+class Skipped(Net):
+    """The last layer of a stage is left out, as by layer drop."""
+
+    def forward(self, input_ids, entry=None, classes=None):
+        x = self.embed(input_ids)
+        for place in (0, 2, 3):
+            x = self.layers[place](x)
+        return self.head(x)
+
+
 class SkipScaled(Net):
     """The last layer of a stage is left out, and what comes before it is changed on the way."""
 
@@ -342,7 +352,7 @@ def refused(cases, schedule, late=False):
             assert "rank" in str(raised.value).partition("\n")[0], kind
 
 
-TRAVELS = [Condition, Activated, Classes, Same, Scaled, Mean, Mask, Skip, SkipByName, SkipScaled]
+TRAVELS = [Condition, Activated, Classes, Same, Scaled, Mean, Mask, Skip, SkipByName]
 GRADIENTS = [Detached, Shrunk, Hooked, Reversed, Zeros]
 REFUSED = [
     ([SkipByAddition, SkipToHead], "by another way than what the last of them returns"),
@@ -363,8 +373,7 @@ EXPLAINED = [
 ]
 LATE = [
     *REFUSED,
-    ([HookedBetween], "changes the gradient of hidden states after the last layer of this stage"),
-    ([WrittenBetween], "changes, in place, the hidden states after the last layer of this stage"),
+    ([Skipped], r"layers\.2 is given, as argument 0, what was computed before the last module of"),
     (TRAVELS, r"layers\.\d is given, as argument (0|1|beside), a tensor that the model"),
 ]
 
@@ -535,18 +544,8 @@ class Frozen(Net):
         return self.head(x)
 
 
-class Skipped(Net):
-    """The last layer of a stage is left out, as in a model of fewer layers than it holds."""
-
-    def forward(self, input_ids, entry=None, classes=None):
-        x = self.embed(input_ids)
-        for place in (0, 2, 3):
-            x = self.layers[place](x)
-        return self.head(x)
-
-
 RIGHT = [OfEntries, Positions, LateDropout, GivenByName, Gain, Recomputed, RecomputedReentrant]
-RIGHT += [Frozen, Skipped, ReadsAtEnd, *GRADIENTS, HookedAtEnd, Between, GainBetween]
+RIGHT += [Frozen, Skipped, SkipScaled, ReadsAtEnd, *GRADIENTS, HookedAtEnd, Between, GainBetween]
 RIGHT += [HookedBetween, MaskedBetween]
 
 
