@@ -8,10 +8,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..schedules.builders import AnySchedule, built
-from ..schedules.messages import Operation, Receive, program_of
+from ..schedules.messages import Operation, Receive, Send, program_of
 from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD, Action, Schedule
 from ..schedules.simulate import proven
-from .mail import Key, Message
+from .mail import Key
 
 
 class Task(NamedTuple):
@@ -33,7 +33,7 @@ class Task(NamedTuple):
 class Step(NamedTuple):
     """Messages that begin together, and then one task; none after the last messages."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[Send | Receive, ...]
     task: Task | None
 
 
@@ -49,15 +49,14 @@ def in_steps(
         stages: The rank's stages, chunk by chunk.
         num_stages: Of all ranks together.
     """
-    messages: list[list[Message]] = [[]]
+    messages: list[list[Send | Receive]] = [[]]
     tasks: list[Task | None] = []
     for operation in program:
         if isinstance(operation, Action):
             tasks.append(task_of(operation, stages[operation.chunk], num_stages))
             messages.append([])
         else:
-            receives = isinstance(operation, Receive)
-            messages[-1].append(Message(Key(*operation[1:]), operation.peer, receives))
+            messages[-1].append(operation)
     return [Step(tuple(m), task) for m, task in zip(messages, [*tasks, None], strict=True)]
 
 
