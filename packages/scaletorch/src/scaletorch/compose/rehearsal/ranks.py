@@ -49,7 +49,6 @@ class Ranks:
         records: This rank's calls of units.
         compared: Weights whose gradients have been compared.
         apart: Units whose calls differ between ranks, or whose tensors cannot be joined.
-        hooks_apart: Stages have hooks that the plain model of other stages' ranks has not.
         dtype: The coarsest of weights.
     """
 
@@ -60,7 +59,6 @@ class Ranks:
     records: Records
     compared: set[str] = field(default_factory=set)
     apart: dict[str, None] = field(default_factory=dict)
-    hooks_apart: bool = False
     dtype: torch.dtype = torch.float64
     _with_gradient: set[str] = field(default_factory=set)  # on any rank
     _parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -70,12 +68,8 @@ class Ranks:
     _first: dict[str, str] = field(default_factory=dict)
     _forms: dict[str, Any] = field(default_factory=dict)
 
-    def exchange(self, *, hooks_changed: bool) -> None:
-        """Let all ranks know which calls, tensors and gradients there are.
-
-        Args:
-            hooks_changed: Whether this rank's stage has hooks that others do not know of.
-        """
+    def exchange(self) -> None:
+        """Let all ranks know which calls, tensors and gradients there are."""
         self._parameters = dict(self.model.named_parameters(remove_duplicate=False))
         self._first = {n: first for first, names in self.plain.names.items() for n in names}
         calls = {
@@ -86,10 +80,9 @@ class Ranks:
         forms = [(unit, r.form) for (unit, _), held in self.records.items() for r in held]
         floating = [p.dtype for p in self._parameters.values() if p.is_floating_point()]
         dtype = max(floating, key=_eps, default=torch.float64)
-        own = calls, facts, forms, dtype, hooks_changed
+        own = calls, facts, forms, dtype
         everyone = all_gather_object(own, self.manager.world_group)
-        self.dtype = max((theirs for *_, theirs, _ in everyone), key=_eps)
-        self.hooks_apart = self.manager.pp_size > 1 and any(changed for *_, changed in everyone)
+        self.dtype = max((theirs for *_, theirs in everyone), key=_eps)
         for _, their, *_ in everyone:
             for name, (trains, has_gradient) in their.items():
                 if has_gradient:
@@ -97,7 +90,7 @@ class Ranks:
                 if name in self._first:
                     self._trained[self._first[name]] = trains
         self._settle_calls([their for their, *_ in everyone])
-        for name, form in (each for _, _, theirs, *_ in everyone for each in theirs):
+        for name, form in (each for _, _, theirs, _ in everyone for each in theirs):
             same = self._forms.setdefault(name, form) == form
             self._forms[name] = form if same else None  # one form on all ranks
 

@@ -76,8 +76,6 @@ class Replay(Both):
         for name, weight in weights.items():
             if weight.grad is not None:
                 self._add(name, weight.grad)
-        if self.ranks.hooks_apart:
-            self.unasked.append("gradients outside of units, since stages have hooks of their own")
         for owner in ("", *self.plain.units):
             self._compare_gradients(owner, [*self._done.get(owner, [])], last=True)
 
@@ -286,8 +284,6 @@ class Replay(Both):
                 other = partial(sum_of, name, calls)
             self.ranks.compared.add(name)
             theirs = self._found.pop(name, None)
-            if last and self.ranks.hooks_apart:
-                continue
             if not owner or (owner not in self.random and self.ranks.runs(owner)):
                 self.judge.compare(
                     f"gradient of {name}", ours.get(name), theirs, typical=typical, other=other
