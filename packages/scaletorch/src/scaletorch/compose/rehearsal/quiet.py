@@ -11,11 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...dist.building import tensors_in
 from ...parallel.data_parallel.building import NARROW
-from ...parallel.pg_manager.building import eagerly
 from ..plain import Attributes
 
 _DROPPING = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
@@ -96,43 +94,6 @@ def restored(model: nn.Module) -> Iterator[None]:
     finally:
         random.setstate(state)
         before.put_back()
-
-
-class _Kept(TorchDispatchMode):
-    """Copies parameters before an operation of a forward may write to them, also past versions."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._held: dict[int, list[nn.Parameter]] = {}  # by storage
-        self.before: list[tuple[nn.Parameter, Tensor]] = []
-        for parameter in model.parameters():
-            self._held.setdefault(_storage(parameter), []).append(parameter)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func._schema.is_mutable and torch._C._current_graph_task_id() == -1:
-            for tensor in tensors_in((args, kwargs)):
-                held = self._held.pop(_storage(tensor), ())
-                self.before += [(parameter, parameter.detach().clone()) for parameter in held]
-        return func(*args, **kwargs)
-
-
-def _storage(tensor: Tensor) -> int:
-    strided = tensor.layout is torch.strided
-    return int(tensor.untyped_storage()._cdata) if strided else -id(tensor)
-
-
-@contextmanager
-def parameters_kept(model: nn.Module) -> Iterator[None]:
-    """Put back, in the end, the values of parameters that forwards write to."""
-    kept = _Kept(model)
-    try:
-        with eagerly(), kept:
-            yield
-    finally:
-        with torch.no_grad():
-            for parameter, values in kept.before:
-                parameter.copy_(values)
 
 
 @contextmanager
