@@ -62,32 +62,16 @@ class FrequentCall(Base):
         return self.top(F.embedding(input_ids, self.embed.weight, scale_grad_by_freq=True))
 
 
-class Clamped(Base):
-    """A scale that each forward limits: as often as it runs, the same."""
+class Shrinking(Base):
+    """A scale that each forward makes smaller, past autograd and versions."""
 
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(3.0))
 
     def forward(self, input_ids):
-        self.scale.data.clamp_(max=1.5)
-        return super().forward(input_ids) * self.scale
-
-
-class Replaced(Clamped):
-    """The same, by other memory, that no operation writes to."""
-
-    def forward(self, input_ids):
-        self.scale.data = self.scale.data.clamp(max=1.5)
-        return Base.forward(self, input_ids) * self.scale
-
-
-class Shrinking(Clamped):
-    """A scale that each forward makes smaller, past autograd and versions."""
-
-    def forward(self, input_ids):
         self.scale.data.mul_(0.9)
-        return Base.forward(self, input_ids) * self.scale
+        return super().forward(input_ids) * self.scale
 
 
 class Averaged(Base):
@@ -124,7 +108,7 @@ class Noted(Base):
         return super().forward(input_ids)
 
 
-KINDS = {kind.__name__: kind for kind in (*Base.__subclasses__(), *Clamped.__subclasses__())}
+KINDS = {kind.__name__: kind for kind in Base.__subclasses__()}
 
 
 def made(kind):
@@ -184,32 +168,22 @@ def trained(cases):
 ONE, DP, CP, TP, PP = {}, {"dp_size": 2}, {"cp_size": 2}, {"tp_size": 2}, {"pp_size": 2}
 V = ("schedule", "zb_v")
 RIGHT = [
-    ("Short", PP, 1),
     ("Frequent", PP, 1),
-    *[(kind, sizes, 2) for kind in ("Clamped", "Replaced", "Noted") for sizes in (DP, CP, TP, PP)],
-    ("Clamped", DP, 2, ("zero", 1)),
+    *[("Noted", sizes, 2) for sizes in (DP, CP, TP, PP)],
     ("Noted", PP, 2, V),
-    *[("Shrinking", sizes, 1) for sizes in (DP, TP, PP)],
-    ("Shrinking", DP, 1, ("zero", 2)),
-    ("Averaged", TP, 1),
     *[("Counted", sizes, 1) for sizes in (DP, CP, TP, PP)],
 ]
 FREQUENT = "computes something else on"
-AGAIN = "changes {} each time that it runs, and {} it several times"
 REFUSED = [
-    (("Short", DP, 1), "changes parameter embed.weight by what it sees"),
-    (("Short", PP, 2), AGAIN.format("parameter embed.weight", "2 micro-batches run")),
+    (("Short", DP, 1), "changes parameter embed.weight. Micro-batches"),
+    (("Short", PP, 2), "changes parameter embed.weight. "),
     *[(("Frequent", sizes, 1), FREQUENT) for sizes in (DP, CP)],
     (("FrequentCall", DP, 1, ("zero", 2)), FREQUENT),
     (("FrequentCall", PP, 2), FREQUENT),
     (("Frequent", PP, 2, V), FREQUENT),
-    (("Averaged", DP, 1), "changes parameter mean by what it sees"),
-    (("Averaged", CP, 1), "changes parameter mean by what it sees"),
-    (("Averaged", TP, 2), AGAIN.format("parameter mean", "2 micro-batches run")),
-    *[
-        (("Shrinking", sizes, 2), AGAIN.format("parameter scale", "2 micro-batches run"))
-        for sizes in (DP, CP, TP, PP)
-    ],
+    *[(("Averaged", sizes, 1), "changes parameter mean") for sizes in (DP, CP, TP)],
+    *[(("Shrinking", sizes, 1), "changes parameter scale") for sizes in (DP, CP, TP, PP)],
+    (("Shrinking", DP, 1, ("zero", 2)), "changes parameter scale"),
 ]
 
 
@@ -237,11 +211,11 @@ def test_what_forwards_change_otherwise_is_refused_if_it_changes_what_they_compu
 
 
 def test_one_process_with_several_micro_batches_is_looked_at_too():
-    right = trained([("Short", ONE, 1), ("Frequent", ONE, 1), ("Clamped", ONE, 2)])
-    assert all(isinstance(error, float) and error < 1e-12 for error in right), right
+    (right,) = trained([("Frequent", ONE, 1)])
+    assert right < 1e-12
     frequent, shrinking = trained([("Frequent", ONE, 2), ("Shrinking", ONE, 2)])
     assert FREQUENT in frequent
-    assert "changes parameter scale each time that it runs" in shrinking
+    assert "changes parameter scale. " in shrinking
 
 
 def test_later_steps_with_several_micro_batches_are_looked_at_first():

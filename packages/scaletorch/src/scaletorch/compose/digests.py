@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..dist import all_gather_object, get_rank
+from ..dist import all_gather_object
 from ..parallel.data_parallel.building import ShardedGradient
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.tensor_parallel import split_by_owner
@@ -123,23 +123,13 @@ def parted_sides(
 ) -> dict[Key, Sides]:
     """Return the keys whose digests differ, each with the ranks that have one; all ranks call it.
 
-    Ranks that have the same keys and numbers speak through the first of them.
-
     Args:
         digests: This rank's numbers, by keys.
         manager: The grid.
     """
     keys = {text_hash(repr(key)): key for key, _ in digests}
     own = dict(zip(keys, as_numbers([number for _, number in digests]), strict=True))
-    group = manager.world_group
-    place = text_hash(str([*own]))
-    states = all_gather_object((place, text_hash(str(own))), group)
-    first: dict[int, tuple[int, int]] = {}  # of ranks with the same keys: rank and numbers
-    for rank, (names, numbers) in enumerate(states):
-        first.setdefault(names, (rank, numbers))
-    alike = all(first[names][1] == numbers for names, numbers in states)
-    speaks = not alike or first[place][0] == get_rank(group)
-    told = all_gather_object(own if speaks else {}, group)
+    told = all_gather_object(own, manager.world_group)
     found: dict[int, set[int]] = {}
     for theirs in told:
         for name, number in theirs.items():
@@ -147,9 +137,9 @@ def parted_sides(
     parted = [name for name, numbers in found.items() if len(numbers) > 1]
     if not parted:
         return {}
-    held = [told[first[names][0] if alike else rank] for rank, (names, _) in enumerate(states)]
-    named = {n: key for each in all_gather_object(keys, group) for n, key in each.items()}
-    return {named[name]: _sides_of([theirs.get(name) for theirs in held]) for name in parted}
+    everyone = all_gather_object(keys, manager.world_group)
+    named = {name: key for each in everyone for name, key in each.items()}
+    return {named[name]: _sides_of([theirs.get(name) for theirs in told]) for name in parted}
 
 
 def _sides_of(numbers: Sequence[int | None]) -> Sides:

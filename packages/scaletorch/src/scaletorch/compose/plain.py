@@ -76,21 +76,15 @@ class Plain:
             for unit, wanted in self.units.items()
         }
 
-    def follow(self, stage: nn.Module, device: torch.device) -> bool:
-        """Take a device for buffers, and from this rank's stage what trains and hooks of users.
-
-        Returns:
-            Whether hooks were added to this stage since, or removed, of which others do not know.
-        """
-        there, changed = dict(stage.named_modules(remove_duplicate=False)), False
+    def follow(self, stage: nn.Module, device: torch.device) -> None:
+        """Take a device for buffers, and from this rank's stage what trains."""
+        there = dict(stage.named_modules(remove_duplicate=False))
         for name, module in self.model.named_modules(remove_duplicate=False):
             if name in there and not isinstance(there[name], PassThrough):
                 module.training = there[name].training
-                changed |= _take_hooks(module, there[name])
             for own, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta:
                     module._buffers[own] = buffer.to(device)
-        return changed
 
     def join_units(self) -> None:
         """Make all of the model its root, as models need whose root reaches into layers."""
@@ -189,24 +183,6 @@ def _is_attribute(value: object) -> bool:
     return isinstance(value, _KINDS) or (
         isinstance(value, tuple) and all(map(_is_attribute, value))
     )
-
-
-def _take_hooks(plain: nn.Module, module: nn.Module) -> bool:
-    """Give a module of the plain model the hooks registered, or removed, since; say if any were."""
-    changed = False
-    plain._is_full_backward_hook = module._is_full_backward_hook
-    for kind in HOOKS:
-        own, others = getattr(plain, kind), getattr(module, kind)
-        for key in own.keys() - others.keys():
-            del own[key]
-            changed = True
-        for key, hook in others.items():
-            if key not in own and not is_of_library(hook):
-                own[key], changed = hook, True
-                for flags in (f"{kind}_with_kwargs", f"{kind}_always_called"):
-                    if key in getattr(module, flags, ()):
-                        getattr(plain, flags)[key] = getattr(module, flags)[key]
-    return changed
 
 
 def is_of_library(hook: Any) -> bool:

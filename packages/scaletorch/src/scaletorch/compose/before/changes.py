@@ -1,12 +1,12 @@
-"""Refuse changes that a forward makes to its model unless one process makes the same.
+"""Refuse changes that a forward makes to parameters, or to buffers otherwise than one process.
 
-These are of buffers and parameters. Numbers and texts that a module keeps as plain attributes are
-left to the rehearsal, which shows whether forwards compute otherwise by them.
+Numbers and texts that a module keeps as plain attributes are left to the rehearsal, which shows
+whether forwards compute otherwise by them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,78 +20,82 @@ from ...dist.errors import InvalidArgumentError
 from ...parallel.pg_manager import ProcessGroupManager, describe_rank
 from ...parallel.pg_manager.building import divided_modules, eagerly
 from ...parallel.tensor_parallel import TensorParallelLayer
-from ...parallel.tensor_parallel.building import find_cuts
 from ..digests import as_numbers, digest
 from ..experts import expert_names
 from ..forward import pipeline_of, wait_for_parameters
 
-_BUFFER, _PARAMETER = "buffer", "parameter"
-_WAY_OUT = {
-    _BUFFER: (
-        "In one process it would follow the whole batch. Keep such a buffer out of the forward, "
-        "update it after the step from what all ranks have, or leave the module in eval mode"
-    ),
-    _PARAMETER: (
-        "In one process it would change once, by the whole batch. Change it after "
-        "optimizer.step(), on all ranks alike, or let forward use what it makes of it "
-        "(weight.clamp(...), torch.nn.utils.parametrize)"
-    ),
-}
+_BUFFER = (
+    "In one process it would follow the whole batch. Keep such a buffer out of the forward, update "
+    "it after the step from what all ranks have, or leave the module in eval mode"
+)
+_PARAMETER = (
+    "Micro-batches, recomputation and a rehearsal would change it again, and other rows otherwise. "
+    "Change it after optimizer.step(), on all ranks alike, or let forward use what it makes of it "
+    "(weight.clamp(...), torch.nn.utils.parametrize)"
+)
 # Axes whose ranks should hold the same values -> in what these ranks differ.
 _ALIKE = {
     ("dp", "cp"): "other rows or positions",
     ("tp",): "other shards of features or tokens",
     ("pp",): "other stages, which share it,",
 }
-Key = tuple[str, str]  # kind and name
-Looks = dict[Key, int]  # digests of their values
+Looks = dict[str, int]  # digests of values, by names
 
 
 class _Changes:
-    """How a model looks before its forwards, and after each."""
+    """How a model looks before its forwards, and its buffers after each."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._before = model, _looks(model)
+        self._model = model
+        self._parameters, self._before = _looks(model.named_parameters()), self._buffers()
         self._after_each: list[Looks] = []
 
+    def _buffers(self) -> Looks:
+        return _looks(self._model.named_buffers())
+
     def around(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a forward, and note how all looks after it."""
+        """Run a forward, and note how buffers look after it."""
         output = forward(*args, **kwargs)
-        self._after_each.append(_looks(self._model))
+        self._after_each.append(self._buffers())
         return output
 
-    def found(self) -> tuple[Looks, list[Key]]:
-        """Return the present looks of all that changed, and what changed more than once."""
-        last, first = _looks(self._model), Looks()
+    def of_buffers(self) -> tuple[Looks, list[str]]:
+        """Return the present looks of buffers that changed, and those that changed repeatedly."""
+        last, first = self._buffers(), Looks()
         for looks in (*self._after_each, last):
-            first = {key: x for key, x in looks.items() if self._before.get(key) != x} | first
-        changed = {key: last[key] for key in first if key in last}
-        return changed, [key for key, look in changed.items() if first[key] != look]
+            first = {name: x for name, x in looks.items() if self._before.get(name) != x} | first
+        changed = {name: last[name] for name in first if name in last}
+        return changed, [name for name, look in changed.items() if first[name] != look]
+
+    def of_parameters(self) -> list[str]:
+        """Return the parameters that have other values now."""
+        now = _looks(self._model.named_parameters())
+        return [name for name, look in now.items() if self._parameters.get(name) != look]
 
 
-def _looks(model: nn.Module) -> Looks:
-    """Return the digest of every parameter and buffer that has values."""
-    named: list[tuple[Key, Tensor]] = [
-        *(((_PARAMETER, name), parameter) for name, parameter in model.named_parameters()),
-        *(((_BUFFER, name), buffer) for name, buffer in model.named_buffers()),
-    ]
-    plain = {key: x.detach() for key, x in named if not x.is_meta}
-    strided = {k: x for k, x in plain.items() if type(x) is Tensor and x.layout is torch.strided}
-    return dict(zip(strided, as_numbers(map(digest, strided.values())), strict=True))
+def _looks(named: Iterable[tuple[str, Tensor]]) -> Looks:
+    """Return the digest of every plain tensor that has values."""
+    plain = {
+        name: x.detach()
+        for name, x in named
+        if not x.is_meta and type(x.detach()) is Tensor and x.layout is torch.strided
+    }
+    return dict(zip(plain, as_numbers(map(digest, plain.values())), strict=True))
 
 
 @contextmanager
 def changes_followed(
     model: nn.Module, num_micro_batches: int, manager: ProcessGroupManager
 ) -> Iterator[None]:
-    """Find out in a step whether forwards change the model otherwise than one process's would.
+    """Find out in a step whether forwards change parameters, or buffers otherwise than one process.
 
-    Reads the model once before the step and after each forward, and exchanges the digests of what
-    has changed.
+    Reads the model before and after the step, its buffers after each forward too, and exchanges the
+    digests of buffers that have changed.
 
     Raises:
-        InvalidArgumentError: Ranks that should hold the same buffer or parameter hold others, or
-            it depends on the number of micro-batches; on every rank, at the end of the step.
+        InvalidArgumentError: A parameter has changed; or ranks that should hold the same buffer
+            hold others, or it depends on the number of micro-batches; on every rank, at the end of
+            the step.
     """
     wait_for_parameters(model)  # which are read as they come
     changes = _Changes(model)
@@ -102,19 +106,20 @@ def changes_followed(
             yield
     finally:
         del model.forward
-    looks, again = changes.found()
-    cuts = find_cuts(model).keys() if manager.tp_size > 1 else ()
-    shards, experts = frozenset({*cuts, *_buffers_of_shards(model)}), expert_names(model)
-    unlike, runs = _unlike(looks, shards, experts, manager), _runs(model, num_micro_batches)
-    wrong = [
-        f"{kind} {name} by what it sees, and ranks of {whose} now hold other values of it. "
-        f"{_WAY_OUT[kind]}"
-        for (kind, name), whose in unlike.items()
+    looks, again = changes.of_buffers()
+    shards = frozenset(_buffers_of_shards(model)) if manager.tp_size > 1 else frozenset()
+    unlike = _unlike(looks, shards, expert_names(model), manager)
+    runs = _runs(model, num_micro_batches)
+    wrong = [f"parameter {name}. {_PARAMETER}" for name in changes.of_parameters()]
+    wrong += [
+        f"buffer {name} by what it sees, and ranks of {whose} now hold other values of it. "
+        f"{_BUFFER}"
+        for name, whose in unlike.items()
     ]
     wrong += [
-        f"{kind} {name} each time that it runs, and {runs} it several times for one batch. "
-        f"{_WAY_OUT[kind]}"
-        for kind, name in again
+        f"buffer {name} each time that it runs, and {runs} it several times for one batch. "
+        f"{_BUFFER}"
+        for name in again
     ]
     said = f"{describe_rank()}: the forward changes {wrong[0]}" if wrong else ""
     error = InvalidArgumentError(said) if wrong else None
@@ -123,22 +128,22 @@ def changes_followed(
 
 def _unlike(
     looks: Looks, shards: Set[str], experts: Set[str], manager: ProcessGroupManager
-) -> dict[Key, str]:
-    """Return what looks otherwise on ranks that should have the same, and on which ranks."""
+) -> dict[str, str]:
+    """Return buffers that differ between ranks that should have the same, and which ranks."""
     everyone = all_gather_object((looks, {*shards}, {*experts}), manager.world_group)
-    keys = dict.fromkeys(key for theirs, *_ in everyone for key in theirs)
-    found: dict[Key, str] = {}
+    names = dict.fromkeys(name for theirs, *_ in everyone for name in theirs)
+    found: dict[str, str] = {}
     for axes, whose in _ALIKE.items():
-        for kind, name in keys:
+        for name in names:
             held: dict[Any, set[int | None]] = {}
             for rank, (theirs, divided, own) in enumerate(everyone):
-                elsewhere = axes == ("pp",) and (kind != _BUFFER or (kind, name) not in theirs)
+                elsewhere = axes == ("pp",) and name not in theirs
                 if elsewhere or name in own or (axes == ("tp",) and name in divided):
                     continue
                 place = manager.grid.coordinates(rank)._replace(**dict.fromkeys(axes, 0))
-                held.setdefault(place, set()).add(theirs.get((kind, name)))
+                held.setdefault(place, set()).add(theirs.get(name))
             if any(len(each) > 1 for each in held.values()):
-                found.setdefault((kind, name), whose)
+                found.setdefault(name, whose)
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -11,12 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...dist.building import tensors_in
 from ...parallel.data_parallel.building import NARROW
-from ...parallel.pg_manager.building import eagerly
-from ..plain import HOOKS, Attributes, is_of_library
+from ..plain import Attributes
 
 _DROPPING = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 _OWNERS: tuple[Any, ...] = (torch._VF, torch)
@@ -55,23 +53,20 @@ def without_dropout() -> Iterator[None]:
 
 
 class State:
-    """Buffers, plain attributes and hooks of users of modules, as they are now.
+    """Buffers and plain attributes of modules, as they are now.
 
     Args:
         modules: Whose they are.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = [*modules]
-        self._attributes = Attributes(self._modules)
+        modules = [*modules]
+        self._attributes = Attributes(modules)
         self._buffers = [
             (module, name, buffer, buffer.detach().clone())
-            for module in self._modules
+            for module in modules
             for name, buffer in module._buffers.items()
             if buffer is not None and not buffer.is_meta
-        ]
-        self._hooks = [
-            (module, kind, {**getattr(module, kind)}) for module in self._modules for kind in HOOKS
         ]
 
     def put_back(self) -> None:
@@ -82,18 +77,6 @@ class State:
                     buffer.copy_(values)
                 module._buffers[name] = buffer
         self._attributes.put_back()
-        for module, kind, before in self._hooks:
-            _put_back_hooks(getattr(module, kind), before)
-
-
-def _put_back_hooks(hooks: dict[int, Any], before: Mapping[int, Any]) -> None:
-    """Take out what users' code has added to hooks, and add what it has taken out."""
-    for key in [key for key in hooks if key not in before]:
-        if not is_of_library(hooks[key]):
-            del hooks[key]
-    for key, hook in before.items():
-        if not is_of_library(hook):
-            hooks.setdefault(key, hook)
 
 
 @contextmanager
@@ -111,43 +94,6 @@ def restored(model: nn.Module) -> Iterator[None]:
     finally:
         random.setstate(state)
         before.put_back()
-
-
-class _Kept(TorchDispatchMode):
-    """Copies parameters before an operation of a forward may write to them, also past versions."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._held: dict[int, list[nn.Parameter]] = {}  # by storage
-        self.before: list[tuple[nn.Parameter, Tensor]] = []
-        for parameter in model.parameters():
-            self._held.setdefault(_storage(parameter), []).append(parameter)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func._schema.is_mutable and torch._C._current_graph_task_id() == -1:
-            for tensor in tensors_in((args, kwargs)):
-                held = self._held.pop(_storage(tensor), ())
-                self.before += [(parameter, parameter.detach().clone()) for parameter in held]
-        return func(*args, **kwargs)
-
-
-def _storage(tensor: Tensor) -> int:
-    strided = tensor.layout is torch.strided
-    return int(tensor.untyped_storage()._cdata) if strided else -id(tensor)
-
-
-@contextmanager
-def parameters_kept(model: nn.Module) -> Iterator[None]:
-    """Put back, in the end, the values of parameters that forwards write to."""
-    kept = _Kept(model)
-    try:
-        with eagerly(), kept:
-            yield
-    finally:
-        with torch.no_grad():
-            for parameter, values in kept.before:
-                parameter.copy_(values)
 
 
 @contextmanager

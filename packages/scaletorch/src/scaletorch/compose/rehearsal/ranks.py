@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,6 @@ class Ranks:
         records: This rank's calls of units.
         compared: Weights whose gradients have been compared.
         apart: Units whose calls differ between ranks, or whose tensors cannot be joined.
-        hooks_apart: Stages have hooks that the plain model of other stages' ranks has not.
         dtype: The coarsest of weights.
     """
 
@@ -60,7 +59,6 @@ class Ranks:
     records: Records
     compared: set[str] = field(default_factory=set)
     apart: dict[str, None] = field(default_factory=dict)
-    hooks_apart: bool = False
     dtype: torch.dtype = torch.float64
     _with_gradient: set[str] = field(default_factory=set)  # on any rank
     _parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -68,14 +66,10 @@ class Ranks:
     _have: set[tuple[str, int, int, str]] = field(default_factory=set)
     _trained: dict[str, bool] = field(default_factory=dict)
     _first: dict[str, str] = field(default_factory=dict)
-    _forms: dict[str, Any] = field(default_factory=dict)
+    _alone: dict[str, bool] = field(default_factory=dict)
 
-    def exchange(self, *, hooks_changed: bool) -> None:
-        """Let all ranks know which calls, tensors and gradients there are.
-
-        Args:
-            hooks_changed: Whether this rank's stage has hooks that others do not know of.
-        """
+    def exchange(self) -> None:
+        """Let all ranks know which calls, tensors and gradients there are."""
         self._parameters = dict(self.model.named_parameters(remove_duplicate=False))
         self._first = {n: first for first, names in self.plain.names.items() for n in names}
         calls = {
@@ -83,13 +77,12 @@ class Ranks:
             for key, records in self.records.items()
         }
         facts = {n: (p.requires_grad, p.grad is not None) for n, p in self._parameters.items()}
-        forms = [(unit, r.form) for (unit, _), held in self.records.items() for r in held]
+        alone = [(unit, r.alone) for (unit, _), held in self.records.items() for r in held]
         floating = [p.dtype for p in self._parameters.values() if p.is_floating_point()]
         dtype = max(floating, key=_eps, default=torch.float64)
-        own = calls, facts, forms, dtype, hooks_changed
+        own = calls, facts, alone, dtype
         everyone = all_gather_object(own, self.manager.world_group)
-        self.dtype = max((theirs for *_, theirs, _ in everyone), key=_eps)
-        self.hooks_apart = self.manager.pp_size > 1 and any(changed for *_, changed in everyone)
+        self.dtype = max((theirs for *_, theirs in everyone), key=_eps)
         for _, their, *_ in everyone:
             for name, (trains, has_gradient) in their.items():
                 if has_gradient:
@@ -97,9 +90,8 @@ class Ranks:
                 if name in self._first:
                     self._trained[self._first[name]] = trains
         self._settle_calls([their for their, *_ in everyone])
-        for name, form in (each for _, _, theirs, *_ in everyone for each in theirs):
-            same = self._forms.setdefault(name, form) == form
-            self._forms[name] = form if same else None  # one form on all ranks
+        for name, holds in (each for _, _, theirs, _ in everyone for each in theirs):
+            self._alone[name] = self._alone.get(name, True) and holds
 
     def _settle_calls(self, everyone: Sequence[Mapping[tuple[str, int], list[list[str]]]]) -> None:
         """Note which calls a unit has in one forward, and which tensors all ranks have of each."""
@@ -117,17 +109,15 @@ class Ranks:
                     if all(kind in theirs[index] for theirs in held for index in indices):
                         self._have.add((name, stage, turn, kind))
 
-    def form(self, name: str) -> Any:
-        """Return the form of what a unit returns, if all there is to it are hidden states.
+    def returns_alone(self, name: str) -> bool:
+        """Return whether hidden states are all that a unit returns, on all ranks.
 
-        None if it is called several times, has hooks, keeps anything, shares weights, or if ranks'
-        results differ.
+        It is not if it is called several times, has hooks, keeps anything, or shares weights.
         """
         weights, owners = {*self.plain.owners[name]}, self.plain.owners.items()
         shares = any(weights & {*theirs} for other, theirs in owners if other != name)
-        if shares or self.turns(name) != 1 or name in self.apart:
-            return None
-        return self._forms.get(name)
+        called_once = not shares and self.turns(name) == 1 and name not in self.apart
+        return called_once and self._alone.get(name, False)
 
     def meet(self, where: str, *, failed: bool = False) -> None:
         """Let ranks wait for each other, before they send anything.

@@ -27,9 +27,8 @@ class Record:
         given_gradient: Of what it was given, as far as it went through the unit.
         made_gradient: Of what it made, from all that used it.
         again: Whether its graph is made in backward, when it runs again.
-        form: What it returned, with `...` in place of the hidden states, if they are of the shape
-            of those given, all else is None, and the call has left no other trace and has no hooks
-            of users; or None.
+        alone: Whether it returned nothing but hidden states of the shape of those given, left no
+            other trace and has no hooks of users.
     """
 
     given: Tensor | None = None
@@ -37,7 +36,7 @@ class Record:
     given_gradient: Tensor | None = None
     made_gradient: Tensor | None = None
     again: bool = False
-    form: Any = None
+    alone: bool = False
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply gradients that were divided by an estimate of the count."""
@@ -85,9 +84,8 @@ class Recorder:
         (record, traces), y = self._open.pop(), hidden_of(output)
         if record is None or y is None:
             return output
-        shaped = record.given is not None and record.given.shape == y.shape
-        if shaped and _traces(module) <= traces and not _has_hooks(module):
-            record.form = _form(output, y)
+        shaped = output is y and record.given is not None and record.given.shape == y.shape
+        record.alone = shaped and _traces(module) <= traces and not _has_hooks(module)
         if record.made is None:  # else it runs again in backward, and may count that
             record.made = y.detach().clone()
         if not (torch.is_grad_enabled() and y.requires_grad):
@@ -150,26 +148,6 @@ def hidden_of(value: Any) -> Tensor | None:
         return hidden_of([*tensors_in(kwargs)]) if found is None else found
     tensors = [x for x in tensors_in(value) if x.is_floating_point() and x.ndim > 1]
     return next((x for x in tensors if x.requires_grad), next(iter(tensors), None))
-
-
-def _form(output: Any, hidden: Tensor) -> Any:
-    """Return a result with `...` in place of hidden states; None if it holds anything else."""
-    if output is hidden:
-        return ...
-    if type(output) not in (tuple, list):
-        return None
-    if sum(each is hidden for each in output) != 1:
-        return None
-    if any(each is not None and each is not hidden for each in output):
-        return None
-    return type(output)(None if each is None else ... for each in output)
-
-
-def filled(form: Any, hidden: Tensor) -> Any:
-    """Return the result whose form this is."""
-    if form is ...:
-        return hidden
-    return type(form)(None if each is None else hidden for each in form)
 
 
 def _has_hooks(module: nn.Module) -> bool:

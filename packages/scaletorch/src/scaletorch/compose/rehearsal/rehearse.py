@@ -84,14 +84,14 @@ def rehearse_step(
         loss_fn, step = None, partial(step, loss_fn=None, count_fn=None)
     cut = partial(small_batch, micro_batches, model, terms, manager)
     expect_attention(pipeline.module, False)
-    hooks_changed = plain.follow(pipeline.module, device)
+    plain.follow(pipeline.module, device)
 
     def compared(*, wide: bool) -> tuple[Replay, _Found, str]:
         with as_for_a_rehearsal(model, plain, terms, wide=wide):
             small, loss, records = trained(partial(cut, wide=wide), model, plain, step)
             joiner = Joiner(manager, small.sequences, small.rows, len(small.micro_batches), device)
             ranks = Ranks(model, manager, plain, joiner, records)
-            ranks.exchange(hooks_changed=hooks_changed)
+            ranks.exchange()
             batch = {n: on_device(x, device) for n, x in small.called.items()}
             run = _replayed(plain, ranks, batch, partial(_loss, small, terms, loss_fn), loss)
             return *run, _explained(terms, manager, run[1].first, len(small.micro_batches))
@@ -330,7 +330,8 @@ def _refuse(
         + (f"; then {', '.join(found.then[:2])}" if found.then else "")
         + (f"; right on ranks {', '.join(map(str, found.right))}" if found.right else "")
         + (f". {why}" if why else "")
-        + ". parallelize(..., rehearse=False) leaves this comparison out"
+        + ". The plain module is as parallelize was given it, without hooks that came later; "
+        "parallelize(..., rehearse=False) leaves this comparison out"
     )
 
 

@@ -22,7 +22,7 @@ from ...dist.building import map_tensors
 from ..summation import root_mean_square
 from .calls import Both, Call, Handover, sum_of
 from .quiet import State
-from .recording import filled, hidden_of, is_same
+from .recording import hidden_of, is_same
 
 Gradients = dict[str, Tensor]
 
@@ -76,8 +76,6 @@ class Replay(Both):
         for name, weight in weights.items():
             if weight.grad is not None:
                 self._add(name, weight.grad)
-        if self.ranks.hooks_apart:
-            self.unasked.append("gradients outside of units, since stages have hooks of their own")
         for owner in ("", *self.plain.units):
             self._compare_gradients(owner, [*self._done.get(owner, [])], last=True)
 
@@ -126,11 +124,11 @@ class Replay(Both):
                     lambda tensor: ours if tensor is x else tensor, (args, kwargs)
                 )
                 call.hidden = ours
-                form = self.ranks.form(name) if self.gives_out else None
-                if form is not None and torch.is_grad_enabled() and len(call.trained_inputs()) < 2:
+                alone = self.gives_out and self.ranks.returns_alone(name)
+                if alone and torch.is_grad_enabled() and len(call.trained_inputs()) < 2:
                     handed = self._give_out(call, x)
                     if handed is not None:
-                        return filled(form, handed)
+                        return handed
         made = call.make()
         y = hidden_of(made.result)
         if y is None:
@@ -286,8 +284,6 @@ class Replay(Both):
                 other = partial(sum_of, name, calls)
             self.ranks.compared.add(name)
             theirs = self._found.pop(name, None)
-            if last and self.ranks.hooks_apart:
-                continue
             if not owner or (owner not in self.random and self.ranks.runs(owner)):
                 self.judge.compare(
                     f"gradient of {name}", ours.get(name), theirs, typical=typical, other=other

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ...dist import get_local_size
 from ...parallel.data_parallel import DataParallelBucket
 from ...parallel.data_parallel.building import NARROW, widened
+from ...parallel.pg_manager.building import eagerly
 from ...parallel.pipeline_parallel.building import PassThrough, forms_cast
 from ..forward import Terms, pipeline_of, rehearsing, terms_of, wait_for_parameters
 from ..plain import Plain
@@ -19,7 +20,6 @@ from .batch import SmallBatch
 from .quiet import (
     buffers_in,
     is_narrow,
-    parameters_kept,
     restored,
     without_autocast,
     without_dropout,
@@ -65,7 +65,7 @@ def trained(
 
     def train(small: SmallBatch) -> tuple[SmallBatch, Tensor, Records]:
         pipeline = pipeline_of(model)
-        with recorded(pipeline, plain.names_of_units()) as records, parameters_kept(pipeline):
+        with recorded(pipeline, plain.names_of_units()) as records, eagerly():
             loss = step(small.micro_batches)
         for record in (each for held in records.values() for each in held):
             record.scale_gradients(terms_of(model).correction)
