@@ -80,13 +80,13 @@ MACHINES["selene, nothing hides"] = replace(MACHINES["selene"], hides=0.0)
 
 STATES = {
     # 2 bytes of a parameter and 2 of its gradient, 14 of float32 sums, master weight and moments.
-    "megatron": Optimizer("18 bytes", moments=7, item=2, per_tensor=0),
-    "llama": Optimizer("AdamW", item=4),
+    "megatron": Optimizer(moments=7, item=2, per_tensor=0),
+    "llama": Optimizer(item=4),
     # Over dp: float32 gradient, master weight, moments; whole: half precision ones of both.
-    "deepspeed fp16": Optimizer("ZeRO 1", item=4, per_tensor=0),
+    "deepspeed fp16": Optimizer(item=4, per_tensor=0),
     # One rank keeps both gradients: 20 bytes.
-    "deepspeed fp16 alone": Optimizer("ZeRO 1 of one rank", moments=5, item=2, per_tensor=0),
+    "deepspeed fp16 alone": Optimizer(moments=5, item=2, per_tensor=0),
     # Gradients in both precisions are whole.
-    "deepspeed bf16": Optimizer("bf16 ZeRO 1", item=4, per_tensor=0, sum_item=6),
-    "deepspeed bf16 alone": Optimizer("bf16 of one rank", moments=7, item=2, per_tensor=0),
+    "deepspeed bf16": Optimizer(item=4, per_tensor=0, sum_item=6),
+    "deepspeed bf16 alone": Optimizer(moments=7, item=2, per_tensor=0),
 }

@@ -50,7 +50,8 @@ TRAINING = [name for name in SCHEDULES if name != "forward_only"]
 def products(flops: float, *sent: Sent, elements: int = 0) -> Behaviour:
     """Return a block of one product a row, 4 bytes handed on."""
     parameters = (Parameter("w", elements, 4, (elements,)),) if elements else ()
-    work = (Work("matmul", 1, Affine(0, flops), Affine()),)
+    forward = Work("matmul", 1, Affine(0, flops), Affine())
+    work = (forward, Work("matmul", 2, Affine(0, 2 * flops), Affine(), "backward"))
     return Behaviour(parameters, handed=Affine(0, 4), sent=sent, work=work)
 
 
@@ -110,7 +111,9 @@ def test_recomputation_runs_forwards_again() -> None:
     )
     assert full / plain == pytest.approx(4 / 3)
     work = (
-        Work("matmul", 1, Affine(1e7), Affine()), Work("attention", 1, Affine(1e7), Affine())
+        Work("matmul", 1, Affine(1e7), Affine()), Work("attention", 1, Affine(1e7), Affine()),
+        Work("matmul", 2, Affine(2e7), Affine(), "backward"),
+        Work("attention", 1, Affine(2.5e7), Affine(), "backward"),
     )  # fmt: skip
     some = described(1, {Cut(): Behaviour((), work=work)})
     steps = {

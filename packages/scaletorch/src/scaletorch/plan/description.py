@@ -70,7 +70,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Operations of one sort in the forward of a block for a micro-batch.
+    """Operations of one sort of a block for a micro-batch.
 
     Attributes:
         operation: "matmul", "attention", or "other", which only moves memory.

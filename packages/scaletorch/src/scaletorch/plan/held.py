@@ -20,7 +20,6 @@ class Optimizer:
     """What an optimizer keeps, and in what gradients are summed.
 
     Attributes:
-        name: For people.
         moments: Tensors that it keeps of the form of each that it updates.
         item: Bytes of their elements; None is as those of what it updates.
         per_tensor: Bytes besides for each tensor, such as a step.
@@ -31,7 +30,6 @@ class Optimizer:
             are summed here; gloo takes all that other ranks send.
     """
 
-    name: str = "AdamW"
     moments: int = 2
     item: int | None = None
     per_tensor: int = 4

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ..clusters.cluster import Cluster, Device, Shares
 from ..description import Behaviour, Work
 from .messages import Route, seconds
 
-# A backward, if a description has forwards alone: calls, flops and bytes for each of a forward.
-# Of y = x w it is two products; attention runs its scores again (Dao 2022: 2.5 times the flops).
-BACKWARD = {"matmul": (2.0, 2.0, 2.0), "attention": (1.0, 2.5, 2.0), "other": (1.5, 1.0, 1.5)}
-ALIKE = (1.0, 1.0, 1.0)
+SORTS = ("matmul", "attention", "other")
 
 
 class Seconds(NamedTuple):
@@ -61,9 +58,11 @@ def block_seconds(
     Asynchronous messages of cp run beside the attention of the rank's own positions, others beside
     all that the block computes, as far as the device can do both.
     """
-    times = {"matmul": 0.0, "attention": 0.0, "other": 0.0}
-    for sort, each in _operations(behaviour, phase, rows, dtype, cluster.device):
-        times[sort] += each
+    times = dict.fromkeys(SORTS, 0.0)
+    for work in behaviour.work:
+        if work.phase == phase:
+            sort = work.operation if work.operation in SORTS else "other"
+            times[sort] += _roofline(work, sort, rows, dtype, cluster.device)
     computing = sum(times.values())
     exposed: dict[str, float] = {}
     beside: dict[str, float] = {}
@@ -85,34 +84,16 @@ def block_seconds(
     return Seconds(computing, weights, exposed, hidden)
 
 
-def _operations(
-    behaviour: Behaviour, phase: str, rows: int, dtype: str, device: Device
-) -> Iterator[tuple[str, float]]:
-    """Yield the sort of each group of operations, and its seconds."""
-    described = any(work.phase == "backward" for work in behaviour.work)
-    for work in behaviour.work:
-        sort = work.operation if work.operation in BACKWARD else "other"
-        if work.phase == phase:
-            yield sort, _roofline(work, sort, phase, ALIKE, rows, dtype, device)
-        elif phase == "backward" and not described:
-            yield sort, _roofline(work, sort, phase, BACKWARD[sort], rows, dtype, device)
-
-
-def _roofline(
-    work: Work, sort: str, phase: str, factors: tuple[float, float, float], rows: int,
-    dtype: str, device: Device,
-) -> float:  # fmt: skip
+def _roofline(work: Work, sort: str, rows: int, dtype: str, device: Device) -> float:
     """Return the larger of computing and moving, and the overhead of each operation."""
-    calls, more, further = factors
-    count, flops, moved = work.count * calls, work.flops.at(rows) * more, work.moved.at(rows)
-    moved *= further
+    count, flops, moved = work.count, work.flops.at(rows), work.moved.at(rows)
     if not count:
         return 0.0
     share = device.efficiency
     bandwidth = device.moving * efficiency(share.get("other", ()), moved / count)
     computing = 0.0
     if flops and sort != "other":
-        name = f"{sort} backward" if phase == "backward" else sort
+        name = f"{sort} backward" if work.phase == "backward" else sort
         shares = share.get(name) or share.get(sort, ())
         computing = flops / (device.peak(dtype) * efficiency(shares, flops / count))
     return max(computing, moved / bandwidth) + count * device.overhead
