@@ -203,7 +203,7 @@ def end(kind, sizes, options, stage):
 @pytest.mark.skipif(not TASKS.exists(), reason="reads threads' names in /proc")
 def test_no_thread_of_a_group_outlives_a_training():
     """One that does can abort a process which is ending, as it drops a tensor of Python's."""
-    assert run_ranks(end, 4, *LAYOUTS["split"], init=False) == [[]] * 4
+    assert run_ranks(end, 4, *LAYOUTS["pairs"], init=False) == [[]] * 4
 
 
 # In ranks, where a collector has few objects to look at.
