@@ -155,16 +155,6 @@ class SkipByAddition(Net):
         return self.head(four(three(two(first)) + first))
 
 
-class Skipped(Net):
-    """The last layer of a stage is left out, as by layer drop."""
-
-    def forward(self, input_ids, entry=None, classes=None):
-        x = self.embed(input_ids)
-        for place in (0, 2, 3):
-            x = self.layers[place](x)
-        return self.head(x)
-
-
 class SkipScaled(Net):
     """The last layer of a stage is left out, and what comes before it is changed on the way."""
 
@@ -352,7 +342,7 @@ def refused(cases, schedule, late=False):
             assert "rank" in str(raised.value).partition("\n")[0], kind
 
 
-TRAVELS = [Condition, Activated, Classes, Same, Scaled, Mean, Mask, Skip, SkipByName]
+TRAVELS = [Condition, Activated, Classes, Same, Scaled, Mean, Mask, Skip, SkipByName, SkipScaled]
 GRADIENTS = [Detached, Shrunk, Hooked, Reversed, Zeros]
 REFUSED = [
     ([SkipByAddition, SkipToHead], "by another way than what the last of them returns"),
@@ -373,7 +363,8 @@ EXPLAINED = [
 ]
 LATE = [
     *REFUSED,
-    ([Skipped], r"layers\.2 is given, as argument 0, what was computed before the last module of"),
+    ([HookedBetween], "changes the gradient of hidden states after the last layer of this stage"),
+    ([WrittenBetween], "changes, in place, the hidden states after the last layer of this stage"),
     (TRAVELS, r"layers\.\d is given, as argument (0|1|beside), a tensor that the model"),
 ]
 
@@ -544,8 +535,18 @@ class Frozen(Net):
         return self.head(x)
 
 
+class Skipped(Net):
+    """The last layer of a stage is left out, as in a model of fewer layers than it holds."""
+
+    def forward(self, input_ids, entry=None, classes=None):
+        x = self.embed(input_ids)
+        for place in (0, 2, 3):
+            x = self.layers[place](x)
+        return self.head(x)
+
+
 RIGHT = [OfEntries, Positions, LateDropout, GivenByName, Gain, Recomputed, RecomputedReentrant]
-RIGHT += [Frozen, Skipped, SkipScaled, ReadsAtEnd, *GRADIENTS, HookedAtEnd, Between, GainBetween]
+RIGHT += [Frozen, Skipped, ReadsAtEnd, *GRADIENTS, HookedAtEnd, Between, GainBetween]
 RIGHT += [HookedBetween, MaskedBetween]
 
 

@@ -256,8 +256,7 @@ def passing(module):
     """Return what stands for a module, in a forward that runs."""
     through = PassThrough(module, "embed is on stage 0 of the pipeline")
     beside = Beside({}, (), set(), torch.ones(2, LENGTH, WIDTH), examines=False)
-    passages = through._passages
-    passage = passages.running = Passage(passages, 1, beside, Findings(), "layers")
+    passage = through._passages.running = Passage(1, beside, Findings(), "layers")
     passage.first = torch.ones(2, LENGTH, dtype=torch.long)
     return through
 

@@ -5,6 +5,7 @@ from ..splitting.balance import parameter_costs
 from ..splitting.split import parts_of
 from ..stages.calls import release, surround
 from ..stages.cut import PassThrough, forms_cast
+from ..stages.stand_ins import stands
 from ..steps.batches import read
 
 __all__ = [
@@ -15,5 +16,6 @@ __all__ = [
     "parts_of",
     "read",
     "release",
+    "stands",
     "surround",
 ]

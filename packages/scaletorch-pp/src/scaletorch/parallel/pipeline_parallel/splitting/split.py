@@ -104,10 +104,24 @@ class Placement:
                 return (stage,)
         return tuple(range(len(self.stages)))
 
-    def around(self) -> tuple[str, ...]:
-        """Return the names of modules around those that have one stage; "" is the model."""
-        paths = (name.split(".") for name, _ in self.homes())
-        return tuple({".".join(path[:depth]): None for path in paths for depth in range(len(path))})
+    def crossed(self) -> tuple[str, ...]:
+        """Return the names of modules whose input is on another stage than their output.
+
+        What the last module of a stage returns comes out of the modules around it on the next one.
+        """
+        around: dict[str, list[tuple[str, int]]] = {}
+        for name, stage in self.homes():
+            path = name.split(".")
+            for depth in range(1, len(path)):
+                around.setdefault(".".join(path[:depth]), []).append((name, stage))
+        return "", *(
+            holder
+            for holder, inside in around.items()
+            if inside[0][1] != inside[-1][1] or self._ends(*inside[-1])
+        )
+
+    def _ends(self, name: str, stage: int) -> bool:
+        return stage < len(self.stages) - 1 and name == self.stages[stage][-1]
 
 
 def place(model: nn.Module, split: Split | None, num_stages: int) -> Placement:

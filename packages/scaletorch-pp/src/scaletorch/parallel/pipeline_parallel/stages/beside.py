@@ -23,7 +23,7 @@ from ...pg_manager import describe_rank
 from ..runtime.forms import blank, form_of, from_text, to_text
 from .stand_ins import StandIn
 
-_HIDDEN, _TENSORS, _PLACES = "hidden states", "beside them", "for"
+_HIDDEN, _TENSORS, _PLACES, _VISITS = "hidden states", "beside them", "for", "visit"
 _FORMS = "forms"  # of what layers of other lists return, such as an encoder's
 _CARRIED = "carried"
 
@@ -55,6 +55,7 @@ class Beside:
 
     Attributes:
         hidden: The hidden states in what was given.
+        visit: Which call of the last module of the stage before returned them.
         forms: What layers of earlier stages return, by their list, on the meta device.
         made: Tensors that the stage's modules have made, while a forward is examined.
     """
@@ -69,7 +70,7 @@ class Beside:
         examines: bool,
     ) -> None:
         self._numbers, self._known = numbers, known
-        self.hidden, self._received, self.forms = _opened(given)
+        self.hidden, self._received, self.visit, self.forms = _opened(given)
         self.made = WeakTensorKeyDictionary() if examines else None
         here = {numbers[name] for name in own}
         self._leaving = {
@@ -115,17 +116,18 @@ class Beside:
 
         return map_tensors(taken, given)
 
-    def leave(self, hidden: Any, samples: Mapping[str, Any]) -> Any:
+    def leave(self, hidden: Any, visit: int, samples: Mapping[str, Any]) -> Any:
         """Return what a stage passes on: hidden states, and what travels with them.
 
         Args:
             hidden: The hidden states.
+            visit: Which call of the stage's last module has returned them.
             samples: What layers of other lists have returned, in containers: their forms travel.
 
         Raises:
             InvalidArgumentError: It was written to since a module was given it.
         """
-        if not self._leaving and not samples:
+        if not self._leaving and visit == 1 and not samples:
             return hidden
         if any(version_of(tensor) != version for tensor, version in self._leaving.values()):
             raise InvalidArgumentError(
@@ -144,7 +146,8 @@ class Beside:
         text = " ".join(".".join(map(str, each)) for each in places)
         tensors = [torch.stack(alike) for alike in stacks.values()]
         forms = json.dumps({name: to_text(form_of(each)) for name, each in samples.items()})
-        return {_HIDDEN: hidden, _TENSORS: tensors, _PLACES: text, _FORMS: forms}
+        beside = {_TENSORS: tensors, _PLACES: text, _VISITS: visit, _FORMS: forms}
+        return {_HIDDEN: hidden, **beside}
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that travel."""
@@ -165,13 +168,13 @@ def again(value: Any) -> Any:
     return map_tensors(lambda tensor: getattr(tensor, _CARRIED, tensor), value)
 
 
-def _opened(given: Any) -> tuple[Any, dict[Place, Tensor], dict[str, Any]]:
-    """Return hidden states, the tensors that have travelled with them, and forms."""
-    if type(given) is not dict or set(given) != {_HIDDEN, _TENSORS, _PLACES, _FORMS}:
-        return given, {}, {}
+def _opened(given: Any) -> tuple[Any, dict[Place, Tensor], int, dict[str, Any]]:
+    """Return hidden states, what has travelled with them, which visit's they are, and forms."""
+    if type(given) is not dict or set(given) != {_HIDDEN, _TENSORS, _PLACES, _VISITS, _FORMS}:
+        return given, {}, 1, {}
     found = {}
     for each in given[_PLACES].split():
         *place, stack, at = map(int, each.split("."))
         found[Place(*place)] = given[_TENSORS][stack][at]
     forms = {name: blank(from_text(text)) for name, text in json.loads(given[_FORMS]).items()}
-    return given[_HIDDEN], found, forms
+    return given[_HIDDEN], found, given[_VISITS], forms

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,32 +17,25 @@ from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import eagerly
 from .passage import Passage
-from .stand_ins import OF_FORM_ALONE, UnknownValueError
+from .stand_ins import OF_FORM_ALONE
 
 
 @contextmanager
-def following(passage: Passage) -> Iterator[None]:
-    """Run a forward in this context; the first of its kind uncompiled, finding what travels.
-
-    It ends early if it asks for a value of what another stage computes after this one.
+def examining(passage: Passage) -> Iterator[None]:
+    """Run the forward in this context uncompiled, and tell why the model's own code may fail.
 
     Raises:
-        InvalidArgumentError: The model's own code fails in the first one, which may be because this
-            stage lacks modules.
+        InvalidArgumentError: It fails, which may be because this stage lacks modules.
     """
-    with suppress(UnknownValueError):
-        if not passage.examines:
+    with eagerly(), Following(passage):
+        try:
             yield
-            return
-        with eagerly(), Following(passage):
-            try:
-                yield
-            except (ScaletorchError, DistError, UnknownValueError):
+        except (ScaletorchError, DistError):
+            raise
+        except Exception as error:
+            if passage.inside:  # a layer's own failure
                 raise
-            except Exception as error:
-                if passage.inside:  # a layer's own failure
-                    raise
-                raise InvalidArgumentError(_failed(error)) from error
+            raise InvalidArgumentError(_failed(error)) from error
 
 
 @contextmanager

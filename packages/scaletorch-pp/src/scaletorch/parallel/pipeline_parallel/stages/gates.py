@@ -26,12 +26,6 @@ _BESIDE = (
 )
 
 
-_SKIPPED = (
-    "what was computed before the last module of the stage before: the model's forward has not "
-    "called that one. Let it call all its layers (layerdrop=0), or hold those alone that it calls"
-)
-
-
 def check_output(output: Any) -> None:
     """Check the model's output on the last stage.
 
@@ -133,18 +127,20 @@ class _Gate:
         passage = self._gates.running()
         if passage is not None:
             passage.reach(self._gates.stage, self._where)
-            passage.enter(self._where)
+            passage.come_back()
+            passage.inside += 1
             args, kwargs = passage.beside.take(self._name, (args, kwargs))
         elif self._gates.passages.running is None:
             args, kwargs = again((args, kwargs))
         if not stands((args, kwargs)):
             return args, kwargs
+        if passage is not None:
+            args = tuple(map(passage.take, args))
+            kwargs = {argument: passage.take(value) for argument, value in kwargs.items()}
         for argument, value in chain(enumerate(args), kwargs.items()):
             if stands(value):
-                early = passage is not None and not passage.delivered
                 raise InvalidArgumentError(
-                    f"{describe_rank()}: {self._name} is given, as argument {argument}, "
-                    f"{_SKIPPED if early else _BESIDE}"
+                    f"{describe_rank()}: {self._name} is given, as argument {argument}, {_BESIDE}"
                 )
         return args, kwargs
 
@@ -154,23 +150,24 @@ class _Gate:
         Raises:
             InvalidArgumentError: It is a stand-in.
         """
-        passage = self._gates.running()
+        passage, last = self._gates.running(), self._gates.last
         if passage is None:
             return output
-        if not torch.compiler.is_compiling() and not _changes_nothing(module):
-            passage.inside -= 1
-            if stands(output):  # it came by another way than an argument
-                raise InvalidArgumentError(
-                    f"{describe_rank()}: {self._name} computes with {_BESIDE}"
-                )
-            if not self._gates.last:
-                passage.left = passage.samples[self.siblings] = output
-                if self.siblings != self._name:
-                    passage.kinds[kind_of(module)] = output
-                passage.over = all(map(_changes_nothing, self._later))
-                if not passage.over:
-                    passage.beside.note(output)
-        return output if self._gates.last or self._later else passage.leave(output)
+        if not last and not self._later:
+            output = passage.leave(output)
+        if torch.compiler.is_compiling() or _changes_nothing(module):
+            return output
+        passage.inside -= 1
+        if stands(output):  # it came by another way than an argument
+            raise InvalidArgumentError(f"{describe_rank()}: {self._name} computes with {_BESIDE}")
+        if not last:
+            passage.left = passage.samples[self.siblings] = output
+            if self.siblings != self._name:
+                passage.kinds[kind_of(module)] = output
+            passage.over = all(map(_changes_nothing, self._later))
+            if not passage.over:
+                passage.beside.note(output)
+        return output
 
 
 def _changes_nothing(module: nn.Module) -> bool:

@@ -16,12 +16,7 @@ from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ..runtime.forms import Hidden, is_hidden, strangers
 from .beside import Beside, Place, version_of
-from .stand_ins import first_trained, standing_like
 
-_ONCE = (
-    "a pipeline passes on what the last module of a stage returns, once: put what is run several "
-    "times into one layer, or use no pipeline (pp_size=1)"
-)
 MANY_FORMS = 4096  # kinds of forwards, and forms, that are remembered at most, on every rank
 
 
@@ -31,11 +26,15 @@ class Findings:
 
     Attributes:
         places: Arguments of later stages' modules that travel beside hidden states.
+        skips: The model leaves out the last module of the stage before.
         writes: The model's code writes to what the stage before has passed on.
+        writes_behind: It writes to what this stage passes on, or changes its gradient.
     """
 
     places: set[Place] = field(default_factory=set)
+    skips: bool = False
     writes: bool = False
+    writes_behind: bool = False
 
 
 class Passages:
@@ -81,10 +80,10 @@ class Passages:
             self.found.clear()
         findings, examines = self.found.get(kind, Findings()), kind not in self.found
         beside = Beside(self._numbers, own, findings.places, given, examines=examines)
-        self.running = Passage(self, stage, beside, findings, siblings)
+        self.running = Passage(stage, beside, findings, siblings)
         try:
             yield self.running
-            findings.writes |= any(map(version_of, tensors_in(self.running.copy)))
+            self.running.note_writes()
             self.found[kind] = findings
         finally:
             self.running = None
@@ -97,9 +96,10 @@ class Passage:
     has passed on, and ends where the stage's own last module returns. Modules before and after
     return stand-ins.
 
-    The code after that last module is the next stage's to compute: it gets stand-ins of what is
-    passed on, and the forward ends if it asks for their values. What it collects of this stage
-    for the model's output, such as auxiliary losses of layers, would be lost, and is refused.
+    The code after that last module is the next stage's to compute, and nothing of its results is
+    used here. If it writes to hidden states, or changes their gradient, it is given a copy of what
+    is passed on; the first forward of a kind finds that. What it collects for the model's output,
+    such as auxiliary losses of layers, would be lost.
 
     Attributes:
         source: The stage, and what the stage before has passed on; None on the first stage.
@@ -108,20 +108,16 @@ class Passage:
         first: The first argument of the model's forward.
         furthest: The last stage of which it has met a module, in place or not.
         delivered: Whether what was passed on has been returned to the model's code.
-        copy: What was delivered, if it is a copy.
+        latest: The output of the module of an earlier stage that was called last.
         samples: The output of a layer, by the list that the layer is in.
         kinds: The output of a layer of this stage, by its class.
         inside: How many modules of this stage are running, one in another.
         left: The output of the module of this stage that was called last.
-        passed: The output of the last module of this stage, once it has returned.
         over: Whether the rest is another stage's.
     """
 
-    def __init__(
-        self, passages: Passages, stage: int, beside: Beside, findings: Findings, siblings: str
-    ) -> None:
+    def __init__(self, stage: int, beside: Beside, findings: Findings, siblings: str) -> None:
         """Begin; the last module of the stage before is in the list `siblings`."""
-        self._passages = passages
         self.source: tuple[int, Any] = stage, beside.hidden if stage else None
         self.beside, self._findings = beside, findings
         self.examines = beside.made is not None
@@ -130,12 +126,45 @@ class Passage:
         self.delivered, self.over = stage == 0, False
         self.furthest = self.inside = 0
         self.first: Any = None
-        self.kinds: dict[str, Any] = {}
-        self.copy: Any = None
+        self.latest: Any = None
         self.left: Any = None
-        self.passed: Any = None
+        self.kinds: dict[str, Any] = {}
         self._met = ""  # the first module of the last stage that it has met
+        self._visits = self._visits_behind = 0  # of the last module of the stage before, and of its
+        self._copy: Any = None  # of what was passed on to it, given to the model's code
+        self._copy_behind: Any = None  # of what it passes on
+        self._passed: Any = None  # what it passes on, with the versions and the hooks it had then
+        self._versions: list[int] = []
+        self._hooks = 0
         self._gradients, self._own_gradients = torch.is_grad_enabled(), False
+
+    def note_writes(self) -> None:
+        """Note for later forwards whether the model's code writes to what it is given."""
+        copies = [*tensors_in(self._copy_behind)]
+        self._findings.writes |= any(versions(self._copy))
+        self._findings.writes_behind |= any(versions(copies)) or _hooks_on(copies) > 0
+
+    @property
+    def renews(self) -> bool:
+        """Whether modules of earlier stages return each a stand-in of its own.
+
+        By these it shows which one was called last.
+        """
+        return self.examines or self._findings.skips
+
+    def come_back(self) -> None:
+        """Note that a module of this stage is called; maybe once more, after the last of them."""
+        if self.over:
+            self.over = False
+            self.beside.note(self.left)
+
+    def comes(self) -> bool:
+        """Return whether this call of the last module of the stage before returns what that gave.
+
+        Layers may run in a loop; it is the last call then.
+        """
+        self._visits += 1
+        return self._visits >= self.beside.visit
 
     def deliver(self, where: str) -> Any:
         """Return what the stage before has passed on, where its last module would return it.
@@ -145,30 +174,28 @@ class Passage:
         """
         if self.delivered:
             raise InvalidArgumentError(
-                f"{describe_rank()}: {where}, and the model's forward calls it more than once; "
-                f"{_ONCE}"
+                f"{describe_rank()}: {where}, and the model's forward calls it more than once; a "
+                "pipeline passes on what the last module of a stage returns, once: put what is run "
+                "several times into one layer"
             )
         self.delivered = True
         received = self.source[1]
         # It may be written to: whether it is, the first forward of a kind tells.
         if self.examines or self._findings.writes:
-            self.copy = map_tensors(Tensor.clone, received)
-            self.beside.note(self.copy)
-            return self.copy
+            self._copy = map_tensors(Tensor.clone, received)
+            self.beside.note(self._copy)
+            return self._copy
         return map_tensors(_alias, received)
 
-    def enter(self, where: str) -> None:
-        """Note that the forward calls a module of this stage.
+    def take(self, value: Any) -> Any:
+        """Return a value; for that of the module that was called last, what was passed on.
 
-        Raises:
-            InvalidArgumentError: The last of them has returned already.
+        So it is where the last module of the stage before is left out.
         """
-        if self.passed is not None:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: {where}, and the model's forward comes back to it after the "
-                f"last module of that stage; {_ONCE}"
-            )
-        self.inside += 1
+        if self.delivered or value is not self.latest or not self.renews:
+            return value
+        self._findings.skips = True
+        return self.deliver("")
 
     def reach(self, stage: int, where: str) -> None:
         """Note that the forward has come to a module with parameters.
@@ -194,13 +221,15 @@ class Passage:
 
     def leave(self, output: Any) -> Any:
         """Take the output of the stage's last module; return what the model's code gets for it."""
-        self.passed = output
+        self._pass_on(output)
+        self._visits_behind += 1
         # Reentrant recomputation runs a layer without gradients, and then gives its output one.
         self._own_gradients = torch.is_grad_enabled() != self._gradients
-        of = first_trained(output)
-        if self._own_gradients or of is None or not is_hidden(output):
+        copies = (self.examines or self._findings.writes_behind) and not self._own_gradients
+        if not copies or not is_hidden(output):
             return output
-        return standing_like(output, self._passages, of)
+        self._copy_behind = map_tensors(Tensor.clone, output)
+        return self._copy_behind
 
     def passed_on(
         self, output: Any, parameters: Iterable[nn.Parameter], samples: Mapping[str, Any]
@@ -213,25 +242,43 @@ class Passage:
             samples: What layers of other lists than the last one's have returned, in containers.
 
         Raises:
-            InvalidArgumentError: It cannot be passed on, or is not all of it.
+            InvalidArgumentError: It was changed, cannot be passed on, or is not all of it.
         """
         self.over = True
-        if self.passed is None:  # its last module is left out, or all of them are
-            self.passed = self.source[1] if self.left is None else self.left
-        left = self.passed
-        if left is None:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: the model's forward has called no module of the first "
-                "stage, so there is nothing to pass on; take fewer stages, or name the "
-                "modules that it calls in Split(...)"
-            )
+        if self._passed is None:  # its last module is left out, or all of them are
+            left = self.source[1] if self.left is None else self.left
+            if left is None:
+                raise InvalidArgumentError(
+                    f"{describe_rank()}: the model's forward has called no module of the first "
+                    "stage, so there is nothing to pass on; take fewer stages, or name the "
+                    "modules that it calls in Split(...)"
+                )
+            self._pass_on(left)
+        left = self._passed
         if self._own_gradients:
             self._refuse_collected(output, parameters, _reversible_message)
         if not is_hidden(left):
             raise InvalidArgumentError(_stranger_message(left))
+        if self._versions != versions(left):
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the model's forward changes, in place, the hidden states "
+                "after the last layer of this stage, which have been passed on as they were; let "
+                "it make new ones, or put that into the layers"
+            )
+        if self._hooks != _hooks_on(tensors_in(left)):
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the model's forward changes the gradient of hidden states "
+                "after the last layer of this stage by a hook, so it would happen on two stages; "
+                "put it into the layers"
+            )
         self._refuse_collected(output, parameters, _collected_message)
-        hidden: Hidden = self.beside.leave(left, samples)
+        hidden: Hidden = self.beside.leave(left, max(self._visits_behind, 1), samples)
         return hidden
+
+    def _pass_on(self, output: Any) -> None:
+        self._passed, self._versions = output, versions(output)
+        self._hooks = _hooks_on(tensors_in(output))
+        self._copy_behind, self._own_gradients = None, False
 
     def _refuse_collected(
         self, output: Any, parameters: Iterable[nn.Parameter], message: Callable[[Tensor], str]
@@ -241,7 +288,7 @@ class Passage:
         Raises:
             InvalidArgumentError: It does.
         """
-        passed = [*tensors_in(self.passed), *self.beside.tensors()]
+        passed = [*tensors_in(self._passed), *self.beside.tensors()]
         own: set[int] | None = None
         for tensor in tensors_in(output):
             leaves = {id(leaf) for leaf in _trained_beside([tensor], passed)}
@@ -254,6 +301,11 @@ class Passage:
 def kind_of(module: nn.Module) -> str:
     """Return the name of a module's class, also if its calls are surrounded."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def versions(value: Any) -> list[int]:
+    """Return numbers that change when tensors are changed in place."""
+    return [*map(version_of, tensors_in(value))]
 
 
 def _alias(tensor: Tensor) -> Tensor:
@@ -287,6 +339,11 @@ def _collected_message(tensor: Tensor) -> str:
         "last of them returns (an auxiliary loss, a skip connection): it would be lost here; let "
         "layers pass it on, with the hidden states in one tuple"
     )
+
+
+def _hooks_on(tensors: Iterable[Tensor]) -> int:
+    """Count the hooks that change or see the gradients of tensors."""
+    return sum(len(tensor._backward_hooks or ()) for tensor in tensors)
 
 
 def _trained_beside(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[Tensor]:

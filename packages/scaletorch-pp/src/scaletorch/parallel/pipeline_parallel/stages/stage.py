@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext, suppress
 from typing import Any, Self
 
 import torch
@@ -22,16 +23,16 @@ from ...pg_manager.building import (
     show_output,
 )
 from ..runtime.forms import facts_of
-from ..runtime.posts import neighbours
+from ..runtime.posts import goes_in_batches, neighbours
 from ..schedules.builders import AnySchedule, stages_of
 from ..splitting.modules import parameter_facts, siblings_of, takes
 from ..splitting.split import Placement, Split, place
 from .beside import again
 from .cut import cut
-from .examination import crossing, following
+from .examination import crossing, examining
 from .gates import Gates, check_output
 from .passage import Passage, Passages
-from .stand_ins import standing, standing_like, stands
+from .stand_ins import UnknownValueError, standing, standing_like, stands
 from .state import RuntimeState
 from .ties import Tie, TiedGradients, find_ties, groups_of_owners
 from .weights import Deferral, WeightGradients, defer_weight_gradients, give_own_memory
@@ -88,7 +89,7 @@ class PipelineParallel(ModuleWrapper):
         homes = {stage: rank for rank, stages in enumerate(ranks_stages) for stage in stages}
         ties = find_ties(model, placement, homes, self.rank)
         owners: dict[tuple[int, ...], ProcessGroup] = {}
-        if group is not None:
+        if group is not None and goes_in_batches(group):
             connect(group, neighbours(ranks_stages))
             owners = groups_of_owners(group, [tie.owners for tie in ties], number)
         tied = TiedGradients(ties, ranks, self.rank, group, owners)
@@ -97,7 +98,7 @@ class PipelineParallel(ModuleWrapper):
         last = self.num_stages - 1
         gates = [Gates(passages, stage, last=stage == last) for stage in self.stages]
         self._siblings = {name: siblings_of(model, name) for name, _ in placement.homes()}
-        self._around = placement.around()
+        self._crossed = placement.crossed()
         chunks = cut(model, placement, self.stages, passages)
         if splits:
             defer_weight_gradients(model, deferral)
@@ -205,7 +206,11 @@ class PipelineParallel(ModuleWrapper):
         """Run the model's forward on what one process gives it; return the output that goes on."""
         passage.first, named = self._first(passage)
         output: Any = None
-        with crossing(self.module, self._around), following(passage):
+        with (
+            crossing(self.module, self._crossed),
+            examining(passage) if passage.examines else nullcontext(),
+            suppress(UnknownValueError),
+        ):
             if named:
                 output = self.module(inputs_embeds=passage.first, **kwargs)
             else:
