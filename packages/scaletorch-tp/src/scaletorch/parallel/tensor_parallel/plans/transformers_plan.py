@@ -55,19 +55,17 @@ TRANSFORMERS_STYLES: Mapping[str, Style] = {
 _OF_THE_HEAD = ("column_gather", "vocab", "replicate")  # alone, these shard no layer
 
 # Of T5's stacks. The first layer's bias of positions is one for each head, and the others share it.
+_T5_ATTENTION: Mapping[str, Style] = {
+    "": Divide("n_heads", "inner_dim"),
+    **{f".{name}": "colwise" for name in "qkv"},
+    ".o": "rowwise",
+    ".relative_attention_bias": "column_embedding",
+}
 _T5: Mapping[str, Style] = {
     "shared": "embedding_rowwise",
     "embed_tokens": "embedding_rowwise",
-    **{
-        f"block.*.layer.*.{attention}{own}": style
-        for attention in ("SelfAttention", "EncDecAttention")
-        for own, style in (
-            ("", Divide("n_heads", "inner_dim")),
-            *((f".{name}", "colwise") for name in "qkv"),
-            (".o", "rowwise"),
-            (".relative_attention_bias", "column_embedding"),
-        )
-    },
+    **{f"block.*.layer.*.SelfAttention{own}": style for own, style in _T5_ATTENTION.items()},
+    **{f"block.*.layer.*.EncDecAttention{own}": style for own, style in _T5_ATTENTION.items()},
     **{f"block.*.layer.*.DenseReluDense.{name}": "colwise" for name in ("wi", "wi_*")},
     "block.*.layer.*.DenseReluDense.wo": "rowwise",
     "lm_head": "colwise_gather_output",
