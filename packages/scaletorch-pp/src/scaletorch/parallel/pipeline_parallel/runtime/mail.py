@@ -12,7 +12,6 @@ from torch import Tensor
 from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
-from ..schedules.messages import Receive, Send
 from .forms import (
     HEADER_BYTES,
     NOTHING,
@@ -40,6 +39,14 @@ class Key(NamedTuple):
     stage: int
     micro_batch: int
     gradient: bool
+
+
+class Message(NamedTuple):
+    """An output that travels to or from another rank of the pipeline."""
+
+    key: Key
+    peer: int
+    receives: bool
 
 
 class Mail:
@@ -80,25 +87,23 @@ class Mail:
             )
         self._made[key] = value
 
-    def start(self, messages: Sequence[Send | Receive]) -> None:
+    def start(self, messages: Sequence[Message]) -> None:
         """Begin to send and receive; if a form is not known yet, wait for its header."""
-        for message in messages:
-            key, peer = Key(*message[1:]), message.peer
-            if isinstance(message, Receive):
+        for key, peer, receives in messages:
+            if receives:
                 self._receive(key, peer, self._empty)
             else:
                 self._send(key, peer)
             self.begun += 1
         self._posts.flush()
 
-    def skip(self, messages: Sequence[Send | Receive]) -> None:
+    def skip(self, messages: Sequence[Message]) -> None:
         """Let the messages of a step that has failed pass: zeros, or word that there are none."""
         self._made.clear()
         # One for all of a form, since nobody reads them: memory may be what the step failed for.
         empty, zeros = cache(self._empty), cache(self._zeros)
-        for message in messages:
-            key, peer = Key(*message[1:]), message.peer
-            if isinstance(message, Receive):
+        for key, peer, receives in messages:
+            if receives:
                 self._receive(key, peer, empty)
             else:
                 self._send_nothing(key, peer, zeros)

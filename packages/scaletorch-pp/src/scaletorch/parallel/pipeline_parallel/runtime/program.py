@@ -8,10 +8,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..schedules.builders import AnySchedule, built
-from ..schedules.messages import Operation, Receive, Send, program_of
+from ..schedules.messages import Operation, Receive, program_of
 from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD, Action, Schedule
 from ..schedules.simulate import proven
-from .mail import Key
+from .mail import Key, Message
 
 
 class Task(NamedTuple):
@@ -33,7 +33,7 @@ class Task(NamedTuple):
 class Step(NamedTuple):
     """Messages that begin together, and then one task; none after the last messages."""
 
-    messages: tuple[Send | Receive, ...]
+    messages: tuple[Message, ...]
     task: Task | None
 
 
@@ -49,14 +49,15 @@ def in_steps(
         stages: The rank's stages, chunk by chunk.
         num_stages: Of all ranks together.
     """
-    messages: list[list[Send | Receive]] = [[]]
+    messages: list[list[Message]] = [[]]
     tasks: list[Task | None] = []
     for operation in program:
         if isinstance(operation, Action):
             tasks.append(task_of(operation, stages[operation.chunk], num_stages))
             messages.append([])
         else:
-            messages[-1].append(operation)
+            receives = isinstance(operation, Receive)
+            messages[-1].append(Message(Key(*operation[1:]), operation.peer, receives))
     return [Step(tuple(m), task) for m, task in zip(messages, [*tasks, None], strict=True)]
 
 
