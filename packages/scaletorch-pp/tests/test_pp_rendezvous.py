@@ -24,6 +24,7 @@ from scaletorch.parallel.pipeline_parallel import (
 )
 from scaletorch.parallel.pipeline_parallel.runtime import posts, program
 from scaletorch.parallel.pipeline_parallel.schedules.messages import Send
+from scaletorch.parallel.pipeline_parallel.stages import ties
 
 TRAINING = [name for name in SCHEDULES if name != "forward_only"]
 MESSAGE, ANSWER = 0, 1  # tags
@@ -107,7 +108,7 @@ def failing(output, batch):
 
 def in_batches(exchange):
     """Patches that let messages go as on a device with streams."""
-    for module in (posts, pg_groups):
+    for module in (posts, pg_groups, ties):
         patch.object(module, "exchange", exchange).start()
     for module in (posts, pg_groups):
         patch.object(module, "has_streams", lambda group: True).start()
@@ -126,7 +127,7 @@ def train(exchange, schedule, tied):
     for output, batch in zip(pipeline_forward(stage, batches), batches, strict=False):
         torch.testing.assert_close(output, plain(batch["input_ids"]))
     assert set(exchange.paths) == connected  # no step is the first to use any
-    assert {members for members, _, _ in connected} == {tuple(range(c10d.get_world_size()))}
+    return {members for members, _, _ in connected}, stage.tied_parameters.values()
 
 
 def every_schedule():
@@ -137,7 +138,10 @@ def every_schedule():
     try:
         for index, schedule in enumerate(TRAINING):
             for tied in (index % 2 > 0,) if few else (False, True):
-                train(exchange, schedule, tied)
+                groups, owners = train(exchange, schedule, tied)
+                everyone = tuple(range(c10d.get_world_size()))
+                mine = {each for each in owners if c10d.get_rank() in each}
+                assert groups == {everyone, *mine}  # ties go by a group of their owners alone
     finally:
         patch.stopall()
 
@@ -159,16 +163,30 @@ def send_late(stage):
         patch.object(program, "program_of", late).start()
 
 
-def train_with_late_sends():
+def sum_ties_early(stage):
+    """Rank 0 sums what it holds with the last rank before it sends that one anything."""
+    flush = posts.Posts.flush
+
+    def flush_after_ties(self):
+        if self._batch[0]:
+            stage.sync_tied_gradients()
+        flush(self)
+
+    if stage.rank == 0:
+        patch.object(posts.Posts, "flush", flush_after_ties).start()
+
+
+def train_with(plant):
     exchange = Rendezvous(100)
     in_batches(exchange)
     stage = split(build(Net, tied=True))
     train_step_pipeline(stage, token_batches(8), loss_fn=sum_loss)
-    send_late(stage)
+    plant(stage)
     exchange.timeout = timedelta(seconds=2)
     train_step_pipeline(stage, token_batches(8), loss_fn=sum_loss)
 
 
-def test_a_wrong_order_is_seen():
+@pytest.mark.parametrize("plant", [send_late, sum_ties_early])
+def test_a_wrong_order_is_seen(plant):
     with pytest.raises(RankFailedError, match="the other end of a message did not come"):
-        run_ranks(train_with_late_sends, 4, timeout=110)
+        run_ranks(train_with, 4, plant, timeout=110)

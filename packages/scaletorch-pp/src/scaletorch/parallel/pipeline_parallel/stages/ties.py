@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ....dist import all_gather, all_gather_object, broadcast, group_ranks
+from ....dist import all_gather_object, group_ranks
+from ....dist.dist import exchange
 from ....dist.errors import StateError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import connect, groups_within
 from ..splitting.split import Placement
 
+Message = tuple[Tensor, int]
 Owners = tuple[int, ...]
+Mail = dict[Owners, tuple[list[Message], list[Message]]]  # sends and receives
+HELD, FROZEN = 1, 2  # bits of an owner's flag: it has a gradient; its parameter is frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,8 @@ def groups_of_owners(
 ) -> dict[tuple[int, ...], ProcessGroup]:
     """Make and connect a group for each set of owners of tied parameters; all ranks call it.
 
+    On the pipeline's own group they would exchange beside messages of ranks that own nothing.
+
     Args:
         group: The pipeline.
         several: The owners' places in it, in one order on all ranks.
@@ -77,8 +84,8 @@ def groups_of_owners(
     ranks = group_ranks(group)
     owners_of = {tuple(ranks[place] for place in owners): owners for owners in several}
     groups = groups_within(group, owners_of, number)
-    for own in groups.values():
-        connect(own)
+    for members, own in groups.items():
+        connect(own, combinations(range(len(members)), 2))
     return {owners_of[members]: own for members, own in groups.items()}
 
 
@@ -90,7 +97,7 @@ class TiedGradients:
         ranks: Global ranks of the pipeline, in order.
         rank: This rank's place in it.
         group: The pipeline's process group.
-        groups: The owners' groups, by their places.
+        groups: For owners that exchange on a group of their own, by their places.
     """
 
     def __init__(
@@ -107,10 +114,16 @@ class TiedGradients:
 
     def share_values(self) -> None:
         """Give every owner the first owner's values, as one process would have."""
-        for tie in self.ties:
-            if tie.parameter is not None and not tie.parameter.is_meta:
-                source = self._ranks[tie.owners[0]]
-                broadcast(tie.parameter.detach(), source, self._groups[tie.owners])
+        mail: Mail = {}
+        for parameter, owners in self._own():
+            if not parameter.is_meta:
+                sends, recvs = mail.setdefault(owners, ([], []))
+                data = parameter.detach()
+                if self._rank == owners[0]:
+                    sends += [(data, self._ranks[owner]) for owner in owners[1:]]
+                else:
+                    recvs.append((data, self._ranks[owners[0]]))
+        self._exchange(mail)
 
     def check(self, held: Iterable[nn.Parameter]) -> None:
         """Check that the parameters that several ranks hold are still this rank's.
@@ -161,7 +174,7 @@ class TiedGradients:
         self._pending = True
 
     def sync(self) -> None:
-        """Sum gradients over the owners, in rank order.
+        """Sum gradients over the owners, in rank order: the same bits on each of them.
 
         An owner without a gradient counts as zeros; if no owner has one it stays None.
 
@@ -169,27 +182,45 @@ class TiedGradients:
             StateError: One owner has frozen it since, and another one has not.
         """
         self._pending = False
-        found: list[tuple[list[int], Tie]] = []
-        for tie in self.ties:
-            parameter = tie.parameter
-            if parameter is None or not tie.trained:
-                continue
-            group = self._groups[tie.owners]
-            # On the CPU, since the host reads them: they wait for no device.
-            flags = torch.tensor([parameter.grad is not None, not parameter.requires_grad])
-            held, frozen = torch.stack(all_gather(flags, group=group)).unbind(1)
-            found.append(([o for o, is_ in zip(tie.owners, frozen, strict=True) if is_], tie))
-            if held.any():
-                parameter.grad = _total(all_gather(_gradient_of(parameter), group=group))
-        for owners, tie in found:  # not before: other owners wait for this rank's gradients
-            _require_all_or_none(owners, tie)
+        trained = [
+            (tie, tie.parameter) for tie in self.ties if tie.parameter is not None and tie.trained
+        ]
+        gradients = [[self._gradient_of(p, owner) for owner in tie.owners] for tie, p in trained]
+        # Flags, which the host reads, go on their own: on the CPU, they wait for no device.
+        for kind in range(2):
+            mail: Mail = {}
+            for (tie, _), tensors in zip(trained, gradients, strict=True):
+                sends, recvs = mail.setdefault(tie.owners, ([], []))
+                own = tensors[tie.owners.index(self._rank)]
+                for owner, theirs in zip(tie.owners, tensors, strict=True):
+                    if owner != self._rank:
+                        sends.append((own[kind], self._ranks[owner]))
+                        recvs.append((theirs[kind], self._ranks[owner]))
+            self._exchange(mail)
+        # Each owner adds all owners' gradients itself, in rank order, so all of them have equal
+        # bits; and each sees all flags, so all of them raise, or none.
+        for (tie, parameter), tensors in zip(trained, gradients, strict=True):
+            flags = zip(tie.owners, tensors, strict=True)
+            _require_all_or_none([owner for owner, (_, flag) in flags if int(flag) & FROZEN], tie)
+            parameter.grad = _total(tensors)
 
+    def _own(self) -> list[tuple[nn.Parameter, Owners]]:
+        return [(tie.parameter, tie.owners) for tie in self.ties if tie.parameter is not None]
 
-def _gradient_of(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        return torch.zeros_like(parameter, requires_grad=False)
-    gradient = parameter.grad.detach()
-    return (gradient.to_dense() if gradient.is_sparse else gradient).contiguous()
+    def _gradient_of(self, parameter: nn.Parameter, owner: int) -> tuple[Tensor, Tensor]:
+        """Return an owner's gradient and whether it has one; empty ones to receive another's."""
+        frozen = FROZEN * (not parameter.requires_grad)
+        flag = torch.full((1,), frozen, dtype=torch.uint8)
+        if owner != self._rank:
+            return torch.empty_like(parameter, requires_grad=False), flag
+        if parameter.grad is None:
+            return torch.zeros_like(parameter, requires_grad=False), flag
+        gradient = parameter.grad.detach()
+        return gradient.to_dense() if gradient.is_sparse else gradient, flag.add_(HELD)
+
+    def _exchange(self, mail: Mail) -> None:
+        for owners, (sends, recvs) in mail.items():
+            exchange(sends, recvs, group=self._groups.get(owners, self._group))
 
 
 def _require_all_or_none(frozen: Sequence[int], tie: Tie) -> None:
@@ -201,10 +232,13 @@ def _require_all_or_none(frozen: Sequence[int], tie: Tie) -> None:
         )
 
 
-def _total(gradients: Sequence[Tensor]) -> Tensor:
-    """Add in the given order, in float32 at least, and round once: the same bits on each owner."""
-    dtype = gradients[0].dtype
-    total = gradients[0].to(torch.promote_types(dtype, torch.float32), copy=True)
-    for gradient in gradients[1:]:
+def _total(gradients: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:
+    """Add in the given order, in float32 at least, and round once; None if no owner has one."""
+    if not any(int(flag) & HELD for _, flag in gradients):
+        return None
+    dtype = gradients[0][0].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    total = gradients[0][0].to(wide, copy=True)
+    for gradient, _ in gradients[1:]:
         total += gradient
     return total.to(dtype)
