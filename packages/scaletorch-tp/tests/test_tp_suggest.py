@@ -68,6 +68,7 @@ class Between(nn.Module):
         super().__init__()
         self.up, self.between, self.down = nn.Linear(WIDTH, 32), between, nn.Linear(32, WIDTH)
         self.scale = nn.Parameter(torch.rand(32))
+        self.register_buffer("slopes", torch.rand(32))
 
     def forward(self, x):
         return self.down(self.between(self, self.up(x)))
@@ -142,6 +143,7 @@ MIXED = {
     "the place of the largest": lambda m, y: y * (1 + y.argmax(-1, keepdim=True) / 32),
     "a count": lambda m, y: y * (y > 0).sum(-1, keepdim=True),
     "no NaN": lambda m, y: y * (1 + y.nan_to_num().sum(-1, keepdim=True)),
+    "the first of a buffer": lambda m, y: y * m.slopes[: y.shape[-1]],
     "places": lambda m, y: y * torch.linspace(0, 1, y.shape[-1], dtype=y.dtype),
     "heads": lambda m, y: y.unflatten(-1, (4, -1)).softmax(-1).flatten(-2),
     "even and odd": lambda m, y: torch.cat([y[..., ::2], y[..., 1::2]], -1),

@@ -98,7 +98,8 @@ def stand_in(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
     """Return a copy of a model with random parameters, and an example on its device.
 
     The model may be on the meta device, and its values may differ between ranks: its stand-in is
-    the same. Equal layers share values. Buffers are ones, or zeros if they are whole numbers.
+    the same. Equal layers share values. Floating buffers are from 0.5 to 1.5, masks all True, and
+    whole numbers 0.
     """
     first = next(model.parameters())
     device = torch.device("cpu") if first.is_meta else first.device
@@ -113,15 +114,13 @@ def stand_in(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
             key = generic(f"{name}.{own}"), parameter.shape
             if key not in drawn:
                 bound = (3 / max(1, parameter.shape[-1])) ** 0.5 if parameter.dim() > 1 else 1
-                values = (pool * bound).to(_narrow(parameter.dtype))
-                times, number = -(-parameter.numel() // _POOL), parameter.numel()
-                drawn[key] = values.repeat(times)[:number].view(parameter.shape)
+                drawn[key] = _repeated((pool * bound).to(_narrow(parameter.dtype)), parameter.shape)
             memo[id(parameter)] = nn.Parameter(drawn[key])
         for each in [*module._buffers.values(), *vars(module).values()]:
             if isinstance(each, Tensor) and id(each) not in memo:
-                whole = each.dtype != torch.bool and not torch.can_cast(torch.float32, each.dtype)
-                value = torch.full(each.shape, 1 - whole, dtype=_narrow(each.dtype), device=device)
-                memo[id(each)] = value
+                dtype, inexact = _narrow(each.dtype), torch.can_cast(torch.float32, each.dtype)
+                values = 1 + pool / 2 if inexact else torch.ones_like(pool) * (dtype == torch.bool)
+                memo[id(each)] = _repeated(values.to(dtype), each.shape)
 
     def moved(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -129,6 +128,11 @@ def stand_in(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
         return x.to(device, _narrow(first.dtype if x.is_floating_point() else x.dtype))
 
     return copy.deepcopy(model, memo), tree_map(moved, example)
+
+
+def _repeated(values: Tensor, shape: torch.Size) -> Tensor:
+    """Return a new tensor of a shape that repeats values in order."""
+    return values.repeat(-(-shape.numel() // values.numel()))[: shape.numel()].view(shape)
 
 
 def _narrow(dtype: torch.dtype) -> torch.dtype:
