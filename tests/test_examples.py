@@ -13,6 +13,7 @@ import torch
 from document_programs import run_python
 from sweeps import today
 
+from scaletorch.dist.errors import ScaletorchError
 from scaletorch.dist.testing import preload, run_ranks
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
@@ -105,6 +106,49 @@ def test_models_that_read_no_tokens(name, tmp_path):
     assert len(layouts) == 2
     assert all(losses == pytest.approx(one, abs=1.1e-8) for losses in layouts)
     assert one[-1] < one[0]
+
+
+OF_FOUR = [
+    {"tp_size": 4}, {"tp_size": 2, "dp_size": 2}, {"tp_size": 2, "pp_size": 2},
+    {"tp_size": 2, "cp_size": 2},
+]  # fmt: skip
+WRONG_PLANS = {  # what is changed in the right one -> what its user is told
+    "parts of a weight": ({"blocks.*.mix.into": "column"}, "packs several parts is cut by Fused"),
+    "numbers of heads": (
+        {"blocks.*.mix": "sharded"},
+        r"or let the plan divide the attribute \(Div",
+    ),
+    "the tied table": ({"words": "replicate"}, "are one tied parameter, but the plan replicates"),
+}
+
+
+def with_own_plans(wanted):
+    """Train by the example's plan, and by wrong ones, on every layout of 4 ranks."""
+    example = load("own_plan")
+
+    def trained(sizes, **changes):
+        try:
+            return example.train(sizes, example.PLAN | changes)
+        finally:
+            destroy_process_group_manager()
+
+    for sizes in OF_FOUR:
+        assert trained(sizes) == pytest.approx(wanted, rel=1e-11), sizes
+        for changes, text in WRONG_PLANS.values():
+            with pytest.raises(ScaletorchError, match=text):
+                trained(sizes, **changes)
+
+
+def test_own_plan(tmp_path):
+    one, *layouts = [line[:6] for line in run("examples/own_plan.py", tmp_path)]
+    assert len(layouts) == 3
+    assert all(losses == pytest.approx(one, abs=1.1e-8) for losses in layouts)
+
+
+def test_own_plan_and_wrong_ones_on_every_layout():
+    wanted = load("own_plan").train({})
+    destroy_process_group_manager()
+    run_ranks(with_own_plans, 4, wanted, timeout=200)
 
 
 def test_finetune_transformers(tmp_path):

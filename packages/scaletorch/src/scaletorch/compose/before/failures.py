@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -11,6 +12,7 @@ from torch import nn
 
 from ...dist.errors import InvalidArgumentError, ScaletorchError
 from ...parallel.pg_manager import ProcessGroupManager, describe_rank
+from ...parallel.pipeline_parallel import StageError
 from ..forward import pipeline_of
 
 # What code raises that meets a shape, a type or an attribute that it does not expect.
@@ -48,11 +50,20 @@ def failures_named(model: nn.Module, manager: ProcessGroupManager) -> Iterator[N
 
     Raises:
         InvalidArgumentError: In the place of that error, which is its cause.
+        StageError: Another stage has failed; the message says the same of it.
     """
+    ways = [text for axis, text in _WAYS_OUT.items() if getattr(manager, f"{axis}_size") > 1]
     try:
         yield
+    except StageError as error:
+        _, _, told = str(error).partition(" of this step: ")
+        kind = getattr(builtins, told.partition(":")[0], None)
+        if not ways or not isinstance(kind, type) or not issubclass(kind, _OF_CODE):
+            raise
+        raise StageError(
+            f"{error}; if it runs in one process, then {'; or '.join(ways)}"
+        ) from error
     except _OF_CODE as error:
-        ways = [text for axis, text in _WAYS_OUT.items() if getattr(manager, f"{axis}_size") > 1]
         found = _innermost(pipeline_of(model).module, error.__traceback__)
         if isinstance(error, _NOT_OF_CODE) or not ways or found is None:
             raise

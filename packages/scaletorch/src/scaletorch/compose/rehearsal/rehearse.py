@@ -36,8 +36,9 @@ from .replay import Replay
 from .training import as_for_a_rehearsal, trained, wish_for_float32
 
 _ADVICE = {  # what may be wrong where an axis divides
-    "tp": "tp divides features: what is computed from a share of them has to be named in the "
-    "plan, or all that it is computed from left out of it",
+    "tp": "tp divides features: a weight that packs several parts is cut by Fused(style, parts); "
+    "what is computed from a share of features has to be named in the plan, or all that it is "
+    "computed from left out of it",
     "sequence_parallel": "sequence parallelism divides tokens between layers: style what mixes or "
     "counts them 'sequence_whole', or the layers 'sequence_layer'",
     "cp": "cp divides positions: mix them by F.scaled_dot_product_attention alone, and read the "
