@@ -147,8 +147,6 @@ def steps_add_up(how):
         for layer in net.layers:
             if how == "compiled":
                 layer.compile(backend="eager")
-            if how == "run again":
-                layer.__class__ = LayerRunAgain
         model = parallelize(net, manager, plan=PLAN, **options, rehearse=False)
         if zero:
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -166,11 +164,25 @@ def steps_add_up(how):
         destroy_process_group_manager()
 
 
-@pytest.mark.parametrize(
-    "how", ["as usual", *today(["no_sync", "late", "compiled", "run again"], 4)]
-)
+@pytest.mark.parametrize("how", ["as usual", *today(["no_sync", "late", "compiled"], 4)])
 def test_steps_that_add_up_on_four_ranks(how):
     run_ranks(steps_add_up, 4, how, timeout=200)
+
+
+def refused_where_hidden():
+    for sizes, options, micro_batches, _ in LAYOUTS[::2]:
+        manager = setup_process_group_manager(**sizes)
+        net = made()
+        for layer in net.layers:
+            layer.__class__ = LayerRunAgain
+        model = parallelize(net, manager, plan=PLAN, **options, rehearse=False)
+        with pytest.raises(InvalidArgumentError, match=r"layers.\d.scale.* does not show.*\.Again"):
+            train_step(model, shard_global_batch(batch(0), micro_batches, model=model))
+        destroy_process_group_manager()
+
+
+def test_layers_that_a_function_runs_again_are_refused():
+    run_ranks(refused_where_hidden, 4, timeout=200)
 
 
 def uneven():

@@ -28,7 +28,7 @@ from scaletorch.parallel.pg_manager import (
 
 from .layouts import Layout
 from .models import PLAN
-from .rows import CASES, FOUND, Case, nothing
+from .rows import CASES, FOUND, Case, left_alone, nothing
 
 RATE, BOUND = 0.1, 1e-10
 Told = tuple[str, str]  # "right", "refused", "wrong" or "obscure", and what came
@@ -39,7 +39,8 @@ def names() -> list[tuple[str, str]]:
 
 
 def steps(case: Case) -> range:
-    return range(1 if case.later is nothing else 2)
+    changes = case.gradients, case.weights
+    return range(1 if case.later is nothing and changes == (left_alone,) * 2 else 2)
 
 
 def build(case: Case, depth: int) -> torch.nn.Module:
@@ -76,8 +77,11 @@ def reference(row: str, name: str, depth: int) -> tuple[list[Any], dict[str, tor
     for step in steps(case):
         loss = plain_loss(model, case.batch(step))
         loss.backward()
-        found.append((loss.detach(), {n: p.grad for n, p in model.named_parameters()}))
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+        found.append((loss.detach(), gradients))
+        case.gradients(model)
         optimizer.step()
+        case.weights(model)
         optimizer.zero_grad()
     return found, {n: x.detach() for n, x in model.state_dict().items()}
 
@@ -106,7 +110,9 @@ def train(case: Case, layout: Layout) -> tuple[list[Any], dict[str, torch.Tensor
         with change(parallel, batches):
             loss = train_step(parallel, batches)
         found.append((loss, full_gradients(parallel)))
+        case.gradients(parallel)
         optimizer.step()
+        case.weights(parallel)
         optimizer.zero_grad()
     return found, full_state_dict(parallel)
 

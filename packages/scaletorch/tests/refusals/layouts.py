@@ -49,6 +49,7 @@ class Layout:
         found = {axis for axis, size in self.axes.items() if size > 1}
         found |= {name for name, on in self.options.items() if on and name != "schedule"}
         found |= {"several"} if self.micro_batches > 1 else set()
+        found |= {"zero"} if self.zero else set()
         return frozenset(found)
 
     def __str__(self) -> str:

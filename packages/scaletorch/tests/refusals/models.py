@@ -287,6 +287,20 @@ class Largest(Plain):
     layer = LargestLayer
 
 
+class ShrinkingLayer(Layer):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        self.scale.data.mul_(0.9)
+        return super().forward(x) * self.scale
+
+
+class Shrinking(Plain):
+    layer = ShrinkingLayer
+
+
 class CountingLayer(Layer):
     def __init__(self):
         super().__init__()

@@ -45,6 +45,10 @@ def nothing(_model: nn.Module, _batches: list[Batch]) -> AbstractContextManager[
     return nullcontext()
 
 
+def left_alone(_model: nn.Module) -> None:
+    """Change nothing."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One model of a row.
@@ -57,6 +61,8 @@ class Case:
         options: Of `parallelize`, called on each rank.
         cut: Further options of `shard_global_batch`, called on each rank.
         later: What rank 1 does in the second step, to its model and micro-batches.
+        gradients: What the loop does to a model before each step of the optimizer.
+        weights: What it does behind it.
     """
 
     make: Callable[[int], nn.Module]
@@ -66,6 +72,8 @@ class Case:
     options: Callable[[], Mapping[str, Any]] = dict
     cut: Callable[[], Mapping[str, Any]] = dict
     later: Callable[[nn.Module, list[Batch]], AbstractContextManager[Any]] = nothing
+    gradients: Callable[[nn.Module], Any] = left_alone
+    weights: Callable[[nn.Module], Any] = left_alone
 
 
 def vectors(step: int) -> Batch:
@@ -118,6 +126,21 @@ def a_parameter(model: Any, _batches: list[Batch]) -> AbstractContextManager[Any
 def no_labels(_model: Any, batches: list[Batch]) -> AbstractContextManager[Any]:
     del batches[0]["labels"]
     return nullcontext()
+
+
+def clipped(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def normed(model: nn.Module) -> None:
+    for each in model.parameters():
+        each.grad.div_(each.grad.norm() + 1e-3)
+
+
+@torch.no_grad()
+def centred(model: nn.Module) -> None:
+    for each in model.parameters():
+        each.sub_(each.mean())
 
 
 DIVIDED = ("cp", "sequence_parallel")
@@ -182,6 +205,11 @@ CASES: Mapping[str, Mapping[str, Case]] = {
         ),
         "frozen batch norm": Case(models.FrozenNorm),
     },
+    "changes parameters in its forward": {
+        "shrinking": Case(
+            models.Shrinking, always, r"changes parameter layers\.\d\.scale.*Change it after opt"
+        ),
+    },
     "changes buffers in its forward": {
         "averages": Case(
             models.Averages,
@@ -242,6 +270,28 @@ CASES: Mapping[str, Mapping[str, Case]] = {
             models.Gained,
             lambda features: "sequence_parallel" in features and "loss_parallel" not in features,
             "'gain'.*shares of the tokens",
+        ),
+    },
+    "is trained by a loop that scales gradients": {
+        "torch's clipping": Case(
+            models.Plain,
+            on("tp", "pp", "zero"),
+            "by different factors .* use scaletorch.compose.clip_grad_norm_|clip with clip_grad_no",
+            gradients=clipped,
+        ),
+    },
+    "is trained by a loop that changes a gradient": {
+        "gradients by their norms": Case(
+            models.Plain,
+            on("tp", "zero"),
+            "the gradient .* was changed differently on tp ranks|whole_gradients",
+            gradients=normed,
+        ),
+        "weights by their means": Case(
+            models.Plain,
+            on("tp"),
+            "the weight .* was changed differently on tp ranks",
+            weights=centred,
         ),
     },
     "cannot go on with a later step": {

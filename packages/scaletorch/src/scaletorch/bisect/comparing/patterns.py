@@ -37,6 +37,7 @@ from .whole import Piece
 SENTENCES = 3
 FINEST = 1e-14  # bound below which float64 itself rounds
 CANDIDATES = 8  # factors that are tried
+NEAR = 0.05  # relative: how near a fit is to a whole number that is tried before it
 EXACT = 1e-6  # how near a factor is to 1/k if it is said to be that
 LARGEST = 2**20  # pairs of slices that are compared
 WIDTH = 16  # numbers that stand for a slice while the nearest is looked for
@@ -131,8 +132,10 @@ def zeros(case: Case) -> Iterator[Finding]:
 
 
 def scaled(case: Case) -> Iterator[Finding]:
-    """Find one factor for all elements."""
-    for each in list(dict.fromkeys(map(_factor, case.wrong)))[:CANDIDATES]:
+    """Find one factor for all elements, a whole number or one over such first."""
+    fits = [_factor(part) for part in case.wrong]
+    plain = [each for fit in fits for each in _plain_factors(fit)]
+    for each in list(dict.fromkeys([*plain, *fits]))[:CANDIDATES]:
         yield from told(case, _times(each, case.bound), partial(_is_scaled, case, each))
 
 
@@ -157,6 +160,13 @@ def each_scaled(case: Case) -> Iterator[Finding]:
 def _factor(part: Part) -> float:
     square = float((part.due * part.due).sum())
     return float((part.had * part.due).sum()) / square if square else 0.0
+
+
+def _plain_factors(fit: float) -> list[float]:
+    """Return the nearest whole number, and the nearest one over such, if they are near."""
+    inverse = round(1 / fit) if fit else 0
+    found = [float(round(fit)), 1 / inverse if inverse else 0.0]
+    return [each for each in found if each not in (0.0, 1.0) and abs(each - fit) < NEAR * abs(each)]
 
 
 def _is_scaled(case: Case, factor: float, part: Part) -> bool:
