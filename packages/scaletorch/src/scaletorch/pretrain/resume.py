@@ -15,7 +15,7 @@ from torch import nn
 from ..checkpoint import CheckpointError, DamagedCheckpointError, Saving, latest, load, save
 from ..checkpoint.format.folders import finished
 from ..checkpoint.loading import read_document
-from ..dist import broadcast_object_list, is_main_process
+from ..dist import broadcast_object_list, get_world_size, is_main_process
 from ..dist.building import agree, caught
 from ..dist.errors import InvalidArgumentError, MismatchError, NonFiniteError, StateError
 from ..models import LlamaConfig
@@ -188,6 +188,7 @@ class Saver:
             return
         if error is None:
             self._saving.wait()
-        elif isinstance(error, NonFiniteError | MismatchError):  # on all ranks: none is waited for
+        elif isinstance(error, NonFiniteError | MismatchError) or get_world_size() == 1:
+            # On all ranks: none is waited for.
             with suppress(CheckpointError):
                 self._saving.wait()  # the last good one may be half-way
