@@ -1,15 +1,16 @@
-"""Comparison of what a training loop does to gradients and weights between steps, over ranks.
+"""Compare over ranks how a training loop changes gradients and weights between steps.
 
-A loop that clips gradients by the norm of those that a rank has, or subtracts a shard's mean from
-it, changes each rank's by other numbers, and nothing parts that ranks hold in common. So some
-elements of some tensors are kept before, and fitted afterwards: after = factor * before + offset.
-What no such pair explains (clipping by value, noise, statistics of rows) is not compared.
+A loop may clip the gradients of each rank by their own norm, or subtract the mean of a shard from
+it. Then each rank uses another number, and the parameters that ranks hold in common need not
+differ. So this module copies some elements of some tensors before the loop's code runs, and fits
+after = factor * before + offset behind it. A change that no such fit explains (clipping by value,
+noise, statistics of rows) is not compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -43,7 +44,7 @@ OF_SHARDS = (
 
 
 class Fit(NamedTuple):
-    """How a tensor was changed: after = factor * before + offset.
+    """The change of a tensor: after = factor * before + offset.
 
     Attributes:
         factor: NaN if it is not known.
@@ -59,7 +60,7 @@ class Fit(NamedTuple):
 
 
 class Scaling:
-    """What is kept of a model's gradients and weights, and how a loop changed them since.
+    """Copies of elements of a model's gradients and weights, and fits of their later values.
 
     Args:
         manager: The grid.
@@ -69,7 +70,7 @@ class Scaling:
         self.manager = manager
         self._divided = manager.tp_size * manager.pp_size * manager.ep_size > 1
         self._shards: list[Shard] = []
-        self._cut: Collection[str] = ()  # names of those that are cut over tp
+        self._cut: Collection[str] = ()  # names of the parameters that tp divides
         self._rounding, self._count = 0.0, ELEMENTS
         self._turn, self._looks = 0, LOOKS
         self._gradients: list[tuple[Shard, Tensor]] = []  # with elements from before
@@ -265,8 +266,7 @@ def _is_kept(shard: Shard) -> bool:
 
 
 def _gradient(shard: Shard) -> Tensor:
-    assert shard.tensor.grad is not None
-    return shard.tensor.grad.detach()
+    return cast(Tensor, shard.tensor.grad).detach()
 
 
 def _weight(shard: Shard) -> Tensor:

@@ -45,7 +45,7 @@ Rates = list[tuple[float, float]]  # size of an operation, and its flops or byte
 
 
 class Figures(NamedTuple):
-    """What a rank measured while all ranks computed.
+    """Measurements of a rank while all ranks computed.
 
     Attributes:
         device: Its name.

@@ -1,4 +1,4 @@
-"""What a layout costs: memory of its stages, seconds of its step."""
+"""The cost of a layout: memory of its stages, seconds of its step."""
 
 from __future__ import annotations
 

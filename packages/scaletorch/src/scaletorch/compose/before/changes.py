@@ -43,7 +43,7 @@ Looks = dict[str, int]  # digests of values, by names
 
 
 class _Changes:
-    """How a model looks before its forwards, and its buffers after each."""
+    """Digests of a model before its forwards, and of its buffers after each."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -60,7 +60,7 @@ class _Changes:
         return output
 
     def of_buffers(self) -> tuple[Looks, list[str]]:
-        """Return the present looks of buffers that changed, and those that changed repeatedly."""
+        """Return the digests of buffers that changed, and the names of those that changed again."""
         last, first = self._buffers(), Looks()
         for looks in (*self._after_each, last):
             first = {name: x for name, x in looks.items() if self._before.get(name) != x} | first

@@ -1,4 +1,4 @@
-"""What is known of the ranks: devices, links, files of these."""
+"""Clusters: devices, links, and files that describe them."""
 
 from .cluster import Cluster, Device, Link
 from .devices import CLUSTERS, DEVICES, cluster_named, device_named

@@ -154,7 +154,7 @@ Matches = Mapping[nn.Module, Match]
 
 
 class Recognised(NamedTuple):
-    """What is known of a model for which no plan was given.
+    """The plan that was found for a model, for which none was given.
 
     Attributes:
         matches: The modules that are sharded.
