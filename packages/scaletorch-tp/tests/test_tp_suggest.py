@@ -51,6 +51,23 @@ class Packed(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+class Masked(nn.Module):
+    """Attention that counts heads and features, and multiplies scores by a mask of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads, self.split = HEADS, WIDTH
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mask", torch.ones(8, 8).tril())
+
+    def forward(self, x):
+        parts = (y.unflatten(-1, (self.heads, -1)) for y in self.qkv(x).split(self.split, -1))
+        q, k, v = (y.transpose(1, 2) for y in parts)
+        mask = self.mask[: x.shape[1], : x.shape[1]]
+        scores = q @ k.transpose(2, 3) * mask - 1e4 * (1 - mask)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
 class Gated(nn.Module):
     def __init__(self):
         super().__init__()
@@ -126,6 +143,10 @@ PLANS = {
         {"wq": "column", "wkv": Fused("column", 2), "wo": "row", "": Divide("h", "kv")},
     ),
     "packed": (Packed, {"qkv": Fused("column", 3), "out": "row", "": "sharded"}),
+    "masked": (
+        Masked,
+        {"qkv": Fused("column", 3), "out": "row", "": Divide("heads", "split")},
+    ),
     "gated": (Gated, GATED),
     "written": (Written, {f"{m}.{n}": s for m in ("first", "second") for n, s in GATED.items()}),
 }

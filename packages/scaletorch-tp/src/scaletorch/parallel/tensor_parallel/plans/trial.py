@@ -164,11 +164,38 @@ def features(linear: nn.Module) -> tuple[int, int]:
 
 
 def computes_the_same(unit: Unit, plan: Mapping[str, Style], tp_size: int) -> bool:
-    """Return whether each rank's shards give its rows their inputs, and the unit its outputs."""
+    """Return whether each rank's shards give its rows their inputs, and the unit its outputs.
+
+    Buffers have values that differ at first, which shows a slice of one that is the wrong one;
+    then ones. As a mask `w * b - 1e4 * (1 - b)` the former would leave one token to each other,
+    whichever the heads are.
+    """
     try:
         resolved = resolve(unit.module, plan, tp_size)
     except InvalidArgumentError:
         return False
+    if not _all_ranks_agree(unit, resolved, tp_size):
+        return False
+    with _ones(unit.module):
+        return _all_ranks_agree(unit, resolved, tp_size)
+
+
+@contextmanager
+def _ones(module: nn.Module) -> Iterator[None]:
+    """Set the floating tensors of modules that are no parameters to 1 for a while."""
+    kept = [each for m in module.modules() for each in [*m._buffers.values(), *vars(m).values()]]
+    floating = [x for x in kept if isinstance(x, Tensor) and torch.can_cast(torch.float32, x.dtype)]
+    held = [(x, x.clone()) for x in floating]
+    try:
+        for x in floating:
+            x.fill_(1)
+        yield
+    finally:
+        for x, values in reversed(held):
+            x.copy_(values)
+
+
+def _all_ranks_agree(unit: Unit, resolved: Resolved, tp_size: int) -> bool:
     rows = [match for match in resolved.matches.values() if match.is_row]
     calls: dict[str, list[tuple[Tensor, Tensor]]] = {match.name: [] for match in rows}
 
