@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -166,6 +167,7 @@ def features(linear: nn.Module) -> tuple[int, int]:
 def computes_the_same(unit: Unit, plan: Mapping[str, Style], tp_size: int) -> bool:
     """Return whether each rank's shards give its rows their inputs, and the unit its outputs.
 
+    The outputs of column layers get noise, since equal tokens would hide which heads are whose.
     Buffers have values that differ at first, which shows a slice of one that is the wrong one;
     then ones. As a mask `w * b - 1e4 * (1 - b)` the former would leave one token to each other,
     whichever the heads are.
@@ -203,6 +205,7 @@ def _all_ranks_agree(unit: Unit, resolved: Resolved, tp_size: int) -> bool:
         calls[name].append((args[0], output.clone()))
 
     with ExitStack() as hooks:
+        _add_noise(unit.module, resolved, None, hooks)
         for name in calls:
             row = unit.module.get_submodule(name)
             hooks.callback(row.register_forward_hook(partial(keep, name)).remove)
@@ -230,6 +233,7 @@ def _rank_agrees(
         return whole.clone()
 
     with ExitStack() as hooks:
+        _add_noise(shard, resolved, rank, hooks)
         for match in rows:
             row = shard.get_submodule(match.name)
             hooks.callback(row.register_forward_pre_hook(partial(compare, match)).remove)
@@ -242,6 +246,23 @@ def _rank_agrees(
     looked = all(calls[name] and not coming for name, coming in left.items())
     same = len(returned) == len(expected) and all(map(_is_close, returned, expected))
     return looked and agree[0] and same
+
+
+def _add_noise(module: nn.Module, resolved: Resolved, rank: int | None, hooks: ExitStack) -> None:
+    """Let column layers of a rank, or of the whole model, add the same noise to their outputs."""
+
+    def add(match: Match, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        generator = torch.Generator("cpu").manual_seed(crc32(match.name.encode()))
+        shape = (*output.shape[:-1], sum(match.lengths))
+        noise = torch.randn(shape, generator=generator, device="cpu")
+        if rank is not None and match.cut is not None:
+            noise = match.cut.take(noise, noise.dim() - 1, rank)
+        return output + noise.to(output)
+
+    for match in resolved.matches.values():
+        if match.is_column:
+            layer = module.get_submodule(match.name)
+            hooks.callback(layer.register_forward_hook(partial(add, match)).remove)
 
 
 def _shard_of(module: nn.Module, resolved: Resolved, rank: int) -> nn.Module:
