@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...dist.building import map_tensors, tensors_in
+from ...parallel.pg_manager.building import ModuleState
 from ..plain import Plain
 from .judging import WIDER, Judge
-from .quiet import State, buffers_in, without_autocast
+from .quiet import buffers_in, without_autocast
 from .ranks import Ranks
 from .recording import hidden_of
 
@@ -124,7 +125,7 @@ class Call:
     kwargs: dict[str, Any]
     hidden: Tensor | None
     turn: int
-    before: State
+    before: ModuleState
     handed: list[Tensor] = field(default_factory=list)
     came: list[Tensor | None] = field(default_factory=list)
     given_out: bool = False
@@ -133,7 +134,7 @@ class Call:
 
     def again(self, way: int | None = None) -> Made:
         """Run the unit once more, from what it was before the call; for `way` see `make`."""
-        now = State(self.both.plain.units[self.name].modules())
+        now = ModuleState(self.both.plain.units[self.name].modules())
         self.before.put_back()
         try:
             return self.make(way)

@@ -19,6 +19,7 @@ from ...dist.errors import RehearsalError
 from ...parallel.context_parallel.building import expect_attention
 from ...parallel.data_parallel import DataParallelBucket
 from ...parallel.pg_manager import ProcessGroupManager, describe_rank
+from ...parallel.pg_manager.building import restored
 from ..balance import router_loss
 from ..batches import Batch, real_positions, real_tokens
 from ..before.initial import require_one_batch
@@ -30,7 +31,6 @@ from ..words import listed
 from .batch import SmallBatch, entries_added, on_device, small_batch
 from .joining import Joiner
 from .judging import Finding, Judge
-from .quiet import restored
 from .ranks import PartedError, Ranks
 from .replay import Replay
 from .training import as_for_a_rehearsal, trained, wish_for_float32

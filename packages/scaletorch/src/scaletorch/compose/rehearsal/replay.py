@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ...dist.building import map_tensors
+from ...parallel.pg_manager.building import ModuleState
 from ..summation import root_mean_square
 from .calls import Both, Call, Handover, sum_of
-from .quiet import State
 from .recording import hidden_of, is_same
 
 Gradients = dict[str, Tensor]
@@ -113,7 +113,7 @@ class Replay(Both):
         """Answer a call of a unit: the ranks' hidden states in place of its own."""
         x = hidden_of((args, kwargs))
         turn = self._turn_of(name, x)
-        before = State(self.plain.units[name].modules())
+        before = ModuleState(self.plain.units[name].modules())
         call = Call(self, self._add_call, name, run, args, kwargs, x, turn, before)
         if x is not None:
             ours, _ = self.ranks.join(name, turn, "given", x.shape)
