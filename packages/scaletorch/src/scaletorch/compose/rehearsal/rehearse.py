@@ -29,7 +29,6 @@ from ..plain import Plain
 from ..summation import chain_length
 from ..words import listed
 from .batch import SmallBatch, entries_added, on_device, small_batch
-from .joining import Joiner
 from .judging import Finding, Judge
 from .ranks import PartedError, Ranks
 from .replay import Replay
@@ -90,8 +89,7 @@ def rehearse_step(
     def compared(*, wide: bool) -> tuple[Replay, _Found, str]:
         with as_for_a_rehearsal(model, plain, terms, wide=wide):
             small, loss, records = trained(partial(cut, wide=wide), model, plain, step)
-            joiner = Joiner(manager, small.sequences, small.rows, len(small.micro_batches), device)
-            ranks = Ranks(model, manager, plain, joiner, records)
+            ranks = Ranks(model, manager, plain, small, records, device)
             ranks.exchange()
             batch = {n: on_device(x, device) for n, x in small.called.items()}
             run = _replayed(plain, ranks, batch, partial(_loss, small, terms, loss_fn), loss)
