@@ -25,9 +25,9 @@ from ..batches import Batch, real_positions, real_tokens
 from ..before.initial import require_one_batch
 from ..forward import Terms, pipeline_of
 from ..loss import LossBatch, token_loss_sum
+from ..naming import listed
 from ..plain import Plain
 from ..summation import chain_length
-from ..words import listed
 from .batch import SmallBatch, entries_added, on_device, small_batch
 from .judging import Finding, Judge
 from .ranks import PartedError, Ranks
