@@ -331,7 +331,7 @@ def counted():
     sent, original = [], matrices.all_to_all_flat
 
     def counting(data, counts, *rest):
-        sent.append(sum(counts) - counts[manager.tp_rank])
+        sent.append((sum(counts) - counts[manager.tp_rank]) * data.itemsize)
         return original(data, counts, *rest)
 
     matrices.all_to_all_flat = counting
@@ -351,6 +351,6 @@ def test_bytes_are_what_the_guide_says():
     whole = sum(own for _, own in found)
     assert all(len(sent) == 2 for sent, _ in found)  # two messages
     known = {"P": whole, "N": size}
-    # A byte for each matrix and rank, which says whether it has a gradient.
+    # An element for each matrix and rank, which says whether it has a gradient.
     assert max(sum(sent) for sent, _ in found) == pytest.approx(eval(most, known), rel=0.1)
     assert sum(sum(sent) for sent, _ in found) == pytest.approx(eval(total, known), rel=0.01)

@@ -6,8 +6,7 @@ from .comparing.judge import Judged
 from .keys import Key
 from .recording.described import Axis, Description
 from .recording.ours import describe_grid
-from .recording.tape import Tape, record
-from .recording.trainer import trainer_callback
+from .recording.tape import Tape, record, trainer_callback
 from .report import Found, Report
 
 __all__ = [

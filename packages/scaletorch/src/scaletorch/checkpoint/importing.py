@@ -110,8 +110,7 @@ def _group_names(program: Program) -> list[set[str]]:
     """Return the names of what each group of the optimizer updates, on any rank."""
     if program.optimizer is None:
         return []
-    shards = [(shard, program.held[id(shard.parameter)]) for shard in program.shards]
-    names = {id(shard.tensor): own.name for shard, own in shards + program.wholes}
+    names = {id(shard.tensor): own.name for shard, own in program.shards}
     groups = [group["params"] for group in program.optimizer.param_groups]
     own = [sorted({names[id(t)] for t in each if id(t) in names}) for each in groups]
     every = all_gather_object(own, program.group)

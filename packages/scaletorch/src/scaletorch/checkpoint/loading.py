@@ -23,14 +23,12 @@ from .state.fitting import (
     all_names,
     check_fit,
     check_parts,
-    plan_masters,
     plan_model,
-    plan_wholes,
-    saved_dtype,
+    plan_shards,
 )
 from .state.generators import find_random, restore_random, seed_anew
-from .state.held import Held, find_held, find_shards, find_wholes, refresh_shards
-from .state.optimizer import decode_groups, make_state, restore_groups, sort_saved
+from .state.held import Held, find_held, find_shards, refresh_shards
+from .state.optimizer import decode_groups, make_states, restore_groups
 from .storage import Reader
 from .together import (
     CheckpointError,
@@ -66,8 +64,7 @@ class Program:
     scheduler: Any
     manager: ProcessGroupManager
     held: dict[int, Held]
-    shards: list[Shard]
-    wholes: list[tuple[Shard, Held]]
+    shards: list[tuple[Shard, Held]]
     group: ProcessGroup | None
 
 
@@ -143,8 +140,8 @@ def describe(
     wait_for_last()
     manager = find_manager(manager)
     held = find_held(model, manager)
-    shards, wholes = find_shards(model, held, optimizer), find_wholes(optimizer, held, manager)
-    return Program(model, optimizer, scheduler, manager, held, shards, wholes, group)
+    shards = find_shards(model, held, optimizer, manager)
+    return Program(model, optimizer, scheduler, manager, held, shards, group)
 
 
 def _load_one(
@@ -191,13 +188,14 @@ class Plan:
         held = program.held.values()
         check_fit(held, names, saved, document["ties"])
         self.targets = plan_model(held, program.shards, saved, cast=cast)
-        plan_masters(program.shards, program.held, saved, self.targets)
-        plan_wholes(program.wholes, self.targets)
+        plan_shards(program.shards, saved, self.targets)
         self._state: list[tuple[Tensor, dict[str, Any]]] = []
         self._groups: list[dict[str, Any]] = []
         if program.optimizer is not None:
             self._groups = decode_groups(program.optimizer, document["groups"])
-            self._plan_optimizer(program.optimizer, saved)
+            self._state = make_states(
+                program.optimizer, program.shards, saved, document["scalars"], self.targets
+            )
         self._schedule: dict[str, Any] | None = None
         if program.scheduler is not None:
             current = program.scheduler.state_dict()
@@ -209,19 +207,6 @@ class Plan:
         grid = program.manager.grid
         if document.get("grid") == {"dp": grid.dp, "pp": grid.pp, "cp": grid.cp, "tp": grid.tp}:
             self._random = find_random(saved, program.manager, self._random_targets)
-
-    def _plan_optimizer(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Saved]) -> None:
-        state = sort_saved(saved, self._document["scalars"])
-        groups = {id(t): group for group in optimizer.param_groups for t in group["params"]}
-        held = self._program.held
-        shards = [(shard, held[id(shard.parameter)]) for shard in self._program.shards]
-        for shard, own in shards + self._program.wholes:
-            group = groups.get(id(shard.tensor))
-            if group is not None and shard.tensor.numel():
-                dtype = saved_dtype(own.name, saved)
-                current = optimizer.state.get(shard.tensor, {})
-                made = make_state(shard, own, state, dtype, self.targets, group, current)
-                self._state.append((shard.tensor, made))
 
     def read(self, reader: Reader, what: str) -> None:
         """Read everything, and set it.

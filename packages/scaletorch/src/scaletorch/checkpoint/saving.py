@@ -25,7 +25,7 @@ from .format.metadata import METADATA, Saved, from_json, require_whole, seal, to
 from .format.values import canonical, encode, kind_of
 from .state.entries import Entry, Index, Record, share_out, stage
 from .state.generators import record_random, seed_material
-from .state.held import find_held, find_shards, find_ties, find_wholes
+from .state.held import find_held, find_shards, find_ties
 from .state.optimizer import encode_groups, record_shard
 from .storage import write_chunks
 from .together import CheckpointError, collect, control_group, find_manager, on_first_rank
@@ -254,8 +254,7 @@ def _record(
             entry = Entry(each.shape, each.tensor.dtype, [*each.parts(each.tensor)])
             experts = each.experts is not None
             record.add(f"model.{each.name}", entry, replicated=True, experts=experts)
-    shards = [(each, held[id(each.parameter)]) for each in find_shards(model, held, optimizer)]
-    for shard, own in shards + find_wholes(optimizer, held, manager):
+    for shard, own in find_shards(model, held, optimizer, manager):
         if own.first:
             state = {} if optimizer is None else optimizer.state.get(shard.tensor, {})
             owns = manager.tp_rank == 0 or shard.tensor is own.tensor

@@ -4,12 +4,12 @@ from ._version import __version__
 from .batches import shard_global_batch
 from .draws import rows_of_step, seed_ranks
 from .evaluate import eval_step, forward_step
-from .loss import token_loss_sum
-from .loss_values import (
+from .loss import (
     last_token,
     log_probs,
     sequence_sums,
     token_log_probs,
+    token_loss_sum,
     token_losses,
     vocabulary_sums,
 )

@@ -129,7 +129,7 @@ def shard_global_batch(
     """
     manager, layout = _said(manager, model, cp_layout)
     entries = _entries(batch, model)
-    _require_count(num_micro_batches)
+    require_whole_number("num_micro_batches", num_micro_batches, 1)
     dims = read_row_dims(entries, row_dims)
     rows = row_count(entries, dims)
     if not rows and not own_rows:
@@ -236,12 +236,16 @@ def _entries(given: Any, model: nn.Module | None) -> Batch:
     return {**batch, POSITIONS: counting(batch["input_ids"])}
 
 
-def _require_count(num_micro_batches: int) -> None:
-    whole = isinstance(num_micro_batches, int) and not isinstance(num_micro_batches, bool)
-    if not whole or num_micro_batches < 1:
-        raise InvalidArgumentError(
-            f"num_micro_batches must be a whole number, at least 1; it is {num_micro_batches!r}"
-        )
+def require_whole_number(name: str, value: object, least: int | None = None) -> None:
+    """Refuse what is no whole number, or too small a one.
+
+    Raises:
+        InvalidArgumentError: It is that.
+    """
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or (least is not None and value < least):  # type: ignore[operator]
+        wanted = "a whole number" if least is None else f"a whole number, at least {least}"
+        raise InvalidArgumentError(f"{name} must be {wanted}; it is {value!r}")
 
 
 def rows_of_ranks(rows: int, ranks: int, num_micro_batches: int) -> list[list[range]]:

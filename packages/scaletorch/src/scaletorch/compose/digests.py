@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 from ..dist import all_gather_object
 from ..parallel.data_parallel.building import ShardedGradient
 from ..parallel.pg_manager import ProcessGroupManager
+from ..parallel.pg_manager.building import digest
 from ..parallel.tensor_parallel import split_by_owner
 from .experts import expert_names
 
-WIDTH = 1021  # sums that a tensor is folded into; a prime, so that no shape falls in step with it
 Sides = list[list[int]]  # ranks that have one digest, the largest side first
 ABSENT = 1  # stands for a gradient that is None
 
@@ -40,31 +39,6 @@ class Key(NamedTuple):
         return self.kind if self.kind == self.name else f"{self.kind} {self.name}"
 
 
-@torch.no_grad()
-def digest(tensor: Tensor) -> Tensor:
-    """Return a number that differs if the bits differ, always if they do in one element alone.
-
-    Reads the tensor once, on its device. Many differences cancel by chance alone, or if words
-    of 8 bytes have only changed places, a multiple of 1021 apart.
-
-    Args:
-        tensor: Any shape and dtype.
-
-    Returns:
-        0-d int64.
-    """
-    words = _words(tensor.detach().contiguous().view(-1))
-    rows = len(words) // WIDTH
-    whole, rest = words[: rows * WIDTH], words[rows * WIDTH :]
-    weights = _weights(tensor.device)
-    if rows:
-        sums = whole.view(rows, WIDTH).sum(0)
-        sums[: len(rest)] += rest
-    else:
-        sums, weights = rest, weights[: len(rest)]
-    return (sums * weights).sum() + tensor.numel()
-
-
 def as_numbers(digests: Iterable[Tensor | int]) -> list[int]:
     """Return digests that lie on devices as numbers, fetched at once."""
     digests = list(digests)
@@ -72,32 +46,6 @@ def as_numbers(digests: Iterable[Tensor | int]) -> list[int]:
     stacked = torch.stack([each.to(there[0].device) for each in there]).tolist() if there else []
     fetched = iter(stacked)
     return [next(fetched) if isinstance(each, Tensor) else each for each in digests]
-
-
-def _words(flat: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor as words of 8, filled up with zeros."""
-    size = flat.element_size()
-    if flat.numel() * size % 8:
-        flat = nn.functional.pad(flat.view(torch.uint8), (0, -flat.numel() * size % 8))
-    elif flat.storage_offset() * size % 8:
-        flat = flat.clone()
-    return flat.view(torch.int64)
-
-
-def written(tensor: Tensor) -> str:
-    """Return a tensor's digest as text; one on the meta device has no values yet."""
-    if tensor.is_meta:
-        return "none"
-    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    return f"{int(digest(dense)) & 0xFFFFFFFFFFFFFFFF:016x}"
-
-
-@cache
-def _weights(device: torch.device) -> Tensor:
-    """Return odd numbers: a product with one is never 0 modulo 2^64, but for 0."""
-    generator = torch.Generator().manual_seed(WIDTH)
-    drawn = torch.randint(-(2**62), 2**62, (WIDTH,), generator=generator)
-    return (drawn * 2 + 1).to(device)
 
 
 def keyed_pieces(

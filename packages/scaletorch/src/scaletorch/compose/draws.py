@@ -6,9 +6,8 @@ import random
 
 import torch
 
-from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import ProcessGroupManager, get_process_group_manager
-from .batches import rows_of_ranks
+from .batches import require_whole_number, rows_of_ranks
 from .forward import require_manager
 
 _ROUNDS = 6
@@ -53,20 +52,13 @@ def rows_of_step(
     require_manager(manager)
     manager = get_process_group_manager() if manager is None else manager
     place, size = (0, 1) if manager is None else (manager.dp_rank, manager.dp_size)
-    _require("step", step, 0)
-    _require("rows", rows, 1)
-    _require("batch_size", batch_size, 1)
-    _require("seed", seed, None)
+    require_whole_number("step", step, 0)
+    require_whole_number("rows", rows, 1)
+    require_whole_number("batch_size", batch_size, 1)
+    require_whole_number("seed", seed)
     (own,) = rows_of_ranks(batch_size, size, 1)[place]
     first = step * batch_size
     return [_row(first + index, rows, seed) for index in own]
-
-
-def _require(name: str, value: object, least: int | None) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or (least is not None and value < least):  # type: ignore[operator]
-        wanted = "a whole number" if least is None else f"a whole number, at least {least}"
-        raise InvalidArgumentError(f"{name} must be {wanted}; it is {value!r}")
 
 
 def _row(position: int, rows: int, seed: int) -> int:
@@ -112,8 +104,7 @@ def seed_ranks(seed: int, manager: ProcessGroupManager) -> None:
     Raises:
         InvalidArgumentError: The seed is no integer.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise InvalidArgumentError(f"seed must be an integer; it is {seed!r}")
+    require_whole_number("seed", seed)
     # Neighbouring seeds are no neighbours after this; the CPU generator uses 32 bits.
     torch.manual_seed(random.Random(f"{seed} {_place(manager)}").getrandbits(32))
 

@@ -17,8 +17,7 @@ from ..parallel.pg_manager.building import evaluating
 from ..parallel.pipeline_parallel import pipeline_forward
 from .batches import Batch, token_count
 from .forward import manager_of, terms_of
-from .loss import LossBatch, find_sharded_head, require_logits_alone
-from .loss_values import token_losses
+from .loss import LossBatch, find_sharded_head, require_logits_alone, token_losses
 from .own_loss import NOTHING_COUNTS, LossFunction, Number, OwnLoss
 from .ready import look_first, ready
 

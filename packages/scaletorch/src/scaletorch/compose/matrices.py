@@ -1,4 +1,4 @@
-"""All matrices in one message: gradients' shards to their owners, shards of new weights back."""
+"""All matrices of a dtype in one message: gradients' shards to owners, new weights' shards back."""
 
 from __future__ import annotations
 
@@ -25,23 +25,16 @@ class Matrix:
     """A parameter that is cut over tp, of which this rank has a shard.
 
     Attributes:
-        name: The parameter's.
         shard: What the optimizer was given for it on this rank.
         cut: How it is cut.
         holders: The ranks of the exchanging group that have the shards, in tp order.
         owner: The one of these that updates it.
     """
 
-    name: str
     shard: Shard
     cut: ParameterCut
     holders: tuple[int, ...]
     owner: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The whole's."""
-        return self.cut.whole(self.shard.tensor.shape)
 
     def shape_on(self, holder: int) -> Size:
         """Return the shape of a holder's shard."""
@@ -98,7 +91,7 @@ def share_out(
     for shard, cut in sorted(held, key=lambda each: each[0].name):
         key = manager.pp_rank, shard.name
         ranks = tuple(rank for _, rank in sorted(holders[key].items()))
-        found.append(Matrix(shard.name, shard, cut, ranks, owners[key]))
+        found.append(Matrix(shard, cut, ranks, owners[key]))
     return found
 
 
@@ -123,20 +116,23 @@ class Exchange:
 
     Args:
         matrices: Those of which this rank has a shard, in the order of their names.
+        dtype: Of all of them.
         group: All ranks that have one; each of them calls everything here.
 
     Attributes:
         wholes: The matrices that this rank updates, and the wholes, which have the optimizer.
     """
 
-    def __init__(self, matrices: Sequence[Matrix], group: ProcessGroup | None) -> None:
-        self.matrices, self._group = list(matrices), group
+    def __init__(
+        self, matrices: Sequence[Matrix], dtype: torch.dtype, group: ProcessGroup | None
+    ) -> None:
+        self.matrices, self._dtype, self._group = list(matrices), dtype, group
         self._rank, self._size = get_rank(group), get_world_size(group)
         self.wholes: list[tuple[Matrix, nn.Parameter]] = []
         for matrix in self.matrices:
             if matrix.owner == self._rank:
                 like = matrix.shard.tensor
-                whole = torch.empty(matrix.shape, dtype=like.dtype, device=like.device)
+                whole = like.new_empty(matrix.cut.whole(like.shape))
                 self.wholes.append((matrix, nn.Parameter(whole)))
         self._versions: list[int] = []
         self._read_weights()
@@ -165,13 +161,13 @@ class Exchange:
             for holder in matrix.holders:
                 sent[holder].append(matrix.take(whole.detach(), holder))
         expected = [
-            [each.shard.tensor.nbytes for each in self.matrices if each.owner == rank]
+            [each.shard.tensor.numel() for each in self.matrices if each.owner == rank]
             for rank in range(self._size)
         ]
         received = self._pass(sent, expected)
         for matrix in self.matrices:
             shard = matrix.shard.tensor
-            shard.copy_(_from_bytes(received[matrix.owner].pop(0), shard.dtype).view(shard.shape))
+            shard.copy_(received[matrix.owner].pop(0).view(shard.shape))
 
     @torch.no_grad()
     def _read_weights(self) -> None:
@@ -191,7 +187,7 @@ class Exchange:
         for owner in range(self._size):
             theirs = [each for each in self.matrices if each.owner == owner]
             tensors = [tensor_of(each) for each in theirs]
-            head = torch.tensor([told, *(each is not None for each in tensors)], dtype=torch.uint8)
+            head = torch.tensor([told, *(each is not None for each in tensors)])
             filled = (
                 torch.zeros_like(each.shard.tensor) if tensor is None else tensor
                 for each, tensor in zip(theirs, tensors, strict=True)
@@ -204,27 +200,25 @@ class Exchange:
         for matrix, whole in self.wholes:
             there = any([heads[holder].pop(0) for holder in matrix.holders])
             shards = [
-                _from_bytes(received[holder].pop(0), whole.dtype).view(matrix.shape_on(holder))
-                for holder in matrix.holders
+                received[holder].pop(0).view(matrix.shape_on(holder)) for holder in matrix.holders
             ]
             found.append(matrix.join(shards).to(whole.device) if there else None)
         return found, anywhere
 
     def _sizes_from(self, holder: int) -> list[int]:
-        """Return the bytes of the head and of each shard that come from a rank."""
-        owned = [(matrix, whole) for matrix, whole in self.wholes if holder in matrix.holders]
-        sizes = [matrix.shape_on(holder).numel() * whole.itemsize for matrix, whole in owned]
-        return [1 + len(owned), *sizes]
+        """Return the elements of the head and of each shard that come from a rank."""
+        owned = [matrix for matrix, _ in self.wholes if holder in matrix.holders]
+        return [1 + len(owned), *(matrix.shape_on(holder).numel() for matrix in owned)]
 
     def _pass(
         self, sent: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[int]]
     ) -> list[list[Tensor]]:
-        """Send each rank its tensors, and return those from each rank as bytes."""
+        """Send each rank its tensors, and return those from each rank, flat."""
         # The same on all ranks, also on one that has nothing, or only sends or receives.
         device = get_comm_device(self._group)
-        flat = [_as_bytes(each).to(device) for each in chain(*sent)]
-        data = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *flat])
-        counts = [sum(each.nbytes for each in some) for some in sent]
+        flat = [each.flatten().to(device, self._dtype) for each in chain(*sent)]
+        data = torch.cat([torch.empty(0, dtype=self._dtype, device=device), *flat])
+        counts = [sum(each.numel() for each in some) for some in sent]
         totals = [sum(sizes) for sizes in expected]
         received = all_to_all_flat(data, counts, totals, self._group).wait()
         parts = zip(received.split(totals), expected, strict=True)
@@ -233,11 +227,3 @@ class Exchange:
     def _current_versions(self) -> list[int]:
         shards = [matrix.shard for matrix in self.matrices]
         return [each for s in shards for each in (s.tensor._version, s.parameter._version)]
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
-    return data.clone().view(dtype)  # in memory of its own, which is aligned

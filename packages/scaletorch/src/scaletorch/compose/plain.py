@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import FunctionType
@@ -16,8 +16,6 @@ from ..dist.errors import InvalidArgumentError
 from ..parallel.pipeline_parallel.building import PassThrough
 
 _LIBRARY = f"{__name__.partition('.compose.')[0]}."
-_KINDS = (bool, int, float, complex, str, type(None))
-_OF_TORCH = frozenset(vars(nn.Module())) | {"_is_hf_initialized"}
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -153,36 +151,6 @@ def units_of(model: nn.Module) -> dict[str, nn.Module]:
 
     visit("", model)
     return {name: module for module, name in found.items()}
-
-
-class Attributes:
-    """The numbers, texts and tuples of them that modules keep as attributes, as they are now."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._held = [(module, _attributes_of(module)) for module in modules]
-
-    def changed(self) -> bool:
-        """Return whether any has another value now, is new, or is gone."""
-        return any(_attributes_of(module) != held for module, held in self._held)
-
-    def put_back(self) -> None:
-        """Let them be as they were; those made since go."""
-        for module, held in self._held:
-            for name in _attributes_of(module).keys() - held.keys():
-                del vars(module)[name]
-            vars(module).update(held)
-
-
-def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Return a module's plain attributes, those of torch left out."""
-    attributes = vars(module).items()
-    return {n: value for n, value in attributes if n not in _OF_TORCH and _is_attribute(value)}
-
-
-def _is_attribute(value: object) -> bool:
-    return isinstance(value, _KINDS) or (
-        isinstance(value, tuple) and all(map(_is_attribute, value))
-    )
 
 
 def is_of_library(hook: Any) -> bool:

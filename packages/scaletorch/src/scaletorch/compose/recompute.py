@@ -17,9 +17,8 @@ from torch.utils.checkpoint import (
 )
 
 from ..dist.errors import InvalidArgumentError
-from ..parallel.pg_manager.building import call_uncompiled
+from ..parallel.pg_manager.building import Attributes, call_uncompiled
 from ..parallel.pipeline_parallel import Split, layers_of
-from .plain import Attributes
 
 _Inner = Callable[..., Any]
 _Kept = tuple[torch.device | None, Tensor]  # where it was, if it is elsewhere, and what is kept

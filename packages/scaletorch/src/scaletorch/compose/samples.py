@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from ..dist import all_gather_object, all_reduce, get_comm_device, get_rank, group_ranks
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
-from .digests import Key, Sides, digest, keyed_pieces, parted_sides, text_hash
+from ..parallel.pg_manager.building import digest
+from .digests import Key, Sides, keyed_pieces, parted_sides, text_hash
 from .forward import wait_for_parameters
 from .replicas import SHOWN, refuse
 from .scaling import scalings

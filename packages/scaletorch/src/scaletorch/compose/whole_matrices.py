@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from ..dist import all_gather_object
@@ -31,10 +33,10 @@ def whole_matrices(
 
     Of each parameter that is cut over tp one of the tp ranks is the owner, and its optimizer has
     the whole in the shard's place, with all of its state; that of the others has nothing for it.
-    In `optimizer.step()` the shards of gradients go to the owners, all in one all-to-all, and the
-    shards of the new weights come back in another. Owners are chosen so that each has about as
-    many elements. Schedulers and clipping work as ever, and `scaletorch.checkpoint` saves and loads
-    the state on any layout.
+    In `optimizer.step()` the shards of gradients go to the owners, all of a dtype in one
+    all-to-all, and the shards of the new weights come back in another. Owners are chosen so that
+    each has about as many elements. Schedulers and clipping work as ever, and
+    `scaletorch.checkpoint` saves and loads the state on any layout.
 
     With ZeRO call `shard_optimizer` first: then state and work are divided over dp and tp. An
     optimizer that treats all elements the same way is left as it is, as where nothing is cut.
@@ -70,9 +72,8 @@ def whole_matrices(
     if scope is Scope.ELEMENT:
         return optimizer
     exchanges = [
-        Exchange(share_out(part, group, manager), group)
-        for part, group in _parts(optimizer, model, manager)
-        if any(all_gather_object(bool(part), group))
+        Exchange(share_out(shards, group, manager), dtype, group)
+        for shards, dtype, group in _of_each_dtype(optimizer, model, manager)
     ]
     _replace(optimizer, exchanges)
     _follow(optimizer, exchanges)
@@ -107,10 +108,10 @@ def _check(optimizer: Optimizer, scope: Scope) -> None:
         )
 
 
-def _parts(
+def _of_each_dtype(
     optimizer: Optimizer, model: nn.Module, manager: ProcessGroupManager
-) -> list[tuple[Held, Any]]:
-    """Return the cut parameters that an optimizer has, and the ranks among which they go.
+) -> Iterator[tuple[Held, torch.dtype, ProcessGroup | None]]:
+    """Yield the cut parameters of a dtype that an optimizer has, and the ranks among which they go.
 
     Those that every dp rank updates go among tp ranks, and so do those of a sharded optimizer, if
     these ranks have the same ones.
@@ -125,7 +126,10 @@ def _parts(
     whole = [each for each in held if each[0].replicated]
     divided = [each for each in held if not each[0].replicated]
     group = exchanging_group(sorted(shard.name for shard, _ in divided), manager)
-    return [(whole, manager.tp_group), (divided, group)]
+    for shards, ranks in ((whole, manager.tp_group), (divided, group)):
+        told = all_gather_object({shard.tensor.dtype for shard, _ in shards}, ranks)
+        for dtype in sorted({dtype for dtypes in told for dtype in dtypes}, key=str):
+            yield [each for each in shards if each[0].tensor.dtype == dtype], dtype, ranks
 
 
 def _replace(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
@@ -200,7 +204,7 @@ def _zero_grad(
 
 
 def _names(exchanges: list[Exchange]) -> list[str]:
-    return [matrix.name for exchange in exchanges for matrix, _ in exchange.wholes]
+    return [matrix.shard.name for exchange in exchanges for matrix, _ in exchange.wholes]
 
 
 def _name(exchanges: list[Exchange], _: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..dist import all_gather_object
+from ..parallel.pg_manager.building import digest
 from .compare import INFINITE, Difference
-from .replicas import digest
 
 
 class Draw(NamedTuple):
@@ -23,8 +23,8 @@ class Draw(NamedTuple):
 
     name: str
     place: tuple[int, int]  # dp and cp: ranks of a tp group have one
-    given: bytes
-    dropped: bytes
+    given: int
+    dropped: int
     telling: bool  # whether another draw would hardly drop the same by chance
 
 
@@ -50,7 +50,8 @@ def recorded(model: nn.Module, place: tuple[int, int]) -> Iterator[list[Draw]]:
 
     def note(name: str, given: Tensor, out: Tensor) -> None:
         dropped = (out == 0) & (given != 0)
-        draws.append(Draw(name, place, digest(given), digest(dropped), _tells(dropped)))
+        digests = int(digest(given)), int(digest(dropped))
+        draws.append(Draw(name, place, *digests, _tells(dropped)))
 
     def hook(name: str) -> Any:
         return lambda _module, inputs, out: note(name, inputs[0].detach(), out.detach())

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
-import torch
 from torch import Tensor, nn
 
-from ..dist import all_gather_object
+from ..compose.digests import keyed_pieces, parted_sides
+from ..dist import get_rank
 from ..parallel.expert_parallel.building import find_expert_cuts
 from ..parallel.pg_manager import ProcessGroupManager
-from ..parallel.tensor_parallel import split_by_owner, take_own
+from ..parallel.pg_manager.building import digest
+from ..parallel.tensor_parallel import take_own
 from .compare import INFINITE, Difference, Shard
-
-# The first rank that holds a piece of a tensor, and the piece.
-Owned = tuple[int, Tensor]
 
 
 def missing(
@@ -39,36 +36,29 @@ def doubled(
 
 
 def unlike(
-    kind: str, step: int, tensors: Mapping[str, Iterable[Owned]], bound: float
+    kind: str,
+    step: int,
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    manager: ProcessGroupManager,
+    bound: float,
 ) -> Iterator[Difference]:
     """Report tensors of which another rank that holds the same part has other bits.
 
     Args:
         kind: What they are.
         step: 0-based.
-        tensors: Pieces of this rank's, by plain names.
+        model: What `parallelize` returned.
+        tensors: This rank's, by plain names.
+        manager: The grid.
         bound: What to report as the bound.
     """
-    mine = {
-        (name, number, owner): digest(piece)
-        for name, pieces in tensors.items()
-        for number, (owner, piece) in enumerate(pieces)
-    }
-    everyone = all_gather_object(mine)
-    for part, bits in mine.items():
-        others = [rank for rank, each in enumerate(everyone) if each.get(part, bits) != bits]
-        if others:
-            note = f"rank {others[0]} holds other bits of it: never synchronised"
-            yield Difference(f"{kind} {part[0]}", step, INFINITE, bound, note=note)
-
-
-def digest(tensor: Tensor) -> bytes:
-    """Return 8 bytes that tell tensors of different bits apart."""
-    flat = tensor.detach().cpu().flatten()
-    content = bytearray(flat.numel() * flat.element_size())
-    if content:
-        torch.frombuffer(content, dtype=tensor.dtype).copy_(flat)
-    return hashlib.blake2b(content, digest_size=8).digest()
+    held = {key: digest(piece) for _, key, piece in keyed_pieces(model, tensors, manager)}
+    for key, sides in parted_sides([*held.items()], manager).items():
+        if key in held:
+            other = min(rank for side in sides if get_rank() not in side for rank in side)
+            note = f"rank {other} holds other bits of it: never synchronised"
+            yield Difference(f"{kind} {key.name}", step, INFINITE, bound, note=note)
 
 
 def own_part(model: nn.Module) -> Shard:
@@ -81,20 +71,3 @@ def own_part(model: nn.Module) -> Shard:
         return own if cut is None else own[cut.own.start : cut.own.stop]
 
     return take
-
-
-def split_by_holder(
-    model: nn.Module, tensors: Mapping[str, Tensor], manager: ProcessGroupManager
-) -> dict[str, Sequence[Owned]]:
-    """Return the pieces of this rank's tensors, each with a number of who else holds the same.
-
-    It is the first tp rank that holds the piece; for experts, of those of the ep rank.
-    """
-    cuts = find_expert_cuts(model)
-    pieces: dict[str, Sequence[Owned]] = dict(split_by_owner(model, tensors))
-    first = manager.ep_rank * manager.tp_size
-    return pieces | {
-        name: tuple((first + owner, piece) for owner, piece in pieces[name])
-        for name in tensors
-        if name in cuts
-    }

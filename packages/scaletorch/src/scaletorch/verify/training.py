@@ -32,7 +32,7 @@ from .compare import Difference
 from .lost import Exact, compare_all, compare_number
 from .precision import model_precision
 from .problem import MAX_NORM, TORCH_DTYPES, Phase, Subject, phase_at
-from .replicas import doubled, missing, own_part, split_by_holder, unlike
+from .replicas import doubled, missing, own_part, unlike
 from .routing import Choice, by_scores, decided, replayed
 from .where import in_dtype, moved
 
@@ -224,7 +224,7 @@ def compare_gradients(
     yield from missing("gradient", step, set().union(*stages), expected, limit)
     yield from missing("gradient", step, gradients, expected & mine, limit)
     yield from compare_all("gradient", step, gradients, theirs, limit, exact, own_part(model))
-    yield from unlike("gradient", step, split_by_holder(model, gradients, manager), limit)
+    yield from unlike("gradient", step, model, gradients, manager, limit)
 
 
 def compare_dropout(

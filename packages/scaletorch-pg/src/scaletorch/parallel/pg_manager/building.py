@@ -3,6 +3,7 @@
 Recorded and versioned like the rest: a patch release changes nothing here.
 """
 
+from .digests import digest, digest_text
 from .groups import connect, connect_all, first_unused_number, groups_within, has_streams
 from .loss import mean_over
 from .module_helpers import (
@@ -23,15 +24,20 @@ from .module_helpers import (
     show_output,
     watch_outputs,
 )
+from .module_state import Attributes, ModuleState, restored
 from .update_scope import Scope, known_elementwise, update_scope
 
 __all__ = [
+    "Attributes",
+    "ModuleState",
     "Scope",
     "call_uncompiled",
     "class_before",
     "connect",
     "connect_all",
     "deep_copy",
+    "digest",
+    "digest_text",
     "divided_modules",
     "eagerly",
     "evaluating",
@@ -46,6 +52,7 @@ __all__ = [
     "mean_over",
     "no_match",
     "refuse_generate",
+    "restored",
     "runs_as_stages",
     "shallow_copy",
     "show_output",

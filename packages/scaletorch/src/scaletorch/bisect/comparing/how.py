@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ...compose.words import listed, ranges
+from ...compose.naming import listed, ranges
 from ..keys import BACKWARD, GRADIENT, LOSS, START, WEIGHT, Key
 from .births import Birth, untied
 from .judge import NEAR, Met, meet

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...compose.words import ranges
+from ...compose.naming import ranges
 from .whole import Piece
 
 ROOM = 2.0  # times the bound that a guess may miss by: its own rounding, and that of the right one

@@ -11,7 +11,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ...compose.words import RUNS, listed, ranges
+from ...compose.naming import RUNS, listed, ranges
 from .parts import (
     HUGE,
     MOST,

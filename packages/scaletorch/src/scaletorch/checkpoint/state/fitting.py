@@ -14,7 +14,7 @@ from ..format.metadata import Saved
 from ..format.values import kind_of
 from ..together import CheckpointError
 from .entries import Entry
-from .held import Held
+from .held import Held, is_whole_matrix
 
 Shapes = Mapping[str, Saved]
 
@@ -71,7 +71,7 @@ def _others(names: Iterable[str], name: str) -> str:
 
 
 def plan_model(
-    held: Iterable[Held], shards: Iterable[Shard], saved: Shapes, *, cast: bool = False
+    held: Iterable[Held], shards: Iterable[tuple[Shard, Held]], saved: Shapes, *, cast: bool = False
 ) -> dict[str, Entry]:
     """Return what to load into the model and the masters of its parameters.
 
@@ -85,7 +85,7 @@ def plan_model(
         CheckpointError: Values would lose digits, and the program keeps no masters of any.
     """
     # A parameter that stages share has none beside others' masters, and is rounded all the same.
-    cast = cast or any(shard.is_master for shard in shards)
+    cast = cast or any(shard.is_master for shard, _ in shards)
     targets: dict[str, Entry] = {}
     wrong = []
     for each in held:
@@ -105,24 +105,18 @@ def plan_model(
     return targets
 
 
-def plan_masters(
-    shards: Iterable[Shard], held: Mapping[int, Held], saved: Shapes, targets: dict[str, Entry]
+def plan_shards(
+    shards: Iterable[tuple[Shard, Held]], saved: Shapes, targets: dict[str, Entry]
 ) -> None:
-    """Add the masters to what is loaded."""
-    for shard in shards:
-        own = held[id(shard.parameter)]
+    """Add what an optimizer has beside the parameters: masters, and whole matrices."""
+    for shard, own in shards:
         if shard.is_master and shard.tensor.numel():
             name = f"master.{own.name}"
             source = name if name in saved else f"model.{own.name}"
             entry = targets.setdefault(name, Entry(own.shape, shard.tensor.dtype, [], source))
             entry.parts.extend(own.parts(shard.tensor, shard.start, shard.stop))
-
-
-def plan_wholes(wholes: Iterable[tuple[Shard, Held]], targets: dict[str, Entry]) -> None:
-    """Load whole matrices, which an optimizer has for shards, from where these are loaded from."""
-    for shard, own in wholes:
-        entry = targets[f"{'master' if shard.is_master else 'model'}.{own.name}"]
-        entry.parts.extend(own.parts(shard.tensor))
+        elif is_whole_matrix(shard, own):
+            targets[f"model.{own.name}"].parts.extend(own.parts(shard.tensor))
 
 
 def _source(each: Held, saved: Shapes, *, cast: bool) -> str | None:
@@ -132,11 +126,6 @@ def _source(each: Held, saved: Shapes, *, cast: bool) -> str | None:
         return name
     best = master if master in saved else name
     return best if cast or saved[best].dtype == each.tensor.dtype else None
-
-
-def saved_dtype(name: str, saved: Shapes) -> torch.dtype:
-    """Return the dtype of what the saving optimizer updated for a parameter."""
-    return saved.get(f"master.{name}", saved[f"model.{name}"]).dtype
 
 
 def check_parts(

@@ -192,16 +192,14 @@ def describe(
 
 
 @torch.no_grad()
-def refresh_shards(shards: Sequence[Shard]) -> None:
+def refresh_shards(shards: Sequence[tuple[Shard, Held]]) -> None:
     """Give shards that are copies of parameters, and no masters, the parameters' new values."""
-    for shard in shards:
-        if not shard.is_master and shard.tensor.data_ptr() != _begin(shard):
+    for shard, held in shards:
+        begin = shard.parameter.data_ptr() + shard.start * shard.parameter.itemsize
+        apart = shard.tensor.data_ptr() != begin and not is_whole_matrix(shard, held)
+        if apart and not shard.is_master:
             own = shard.parameter.flatten()[shard.start : shard.stop]
             shard.tensor.copy_(own.view_as(shard.tensor))
-
-
-def _begin(shard: Shard) -> int:
-    return shard.parameter.data_ptr() + shard.start * shard.parameter.itemsize
 
 
 def find_ties(held: dict[int, Held]) -> dict[str, list[str]]:
@@ -209,35 +207,29 @@ def find_ties(held: dict[int, Held]) -> dict[str, list[str]]:
     return {each.name: list(each.names) for each in held.values() if len(each.names) > 1}
 
 
-def find_wholes(
-    optimizer: torch.optim.Optimizer | None, held: Mapping[int, Held], manager: ProcessGroupManager
-) -> list[tuple[Shard, Held]]:
-    """Return the whole matrices that an optimizer has in the place of tp shards, as if not cut."""
-    found = []
-    for shard, whole in whole_shards(optimizer):
-        own = held[id(shard.parameter)]
-        plain = replace(own, tensor=whole, cut=None, owner=manager.tp_rank)
-        found.append((replace(shard, start=0, stop=whole.numel(), tensor=whole), plain))
-    return found
-
-
 def find_shards(
-    model: nn.Module, held: Mapping[int, Held], optimizer: torch.optim.Optimizer | None
-) -> list[Shard]:
-    """Return what an optimizer may have for the model, parameters that were frozen since too.
+    model: nn.Module,
+    held: Mapping[int, Held],
+    optimizer: torch.optim.Optimizer | None,
+    manager: ProcessGroupManager,
+) -> list[tuple[Shard, Held]]:
+    """Return what an optimizer may have for the model, and what it is a range of.
+
+    Parameters that were frozen since are among them. Behind them are the whole matrices that the
+    optimizer has in the place of tp shards, each as if it was not cut.
 
     Args:
         model: Any module.
         held: Its state, by id.
-        optimizer: Whole matrices that it has in the place of shards are left out.
+        optimizer: Of the model's parameters, or of their shards.
+        manager: The grid.
 
     Raises:
         InvalidArgumentError: One of these belongs to no parameter of the model, or to one that is
             not in its state.
     """
-    shards = parameter_shards(model)
-    listed = {id(shard.tensor) for shard in shards}
-    listed |= {id(whole) for _, whole in whole_shards(optimizer)}
+    shards, wholes = parameter_shards(model), whole_shards(optimizer)
+    listed = {id(shard.tensor) for shard in shards} | {id(whole) for _, whole in wholes}
     groups = [] if optimizer is None else optimizer.param_groups
     updated = [tensor for group in groups for tensor in group["params"]]
     rest = {id(tensor): tensor for tensor in updated if id(tensor) not in listed}
@@ -256,4 +248,13 @@ def find_shards(
                 f"the model's state_dict leaves out the parameter '{shard.name}', which is trained:"
                 " freeze it, or let state_dict have it"
             )
-    return shards
+    found = [(shard, held[id(shard.parameter)]) for shard in shards]
+    for shard, whole in wholes:
+        plain = replace(held[id(shard.parameter)], tensor=whole, cut=None, owner=manager.tp_rank)
+        found.append((replace(shard, start=0, stop=whole.numel(), tensor=whole), plain))
+    return found
+
+
+def is_whole_matrix(shard: Shard, held: Held) -> bool:
+    """Return whether an optimizer has a whole matrix in the place of a shard."""
+    return held.tensor is not shard.parameter

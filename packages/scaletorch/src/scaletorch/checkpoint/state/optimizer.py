@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from ..together import CheckpointError
 from .entries import Entry, Record
 from .held import Held, Part
 
+T = TypeVar("T")
 # How an optimizer computes is the running program's to say.
 KNOBS = {
     "params", "param_names", "foreach", "fused", "capturable", "differentiable",
@@ -109,79 +109,83 @@ def is_whole(shard: Shard, held: Held) -> bool:
     return held.dim is None and tuple(shard.tensor.shape) == held.shape
 
 
-@dataclass(slots=True)
-class SavedState:
-    """A checkpoint's optimizer state, sorted by parameters.
-
-    Attributes:
-        tensors: Name of a parameter -> key -> (shape, dtype) of what was saved.
-        numbers: Name of a parameter -> key -> number, as JSON.
-    """
-
-    tensors: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = field(default_factory=dict)
-    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-def sort_saved(saved: Mapping[str, Saved], scalars: Mapping[str, Any]) -> SavedState:
-    """Sort saved tensors and numbers by parameters."""
-    state = SavedState()
-    for entry, found in saved.items():
-        if entry.startswith("optimizer."):
-            name, _, key = entry.removeprefix("optimizer.").rpartition(".")
-            state.tensors.setdefault(name, {})[key] = found.shape, found.dtype
-    for entry, value in scalars.items():
-        name, _, key = entry.removeprefix("optimizer.").rpartition(".")
-        state.numbers.setdefault(name, {})[key] = value
-    return state
-
-
-def make_state(
-    shard: Shard,
-    held: Held,
-    saved: SavedState,
-    saved_dtype: torch.dtype,
+def make_states(
+    optimizer: torch.optim.Optimizer,
+    shards: Iterable[tuple[Shard, Held]],
+    saved: Mapping[str, Saved],
+    scalars: Mapping[str, Any],
     targets: dict[str, Entry],
-    group: Mapping[str, Any],
-    current: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return new state for a shard, whose tensors are still to be filled by loading `targets`.
+) -> list[tuple[Tensor, dict[str, Any]]]:
+    """Return new state of what an optimizer has, still to be filled by loading `targets`.
 
     State that had its tensor's dtype when saved gets the dtype of the tensor here. Memory of the
     state that is there already is used again if it fits.
 
     Args:
-        shard: What the optimizer has.
-        held: The parameter of which it is a range.
-        saved: What was saved.
-        saved_dtype: Dtype of what the saving optimizer updated.
-        targets: Entries to load; what this state needs is added.
-        group: The optimizer's group that has the shard.
-        current: The state that it has now.
+        optimizer: The optimizer.
+        shards: What it may have, and what that is a range of.
+        saved: The checkpoint's entries.
+        scalars: Its numbers of the optimizer, as JSON.
+        targets: Entries to load; what the state needs is added.
 
     Raises:
         CheckpointError: State that only a parameter that is whole on its rank can have.
     """
-    state: dict[str, Any] = {}
-    for key, value in saved.numbers.get(held.name, {}).items():
-        state[key] = _place_number(key, decode(value), shard.tensor, group)
-    for key, (shape, dtype) in saved.tensors.get(held.name, {}).items():
-        name = f"optimizer.{held.name}.{key}"
-        if shape == held.shape:
-            made = dtype if dtype != saved_dtype else shard.tensor.dtype
-            value = _memory(current.get(key), shard.tensor, made)
-            parts = held.parts(value, shard.start, shard.stop)
-            targets.setdefault(name, Entry(shape, dtype, [], name)).parts.extend(parts)
-        elif is_whole(shard, held):
-            value = torch.empty(shape, dtype=dtype, device=shard.tensor.device)
-            parts = iter([Part((0,) * len(shape), value, 0)] if value.numel() else [])
-            targets[name] = Entry(shape, dtype, list(parts), name)
-        else:
-            raise CheckpointError(
-                f"{name} was saved with shape {shape}, unlike its parameter's {held.shape}: it can "
-                "be loaded where the parameter is whole on the rank, and here it is divided"
-            )
-        state[key] = value
-    return state
+    tensors, numbers = _by_parameter(saved), _by_parameter(scalars)
+    groups = {id(t): group for group in optimizer.param_groups for t in group["params"]}
+    made = []
+    for shard, held in shards:
+        group = groups.get(id(shard.tensor))
+        if group is None or not shard.tensor.numel():
+            continue
+        state = {
+            key: _place_number(key, decode(value), shard.tensor, group)
+            for key, value in numbers.get(held.name, {}).items()
+        }
+        of_parameter = saved.get(f"master.{held.name}", saved[f"model.{held.name}"])
+        current = optimizer.state.get(shard.tensor, {})
+        for key, entry in tensors.get(held.name, {}).items():
+            dtype = shard.tensor.dtype if entry.dtype == of_parameter.dtype else entry.dtype
+            name = f"optimizer.{held.name}.{key}"
+            state[key] = _make_tensor(name, entry, dtype, shard, held, targets, current.get(key))
+        made.append((shard.tensor, state))
+    return made
+
+
+def _by_parameter(saved: Mapping[str, T]) -> dict[str, dict[str, T]]:
+    """Return the name of a parameter -> key -> what was saved of the optimizer's state."""
+    found: dict[str, dict[str, T]] = {}
+    for entry, value in saved.items():
+        if entry.startswith("optimizer."):
+            name, _, key = entry.removeprefix("optimizer.").rpartition(".")
+            found.setdefault(name, {})[key] = value
+    return found
+
+
+def _make_tensor(
+    name: str,
+    entry: Saved,
+    dtype: torch.dtype,
+    shard: Shard,
+    held: Held,
+    targets: dict[str, Entry],
+    current: Any,
+) -> Tensor:
+    """Return a tensor of a shard's state, and add what is to be loaded into it."""
+    if entry.shape == held.shape:
+        value = _memory(current, shard.tensor, dtype)
+        parts = held.parts(value, shard.start, shard.stop)
+        targets.setdefault(name, Entry(entry.shape, entry.dtype, [], name)).parts.extend(parts)
+    elif is_whole(shard, held):
+        value = torch.empty(entry.shape, dtype=entry.dtype, device=shard.tensor.device)
+        whole = [Part((0,) * value.ndim, value, 0)] if value.numel() else []
+        targets[name] = Entry(entry.shape, entry.dtype, whole, name)
+    else:
+        raise CheckpointError(
+            f"{name} was saved with shape {entry.shape}, unlike its parameter's {held.shape}: it "
+            "can be loaded where the parameter is whole on the rank, and here it is divided"
+        )
+    return value
 
 
 def _memory(current: Any, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -18,9 +18,9 @@ from ...dist import all_gather_object
 from ...dist.building import agree
 from ...dist.errors import InvalidArgumentError
 from ...parallel.pg_manager import ProcessGroupManager, describe_rank
-from ...parallel.pg_manager.building import divided_modules, eagerly
+from ...parallel.pg_manager.building import digest, divided_modules, eagerly
 from ...parallel.tensor_parallel import TensorParallelLayer
-from ..digests import as_numbers, digest
+from ..digests import as_numbers
 from ..experts import expert_names
 from ..forward import pipeline_of, wait_for_parameters
 

@@ -56,13 +56,11 @@ def failures_named(model: nn.Module, manager: ProcessGroupManager) -> Iterator[N
     try:
         yield
     except StageError as error:
-        _, _, told = str(error).partition(" of this step: ")
-        kind = getattr(builtins, told.partition(":")[0], None)
+        kind = getattr(builtins, error.kind, None)
         if not ways or not isinstance(kind, type) or not issubclass(kind, _OF_CODE):
             raise
-        raise StageError(
-            f"{error}; if it runs in one process, then {'; or '.join(ways)}"
-        ) from error
+        why = f"{error}; if it runs in one process, then {'; or '.join(ways)}"
+        raise StageError(why, error.kind) from error
     except _OF_CODE as error:
         found = _innermost(pipeline_of(model).module, error.__traceback__)
         if isinstance(error, _NOT_OF_CODE) or not ways or found is None:

@@ -10,10 +10,10 @@ from torch import nn
 from ...dist.building import agree, caught
 from ...dist.errors import MismatchError
 from ...parallel.pg_manager import ProcessGroupManager
-from ...parallel.pg_manager.building import divided_modules
+from ...parallel.pg_manager.building import digest_text, divided_modules
 from ...parallel.tensor_parallel import TensorParallelLayer
 from ..batches import Batch, MicroBatch
-from ..digests import Key, parted_sides, text_hash, written
+from ..digests import Key, parted_sides, text_hash
 from ..entries import OF_LOSS
 
 _SUBJECT = (
@@ -69,7 +69,8 @@ def _values(model: nn.Module, without: Container[nn.Module]) -> list[str]:
     named = (*model.named_parameters(), *model.named_buffers())
     frozen = {id(p) for p in model.parameters() if not p.requires_grad}
     return [
-        f"{name} {tuple(x.shape)} {x.dtype}{' frozen' * (id(x) in frozen)} has values {written(x)}"
+        f"{name} {tuple(x.shape)} {x.dtype}{' frozen' * (id(x) in frozen)} has values "
+        f"{digest_text(x)}"
         for name, x in named
         if id(x) not in sharded
     ]
@@ -112,6 +113,6 @@ def _looks(where: str, batches: Sequence[Batch]) -> list[tuple[Key, int]]:
     """Return the digest of each entry of some batches."""
     names = sorted({name for batch in batches for name in batch})
     return [
-        (Key(where, name), text_hash(str([written(b[name]) for b in batches if name in b])))
+        (Key(where, name), text_hash(str([digest_text(b[name]) for b in batches if name in b])))
         for name in names
     ]

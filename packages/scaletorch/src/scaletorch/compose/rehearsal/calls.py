@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -14,9 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...dist.building import map_tensors, tensors_in
+from ...parallel.pg_manager.building import ModuleState
 from ..plain import Plain
 from .judging import WIDER, Judge
-from .quiet import State, buffers_in, without_autocast
+from .quiet import buffers_in, without_autocast
 from .ranks import Ranks
 from .recording import hidden_of
 
@@ -95,6 +95,10 @@ class Made:
     result: Any
 
 
+# Of inputs, and of weights by name.
+Gradients = tuple[list[Tensor | None], dict[str, Tensor | None]]
+
+
 @dataclass(slots=True)
 class Call:
     """One call of a unit by the plain root.
@@ -124,16 +128,16 @@ class Call:
     kwargs: dict[str, Any]
     hidden: Tensor | None
     turn: int
-    before: State
+    before: ModuleState
     handed: list[Tensor] = field(default_factory=list)
     came: list[Tensor | None] = field(default_factory=list)
     given_out: bool = False
     beside: list[Tensor | None] = field(default_factory=list)
-    _others: dict[int, tuple[Made, list[Tensor | None]]] = field(default_factory=dict)
+    _others: dict[int, Gradients] = field(default_factory=dict)
 
     def again(self, way: int | None = None) -> Made:
         """Run the unit once more, from what it was before the call; for `way` see `make`."""
-        now = State(self.both.plain.units[self.name].modules())
+        now = ModuleState(self.both.plain.units[self.name].modules())
         self.before.put_back()
         try:
             return self.make(way)
@@ -204,14 +208,12 @@ class Call:
             ]
         with torch.enable_grad():
             made = self.again()
-        found = self.gradients(made)
-        inputs, weights = found[: len(made.inputs)], found[len(made.inputs) :]
-        inputs = [_sum_of_both(*pair) for pair in zip_longest(inputs, self.beside)]
-        trained = [name for name, weight in made.weights.items() if weight.requires_grad]
-        self.done(self, dict(zip(trained, weights, strict=True)))
+        found, weights = self.gradients(made)
+        inputs = [_sum_of_both(*pair) for pair in zip_longest(found, self.beside)]
+        self.done(self, weights)
         if self.hidden is not None and self.hidden.requires_grad:
             what = f"gradient of the input of {self.name}"
-            other = None if any(g is not None for g in self.beside) else partial(self.other, 0)
+            other = None if any(g is not None for g in self.beside) else self.other_input
             inputs[0] = self._met("given_gradient", what, inputs[0], other=other)
         return inputs
 
@@ -232,27 +234,24 @@ class Call:
             self.both.judge.compare(what, ours, theirs, is_hidden=True, other=other)
         return theirs if ours is None else ours.to(of.dtype)
 
-    def gradients(self, made: Made) -> list[Tensor | None]:
-        """Run a call backward; return gradients of its inputs, behind them of its weights."""
-        trained = [weight for weight in made.weights.values() if weight.requires_grad]
+    def gradients(self, made: Made) -> Gradients:
+        """Run a call backward; return gradients of its inputs and of its weights."""
+        trained = {name: w for name, w in made.weights.items() if w.requires_grad}
         pairs = [
             (y, g.to(y.dtype))
             for y, g in zip(made.outputs, self.came, strict=False)
             if g is not None and y.requires_grad
         ]
-        wanted = [*made.inputs, *trained]
-        if not pairs or not wanted:
-            return [None] * len(wanted)
-        # Not autograd.grad, which a reentrant checkpoint refuses; all leaves are new.
-        plain = self.both.plain
-        with plain.lent(self.name, made.weights), plain.within(self.name):
-            torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
-        return [each.grad for each in wanted]
+        if pairs and (made.inputs or trained):
+            # Not autograd.grad, which a reentrant checkpoint refuses; all leaves are new.
+            plain = self.both.plain
+            with plain.lent(self.name, made.weights), plain.within(self.name):
+                torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
+        return [x.grad for x in made.inputs], {name: w.grad for name, w in trained.items()}
 
-    def other(self, index: int, way: int) -> Tensor:
-        """Return a gradient made in another way: of an input, or behind these of a weight."""
-        _, gradients = self._otherwise(way)
-        found = gradients[index]
+    def other_input(self, way: int) -> Tensor:
+        """Return the gradient of the hidden states made in another way."""
+        found = self._otherwise(way)[0][0]
         return torch.zeros(()) if found is None else found
 
     def other_output(self, way: int) -> Tensor:
@@ -267,16 +266,13 @@ class Call:
 
     def other_weight(self, name: str, way: int) -> Tensor | None:
         """Return the gradient of a weight made in another way."""
-        made, gradients = self._otherwise(way)
-        trained = [each for each, weight in made.weights.items() if weight.requires_grad]
-        return gradients[len(made.inputs) + trained.index(name)]
+        return self._otherwise(way)[1][name]
 
-    def _otherwise(self, way: int) -> tuple[Made, list[Tensor | None]]:
-        """Return a run made in another way and its gradients, kept."""
+    def _otherwise(self, way: int) -> Gradients:
+        """Return the gradients of a run made in another way, kept."""
         if way not in self._others:
             with torch.enable_grad(), self._precision(way):
-                made = self.again(way)
-                self._others[way] = made, self.gradients(made)
+                self._others[way] = self.gradients(self.again(way))
         return self._others[way]
 
     def _precision(self, way: int) -> AbstractContextManager[Any]:

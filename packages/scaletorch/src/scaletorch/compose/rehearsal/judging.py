@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..naming import listed, ranges
 from ..summation import ROOM, scale_of, widest
-from ..words import listed, ranges
 
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 _DOUBTFUL = 30.0  # limits by which a dtype may be off from a wider one before it is looked into

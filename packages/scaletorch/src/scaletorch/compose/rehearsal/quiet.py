@@ -1,10 +1,9 @@
-"""Without dropout for a while, and with everything afterwards as it was."""
+"""Run for a while without dropout, without autocast, or with buffers of another dtype."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 
 from ...dist.building import tensors_in
 from ...parallel.data_parallel.building import NARROW
-from ..plain import Attributes
 
 _DROPPING = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 _OWNERS: tuple[Any, ...] = (torch._VF, torch)
@@ -50,50 +48,6 @@ def without_dropout() -> Iterator[None]:
     finally:
         for place, name, function in own:
             setattr(place, name, function)
-
-
-class State:
-    """Buffers and plain attributes of modules, as they are now.
-
-    Args:
-        modules: Whose they are.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        modules = [*modules]
-        self._attributes = Attributes(modules)
-        self._buffers = [
-            (module, name, buffer, buffer.detach().clone())
-            for module in modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None and not buffer.is_meta
-        ]
-
-    def put_back(self) -> None:
-        """Let all be as it was."""
-        with torch.no_grad():
-            for module, name, buffer, values in self._buffers:
-                if not torch.equal(buffer, values):  # what backward needs may be untouched
-                    buffer.copy_(values)
-                module._buffers[name] = buffer
-        self._attributes.put_back()
-
-
-@contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
-    """Put back, in the end, random generators, buffers and plain attributes of modules."""
-    before, state = State(model.modules()), random.getstate()
-    kinds = {p.device.type for p in model.parameters()} - {"cpu", "meta"}
-    try:
-        with ExitStack() as forked:
-            forked.enter_context(torch.random.fork_rng([]))
-            for kind in kinds:
-                here = torch.get_device_module(kind).current_device()
-                forked.enter_context(torch.random.fork_rng([here], device_type=kind))
-            yield
-    finally:
-        random.setstate(state)
-        before.put_back()
 
 
 @contextmanager

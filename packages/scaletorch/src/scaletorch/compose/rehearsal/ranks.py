@@ -1,4 +1,4 @@
-"""Gather whole hidden states, weights and gradients of the small step from the ranks."""
+"""Join whole hidden states, weights and gradients of the small step from what ranks hold."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...dist import all_gather_object, all_reduce, get_comm_device
+from ...dist import all_gather, all_gather_object, all_reduce, get_comm_device
+from ...parallel.context_parallel import contiguous
 from ...parallel.pg_manager import ProcessGroupManager
 from ..forward import pipeline_of
 from ..plain import Plain
 from ..state import gather_stage, local_gradients, of_all_stages
-from .joining import Joiner
+from .batch import SmallBatch
 from .recording import Record, Records
 
 _KINDS = ("given", "made", "given_gradient", "made_gradient")
@@ -37,6 +38,22 @@ class Joined(NamedTuple):
     known: bool
 
 
+class _Form(NamedTuple):
+    """Where a tensor has its rows and its positions.
+
+    Attributes:
+        rows: The dim of rows.
+        positions: That of positions; None if it has none, or if they are in the dim of rows.
+        flat: Tokens of all rows in one dim, the positions of each row together.
+        shared: Each tp rank has a share of the positions.
+    """
+
+    rows: int
+    positions: int | None
+    flat: bool = False
+    shared: bool = False
+
+
 @dataclass(slots=True)
 class Ranks:
     """Gathers tensors from the ranks; every rank calls its methods in the same order.
@@ -45,8 +62,9 @@ class Ranks:
         model: What `parallelize` returned, with the gradients of the small step.
         manager: The grid.
         plain: The plain model.
-        joiner: Joins hidden states.
+        small: The small batch.
         records: This rank's calls of units.
+        device: Where whole tensors are to be.
         compared: Weights whose gradients have been compared.
         apart: Units whose calls differ between ranks, or whose tensors cannot be joined.
         dtype: The coarsest of weights.
@@ -55,8 +73,9 @@ class Ranks:
     model: nn.Module
     manager: ProcessGroupManager
     plain: Plain
-    joiner: Joiner
+    small: SmallBatch
     records: Records
+    device: torch.device
     compared: set[str] = field(default_factory=set)
     apart: dict[str, None] = field(default_factory=dict)
     dtype: torch.dtype = torch.float64
@@ -95,7 +114,7 @@ class Ranks:
 
     def _settle_calls(self, everyone: Sequence[Mapping[tuple[str, int], list[list[str]]]]) -> None:
         """Note which calls a unit has in one forward, and which tensors all ranks have of each."""
-        micro_batches = self.joiner.micro_batches
+        micro_batches = self._micro_batches
         for name, stage in sorted({key for calls in everyone for key in calls}, key=lambda k: k[1]):
             held = [calls[name, stage] for calls in everyone if (name, stage) in calls]
             if len({len(each) for each in held}) > 1 or len(held[0]) % micro_batches:
@@ -158,7 +177,9 @@ class Ranks:
         return self._trained.get(name, False)
 
     def join(self, unit: str, turn: int, kind: str, shape: torch.Size) -> Joined:
-        """Return a whole tensor of a unit's call.
+        """Return a whole tensor of a unit's call, rows and positions in the order of one process.
+
+        It is not known if no dims of rows and positions lead to its shape.
 
         Args:
             unit: Its first name.
@@ -175,13 +196,68 @@ class Ranks:
             return Joined(None, known=True)
         each = sum(other == stage for other, _ in turns)
         records: list[Record] = self.records.get((unit, stage), [])
-        parts = [getattr(record, kind) for record in records[own::each]]
         stages = pipeline_of(self.model).all_stages
-        (place,) = (rank for rank, theirs in enumerate(stages) if stage in theirs)
-        whole = self.joiner.join(parts, place, shape)
-        if whole is None:
+        here = stage in stages[self.manager.pp_rank]
+        parts = [getattr(record, kind) for record in records[own::each]] if here else []
+        sent = {str(index): part for index, part in enumerate(parts) if part is not None}
+        held = of_all_stages(sent, self.manager)
+        found = [held[n].contiguous() for n in map(str, range(self._micro_batches)) if n in held]
+        form = self._form(found[0].shape, shape) if len(found) == self._micro_batches else None
+        if form is None or len({part.shape for part in found}) > 1:
             self.apart[unit] = None
-        return Joined(whole, known=whole is not None)
+            return Joined(None, known=False)
+        return Joined(self._joined(found, form, shape), known=True)
+
+    def _form(self, part: torch.Size, whole: torch.Size) -> _Form | None:
+        """Return how parts make up a whole of this shape."""
+        dims = range(len(whole))
+        # One shard, if positions are not known.
+        layout = contiguous(whole[1] if len(whole) > 2 else 1, 1)
+        if self.small.sequences is not None:
+            layout = self.small.sequences.layout
+        rows, own = self._rows_of_a_part, layout.local_length
+        shares = {own: False}
+        if self.manager.tp_size > 1 and own % self.manager.tp_size == 0:
+            shares[own // self.manager.tp_size] = True
+        if len(part) != len(whole):
+            return None
+
+        def fits(sizes: Mapping[int, tuple[int, int]]) -> bool:
+            wanted = {**{d: (whole[d], whole[d]) for d in dims}, **sizes}
+            return all((part[d], whole[d]) == wanted[d] for d in dims)
+
+        pairs = sorted((p, r) for r in dims for p in dims if r != p)
+        for p, r in [(1, 0), *pairs] if len(whole) > 1 else ():
+            for size, shared in shares.items():
+                if fits({r: (rows, self.small.rows), p: (size, layout.length)}):
+                    return _Form(r, p, shared=shared)
+        for size, shared in shares.items():
+            if fits({0: (rows * size, self.small.rows * layout.length)}):
+                return _Form(0, None, flat=True, shared=shared)
+        return next((_Form(r, None) for r in dims if fits({r: (rows, self.small.rows)})), None)
+
+    @property
+    def _micro_batches(self) -> int:
+        return len(self.small.micro_batches)
+
+    @property
+    def _rows_of_a_part(self) -> int:
+        """The number of rows in one micro-batch of a rank."""
+        return self.small.rows // (self.manager.dp_size * self._micro_batches)
+
+    def _joined(self, parts: list[Tensor], form: _Form, shape: torch.Size) -> Tensor:
+        manager, rows, positions = self.manager, form.rows, form.positions
+        if form.flat:
+            parts = [part.unflatten(0, (self._rows_of_a_part, -1)) for part in parts]
+            rows, positions = 0, 1
+        whole = torch.cat(parts, rows)
+        if form.shared:
+            whole = torch.cat(all_gather(whole, manager.tp_group), positions or 0)
+        if positions is not None and self.small.sequences is not None and manager.cp_size > 1:
+            whole = self.small.sequences.unshard(whole, positions)
+        if manager.dp_size > 1:
+            whole = torch.cat(all_gather(whole.contiguous(), manager.dp_group), rows)
+        return whole.reshape(shape)
 
     def weights(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return whole weights by their first names."""
@@ -209,7 +285,7 @@ class Ranks:
         first, names = self._named(names), [n for n in self._parameters if n in held]
         stage = gather_stage(self.model, {n: held[n] for n in names}, self.manager)
         whole = of_all_stages(stage, self.manager)
-        return {first[n]: t.to(self.joiner.device) for n, t in whole.items() if n in first}
+        return {first[n]: t.to(self.device) for n, t in whole.items() if n in first}
 
 
 def _eps(dtype: torch.dtype) -> float:

@@ -19,18 +19,17 @@ from ...dist.errors import RehearsalError
 from ...parallel.context_parallel.building import expect_attention
 from ...parallel.data_parallel import DataParallelBucket
 from ...parallel.pg_manager import ProcessGroupManager, describe_rank
+from ...parallel.pg_manager.building import restored
 from ..balance import router_loss
 from ..batches import Batch, real_positions, real_tokens
 from ..before.initial import require_one_batch
 from ..forward import Terms, pipeline_of
 from ..loss import LossBatch, token_loss_sum
+from ..naming import listed
 from ..plain import Plain
 from ..summation import chain_length
-from ..words import listed
 from .batch import SmallBatch, entries_added, on_device, small_batch
-from .joining import Joiner
 from .judging import Finding, Judge
-from .quiet import restored
 from .ranks import PartedError, Ranks
 from .replay import Replay
 from .training import as_for_a_rehearsal, trained, wish_for_float32
@@ -87,18 +86,16 @@ def rehearse_step(
     expect_attention(pipeline.module, False)
     plain.follow(pipeline.module, device)
 
-    def compared(*, wide: bool) -> tuple[Replay, _Found, str]:
+    def compared(*, wide: bool) -> tuple[Replay, _Found]:
         with as_for_a_rehearsal(model, plain, terms, wide=wide):
             small, loss, records = trained(partial(cut, wide=wide), model, plain, step)
-            joiner = Joiner(manager, small.sequences, small.rows, len(small.micro_batches), device)
-            ranks = Ranks(model, manager, plain, joiner, records)
+            ranks = Ranks(model, manager, plain, small, records, device)
             ranks.exchange()
             batch = {n: on_device(x, device) for n, x in small.called.items()}
-            run = _replayed(plain, ranks, batch, partial(_loss, small, terms, loss_fn), loss)
-            return *run, _explained(terms, manager, run[1].first, len(small.micro_batches))
+            return _replayed(plain, ranks, batch, partial(_loss, small, terms, loss_fn), loss)
 
     try:
-        replay, found, why = _widest(compared, narrow)
+        replay, found = _widest(compared, narrow)
     except Exception as error:
         if not added or isinstance(error, torch.OutOfMemoryError):
             raise
@@ -108,14 +105,14 @@ def rehearse_step(
         )
         return
     if found.first is not None:
-        _refuse(found.first, found, terms, manager, why)
+        _refuse(found.first, found, terms, manager, len(micro_batches))
     replay.unasked += [f"loss_fn, which reads {listed(added)}"] * bool(added)
     _report(replay, found, terms, pipeline.module, time.perf_counter() - began)
 
 
 def _widest(
-    compared: Callable[..., tuple[Replay, _Found, str]], narrow: str | None
-) -> tuple[Replay, _Found, str]:
+    compared: Callable[..., tuple[Replay, _Found]], narrow: str | None
+) -> tuple[Replay, _Found]:
     """Compare in float32, or, if code is made for the run's dtype alone, in that, and say so.
 
     Args:
@@ -123,21 +120,21 @@ def _widest(
         narrow: Why not in float32: "" if the run is not narrower; None if nothing speaks against.
     """
     if narrow is not None:
-        found = compared(wide=False)
-        found[0].unasked += [f"anything in float32, {narrow}"] * bool(narrow)
-        return found
+        replay, found = compared(wide=False)
+        replay.unasked += [f"anything in float32, {narrow}"] * bool(narrow)
+        return replay, found
     try:
-        found = compared(wide=True)
-        problem = found[1].problem
+        replay, found = compared(wide=True)
+        problem = found.problem
         if problem is None:
-            return found
+            return replay, found
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # which the run's dtype may not raise
         problem = f"{type(error).__name__}: {error}"
-    found = compared(wide=False)
-    found[0].unasked.append(f"anything in float32, which fails ({problem})")
-    return found
+    replay, found = compared(wide=False)
+    replay.unasked.append(f"anything in float32, which fails ({problem})")
+    return replay, found
 
 
 def _agreed(
@@ -304,12 +301,9 @@ def _write(line: str) -> None:
     sys.stderr.write(line)
 
 
-def _explained(
-    terms: Terms, manager: ProcessGroupManager, first: Finding | None, micro_batches: int
-) -> str:
-    """Return in words why a layout may differ, if it does."""
-    if first is None:
-        return ""
+def _refuse(
+    first: Finding, found: _Found, terms: Terms, manager: ProcessGroupManager, micro_batches: int
+) -> NoReturn:
     divided = {
         "tp": manager.tp_size > 1,
         "sequence_parallel": terms.shares_sequences,
@@ -317,12 +311,7 @@ def _explained(
         "rows": manager.dp_size > 1 or micro_batches > 1,
         "pp": manager.pp_size > 1,
     }
-    return "; ".join(_ADVICE[axis] for axis, holds in divided.items() if holds)
-
-
-def _refuse(
-    first: Finding, found: _Found, terms: Terms, manager: ProcessGroupManager, why: str
-) -> NoReturn:
+    why = "; ".join(_ADVICE[axis] for axis, holds in divided.items() if holds)
     note = f" ({first.note})" if first.note else ""
     raise RehearsalError(
         f"{describe_rank()}: {terms.name} computes something else on {manager.grid} than in one "

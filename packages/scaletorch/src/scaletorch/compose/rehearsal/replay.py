@@ -19,12 +19,10 @@ import torch
 from torch import Tensor
 
 from ...dist.building import map_tensors
+from ...parallel.pg_manager.building import ModuleState
 from ..summation import root_mean_square
 from .calls import Both, Call, Handover, sum_of
-from .quiet import State
 from .recording import hidden_of, is_same
-
-Gradients = dict[str, Tensor]
 
 
 @dataclass(slots=True)
@@ -43,7 +41,7 @@ class Replay(Both):
     _turns: dict[str, int] = field(default_factory=dict)
     _earlier: list[tuple[str, Tensor, int]] = field(default_factory=list)  # within checkpoints
     _done: dict[str, list[Call]] = field(default_factory=dict)
-    _found: Gradients = field(default_factory=dict)
+    _found: dict[str, Tensor] = field(default_factory=dict)  # gradients
     _beside: set[str] = field(default_factory=set)  # weights that have gradients otherwise
     _leaves: list[tuple[Call, int, str, ref[Tensor]]] = field(default_factory=list)
     _anchor: Tensor = field(default_factory=lambda: torch.zeros(1, requires_grad=True))
@@ -113,7 +111,7 @@ class Replay(Both):
         """Answer a call of a unit: the ranks' hidden states in place of its own."""
         x = hidden_of((args, kwargs))
         turn = self._turn_of(name, x)
-        before = State(self.plain.units[name].modules())
+        before = ModuleState(self.plain.units[name].modules())
         call = Call(self, self._add_call, name, run, args, kwargs, x, turn, before)
         if x is not None:
             ours, _ = self.ranks.join(name, turn, "given", x.shape)
@@ -226,12 +224,10 @@ class Replay(Both):
         other = call.other_output
         if not compare(what, ours, output.detach(), is_hidden=True, other=other, again=again):
             self.judge.missing(f"{name} gives another answer each time")
-        found = call.gradients(made)
-        if made.inputs:
-            what, other = f"gradient of the input of {name}", partial(call.other, 0)
-            compare(what, went, found[0], is_hidden=True, other=other)
-        trained = [n for n, weight in made.weights.items() if weight.requires_grad]
-        gradients = dict(zip(trained, found[len(made.inputs) :], strict=True))
+        inputs, gradients = call.gradients(made)
+        if inputs:
+            what, other = f"gradient of the input of {name}", call.other_input
+            compare(what, went, inputs[0], is_hidden=True, other=other)
         typical = root_mean_square(g for g in gradients.values() if g is not None)
         for each, gradient in gradients.items():
             other = partial(sum_of, each, [call])

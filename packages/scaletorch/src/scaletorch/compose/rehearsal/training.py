@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...dist import get_local_size
 from ...parallel.data_parallel import DataParallelBucket
 from ...parallel.data_parallel.building import NARROW, widened
-from ...parallel.pg_manager.building import eagerly
+from ...parallel.pg_manager.building import eagerly, restored
 from ...parallel.pipeline_parallel.building import PassThrough, forms_cast
 from ..forward import Terms, pipeline_of, rehearsing, terms_of, wait_for_parameters
 from ..plain import Plain
@@ -20,7 +20,6 @@ from .batch import SmallBatch
 from .quiet import (
     buffers_in,
     is_narrow,
-    restored,
     without_autocast,
     without_dropout,
 )

@@ -68,7 +68,7 @@ def execute(
     # Every rank asks at the end of every step, also if all went well here.
     noted, first = _settled(group, failed=False, noted=note())
     if first is not None:
-        raise StageError(first)
+        raise StageError(*first)
     return noted
 
 
@@ -84,7 +84,7 @@ def _tell(
     Raises:
         StageError: It came of what another rank has told.
     """
-    own = None if isinstance(error, StageError) else (time.time(), _text(error, task))
+    own = None if isinstance(error, StageError) else (time.time(), *_told(error, task))
     first = None
     with suppress(Exception):  # what has happened first is raised, whatever else fails now
         # Those that have begun are under way as they are; all later ones pass empty, in their
@@ -95,9 +95,9 @@ def _tell(
     if first is None:
         return
     if own is None:
-        raise StageError(first) from None
-    if first != own[1]:  # it may have come of that, by what was missing then
-        error.add_note(f"Before that, {first}")
+        raise StageError(*first) from None
+    if first != own[1:]:  # it may have come of that, by what was missing then
+        error.add_note(f"Before that, {first[0]}")
 
 
 def _settled(
@@ -105,12 +105,12 @@ def _settled(
     *,
     failed: bool,
     noted: bool = False,
-    own: tuple[float, str] | None = None,
-) -> tuple[bool, str | None]:
+    own: tuple[float, str, str] | None = None,
+) -> tuple[bool, tuple[str, str] | None]:
     """End the step, on all ranks.
 
     Returns:
-        Whether any rank has noted something, and the message of the first that failed, or None.
+        Whether any rank has noted something; error and type of the first that failed, or None.
     """
     if group is None:
         return noted, None
@@ -119,15 +119,16 @@ def _settled(
     if not failed:
         return noted, None
     found = [each for each in all_gather_object(own, group=group) if each is not None]
-    return noted, min(found)[1]
+    _, text, kind = min(found)
+    return noted, (text, kind)
 
 
-def _text(error: Exception, task: Task | None) -> str:
-    """Say who failed where, with the type and the message of the error from the first line on."""
+def _told(error: Exception, task: Task | None) -> tuple[str, str]:
+    """Return who failed where and the error, from its type on in the first line; and that type."""
     where = "its last messages" if task is None else f"{task.action} of this step"
     kind = type(error)
     own = kind.__module__ in ("builtins", "__main__")
     name = kind.__qualname__ if own else f"{kind.__module__}.{kind.__qualname__}"
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
     text = f"{describe_rank()} failed in {where}: {name}: {error}{notes}"
-    return text.encode(errors="backslashreplace").decode()  # also what no codec takes
+    return text.encode(errors="backslashreplace").decode(), name  # also what no codec takes

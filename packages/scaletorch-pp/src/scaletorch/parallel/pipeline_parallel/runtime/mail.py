@@ -30,7 +30,15 @@ Make = Callable[[tuple[TensorForm, ...]], list[Tensor]]
 
 
 class StageError(ScaletorchError, RuntimeError):
-    """A stage on another rank raised in the middle of a step; the message has that error."""
+    """A stage on another rank raised in the middle of a step; the message has that error.
+
+    Attributes:
+        kind: The name of that error's class, with its module unless that is `builtins`.
+    """
+
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class Key(NamedTuple):

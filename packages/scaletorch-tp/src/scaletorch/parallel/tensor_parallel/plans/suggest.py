@@ -26,13 +26,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ....dist import get_rank
-from ...pg_manager.building import eagerly, matching
+from ...pg_manager.building import eagerly, matching, restored
 from ..cuts.styles import Fused
 from ..layers.multihead import ParallelMultiheadAttention
 from .examples import examples, structure
 from .plan import Divide, Plan, Style
 from .resolve import Resolved, UnplannedError, resolve
-from .trial import Unit, as_before, call, computes_the_same, features, generic, is_linear, stand_in
+from .trial import Unit, call, computes_the_same, features, generic, is_linear, stand_in
 from .vocabulary import vocabulary_styles
 
 _MOST_TRIALS = 64  # of integer attributes that may count heads or features
@@ -71,7 +71,7 @@ def suggest_plan(
     with (
         _disable_current_modes(),
         device,
-        as_before(model),
+        restored(model, every=True),
         torch.no_grad(),
         eagerly(),
         sdpa_kernel(SDPBackend.MATH),  # others may take NaN for what is masked

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
+from ...pg_manager.building import restored
 from .plan import Match, Style, look_up
 from .resolve import Resolved, resolve
 
@@ -46,7 +47,7 @@ class Unit:
         """
         module = self.module if module is None else module
         args, kwargs = copy.deepcopy((self.args or (), dict(self.kwargs)))
-        with as_before(module):
+        with restored(module, every=True):
             random.seed(0)
             torch.manual_seed(0)
             return [*tensors_in(module(*args, **kwargs))]
@@ -67,32 +68,6 @@ class Unit:
         kinds = [(name, type(m)) for name, m in self.module.named_modules()]
         shapes = [(name, p.shape) for name, p in self.module.named_parameters()]
         return generic(self.name), tuple(kinds), tuple(shapes)
-
-
-@contextmanager
-def as_before(model: nn.Module) -> Iterator[None]:
-    """Put back, in the end, random generators, and the modules' buffers and attributes."""
-    modules = [*model.modules()]
-    held = [({**vars(m)}, {**m._buffers}) for m in modules]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = {p.device for p in model.parameters()} - {torch.device("cpu"), torch.device("meta")}
-    state = random.getstate()
-    try:
-        with ExitStack() as forked:
-            forked.enter_context(torch.random.fork_rng([]))
-            for device in devices:
-                forked.enter_context(torch.random.fork_rng([device], device_type=device.type))
-            yield
-    finally:
-        random.setstate(state)
-        for module, (attributes, own) in zip(modules, held, strict=True):
-            for name in vars(module).keys() - attributes.keys():
-                del vars(module)[name]
-            vars(module).update(attributes)
-            module._buffers.update(own)
-        with torch.no_grad():
-            for buffer, values in buffers:
-                buffer.copy_(values)
 
 
 def stand_in(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
