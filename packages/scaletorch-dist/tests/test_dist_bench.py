@@ -2,8 +2,9 @@
 
 import json
 import math
-import subprocess
+import runpy
 import sys
+import warnings
 
 import pytest
 from torch.distributed.run import parse_args
@@ -24,7 +25,7 @@ from scaletorch.dist.bench import (
 )
 from scaletorch.dist.testing import run_ranks
 
-BENCH = [sys.executable, "-m", "scaletorch.dist.bench"]
+BENCH = "scaletorch.dist.bench"
 QUICK = ["--max-size", "64K", "--factor", "100", "--seconds", "0.01"]
 
 
@@ -76,15 +77,13 @@ def test_groups_along_an_axis():
     assert run_ranks(find_axis, 4, "tp=2,dp=2", "dp") == [(0, 2), (1, 3)] * 2
 
 
-def bench(*arguments):
-    done = subprocess.run([*BENCH, *arguments], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_a_whole_run_prints_a_table_and_writes_json(tmp_path):
+def test_a_whole_run_prints_a_table_and_writes_json(tmp_path, monkeypatch, capfd):
+    """As `python -m scaletorch.dist.bench`, in a process that has torch already."""
     data = tmp_path / "out.json"
-    text = bench("--ranks", "2", *QUICK, "--json", str(data))
+    monkeypatch.setattr(sys, "argv", ["bench", "--ranks", "2", *QUICK, "--json", str(data)])
+    with warnings.catch_warnings(action="ignore"):  # runpy's, of a module that is imported already
+        runpy.run_module(BENCH, run_name="__main__", alter_sys=True)
+    text = capfd.readouterr().out
     written = json.loads(data.read_text())
     assert set(written["constants"]) == set(CASES) == {row["call"] for row in written["rows"]}
     assert all(f"\n{name} " in text for name in CASES)
@@ -103,7 +102,7 @@ def test_an_axis_of_a_grid_under_torchrun(tmp_path, capfd):
     data = tmp_path / "tp.json"
     words = [*QUICK, "--grid", "tp=2,dp=2", "--axis", "tp", "--backend", "gloo"]
     words += ["--calls", "all_reduce", "ping_pong", "--json", str(data)]
-    command = parse_args(["--standalone", "--nproc-per-node", "4", "-m", BENCH[-1], *words])
+    command = parse_args(["--standalone", "--nproc-per-node", "4", "-m", BENCH, *words])
     assert command.training_script_args == words
     run_ranks(main, 4, words, init=False)
     conditions = json.loads(data.read_text())["conditions"]

@@ -1,11 +1,12 @@
 """Ranks: what they return, how they fail, what they leave behind."""
 
+import contextlib
 import functools
+import importlib.util
 import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import threading
@@ -13,6 +14,7 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -349,12 +351,6 @@ def test_the_fork_of_a_pools_owner_does_not_end_the_pool():
         assert len(pool.run(pid)) == 1
 
 
-def write_program(folder, text):
-    path = folder / "program.py"
-    path.write_text(textwrap.dedent(text))
-    return str(path)
-
-
 PROGRAM = """
     import os, sys, time
     import torch.distributed as c10d
@@ -367,38 +363,42 @@ PROGRAM = """
     def work():
         return Answer()
 
-    def sleep():
-        print("pid", os.getpid(), flush=True)
-        time.sleep(600)
-
     if __name__ == "__main__":
-        if sys.argv[1:] == ["sleep"]:
-            launch(sleep, 2)
         print([answer.rank for answer in launch(work, 2)])
 """
 
 
-def test_a_program_launches_functions_of_its_own(tmp_path):
-    path = write_program(tmp_path, PROGRAM)
-    for command in ([path], ["-m", "program"]):
-        done = subprocess.run(
-            [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=200
-        )
-        assert done.stdout == "[0, 1]\n", done.stderr
+def be_python(folder, *words):
+    """Do what `python *words` does in a folder, in a process that has torch already."""
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    program = ModuleType("__main__")
+    program.__spec__ = importlib.util.find_spec(words[1]) if words[0] == "-m" else None
+    program.__file__ = words[0] if program.__spec__ is None else program.__spec__.origin
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = program
+    exec(compile(Path(program.__file__).read_text(), program.__file__, "exec"), vars(program))
 
 
-def test_what_is_typed_into_an_interpreter_is_refused(tmp_path):
-    program = "from scaletorch.dist import launch\ndef f(): pass\nlaunch(f, 2)\n"
-    done = subprocess.run(
-        [sys.executable, "-"], input=program, capture_output=True, text=True, timeout=200
-    )
-    assert "put it in a file and import it" in done.stderr
+def run_programs(folder):
+    be_python(folder, "program.py")
+    be_python(folder, "-m", "program")
+    with pytest.raises(RankFailedError, match="starts ranks while a rank imports it"):
+        be_python(folder, "unguarded.py")
 
 
-def test_a_program_without_a_main_guard_is_told_so(tmp_path):
-    path = write_program(tmp_path, PROGRAM.partition("if __name__")[0] + "launch(work, 2)")
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=200)
-    assert "starts ranks while a rank imports it" in done.stderr
+def test_programs_launch_functions_of_their_own_below_a_main_guard(tmp_path, capfd):
+    text = textwrap.dedent(PROGRAM)
+    (tmp_path / "program.py").write_text(text)
+    (tmp_path / "unguarded.py").write_text(text.partition("if __name__")[0] + "launch(work, 2)")
+    launch(run_programs, 1, tmp_path, init=False, timeout=200)
+    assert capfd.readouterr().out == "[0, 1]\n" * 2
+
+
+def test_what_is_typed_into_an_interpreter_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    monkeypatch.setattr(nothing, "__module__", "__main__")
+    with pytest.raises(InvalidArgumentError, match="put it in a file and import it"):
+        launch(nothing, 2)
 
 
 STUBBORN = """
@@ -424,21 +424,31 @@ STUBBORN = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_ranks_end_with_the_program_that_launched_them(tmp_path, number):
-    """Whatever each of them is at."""
-    path = write_program(tmp_path, STUBBORN)
-    program = subprocess.Popen(
-        [sys.executable, path], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    with program:
-        pids = [int(program.stdout.readline().split()[1]) for _ in range(4)]
-        program.send_signal(number)
-        program.wait(20)
+def end_a_program(folder, number):
+    """Fork a process that runs the program, end it by a signal, and wait for its ranks' end."""
+    readable, writable = os.pipe()
+    program = os.fork()
+    if program == 0:
+        os.dup2(writable, 1)
+        with contextlib.suppress(BaseException):
+            be_python(folder, "program.py")
+        os._exit(0)
+    os.close(writable)
+    with open(readable) as said:
+        pids = [int(said.readline().split()[1]) for _ in range(4)]
+        os.kill(program, number)
+        os.waitpid(program, 0)
         deadline = time.monotonic() + 10
         while any(Path(f"/proc/{each}").exists() for each in pids):
             assert time.monotonic() < deadline, "a rank outlived its program"
             time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_ranks_end_with_the_program_that_launched_them(tmp_path, number):
+    """Whatever each of them is at."""
+    (tmp_path / "program.py").write_text(textwrap.dedent(STUBBORN))
+    launch(end_a_program, 1, tmp_path, int(number), init=False, timeout=200)
 
 
 def test_a_port_is_none_that_the_system_gives_others(monkeypatch):
