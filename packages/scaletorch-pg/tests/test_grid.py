@@ -206,7 +206,6 @@ def test_groups_of_a_rank_are_not_looked_up_in_lists_of_all():
         for axis in ("tp", "cp", "pp", "dp"):
             assert rank in grid.group(axis, rank)
         grid.ring_neighbours("cp", rank)
-        grid.ring_neighbours("world", rank)
         grid.pipeline_neighbours(rank)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()

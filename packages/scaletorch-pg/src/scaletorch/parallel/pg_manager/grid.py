@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...dist.errors import InvalidArgumentError
-
-# (stride, size) of the digits that vary in a group, slowest first.
-Steps = list[tuple[int, int]]
 
 
 def exchange(number: int, width: int, *, fast: int, slow: int) -> int:
@@ -18,36 +15,6 @@ def exchange(number: int, width: int, *, fast: int, slow: int) -> int:
     block, rest = divmod(number, width)
     slower, faster = divmod(block, fast)
     return (faster * slow + slower) * width + rest
-
-
-def first_of(number: int, steps: Steps) -> int:
-    """Return the first member of the group that holds `number`."""
-    return number - sum(number // stride % size * stride for stride, size in steps)
-
-
-def position_of(number: int, steps: Steps) -> int:
-    """Return the place of `number` in its group."""
-    position = 0
-    for stride, size in steps:
-        position = position * size + number // stride % size
-    return position
-
-
-def walk(first: int, steps: Steps) -> list[int]:
-    """Return the numbers reached from `first` by every combination of steps, ascending."""
-    numbers = [first]
-    for stride, size in steps:
-        numbers = [number + index * stride for number in numbers for index in range(size)]
-    return numbers
-
-
-def at(first: int, steps: Steps, position: int) -> int:
-    """Return the number at a position of the group, counted round: -1 is the last one."""
-    number = first
-    for stride, size in reversed(steps):
-        position, index = divmod(position, size)
-        number += index * stride
-    return number
 
 
 # Slowest first: neighbours on the line differ in etp.
@@ -222,10 +189,7 @@ class Grid:
 
     def size(self, axis: str) -> int:
         """Return the number of ranks in each group of `axis`."""
-        product = 1
-        for _, size in self._steps(*_view(axis)):
-            product *= size
-        return product
+        return math.prod(getattr(self, name) for name in axis_names(axis))
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return the coordinates of a global rank.
@@ -233,11 +197,7 @@ class Grid:
         Raises:
             InvalidArgumentError: `rank` outside `0 .. world_size - 1`.
         """
-        self._check_rank(rank)
-        rest, tp = divmod(rank, self.tp)
-        rest, cp = divmod(rest, self.cp)
-        dp, pp = divmod(rest, self.pp)
-        return Coordinates(dp, pp, cp, tp)
+        return Coordinates(*self._place(ORDER, rank))
 
     def rank(self, *, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 0) -> int:
         """Return the global rank at the coordinates; those left out are 0.
@@ -260,9 +220,7 @@ class Grid:
         Raises:
             InvalidArgumentError: `rank` outside `0 .. world_size - 1`.
         """
-        rest, etp = divmod(self._number(EXPERT_ORDER, rank), self.etp)
-        rest, ep = divmod(rest, self.ep)
-        return ExpertCoordinates(rest % self.edp, ep, etp)
+        return ExpertCoordinates(*self._place(EXPERT_ORDER, rank)[1:])
 
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
         """Return the global ranks of the `axis` group that holds `rank`, ascending.
@@ -273,32 +231,23 @@ class Grid:
             InvalidArgumentError: Unknown `axis`, or `rank` outside the grid.
         """
         order, names = _view(axis)
-        steps = self._steps(order, names)
-        first = first_of(self._number(order, rank), steps)
-        return tuple(self._ranks(order, walk(first, steps)))
+        return tuple(self._ranks(order, names, self._place(order, rank)))
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """Return all groups of `axis`, by first rank; together they hold every rank once."""
         order, names = _view(axis)
-        firsts = walk(0, self._steps(order, frozenset(order) - names))
-        offsets = walk(0, self._steps(order, names))
-        found = [
-            tuple(self._ranks(order, [first + offset for offset in offsets])) for first in firsts
-        ]
-        return found if order is ORDER else sorted(found)
+        firsts = self._ranks(order, frozenset(order) - names, [0] * len(order))
+        return [self.group(axis, first) for first in sorted(firsts)]
 
     def group_rank(self, axis: str, rank: int) -> int:
         """Return the position of `rank` in its `axis` group, from 0."""
-        order, names = _view(axis)
-        return position_of(self._number(order, rank), self._steps(order, names))
+        return self.group(axis, rank).index(rank)
 
     def ring_neighbours(self, axis: str, rank: int) -> RingNeighbours:
         """Return the next and previous rank round the `axis` group; `rank` if it is alone."""
-        order, names = _view(axis)
-        number, steps = self._number(order, rank), self._steps(order, names)
-        first, position = first_of(number, steps), position_of(number, steps)
-        ends = [at(first, steps, position + 1), at(first, steps, position - 1)]
-        return RingNeighbours(*self._ranks(order, ends))
+        group = self.group(axis, rank)
+        position = group.index(rank)
+        return RingNeighbours(group[(position + 1) % len(group)], group[position - 1])
 
     def pipeline_neighbours(self, rank: int) -> PipelineNeighbours:
         """Return the ranks of the previous and next stage, or None at the ends."""
@@ -309,25 +258,27 @@ class Grid:
             rank + stride if stage < self.pp - 1 else None,
         )
 
-    def _steps(self, order: tuple[str, ...], names: Iterable[str]) -> Steps:
-        """Return (stride, size) of the named axes, slowest first, axes of one rank left out."""
-        steps, stride = [], 1
-        for axis in reversed(order):
-            size: int = getattr(self, axis)
-            if axis in names and size > 1:
-                steps.append((stride, size))
-            stride *= size
-        return steps[::-1]
-
-    def _number(self, order: tuple[str, ...], rank: int) -> int:
-        """Return a rank's number where ranks are counted in `order`."""
+    def _place(self, order: tuple[str, ...], rank: int) -> list[int]:
+        """Return the coordinates of a rank on the axes of `order`."""
         self._check_rank(rank)
-        if order is ORDER:
-            return rank
-        return exchange(rank, self.cp * self.tp, fast=self.pp, slow=self.dp)
+        number = rank
+        if order is not ORDER:
+            number = exchange(rank, self.cp * self.tp, fast=self.pp, slow=self.dp)
+        place = []
+        for axis in reversed(order):
+            number, index = divmod(number, getattr(self, axis))
+            place.append(index)
+        return place[::-1]
 
-    def _ranks(self, order: tuple[str, ...], numbers: list[int]) -> list[int]:
-        """Return the ranks with these numbers, which ascend within a stage as the numbers do."""
+    def _ranks(
+        self, order: tuple[str, ...], names: frozenset[str], place: Sequence[int]
+    ) -> list[int]:
+        """Return the ranks at every coordinate of the named axes, and at `place` on the others."""
+        numbers = [0]
+        for axis, index in zip(order, place, strict=True):
+            size = getattr(self, axis)
+            chosen = range(size) if axis in names else (index,)
+            numbers = [number * size + each for number in numbers for each in chosen]
         if order is ORDER:
             return numbers
         return [exchange(n, self.cp * self.tp, fast=self.dp, slow=self.pp) for n in numbers]
