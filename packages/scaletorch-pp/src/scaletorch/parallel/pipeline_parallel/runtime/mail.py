@@ -12,21 +12,11 @@ from torch import Tensor
 from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
-from .forms import (
-    HEADER_BYTES,
-    NOTHING,
-    Form,
-    Hidden,
-    TensorForm,
-    contained,
-    form_of,
-    from_header,
-    to_header,
-)
+from .forms import HEADER_BYTES, NOTHING, Form, Hidden, from_header, to_header
 from .posts import Parcel, Posts
 
 Forms = dict[Hashable, dict[int, Form]]  # by signature and stage
-Make = Callable[[tuple[TensorForm, ...]], list[Tensor]]
+Make = Callable[[tuple[Tensor, ...]], list[Tensor]]  # of the forms of tensors
 
 
 class StageError(ScaletorchError, RuntimeError):
@@ -79,9 +69,9 @@ class Mail:
             InvalidArgumentError: It has another form than last time.
         """
         known = None if key.gradient else self._forms[key.micro_batch].get(key.stage)
-        if known is not None and known is not NOTHING and form_of(value) != known:
+        if known is not None and known is not NOTHING and Form(value) != known:
             raise InvalidArgumentError(
-                f"{describe_rank()}: stage {key.stage} passes on {form_of(value)}, and passed on "
+                f"{describe_rank()}: stage {key.stage} passes on {Form(value)}, and passed on "
                 f"{known} for an earlier micro-batch whose entries had the same shapes; what it "
                 "passes on may depend on the shapes and dtypes of a micro-batch's entries alone"
             )
@@ -135,7 +125,7 @@ class Mail:
         if parcel is None:
             made = self._made.pop(key)
             # Another stage of this rank: detached, so that each stage has a backward of its own.
-            form, tensors = form_of(made), [tensor.detach() for tensor in tensors_in(made)]
+            form, tensors = Form(made), [tensor.detach() for tensor in tensors_in(made)]
         else:
             form, tensors = self._forms[key.micro_batch][key.stage], parcel.tensors
             if form is NOTHING:
@@ -143,7 +133,8 @@ class Mail:
         if torch.is_grad_enabled():
             for tensor, each in zip(tensors, form.tensors, strict=True):
                 tensor.requires_grad_(each.requires_grad)
-        return contained(tensors, form)
+        hidden: Hidden = form.filled(tensors)
+        return hidden
 
     def take_gradients(self, key: Key) -> list[Tensor]:
         """Return the output of the stage behind: a gradient of each tensor that requires one."""
@@ -190,18 +181,18 @@ class Mail:
 
     def _tell(self, key: Key, made: Hidden, peer: int) -> None:
         if key.stage not in self._forms[key.micro_batch]:
-            form = form_of(made)
+            form = Form(made)
             self._posts.send(to_header(form).to(self._posts.device), peer)
             self._forms[key.micro_batch][key.stage] = form
 
-    def _due(self, key: Key) -> tuple[TensorForm, ...]:
+    def _due(self, key: Key) -> tuple[Tensor, ...]:
         # The gradient that stage s makes is that of the output of stage s - 1.
         form = self._forms[key.micro_batch].get(key.stage - key.gradient, NOTHING)
         return form.gradients if key.gradient else form.tensors
 
-    def _empty(self, forms: tuple[TensorForm, ...]) -> list[Tensor]:
+    def _empty(self, forms: tuple[Tensor, ...]) -> list[Tensor]:
         device = self._posts.device
-        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, _ in forms]
+        return [torch.empty(form.shape, dtype=form.dtype, device=device) for form in forms]
 
-    def _zeros(self, forms: tuple[TensorForm, ...]) -> list[Tensor]:
+    def _zeros(self, forms: tuple[Tensor, ...]) -> list[Tensor]:
         return [tensor.zero_() for tensor in self._empty(forms)]

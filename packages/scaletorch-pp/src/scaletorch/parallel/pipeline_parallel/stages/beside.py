@@ -8,7 +8,6 @@ first forward of a kind finds; later ones look at the same arguments.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ..runtime.forms import blank, form_of, from_text, to_text
+from ..runtime.forms import Form
 from .stand_ins import StandIn
 
 _HIDDEN, _TENSORS, _PLACES, _VISITS = "hidden states", "beside them", "for", "visit"
@@ -145,7 +144,7 @@ class Beside:
             places.append((*place, list(stacks).index(form), at))
         text = " ".join(".".join(map(str, each)) for each in places)
         tensors = [torch.stack(alike) for alike in stacks.values()]
-        forms = json.dumps({name: to_text(form_of(each)) for name, each in samples.items()})
+        forms = Form(dict(samples))
         beside = {_TENSORS: tensors, _PLACES: text, _VISITS: visit, _FORMS: forms}
         return {_HIDDEN: hidden, **beside}
 
@@ -176,5 +175,4 @@ def _opened(given: Any) -> tuple[Any, dict[Place, Tensor], int, dict[str, Any]]:
     for each in given[_PLACES].split():
         *place, stack, at = map(int, each.split("."))
         found[Place(*place)] = given[_TENSORS][stack][at]
-    forms = {name: blank(from_text(text)) for name, text in json.loads(given[_FORMS]).items()}
-    return given[_HIDDEN], found, given[_VISITS], forms
+    return given[_HIDDEN], found, given[_VISITS], given[_FORMS].value

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ..runtime.forms import Hidden, autocasts, form_of
+from ..runtime.forms import Form, Hidden, autocasts
 from ..runtime.program import Task
 from ..schedules.builders import AnySchedule
 from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD
@@ -221,7 +221,7 @@ class Training:
         elif key not in self._lost:
             self._lost[key] = (
                 f"{describe_rank()}: stage {task.stage} gives no gradient back to stage "
-                f"{task.stage - 1}, whose hidden states {form_of(trained)} require one: what the "
+                f"{task.stage - 1}, whose hidden states {Form(trained)} require one: what the "
                 "loss is computed from does not depend on them for autograd. If the model detaches "
                 "them on purpose, freeze all modules before (requires_grad_(False)); else run its "
                 "layers outside of torch.no_grad() and of autograd functions of its own "
