@@ -102,10 +102,7 @@ class PassThrough(nn.Module):
             return passage.deliver(self._where)
         if not self._changes or (self._drops and self._drops_nothing()):
             return value
-        value = self._stand_in(passage, value, args, kwargs)
-        if self._counts and self._stage < passage.source[0]:
-            passage.latest = value
-        return value
+        return self._stand_in(passage, value, args, kwargs)
 
     forward = __call__
 
@@ -127,11 +124,10 @@ class PassThrough(nn.Module):
         # With parameters its output requires a gradient, also if what it is given does not.
         starts = self._counts and of.requires_grad
         starts = starts and not any(tensor.requires_grad for tensor in tensors_in(value))
-        fresh = starts or (passage.renews and self._stage < passage.source[0])
         made = partial(standing_like, forward=self._passages, of=of, trained=self._counts)
         if sample is not None:
             same = isinstance(value, StandIn) and isinstance(sample, Tensor)
-            if same and not fresh and (value.shape, value.dtype) == (sample.shape, sample.dtype):
+            if same and not starts and (value.shape, value.dtype) == (sample.shape, sample.dtype):
                 return value
             return made(sample)
         if self._embeds and isinstance(value, Tensor) and not isinstance(value, StandIn):
@@ -146,7 +142,7 @@ class PassThrough(nn.Module):
         if value is passage.first or next(tensors_in(value), None) is None:
             # Layers may return more than they take; dicts they mostly take as they return them.
             return made(known if isinstance(known, dict) else next(tensors_in(known), of))
-        return value if stands(value) and not fresh else made(value)
+        return value if stands(value) and not starts else made(value)
 
     def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], of: Tensor) -> Any:
         """Return what the module's forward makes of what it is given.

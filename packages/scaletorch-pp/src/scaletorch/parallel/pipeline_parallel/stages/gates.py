@@ -134,9 +134,6 @@ class _Gate:
             args, kwargs = again((args, kwargs))
         if not stands((args, kwargs)):
             return args, kwargs
-        if passage is not None:
-            args = tuple(map(passage.take, args))
-            kwargs = {argument: passage.take(value) for argument, value in kwargs.items()}
         for argument, value in chain(enumerate(args), kwargs.items()):
             if stands(value):
                 raise InvalidArgumentError(
