@@ -80,6 +80,7 @@ def fail(stage, guilty, batches, loss_fn=sum_loss, text="boom in"):
     if raised.type is StageError:
         places = "|".join(f"rank {rank}" for rank in guilty)
         assert raised.match(rf"({places}) failed in [FBIW]\d.*: ZeroDivisionError: boom in")
+        assert raised.value.kind == "ZeroDivisionError"
 
 
 def failures(schedule):

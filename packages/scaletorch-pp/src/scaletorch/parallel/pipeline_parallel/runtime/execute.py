@@ -1,4 +1,4 @@
-"""The runtime: executes one rank's program, whatever the schedule and the model are.
+"""A rank's program of a step, executed: whatever the schedule and the model are.
 
 If a stage raises in the middle of a step, every rank of the pipeline learns why at the end of the
 step: until then each makes the calls that all make, since the ranks of one stage may meet inside it
@@ -7,9 +7,12 @@ step: until then each makes the calls that all make, since the ranks of one stag
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -18,25 +21,95 @@ from ....dist import all_gather, all_gather_object
 from ....dist.building import tell_guard
 from ....dist.errors import RankFaultError
 from ...pg_manager import describe_rank
-from .mail import Mail, StageError
-from .program import Step, Task
+from ..schedules.builders import AnySchedule, built
+from ..schedules.messages import Message, program_of
+from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD, Action, Schedule
+from ..schedules.simulate import proven
+from .mail import Key, Mail, StageError
+
+
+class Task(NamedTuple):
+    """An action as its rank runs it.
+
+    Attributes:
+        action: The action.
+        stage: Its stage.
+        needs: Key of the output of another stage's action that it needs; None if it needs none.
+        makes: Key of its own output for another stage; None if there is no such stage.
+    """
+
+    action: Action
+    stage: int
+    needs: Key | None
+    makes: Key | None
+
+    def __str__(self) -> str:
+        """Return the action as text."""
+        return str(self.action)
+
+
+Program = Sequence[Task | Message]
+
+
+class Plan(NamedTuple):
+    """A schedule that was proven to run to its end, as one rank executes it.
+
+    Attributes:
+        schedule: The schedule.
+        text: Tells it from others.
+        program: The rank's tasks and messages, in order.
+    """
+
+    schedule: Schedule
+    text: str
+    program: Program
+
+
+@lru_cache(maxsize=64)
+def plan_of(schedule: AnySchedule, num_ranks: int, num_micro_batches: int, rank: int) -> Plan:
+    """Prove a schedule, and derive the program of one rank.
+
+    Raises:
+        ScheduleError: It would not run to its end, or not compute every gradient.
+    """
+    chosen = built(schedule, num_ranks, num_micro_batches)
+    program = [
+        task_of(each, chosen.stages[rank][each.chunk], chosen.num_stages)
+        if isinstance(each, Action)
+        else each
+        for each in program_of(*proven(chosen), rank)
+    ]
+    digest = hashlib.blake2b(str(chosen).encode(), digest_size=8).hexdigest()
+    return Plan(chosen, f"schedule {chosen.name!r} ({digest})", program)
+
+
+def task_of(action: Action, stage: int, num_stages: int) -> Task:
+    """Return an action with the keys of its input and its output."""
+    kind, micro_batch, _ = action
+    if kind == BACKWARD_WEIGHT:
+        return Task(action, stage, None, None)
+    gradient = kind != FORWARD
+    before, own = stage + (1 if gradient else -1), Key(stage, micro_batch, gradient)
+    needs = Key(before, micro_batch, gradient) if 0 <= before < num_stages else None
+    ends = stage == (0 if gradient else num_stages - 1)
+    return Task(action, stage, needs, None if ends else own)
 
 
 def execute(
-    steps: Sequence[Step],
+    program: Program,
     mail: Mail,
     run: Callable[[Task], None],
     group: ProcessGroup | None,
     note: Callable[[], bool],
 ) -> bool:
-    """Start each step's messages, wait for the input of its task, and run it.
+    """Start messages, wait for the input of each task, and run it.
 
     If anything raises on any rank, all ranks raise. The messages that are left still pass,
     without contents, so that no rank waits in vain and none is left over for the next step. If a
     guard is on, it tells all ranks instead, also those outside the pipeline that wait for these.
 
     Args:
-        steps: This rank's.
+        program: This rank's.
         mail: The outputs on their way.
         run: Runs a task whose input is there.
         group: The pipeline; None in one process.
@@ -49,55 +122,65 @@ def execute(
         StageError: Another rank has failed.
         RankFaultError: A guard has found a fault of another rank.
     """
-    task: Task | None = None
+    place = 0
     try:
-        for messages, task in steps:
-            if messages:
-                mail.start(messages)
-            if task is not None:
-                if task.needs is not None:
-                    mail.wait(task.needs)
-                run(task)
+        for place, each in enumerate(program):  # noqa: B007
+            if isinstance(each, Message):
+                mail.start(each)
+                continue
+            mail.flush()
+            if each.needs is not None:
+                mail.wait(each.needs)
+            run(each)
+        place = len(program)
         mail.finish()  # in the try: a last message that fails fails the step too
     except RankFaultError:  # all ranks know it, and no message of theirs comes any more
         raise
     except Exception as error:
         if isinstance(error, StageError) or not tell_guard(error):
-            _tell(error, steps, mail, group, task)
+            _tell(error, program[place:], mail, group)
         raise
     # Every rank asks at the end of every step, also if all went well here.
     noted, first = _settled(group, failed=False, noted=note())
     if first is not None:
-        raise StageError(first)
+        raise StageError(first.text, first.kind)
     return noted
 
 
-def _tell(
-    error: Exception,
-    steps: Sequence[Step],
-    mail: Mail,
-    group: ProcessGroup | None,
-    task: Task | None,
-) -> None:
+class _Failure(NamedTuple):
+    """An error of a rank: when it came, the name of its class, and a text that says where."""
+
+    time: float
+    kind: str
+    text: str
+
+
+def _tell(error: Exception, rest: Program, mail: Mail, group: ProcessGroup | None) -> None:
     """Let the messages that are left pass, and tell the others of an error.
+
+    Args:
+        error: The error.
+        rest: The program from the task or message on that has failed.
+        mail: The outputs on their way.
+        group: The pipeline.
 
     Raises:
         StageError: It came of what another rank has told.
     """
-    own = None if isinstance(error, StageError) else (time.time(), _text(error, task))
+    own = None if isinstance(error, StageError) else _failure(error, rest)
     first = None
     with suppress(Exception):  # what has happened first is raised, whatever else fails now
         # Those that have begun are under way as they are; all later ones pass empty, in their
         # order, so that sends and receives still pair on both sides.
-        mail.skip([message for step in steps for message in step.messages][mail.begun :])
+        mail.skip(each for each in rest if isinstance(each, Message))
         mail.finish()
         _, first = _settled(group, failed=True, own=own)
     if first is None:
         return
     if own is None:
-        raise StageError(first) from None
-    if first != own[1]:  # it may have come of that, by what was missing then
-        error.add_note(f"Before that, {first}")
+        raise StageError(first.text, first.kind) from None
+    if first != own:  # it may have come of that, by what was missing then
+        error.add_note(f"Before that, {first.text}")
 
 
 def _settled(
@@ -105,12 +188,12 @@ def _settled(
     *,
     failed: bool,
     noted: bool = False,
-    own: tuple[float, str] | None = None,
-) -> tuple[bool, str | None]:
+    own: _Failure | None = None,
+) -> tuple[bool, _Failure | None]:
     """End the step, on all ranks.
 
     Returns:
-        Whether any rank has noted something, and the message of the first that failed, or None.
+        Whether any rank has noted something, and the first failure, or None.
     """
     if group is None:
         return noted, None
@@ -119,15 +202,16 @@ def _settled(
     if not failed:
         return noted, None
     found = [each for each in all_gather_object(own, group=group) if each is not None]
-    return noted, min(found)[1]
+    return noted, min(found)
 
 
-def _text(error: Exception, task: Task | None) -> str:
+def _failure(error: Exception, rest: Program) -> _Failure:
     """Say who failed where, with the type and the message of the error from the first line on."""
-    where = "its last messages" if task is None else f"{task.action} of this step"
+    where = f"{rest[0]} of this step" if rest else "its last messages"
     kind = type(error)
     own = kind.__module__ in ("builtins", "__main__")
     name = kind.__qualname__ if own else f"{kind.__module__}.{kind.__qualname__}"
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
     text = f"{describe_rank()} failed in {where}: {name}: {error}{notes}"
-    return text.encode(errors="backslashreplace").decode()  # also what no codec takes
+    # Also what no codec takes.
+    return _Failure(time.time(), name, text.encode(errors="backslashreplace").decode())

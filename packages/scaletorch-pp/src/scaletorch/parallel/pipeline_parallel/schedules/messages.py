@@ -10,11 +10,11 @@ from .schedule import Action, Schedule
 from .simulate import Times, proven
 
 
-class Send(NamedTuple):
-    """A message that carries the output of one of this rank's actions.
+class Message(NamedTuple):
+    """A message between two ranks, as one of them sees it.
 
     Attributes:
-        peer: The rank that receives it.
+        peer: The other rank.
         stage: The stage that made it, on both sides.
         micro_batch: Its micro-batch.
         gradient: Whether it is the gradient of hidden states, which goes from stage s to s - 1;
@@ -26,37 +26,33 @@ class Send(NamedTuple):
     micro_batch: int
     gradient: bool
 
+    @property
+    def content(self) -> str:
+        """Its content as text such as `F3 of stage 0`, or `B3 ...` of a gradient."""
+        return f"{'B' if self.gradient else 'F'}{self.micro_batch} of stage {self.stage}"
+
+
+class Send(Message):
+    """A message that carries the output of one of this rank's actions to its peer."""
+
+    __slots__ = ()
+
     def __str__(self) -> str:
-        """Return text such as `send F3 of stage 0 to rank 1`, or `send B3 ...` of a gradient."""
-        return f"send {_made(self)} to rank {self.peer}"
+        """Return text such as `send F3 of stage 0 to rank 1`."""
+        return f"send {self.content} to rank {self.peer}"
 
 
-class Receive(NamedTuple):
-    """The same message as the rank at its other end sees it.
+class Receive(Message):
+    """The same message as the rank at its other end sees it."""
 
-    Attributes:
-        peer: The rank that sends it.
-        stage: The stage that made it, on both sides.
-        micro_batch: Its micro-batch.
-        gradient: Whether it is a gradient, as in `Send`.
-    """
-
-    peer: int
-    stage: int
-    micro_batch: int
-    gradient: bool
+    __slots__ = ()
 
     def __str__(self) -> str:
         """Return text such as `receive F3 of stage 0 from rank 1`."""
-        return f"receive {_made(self)} from rank {self.peer}"
+        return f"receive {self.content} from rank {self.peer}"
 
 
 Operation = Action | Send | Receive
-
-
-def _made(message: Send | Receive) -> str:
-    kind = "B" if message.gradient else "F"
-    return f"{kind}{message.micro_batch} of stage {message.stage}"
 
 
 def derive_messages(schedule: Schedule) -> tuple[tuple[Operation, ...], ...]:

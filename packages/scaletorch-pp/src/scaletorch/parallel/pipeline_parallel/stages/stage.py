@@ -23,7 +23,7 @@ from ...pg_manager.building import (
     show_output,
 )
 from ..runtime.forms import facts_of
-from ..runtime.posts import goes_in_batches, neighbours
+from ..runtime.mail import goes_in_batches, neighbours
 from ..schedules.builders import AnySchedule, stages_of
 from ..splitting.modules import parameter_facts, siblings_of, takes
 from ..splitting.split import Placement, Split, place

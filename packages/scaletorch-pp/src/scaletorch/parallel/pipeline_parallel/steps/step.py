@@ -13,11 +13,9 @@ from ....dist import get_comm_device, group_ranks
 from ....dist.building import agree, tell_guard
 from ....dist.errors import InvalidArgumentError, ScaletorchError, StateError
 from ...pg_manager import describe_rank
-from ..runtime.execute import execute
+from ..runtime.execute import Plan, Task, execute, plan_of
 from ..runtime.forms import Hidden
-from ..runtime.mail import Mail
-from ..runtime.posts import Posts
-from ..runtime.program import Plan, Task, plan_of
+from ..runtime.mail import Mail, Posts
 from ..schedules.builders import AnySchedule
 from ..schedules.schedule import FORWARD, Schedule
 from ..stages.stage import PipelineParallel
@@ -135,7 +133,7 @@ class Step:
                 perform(task)
 
         try:
-            return execute(self.plan.steps, self.mail, run, self.group, note)
+            return execute(self.plan.program, self.mail, run, self.group, note)
         finally:
             self.pipeline.select_all()
 

@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
+from ..runtime.execute import Task
 from ..runtime.forms import Form, Hidden, autocasts
-from ..runtime.program import Task
 from ..schedules.builders import AnySchedule
 from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD
 from ..stages.gates import check_output
