@@ -176,7 +176,7 @@ def test_hidden_states_as_inputs_embeds():
 @distributed_test(world_size=2)
 def test_autocast_around_the_step():
     """With the bits of one process, if hidden states travel as they are."""
-    for schedule in TRAINING:
+    for schedule in ("1f1b", "interleaved_1f1b", "zb_v"):
         for wire_dtype in (None, torch.float32, torch.bfloat16)[: 1 + 2 * (schedule == "1f1b")]:
             plain, batches = build(Llama).float(), make_batches(5)
             stage = split(plain, schedule)
