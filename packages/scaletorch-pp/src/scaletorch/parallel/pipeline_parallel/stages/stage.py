@@ -32,7 +32,7 @@ from .cut import cut
 from .examination import crossing, examining
 from .gates import Gates, check_output
 from .passage import Passage, Passages
-from .stand_ins import UnknownValueError, standing, standing_like, stands
+from .stand_ins import UnknownValueError, standing_like, stands
 from .state import RuntimeState
 from .ties import Tie, TiedGradients, find_ties, groups_of_owners
 from .weights import Deferral, WeightGradients, defer_weight_gradients, give_own_memory
@@ -235,7 +235,7 @@ class PipelineParallel(ModuleWrapper):
             return ids, False
         of = next(tensors_in(given))
         if ids is not None:
-            return standing(tuple(ids.shape), ids.dtype, passages, of, trained=False), False
+            return standing_like(ids, passages, of), False
         return standing_like(given, passages, of), self._takes_embeds
 
     def backward(self, input_tensor: Any, output_tensor: Any, output_tensor_grad: Any) -> Any:

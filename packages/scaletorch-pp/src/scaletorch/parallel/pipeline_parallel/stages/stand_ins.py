@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ..runtime.forms import PLAIN
+
+if TYPE_CHECKING:
+    from .passage import Passages
 
 # What these return depends on the form of what they are given, not on its values.
 OF_FORM_ALONE = {
@@ -36,18 +39,6 @@ class UnknownValueError(Exception):
     """The model's code asks for a value after the last module of a stage, of what follows it."""
 
 
-class Forward(Protocol):
-    """The forward that a stand-in belongs to."""
-
-    @property
-    def source(self) -> tuple[int, Any]:
-        """The stage that runs, and what the stage before has passed on."""
-
-    @property
-    def past(self) -> bool:
-        """Whether it runs, and what follows is another stage's."""
-
-
 class StandIn(Tensor):
     """A tensor of another stage, and all that is computed from it: a form without values.
 
@@ -56,14 +47,14 @@ class StandIn(Tensor):
 
     Attributes:
         form: A tensor on the meta device.
-        forward: The forward that it belongs to.
+        forward: The forwards of its rank, of which the running one is meant.
         source: The source of that forward, which may be over; None for a module's own tensor.
         carried: What has travelled to take its place, if anything has.
     """
 
     carried: Tensor
     form: Tensor
-    forward: Forward
+    forward: Passages
     source: tuple[int, Any] | None
     _is_param: bool
 
@@ -114,41 +105,25 @@ class StandIn(Tensor):
         _refuse_read(self.forward)
 
 
-def standing(
-    shape: tuple[int, ...], dtype: torch.dtype, forward: Forward, of: Tensor, *, trained: bool
-) -> StandIn:
-    """Return a stand-in of a form, on the device of another tensor.
-
-    Args:
-        shape: Its shape.
-        dtype: Its dtype.
-        forward: The forward that it belongs to.
-        of: A tensor that it is computed from.
-        trained: Whether it requires grad if that tensor does.
-    """
-    form = torch.empty(shape, dtype=dtype, device=_META)
-    if trained and of.requires_grad and torch.is_grad_enabled():
-        made: StandIn = _Standing.apply(of, form, forward)  # type: ignore[no-untyped-call]
-        return made
-    return _standing(form, of.device, forward, forward.source)
-
-
-def standing_like(value: Any, forward: Forward, of: Tensor, *, trained: bool = False) -> Any:
-    """Return a value in which stand-ins are in the place of tensors; `standing` has the rest.
+def standing_like(value: Any, forward: Passages, of: Tensor, *, trained: bool = False) -> Any:
+    """Return a value in which stand-ins, on the device of `of`, are in the place of tensors.
 
     Args:
         value: The value.
-        forward: The forward that they belong to.
+        forward: The forwards that they belong to.
         of: A tensor that they are computed from.
         trained: Whether all that are no integers require grad if that tensor does; else those in
             whose place they are.
     """
 
-    def form(tensor: Tensor) -> Tensor:
+    def stand_in(tensor: Tensor) -> Any:
+        form = torch.empty(tensor.shape, dtype=tensor.dtype, device=_META)
         kept = tensor.requires_grad or (trained and tensor.is_floating_point())
-        return standing(tuple(tensor.shape), tensor.dtype, forward, of, trained=kept)
+        if kept and of.requires_grad and torch.is_grad_enabled():
+            return _Standing.apply(of, form, forward)  # type: ignore[no-untyped-call]
+        return _standing(form, of.device, forward, forward.source)
 
-    return map_tensors(form, value)
+    return map_tensors(stand_in, value)
 
 
 def first_trained(*values: Any) -> Tensor | None:
@@ -171,7 +146,7 @@ class _Standing(torch.autograd.Function):
     """Make a stand-in that is computed from a tensor."""
 
     @staticmethod
-    def forward(ctx: Any, of: Tensor, form: Tensor, forward: Forward) -> StandIn:
+    def forward(ctx: Any, of: Tensor, form: Tensor, forward: Passages) -> StandIn:
         return _standing(form, of.device, forward, forward.source)
 
     @staticmethod
@@ -180,7 +155,7 @@ class _Standing(torch.autograd.Function):
 
 
 def _standing(
-    form: Tensor, device: Any, forward: Forward, source: tuple[int, Any] | None
+    form: Tensor, device: Any, forward: Passages, source: tuple[int, Any] | None
 ) -> StandIn:
     made: StandIn = Tensor._make_wrapper_subclass(
         StandIn, form.size(), strides=form.stride(), dtype=form.dtype, device=device
@@ -202,7 +177,7 @@ def _blank(tensor: Tensor) -> Tensor:
     return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: Forward) -> Any:
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: Passages) -> Any:
     """Return what a call writes to as it is: what it writes has no values.
 
     Raises:
@@ -221,7 +196,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], forwar
     return values[0] if len(schema.returns) == 1 else tuple(values)
 
 
-def _refuse_read(forward: Forward) -> NoReturn:
+def _refuse_read(forward: Passages) -> NoReturn:
     """Refuse a call that brings values to Python.
 
     Raises:
@@ -241,7 +216,7 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
-def twin_of(module: nn.Module, forward: Forward, keeps: Callable[[Any], bool]) -> nn.Module:
+def twin_of(module: nn.Module, forward: Passages, keeps: Callable[[Any], bool]) -> nn.Module:
     """Return a module's twin, which keeps no tensor of it alive. Its hooks are left out.
 
     Args:
@@ -265,7 +240,7 @@ def twin_of(module: nn.Module, forward: Forward, keeps: Callable[[Any], bool]) -
     return twin
 
 
-def cast(twin: nn.Module, forward: Forward, fn: Callable[[Tensor], Tensor]) -> None:
+def cast(twin: nn.Module, forward: Passages, fn: Callable[[Tensor], Tensor]) -> None:
     """Let the tensors of a twin have the dtype and the device that a function gives to tensors."""
     for module in twin.modules():
         for own, _ in _tensors(module, module):
@@ -298,7 +273,7 @@ def _tensors(one: nn.Module, other: nn.Module) -> list[tuple[Any, Any]]:
     return [(one._parameters, other._parameters), (one._buffers, other._buffers)]
 
 
-def _without_values(tensor: Tensor, forward: Forward, like: Tensor | None = None) -> Any:
+def _without_values(tensor: Tensor, forward: Passages, like: Tensor | None = None) -> Any:
     like = tensor if like is None else like
     made = _standing(
         torch.empty(tensor.shape, dtype=like.dtype, device=_META), like.device, forward, None
