@@ -3,24 +3,32 @@
 Such are the embedding's output, a condition that is embedded once for all layers, a skip.
 A stage runs the model's whole forward, so it meets the calls of modules that it does not have with
 what it has computed for them. Which of that was made with its own modules, and is nowhere else, the
-first forward of a kind finds; later ones look at the same arguments.
+first forward of a kind finds: it runs uncompiled, follows what is computed of what, and has its
+failures explained. Later ones look at the same arguments.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import DistError
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....dist.building import map_tensors, tensors_in
-from ....dist.errors import InvalidArgumentError
+from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
+from ...pg_manager.building import eagerly
 from ..runtime.forms import Form
-from .stand_ins import StandIn
+from .stand_ins import OF_FORM_ALONE, StandIn
+
+if TYPE_CHECKING:
+    from .passage import Passage
 
 _HIDDEN, _TENSORS, _PLACES, _VISITS = "hidden states", "beside them", "for", "visit"
 _FORMS = "forms"  # of what layers of other lists return, such as an encoder's
@@ -176,3 +184,64 @@ def _opened(given: Any) -> tuple[Any, dict[Place, Tensor], int, dict[str, Any]]:
         *place, stack, at = map(int, each.split("."))
         found[Place(*place)] = given[_TENSORS][stack][at]
     return given[_HIDDEN], found, given[_VISITS], given[_FORMS].value
+
+
+@contextmanager
+def examining(passage: Passage) -> Iterator[None]:
+    """Run the forward in this context uncompiled, and tell why the model's own code may fail.
+
+    Raises:
+        InvalidArgumentError: It fails, which may be because this stage lacks modules.
+    """
+    with eagerly(), Following(passage):
+        try:
+            yield
+        except (ScaletorchError, DistError):
+            raise
+        except Exception as error:
+            if passage.inside:  # a layer's own failure
+                raise
+            raise InvalidArgumentError(_failed(error)) from error
+
+
+def _failed(error: Exception) -> str:
+    text = " ".join(str(error).split()) or "no message"
+    return (
+        f"{describe_rank()}: the model's own code between its layers fails where modules are "
+        f"another stage's, which return tensors of a form and without values: it raised "
+        f"{type(error).__name__} ({text}). If it runs in one process, it takes something else of "
+        "them than such tensors of the form that they are given, or that layers of this stage "
+        "return: compute that inside the layers, make it an entry of the micro-batch, or use no "
+        "pipeline (pp_size=1)"
+    )
+
+
+class Following(TorchFunctionMode):
+    """While it is on, what is computed from tensors that are noted is noted too.
+
+    Args:
+        passage: The forward that runs.
+    """
+
+    def __init__(self, passage: Passage) -> None:
+        super().__init__()
+        self._passage = passage
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Make the call, and note what it makes."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name, made = getattr(func, "__name__", ""), self._passage.beside.made
+        if self._passage.inside or name in OF_FORM_ALONE or not made:
+            return result
+        if any(tensor in made for tensor in tensors_in((args, kwargs))):
+            self._passage.beside.note(result)
+            if name == "__setitem__":
+                self._passage.beside.note(args[0])
+        return result

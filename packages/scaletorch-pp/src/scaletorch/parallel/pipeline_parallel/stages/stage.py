@@ -27,10 +27,9 @@ from ..runtime.mail import goes_in_batches, neighbours
 from ..schedules.builders import AnySchedule, stages_of
 from ..splitting.modules import parameter_facts, siblings_of, takes
 from ..splitting.split import Placement, Split, place
-from .beside import again
+from .beside import again, examining
+from .calls import Gates, check_output, crossing
 from .cut import cut
-from .examination import crossing, examining
-from .gates import Gates, check_output
 from .passage import Passage, Passages
 from .stand_ins import UnknownValueError, standing_like, stands
 from .state import RuntimeState

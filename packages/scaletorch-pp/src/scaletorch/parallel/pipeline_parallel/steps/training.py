@@ -18,7 +18,7 @@ from ..runtime.execute import Task
 from ..runtime.forms import Form, Hidden, autocasts
 from ..schedules.builders import AnySchedule
 from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD
-from ..stages.gates import check_output
+from ..stages.calls import check_output
 from ..stages.weights import WeightGradients
 from .batches import Batch, LossFunction, token_mean_loss
 from .step import Step
