@@ -103,11 +103,11 @@ def _of_rank(schedule: Schedule, rank: int, filled: bytearray) -> list[int]:
     for kind, micro_batch, chunk in schedule.ranks[rank]:
         row = rows.get((kind, chunk))
         if row is None or not 0 <= micro_batch < size:
-            raise _out_of_range(schedule, rank, len(slots))
+            raise _wrong(schedule, rank, len(slots))
         first, needs, how, fills = row
         slot = first + micro_batch
         if filled[slot] or filled[needs + micro_batch] != how:
-            raise _out_of_order(schedule, rank, len(slots), bool(filled[slot]))
+            raise _wrong(schedule, rank, len(slots), twice=bool(filled[slot]))
         filled[slot] = fills
         slots.append(slot)
     return slots
@@ -131,31 +131,23 @@ def _rows(schedule: Schedule, rank: int) -> dict[tuple[str, int], tuple[int, int
     return rows
 
 
-def _out_of_range(schedule: Schedule, rank: int, place: int) -> ScheduleError:
+def _wrong(schedule: Schedule, rank: int, place: int, *, twice: bool = False) -> ScheduleError:
+    """Return the error about an action that cannot run."""
     action, chunks = schedule.ranks[rank][place], len(schedule.stages[rank])
     if action.kind not in KINDS:
         reason = f"the kind must be one of {', '.join(KINDS)}"
     elif not 0 <= action.chunk < chunks:
         reason = f"rank {rank} has {chunks} chunks, counted from 0, got chunk {action.chunk}"
-    else:
+    elif not 0 <= action.micro_batch < schedule.num_micro_batches:
         reason = f"micro-batches are 0 to {schedule.num_micro_batches - 1}"
-    return wrong(schedule, rank, place, reason)
-
-
-def _out_of_order(schedule: Schedule, rank: int, place: int, twice: bool) -> ScheduleError:
-    action = schedule.ranks[rank][place]
-    first, rule = FORWARD, "a backward must come after its forward"
-    if action.kind == BACKWARD_WEIGHT:
-        first, rule = BACKWARD_INPUT, "W must come after I; after B there is no W"
-    reason = f"it comes without {action._replace(kind=first)} before it; {rule}"
-    if twice:
+    elif twice:
         reason = "it has run already; each micro-batch has one F, and one B or one I and one W"
-    return wrong(schedule, rank, place, reason)
-
-
-def wrong(schedule: Schedule, rank: int, place: int, reason: str) -> ScheduleError:
-    """Return the error about one action."""
-    where = f"rank {rank}, action {place} ({schedule.ranks[rank][place]})"
+    else:
+        first, rule = FORWARD, "a backward must come after its forward"
+        if action.kind == BACKWARD_WEIGHT:
+            first, rule = BACKWARD_INPUT, "W must come after I; after B there is no W"
+        reason = f"it comes without {action._replace(kind=first)} before it; {rule}"
+    where = f"rank {rank}, action {place} ({action})"
     return ScheduleError(f"schedule {schedule.name!r}: {where}: {reason}")
 
 
