@@ -228,7 +228,7 @@ OTHER_FORMS = [
     lambda x: x[:, :2],
     torch.Tensor.detach,
     lambda x: (x, x),
-    lambda x: {"long " * 999: x, "x": x},
+    lambda x: {"long " * 1999: x, "x": x},
 ]
 NO_FORMS = [lambda x: (x, object()), lambda x: {"x": x, 3: x}, lambda x: [None, [2]]]
 
@@ -257,9 +257,9 @@ def test_a_form_that_is_too_long():
     batches = make_batches((2, 5), (2, 5))
     kind = InvalidArgumentError if stage.rank == 1 else StageError
     if stage.rank == 1:
-        stage.module.layers[1].change = lambda x: {"long " * 999: x, "x": x}
+        stage.module.layers[1].change = lambda x: {"long " * 1999: x, "x": x}
     for _ in range(2):
-        with pytest.raises(kind, match=r"takes \d+ bytes to describe, more than 4096: pass fewer"):
+        with pytest.raises(kind, match=r"takes \d+ bytes to describe, more than 8192: pass fewer"):
             train_step_pipeline(stage, batches, loss_fn=loss)
     if stage.rank == 1:
         stage.module.layers[1].change = None

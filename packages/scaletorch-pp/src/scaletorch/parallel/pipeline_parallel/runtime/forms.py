@@ -15,7 +15,7 @@ from ...pg_manager import describe_rank
 
 # A tensor, or a tuple, list or dict of such things and of plain values, with tensors in it.
 Hidden = Tensor | tuple[Any, ...] | list[Any] | dict[str, Any]
-HEADER_BYTES = 4096
+HEADER_BYTES = 8192
 PLAIN = (bool, int, float, str, type(None))
 
 

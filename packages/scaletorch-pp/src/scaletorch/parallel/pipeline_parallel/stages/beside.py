@@ -142,18 +142,16 @@ class Beside:
                 "of later stages are given, after one was given it; let it make a new one"
             )
         stacks: dict[Hashable, list[Tensor]] = {}
-        places = []
+        places = {}
         for place, (tensor, _) in self._leaving.items():
             form = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
             alike = stacks.setdefault(form, [])
             at = next((i for i, other in enumerate(alike) if other is tensor), len(alike))
             if at == len(alike):
                 alike.append(tensor)
-            places.append((*place, list(stacks).index(form), at))
-        text = " ".join(".".join(map(str, each)) for each in places)
+            places[place] = list(stacks).index(form), at
         tensors = [torch.stack(alike) for alike in stacks.values()]
-        forms = Form(dict(samples))
-        beside = {_TENSORS: tensors, _PLACES: text, _VISITS: visit, _FORMS: forms}
+        beside = {_TENSORS: tensors, _PLACES: places, _VISITS: visit, _FORMS: Form(dict(samples))}
         return {_HIDDEN: hidden, **beside}
 
     def tensors(self) -> list[Tensor]:
@@ -179,10 +177,8 @@ def _opened(given: Any) -> tuple[Any, dict[Place, Tensor], int, dict[str, Any]]:
     """Return hidden states, what has travelled with them, which visit's they are, and forms."""
     if type(given) is not dict or set(given) != {_HIDDEN, _TENSORS, _PLACES, _VISITS, _FORMS}:
         return given, {}, 1, {}
-    found = {}
-    for each in given[_PLACES].split():
-        *place, stack, at = map(int, each.split("."))
-        found[Place(*place)] = given[_TENSORS][stack][at]
+    tensors = given[_TENSORS]
+    found = {place: tensors[stack][at] for place, (stack, at) in given[_PLACES].items()}
     return given[_HIDDEN], found, given[_VISITS], given[_FORMS].value
 
 
