@@ -124,7 +124,7 @@ def execute(
     """
     place = 0
     try:
-        for place, each in enumerate(program):  # noqa: B007
+        for place, each in enumerate(program):
             if isinstance(each, Message):
                 mail.start(each)
                 continue
