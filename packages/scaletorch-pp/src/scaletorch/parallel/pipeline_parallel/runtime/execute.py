@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -122,23 +123,24 @@ def execute(
         StageError: Another rank has failed.
         RankFaultError: A guard has found a fault of another rank.
     """
-    place = 0
+    rest = deque(program)
     try:
-        for place, each in enumerate(program):
+        while rest:
+            each = rest[0]
             if isinstance(each, Message):
                 mail.start(each)
-                continue
-            mail.flush()
-            if each.needs is not None:
-                mail.wait(each.needs)
-            run(each)
-        place = len(program)
+            else:
+                mail.flush()
+                if each.needs is not None:
+                    mail.wait(each.needs)
+                run(each)
+            rest.popleft()
         mail.finish()  # in the try: a last message that fails fails the step too
     except RankFaultError:  # all ranks know it, and no message of theirs comes any more
         raise
     except Exception as error:
         if isinstance(error, StageError) or not tell_guard(error):
-            _tell(error, program[place:], mail, group)
+            _tell(error, rest, mail, group)
         raise
     # Every rank asks at the end of every step, also if all went well here.
     noted, first = _settled(group, failed=False, noted=note())
