@@ -24,30 +24,10 @@ from ....dist.errors import RankFaultError
 from ...pg_manager import describe_rank
 from ..schedules.builders import AnySchedule, built
 from ..schedules.messages import Message, program_of
-from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD, Action, Schedule
+from ..schedules.schedule import Schedule
 from ..schedules.simulate import proven
-from .mail import Key, Mail, StageError
-
-
-class Task(NamedTuple):
-    """An action as its rank runs it.
-
-    Attributes:
-        action: The action.
-        stage: Its stage.
-        needs: Key of the output of another stage's action that it needs; None if it needs none.
-        makes: Key of its own output for another stage; None if there is no such stage.
-    """
-
-    action: Action
-    stage: int
-    needs: Key | None
-    makes: Key | None
-
-    def __str__(self) -> str:
-        """Return the action as text."""
-        return str(self.action)
-
+from ..schedules.tasks import Task
+from .mail import Mail, StageError
 
 Program = Sequence[Task | Message]
 
@@ -74,26 +54,9 @@ def plan_of(schedule: AnySchedule, num_ranks: int, num_micro_batches: int, rank:
         ScheduleError: It would not run to its end, or not compute every gradient.
     """
     chosen = built(schedule, num_ranks, num_micro_batches)
-    program = [
-        task_of(each, chosen.stages[rank][each.chunk], chosen.num_stages)
-        if isinstance(each, Action)
-        else each
-        for each in program_of(*proven(chosen), rank)
-    ]
     digest = hashlib.blake2b(str(chosen).encode(), digest_size=8).hexdigest()
+    program = program_of(chosen, *proven(chosen), rank)
     return Plan(chosen, f"schedule {chosen.name!r} ({digest})", program)
-
-
-def task_of(action: Action, stage: int, num_stages: int) -> Task:
-    """Return an action with the keys of its input and its output."""
-    kind, micro_batch, _ = action
-    if kind == BACKWARD_WEIGHT:
-        return Task(action, stage, None, None)
-    gradient = kind != FORWARD
-    before, own = stage + (1 if gradient else -1), Key(stage, micro_batch, gradient)
-    needs = Key(before, micro_batch, gradient) if 0 <= before < num_stages else None
-    ends = stage == (0 if gradient else num_stages - 1)
-    return Task(action, stage, needs, None if ends else own)
 
 
 def execute(

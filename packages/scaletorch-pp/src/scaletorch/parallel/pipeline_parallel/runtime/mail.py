@@ -17,6 +17,7 @@ from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import has_streams
 from ..schedules.messages import Message, Receive
+from ..schedules.tasks import Key
 from .forms import HEADER_BYTES, NOTHING, Form, Hidden, from_header, to_header
 
 IN_FLIGHT = 8  # sends under way before the first is waited for: what they hold stays in memory
@@ -34,14 +35,6 @@ class StageError(ScaletorchError, RuntimeError):
     def __init__(self, message: str, kind: str = "") -> None:
         super().__init__(message)
         self.kind = kind
-
-
-class Key(NamedTuple):
-    """The name of an output: the stage that made it, its micro-batch, whether it is a gradient."""
-
-    stage: int
-    micro_batch: int
-    gradient: bool
 
 
 def goes_in_batches(group: ProcessGroup | None) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import NamedTuple
 
-from .numbering import Numbered
 from .schedule import Action, Schedule
 from .simulate import Times, proven
+from .tasks import Task, Tasks, receiver
 
 
 class Message(NamedTuple):
@@ -66,33 +66,36 @@ def derive_messages(schedule: Schedule) -> tuple[tuple[Operation, ...], ...]:
     Raises:
         ScheduleError: A schedule that `check` refuses.
     """
-    numbered, times = proven(schedule)
-    return tuple(program_of(numbered, times, rank) for rank in range(schedule.num_ranks))
+    proof = proven(schedule)
+    programs = (program_of(schedule, *proof, rank) for rank in range(schedule.num_ranks))
+    return tuple(
+        tuple(each.action if isinstance(each, Task) else each for each in program)
+        for program in programs
+    )
 
 
-def program_of(numbered: Numbered, times: Times, rank: int) -> tuple[Operation, ...]:
+def program_of(schedule: Schedule, tasks: Tasks, times: Times, rank: int) -> list[Task | Message]:
     """Return one rank's program of a schedule that is `proven`."""
     # All actions and messages stand in one order over all ranks: an action at its start, a message
     # at the end of the action that made it, before the actions that start then; messages of one
-    # time by block and micro-batch. Each program is its rank's part of that order. So ranks cannot
-    # deadlock, even where a send waits for its receive: of what has not run, take the first in the
-    # order. All that comes before it on its ranks has run, so an action has its inputs, and of a
-    # message both sides have arrived. Neighbouring messages may as well be posted together: that
-    # first message still has both sides posted, hence a group is complete after finitely many.
-    # And two ranks see the messages between them in the same order, so they match as they come.
-    schedule, owners = numbered.schedule, numbered.owners
-    size = schedule.num_micro_batches
-    pairs = zip(numbered.slots[rank], schedule.ranks[rank], strict=True)
-    events: list[tuple[float, bool, int, Operation]] = [
-        (times.starts[slot], True, place, action) for place, (slot, action) in enumerate(pairs)
-    ]
-    for block in numbered.crossings:
-        source, target = owners[block], owners[block + 1]
-        if rank in (source, target):
-            kind: type[Send | Receive] = Send if rank == source else Receive
-            peer = target if rank == source else source
-            stage, gradient = numbered.stage(block), block > schedule.num_stages
-            for m in range(size):
-                slot = block * size + m
-                events.append((times.ends[slot], False, slot, kind(peer, stage, m, gradient)))
-    return tuple(operation for *_, operation in sorted(events, key=itemgetter(0, 1, 2)))
+    # time by stage and micro-batch, forwards first. Each program is its rank's part of that order.
+    # So ranks cannot deadlock, even where a send waits for its receive: of what has not run, take
+    # the first in the order. All that comes before it on its ranks has run, so an action has its
+    # inputs, and of a message both sides have arrived. Neighbouring messages may as well be posted
+    # together: that first message still has both sides posted, hence a group is complete after
+    # finitely many. And two ranks see the messages between them in the same order, so they match
+    # as they come.
+    events: list[tuple[float, bool, tuple[int, ...], Task | Message]] = []
+    for source, own in enumerate(tasks):
+        for place, (task, (start, end)) in enumerate(zip(own, times[source], strict=True)):
+            if source == rank:
+                events.append((start, True, (place,), task))
+            if task.makes is None:
+                continue
+            stage, micro_batch, gradient = task.makes
+            target = receiver(schedule, task.makes)
+            if target != source and rank in (source, target):
+                order = (gradient, -stage if gradient else stage, micro_batch)
+                send, peer = (Send, target) if rank == source else (Receive, source)
+                events.append((end, False, order, send(peer, *task.makes)))
+    return [each for *_, each in sorted(events, key=itemgetter(0, 1, 2))]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ....dist import all_gather_object, broadcast
-from ..runtime.execute import Task
 from ..runtime.forms import tensor_of
 from ..schedules.builders import Builder, forward_only
+from ..schedules.tasks import Task
 from .batches import Batch
 from .step import Step
 

@@ -13,11 +13,12 @@ from ....dist import get_comm_device, group_ranks
 from ....dist.building import agree, tell_guard
 from ....dist.errors import InvalidArgumentError, ScaletorchError, StateError
 from ...pg_manager import describe_rank
-from ..runtime.execute import Plan, Task, execute, plan_of
+from ..runtime.execute import Plan, execute, plan_of
 from ..runtime.forms import Hidden
 from ..runtime.mail import Mail, Posts
 from ..schedules.builders import AnySchedule
 from ..schedules.schedule import FORWARD, Schedule
+from ..schedules.tasks import Task
 from ..stages.stage import PipelineParallel
 from .batches import Batch, MicroBatches, checked_dtype, checked_shape, read
 

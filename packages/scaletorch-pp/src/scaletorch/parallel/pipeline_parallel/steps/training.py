@@ -13,10 +13,10 @@ from torch.distributed import ProcessGroup
 from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ..runtime.execute import Task
 from ..runtime.forms import Form, Hidden, autocasts
 from ..schedules.builders import AnySchedule
 from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD
+from ..schedules.tasks import Task
 from ..stages.calls import check_output
 from ..stages.weights import WeightGradients
 from .batches import Batch, LossFunction, token_mean_loss
