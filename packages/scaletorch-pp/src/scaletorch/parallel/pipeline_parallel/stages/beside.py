@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,9 +26,6 @@ from ...pg_manager import describe_rank
 from ...pg_manager.building import eagerly
 from ..runtime.forms import Form
 from .stand_ins import OF_FORM_ALONE, StandIn
-
-if TYPE_CHECKING:
-    from .passage import Passage
 
 _HIDDEN, _TENSORS, _PLACES, _VISITS = "hidden states", "beside them", "for", "visit"
 _FORMS = "forms"  # of what layers of other lists return, such as an encoder's
@@ -65,6 +62,7 @@ class Beside:
         visit: Which call of the last module of the stage before returned them.
         forms: What layers of earlier stages return, by their list, on the meta device.
         made: Tensors that the stage's modules have made, while a forward is examined.
+        inside: How many modules of this stage are running, one in another.
     """
 
     def __init__(
@@ -79,6 +77,7 @@ class Beside:
         self._numbers, self._known = numbers, known
         self.hidden, self._received, self.visit, self.forms = _opened(given)
         self.made = WeakTensorKeyDictionary() if examines else None
+        self.inside = 0
         here = {numbers[name] for name in own}
         self._leaving = {
             place: (tensor, version_of(tensor))
@@ -183,19 +182,19 @@ def _opened(given: Any) -> tuple[Any, dict[Place, Tensor], int, dict[str, Any]]:
 
 
 @contextmanager
-def examining(passage: Passage) -> Iterator[None]:
+def examining(beside: Beside) -> Iterator[None]:
     """Run the forward in this context uncompiled, and tell why the model's own code may fail.
 
     Raises:
         InvalidArgumentError: It fails, which may be because this stage lacks modules.
     """
-    with eagerly(), Following(passage):
+    with eagerly(), Following(beside):
         try:
             yield
         except (ScaletorchError, DistError):
             raise
         except Exception as error:
-            if passage.inside:  # a layer's own failure
+            if beside.inside:  # a layer's own failure
                 raise
             raise InvalidArgumentError(_failed(error)) from error
 
@@ -216,12 +215,12 @@ class Following(TorchFunctionMode):
     """While it is on, what is computed from tensors that are noted is noted too.
 
     Args:
-        passage: The forward that runs.
+        beside: What is noted of the forward that runs.
     """
 
-    def __init__(self, passage: Passage) -> None:
+    def __init__(self, beside: Beside) -> None:
         super().__init__()
-        self._passage = passage
+        self._beside = beside
 
     def __torch_function__(
         self,
@@ -233,11 +232,11 @@ class Following(TorchFunctionMode):
         """Make the call, and note what it makes."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        name, made = getattr(func, "__name__", ""), self._passage.beside.made
-        if self._passage.inside or name in OF_FORM_ALONE or not made:
+        name, made = getattr(func, "__name__", ""), self._beside.made
+        if self._beside.inside or name in OF_FORM_ALONE or not made:
             return result
         if any(tensor in made for tensor in tensors_in((args, kwargs))):
-            self._passage.beside.note(result)
+            self._beside.note(result)
             if name == "__setitem__":
-                self._passage.beside.note(args[0])
+                self._beside.note(args[0])
         return result

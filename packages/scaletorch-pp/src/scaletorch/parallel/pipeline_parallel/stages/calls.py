@@ -281,7 +281,7 @@ class _Gate:
         if passage is not None:
             passage.reach(self._gates.stage, self._where)
             passage.come_back()
-            passage.inside += 1
+            passage.beside.inside += 1
             args, kwargs = passage.beside.take(self._name, (args, kwargs))
         elif self._gates.passages.running is None:
             args, kwargs = again((args, kwargs))
@@ -307,7 +307,7 @@ class _Gate:
             output = passage.leave(output)
         if torch.compiler.is_compiling() or _changes_nothing(module):
             return output
-        passage.inside -= 1
+        passage.beside.inside -= 1
         if stands(output):  # it came by another way than an argument
             raise InvalidArgumentError(f"{describe_rank()}: {self._name} computes with {_BESIDE}")
         if not last:

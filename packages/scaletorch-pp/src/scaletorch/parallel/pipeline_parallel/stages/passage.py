@@ -106,7 +106,6 @@ class Passage:
         copy: What was returned so, if the model's code may write to it.
         samples: The output of a layer, by the list that the layer is in.
         kinds: The output of a layer of this stage, by its class.
-        inside: How many modules of this stage are running, one in another.
         left: The output of the module of this stage that was called last.
         over: Whether the rest is another stage's.
     """
@@ -119,7 +118,7 @@ class Passage:
         received = {**beside.forms, siblings: beside.hidden}
         self.samples: dict[str, Any] = received if stage else {}
         self.delivered, self.over = stage == 0, False
-        self.furthest = self.inside = 0
+        self.furthest = 0
         self.first: Any = None
         self.copy: Any = None
         self.left: Any = None

@@ -207,7 +207,7 @@ class PipelineParallel(ModuleWrapper):
         output: Any = None
         with (
             crossing(self.module, self._crossed),
-            examining(passage) if passage.examines else nullcontext(),
+            examining(passage.beside) if passage.examines else nullcontext(),
             suppress(UnknownValueError),
         ):
             if named:

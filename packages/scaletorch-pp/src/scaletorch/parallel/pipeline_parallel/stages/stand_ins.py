@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,6 @@ from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ..runtime.forms import PLAIN
-
-if TYPE_CHECKING:
-    from .passage import Passages
 
 # What these return depends on the form of what they are given, not on its values.
 OF_FORM_ALONE = {
@@ -37,6 +34,18 @@ _DATA = (*PLAIN, torch.dtype, torch.device, torch.Size)
 
 class UnknownValueError(Exception):
     """The model's code asks for a value after the last module of a stage, of what follows it."""
+
+
+class Forward(Protocol):
+    """The forwards of a rank, one at a time."""
+
+    @property
+    def source(self) -> tuple[int, Any]:
+        """The stage that runs, and what the stage before has passed on."""
+
+    @property
+    def past(self) -> bool:
+        """Whether one runs, and what follows is another stage's."""
 
 
 class StandIn(Tensor):
@@ -54,7 +63,7 @@ class StandIn(Tensor):
 
     carried: Tensor
     form: Tensor
-    forward: Passages
+    forward: Forward
     source: tuple[int, Any] | None
     _is_param: bool
 
@@ -105,7 +114,7 @@ class StandIn(Tensor):
         _refuse_read(self.forward)
 
 
-def standing_like(value: Any, forward: Passages, of: Tensor, *, trained: bool = False) -> Any:
+def standing_like(value: Any, forward: Forward, of: Tensor, *, trained: bool = False) -> Any:
     """Return a value in which stand-ins, on the device of `of`, are in the place of tensors.
 
     Args:
@@ -146,7 +155,7 @@ class _Standing(torch.autograd.Function):
     """Make a stand-in that is computed from a tensor."""
 
     @staticmethod
-    def forward(ctx: Any, of: Tensor, form: Tensor, forward: Passages) -> StandIn:
+    def forward(ctx: Any, of: Tensor, form: Tensor, forward: Forward) -> StandIn:
         return _standing(form, of.device, forward, forward.source)
 
     @staticmethod
@@ -155,7 +164,7 @@ class _Standing(torch.autograd.Function):
 
 
 def _standing(
-    form: Tensor, device: Any, forward: Passages, source: tuple[int, Any] | None
+    form: Tensor, device: Any, forward: Forward, source: tuple[int, Any] | None
 ) -> StandIn:
     made: StandIn = Tensor._make_wrapper_subclass(
         StandIn, form.size(), strides=form.stride(), dtype=form.dtype, device=device
@@ -177,7 +186,7 @@ def _blank(tensor: Tensor) -> Tensor:
     return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: Passages) -> Any:
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: Forward) -> Any:
     """Return what a call writes to as it is: what it writes has no values.
 
     Raises:
@@ -196,7 +205,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], forwar
     return values[0] if len(schema.returns) == 1 else tuple(values)
 
 
-def _refuse_read(forward: Passages) -> NoReturn:
+def _refuse_read(forward: Forward) -> NoReturn:
     """Refuse a call that brings values to Python.
 
     Raises:
@@ -216,7 +225,7 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
-def twin_of(module: nn.Module, forward: Passages, keeps: Callable[[Any], bool]) -> nn.Module:
+def twin_of(module: nn.Module, forward: Forward, keeps: Callable[[Any], bool]) -> nn.Module:
     """Return a module's twin, which keeps no tensor of it alive. Its hooks are left out.
 
     Args:
@@ -240,7 +249,7 @@ def twin_of(module: nn.Module, forward: Passages, keeps: Callable[[Any], bool]) 
     return twin
 
 
-def cast(twin: nn.Module, forward: Passages, fn: Callable[[Tensor], Tensor]) -> None:
+def cast(twin: nn.Module, forward: Forward, fn: Callable[[Tensor], Tensor]) -> None:
     """Let the tensors of a twin have the dtype and the device that a function gives to tensors."""
     for module in twin.modules():
         for own, _ in _tensors(module, module):
@@ -273,7 +282,7 @@ def _tensors(one: nn.Module, other: nn.Module) -> list[tuple[Any, Any]]:
     return [(one._parameters, other._parameters), (one._buffers, other._buffers)]
 
 
-def _without_values(tensor: Tensor, forward: Passages, like: Tensor | None = None) -> Any:
+def _without_values(tensor: Tensor, forward: Forward, like: Tensor | None = None) -> Any:
     like = tensor if like is None else like
     made = _standing(
         torch.empty(tensor.shape, dtype=like.dtype, device=_META), like.device, forward, None
