@@ -14,14 +14,14 @@ from ..pg_manager import axis_group, describe_rank
 from .steps.batches import checked_dtype, checked_shape
 
 # Steps along the pipeline to the receiver, and to the sender of what is received; 0 if none.
-Ends = tuple[int, int]
-ONE_WAY: dict[str, Ends] = {
+_Ends = tuple[int, int]
+_ONE_WAY: dict[str, _Ends] = {
     "recv_forward": (0, -1),
     "send_forward": (1, 0),
     "recv_backward": (0, 1),
     "send_backward": (-1, 0),
 }
-BOTH_WAYS: dict[str, Ends] = {"send_fwd_recv_bwd": (1, 1), "send_bwd_recv_fwd": (-1, -1)}
+_BOTH_WAYS: dict[str, _Ends] = {"send_fwd_recv_bwd": (1, 1), "send_bwd_recv_fwd": (-1, -1)}
 
 
 def pipeline_communicate(
@@ -49,7 +49,7 @@ def pipeline_communicate(
     Raises:
         InvalidArgumentError: Unknown operation, or nothing to send or receive into.
     """
-    return _communicate(operation, ONE_WAY, tensor, shapes, torch.device(device), dtype, group)
+    return _communicate(operation, _ONE_WAY, tensor, shapes, torch.device(device), dtype, group)
 
 
 def bidirectional_pipeline_communicate(
@@ -78,13 +78,13 @@ def bidirectional_pipeline_communicate(
         InvalidArgumentError: Unknown operation, or nothing to send or receive into.
     """
     return _communicate(
-        operation, BOTH_WAYS, send_tensor, recv_shapes, torch.device(device), dtype, group
+        operation, _BOTH_WAYS, send_tensor, recv_shapes, torch.device(device), dtype, group
     )
 
 
 def _communicate(
     name: str,
-    operations: Mapping[str, Ends],
+    operations: Mapping[str, _Ends],
     tensor: Tensor | None,
     shape: Sequence[int] | None,
     device: torch.device,
