@@ -267,7 +267,7 @@ class RecomputedHooked(Net):
         x = self.embed(input_ids)
         for layer in self.layers:
             x = checkpoint(layer, x, entry, use_reentrant=True)
-            x.register_hook(lambda gradient: gradient * 0.5)
+            x.register_hook(lambda gradient: None)
         return self.head(x)
 
 
