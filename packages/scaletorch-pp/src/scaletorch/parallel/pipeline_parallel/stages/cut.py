@@ -75,8 +75,7 @@ class PassThrough(nn.Module):
         self._where, self._name = where, where.partition(" ")[0]
         self._embeds = hasattr(replaced, "num_embeddings") and hasattr(replaced, "embedding_dim")
         self._linear = isinstance(replaced, nn.Linear)
-        self._drops = isinstance(replaced, _DropoutNd)
-        self._changes = not isinstance(replaced, nn.Identity)
+        self._idles = isinstance(replaced, nn.Identity | _DropoutNd)
         self._runs_alike = runs_alike(replaced)
         self.training = replaced.training
         vars(self)["_twin"] = twin_of(
@@ -99,7 +98,7 @@ class PassThrough(nn.Module):
             passage.beside.offer(self._name, args, kwargs)
         if self._ends and self._stage == passage.source[0] - 1 and passage.comes():
             return passage.deliver(self._where)
-        if not self._changes or (self._drops and self._drops_nothing()):
+        if self._idles and not (self.training and getattr(self, "p", 0)):
             return value
         return self._stand_in(passage, value, args, kwargs)
 
@@ -160,9 +159,6 @@ class PassThrough(nn.Module):
             shape = tuple(like.shape[: ids.ndim]) if ids is first else (1,) * ids.ndim
         dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
         return torch.empty((*shape, self.embedding_dim), dtype=dtype, device="meta")
-
-    def _drops_nothing(self) -> bool:
-        return not self.training or not self.p
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PassThrough:
         """Cast the forms of the module's tensors too."""
