@@ -22,6 +22,7 @@ from .modules import (
     is_placed,
     listing,
     takes,
+    told,
     within,
 )
 
@@ -310,7 +311,7 @@ def _find_stacks(model: nn.Module) -> list[tuple[str, ...]]:
     transformers do), if the decoder takes no `encoder_hidden_states`, or if either has several
     lists of layers.
     """
-    paths = [_told(model, tell) for tell in ("get_encoder", "get_decoder")]
+    paths = [told(model, tell) or "" for tell in ("get_encoder", "get_decoder")]
     if not all(paths) or any(within(*pair) for pair in (paths, paths[::-1])):
         return []
     if not takes(model.get_submodule(paths[1]), "encoder_hidden_states"):
@@ -323,13 +324,6 @@ def _find_stacks(model: nn.Module) -> list[tuple[str, ...]]:
     units = [unit for path, (name,) in pairs for unit in _units_of_stack(model, path, name)]
     before, after = around(model, holder, [encoder, decoder])
     return [(*before, *units[0]), *units[1:-1], (*units[-1], *after)]
-
-
-def _told(model: nn.Module, tell: str) -> str:
-    """Return the name of the module that a method of the model returns, or nothing."""
-    method = getattr(model, tell, None)
-    found = method() if callable(method) else None
-    return next((name for name, module in model.named_modules() if module is found), "")
 
 
 def _units_of_stack(model: nn.Module, path: str, layers: str) -> list[tuple[str, ...]]:
