@@ -52,7 +52,7 @@ class Receive(Message):
         return f"receive {self.content} from rank {self.peer}"
 
 
-Operation = Action | Send | Receive
+Operation = Action | Message
 
 
 def derive_messages(schedule: Schedule) -> tuple[tuple[Operation, ...], ...]:

@@ -98,7 +98,7 @@ class PassThrough(nn.Module):
             passage.beside.offer(self._name, args, kwargs)
         if self._ends and self._stage == passage.source[0] - 1 and passage.comes():
             return passage.deliver(self._where)
-        if self._idles and not (self.training and getattr(self, "p", 0)):
+        if self._idles and not (self.training and getattr(self, "p", False)):
             return value
         return self._stand_in(passage, value, args, kwargs)
 
