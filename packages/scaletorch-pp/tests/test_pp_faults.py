@@ -80,6 +80,7 @@ def fail(stage, guilty, batches, loss_fn=sum_loss, text="boom in"):
     if raised.type is StageError:
         places = "|".join(f"rank {rank}" for rank in guilty)
         assert raised.match(rf"({places}) failed in [FBIW]\d.*: ZeroDivisionError: boom in")
+        assert raised.value.kind == "ZeroDivisionError"
 
 
 def failures(schedule):
@@ -119,9 +120,7 @@ def forwards(stage, plain, trap):
 
 
 # On 4 ranks, some of which are no neighbours of the guilty: with a stage a rank, and with two.
-@pytest.mark.parametrize(
-    ("world_size", "schedule"), [(3, "afab"), (3, "interleaved_1f1b"), (4, "1f1b"), (4, "zb_v")]
-)
+@pytest.mark.parametrize(("world_size", "schedule"), [(3, "afab"), (4, "1f1b"), (4, "zb_v")])
 def test_every_rank_raises_and_trains_on(world_size, schedule):
     run_ranks(failures, world_size, schedule)
 

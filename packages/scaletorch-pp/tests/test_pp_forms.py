@@ -13,13 +13,11 @@ from torch import nn
 from scaletorch.dist import InvalidArgumentError
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pipeline_parallel import (
-    SCHEDULES,
     StageError,
     pipeline_forward,
     train_step_pipeline,
 )
 
-TRAINING = [name for name in SCHEDULES if name != "forward_only"]
 WIDTH = 4
 NAMES = ("x", "mask", "count", "y", "bias", "nothing")
 
@@ -123,9 +121,10 @@ def forwards(stage, plain, *sizes):
 
 
 def many_forms():
-    """Every schedule with a container, and each container with several schedules."""
-    for index, schedule in enumerate(TRAINING):
-        plain = build(States, ("tuple", "list", "dict")[index % 3])
+    """Each container, with a schedule of one stage a rank, of two, and of parted backwards."""
+    schedules = {"tuple": "1f1b", "list": "interleaved_1f1b", "dict": "zb_v"}
+    for container, schedule in schedules.items():
+        plain = build(States, container)
         stage = split(plain, schedule)
         step(stage, plain, (2, 5), (2, 5), (2, 5), (2, 3), (1, 5))  # a last, smaller one
         step(stage, plain, (2, 5), (2, 5), (2, 5), (2, 3), (1, 5))  # all known now
@@ -151,10 +150,10 @@ def thaw(stage, plain, count):
 
 @distributed_test(world_size=2)
 def test_parameters_frozen_and_unfrozen_between_steps():
-    for schedule in ("1f1b", "interleaved_1f1b", "zb_v"):
+    for schedule in ("1f1b", "zb_v"):
         plain = build(States)
         stage = split(plain, schedule)
-        for count in (0, 4, 9, 1, 0, 4):
+        for count in (0, 4, 9, 0):
             thaw(stage, plain, count)
             step(stage, plain, (2, 5), (2, 3))
             forwards(stage, plain, (2, 5))
@@ -229,7 +228,7 @@ OTHER_FORMS = [
     lambda x: x[:, :2],
     torch.Tensor.detach,
     lambda x: (x, x),
-    lambda x: {"long " * 999: x, "x": x},
+    lambda x: {"long " * 1999: x, "x": x},
 ]
 NO_FORMS = [lambda x: (x, object()), lambda x: {"x": x, 3: x}, lambda x: [None, [2]]]
 
@@ -258,9 +257,9 @@ def test_a_form_that_is_too_long():
     batches = make_batches((2, 5), (2, 5))
     kind = InvalidArgumentError if stage.rank == 1 else StageError
     if stage.rank == 1:
-        stage.module.layers[1].change = lambda x: {"long " * 999: x, "x": x}
+        stage.module.layers[1].change = lambda x: {"long " * 1999: x, "x": x}
     for _ in range(2):
-        with pytest.raises(kind, match=r"takes \d+ bytes to describe, more than 4096: pass fewer"):
+        with pytest.raises(kind, match=r"takes \d+ bytes to describe, more than 8192: pass fewer"):
             train_step_pipeline(stage, batches, loss_fn=loss)
     if stage.rank == 1:
         stage.module.layers[1].change = None

@@ -22,7 +22,7 @@ from scaletorch.parallel.pipeline_parallel import (
     pipeline_forward,
     train_step_pipeline,
 )
-from scaletorch.parallel.pipeline_parallel.runtime import posts, program
+from scaletorch.parallel.pipeline_parallel.runtime import execute, mail
 from scaletorch.parallel.pipeline_parallel.schedules.messages import Send
 from scaletorch.parallel.pipeline_parallel.stages import ties
 
@@ -108,9 +108,9 @@ def failing(output, batch):
 
 def in_batches(exchange):
     """Patches that let messages go as on a device with streams."""
-    for module in (posts, pg_groups, ties):
+    for module in (mail, pg_groups, ties):
         patch.object(module, "exchange", exchange).start()
-    for module in (posts, pg_groups):
+    for module in (mail, pg_groups):
         patch.object(module, "has_streams", lambda group: True).start()
 
 
@@ -153,19 +153,19 @@ def test_every_schedule_passes_where_all_messages_meet(world_size):
 
 def send_late(stage):
     """Rank 1 sends the rank before it nothing until it has received all of the rank behind."""
-    program_of = program.program_of
+    program_of = execute.program_of
 
     def late(*args):
         return sorted(program_of(*args), key=lambda each: isinstance(each, Send) and not each.peer)
 
     if stage.rank == 1:
-        program.plan_of.cache_clear()
-        patch.object(program, "program_of", late).start()
+        execute.plan_of.cache_clear()
+        patch.object(execute, "program_of", late).start()
 
 
 def sum_ties_early(stage):
     """Rank 0 sums what it holds with the last rank before it sends that one anything."""
-    flush = posts.Posts.flush
+    flush = mail.Posts.flush
 
     def flush_after_ties(self):
         if self._batch[0]:
@@ -173,7 +173,7 @@ def sum_ties_early(stage):
         flush(self)
 
     if stage.rank == 0:
-        patch.object(posts.Posts, "flush", flush_after_ties).start()
+        patch.object(mail.Posts, "flush", flush_after_ties).start()
 
 
 def train_with(plant):

@@ -262,9 +262,13 @@ class HookedBetween(Between):
         return x
 
 
-class WrittenBetween(Between):
-    def between(self, x):
-        return x.detach().mul_(0.5)
+class RecomputedHooked(Net):
+    def forward(self, input_ids, entry=None, classes=None):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, entry, use_reentrant=True)
+            x.register_hook(lambda gradient: None)
+        return self.head(x)
 
 
 class MaskedBetween(Between):
@@ -337,9 +341,8 @@ def refused(cases, schedule, late=False):
                 train_step_pipeline(stage, make_batches())
                 del stage.module.forward
             errors = InvalidArgumentError, StageError
-            with pytest.raises(errors, match=f"(?s){text}") as raised:
+            with pytest.raises(errors, match=f"(?s)rank.*{text}"):
                 train_step_pipeline(stage, make_batches())
-            assert "rank" in str(raised.value).partition("\n")[0], kind
 
 
 TRAVELS = [Condition, Activated, Classes, Same, Scaled, Mean, Mask, Skip, SkipByName, SkipScaled]
@@ -352,6 +355,10 @@ REFUSED = [
     ([Kept], r"layers\.\d computes with a tensor that the model's forward makes from hidden"),
     ([Aside], r"returns a tensor with a gradient, of shape .* by another way than what the last"),
     ([Looked], "the model's forward reads a number out of hidden states"),
+    (
+        [RecomputedHooked],
+        "changes, in place or by a hook .* the hidden states after the last layer",
+    ),
 ]
 
 
@@ -363,18 +370,17 @@ EXPLAINED = [
 ]
 LATE = [
     *REFUSED,
-    ([HookedBetween], "changes the gradient of hidden states after the last layer of this stage"),
-    ([WrittenBetween], "changes, in place, the hidden states after the last layer of this stage"),
     (TRAVELS, r"layers\.\d is given, as argument (0|1|beside), a tensor that the model"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("cases", "schedule", "late"),
-    [(REFUSED + EXPLAINED, "1f1b", False), (REFUSED, "zb_v", False), (LATE, "1f1b", True)],
-)
-def test_what_is_another_tensor_here_is_refused(cases, schedule, late):
-    run_ranks(refused, 2, cases, schedule, late)
+@pytest.mark.parametrize(("cases", "late"), [(REFUSED + EXPLAINED, False), (LATE, True)])
+def test_what_is_another_tensor_here_is_refused(cases, late):
+    run_ranks(refused, 2, cases, "1f1b", late)
+
+
+def test_what_is_another_tensor_here_is_refused_on_one_rank_too():
+    refused(REFUSED, "zb_v")
 
 
 class Around(nn.Module):
@@ -568,15 +574,31 @@ def same_bits(kinds, schedule, points=None):
             require_same(stage, plain, exact=True, summed=stage.tied_parameters, atol=1e-15)
 
 
-@pytest.mark.parametrize(("ranks", "schedule"), [(2, "1f1b"), (2, "zb_v"), (4, "1f1b")])
+@pytest.mark.parametrize(("ranks", "schedule"), [(2, "zb_v"), (4, "1f1b")])
 def test_what_later_layers_are_given_beside_hidden_states_travels(ranks, schedule):
     """On four ranks it passes through stages that do not use it."""
     run_ranks(same_bits, ranks, [*TRAVELS, RecomputedBeside], schedule)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
-def test_what_is_the_same_here_stays_bit_equal(schedule):
-    run_ranks(same_bits, 2, RIGHT, schedule)
+def test_what_is_the_same_here_stays_bit_equal():
+    run_ranks(same_bits, 2, RIGHT, "1f1b")
+
+
+def test_what_is_the_same_here_stays_bit_equal_on_one_rank():
+    """But for a parameter of the model itself, whose terms are added in another order."""
+    same_bits([kind for kind in RIGHT if kind is not GainBetween], "interleaved_1f1b")
+
+
+@distributed_test(world_size=2)
+def test_a_hook_that_comes_in_a_later_step_runs_once():
+    plain = build(HookedBetween)
+    stage = split(plain)
+    for late in (False, True):
+        for model in (plain, stage.module):
+            model.forward = types.MethodType(type(model).forward if late else plainly, model)
+        serial(plain, make_batches())
+        train_step_pipeline(stage, make_batches())
+        require_same(stage, plain, exact=True, atol=1e-15)
 
 
 def test_a_first_layer_may_write_to_what_it_is_given():

@@ -80,12 +80,12 @@ def last_micro_batch_unsynced(switch: Any) -> Any:
     return early
 
 
-@fault("steps.training:Training.__post_init__", layout="1x2x1x1", born="data: labels")
-def labels_of_next_micro_batch(post_init: Any) -> Any:
+@fault("steps.training:Training.__init__", layout="1x2x1x1", born="data: labels")
+def labels_of_next_micro_batch(init: Any) -> Any:
     """Outputs of a micro-batch meet the labels of the next one."""
 
-    def mixed(self: Any) -> None:
-        post_init(self)
+    def mixed(self: Any, *args: Any) -> None:
+        init(self, *args)
         batches = self.step.inputs.batches
         labels = [batch["labels"] for batch in batches]
         for batch, of_next in zip(batches, [*labels[1:], labels[0]], strict=True):

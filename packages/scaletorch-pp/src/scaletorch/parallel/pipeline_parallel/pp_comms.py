@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,26 +13,15 @@ from ...dist.errors import InvalidArgumentError
 from ..pg_manager import axis_group, describe_rank
 from .steps.batches import checked_dtype, checked_shape
 
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """The two ends of an exchange, as steps along the pipeline: to whom, and from whom."""
-
-    to: int | None = None
-    source: int | None = None
-    receives_hidden: bool = False
-
-
-ONE_WAY = {
-    "recv_forward": Operation(source=-1, receives_hidden=True),
-    "send_forward": Operation(to=1),
-    "recv_backward": Operation(source=1),
-    "send_backward": Operation(to=-1),
+# Steps along the pipeline to the receiver, and to the sender of what is received; 0 if none.
+_Ends = tuple[int, int]
+_ONE_WAY: dict[str, _Ends] = {
+    "recv_forward": (0, -1),
+    "send_forward": (1, 0),
+    "recv_backward": (0, 1),
+    "send_backward": (-1, 0),
 }
-BOTH_WAYS = {
-    "send_fwd_recv_bwd": Operation(to=1, source=1),
-    "send_bwd_recv_fwd": Operation(to=-1, source=-1, receives_hidden=True),
-}
+_BOTH_WAYS: dict[str, _Ends] = {"send_fwd_recv_bwd": (1, 1), "send_bwd_recv_fwd": (-1, -1)}
 
 
 def pipeline_communicate(
@@ -61,7 +49,7 @@ def pipeline_communicate(
     Raises:
         InvalidArgumentError: Unknown operation, or nothing to send or receive into.
     """
-    return _communicate(operation, ONE_WAY, tensor, shapes, torch.device(device), dtype, group)
+    return _communicate(operation, _ONE_WAY, tensor, shapes, torch.device(device), dtype, group)
 
 
 def bidirectional_pipeline_communicate(
@@ -90,48 +78,42 @@ def bidirectional_pipeline_communicate(
         InvalidArgumentError: Unknown operation, or nothing to send or receive into.
     """
     return _communicate(
-        operation, BOTH_WAYS, send_tensor, recv_shapes, torch.device(device), dtype, group
+        operation, _BOTH_WAYS, send_tensor, recv_shapes, torch.device(device), dtype, group
     )
 
 
 def _communicate(
     name: str,
-    operations: Mapping[str, Operation],
+    operations: Mapping[str, _Ends],
     tensor: Tensor | None,
     shape: Sequence[int] | None,
     device: torch.device,
     dtype: torch.dtype,
     group: ProcessGroup | None,
 ) -> Tensor | None:
-    operation = operations.get(name)
-    if operation is None:
+    if name not in operations:
         message = f"unknown operation {name!r}: expected one of {', '.join(operations)}"
         raise InvalidArgumentError(message)
-    group = axis_group("pp", group)
+    group, dtype = axis_group("pp", group), checked_dtype(dtype)
     ranks = group_ranks(group)
     stage = ranks.index(get_rank())
-    to = _neighbour(stage, operation.to, len(ranks))
-    source = _neighbour(stage, operation.source, len(ranks))
+    to, source = (
+        ranks[stage + steps] if steps and 0 <= stage + steps < len(ranks) else None
+        for steps in operations[name]
+    )
     if to is not None:
         _check_tensor(name, tensor, dtype)
-    sends = [] if to is None or tensor is None else [(tensor, ranks[to])]
+    sends = [] if to is None or tensor is None else [(tensor, to)]
     recvs: list[tuple[Tensor, int]] = []
-    dtype = checked_dtype(dtype)
     if source is not None:
         sizes = checked_shape(shape if shape is not None else ())
-        recvs.append((torch.empty(sizes, dtype=dtype, device=device), ranks[source]))
+        recvs.append((torch.empty(sizes, dtype=dtype, device=device), source))
     if sends or recvs:
         exchange(sends, recvs, group=group)
     if not recvs:
         return None
-    received = recvs[0][0]
-    return received.requires_grad_(operation.receives_hidden and torch.is_grad_enabled())
-
-
-def _neighbour(stage: int, steps: int | None, num_stages: int) -> int | None:
-    if steps is None or not 0 <= stage + steps < num_stages:
-        return None
-    return stage + steps
+    hidden = operations[name][1] < 0  # from the stage before
+    return recvs[0][0].requires_grad_(hidden and torch.is_grad_enabled())
 
 
 def _check_tensor(name: str, tensor: Tensor | None, dtype: torch.dtype) -> None:

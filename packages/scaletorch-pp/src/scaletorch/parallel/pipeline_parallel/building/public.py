@@ -1,6 +1,6 @@
 """All names of `building`, each imported when it is asked for."""
 
-from ..runtime.posts import IN_FLIGHT
+from ..runtime.mail import IN_FLIGHT
 from ..splitting.balance import parameter_costs
 from ..splitting.split import parts_of
 from ..stages.calls import release, surround

@@ -2,66 +2,69 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import pickle
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....dist.building import tensors_in
+from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 
 # A tensor, or a tuple, list or dict of such things and of plain values, with tensors in it.
 Hidden = Tensor | tuple[Any, ...] | list[Any] | dict[str, Any]
-# The same with None for each tensor; a plain value comes as ("value", it), a container as its name
-# and its entries, or pairs of a name and an entry.
-Container = tuple[Any, ...] | None
-HEADER_BYTES = 4096
+HEADER_BYTES = 8192
 PLAIN = (bool, int, float, str, type(None))
-CONTAINERS: dict[str, Any] = {"tuple": tuple, "list": list, "dict": dict}
 
 
-class TensorForm(NamedTuple):
-    """The form of one tensor.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-        requires_grad: Whether its gradient comes back.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Form:
-    """The form of the value that a stage passes on.
+    """The form of a value that a stage passes on: the value itself, with its tensors on meta.
+
+    Args:
+        value: A value with tensors in it.
 
     Attributes:
-        tensors: Its tensors, in order.
-        container: What they came in; None for a tensor alone.
+        value: The value without the tensors' contents.
+        tensors: The tensors in it, in order.
     """
 
-    tensors: tuple[TensorForm, ...]
-    container: Container = None
+    def __init__(self, value: Any) -> None:
+        self.value = map_tensors(_without_contents, value)
+        self.tensors = tuple(tensors_in(self.value))
+
+    @property
+    def gradients(self) -> tuple[Tensor, ...]:
+        """Those tensors whose gradient comes back."""
+        return tuple(tensor for tensor in self.tensors if tensor.requires_grad)
+
+    def filled(self, tensors: Iterable[Tensor]) -> Any:
+        """Return the value with other tensors, in order."""
+        left = iter(tensors)
+        return map_tensors(lambda _: next(left), self.value)
 
     def __str__(self) -> str:
         """Write shapes and dtypes."""
         texts = [
-            f"{t.shape} of {t.dtype}{'' if t.requires_grad else ' without gradient'}"
+            f"{tuple(t.shape)} of {t.dtype}{'' if t.requires_grad else ' without gradient'}"
             for t in self.tensors
         ]
         return " and ".join(texts)
 
-    @property
-    def gradients(self) -> tuple[TensorForm, ...]:
-        """Those whose gradient comes back."""
-        return tuple(form for form in self.tensors if form.requires_grad)
+    def __eq__(self, other: object) -> bool:
+        """Return whether all but the tensors' contents is equal."""
+        return isinstance(other, Form) and self._facts() == other._facts()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _facts(self) -> Any:
+        return map_tensors(lambda t: (tuple(t.shape), t.dtype, t.requires_grad), self.value)
+
+
+def _without_contents(tensor: Tensor) -> Tensor:
+    needs = tensor.requires_grad
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=needs)
 
 
 NOTHING = Form(())
@@ -79,7 +82,7 @@ def strangers(value: Any) -> Iterator[Any]:
     kind = type(value)
     if isinstance(value, Tensor) or kind in PLAIN:
         return
-    if kind not in CONTAINERS.values():
+    if kind not in (tuple, list, dict):
         yield value
         return
     if kind is dict:
@@ -128,56 +131,13 @@ def facts_of(given: Any, kwargs: Mapping[str, Any]) -> Iterator[Hashable]:
         yield name, signature(value)
 
 
-def form_of(hidden: Hidden) -> Form:
-    """Return the form of the value that a stage passes on."""
-    forms = tuple(TensorForm(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_in(hidden))
-    return Form(forms, _container(hidden))
-
-
-def _container(value: Any) -> Container:
-    if isinstance(value, Tensor):
-        return None
-    kind = type(value)
-    if kind is dict:
-        return "dict", tuple((name, _container(entry)) for name, entry in value.items())
-    if kind in CONTAINERS.values():
-        return kind.__name__, tuple(map(_container, value))
-    return "value", value
-
-
-def contained(tensors: Sequence[Tensor], form: Form) -> Hidden:
-    """Put tensors back into the container that they came in."""
-    hidden: Hidden = _filled(form.container, iter(tensors))
-    return hidden
-
-
-def _filled(container: Container, tensors: Iterator[Tensor]) -> Any:
-    if container is None:
-        return next(tensors)
-    kind, entries = container
-    if kind == "value":
-        return entries
-    if kind == "dict":
-        return {name: _filled(entry, tensors) for name, entry in entries}
-    return CONTAINERS[kind](_filled(entry, tensors) for entry in entries)
-
-
-def blank(form: Form | None) -> Any:
-    """Return what has a form, on the meta device."""
-    tensors = [
-        torch.empty(t.shape, dtype=t.dtype, device="meta", requires_grad=t.requires_grad)
-        for t in (form or NOTHING).tensors
-    ]
-    return None if form is None else contained(tensors, form)
-
-
 def to_header(form: Form | None) -> Tensor:
     """Write a form into a message of `HEADER_BYTES` bytes; None says that there is none to come.
 
     Raises:
         InvalidArgumentError: Too many tensors, or names too long.
     """
-    text = to_text(form).encode()
+    text = pickle.dumps(form)
     if len(text) > HEADER_BYTES:
         raise InvalidArgumentError(
             f"{describe_rank()}: what a stage passes on takes {len(text)} bytes to describe, more "
@@ -188,32 +148,8 @@ def to_header(form: Form | None) -> Tensor:
 
 def from_header(header: Tensor) -> Form | None:
     """Read a form that `to_header` wrote."""
-    return from_text(bytes(header.cpu().tolist()).decode())
-
-
-def to_text(form: Form | None) -> str:
-    """Write a form; None says that there is none."""
-    fields = form and {
-        "tensors": [(t.shape, str(t.dtype).removeprefix("torch."), t.requires_grad)
-                    for t in form.tensors],
-        "container": form.container,
-    }  # fmt: skip
-    return json.dumps(fields)
-
-
-def from_text(text: str) -> Form | None:
-    """Read a form that `to_text` wrote."""
-    fields = json.loads(text)
-    if fields is None:
-        return None
-    return Form(
-        tuple(TensorForm(tuple(s), getattr(torch, d), g) for s, d, g in fields["tensors"]),
-        _in_tuples(fields["container"]),
-    )
-
-
-def _in_tuples(value: Any) -> Any:
-    return tuple(map(_in_tuples, value)) if isinstance(value, list) else value
+    form: Form | None = pickle.loads(bytes(header.cpu().tolist()))
+    return form
 
 
 def autocasts(device: torch.device) -> bool:

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from ....dist import Work, exchange, irecv, isend
 from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
-from .forms import (
-    HEADER_BYTES,
-    NOTHING,
-    Form,
-    Hidden,
-    TensorForm,
-    contained,
-    form_of,
-    from_header,
-    to_header,
-)
-from .posts import Parcel, Posts
+from ...pg_manager.building import has_streams
+from ..schedules.messages import Message, Receive
+from ..schedules.tasks import Key
+from .forms import HEADER_BYTES, NOTHING, Form, Hidden, from_header, to_header
 
+IN_FLIGHT = 8  # sends under way before the first is waited for: what they hold stays in memory
 Forms = dict[Hashable, dict[int, Form]]  # by signature and stage
-Make = Callable[[tuple[TensorForm, ...]], list[Tensor]]
+Make = Callable[[tuple[Tensor, ...]], list[Tensor]]  # of the forms of tensors
 
 
 class StageError(ScaletorchError, RuntimeError):
     """A stage on another rank raised in the middle of a step; the message has that error.
 
     Attributes:
-        kind: The name of that error's class, with its module unless that is `builtins`.
+        kind: Name of that error's class, with its module if it is not built in; "" if not known.
     """
 
     def __init__(self, message: str, kind: str = "") -> None:
@@ -41,20 +37,105 @@ class StageError(ScaletorchError, RuntimeError):
         self.kind = kind
 
 
-class Key(NamedTuple):
-    """The name of an output: the stage that made it, its micro-batch, whether it is a gradient."""
-
-    stage: int
-    micro_batch: int
-    gradient: bool
+def goes_in_batches(group: ProcessGroup | None) -> bool:
+    """Return whether a group's messages go in batches, since a stream of its device runs them."""
+    return group is not None and has_streams(group)
 
 
-class Message(NamedTuple):
-    """An output that travels to or from another rank of the pipeline."""
+def neighbours(stages: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Return the pairs of places in a pipeline that exchange hidden states, each once.
 
-    key: Key
-    peer: int
-    receives: bool
+    Args:
+        stages: Each rank's stages, chunk by chunk.
+    """
+    homes = {stage: place for place, own in enumerate(stages) for stage in own}
+    crossings = ({homes[stage], homes[stage + 1]} for stage in range(len(homes) - 1))
+    return sorted({(min(each), max(each)) for each in crossings if len(each) == 2})
+
+
+class Parcel(NamedTuple):
+    """Tensors on their way to this rank; they are there once all works are done."""
+
+    works: list[Work[None]]
+    tensors: list[Tensor]
+
+
+class Posts:
+    """Starts messages, and holds the tensors that are sent until they are through.
+
+    On the CPU each message is on its own, and the order of receives among sends does not matter. On
+    devices with streams the messages between two actions go as one batch, in the order of the
+    program, which is one order for all ranks.
+
+    Args:
+        ranks: Global ranks of the pipeline, in order.
+        group: Their process group; None in one process.
+        device: Device on which tensors are received.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], group: ProcessGroup | None, device: torch.device
+    ) -> None:
+        self.device = device
+        self._ranks, self._group = ranks, group
+        self.in_batches = goes_in_batches(group)
+        self._under_way: deque[tuple[Work[None], Sequence[Tensor]]] = deque()
+        self._batch: tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]]] = [], []
+        self._waiting: list[Parcel] = []
+
+    def send(self, tensor: Tensor, peer: int) -> None:
+        """Begin to send to a rank of the pipeline, or with the next `flush`."""
+        tensor = tensor.detach().contiguous()  # also from the graph, which may go before it is sent
+        if self.in_batches:
+            self._gather(0, tensor, peer)
+        else:
+            self._hold(isend(tensor, self._ranks[peer], self._group), [tensor])
+
+    def receive(self, tensors: list[Tensor], peer: int) -> Parcel:
+        """Begin to receive from a rank of the pipeline, or with the next `flush`."""
+        if not self.in_batches:
+            source = self._ranks[peer]
+            return Parcel([irecv(tensor, source, self._group) for tensor in tensors], tensors)
+        parcel = Parcel([], tensors)
+        for tensor in tensors:
+            self._gather(1, tensor, peer)
+            self._waiting.append(parcel)
+        return parcel
+
+    def flush(self) -> None:
+        """Begin with the messages gathered for a batch."""
+        sends, receives = self._batch
+        if sends or receives:
+            work = exchange(sends, receives, self._group, async_op=True)
+            self._hold(work, [tensor for tensor, _ in sends])
+            for parcel in self._waiting:
+                parcel.works.append(work)
+            self._batch, self._waiting = ([], []), []
+
+    def finish(self) -> None:
+        """Wait until all that was sent is through."""
+        while self._under_way:
+            self._finish_first()
+
+    def _gather(self, side: int, tensor: Tensor, peer: int) -> None:
+        """Add a message to the batch, or to the next one if it has one of that rank already.
+
+        NCCL runs the second message to a rank after the first one from there, which may be an
+        answer to the second.
+        """
+        if any(other == self._ranks[peer] for _, other in self._batch[side]):
+            self.flush()
+        self._batch[side].append((tensor, self._ranks[peer]))
+
+    def _hold(self, work: Work[None], tensors: Sequence[Tensor]) -> None:
+        self._under_way.append((work, tensors))
+        if len(self._under_way) > IN_FLIGHT:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        work, kept = self._under_way.popleft()
+        work.wait()
+        del kept  # not before: the backend need not hold what it sends
 
 
 class Mail:
@@ -78,7 +159,6 @@ class Mail:
         # Forms that this step noted as NOTHING because a stage failed: forgotten at its end, so
         # that the next step, which may go well, sends their headers.
         self._void: list[tuple[dict[int, Form], int]] = []
-        self.begun = 0  # messages so far, in the order of the program
 
     def put(self, key: Key, value: Hidden) -> None:
         """Keep an output until it is sent, or another stage of this rank takes it.
@@ -87,35 +167,40 @@ class Mail:
             InvalidArgumentError: It has another form than last time.
         """
         known = None if key.gradient else self._forms[key.micro_batch].get(key.stage)
-        if known is not None and known is not NOTHING and form_of(value) != known:
+        if known is not None and known is not NOTHING and Form(value) != known:
             raise InvalidArgumentError(
-                f"{describe_rank()}: stage {key.stage} passes on {form_of(value)}, and passed on "
+                f"{describe_rank()}: stage {key.stage} passes on {Form(value)}, and passed on "
                 f"{known} for an earlier micro-batch whose entries had the same shapes; what it "
                 "passes on may depend on the shapes and dtypes of a micro-batch's entries alone"
             )
         self._made[key] = value
 
-    def start(self, messages: Sequence[Message]) -> None:
-        """Begin to send and receive; if a form is not known yet, wait for its header."""
-        for key, peer, receives in messages:
-            if receives:
-                self._receive(key, peer, self._empty)
-            else:
-                self._send(key, peer)
-            self.begun += 1
+    def start(self, message: Message) -> None:
+        """Begin to send or receive, or with the next `flush`.
+
+        If the form of what comes is not known yet, its header is waited for.
+        """
+        key = Key(*message[1:])
+        if isinstance(message, Receive):
+            self._receive(key, message.peer, self._empty)
+        else:
+            self._send(key, message.peer)
+
+    def flush(self) -> None:
+        """Begin with the messages so far."""
         self._posts.flush()
 
-    def skip(self, messages: Sequence[Message]) -> None:
+    def skip(self, messages: Iterable[Message]) -> None:
         """Let the messages of a step that has failed pass: zeros, or word that there are none."""
         self._made.clear()
         # One for all of a form, since nobody reads them: memory may be what the step failed for.
         empty, zeros = cache(self._empty), cache(self._zeros)
-        for key, peer, receives in messages:
-            if receives:
-                self._receive(key, peer, empty)
+        for message in messages:
+            key = Key(*message[1:])
+            if isinstance(message, Receive):
+                self._receive(key, message.peer, empty)
             else:
-                self._send_nothing(key, peer, zeros)
-        self._posts.flush()
+                self._send_nothing(key, message.peer, zeros)
 
     def wait(self, key: Key) -> None:
         """Wait until the output of another action is here."""
@@ -126,6 +211,7 @@ class Mail:
 
     def finish(self) -> None:
         """Wait for all that is under way, wanted or not."""
+        self._posts.flush()
         for key in list(self._coming):
             self.wait(key)
         self._posts.finish()
@@ -143,7 +229,7 @@ class Mail:
         if parcel is None:
             made = self._made.pop(key)
             # Another stage of this rank: detached, so that each stage has a backward of its own.
-            form, tensors = form_of(made), [tensor.detach() for tensor in tensors_in(made)]
+            form, tensors = Form(made), [tensor.detach() for tensor in tensors_in(made)]
         else:
             form, tensors = self._forms[key.micro_batch][key.stage], parcel.tensors
             if form is NOTHING:
@@ -151,7 +237,8 @@ class Mail:
         if torch.is_grad_enabled():
             for tensor, each in zip(tensors, form.tensors, strict=True):
                 tensor.requires_grad_(each.requires_grad)
-        return contained(tensors, form)
+        hidden: Hidden = form.filled(tensors)
+        return hidden
 
     def take_gradients(self, key: Key) -> list[Tensor]:
         """Return the output of the stage behind: a gradient of each tensor that requires one."""
@@ -198,18 +285,18 @@ class Mail:
 
     def _tell(self, key: Key, made: Hidden, peer: int) -> None:
         if key.stage not in self._forms[key.micro_batch]:
-            form = form_of(made)
+            form = Form(made)
             self._posts.send(to_header(form).to(self._posts.device), peer)
             self._forms[key.micro_batch][key.stage] = form
 
-    def _due(self, key: Key) -> tuple[TensorForm, ...]:
+    def _due(self, key: Key) -> tuple[Tensor, ...]:
         # The gradient that stage s makes is that of the output of stage s - 1.
         form = self._forms[key.micro_batch].get(key.stage - key.gradient, NOTHING)
         return form.gradients if key.gradient else form.tensors
 
-    def _empty(self, forms: tuple[TensorForm, ...]) -> list[Tensor]:
+    def _empty(self, forms: tuple[Tensor, ...]) -> list[Tensor]:
         device = self._posts.device
-        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, _ in forms]
+        return [torch.empty(form.shape, dtype=form.dtype, device=device) for form in forms]
 
-    def _zeros(self, forms: tuple[TensorForm, ...]) -> list[Tensor]:
+    def _zeros(self, forms: tuple[Tensor, ...]) -> list[Tensor]:
         return [tensor.zero_() for tensor in self._empty(forms)]

@@ -13,9 +13,9 @@ from .builders import (
     zb_v,
 )
 from .messages import Receive, Send, derive_messages
-from .numbering import ScheduleError
 from .schedule import Action, Schedule, Span, Timeline
 from .simulate import Costs, Report, check, rank_ends, simulate
+from .tasks import ScheduleError
 
 __all__ = [
     "SCHEDULES",

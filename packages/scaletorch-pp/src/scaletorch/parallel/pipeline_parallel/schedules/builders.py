@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count, pairwise
 
 from ....dist.errors import InvalidArgumentError
@@ -59,10 +60,7 @@ def afab(num_ranks: int, num_micro_batches: int) -> Schedule:
     Raises:
         InvalidArgumentError: Less than one of either.
     """
-    _require_sizes(num_ranks, num_micro_batches)
-    micro_batches = range(num_micro_batches)
-    actions = (*_of_kind(FORWARD, micro_batches), *_of_kind(BACKWARD, micro_batches))
-    return Schedule("afab", num_micro_batches, _looped_stages(num_ranks, 1), (actions,) * num_ranks)
+    return replace(looped_breadth_first(num_ranks, num_micro_batches, 1), name="afab")
 
 
 def looped_breadth_first(num_ranks: int, num_micro_batches: int, num_chunks: int = 2) -> Schedule:
@@ -102,16 +100,9 @@ def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
         InvalidArgumentError: Less than one of either.
     """
     _require_sizes(num_ranks, num_micro_batches)
-    ranks = tuple(_one_f_one_b(rank, num_ranks, num_micro_batches) for rank in range(num_ranks))
+    forwards, backwards = (_of_kind(kind, range(num_micro_batches)) for kind in FORWARD + BACKWARD)
+    ranks = tuple(_one_by_one(forwards, backwards, after) for after in reversed(range(num_ranks)))
     return Schedule("1f1b", num_micro_batches, _looped_stages(num_ranks, 1), ranks)
-
-
-def _one_f_one_b(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Action, ...]:
-    ahead = min(num_ranks - rank - 1, num_micro_batches)
-    actions = _of_kind(FORWARD, range(ahead))
-    for micro_batch in range(ahead, num_micro_batches):
-        actions += [Action(FORWARD, micro_batch), Action(BACKWARD, micro_batch - ahead)]
-    return (*actions, *_of_kind(BACKWARD, range(num_micro_batches - ahead, num_micro_batches)))
 
 
 def zb_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
@@ -129,22 +120,18 @@ def zb_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
         InvalidArgumentError: Less than one of either.
     """
     _require_sizes(num_ranks, num_micro_batches)
-    ranks = tuple(_zb_h1(rank, num_ranks, num_micro_batches) for rank in range(num_ranks))
-    return Schedule("zb_h1", num_micro_batches, _looped_stages(num_ranks, 1), ranks)
+    return _written("zb_h1", _looped_stages(num_ranks, 1), num_micro_batches, num_ranks, _zb_h1)
 
 
-def _zb_h1(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Action, ...]:
-    ahead = min(num_ranks - rank - 1, num_micro_batches)
-    put_off = min(rank, num_micro_batches)
-    actions = _of_kind(FORWARD, range(ahead))
-    for micro_batch in range(num_micro_batches):
-        if micro_batch + ahead < num_micro_batches:
-            actions.append(Action(FORWARD, micro_batch + ahead))
-        actions.append(Action(BACKWARD_INPUT, micro_batch))
-        if micro_batch >= put_off:
-            actions.append(Action(BACKWARD_WEIGHT, micro_batch - put_off))
-    last = range(num_micro_batches - put_off, num_micro_batches)
-    return (*actions, *_of_kind(BACKWARD_WEIGHT, last))
+def _zb_h1(rank: int, num_ranks: int, num_micro_batches: int) -> list[str]:
+    after = num_ranks - rank - 1
+    return [
+        *after * ["F0"],
+        *rank * ["F0", "I0"],
+        *(num_micro_batches - num_ranks + 1) * ["F0", "I0", "W"],
+        *after * ["I0", "W"],
+        *rank * ["W"],
+    ]
 
 
 def interleaved_1f1b(num_ranks: int, num_micro_batches: int, num_chunks: int = 2) -> Schedule:
@@ -212,7 +199,8 @@ def zb_v(num_ranks: int, num_micro_batches: int) -> Schedule:
     Raises:
         InvalidArgumentError: Less than one of either.
     """
-    return _v_shape("zb_v", num_ranks, num_micro_batches, 2 * num_ranks - 1, _zb_v)
+    stages = _v_shape(num_ranks, num_micro_batches)
+    return _written("zb_v", stages, num_micro_batches, 2 * num_ranks - 1, _zb_v)
 
 
 def dualpipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
@@ -230,26 +218,34 @@ def dualpipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
     Raises:
         InvalidArgumentError: Less than one of either.
     """
-    return _v_shape("dualpipe_v", num_ranks, num_micro_batches, 2 * num_ranks, _dualpipe_v)
+    stages = _v_shape(num_ranks, num_micro_batches)
+    return _written("dualpipe_v", stages, num_micro_batches, 2 * num_ranks, _dualpipe_v)
 
 
 _Order = Callable[[int, int, int], list[str]]  # (rank, ranks, micro-batches) -> kinds and chunks
 
 
-def _v_shape(
-    name: str, num_ranks: int, num_micro_batches: int, at_least: int, order: _Order
+def _v_shape(num_ranks: int, num_micro_batches: int) -> tuple[tuple[int, ...], ...]:
+    """Return the stages of each rank if rank r of N has r and 2N - 1 - r: down and up again."""
+    _require_sizes(num_ranks, num_micro_batches, num_chunks=2)
+    return tuple((rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks))
+
+
+def _written(
+    name: str,
+    stages: tuple[tuple[int, ...], ...],
+    num_micro_batches: int,
+    at_least: int,
+    order: _Order,
 ) -> Schedule:
     """Write the order for enough micro-batches and leave out those that are not there.
 
     Micro-batches do not need each other's results, so the rest of an order that finishes
     finishes too, no later and with no more kept alive.
     """
-    _require_sizes(num_ranks, num_micro_batches, num_chunks=2)
-    enough = max(num_micro_batches, at_least)
+    num_ranks, enough = len(stages), max(num_micro_batches, at_least)
     ranks = (_numbered(order(rank, num_ranks, enough)) for rank in range(num_ranks))
     left = tuple(tuple(a for a in rank if a.micro_batch < num_micro_batches) for rank in ranks)
-    # Rank r of N has the stages r and 2N - 1 - r: down and up again.
-    stages = tuple((rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks))
     return Schedule(name, num_micro_batches, stages, left)
 
 

@@ -6,20 +6,20 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from itertools import accumulate, starmap
-from typing import NamedTuple
+from itertools import accumulate
 
 from ....dist.errors import InvalidArgumentError
-from .numbering import SPLIT, Numbered, ScheduleError, number
 from .schedule import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
+    KINDS,
     Schedule,
     Span,
     Timeline,
 )
+from .tasks import Key, ScheduleError, Tasks, receiver, tasks_of
 
 SHOWN = 4  # ranks of a cycle that a message names
 # By how much an action changes the number of activations that its rank keeps.
@@ -76,23 +76,18 @@ class Report:
     messages: int
 
 
-class Times(NamedTuple):
-    """Start and end of each slot; -1 if nothing runs in it."""
-
-    starts: list[float]
-    ends: list[float]
+Times = list[list[tuple[float, float]]]  # start and end of each rank's actions, in order
 
 
-def proven(schedule: Schedule) -> tuple[Numbered, Times]:
-    """Return a schedule in numbers with its times at the default costs, if it runs to its end.
+def proven(schedule: Schedule) -> tuple[Tasks, Times]:
+    """Return a schedule's tasks with their times at the default costs, if it runs to its end.
 
     `check` reports it and `derive_messages` derives the messages from it.
 
     Raises:
         ScheduleError: It is incomplete, out of order, or ranks wait for each other in a circle.
     """
-    numbered = number(schedule)
-    return numbered, run(numbered, Costs())
+    return tasks_of(schedule), run(schedule, Costs())
 
 
 def check(schedule: Schedule) -> Report:
@@ -105,13 +100,18 @@ def check(schedule: Schedule) -> Report:
     Raises:
         ScheduleError: It is not; the message says why, and on which rank.
     """
-    numbered, _ = proven(schedule)
+    tasks, _ = proven(schedule)
     kinds = [[kind for kind, _, _ in actions] for actions in schedule.ranks]
     peaks = (max(accumulate(map(KEPT.__getitem__, rank)), default=0) for rank in kinds)
+    actions = sum(map(Counter, kinds), Counter[str]())
     return Report(
-        peak_live=(0,) * schedule.num_ranks if numbered.forward_only else tuple(peaks),
-        actions=sum(map(Counter, kinds), Counter[str]()),
-        messages=len(numbered.crossings) * schedule.num_micro_batches,
+        peak_live=(0,) * schedule.num_ranks if set(actions) == {FORWARD} else tuple(peaks),
+        actions=actions,
+        messages=sum(
+            each.makes is not None and receiver(schedule, each.makes) != rank
+            for rank, own in enumerate(tasks)
+            for each in own
+        ),
     )
 
 
@@ -128,12 +128,12 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         ScheduleError: A schedule that `check` refuses.
         InvalidArgumentError: Factors for another number of stages.
     """
-    numbered = number(schedule)
-    times = run(numbered, costs or Costs())
-    spans: list[Span] = []
-    for rank, (actions, slots) in enumerate(zip(schedule.ranks, numbered.slots, strict=True)):
-        starts, ends = (map(moments.__getitem__, slots) for moments in times)
-        spans += starmap(Span, zip([rank] * len(slots), actions, starts, ends, strict=True))
+    times = run(schedule, costs or Costs())
+    spans = [
+        Span(rank, action, *moments)
+        for rank, actions in enumerate(schedule.ranks)
+        for action, moments in zip(actions, times[rank], strict=True)
+    ]
     return Timeline(schedule, tuple(spans))
 
 
@@ -144,114 +144,85 @@ def rank_ends(schedule: Schedule, costs: Costs) -> list[float]:
         ScheduleError: A schedule that `check` refuses.
         InvalidArgumentError: Factors for another number of stages.
     """
-    known = vars(schedule)  # a search simulates a schedule at many costs, and numbers it once
-    numbered = known.get("numbered") or known.setdefault("numbered", number(schedule))
-    ends = run(numbered, costs).ends
-    return [ends[slots[-1]] for slots in numbered.slots]
+    return [own[-1][1] for own in run(schedule, costs)]
 
 
-def run(numbered: Numbered, costs: Costs) -> Times:
+def run(schedule: Schedule, costs: Costs) -> Times:
     """Return the times of a schedule: every rank runs its actions in order.
 
     Ranks are played one after another: a rank goes on until an input has not been made yet, and is
     played again once the action that makes it has run.
 
     Raises:
-        ScheduleError: Ranks that wait for each other; it names them and their actions.
+        ScheduleError: A schedule that `tasks_of` refuses, or ranks that wait for each other; it
+            names them and their actions.
         InvalidArgumentError: Factors for another number of stages.
     """
-    needs, delays = _inputs(numbered, costs.message)
-    durations = _durations(numbered, costs)
-    ends = [-1.0] * len(needs)  # below 0: not run yet
-    ends[: numbered.schedule.num_micro_batches] = [0.0] * numbered.schedule.num_micro_batches
-    starts = list(ends)
-    reached = [0] * len(numbered.slots)
-    free = [0.0] * len(numbered.slots)
-    # The rank that waits for a slot: one at most, since each output is the input of one action.
-    waiting: dict[int, int] = {}
-    ready = list(range(len(numbered.slots)))
+    tasks, homes = tasks_of(schedule), {s: rank for s, (rank, _) in schedule.places.items()}
+    factors = costs.stages or [1.0] * len(homes)
+    if len(factors) != len(homes):
+        raise InvalidArgumentError(
+            f"costs.stages must have a factor for each of {len(homes)} stages, got {len(factors)}"
+        )
+    by_kind = costs.forward, costs.backward, costs.backward_input, costs.backward_weight
+    kinds = dict(zip(KINDS, by_kind, strict=True))
+    durations = {(kind, s): time * f for kind, time in kinds.items() for s, f in enumerate(factors)}
+    times: Times = [[] for _ in tasks]
+    free = [0.0] * len(tasks)
+    made: dict[Key, float] = {}
+    # The rank that waits for an output: one at most, since each is the input of one action.
+    waiting: dict[Key, int] = {}
+    ready = list(range(len(tasks)))
     while ready:
         rank = ready.pop()
-        now = free[rank]
-        slots = numbered.slots[rank]
-        for place in range(reached[rank], len(slots)):
-            slot = slots[place]
-            arrival = ends[needs[slot]]
-            if arrival < 0:
-                waiting[needs[slot]] = rank
-                reached[rank] = place
-                break
-            # In the order of a rank's actions its times never go back: each begins when the one
-            # before has ended, or later, when its input is there.
-            arrival += delays[slot]
-            starts[slot] = now = arrival if arrival > now else now
-            ends[slot] = now = now + durations[slot]
-            if slot in waiting:
-                ready.append(waiting.pop(slot))
-        else:
-            reached[rank] = len(slots)
+        now, own, todo = free[rank], times[rank], tasks[rank]
+        while len(own) < len(todo):
+            (kind, _, _), stage, needs, makes = todo[len(own)]
+            start = now
+            if needs is not None:
+                arrival = made.get(needs)
+                if arrival is None:
+                    waiting[needs] = rank
+                    break
+                if homes[needs[0]] != rank:
+                    arrival += costs.message
+                start = arrival if arrival > now else now
+            now = start + durations[kind, stage]
+            own.append((start, now))
+            if makes is not None:
+                made[makes] = now
+                if makes in waiting:
+                    ready.append(waiting.pop(makes))
         free[rank] = now
     if waiting:  # nobody can go on, and these have actions left: they wait for each other
-        raise _deadlock(numbered, reached, {rank: need for need, rank in waiting.items()})
-    return Times(starts, ends)
+        needed = {rank: key for key, rank in waiting.items()}
+        raise _deadlock(schedule, tasks, [*map(len, times)], needed)
+    return times
 
 
-def _inputs(numbered: Numbered, message: float) -> tuple[list[int], list[float]]:
-    """Return for each slot the slot whose output it needs, and the time that this travels."""
-    size, blocks = numbered.schedule.num_micro_batches, 2 * numbered.schedule.num_stages
-    weights = blocks // 2 * size
-    # Forwards of stage 0 need data. So do, here, weight backwards: their order is known to hold.
-    needs = [*range(size), *range(blocks * size), *([0] * weights)]
-    delays = [0.0] * len(needs)
-    for block in numbered.crossings:
-        delays[(block + 1) * size : (block + 2) * size] = [message] * size
-    return needs, delays
-
-
-def _durations(numbered: Numbered, costs: Costs) -> list[float]:
-    size, num_stages = numbered.schedule.num_micro_batches, numbered.schedule.num_stages
-    factors = list(costs.stages or [1.0] * num_stages)
-    if len(factors) != num_stages:
-        raise InvalidArgumentError(
-            f"costs.stages must have a factor for each of {num_stages} stages, got {len(factors)}"
-        )
-    durations = [0.0] * size
-    for factor in factors:
-        durations += [costs.forward * factor] * size
-    for block, factor in enumerate(reversed(factors), num_stages + 1):
-        whole, split = costs.backward * factor, costs.backward_input * factor
-        filled = numbered.filled[block * size : (block + 1) * size]
-        durations += [split if how == SPLIT else whole for how in filled]
-    for factor in factors:
-        durations += [costs.backward_weight * factor] * size
-    return durations
-
-
-def _deadlock(numbered: Numbered, reached: list[int], needs: dict[int, int]) -> ScheduleError:
+def _deadlock(
+    schedule: Schedule, tasks: Tasks, reached: list[int], needs: dict[int, Key]
+) -> ScheduleError:
     """Return the error for a circle of ranks, each waiting for the next.
 
     Args:
-        numbered: The schedule.
+        schedule: The schedule.
+        tasks: Its tasks.
         reached: How far each rank has come.
-        needs: The slot that each rank waits for.
+        needs: The output that each rank waits for.
     """
-    schedule = numbered.schedule
-
-    def owner(rank: int) -> int:
-        return numbered.owners[needs[rank] // schedule.num_micro_batches]
-
-    rank = next(r for r, place in enumerate(reached) if place < len(numbered.slots[r]))
+    rank = min(needs)
     met: list[int] = []
     while rank not in met:
         met.append(rank)
-        rank = owner(rank)
+        rank, _ = schedule.places[needs[rank].stage]
     circle = met[met.index(rank) :]
     links = []
     for each in circle[:SHOWN]:
-        stage = numbered.stage(needs[each] // schedule.num_micro_batches)
-        action = schedule.ranks[each][reached[each]]
-        made = f"{numbered.name(needs[each])} of stage {stage}"
-        links.append(f"waits at {action} for {made} on rank {owner(each)}")
+        owner, _ = schedule.places[needs[each].stage]
+        kind, m, _ = next(task.action for task in tasks[owner] if task.makes == needs[each])
+        made = f"{kind}{m} of stage {needs[each].stage} on rank {owner}"
+        links.append(f"waits at {schedule.ranks[each][reached[each]]} for {made}")
     more = f", and so on, {len(circle)} ranks in a circle" if len(circle) > SHOWN else ""
     return ScheduleError(
         f"schedule {schedule.name!r} would never end: rank {rank} {', which '.join(links)}{more}"

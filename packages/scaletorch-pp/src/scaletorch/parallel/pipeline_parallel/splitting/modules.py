@@ -165,15 +165,20 @@ def block_lists(model: nn.Module) -> list[str]:
     return [name for name in lists if not any(within(name, o) for o in lists if o != name)]
 
 
+def told(model: nn.Module, tell: str) -> str | None:
+    """Return the name of the module that a method of the model returns, or None."""
+    method = getattr(model, tell, None)
+    found = method() if callable(method) else None
+    return next((name for name, module in model.named_modules() if module is found), None)
+
+
 def _of_decoder(model: nn.Module, lists: list[str]) -> list[str]:
     """Return those of several lists that may be the layers; all if the model does not tell.
 
     A list of single projections is none. A model that knows its decoder (`get_decoder`, as those of
     transformers do) has the layers in it, and less deep than those of towers for other inputs.
     """
-    tell = getattr(model, "get_decoder", None)
-    decoder = tell() if callable(tell) else None
-    name = next((name for name, module in model.named_modules() if module is decoder), None)
+    name = told(model, "get_decoder")
     if name is None:
         return lists
     inside = [each for each in lists if not name or within(each, name)]

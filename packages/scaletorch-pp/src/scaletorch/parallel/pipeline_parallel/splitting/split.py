@@ -22,6 +22,7 @@ from .modules import (
     is_placed,
     listing,
     takes,
+    told,
     within,
 )
 
@@ -240,12 +241,7 @@ def _place_by_points(model: nn.Module, split: Split, num_stages: int) -> Placeme
     return Placement(split, _cut_at(model, split.points))
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    name: str
-    module: nn.Module
-    opened: bool  # a point is inside: its children come next, in its place
-    placed: bool
+_Piece = tuple[str, nn.Module, bool]  # the name, the module, and whether it has a stage
 
 
 def _cut_at(model: nn.Module, points: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
@@ -262,19 +258,28 @@ def _cut_at(model: nn.Module, points: tuple[str, ...]) -> tuple[tuple[str, ...],
     for name in points:
         check_name(model, name)
     pieces = list(_pieces(model, "", points))
-    _check_order(points, [piece.name for piece in pieces if piece.name in points])
-    stages: list[list[_Piece]] = [[]]
-    for piece in pieces:
-        if piece.name in points:
-            stages.append([])
-        if piece.placed and not piece.opened:
-            stages[-1].append(piece)
-    for stage, placed in enumerate(stages):
-        if not any(has_parameters(piece.module) for piece in placed):
-            raise InvalidArgumentError(_empty(points, stage, placed))
+    twice = sorted({name for name in points if points.count(name) > 1})
+    if twice:
+        message = f"Split(points=...) names {listing(twice)} twice; name each module once"
+        raise InvalidArgumentError(message)
+    registered = [name for name, *_ in pieces if name in points]
+    if list(points) != registered:
+        raise InvalidArgumentError(
+            "Split(points=...) must be in the order in which the model registers its modules, got "
+            f"{listing(points)}; expected {listing(registered)}"
+        )
+    stages: list[dict[str, nn.Module]] = [{}]
+    for name, module, placed in pieces:
+        if name in points:
+            stages.append({})
+        if placed:
+            stages[-1][name] = module
+    for stage, modules in enumerate(stages):
+        if not any(map(has_parameters, modules.values())):
+            raise InvalidArgumentError(_empty(points, stage, modules))
     return tuple(
-        tuple(name for piece in placed for name in called_modules(piece.name, piece.module))
-        for placed in stages
+        tuple(name for each, module in modules.items() for name in called_modules(each, module))
+        for modules in stages
     )
 
 
@@ -282,31 +287,19 @@ def _pieces(parent: nn.Module, prefix: str, points: tuple[str, ...]) -> Iterator
     in_turn = type(parent).forward is nn.Sequential.forward
     for name, module in children(parent, prefix).items():
         opened = any(point.startswith(f"{name}.") for point in points)
-        placed = in_turn or name in points or is_placed(module)
-        yield _Piece(name, module, opened, placed)
+        # The children of an opened module come next, in its place.
+        yield name, module, not opened and (in_turn or name in points or is_placed(module))
         if opened:
             yield from _pieces(module, f"{name}.", points)
 
 
-def _check_order(points: tuple[str, ...], registered: list[str]) -> None:
-    twice = sorted({name for name in points if points.count(name) > 1})
-    if twice:
-        message = f"Split(points=...) names {listing(twice)} twice; name each module once"
-        raise InvalidArgumentError(message)
-    if list(points) != registered:
-        raise InvalidArgumentError(
-            "Split(points=...) must be in the order in which the model registers its modules, got "
-            f"{listing(points)}; expected {listing(registered)}"
-        )
-
-
-def _empty(points: tuple[str, ...], stage: int, placed: list[_Piece]) -> str:
+def _empty(points: tuple[str, ...], stage: int, modules: Iterable[str]) -> str:
     begins = f"from {points[stage - 1]}" if stage else "from the beginning"
     ends = f"to {points[stage]}" if stage < len(points) else "to the end"
-    found = listing(piece.name for piece in placed) or "no modules"
     return (
         f"Split(points={points}) leaves stage {stage}, {begins} {ends}, without parameters: every "
-        f"stage needs a layer, and it has {found}; move the points apart or leave one out"
+        f"stage needs a layer, and it has {listing(modules) or 'no modules'}; move the points "
+        "apart or leave one out"
     )
 
 
@@ -318,7 +311,7 @@ def _find_stacks(model: nn.Module) -> list[tuple[str, ...]]:
     transformers do), if the decoder takes no `encoder_hidden_states`, or if either has several
     lists of layers.
     """
-    paths = [_told(model, tell) for tell in ("get_encoder", "get_decoder")]
+    paths = [told(model, tell) or "" for tell in ("get_encoder", "get_decoder")]
     if not all(paths) or any(within(*pair) for pair in (paths, paths[::-1])):
         return []
     if not takes(model.get_submodule(paths[1]), "encoder_hidden_states"):
@@ -331,13 +324,6 @@ def _find_stacks(model: nn.Module) -> list[tuple[str, ...]]:
     units = [unit for path, (name,) in pairs for unit in _units_of_stack(model, path, name)]
     before, after = around(model, holder, [encoder, decoder])
     return [(*before, *units[0]), *units[1:-1], (*units[-1], *after)]
-
-
-def _told(model: nn.Module, tell: str) -> str:
-    """Return the name of the module that a method of the model returns, or nothing."""
-    method = getattr(model, tell, None)
-    found = method() if callable(method) else None
-    return next((name for name, module in model.named_modules() if module is found), "")
 
 
 def _units_of_stack(model: nn.Module, path: str, layers: str) -> list[tuple[str, ...]]:

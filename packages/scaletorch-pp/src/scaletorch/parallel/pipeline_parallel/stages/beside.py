@@ -3,25 +3,29 @@
 Such are the embedding's output, a condition that is embedded once for all layers, a skip.
 A stage runs the model's whole forward, so it meets the calls of modules that it does not have with
 what it has computed for them. Which of that was made with its own modules, and is nowhere else, the
-first forward of a kind finds; later ones look at the same arguments.
+first forward of a kind finds: it runs uncompiled, follows what is computed of what, and has its
+failures explained. Later ones look at the same arguments.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import DistError
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....dist.building import map_tensors, tensors_in
-from ....dist.errors import InvalidArgumentError
+from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
-from ..runtime.forms import blank, form_of, from_text, to_text
-from .stand_ins import StandIn
+from ...pg_manager.building import eagerly
+from ..runtime.forms import Form
+from .stand_ins import OF_FORM_ALONE, StandIn
 
 _HIDDEN, _TENSORS, _PLACES, _VISITS = "hidden states", "beside them", "for", "visit"
 _FORMS = "forms"  # of what layers of other lists return, such as an encoder's
@@ -58,6 +62,7 @@ class Beside:
         visit: Which call of the last module of the stage before returned them.
         forms: What layers of earlier stages return, by their list, on the meta device.
         made: Tensors that the stage's modules have made, while a forward is examined.
+        inside: How many modules of this stage are running, one in another.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class Beside:
         self._numbers, self._known = numbers, known
         self.hidden, self._received, self.visit, self.forms = _opened(given)
         self.made = WeakTensorKeyDictionary() if examines else None
+        self.inside = 0
         here = {numbers[name] for name in own}
         self._leaving = {
             place: (tensor, version_of(tensor))
@@ -135,18 +141,16 @@ class Beside:
                 "of later stages are given, after one was given it; let it make a new one"
             )
         stacks: dict[Hashable, list[Tensor]] = {}
-        places = []
+        places = {}
         for place, (tensor, _) in self._leaving.items():
             form = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
             alike = stacks.setdefault(form, [])
             at = next((i for i, other in enumerate(alike) if other is tensor), len(alike))
             if at == len(alike):
                 alike.append(tensor)
-            places.append((*place, list(stacks).index(form), at))
-        text = " ".join(".".join(map(str, each)) for each in places)
+            places[place] = list(stacks).index(form), at
         tensors = [torch.stack(alike) for alike in stacks.values()]
-        forms = json.dumps({name: to_text(form_of(each)) for name, each in samples.items()})
-        beside = {_TENSORS: tensors, _PLACES: text, _VISITS: visit, _FORMS: forms}
+        beside = {_TENSORS: tensors, _PLACES: places, _VISITS: visit, _FORMS: Form(dict(samples))}
         return {_HIDDEN: hidden, **beside}
 
     def tensors(self) -> list[Tensor]:
@@ -172,9 +176,67 @@ def _opened(given: Any) -> tuple[Any, dict[Place, Tensor], int, dict[str, Any]]:
     """Return hidden states, what has travelled with them, which visit's they are, and forms."""
     if type(given) is not dict or set(given) != {_HIDDEN, _TENSORS, _PLACES, _VISITS, _FORMS}:
         return given, {}, 1, {}
-    found = {}
-    for each in given[_PLACES].split():
-        *place, stack, at = map(int, each.split("."))
-        found[Place(*place)] = given[_TENSORS][stack][at]
-    forms = {name: blank(from_text(text)) for name, text in json.loads(given[_FORMS]).items()}
-    return given[_HIDDEN], found, given[_VISITS], forms
+    tensors = given[_TENSORS]
+    found = {place: tensors[stack][at] for place, (stack, at) in given[_PLACES].items()}
+    return given[_HIDDEN], found, given[_VISITS], given[_FORMS].value
+
+
+@contextmanager
+def examining(beside: Beside) -> Iterator[None]:
+    """Run the forward in this context uncompiled, and tell why the model's own code may fail.
+
+    Raises:
+        InvalidArgumentError: It fails, which may be because this stage lacks modules.
+    """
+    with eagerly(), Following(beside):
+        try:
+            yield
+        except (ScaletorchError, DistError):
+            raise
+        except Exception as error:
+            if beside.inside:  # a layer's own failure
+                raise
+            raise InvalidArgumentError(_failed(error)) from error
+
+
+def _failed(error: Exception) -> str:
+    text = " ".join(str(error).split()) or "no message"
+    return (
+        f"{describe_rank()}: the model's own code between its layers fails where modules are "
+        f"another stage's, which return tensors of a form and without values: it raised "
+        f"{type(error).__name__} ({text}). If it runs in one process, it takes something else of "
+        "them than such tensors of the form that they are given, or that layers of this stage "
+        "return: compute that inside the layers, make it an entry of the micro-batch, or use no "
+        "pipeline (pp_size=1)"
+    )
+
+
+class Following(TorchFunctionMode):
+    """While it is on, what is computed from tensors that are noted is noted too.
+
+    Args:
+        beside: What is noted of the forward that runs.
+    """
+
+    def __init__(self, beside: Beside) -> None:
+        super().__init__()
+        self._beside = beside
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Make the call, and note what it makes."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name, made = getattr(func, "__name__", ""), self._beside.made
+        if self._beside.inside or name in OF_FORM_ALONE or not made:
+            return result
+        if any(tensor in made for tensor in tensors_in((args, kwargs))):
+            self._beside.note(result)
+            if name == "__setitem__":
+                self._beside.note(args[0])
+        return result

@@ -24,7 +24,6 @@ from .stand_ins import (
     first_trained,
     is_data,
     runs_alike,
-    standing,
     standing_like,
     stands,
     twin_of,
@@ -76,8 +75,7 @@ class PassThrough(nn.Module):
         self._where, self._name = where, where.partition(" ")[0]
         self._embeds = hasattr(replaced, "num_embeddings") and hasattr(replaced, "embedding_dim")
         self._linear = isinstance(replaced, nn.Linear)
-        self._drops = isinstance(replaced, _DropoutNd)
-        self._changes = not isinstance(replaced, nn.Identity)
+        self._idles = isinstance(replaced, nn.Identity | _DropoutNd)
         self._runs_alike = runs_alike(replaced)
         self.training = replaced.training
         vars(self)["_twin"] = twin_of(
@@ -100,12 +98,9 @@ class PassThrough(nn.Module):
             passage.beside.offer(self._name, args, kwargs)
         if self._ends and self._stage == passage.source[0] - 1 and passage.comes():
             return passage.deliver(self._where)
-        if not self._changes or (self._drops and self._drops_nothing()):
+        if self._idles and not (self.training and getattr(self, "p", False)):
             return value
-        value = self._stand_in(passage, value, args, kwargs)
-        if self._counts and self._stage < passage.source[0]:
-            passage.latest = value
-        return value
+        return self._stand_in(passage, value, args, kwargs)
 
     forward = __call__
 
@@ -127,54 +122,43 @@ class PassThrough(nn.Module):
         # With parameters its output requires a gradient, also if what it is given does not.
         starts = self._counts and of.requires_grad
         starts = starts and not any(tensor.requires_grad for tensor in tensors_in(value))
-        fresh = starts or (passage.renews and self._stage < passage.source[0])
         made = partial(standing_like, forward=self._passages, of=of, trained=self._counts)
         if sample is not None:
             same = isinstance(value, StandIn) and isinstance(sample, Tensor)
-            if same and not fresh and (value.shape, value.dtype) == (sample.shape, sample.dtype):
+            if same and not starts and (value.shape, value.dtype) == (sample.shape, sample.dtype):
                 return value
             return made(sample)
         if self._embeds and isinstance(value, Tensor) and not isinstance(value, StandIn):
-            return self._rows(value, passage.first, next(tensors_in((known, value))), of)
+            return made(self._rows(value, passage.first, next(tensors_in((known, value)))))
         if self._linear and isinstance(value, Tensor):
             shape = (*value.shape[:-1], self.out_features)
-            return standing(shape, value.dtype, self._passages, of, trained=True)
+            return made(torch.empty(shape, dtype=value.dtype, device="meta"))
         of_ids = not any(tensor.is_floating_point() for tensor in tensors_in(value))
         if of_ids or self._plain:
             with suppress(Exception):  # it may read what has no values, or wait for other ranks
-                return self._made(args, kwargs, of)
+                return made(self._made(args, kwargs))
         if value is passage.first or next(tensors_in(value), None) is None:
             # Layers may return more than they take; dicts they mostly take as they return them.
             return made(known if isinstance(known, dict) else next(tensors_in(known), of))
-        return value if stands(value) and not fresh else made(value)
+        return value if stands(value) and not starts else made(value)
 
-    def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], of: Tensor) -> Any:
-        """Return what the module's forward makes of what it is given.
+    def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the form of what the module's forward makes of what it is given.
 
         Raises:
             InvalidArgumentError: Calling the module may do something else.
         """
         if not self._runs_alike:
             raise InvalidArgumentError(f"{self._where}, and has hooks")
-        made = self._ready().forward(*args, **kwargs)
+        return map_tensors(Tensor.detach, self._ready().forward(*args, **kwargs))
 
-        def form(tensor: Tensor) -> Tensor:  # also of what has values: it may be another's
-            trained = tensor.is_floating_point() and self._counts
-            return standing(tuple(tensor.shape), tensor.dtype, self._passages, of, trained=trained)
-
-        return map_tensors(form, made)
-
-    def _rows(self, ids: Tensor, first: Any, like: Tensor, of: Tensor) -> Any:
-        """Return a stand-in for embedded ids; of any length if hidden states are a share of it."""
+    def _rows(self, ids: Tensor, first: Any, like: Tensor) -> Tensor:
+        """Return the form of embedded ids; of any length if hidden states are a share of it."""
         shape = tuple(ids.shape)
         if isinstance(first, Tensor) and not _has_dims_of(like, first):
             shape = tuple(like.shape[: ids.ndim]) if ids is first else (1,) * ids.ndim
         dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
-        rows = (*shape, self.embedding_dim)
-        return standing(rows, dtype, self._passages, of, trained=True)
-
-    def _drops_nothing(self) -> bool:
-        return not self.training or not self.p
+        return torch.empty((*shape, self.embedding_dim), dtype=dtype, device="meta")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PassThrough:
         """Cast the forms of the module's tensors too."""

@@ -84,7 +84,12 @@ def materialize(
     if dtype is not None and not dtype.is_floating_point:
         message = f"dtype must be a floating point type such as torch.bfloat16, got {dtype}"
         raise InvalidArgumentError(message)
-    names, read = _reader(state)
+    read = getattr(state, "get_tensor", None) or getattr(state, "__getitem__", None)
+    if read is None or not hasattr(state, "keys"):
+        raise InvalidArgumentError(
+            "state must be a mapping of names to tensors, such as a state_dict, or an open "
+            f"safetensors file, got {type(state).__name__}"
+        )
     others = list(_buffers(stage, persistent=False))
     lost = [name for name, buffer in others if buffer.is_meta]
     if lost:
@@ -93,24 +98,13 @@ def materialize(
             f"{listing(lost)}; build the model under meta_parameters() instead of "
             "torch.device('meta'), or set them to real tensors first"
         )
-    sources = _sources(stage, names)
-    values = _values(sources, read, torch.device(device), dtype)
+    values = _values(_sources(stage, set(state.keys())), read, torch.device(device), dtype)
     for tensor, value in values:
         _replace(tensor, value)
     for _, buffer in others:
         moved = buffer.to(device)
         if moved is not buffer:
             _replace(buffer, moved)
-
-
-def _reader(state: Any) -> tuple[set[str], Callable[[str], Any]]:
-    read = getattr(state, "get_tensor", None) or getattr(state, "__getitem__", None)
-    if read is None or not hasattr(state, "keys"):
-        raise InvalidArgumentError(
-            "state must be a mapping of names to tensors, such as a state_dict, or an open "
-            f"safetensors file, got {type(state).__name__}"
-        )
-    return set(state.keys()), read
 
 
 def _sources(stage: nn.Module, known: set[str]) -> dict[Tensor, str]:
@@ -146,12 +140,10 @@ def _saved_names(stage: nn.Module) -> dict[Tensor, list[str]]:
 
 def _buffers(stage: nn.Module, *, persistent: bool) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in stage.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if (
-                buffer is not None
-                and (name not in module._non_persistent_buffers_set) == persistent
-            ):
-                yield f"{prefix}.{name}" if prefix else name, buffer
+        for name, buffer in module.named_buffers(prefix, recurse=False, remove_duplicate=False):
+            own = name.rpartition(".")[2]
+            if (own not in module._non_persistent_buffers_set) == persistent:
+                yield name, buffer
 
 
 def _values(

@@ -26,15 +26,11 @@ class Findings:
 
     Attributes:
         places: Arguments of later stages' modules that travel beside hidden states.
-        skips: The model leaves out the last module of the stage before.
         writes: The model's code writes to what the stage before has passed on.
-        writes_behind: It writes to what this stage passes on, or changes its gradient.
     """
 
     places: set[Place] = field(default_factory=set)
-    skips: bool = False
     writes: bool = False
-    writes_behind: bool = False
 
 
 class Passages:
@@ -83,7 +79,7 @@ class Passages:
         self.running = Passage(stage, beside, findings, siblings)
         try:
             yield self.running
-            self.running.note_writes()
+            findings.writes |= any(map(version_of, tensors_in(self.running.copy)))
             self.found[kind] = findings
         finally:
             self.running = None
@@ -97,9 +93,8 @@ class Passage:
     return stand-ins.
 
     The code after that last module is the next stage's to compute, and nothing of its results is
-    used here. If it writes to hidden states, or changes their gradient, it is given a copy of what
-    is passed on; the first forward of a kind finds that. What it collects for the model's output,
-    such as auxiliary losses of layers, would be lost.
+    used here: it is given a copy of what is passed on, to which it may write. What it collects for
+    the model's output, such as auxiliary losses of layers, would be lost.
 
     Attributes:
         source: The stage, and what the stage before has passed on; None on the first stage.
@@ -108,10 +103,9 @@ class Passage:
         first: The first argument of the model's forward.
         furthest: The last stage of which it has met a module, in place or not.
         delivered: Whether what was passed on has been returned to the model's code.
-        latest: The output of the module of an earlier stage that was called last.
+        copy: What was returned so, if the model's code may write to it.
         samples: The output of a layer, by the list that the layer is in.
         kinds: The output of a layer of this stage, by its class.
-        inside: How many modules of this stage are running, one in another.
         left: The output of the module of this stage that was called last.
         over: Whether the rest is another stage's.
     """
@@ -124,33 +118,16 @@ class Passage:
         received = {**beside.forms, siblings: beside.hidden}
         self.samples: dict[str, Any] = received if stage else {}
         self.delivered, self.over = stage == 0, False
-        self.furthest = self.inside = 0
+        self.furthest = 0
         self.first: Any = None
-        self.latest: Any = None
+        self.copy: Any = None
         self.left: Any = None
         self.kinds: dict[str, Any] = {}
         self._met = ""  # the first module of the last stage that it has met
         self._visits = self._visits_behind = 0  # of the last module of the stage before, and of its
-        self._copy: Any = None  # of what was passed on to it, given to the model's code
-        self._copy_behind: Any = None  # of what it passes on
-        self._passed: Any = None  # what it passes on, with the versions and the hooks it had then
-        self._versions: list[int] = []
-        self._hooks = 0
-        self._gradients, self._own_gradients = torch.is_grad_enabled(), False
-
-    def note_writes(self) -> None:
-        """Note for later forwards whether the model's code writes to what it is given."""
-        copies = [*tensors_in(self._copy_behind)]
-        self._findings.writes |= any(versions(self._copy))
-        self._findings.writes_behind |= any(versions(copies)) or _hooks_on(copies) > 0
-
-    @property
-    def renews(self) -> bool:
-        """Whether modules of earlier stages return each a stand-in of its own.
-
-        By these it shows which one was called last.
-        """
-        return self.examines or self._findings.skips
+        self._passed: Any = None  # what it passes on
+        self._gradients = torch.is_grad_enabled()
+        self._changes: list[tuple[int, int]] = []  # of what it passes on and the model's code gets
 
     def come_back(self) -> None:
         """Note that a module of this stage is called; maybe once more, after the last of them."""
@@ -182,20 +159,10 @@ class Passage:
         received = self.source[1]
         # It may be written to: whether it is, the first forward of a kind tells.
         if self.examines or self._findings.writes:
-            self._copy = map_tensors(Tensor.clone, received)
-            self.beside.note(self._copy)
-            return self._copy
+            self.copy = map_tensors(Tensor.clone, received)
+            self.beside.note(self.copy)
+            return self.copy
         return map_tensors(_alias, received)
-
-    def take(self, value: Any) -> Any:
-        """Return a value; for that of the module that was called last, what was passed on.
-
-        So it is where the last module of the stage before is left out.
-        """
-        if self.delivered or value is not self.latest or not self.renews:
-            return value
-        self._findings.skips = True
-        return self.deliver("")
 
     def reach(self, stage: int, where: str) -> None:
         """Note that the forward has come to a module with parameters.
@@ -221,15 +188,13 @@ class Passage:
 
     def leave(self, output: Any) -> Any:
         """Take the output of the stage's last module; return what the model's code gets for it."""
-        self._pass_on(output)
+        self._passed, self._changes = output, []
         self._visits_behind += 1
         # Reentrant recomputation runs a layer without gradients, and then gives its output one.
-        self._own_gradients = torch.is_grad_enabled() != self._gradients
-        copies = (self.examines or self._findings.writes_behind) and not self._own_gradients
-        if not copies or not is_hidden(output):
+        if torch.is_grad_enabled() != self._gradients:
+            self._changes = _changes(output)
             return output
-        self._copy_behind = map_tensors(Tensor.clone, output)
-        return self._copy_behind
+        return map_tensors(Tensor.clone, output) if is_hidden(output) else output
 
     def passed_on(
         self, output: Any, parameters: Iterable[nn.Parameter], samples: Mapping[str, Any]
@@ -253,32 +218,22 @@ class Passage:
                     "stage, so there is nothing to pass on; take fewer stages, or name the "
                     "modules that it calls in Split(...)"
                 )
-            self._pass_on(left)
+            self._passed = left
         left = self._passed
-        if self._own_gradients:
+        if self._changes:
             self._refuse_collected(output, parameters, _reversible_message)
         if not is_hidden(left):
             raise InvalidArgumentError(_stranger_message(left))
-        if self._versions != versions(left):
+        if self._changes and self._changes != _changes(left):
             raise InvalidArgumentError(
-                f"{describe_rank()}: the model's forward changes, in place, the hidden states "
-                "after the last layer of this stage, which have been passed on as they were; let "
-                "it make new ones, or put that into the layers"
-            )
-        if self._hooks != _hooks_on(tensors_in(left)):
-            raise InvalidArgumentError(
-                f"{describe_rank()}: the model's forward changes the gradient of hidden states "
-                "after the last layer of this stage by a hook, so it would happen on two stages; "
-                "put it into the layers"
+                f"{describe_rank()}: the model's forward changes, in place or by a hook on their "
+                "gradient, the hidden states after the last layer of this stage, which has run "
+                "without gradients (use_reentrant=True), so it would happen on two stages: let it "
+                "make new ones, put that into the layers, or recompute with use_reentrant=False"
             )
         self._refuse_collected(output, parameters, _collected_message)
         hidden: Hidden = self.beside.leave(left, max(self._visits_behind, 1), samples)
         return hidden
-
-    def _pass_on(self, output: Any) -> None:
-        self._passed, self._versions = output, versions(output)
-        self._hooks = _hooks_on(tensors_in(output))
-        self._copy_behind, self._own_gradients = None, False
 
     def _refuse_collected(
         self, output: Any, parameters: Iterable[nn.Parameter], message: Callable[[Tensor], str]
@@ -301,11 +256,6 @@ class Passage:
 def kind_of(module: nn.Module) -> str:
     """Return the name of a module's class, also if its calls are surrounded."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
-
-
-def versions(value: Any) -> list[int]:
-    """Return numbers that change when tensors are changed in place."""
-    return [*map(version_of, tensors_in(value))]
 
 
 def _alias(tensor: Tensor) -> Tensor:
@@ -341,9 +291,9 @@ def _collected_message(tensor: Tensor) -> str:
     )
 
 
-def _hooks_on(tensors: Iterable[Tensor]) -> int:
-    """Count the hooks that change or see the gradients of tensors."""
-    return sum(len(tensor._backward_hooks or ()) for tensor in tensors)
+def _changes(value: Any) -> list[tuple[int, int]]:
+    """Return numbers that differ once tensors are written to, or their gradients hooked."""
+    return [(version_of(each), len(each._backward_hooks or ())) for each in tensors_in(value)]
 
 
 def _trained_beside(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -23,16 +23,15 @@ from ...pg_manager.building import (
     show_output,
 )
 from ..runtime.forms import facts_of
-from ..runtime.posts import goes_in_batches, neighbours
+from ..runtime.mail import goes_in_batches, neighbours
 from ..schedules.builders import AnySchedule, stages_of
 from ..splitting.modules import parameter_facts, siblings_of, takes
 from ..splitting.split import Placement, Split, place
-from .beside import again
+from .beside import again, examining
+from .calls import Gates, check_output, crossing
 from .cut import cut
-from .examination import crossing, examining
-from .gates import Gates, check_output
 from .passage import Passage, Passages
-from .stand_ins import UnknownValueError, standing, standing_like, stands
+from .stand_ins import UnknownValueError, standing_like, stands
 from .state import RuntimeState
 from .ties import Tie, TiedGradients, find_ties, groups_of_owners
 from .weights import Deferral, WeightGradients, defer_weight_gradients, give_own_memory
@@ -208,7 +207,7 @@ class PipelineParallel(ModuleWrapper):
         output: Any = None
         with (
             crossing(self.module, self._crossed),
-            examining(passage) if passage.examines else nullcontext(),
+            examining(passage.beside) if passage.examines else nullcontext(),
             suppress(UnknownValueError),
         ):
             if named:
@@ -235,7 +234,7 @@ class PipelineParallel(ModuleWrapper):
             return ids, False
         of = next(tensors_in(given))
         if ids is not None:
-            return standing(tuple(ids.shape), ids.dtype, passages, of, trained=False), False
+            return standing_like(ids, passages, of), False
         return standing_like(given, passages, of), self._takes_embeds
 
     def backward(self, input_tensor: Any, output_tensor: Any, output_tensor_grad: Any) -> Any:

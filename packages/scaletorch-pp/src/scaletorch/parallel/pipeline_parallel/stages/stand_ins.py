@@ -37,7 +37,7 @@ class UnknownValueError(Exception):
 
 
 class Forward(Protocol):
-    """The forward that a stand-in belongs to."""
+    """The forwards of a rank, one at a time."""
 
     @property
     def source(self) -> tuple[int, Any]:
@@ -45,7 +45,7 @@ class Forward(Protocol):
 
     @property
     def past(self) -> bool:
-        """Whether it runs, and what follows is another stage's."""
+        """Whether one runs, and what follows is another stage's."""
 
 
 class StandIn(Tensor):
@@ -56,7 +56,7 @@ class StandIn(Tensor):
 
     Attributes:
         form: A tensor on the meta device.
-        forward: The forward that it belongs to.
+        forward: The forwards of its rank, of which the running one is meant.
         source: The source of that forward, which may be over; None for a module's own tensor.
         carried: What has travelled to take its place, if anything has.
     """
@@ -114,41 +114,25 @@ class StandIn(Tensor):
         _refuse_read(self.forward)
 
 
-def standing(
-    shape: tuple[int, ...], dtype: torch.dtype, forward: Forward, of: Tensor, *, trained: bool
-) -> StandIn:
-    """Return a stand-in of a form, on the device of another tensor.
-
-    Args:
-        shape: Its shape.
-        dtype: Its dtype.
-        forward: The forward that it belongs to.
-        of: A tensor that it is computed from.
-        trained: Whether it requires grad if that tensor does.
-    """
-    form = torch.empty(shape, dtype=dtype, device=_META)
-    if trained and of.requires_grad and torch.is_grad_enabled():
-        made: StandIn = _Standing.apply(of, form, forward)  # type: ignore[no-untyped-call]
-        return made
-    return _standing(form, of.device, forward, forward.source)
-
-
 def standing_like(value: Any, forward: Forward, of: Tensor, *, trained: bool = False) -> Any:
-    """Return a value in which stand-ins are in the place of tensors; `standing` has the rest.
+    """Return a value in which stand-ins, on the device of `of`, are in the place of tensors.
 
     Args:
         value: The value.
-        forward: The forward that they belong to.
+        forward: The forwards that they belong to.
         of: A tensor that they are computed from.
         trained: Whether all that are no integers require grad if that tensor does; else those in
             whose place they are.
     """
 
-    def form(tensor: Tensor) -> Tensor:
+    def stand_in(tensor: Tensor) -> Any:
+        form = torch.empty(tensor.shape, dtype=tensor.dtype, device=_META)
         kept = tensor.requires_grad or (trained and tensor.is_floating_point())
-        return standing(tuple(tensor.shape), tensor.dtype, forward, of, trained=kept)
+        if kept and of.requires_grad and torch.is_grad_enabled():
+            return _Standing.apply(of, form, forward)  # type: ignore[no-untyped-call]
+        return _standing(form, of.device, forward, forward.source)
 
-    return map_tensors(form, value)
+    return map_tensors(stand_in, value)
 
 
 def first_trained(*values: Any) -> Tensor | None:

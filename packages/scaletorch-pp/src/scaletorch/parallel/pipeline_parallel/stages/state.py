@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from ..runtime.forms import Form
+from .calls import Gates
 from .cut import Chunks
-from .gates import Gates
 from .passage import MANY_FORMS, Passages
 from .ties import TiedGradients
 from .weights import Deferral

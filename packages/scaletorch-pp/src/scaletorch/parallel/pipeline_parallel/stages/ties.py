@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -17,10 +17,7 @@ from ...pg_manager import describe_rank
 from ...pg_manager.building import connect, groups_within
 from ..splitting.split import Placement
 
-Message = tuple[Tensor, int]
 Owners = tuple[int, ...]
-Mail = dict[Owners, tuple[list[Message], list[Message]]]  # sends and receives
-HELD, FROZEN = 1, 2  # bits of an owner's flag: it has a gradient; its parameter is frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +111,12 @@ class TiedGradients:
 
     def share_values(self) -> None:
         """Give every owner the first owner's values, as one process would have."""
-        mail: Mail = {}
-        for parameter, owners in self._own():
+        for parameter, tie in self._own():
             if not parameter.is_meta:
-                sends, recvs = mail.setdefault(owners, ([], []))
-                data = parameter.detach()
-                if self._rank == owners[0]:
-                    sends += [(data, self._ranks[owner]) for owner in owners[1:]]
-                else:
-                    recvs.append((data, self._ranks[owners[0]]))
-        self._exchange(mail)
+                first, *others = (self._ranks[owner] for owner in tie.owners)
+                own, data = self._rank == tie.owners[0], parameter.detach()
+                sends = [(data, other) for other in others] if own else []
+                exchange(sends, [] if own else [(data, first)], self._group_of(tie))
 
     def check(self, held: Iterable[nn.Parameter]) -> None:
         """Check that the parameters that several ranks hold are still this rank's.
@@ -134,10 +127,10 @@ class TiedGradients:
         Raises:
             StateError: Another parameter is in the place of one of them.
         """
-        own = [tie for tie in self.ties if tie.parameter is not None]
+        own = [*self._own()]
         found = set(held) if own else set()
-        for tie in own:
-            if tie.parameter not in found:
+        for parameter, tie in own:
+            if parameter not in found:
                 raise StateError(
                     f"{describe_rank()}: {tie.names[0]}, which several ranks hold, has been "
                     "replaced by another parameter, so its gradients would not be summed; copy "
@@ -165,9 +158,9 @@ class TiedGradients:
         have: it would count such a sum once for each of them.
         """
         if not self._pending:
-            for tie in self.ties:
-                if tie.parameter is not None and tie.trained and self._rank != tie.owners[0]:
-                    tie.parameter.grad = None
+            for parameter, tie in self._own():
+                if tie.trained and self._rank != tie.owners[0]:
+                    parameter.grad = None
 
     def postpone(self) -> None:
         """Leave this step's gradients to the next `sync`."""
@@ -182,45 +175,39 @@ class TiedGradients:
             StateError: One owner has frozen it since, and another one has not.
         """
         self._pending = False
-        trained = [
-            (tie, tie.parameter) for tie in self.ties if tie.parameter is not None and tie.trained
-        ]
-        gradients = [[self._gradient_of(p, owner) for owner in tie.owners] for tie, p in trained]
-        # Flags, which the host reads, go on their own: on the CPU, they wait for no device.
-        for kind in range(2):
-            mail: Mail = {}
-            for (tie, _), tensors in zip(trained, gradients, strict=True):
-                sends, recvs = mail.setdefault(tie.owners, ([], []))
-                own = tensors[tie.owners.index(self._rank)]
-                for owner, theirs in zip(tie.owners, tensors, strict=True):
-                    if owner != self._rank:
-                        sends.append((own[kind], self._ranks[owner]))
-                        recvs.append((theirs[kind], self._ranks[owner]))
-            self._exchange(mail)
-        # Each owner adds all owners' gradients itself, in rank order, so all of them have equal
-        # bits; and each sees all flags, so all of them raise, or none.
-        for (tie, parameter), tensors in zip(trained, gradients, strict=True):
-            flags = zip(tie.owners, tensors, strict=True)
-            _require_all_or_none([owner for owner, (_, flag) in flags if int(flag) & FROZEN], tie)
-            parameter.grad = _total(tensors)
+        alone: list[tuple[list[int], Tie]] = []
+        for parameter, tie in self._own():
+            if not tie.trained:
+                continue
+            # On the CPU, since the host reads them: they wait for no device.
+            flags = [parameter.grad is not None, not parameter.requires_grad]
+            told = self._gather(torch.tensor(flags, dtype=torch.uint8), tie)
+            held, frozen = torch.stack(told).bool().unbind(1)
+            alone.append(([o for o, is_ in zip(tie.owners, frozen, strict=True) if is_], tie))
+            if held.any():
+                parameter.grad = _total(self._gather(_gradient_of(parameter), tie))
+        for owners, tie in alone:  # not before: other owners wait for this rank's gradients
+            _require_all_or_none(owners, tie)
 
-    def _own(self) -> list[tuple[nn.Parameter, Owners]]:
-        return [(tie.parameter, tie.owners) for tie in self.ties if tie.parameter is not None]
+    def _own(self) -> Iterator[tuple[nn.Parameter, Tie]]:
+        return ((tie.parameter, tie) for tie in self.ties if tie.parameter is not None)
 
-    def _gradient_of(self, parameter: nn.Parameter, owner: int) -> tuple[Tensor, Tensor]:
-        """Return an owner's gradient and whether it has one; empty ones to receive another's."""
-        frozen = FROZEN * (not parameter.requires_grad)
-        flag = torch.full((1,), frozen, dtype=torch.uint8)
-        if owner != self._rank:
-            return torch.empty_like(parameter, requires_grad=False), flag
-        if parameter.grad is None:
-            return torch.zeros_like(parameter, requires_grad=False), flag
-        gradient = parameter.grad.detach()
-        return gradient.to_dense() if gradient.is_sparse else gradient, flag.add_(HELD)
+    def _group_of(self, tie: Tie) -> ProcessGroup | None:
+        return self._groups.get(tie.owners, self._group)
 
-    def _exchange(self, mail: Mail) -> None:
-        for owners, (sends, recvs) in mail.items():
-            exchange(sends, recvs, group=self._groups.get(owners, self._group))
+    def _gather(self, own: Tensor, tie: Tie) -> list[Tensor]:
+        """Return the tensors of all owners, in rank order."""
+        tensors = {o: own if o == self._rank else torch.empty_like(own) for o in tie.owners}
+        others = [(each, self._ranks[o]) for o, each in tensors.items() if o != self._rank]
+        exchange([(own, other) for _, other in others], others, self._group_of(tie))
+        return [*tensors.values()]
+
+
+def _gradient_of(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        return torch.zeros_like(parameter, requires_grad=False)
+    gradient = parameter.grad.detach()
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _require_all_or_none(frozen: Sequence[int], tie: Tie) -> None:
@@ -232,13 +219,10 @@ def _require_all_or_none(frozen: Sequence[int], tie: Tie) -> None:
         )
 
 
-def _total(gradients: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:
-    """Add in the given order, in float32 at least, and round once; None if no owner has one."""
-    if not any(int(flag) & HELD for _, flag in gradients):
-        return None
-    dtype = gradients[0][0].dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    total = gradients[0][0].to(wide, copy=True)
-    for gradient, _ in gradients[1:]:
+def _total(gradients: Sequence[Tensor]) -> Tensor:
+    """Add in the given order, in float32 at least, and round once: the same bits on each owner."""
+    dtype = gradients[0].dtype
+    total = gradients[0].to(torch.promote_types(dtype, torch.float32), copy=True)
+    for gradient in gradients[1:]:
         total += gradient
     return total.to(dtype)

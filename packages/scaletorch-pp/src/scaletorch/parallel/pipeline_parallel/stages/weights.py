@@ -56,13 +56,16 @@ class Deferral:
         self.into: WeightGradients | None = None
 
     @contextmanager
-    def to(self, into: WeightGradients, *, backward: bool = False) -> Iterator[None]:
+    def to(self, into: WeightGradients | None, *, backward: bool = False) -> Iterator[None]:
         """Let the forwards in this context leave their weight gradients for later.
 
         Args:
-            into: Collects them.
+            into: Collects them; None leaves none.
             backward: Whether it is their backward that runs in this context.
         """
+        if into is None:
+            yield
+            return
         self.into, into.open = into, backward
         try:
             yield

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ....dist.building import tensors_in
+from ....dist.building import map_tensors, tensors_in
 from ....dist.dist import all_reduce
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import IGNORED, describe_rank, get_process_group_manager, token_loss_sum
-from ..runtime.forms import Hidden, autocasts, contained, form_of, signature, tensor_of
+from ..runtime.forms import Hidden, autocasts, signature, tensor_of
 
 Batch = Mapping[str, Any]
 LossFunction = Callable[[Any, Batch], Tensor]
@@ -103,7 +103,7 @@ class MicroBatches:
                 f"shape {came[0]}, {tensor.dtype}, on {came[2]}; pass the tensor_shapes, dtype and "
                 "device that the layers return, or None for the first two (torch.autocast casts)"
             )
-        return contained([tensor.to(self.dtype)], form_of(output)) if cast else output
+        return map_tensors(lambda t: t.to(self.dtype), output) if cast else output
 
     def _here(self, value: Any) -> Any:
         return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value

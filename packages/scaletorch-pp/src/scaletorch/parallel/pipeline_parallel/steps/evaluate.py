@@ -12,8 +12,8 @@ from torch.distributed import ProcessGroup
 
 from ....dist import all_gather_object, broadcast
 from ..runtime.forms import tensor_of
-from ..runtime.program import Task
 from ..schedules.builders import Builder, forward_only
+from ..schedules.tasks import Task
 from .batches import Batch
 from .step import Step
 

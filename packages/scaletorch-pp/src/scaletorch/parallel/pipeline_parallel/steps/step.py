@@ -13,13 +13,12 @@ from ....dist import get_comm_device, group_ranks
 from ....dist.building import agree, tell_guard
 from ....dist.errors import InvalidArgumentError, ScaletorchError, StateError
 from ...pg_manager import describe_rank
-from ..runtime.execute import execute
+from ..runtime.execute import Plan, execute, plan_of
 from ..runtime.forms import Hidden
-from ..runtime.mail import Mail
-from ..runtime.posts import Posts
-from ..runtime.program import Plan, Task, plan_of
+from ..runtime.mail import Mail, Posts
 from ..schedules.builders import AnySchedule
 from ..schedules.schedule import FORWARD, Schedule
+from ..schedules.tasks import Task
 from ..stages.stage import PipelineParallel
 from .batches import Batch, MicroBatches, checked_dtype, checked_shape, read
 
@@ -135,7 +134,7 @@ class Step:
                 perform(task)
 
         try:
-            return execute(self.plan.steps, self.mail, run, self.group, note)
+            return execute(self.plan.program, self.mail, run, self.group, note)
         finally:
             self.pipeline.select_all()
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,11 +13,11 @@ from torch.distributed import ProcessGroup
 from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ..runtime.forms import Hidden, autocasts, form_of
-from ..runtime.program import Task
+from ..runtime.forms import Form, Hidden, autocasts
 from ..schedules.builders import AnySchedule
 from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD
-from ..stages.gates import check_output
+from ..schedules.tasks import Task
+from ..stages.calls import check_output
 from ..stages.weights import WeightGradients
 from .batches import Batch, LossFunction, token_mean_loss
 from .step import Step
@@ -134,34 +133,30 @@ def _train(step: Step, loss_fn: LossFunction | None) -> Tensor:
     return training.total.to(torch.float64 if wide else torch.float32)
 
 
-@dataclass(slots=True)
 class Training:
     """The work of the actions of a training schedule.
 
-    Attributes:
+    Args:
         step: The step.
         loss_fn: Loss of one micro-batch; not used before the last stage.
         switches: Wrappers whose gradient sync waits for the last backward, with its own value.
+
+    Attributes:
         total: The sum of the losses so far, 0-d, in the widest of their dtypes.
     """
 
-    step: Step
-    loss_fn: LossFunction | None
-    switches: Mapping[nn.Module, bool]
-    total: Tensor = field(init=False)
-    _live: dict[tuple[int, int], tuple[Hidden | None, Any]] = field(default_factory=dict)
-    _later: dict[tuple[int, int], WeightGradients] = field(init=False)
-    _backwards: int = field(init=False)
-    _lost: dict[Hashable, str] = field(default_factory=dict)  # inputs without a gradient so far
-    _autocasts: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        actions = self.step.plan.schedule.ranks[self.step.pipeline.rank]
+    def __init__(
+        self, step: Step, loss_fn: LossFunction | None, switches: Mapping[nn.Module, bool]
+    ) -> None:
+        self.step, self.loss_fn, self.switches = step, loss_fn, switches
+        actions = step.plan.schedule.ranks[step.pipeline.rank]
         parted = [action for action in actions if action.kind == BACKWARD_WEIGHT]
         self._later = {(a.micro_batch, a.chunk): WeightGradients() for a in parted}
         self._backwards = sum(action.kind != FORWARD for action in actions)
-        self._autocasts = autocasts(self.step.inputs.device)
-        self.total = torch.zeros((), dtype=torch.float32, device=self.step.inputs.device)
+        self._live: dict[tuple[int, int], tuple[Hidden | None, Any]] = {}
+        self._lost: dict[Hashable, str] = {}  # inputs without a gradient so far
+        self._autocasts = autocasts(step.inputs.device)
+        self.total = torch.zeros((), dtype=torch.float32, device=step.inputs.device)
 
     def is_wide(self) -> bool:
         """Return whether the losses were float64."""
@@ -186,7 +181,7 @@ class Training:
 
     def _forward(self, task: Task, into: WeightGradients | None) -> None:
         _, micro_batch, chunk = task.action
-        with self._leaving(into):
+        with self.step.pipeline.runtime.deferral.to(into):
             hidden, output = self.step.forward(task)
         if task.makes is None and self.loss_fn is not None:
             output = checked_loss(self.loss_fn(output, self.step.inputs.batches[micro_batch]))
@@ -199,7 +194,7 @@ class Training:
         mail = self.step.mail
         gradients = None if task.needs is None else mail.take_gradients(task.needs)
         hidden, output = self._live.pop((micro_batch, chunk))
-        with self._leaving(into, backward=True):
+        with self.step.pipeline.runtime.deferral.to(into, backward=True):
             made = self._backward(hidden, output, gradients)
         if task.makes is not None:
             self._look_for_gradients(task, hidden)
@@ -221,20 +216,12 @@ class Training:
         elif key not in self._lost:
             self._lost[key] = (
                 f"{describe_rank()}: stage {task.stage} gives no gradient back to stage "
-                f"{task.stage - 1}, whose hidden states {form_of(trained)} require one: what the "
+                f"{task.stage - 1}, whose hidden states {Form(trained)} require one: what the "
                 "loss is computed from does not depend on them for autograd. If the model detaches "
                 "them on purpose, freeze all modules before (requires_grad_(False)); else run its "
                 "layers outside of torch.no_grad() and of autograd functions of its own "
                 "(checkpoint with use_reentrant=False), or use no pipeline (pp_size=1)"
             )
-
-    def _leaving(
-        self, into: WeightGradients | None, *, backward: bool = False
-    ) -> AbstractContextManager[None]:
-        """Return a context that leaves weight gradients for later, if some are to be left."""
-        if into is None:
-            return nullcontext()
-        return self.step.pipeline.runtime.deferral.to(into, backward=backward)
 
     def _backward(self, hidden: Hidden | None, output: Any, gradient: Any) -> Any:
         backward: Any = self.step.model.backward
