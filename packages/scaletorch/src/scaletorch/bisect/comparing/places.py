@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..recording.folder import Line, Recording
+from ..recording.folder import Line, Recording, first_name
 
 GIVEN, WHOLE, ALIKE = "given", "whole", "all alike"
 INNER, OUTER = "equal shards of near ranks", "equal shards of far ranks"  # if nobody says how
@@ -33,10 +33,8 @@ class Held:
     @property
     def line(self) -> Line:
         """Its line, or that of which it is another name."""
-        line = self.recording.lines[self.number]
-        while line.same >= 0:
-            line = self.recording.lines[line.same]
-        return line
+        lines = self.recording.lines
+        return lines[first_name(lines, self.number)]
 
     @property
     def form(self) -> tuple[Any, ...]:
