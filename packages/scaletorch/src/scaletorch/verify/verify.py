@@ -46,8 +46,7 @@ from .problem import (
     phases_of,
 )
 from .report import CaseResult, Report
-from .runner import RankReport, run_case
-from .training import refusal
+from .runner import RankReport, refusal, run_case
 from .where import choose_where, moved, repeating
 
 Progress = Callable[[CaseResult], None]
