@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scaletorch.bisect.comparing.patterns import explain
-from scaletorch.bisect.comparing.whole import Piece
+from scaletorch.bisect.comparing.places import Piece
 
 AXES = ("rows", "positions", "columns")
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}

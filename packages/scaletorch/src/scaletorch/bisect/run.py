@@ -20,8 +20,15 @@ from ..verify import dropout
 from ..verify.cases import Case
 from ..verify.precision import model_precision
 from ..verify.problem import TORCH_DTYPES, Batch, Put, Subject, Watch, phase_at
-from ..verify.runner import load_reference
-from ..verify.training import build, choosing, compare_dropout, divide, norm_of, optimizers_of
+from ..verify.runner import (
+    build,
+    choosing,
+    compare_dropout,
+    divide,
+    load_reference,
+    norm_of,
+    optimizers_of,
+)
 from ..verify.where import moved, rank_device
 from .recording.described import Description
 from .recording.ours import describe_grid, places_of

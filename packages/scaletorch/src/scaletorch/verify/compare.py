@@ -10,13 +10,19 @@ T. Mary, A new approach to probabilistic rounding error analysis, 2019).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..compose.digests import keyed_pieces, parted_sides
 from ..compose.summation import ROOM, root_mean_square, scale_of, widest
+from ..dist import get_rank
+from ..parallel.expert_parallel.building import find_expert_cuts
+from ..parallel.pg_manager import ProcessGroupManager
+from ..parallel.pg_manager.building import digest
+from ..parallel.tensor_parallel import take_own
 
 LARGEST = 1e-3  # a larger bound would let bfloat16 pass for float32: its rounding is 1e-3 and more
 
@@ -143,3 +149,61 @@ def _largest_gap(gap: Tensor, ours: Tensor, theirs: Tensor) -> str:
     place = [int(i) for i in torch.unravel_index(at, gap.shape)]
     values = ours.flatten()[at].item(), theirs.flatten()[at].item()
     return f"largest at {place}: {values[0]:.9g}, one process {values[1]:.9g}"
+
+
+def missing(
+    kind: str, step: int, held: Iterable[str], theirs: Iterable[str], bound: float
+) -> Iterator[Difference]:
+    """Report tensors of one process that are not among those held."""
+    for name in sorted(set(theirs) - set(held)):
+        yield Difference(f"{kind} {name}", step, INFINITE, bound, note="missing on this layout")
+
+
+def doubled(
+    stages: Iterable[Iterable[str]], tied: Iterable[str], bound: float
+) -> Iterator[Difference]:
+    """Report parameters that several stages hold without being tied: they would count twice."""
+    stages = list(stages)
+    for name in sorted({name for names in stages for name in names} - set(tied)):
+        owners = [stage for stage, names in enumerate(stages) if name in names]
+        if len(owners) > 1:
+            note = f"held by stages {owners}, and not tied: it counts {len(owners)} times"
+            yield Difference(f"parameter {name}", 0, INFINITE, bound, note=note)
+
+
+def unlike(
+    kind: str,
+    step: int,
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    manager: ProcessGroupManager,
+    bound: float,
+) -> Iterator[Difference]:
+    """Report tensors of which another rank that holds the same part has other bits.
+
+    Args:
+        kind: What they are.
+        step: 0-based.
+        model: What `parallelize` returned.
+        tensors: This rank's, by plain names.
+        manager: The grid.
+        bound: What to report as the bound.
+    """
+    held = {key: digest(piece) for _, key, piece in keyed_pieces(model, tensors, manager)}
+    for key, sides in parted_sides([*held.items()], manager).items():
+        if key in held:
+            other = min(rank for side in sides if get_rank() not in side for rank in side)
+            note = f"rank {other} holds other bits of it: never synchronised"
+            yield Difference(f"{kind} {key.name}", step, INFINITE, bound, note=note)
+
+
+def own_part(model: nn.Module) -> Shard:
+    """Return what takes this rank's part of one process's tensor, by its plain name."""
+    cuts = find_expert_cuts(model)
+
+    def take(name: str, whole: Tensor) -> Tensor:
+        cut = cuts.get(name)
+        own = take_own(model, name, whole)  # an expert may be cut over tp, too
+        return own if cut is None else own[cut.own.start : cut.own.stop]
+
+    return take

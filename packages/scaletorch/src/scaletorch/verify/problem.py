@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -142,22 +142,16 @@ class Subject:
         return placed(self.model_fn.find()(), device or self.device, TORCH_DTYPES[dtype])
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """What one process has after a step's backward, and after its optimizer.
 
     Attributes:
-        loss: Global loss, 0-d.
-        norm: 2-norm of the whole gradient, 0-d.
-        gradients: By plain names; shared parameters under each of theirs.
-        weights: `state_dict` after the optimizer's step.
+        saved: The global "loss", the "norm" of the whole gradient, "gradients" by plain names
+            (shared parameters under each of theirs), and the new "weights", by `state_dict`.
         choices: Which scores were chosen, where the model called `topk`.
     """
 
-    loss: Tensor
-    norm: Tensor
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
+    saved: dict[str, Any]
     choices: list[Choice]
 
 
@@ -322,15 +316,8 @@ def _one_step(
         optimizer.step()
         optimizer.zero_grad()
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    return Step(loss.detach(), norm, gradients, weights, choices)
-
-
-def as_saved(steps: list[Step]) -> list[dict[str, Any]]:
-    """Return plain containers, which `torch.load(weights_only=True)` reads."""
-    return [
-        {"loss": s.loss, "norm": s.norm, "gradients": s.gradients, "weights": s.weights}
-        for s in steps
-    ]
+    saved = {"loss": loss.detach(), "norm": norm, "gradients": gradients, "weights": weights}
+    return Step(saved, choices)
 
 
 def router_loss(model: nn.Module, output: Any, mask: Tensor | None = None) -> Tensor | float:

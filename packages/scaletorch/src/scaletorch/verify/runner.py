@@ -1,15 +1,32 @@
-"""One case on its ranks, each of which compares what it holds with one process's run."""
+"""One case on its ranks, each of which trains and compares what it holds with one process's run."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from ..dist import get_rank
+from ..compose import (
+    clip_grad_norm_,
+    full_state_dict,
+    global_grad_norm,
+    local_gradients,
+    parallelize,
+    seed_ranks,
+    shard_global_batch,
+    train_step,
+    whole_matrices,
+)
+from ..dist import RankFailedError, all_gather_object, get_rank
+from ..dist.errors import InvalidArgumentError, MismatchError, ScaletorchError
+from ..parallel.context_parallel.building import expect_attention
+from ..parallel.data_parallel import DataParallelBucket, shard_optimizer
 from ..parallel.pg_manager import (
     ProcessGroupManager,
     destroy_process_group_manager,
@@ -18,21 +35,26 @@ from ..parallel.pg_manager import (
 from ..parallel.tensor_parallel import load_full_state_dict
 from . import dropout
 from .cases import Case
-from .compare import Difference, compare_named
-from .precision import full_precision
-from .problem import Subject
-from .replicas import own_part
-from .routing import REPLAYED
-from .training import (
-    build,
-    compare_dropout,
-    divide,
-    refusing,
-    train_and_compare,
-)
-from .where import device_of, moved, rank_device
+from .compare import Difference, compare_named, doubled, missing, own_part, unlike
+from .lost import Exact, compare_all, compare_number
+from .precision import full_precision, model_precision
+from .problem import MAX_NORM, TORCH_DTYPES, Phase, Subject, phase_at
+from .routing import REPLAYED, Choice, by_scores, decided, replayed
+from .where import device_of, in_dtype, moved, rank_device
 
 SHOWN = 3  # failures that a rank reports
+RECOMPUTE: Mapping[str, bool | str] = {
+    "none": False, "layers": True, "selective": "selective", "offload": "offload",
+}  # fmt: skip
+WRAPPER: Mapping[str, Mapping[str, Any]] = {
+    "rank_order": {"order": "rank"},
+    "float64": {"grad_type": torch.float64},
+}
+SHARDED: Mapping[str, Mapping[str, Any]] = {
+    "zero1": {"stage": 1, "overlap": True},
+    "zero2": {"stage": 2, "overlap": True},
+    "zero1_waiting": {"stage": 1},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +127,196 @@ def compare_case(
     sound = yield from train_and_compare(case, parallel, manager, saved, subject)
     if sound and saved["dropout"]:
         yield from compare_dropout(case, parallel, manager, saved, subject)
+
+
+class RefusedError(ScaletorchError):
+    """The library refuses a case, before its first step is done.
+
+    Args:
+        heard: Whether this rank only heard of it from another one.
+        words: What it said.
+    """
+
+    def __init__(self, heard: bool, words: str) -> None:
+        super().__init__(heard, words)
+        self.heard, self.words = heard, words
+
+    def __str__(self) -> str:
+        """Return what was said."""
+        return self.words
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Raise a `RefusedError` in the place of what says that arguments cannot work together."""
+    try:
+        yield
+    except (InvalidArgumentError, MismatchError) as error:
+        raise RefusedError(isinstance(error, MismatchError), str(error)) from error
+
+
+def refusal(error: RankFailedError, world_size: int) -> str:
+    """Return in one line why the library refuses a case, or '' where something else happened.
+
+    Every rank must have refused it, and one by its own finding: mismatches alone are ranks that
+    disagree, which is a fault.
+    """
+    found = [each for each in error.exceptions.values() if isinstance(each, RefusedError)]
+    own = [each.words for each in found if not each.heard]
+    return own[0].split("\n", 1)[0] if own and len(found) == world_size else ""
+
+
+def build(
+    case: Case, model: nn.Module, subject: Subject, manager: ProcessGroupManager
+) -> DataParallelBucket:
+    """Return the model on the case's layout, with its options."""
+    parallel = parallelize(
+        model,
+        manager,
+        plan=subject.plan,
+        split=subject.split,
+        schedule=case.schedule,
+        bucket_size=case.bucket_size,
+        recompute=RECOMPUTE[case.recompute],
+        sequence_parallel=case.sequence_parallel == "on",
+        loss_parallel=case.loss_parallel == "on",
+        cp_layout=case.cp_layout,
+        cp_method=case.cp_method,
+        data_parallel=WRAPPER.get(case.data_parallel),
+        rehearse=False,  # all is compared anyway
+    )
+    expect_attention(parallel, False)
+    return parallel
+
+
+def divide(
+    case: Case, subject: Subject, batch: Mapping[str, Any], model: DataParallelBucket
+) -> list[Mapping[str, Tensor]]:
+    """Return this rank's micro-batches of a whole batch."""
+    batch = in_dtype(batch, TORCH_DTYPES[case.dtype])
+    return shard_global_batch(
+        batch, case.micro_batches, model=model,
+        row_dims=subject.row_dims, sequence_dims=subject.sequence_dims,
+    )  # fmt: skip
+
+
+def train_and_compare(
+    case: Case,
+    model: DataParallelBucket,
+    manager: ProcessGroupManager,
+    saved: Mapping[str, Any],
+    subject: Subject,
+) -> Generator[Difference, None, bool]:
+    """Train; compare this rank's part after each step, and the whole at the end.
+
+    Ends with the first step in which a rank finds a fault: what follows from it tells nothing new.
+    Returns whether none was found in a step.
+    """
+    stages = names_of_stages(model, manager)
+    dtype = TORCH_DTYPES[case.dtype]
+    yield from doubled(stages, model.tied_parameters, saved["limits"][0])
+    for step, theirs in enumerate(saved["steps"]):
+        limit, exact = saved["limits"][step], saved["exact"][step]
+        phase, first = phase_at(step, subject.phases)
+        may_refuse = refusing if step == 0 else nullcontext
+        if first:
+            with may_refuse():
+                optimizers = optimizers_of(case, phase, model)
+        sent: list[float] = []
+        with may_refuse(), choosing(saved, step, sent), model_precision(dtype):
+            batches = divide(case, subject, saved["batches"][step], model)
+            loss = train_step(model, batches, manager, loss_fn=subject.loss)
+        found = [compare_number("loss", step, loss, theirs["loss"], limit, exact)]
+        found += replayed(sent, step, limit)
+        found += compare_gradients(step, model, theirs, stages, limit, manager, exact)
+        norm = norm_of(model, manager, clips=phase.clips)
+        found.append(compare_number("norm", step, norm, theirs["norm"], limit, exact))
+        with may_refuse():
+            update(optimizers)
+        part = own_part(model)
+        found += compare_all("weight", step, model.state_dict(), theirs, limit, exact, part)
+        yield from found
+        if any(all_gather_object(any(difference.failed for difference in found))):
+            return False
+    weights = moved(full_state_dict(model, manager), loss.device)  # from the CPU
+    yield from missing("whole weight", step, weights, theirs["weights"], limit)
+    yield from compare_all("whole weight", step, weights, theirs, limit, exact)
+    return True
+
+
+def choosing(
+    saved: Mapping[str, Any], step: int, sent: list[float]
+) -> AbstractContextManager[None]:
+    """Choose experts as one process did in a step, where rounding would choose others.
+
+    Args:
+        saved: What one process has left.
+        step: 0-based.
+        sent: Gets how far the scores of each such token are apart; see `by_scores`.
+    """
+    near = [Choice(*each) for each in saved["doubtful"][step]]
+    return decided(by_scores(near, saved["limits"][step], sent) if near else None)
+
+
+def names_of_stages(model: nn.Module, manager: ProcessGroupManager) -> list[set[str]]:
+    """Return the names of the parameters of each stage of this rank's pipeline."""
+    mine = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return all_gather_object(mine, manager.pp_group)
+
+
+def optimizers_of(case: Case, phase: Phase, model: DataParallelBucket) -> Sequence[Optimizer]:
+    """Return a phase's optimizers of this rank's parameters, sharded where the case says so."""
+    optimizers = phase.make(model.parameters())
+    for optimizer in optimizers:
+        if options := SHARDED.get(case.data_parallel):
+            shard_optimizer(optimizer, model, **options)
+        whole_matrices(optimizer, model)
+    return optimizers
+
+
+def update(optimizers: Iterable[Optimizer]) -> None:
+    """Let optimizers make their step, and forget the gradients."""
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def norm_of(model: DataParallelBucket, manager: ProcessGroupManager, *, clips: bool) -> Tensor:
+    """Return the norm of the whole gradient, which is clipped then where `clips` says so."""
+    if clips:
+        return clip_grad_norm_(model, MAX_NORM, manager)
+    return global_grad_norm(model, manager)
+
+
+def compare_gradients(
+    step: int,
+    model: DataParallelBucket,
+    theirs: Mapping[str, Any],
+    stages: Iterable[set[str]],
+    limit: float,
+    manager: ProcessGroupManager,
+    exact: Exact,
+) -> Iterator[Difference]:
+    """Compare this rank's gradients with one process's, and with those of ranks that have them."""
+    gradients, expected = local_gradients(model), set(theirs["gradients"])
+    mine = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    yield from missing("gradient", step, set().union(*stages), expected, limit)
+    yield from missing("gradient", step, gradients, expected & mine, limit)
+    yield from compare_all("gradient", step, gradients, theirs, limit, exact, own_part(model))
+    yield from unlike("gradient", step, model, gradients, manager, limit)
+
+
+def compare_dropout(
+    case: Case,
+    model: DataParallelBucket,
+    manager: ProcessGroupManager,
+    saved: Mapping[str, Any],
+    subject: Subject,
+) -> Iterator[Difference]:
+    """Run one more step with dropout and compare what the ranks drop."""
+    dropout.switch(model, on=True)
+    seed_ranks(0, manager)
+    with dropout.recorded(model, (manager.dp_rank, manager.cp_rank)) as draws:
+        batches = divide(case, subject, saved["batches"][0], model)
+        train_step(model, batches, manager, loss_fn=subject.loss)
+    yield from dropout.judge(draws, len(saved["steps"]))

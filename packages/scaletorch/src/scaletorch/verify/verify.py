@@ -38,7 +38,6 @@ from .problem import (
     Phase,
     Step,
     Subject,
-    as_saved,
     begin,
     default_batch,
     default_model,
@@ -47,8 +46,7 @@ from .problem import (
     phases_of,
 )
 from .report import CaseResult, Report
-from .runner import RankReport, run_case
-from .training import refusal
+from .runner import RankReport, refusal, run_case
 from .where import choose_where, moved, repeating
 
 Progress = Callable[[CaseResult], None]
@@ -194,7 +192,8 @@ def save_reference(path: Path, subject: Subject, batch_fn: BatchFn, dtype: str) 
         chosen = [choice for step in steps for choice in step.choices]
         exact = one_process(subject, saved, "float64", chosen)
         limits = [lost.off(s.choices, e.choices) for s, e in zip(steps, exact, strict=True)]
-    saved |= {"steps": as_saved(steps), "exact": [*as_saved(exact)] or STEPS * [None]}
+    saved |= {"steps": [step.saved for step in steps]}
+    saved |= {"exact": [step.saved for step in exact] or STEPS * [None]}
     torch.save(moved(saved | doubts(steps, limits, dtype), "cpu"), path)
     return str(path)
 

@@ -22,8 +22,8 @@ from ..keys import (
     Key,
 )
 from .judge import BAD, NEAR, UNSEEN, Judged, adds_up, meet
+from .places import assemble
 from .runs import Run
-from .whole import assemble
 
 JUMP = 8.0  # times what the inputs are off by: less is what a computation makes of them
 ABSORBED = 1e3  # times as far off as what is computed from it

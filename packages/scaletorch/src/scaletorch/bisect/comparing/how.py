@@ -12,9 +12,8 @@ from ..keys import BACKWARD, GRADIENT, LOSS, START, WEIGHT, Key
 from .births import Birth, untied
 from .judge import NEAR, Met, meet
 from .patterns import explain
-from .places import ALIKE, GIVEN, WHOLE, Way
+from .places import ALIKE, GIVEN, WHOLE, Way, assemble, part_of, pieces_of
 from .runs import Run
-from .whole import assemble, part_of, pieces_of
 
 ZEROS = " all zeros"
 STALE = ": does the optimizer hold other tensors than those that are trained?"

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ...compose.summation import ROOM, root_mean_square
 from ..keys import BACKWARD, DATA, FINAL, FORWARD, GRADIENT, SHARE, START, TERM, WEIGHT, Key
-from .places import Held, Way, in_terms, ways
+from .places import Held, Piece, Way, assemble, in_terms, part_of, pieces_of, ways
 from .runs import Run, calling
-from .whole import Piece, assemble, part_of, pieces_of
 
 GOOD, BAD, UNSEEN = "good", "bad", "unseen"
 MEASURED = 4.0  # how much more than one process's rounding a layout's may come to

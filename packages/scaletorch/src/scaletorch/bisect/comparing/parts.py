@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...compose.naming import ranges
-from .whole import Piece
+from .places import Piece
 
 ROOM = 2.0  # times the bound that a guess may miss by: its own rounding, and that of the right one
 MOST = 0.3  # of the difference that a guess may leave unexplained

@@ -32,7 +32,7 @@ from .parts import (
     where,
     who,
 )
-from .whole import Piece
+from .places import Piece
 
 SENTENCES = 3
 FINEST = 1e-14  # bound below which float64 itself rounds

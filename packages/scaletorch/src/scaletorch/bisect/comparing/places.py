@@ -1,4 +1,4 @@
-"""Where ranks' tensors lie in the whole.
+"""Where ranks' tensors lie in the whole, and the whole put together of them.
 
 Ranks say it; where that leaves it open sizes are compared, and if several places fit, values.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..recording.folder import Line, Recording
+from ..recording.folder import Line, Recording, first_name
 
 GIVEN, WHOLE, ALIKE = "given", "whole", "all alike"
 INNER, OUTER = "equal shards of near ranks", "equal shards of far ranks"  # if nobody says how
@@ -33,10 +33,8 @@ class Held:
     @property
     def line(self) -> Line:
         """Its line, or that of which it is another name."""
-        line = self.recording.lines[self.number]
-        while line.same >= 0:
-            line = self.recording.lines[line.same]
-        return line
+        lines = self.recording.lines
+        return lines[first_name(lines, self.number)]
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -214,3 +212,74 @@ def _part(held: Held, name: str) -> tuple[int, Tensor] | None:
 def _indices(ranges: Sequence[Sequence[int]]) -> Tensor:
     found = [torch.arange(start, stop) for start, stop in ranges]
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one rank has of a tensor.
+
+    Attributes:
+        rank: Global rank.
+        micro_batch: 0-based.
+        tensor: The piece.
+        index: For each of its dims which indices of the whole it holds, int64 [size].
+    """
+
+    rank: int
+    micro_batch: int
+    tensor: Tensor
+    index: tuple[Tensor, ...]
+
+
+def pieces_of(held: Sequence[Held], dims: Sequence[Way], *, weighed: bool = False) -> list[Piece]:
+    """Return what ranks have, with its place; without the padding."""
+    found = []
+    for each in held:
+        tensor, places = each.tensor, []
+        if weighed and (weight := each.recording.header["weight"]) not in (None, 1):
+            tensor = tensor * weight
+        for dim, way in enumerate(dims):
+            place = index(each, dim, way)
+            if bool((place >= way.total).any()):
+                real = (place < way.total).nonzero().flatten()
+                tensor, place = tensor.index_select(dim, real), place[real]
+            places.append(place)
+        found.append(Piece(each.recording.rank, each.micro_batch, tensor, tuple(places)))
+    return found
+
+
+def assemble(pieces: Sequence[Piece], dims: Sequence[Way], *, sums: bool = False) -> Tensor:
+    """Return the whole, in float64 if it is of numbers that round; NaN where no rank has it."""
+    shape = [way.total for way in dims]
+    first = pieces[0].tensor
+    dtype = torch.float64 if first.is_floating_point() else first.dtype
+    if len(pieces) == 1 and list(first.shape) == shape and not sums:
+        return first.to(dtype)
+    whole = torch.zeros(shape, dtype=dtype)
+    if dtype.is_floating_point and not sums:
+        whole.fill_(torch.nan)
+    for piece in pieces:
+        grid = _grid(piece)
+        if sums:
+            whole.index_put_(grid, piece.tensor.to(dtype), accumulate=True) if grid else whole.add_(
+                piece.tensor
+            )
+        elif grid:
+            whole[grid] = piece.tensor.to(dtype)
+        else:
+            whole.copy_(piece.tensor)
+    return whole
+
+
+def part_of(whole: Tensor, piece: Piece) -> Tensor:
+    """Return what a piece should be."""
+    grid = _grid(piece)
+    return whole[grid] if grid else whole
+
+
+def _grid(piece: Piece) -> tuple[Tensor, ...]:
+    dims = len(piece.index)
+    return tuple(
+        place.view([-1 if dim == own else 1 for dim in range(dims)])
+        for own, place in enumerate(piece.index)
+    )

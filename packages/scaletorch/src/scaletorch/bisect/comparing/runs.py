@@ -22,7 +22,7 @@ from ..keys import (
     WEIGHT,
     Key,
 )
-from ..recording.folder import Line, Recording, read
+from ..recording.folder import Line, Recording, first_name, read
 from .places import Held
 
 
@@ -107,9 +107,7 @@ def _keyed(run: Run, step: int, recording: Recording) -> Iterator[tuple[Key, Hel
                 known = (keys[parent] for parent in line.parents)
                 _note(run, key[0], [each[0] for each in known if each is not None], line)
     for number, (line, key) in enumerate(zip(recording.lines, keys, strict=True)):
-        origin = number
-        while recording.lines[origin].same >= 0:
-            origin = recording.lines[origin].same
+        origin = first_name(recording.lines, number)
         if line.kind != FORWARD or key is None:
             continue
         if origin != number and (first := keys[origin]) is not None:

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ..keys import BACKWARD, LOSS, Key
 from .judge import NEAR
-from .places import Held, ways
+from .places import Held, assemble, part_of, pieces_of, ways
 from .runs import Run
-from .whole import assemble, part_of, pieces_of
 
 ROUGH = 0.05  # a loss so near to a multiple is meant to be that one; the bound decides if it is
 

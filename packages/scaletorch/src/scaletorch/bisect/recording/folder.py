@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,13 @@ class Line:
     stage: int = 0
 
 
+def first_name(lines: Sequence[Line], number: int) -> int:
+    """Return the line that has the tensor of which this one may be another name."""
+    while lines[number].same >= 0:
+        number = lines[number].same
+    return number
+
+
 class Writer:
     """Writes a rank's recording of a step.
 
@@ -90,12 +97,6 @@ class Writer:
             self._end += size + -size % _ALIGNED
         self.lines.append(line)
         return len(self.lines) - 1
-
-    def first(self, number: int) -> int:
-        """Return the line that has the tensor of which this one is another name."""
-        while self.lines[number].same >= 0:
-            number = self.lines[number].same
-        return number
 
     def close(self, failed: str = "") -> None:
         """Write the lines; `failed` says why the recording ends early."""
@@ -138,9 +139,7 @@ class Recording:
         """Return the tensor of a line, read from the file."""
         if number in self.settled:
             return self.settled[number]
-        line = self.lines[number]
-        while line.same >= 0:
-            line = self.lines[line.same]
+        line = self.lines[first_name(self.lines, number)]
         found = torch.empty(line.shape, dtype=getattr(torch, line.dtype))
         if size := found.numel() * found.element_size():
             with self.path.open("rb") as file:

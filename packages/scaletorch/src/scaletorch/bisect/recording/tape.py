@@ -43,7 +43,7 @@ from .described import (
     local_part,
     tensors_of,
 )
-from .folder import Line, Writer
+from .folder import Line, Writer, first_name
 from .hooks import backward_to, calls_to, follow_gradient, followed
 from .lineage import Lineage, Use
 from .stages import Stages, stages_of
@@ -244,7 +244,7 @@ class Tape:
         if (use.node, use.place) in self._followed:
             return
         self._followed.add((use.node, use.place))
-        tensor = self._writer.first(use.of) if line.kind == SHARE else -1
+        tensor = first_name(self._writer.lines, use.of) if line.kind == SHARE else -1
         self._uses[tensor] += 1
         at = use.place  # and not the use, by which the node's hook would hold the node
 
