@@ -55,6 +55,13 @@ def test_a_missing_rank_0_is_named_on_every_rank():
         assert "Connection refused" in said[rank]
 
 
+def test_a_rank_0_that_never_comes_to_the_store_of_torchruns_agent_is_named():
+    agents = c10d.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    mine = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(agents.port)}
+    said = complaints(3, {0: None, 1: mine, 2: mine})
+    assert all("but rank 0 never came to it" in said[rank] for rank in (1, 2))
+
+
 def test_a_rank_claimed_twice_is_named_on_every_rank():
     said = complaints(3, {2: {"RANK": "1"}})
     assert len(set(said)) == 1

@@ -96,11 +96,11 @@ class Launch:
     def run(self, command, timeout=90, cwd=None, **variables):
         return self.finish(self.start(command, cwd, **variables), timeout=timeout)[0]
 
-    def batch(self, slurm, script, **variables):
-        """Run a batch script as users do; (exit status of the job, what it printed)."""
+    def batch(self, slurm, words, **variables):
+        """Run a batch script, the last word, as users do; (the job's exit status, its output)."""
         output = self.folder / "output"
-        command = ["sbatch", "--parsable", f"--output={output}", script]
-        status, job, err = self.run(command, cwd=script.parent, **slurm, **variables)
+        command = ["sbatch", "--parsable", f"--output={output}", *words]
+        status, job, err = self.run(command, cwd=words[-1].parent, **slurm, **variables)
         assert status == 0, err
         deadline = time.monotonic() + 80
         while time.monotonic() < deadline:  # sbatch --wait asks at ever longer intervals

@@ -3,24 +3,17 @@
 import sys
 
 
-def expected(sizes, launcher="slurm"):
+def expected(sizes):
     world = sum(sizes)
     places = [(local, size) for size in sizes for local in range(size)]
     return [
-        f"({rank}, {world}, {local}, {size}) {world}.0 {launcher}"
+        f"({rank}, {world}, {local}, {size}) {world}.0 slurm"
         for rank, (local, size) in enumerate(places)
     ]
 
 
-def test_srun_on_one_node_with_the_launcher_named(launch, slurm, programs):
-    program = [sys.executable, programs / "place.py", launch.folder, "slurm"]
-    status, _, err = launch.run(["srun", "-N1", "-n2", *program], **slurm)
-    assert status == 0, err
-    assert launch.places() == expected([2])
-
-
 def test_srun_on_two_nodes_whose_names_do_not_resolve(launch, slurm, programs):
-    program = [sys.executable, programs / "place.py", launch.folder]
+    program = [sys.executable, programs / "place.py", launch.folder, "slurm"]
     srun = ["srun", "-N2", "-n3", "--distribution=block"]
     status, _, err = launch.run([*srun, *program], **slurm)
     assert status == 0, err
@@ -28,6 +21,7 @@ def test_srun_on_two_nodes_whose_names_do_not_resolve(launch, slurm, programs):
 
 
 def test_a_batch_script_of_one_rank_a_task(launch, slurm, examples):
-    status, output = launch.batch(slurm, examples / "slurm.sbatch")
+    """On one node, and the launcher is found by its variables."""
+    status, output = launch.batch(slurm, ["-N1", examples / "slurm.sbatch"])
     assert status == 0, output
-    assert "slurm: 4 ranks, loss" in output
+    assert "slurm: 2 ranks, loss" in output

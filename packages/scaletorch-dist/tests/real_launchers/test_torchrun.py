@@ -1,6 +1,8 @@
-"""torchrun on two hosts and on one, and its restarts after a rank was killed."""
+"""torchrun on two hosts and on one, its restarts after a rank was killed; and no torchrun."""
 
+import ctypes
 import os
+import runpy
 import signal
 import sys
 import time
@@ -8,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from scaletorch.dist.testing import run_ranks
+
 DEATHS = 1
+NEW_NETWORK = 0x40000000  # Linux's CLONE_NEWNET
 
 
 def agents(launch, hosts, torchrun, program, ranks, restarts=0):
@@ -79,24 +84,19 @@ def parent_of(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def started_by_hand(hosts, program, folder):
+    """Be the only rank of a host, with the variables that a user sets, and run a program."""
+    rank = int(os.environ["RANK"])
+    with open(f"/run/netns/{hosts[rank][0]}") as network:
+        assert ctypes.CDLL(None).setns(network.fileno(), NEW_NETWORK) == 0
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
+        del os.environ[name]
+    os.environ |= {"MASTER_ADDR": hosts[0][1], "MASTER_PORT": "29401"}
+    sys.argv = [str(program), str(folder)]
+    runpy.run_path(str(program), run_name="__main__")
+
+
 def test_torchruns_variables_without_torchrun(launch, two_hosts, programs):
-    program = [programs / "place.py", launch.folder]
-    processes = []
-    for rank, (name, _) in enumerate(two_hosts):
-        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": "29401"}
-        command = ["ip", "netns", "exec", name, sys.executable, *program]
-        processes.append(launch.start(command, MASTER_ADDR=two_hosts[0][1], **variables))
-    done = launch.finish(*processes)
-    assert [status for status, _, _ in done] == [0, 0], done
+    run_ranks(started_by_hand, 2, two_hosts, programs / "place.py", launch.folder, init=False)
     # Containers of one machine, which have networks of their own, count as nodes.
     assert launch.places() == [f"({rank}, 2, 0, 1) 2.0 pytorch" for rank in range(2)]
-
-
-def test_a_rank_0_that_never_joins_is_named(launch, torchrun, programs):
-    """Its agent's store is there without it; of other ranks test_roll_call.py tells."""
-    command = [*torchrun, "--standalone", "--nproc-per-node=3", programs / "absent.py"]
-    status, _, err = launch.run([*command, launch.folder, 0])
-    assert status == 0, err
-    said = launch.places()
-    assert len(said) == 2
-    assert all("but rank 0 never came to it" in text for text in said)
