@@ -114,18 +114,18 @@ def stand_in(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
             key = generic(f"{name}.{own}"), parameter.shape
             if key not in drawn:
                 bound = (3 / max(1, parameter.shape[-1])) ** 0.5 if parameter.dim() > 1 else 1
-                drawn[key] = _repeated((pool * bound).to(_narrow(parameter.dtype)), parameter.shape)
+                drawn[key] = _repeated((pool * bound).to(parameter.dtype), parameter.shape)
             memo[id(parameter)] = nn.Parameter(drawn[key])
         for each in [*module._buffers.values(), *vars(module).values()]:
             if isinstance(each, Tensor) and id(each) not in memo:
-                dtype, inexact = _narrow(each.dtype), torch.can_cast(torch.float32, each.dtype)
+                dtype, inexact = each.dtype, torch.can_cast(torch.float32, each.dtype)
                 values = 1 + pool / 2 if inexact else torch.ones_like(pool) * (dtype == torch.bool)
                 memo[id(each)] = _repeated(values.to(dtype), each.shape)
 
     def moved(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        return x.to(device, _narrow(first.dtype if x.is_floating_point() else x.dtype))
+        return x.to(device, first.dtype if x.is_floating_point() else x.dtype)
 
     return copy.deepcopy(model, memo), tree_map(moved, example)
 
@@ -133,10 +133,6 @@ def stand_in(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
 def _repeated(values: Tensor, shape: torch.Size) -> Tensor:
     """Return a new tensor of a shape that repeats values in order."""
     return values.repeat(-(-shape.numel() // values.numel()))[: shape.numel()].view(shape)
-
-
-def _narrow(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype == torch.float64 else dtype
 
 
 def generic(name: str, *, most: int = 0) -> str:
