@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ....dist.building import tensors_in
+from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from .plan import Match, Style, look_up
 from .resolve import Resolved, resolve
@@ -33,9 +33,12 @@ class Unit:
     args: tuple[Any, ...] | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     returned: Any = None
+    is_differentiated: bool = False  # within the model's forward, which takes gradients
 
-    def again(self, *_: Any, **__: Any) -> Any:
+    def again(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return a copy of what the first call returned, in place of an equal layer's call."""
+        if self.is_differentiated:
+            return forward(*args, **kwargs)
         return copy.deepcopy(self.returned)
 
     def run(self, module: nn.Module | None = None) -> list[Tensor]:
@@ -66,6 +69,11 @@ class Unit:
         kinds = [(name, type(m)) for name, m in self.module.named_modules()]
         shapes = [(name, p.shape) for name, p in self.module.named_parameters()]
         return generic(self.name), tuple(kinds), tuple(shapes)
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of what a call takes or returns, without graphs."""
+    return copy.deepcopy(map_tensors(Tensor.detach, value))
 
 
 @contextmanager
