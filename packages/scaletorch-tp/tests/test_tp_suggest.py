@@ -282,3 +282,44 @@ def test_a_model_without_a_plan_is_divided_by_the_suggested_one(tp_size):
 def test_a_model_that_takes_no_ids_is_refused():
     with pytest.raises(InvalidArgumentError, match=r"plan=suggest_plan\(model, example\)"):
         apply_tensor_parallel(Gated())
+
+
+class Turned(Packed):
+    """Turns queries and keys by complex numbers, which `double()` leaves in their own dtype."""
+
+    def __init__(self):
+        super().__init__()
+        angles = torch.arange(len(IDS[0])).double()[:, None] * torch.ones(WIDTH // HEADS // 2)
+        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles))
+
+    def forward(self, x):
+        heads = (y.unflatten(-1, (-1, WIDTH // HEADS)) for y in self.qkv(x).chunk(3, -1))
+        q, k, v = (y.transpose(1, 2) for y in heads)
+        q, k = (torch.view_as_complex(y.unflatten(-1, (-1, 2))) * self.turns for y in (q, k))
+        q, k = (torch.view_as_real(y).flatten(-2) for y in (q, k))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_a_model_of_float64_and_complex_numbers_is_tried_in_its_own_dtypes():
+    plan = suggest_plan(Words(Turned).double(), IDS)
+    assert {name.split(".")[-1]: style for name, style in plan.items()}["out"] == "row"
+
+
+class Energies(nn.Module):
+    """Returns the gradient of what its blocks make, taken within its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Gated() for _ in range(2))
+
+    def forward(self, x):
+        with torch.enable_grad():
+            y = x = x.detach().requires_grad_()
+            for block in self.blocks:
+                y = y + block(y)
+            return torch.autograd.grad(y.square().sum(), x, create_graph=True)[0]
+
+
+def test_a_model_that_takes_gradients_in_its_forward_is_tried():
+    plan = {f"blocks.*.{name}": style for name, style in GATED.items()}
+    assert suggest_plan(Energies(), torch.ones(1, 4, WIDTH)) == plan

@@ -672,6 +672,53 @@ def test_checkpoints_and_what_is_taken_beside_a_result_are_no_alarm():
     run_ranks(other_ways, 2, timeout=200)
 
 
+class Energies(nn.Module):
+    """Returns energies, and forces: their gradients, taken within its forward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(3, 8), nn.Linear(8, 1)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, positions):
+        with torch.enable_grad():
+            positions = positions.detach().requires_grad_()
+            x = torch.tanh(self.up(positions))
+            for layer in self.layers:
+                x = x + torch.tanh(layer(x))
+            energies = self.down(x).sum((1, 2))
+            (slopes,) = torch.autograd.grad(energies.sum(), positions, create_graph=True)
+        return energies, -slopes
+
+
+def of_energies(output, _batch):
+    energies, forces = output
+    return energies.square().sum() + forces.square().sum(), len(energies)
+
+
+def energies(sizes):
+    """Return how far gradients are from one process's."""
+    manager = setup_process_group_manager(**sizes)
+    try:
+        whole = {"positions": models.drawn(0, (8, 5, 3))}
+        model = parallelize(Energies().double(), manager)
+        cut = shard_global_batch(whole, 2, model=model)
+        train_step(model, cut, loss_fn=of_energies)
+        plain = Energies().double()
+        total, count = of_energies(plain(**whole), whole)
+        (total / count).backward()
+        found = full_gradients(model)
+        return max(relative_error(found[n], p.grad) for n, p in plain.named_parameters())
+    finally:
+        destroy_process_group_manager()
+
+
+def test_gradients_within_a_forward_are_no_alarm():
+    assert energies({}) < 1e-12
+    assert max(run_ranks(energies, 4, {"dp_size": 4})) < 1e-12
+
+
 def with_an_entry_added(kind, name):
     """One rank alone has an entry of its own, as a teacher's outputs on the last stage."""
     kind = models.Plain if kind == "Plain" else OneScore

@@ -56,7 +56,9 @@ class Terms:
         seen: How far first steps have been looked at: 1 with one micro-batch, 2 with several.
         originals: The plain model's parameters, as code may hold them that had them before.
         plain: The plain model, without memory for its weights; None if it is not to be rehearsed.
-        rehearses: Whether the next training step is rehearsed.
+        rehearses: Whether the next training step is rehearsed; all ranks agree in `ready`, but for
+            the first one.
+        rehearsed: The code of the loss functions that were.
     """
 
     name: str
@@ -82,10 +84,11 @@ class Terms:
     originals: Mapping[str, ref[Tensor]] = field(default_factory=dict)
     plain: Plain | None = None
     rehearses: bool = False
+    rehearsed: set[object] = field(default_factory=set)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Terms:
         """Return the terms of a copy, on the same grid."""
-        return replace(self)
+        return replace(self, rehearsed={*self.rehearsed})
 
     def takes(self, argument: str) -> bool:
         """Return whether the forward can be given this argument by keyword."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
+from ..dist.building import tensors_in
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from .forward import terms_of
@@ -116,6 +118,58 @@ def penalized_leaves(loss: Tensor, outputs: Iterable[Node | None], first: int) -
                 found, leaves = found + leaves, []
             under[node] = _Under(computes, leaves)
     return found
+
+
+def leaves_beside(
+    loss: Tensor, outputs: Iterable[Node | None], first: int, model: nn.Module
+) -> list[nn.Parameter]:
+    """Return the parameters that a loss trains and that are not the model's, as a temperature.
+
+    Args:
+        loss: The loss.
+        outputs: The nodes that made what the model returned.
+        first: `number_of_next_node()` as it was before the loss; older nodes are the model's.
+        model: What `parallelize` returned.
+    """
+    seen: set[Node | None] = {None, *outputs}
+    waiting, leaves = [loss.grad_fn], list[nn.Parameter]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, nn.Parameter):
+            leaves.append(variable)
+        elif node._sequence_nr() >= first:
+            waiting += [each for each, _ in node.next_functions]
+    own = {id(p) for p in model.parameters()} if leaves else set()
+    return [p for p in leaves if id(p) not in own]
+
+
+@contextmanager
+def gradients_kept(loss_fn: Any, model: nn.Module) -> Iterator[Any]:
+    """Yield a loss_fn, after whose calls parameters that are not the model's have no new gradients.
+
+    Args:
+        loss_fn: As in `train_step`.
+        model: What `parallelize` returned.
+    """
+    before: dict[int, tuple[nn.Parameter, Tensor | None]] = {}
+
+    def noted(output: Any, batch: Any) -> Any:
+        first, made = number_of_next_node(), [x.grad_fn for x in tensors_in(output)]
+        found = loss_fn(output, batch)
+        for total in tensors_in(found):
+            for p in leaves_beside(total, made, first, model):
+                before.setdefault(id(p), (p, None if p.grad is None else p.grad.clone()))
+        return found
+
+    try:
+        yield noted if callable(loss_fn) else loss_fn
+    finally:
+        for parameter, gradient in before.values():
+            parameter.grad = gradient
 
 
 class _Under(NamedTuple):

@@ -22,7 +22,13 @@ from ..parallel.pg_manager import IGNORED, ProcessGroupManager, describe_rank
 from .batches import Batch, Called, counts_nothing, size_of, token_count
 from .forward import terms_of
 from .loss import LossBatch, find_sharded_head, require_labels_fit
-from .loss_reads import Words, number_of_next_node, penalized_leaves, require_no_parameters
+from .loss_reads import (
+    Words,
+    leaves_beside,
+    number_of_next_node,
+    penalized_leaves,
+    require_no_parameters,
+)
 
 Number = int | float | Tensor
 LossFunction = Callable[[Any, Any], tuple[Tensor, Number]]
@@ -54,6 +60,8 @@ class OwnLoss:
         function: The loss_fn.
         counts_later: Gradients are divided by an estimate of the count, and corrected when all
             losses have been counted.
+        beside: Parameters that the loss trains and that are not the model's, by id; and whether
+            they had no gradient before.
     """
 
     def __init__(
@@ -69,6 +77,7 @@ class OwnLoss:
         self._model, self._head = model, find_sharded_head(model)
         self._manager, self._trains = manager, trains
         self.counts_later = False
+        self.beside: dict[int, tuple[nn.Parameter, bool]] = {}
         self._first = not terms_of(model).seen
         self._counts: list[tuple[Number, Number]] = []
         self._coarsest = 0  # of the dtypes that the loss was computed in
@@ -111,7 +120,7 @@ class OwnLoss:
     def _called(self, output: Any, batch: Called) -> tuple[Tensor, Number]:
         manager, outputs = self._manager, list(tensors_in(output))
         cut = self._trains and manager.tp_size * manager.pp_size * manager.ep_size > 1
-        first, made = number_of_next_node() if cut else 0, [x.grad_fn for x in outputs]
+        first, made = number_of_next_node(), [x.grad_fn for x in outputs]
         seen = LossBatch(batch.micro_batch, self._head, manager)
         words = Words(manager, sharded=self._head is not None)
         with words if self._first and manager.tp_size > 1 else nullcontext():
@@ -121,6 +130,8 @@ class OwnLoss:
                 self._require_tokens(output, seen)
                 raise
         total, count = _checked_pair(found, trains=self._trains)
+        for p in leaves_beside(total, made, first, self._model) if self._trains else ():
+            self.beside.setdefault(id(p), (p, p.grad is None))
         if cut:
             require_no_parameters(penalized_leaves(total, made, first), self._model, manager)
         dtypes = {x.dtype for x in (found[0], *outputs)}

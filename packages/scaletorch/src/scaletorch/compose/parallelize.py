@@ -192,7 +192,7 @@ def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _How) -> Te
     plain = _copy_plain(model) if settings.rehearse else None
     synchronise_batch_norms(model, manager)
     terms = read_terms(model)
-    terms.plain, terms.rehearses = plain, plain is not None
+    terms.plain = plain
     terms.manager, terms.shares_sequences, terms.router_loss = manager, shares, balance
     terms.recomputes = settings.recompute is True
     if manager.cp_size > 1:

@@ -25,6 +25,7 @@ from .own_loss import Number, OwnLoss
 from .samples import Samples, samples_of
 from .scaling import scalings
 
+_ASKS = 2**20  # what a rank that wants a rehearsal adds to the number of those with a loss_fn
 _APART = (TOKENS, "labels")  # entries that are not passed on by name
 _OTHERWISE = (
     "{} counts its positions from behind its padding index, and where sequences are divided it has "
@@ -65,7 +66,8 @@ def ready(
     alone, has_own = not model.require_backward_grad_sync, own is not None
     there = isinstance(count, Tensor)
     facts: list[float] = [0.0 if isinstance(count, Tensor) or not counts else count, there]
-    facts += [bool(failed), alone, has_own, len(micro_batches) > 1]
+    asks = trains and terms.rehearses
+    facts += [bool(failed), alone, has_own + _ASKS * asks, len(micro_batches) > 1]
     facts += [samples is not None and not samples.settled, own is not None and own.counts_later]
     scaling, residue = (
         scalings.get(model) if samples else None,
@@ -81,6 +83,8 @@ def ready(
         *scales,
     ) = _sums(facts, manager)  # fmt: skip
     terms.several = several > 0
+    askers, owners = divmod(owners, _ASKS)
+    terms.rehearses = askers == manager.world_size
     if failures:  # taken out of the list, since a traceback has this frame
         agree("this step", [], manager.world_group, error=failed.pop() if failed else None)
     _require_alike(unsynchronised, owners, later, manager, alone=alone, has_own=has_own)
@@ -112,6 +116,8 @@ def _prepared(
             count = _counted(called, own, pipeline_of(model).is_last_stage)
         if samples is not None:
             samples.look()
+        if samples is not None and model in scalings:
+            scalings[model].require_own()
     except Exception as error:  # the others would wait in the all-reduce
         return called, count, [error]
     return called, count, []

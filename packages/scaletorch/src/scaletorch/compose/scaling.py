@@ -9,15 +9,15 @@ noise, statistics of rows) is not compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
 from ..dist import all_gather_object
-from ..dist.errors import MismatchError
+from ..dist.errors import InvalidArgumentError, MismatchError
 from ..parallel.data_parallel import Shard, parameter_shards
 from ..parallel.data_parallel.building import is_sharded
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
@@ -40,6 +40,11 @@ OF_SHARDS = (
     "training loop used a statistic of it, such as its mean or norm, which of a shard is another "
     "than of the whole: sum it over manager.tp_group, or take it of full_state_dict(model), and go "
     "on from a checkpoint from before"
+)
+OF_NOBODY = (
+    "an optimizer has updated a parameter of shape {} that loss_fn uses and that is not the "
+    "model's, whose gradient is not summed over ranks. Make it the model's, whose forward returns "
+    "it beside its output or uses it, and go on from a checkpoint from before"
 )
 
 
@@ -77,9 +82,19 @@ class Scaling:
         self._weights: list[tuple[Shard, Tensor]] = []
         self._fitted: list[tuple[str, list[Shard], Tensor]] = []  # kind, tensors, fits [k, 4]
         self._fits: dict[tuple[str, str], Fit] = {}  # those of this rank, by kind and name
+        # Gradients of parameters that nobody sums, and their versions.
+        self._beside: dict[int, tuple[ref[Tensor], int]] = {}
+        self._strange = ""  # the shape of one that was updated by that gradient
 
-    def sample(self, model: nn.Module) -> None:
-        """Keep some of the gradients at the end of a step, where ranks have different ones."""
+    def sample(self, model: nn.Module, beside: Iterable[nn.Parameter]) -> None:
+        """Keep some of the gradients at the end of a step, where ranks have different ones.
+
+        Args:
+            model: What `parallelize` returned.
+            beside: Parameters of the loss that are not the model's.
+        """
+        grads = {id(p): p.grad for p in beside if p.grad is not None}
+        self._beside = {each: (ref(grad), grad._version) for each, grad in grads.items()}
         self._gradients, self._fitted, self._fits = [], [], {}
         if not (self._divided or is_sharded(model)):
             return
@@ -90,15 +105,28 @@ class Scaling:
         self._gradients = self._kept(shards, _gradient)
         self._turn += 1
 
-    def before_update(self, taken: Collection[int]) -> None:
+    def before_update(self, taken: Mapping[int, Tensor]) -> None:
         """Fit what was done to the gradients that an optimizer takes. Nothing is read back.
 
         Args:
-            taken: Ids of the optimizer's parameters.
+            taken: The optimizer's parameters, by id.
         """
+        for each in self._beside.keys() & taken.keys():
+            (kept, version), grad = self._beside[each], taken[each].grad
+            if grad is not None and grad is kept() and grad._version == version:
+                self._strange = str(list(grad.shape))
         mine = [pair for pair in self._gradients if id(pair[0].tensor) in taken]
         self._gradients = [pair for pair in self._gradients if id(pair[0].tensor) not in taken]
         self._fit("gradient", [pair for pair in mine if pair[0].tensor.grad is not None], _gradient)
+
+    def require_own(self) -> None:
+        """Refuse what an optimizer has updated by the gradient of this rank alone.
+
+        Raises:
+            InvalidArgumentError: It has.
+        """
+        if self._strange:
+            raise InvalidArgumentError(f"{describe_rank()}: {OF_NOBODY.format(self._strange)}")
 
     def after_update(self, taken: Collection[int]) -> None:
         """Keep some of the weights that an optimizer has updated, if tp divides them.
@@ -253,10 +281,10 @@ class Scaling:
 scalings: WeakKeyDictionary[nn.Module, Scaling] = WeakKeyDictionary()  # of parallelized models
 
 
-def sample_gradients(model: nn.Module) -> None:
-    """Keep some of a model's gradients at the end of a step."""
+def sample_gradients(model: nn.Module, beside: Iterable[nn.Parameter] = ()) -> None:
+    """Keep some of a model's gradients at the end of a step, and those of nobody's parameters."""
     if model in scalings:
-        scalings[model].sample(model)
+        scalings[model].sample(model, beside)
 
 
 def _is_kept(shard: Shard) -> bool:

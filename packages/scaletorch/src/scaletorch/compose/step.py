@@ -6,7 +6,7 @@ then the pipeline runs. The first step looks further.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,8 +25,9 @@ from .balance import router_loss
 from .batches import Batch, Called, real_positions, real_tokens, token_count
 from .before.changes import changes_followed
 from .before.failures import failures_named
-from .forward import Terms, manager_of, terms_of
+from .forward import Terms, manager_of, rehearses, terms_of
 from .loss import find_sharded_head, require_labels_fit, require_logits_alone, token_loss_sum
+from .loss_reads import gradients_kept
 from .own_loss import NOTHING_COUNTS, CountFunction, LossFunction, Number, OwnLoss
 from .partial_gradients import summed_once
 from .ready import has_gradients, look_first, ready
@@ -47,8 +48,9 @@ def train_step(
     """Run forward and backward of one global batch; gradients are complete when it returns.
 
     If a rank has to refuse its batch or model, all ranks hear of it before the step begins. The
-    first step begins with a rehearsal, looks whether ranks hold the same batch, and, as does the
-    first of several micro-batches, whether the model changes itself otherwise than in one process.
+    first step, and the first with another loss_fn, begins with a rehearsal. The first step looks
+    whether ranks hold the same batch, and, as does the first of several micro-batches, whether the
+    model changes itself otherwise than in one process.
 
     Args:
         model: What `parallelize` returned.
@@ -78,9 +80,8 @@ def train_step(
     """
     manager = manager_of(model, manager)
     terms, own = terms_of(model), _own_loss(model, manager, loss_fn, count_fn)
-    if terms.rehearses and not has_gradients(model):
-        rehearse(model, micro_batches, manager, loss_fn=loss_fn, count_fn=count_fn)
-    called, count = ready(model, micro_batches, manager, terms, own)
+    proof = partial(rehearse, model, micro_batches, manager, loss_fn=loss_fn, count_fn=count_fn)
+    called, count = _proven(model, micro_batches, manager, own, loss_fn, proof)
     if own is not None and not count:
         raise InvalidArgumentError(NOTHING_COUNTS)
     terms.real_positions = real_positions(called[0].micro_batch)
@@ -133,6 +134,7 @@ def rehearse(
     if manager.world_size * len(micro_batches) == 1:
         return
     terms.rehearses = False
+    terms.rehearsed.add(_code_of(loss_fn))
     if terms.plain is None:
         raise StateError(
             "rehearse compares with the plain model, whose structure parallelize keeps unless it "
@@ -143,8 +145,44 @@ def rehearse(
             f"{describe_rank()}: a rehearsal has gradients of its own, and the model has some "
             "already: call it before the first step, or after zero_grad"
         )
-    step = partial(train_step, model, manager=manager, loss_fn=loss_fn, count_fn=count_fn)
-    rehearse_step(model, micro_batches, terms, manager, step, loss_fn)
+    with gradients_kept(loss_fn, model) as own:
+        step = partial(train_step, model, manager=manager, loss_fn=own, count_fn=count_fn)
+        rehearse_step(model, micro_batches, terms, manager, step, own)
+
+
+def _proven(
+    model: DataParallelBucket,
+    micro_batches: Sequence[Batch],
+    manager: ProcessGroupManager,
+    own: OwnLoss | None,
+    loss_fn: LossFunction | None,
+    proof: Callable[[], None],
+) -> tuple[list[Called], Number]:
+    """Return what `ready` does, after a rehearsal if this is the first step with a loss_fn.
+
+    Not all ranks need to have a new one: but for the very first, they hear of it in `ready`.
+    """
+    terms = terms_of(model)
+    terms.rehearses = _is_new(loss_fn, terms) and not has_gradients(model)
+    if terms.rehearses and not terms.rehearsed:
+        proof()
+    found = ready(model, micro_batches, manager, terms, own)
+    if terms.rehearses and terms.rehearsed:
+        proof()
+        found = ready(model, micro_batches, manager, terms, own)
+    return found
+
+
+def _is_new(loss_fn: LossFunction | None, terms: Terms) -> bool:
+    """Return whether a plain model is there, and was not rehearsed with this loss."""
+    return terms.plain is not None and not rehearses() and _code_of(loss_fn) not in terms.rehearsed
+
+
+def _code_of(function: Any) -> object:
+    """Return the code of a function, which closures, partial and bound ones share; else a type."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(getattr(function, "__func__", function), "__code__", type(function))
 
 
 def _own_loss(
@@ -203,7 +241,7 @@ def _step(
             terms.counted = _from_last_stage(terms.counted, manager)
         corrected = _corrected(model, float(count) * (terms.counted or 1.0), own, manager)
     take_sample(model)
-    sample_gradients(model)
+    sample_gradients(model, [p for p, _ in own.beside.values()] if own is not None else ())
     if own is not None:
         own.settle(loss)
     total = _summed(loss, manager)
@@ -223,6 +261,9 @@ def _corrected(
     """Divide gradients by the count of all losses instead of its estimate; return both."""
     counted = _summed(own.counted(get_comm_device(manager.world_group)), manager)
     scale_gradients(model, divisor / counted)
+    for parameter, is_new in own.beside.values():
+        if is_new and parameter.grad is not None:
+            parameter.grad.mul_(divisor / counted)
     return divisor, counted
 
 

@@ -6,10 +6,11 @@ gradients before each step of an optimizer, and to weights after it, is compared
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -21,6 +22,7 @@ from ..parallel.data_parallel import parameter_shards
 from ..parallel.expert_parallel.building import find_expert_cuts
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pg_manager.building import Scope, update_scope
+from .forward import terms_of
 from .scaling import Scaling, scalings
 
 _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # and how many parameters it had
@@ -49,6 +51,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     taken = _taken(optimizer)
     for model, scaling in list(scalings.items()):
         if _checked.get(optimizer) != len(taken):
+            _require_own_parameters(optimizer, taken, model)
             _check(optimizer, taken, model, scaling.manager)
         scaling.before_update(taken)
     _checked[optimizer] = len(taken)
@@ -60,12 +63,31 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
         scaling.after_update(_taken(optimizer))
 
 
-def _taken(optimizer: Optimizer) -> set[int]:
-    return {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+def _taken(optimizer: Optimizer) -> dict[int, Tensor]:
+    return {id(tensor): tensor for group in optimizer.param_groups for tensor in group["params"]}
+
+
+def _require_own_parameters(optimizer: Optimizer, taken: Container[int], model: nn.Module) -> None:
+    """Refuse an optimizer of parameters that are no longer the model's.
+
+    Raises:
+        InvalidArgumentError: It was made before the model was cut, and would not train the shards.
+    """
+    now = dict(model.named_parameters(remove_duplicate=False))
+    before = {name: each() for name, each in terms_of(model).originals.items() if name in now}
+    left = [name for name, p in before.items() if p is not now[name] and id(p) in taken]
+    if left:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        raise InvalidArgumentError(
+            f"{describe_rank()}: {type(optimizer).__name__} has {', '.join(left[:3])}{more} of the "
+            "plain model, in whose place the model has this rank's shards since parallelize, so "
+            "these would not be trained: make the optimizer of model.parameters() after "
+            "parallelize"
+        )
 
 
 def _check(
-    optimizer: Optimizer, taken: set[int], model: nn.Module, manager: ProcessGroupManager
+    optimizer: Optimizer, taken: Container[int], model: nn.Module, manager: ProcessGroupManager
 ) -> None:
     """Refuse an optimizer of a model that would need more than it has on this rank.
 

@@ -33,7 +33,14 @@ class Handover(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """Return the gradients of the call's inputs."""
+        """Return the gradients of the call's inputs.
+
+        Raises:
+            RuntimeError: They are to have gradients of their own, as where a model returns forces,
+                the gradient of an energy. Then the whole model has to run as one unit.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(f"the model takes gradients through {ctx.call.name} in its forward")
         return None, None, *ctx.call.backward(gradients)
 
 

@@ -12,7 +12,6 @@ second layer that rank's half of the inputs. What does not stays whole.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,7 +31,16 @@ from ..layers.multihead import ParallelMultiheadAttention
 from .examples import examples, structure
 from .plan import Divide, Plan, Style
 from .resolve import Resolved, UnplannedError, resolve
-from .trial import Unit, call, computes_the_same, features, generic, is_linear, stand_in
+from .trial import (
+    Unit,
+    call,
+    computes_the_same,
+    copied,
+    features,
+    generic,
+    is_linear,
+    stand_in,
+)
 from .vocabulary import vocabulary_styles
 
 _MOST_TRIALS = 64  # of integer attributes that may count heads or features
@@ -112,17 +120,17 @@ def _record(model: nn.Module, example: Any) -> list[Unit]:
 
     def note(unit: Unit, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if unit.args is None:
-            unit.args, unit.kwargs = copy.deepcopy((args, dict(kwargs)))
+            unit.args, unit.kwargs = copied((args, dict(kwargs)))
 
     def keep(unit: Unit, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        unit.returned = copy.deepcopy(output)
+        unit.returned, unit.is_differentiated = copied(output), torch.is_grad_enabled()
 
     firsts: dict[tuple[Any, ...], Unit] = {}
     with ExitStack() as hooks:
         for unit in units.values():
             first = firsts.setdefault(unit.signature, unit)
             if first is not unit:
-                vars(unit.module)["forward"] = first.again
+                vars(unit.module)["forward"] = partial(first.again, unit.module.forward)
                 continue
             hook = partial(note, unit)
             handle = unit.module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ....dist.building import tensors_in
+from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager.building import restored
 from .plan import Match, Style, look_up
@@ -35,9 +35,12 @@ class Unit:
     args: tuple[Any, ...] | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     returned: Any = None
+    is_differentiated: bool = False  # within the model's forward, which takes gradients
 
-    def again(self, *_: Any, **__: Any) -> Any:
+    def again(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return a copy of what the first call returned, in place of an equal layer's call."""
+        if self.is_differentiated:
+            return forward(*args, **kwargs)
         return copy.deepcopy(self.returned)
 
     def run(self, module: nn.Module | None = None) -> list[Tensor]:
@@ -70,6 +73,11 @@ class Unit:
         return generic(self.name), tuple(kinds), tuple(shapes)
 
 
+def copied(value: Any) -> Any:
+    """Return a copy of what a call takes or returns, without graphs."""
+    return copy.deepcopy(map_tensors(Tensor.detach, value))
+
+
 def stand_in(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
     """Return a copy of a model with random parameters, and an example on its device.
 
@@ -90,18 +98,18 @@ def stand_in(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
             key = generic(f"{name}.{own}"), parameter.shape
             if key not in drawn:
                 bound = (3 / max(1, parameter.shape[-1])) ** 0.5 if parameter.dim() > 1 else 1
-                drawn[key] = _repeated((pool * bound).to(_narrow(parameter.dtype)), parameter.shape)
+                drawn[key] = _repeated((pool * bound).to(parameter.dtype), parameter.shape)
             memo[id(parameter)] = nn.Parameter(drawn[key])
         for each in [*module._buffers.values(), *vars(module).values()]:
             if isinstance(each, Tensor) and id(each) not in memo:
-                dtype, inexact = _narrow(each.dtype), torch.can_cast(torch.float32, each.dtype)
+                dtype, inexact = each.dtype, torch.can_cast(torch.float32, each.dtype)
                 values = 1 + pool / 2 if inexact else torch.ones_like(pool) * (dtype == torch.bool)
                 memo[id(each)] = _repeated(values.to(dtype), each.shape)
 
     def moved(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        return x.to(device, _narrow(first.dtype if x.is_floating_point() else x.dtype))
+        return x.to(device, first.dtype if x.is_floating_point() else x.dtype)
 
     return copy.deepcopy(model, memo), tree_map(moved, example)
 
@@ -109,10 +117,6 @@ def stand_in(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
 def _repeated(values: Tensor, shape: torch.Size) -> Tensor:
     """Return a new tensor of a shape that repeats values in order."""
     return values.repeat(-(-shape.numel() // values.numel()))[: shape.numel()].view(shape)
-
-
-def _narrow(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype == torch.float64 else dtype
 
 
 def generic(name: str, *, most: int = 0) -> str:
