@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ...placement import Invariant, Replicate, convert
+from .hidden_states import convert_hidden
 from .overlap import Entrance
-from .region_inputs import Inputs, residuals_of
 from .sequence_shares import SequenceShares, shapes_explained
 from .surround import Surrounded, own_class
 from .uncompiled import around_compiled, uncompiled
@@ -140,9 +140,9 @@ class Region(Surrounded):
             widths = {int(getattr(each, "in_features", 0)) for each in columns}
             gather = partial(_gather, running, self._sequence)
             # Widths tell the hidden states from a mask or from positions.
-            residuals = residuals_of(own_class(self).forward, args)
-            inputs = Inputs(name, widths, self._sequence, residuals)
-            args, kwargs = inputs.changed(gather, args, kwargs)
+            args, kwargs, _ = convert_hidden(
+                self, self._sequence, gather, args, kwargs, widths=widths
+            )
             explained = shapes_explained(name, self._sequence)
         token = _running.set(running)
         try:
