@@ -6,7 +6,6 @@ Recorded and versioned like the rest: a patch release changes nothing here.
 from .groups import connect, connect_all, first_unused_number, groups_within, has_streams
 from .loss import mean_over
 from .module_helpers import (
-    call_uncompiled,
     class_before,
     deep_copy,
     divided_modules,
@@ -23,11 +22,12 @@ from .module_helpers import (
     show_output,
     watch_outputs,
 )
+from .uncompiled import around_compiled, uncompiled
 from .update_scope import Scope, known_elementwise, update_scope
 
 __all__ = [
     "Scope",
-    "call_uncompiled",
+    "around_compiled",
     "class_before",
     "connect",
     "connect_all",
@@ -49,6 +49,7 @@ __all__ = [
     "runs_as_stages",
     "shallow_copy",
     "show_output",
+    "uncompiled",
     "update_scope",
     "watch_outputs",
 ]

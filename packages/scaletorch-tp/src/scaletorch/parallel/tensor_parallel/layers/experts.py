@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ...placement import Invariant, Partial, Replicate, Shard
+from ...pg_manager.building import around_compiled, uncompiled
+from ...placement import Invariant, Partial, Replicate, Shard, convert
 from ..cuts.styles import Stacked
 from ..regions.region import in_region
 from ..regions.sequence_shares import SequenceShares
 from ..regions.surround import own_class
-from ..regions.uncompiled import around_compiled, convert, uncompiled
 from .heads import OwnParameters
 
 # What names of attributes that hold the width of experts contain.

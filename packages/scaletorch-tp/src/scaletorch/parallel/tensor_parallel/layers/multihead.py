@@ -11,10 +11,10 @@ from torch.nn import functional
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ...placement import Invariant, ModelView, Partial, Shard
+from ...pg_manager.building import around_compiled
+from ...placement import Invariant, ModelView, Partial, Shard, convert
 from ..regions.random import sharded_random
 from ..regions.region import enter
-from ..regions.uncompiled import around_compiled, convert
 from .base import TensorParallelLayer
 
 

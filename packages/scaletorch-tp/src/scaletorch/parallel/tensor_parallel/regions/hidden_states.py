@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
+from ...pg_manager.building import uncompiled
 from .sequence_shares import SequenceShares
 from .surround import own_class
-from .uncompiled import uncompiled
 
 _RESIDUAL = "residual"
 _WAY_OUT = "do without sequence parallelism"

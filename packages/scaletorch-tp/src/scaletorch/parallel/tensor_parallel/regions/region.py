@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ...pg_manager.building import around_compiled, uncompiled
 from ...placement import Invariant, Replicate, convert
 from .hidden_states import convert_hidden
 from .overlap import Entrance
 from .sequence_shares import SequenceShares, shapes_explained
 from .surround import Surrounded, own_class
-from .uncompiled import around_compiled, uncompiled
 
 T = TypeVar("T")
 

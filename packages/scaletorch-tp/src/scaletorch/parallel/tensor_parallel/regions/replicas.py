@@ -17,9 +17,9 @@ from torch.distributed import ProcessGroup
 
 from ....dist import all_reduce
 from ....dist.building import sum_dtype
+from ...pg_manager.building import around_compiled, uncompiled
 from ...placement import Cut
 from .surround import Surrounded
-from .uncompiled import around_compiled, uncompiled
 
 
 class SumReplicas(Function):

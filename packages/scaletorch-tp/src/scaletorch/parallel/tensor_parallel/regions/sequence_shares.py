@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from ....dist import get_rank, get_world_size
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
+from ...pg_manager.building import around_compiled, uncompiled
 from ...placement import Invariant, Partial, Replicate, Shard, convert, shard_sizes
 from .overlap import DIM
 from .random import end_sharded_random
 from .surround import SharedGroup
-from .uncompiled import around_compiled, uncompiled
 
 _OF_SHAPES = re.compile(
     r"[Ss]izes? of tensor|shape '|view size|must match|split_sizes|shapes cannot be multiplied"

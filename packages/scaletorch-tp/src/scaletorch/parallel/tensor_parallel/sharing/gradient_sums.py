@@ -25,10 +25,9 @@ from ....dist import all_reduce
 from ....dist.building import sum_dtype, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ...pg_manager.building import forget_watchers, runs_as_stages, watch_outputs
+from ...pg_manager.building import forget_watchers, runs_as_stages, uncompiled, watch_outputs
 from ...placement import ModelView
 from ..regions.surround import not_pickled
-from ..regions.uncompiled import uncompiled
 from .gradient_paths import Leaves, Reach, Walk, trainable
 
 

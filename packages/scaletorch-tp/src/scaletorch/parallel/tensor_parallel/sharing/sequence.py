@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from ....dist import get_rank, get_world_size
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
+from ...pg_manager.building import around_compiled
 from ...placement import ModelView, modules_within, shard_sizes
 from ..layers.base import TensorParallelLayer
 from ..layers.heads import HeadParameters
@@ -27,7 +28,6 @@ from ..regions.random import sharded_random
 from ..regions.region import Region
 from ..regions.sequence_shares import SequenceShares, find_shares, shapes_explained
 from ..regions.surround import SharedGroup, Surrounded, own_class, surround
-from ..regions.uncompiled import around_compiled
 from .sequence_layers import SequenceLayer
 from .whole_sequence import WholeSequence, mask_configs, whole_masks
 

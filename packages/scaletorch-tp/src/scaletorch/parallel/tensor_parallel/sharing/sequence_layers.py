@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
+from ...pg_manager.building import around_compiled, uncompiled
 from ..regions.hidden_states import argument_names
 from ..regions.overlap import DIM
 from ..regions.random import sharded_random
 from ..regions.sequence_shares import SequenceShares
 from ..regions.surround import Surrounded, own_class
-from ..regions.uncompiled import around_compiled, uncompiled
 
 # What layers are given of each token beside hidden states, by the names of their arguments.
 OF_TOKENS = ("input_ids", "per_layer_input", "per_layer_inputs")

@@ -13,9 +13,8 @@ from torch.distributed import ProcessGroup
 from ....dist import all_gather_object, get_world_size
 from ....dist.errors import InvalidArgumentError, MismatchError
 from ...pg_manager import describe_rank
-from ...placement import Cut, Invariant, Shard
+from ...placement import Cut, Invariant, Shard, convert
 from ..layers.base import TensorParallelLayer
-from ..regions.uncompiled import convert
 
 
 class ParameterCut(NamedTuple):
