@@ -8,11 +8,13 @@ from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.placement import (
     Cut,
     Invariant,
+    ModelView,
     Partial,
     Replicate,
     Shard,
     Varying,
     convert,
+    modules_within,
     shard_sizes,
 )
 from scaletorch.parallel.placement.conversion import CONVERSIONS
@@ -96,3 +98,15 @@ def test_a_cut_joins_what_it_took_apart():
     whole = torch.arange(14)
     joined = torch.cat([cut.take(whole, 0, rank) for rank in range(3)])
     assert torch.equal(cut.arrange(joined, 0), whole)
+
+
+def test_a_view_names_modules_once_and_all_owners_of_a_tied_parameter():
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 3), torch.nn.Linear(3, 4), torch.nn.Tanh())
+    model[1].weight = model[0].weight
+    model.append(model[2])
+    view = ModelView(model)
+    assert [*view.names.values()] == ["", "0", "1", "2"]
+    assert view.owners[model[0].weight] == [(model[0], "weight"), (model[1], "weight")]
+    assert view.owners[model[1].bias] == [(model[1], "bias")]
+    assert modules_within([model[1], model[2]]) == {model[1], model[2]}
+    assert modules_within([model]) == {*view.names}

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 from ..dist.errors import InvalidArgumentError
-from ..parallel.pg_manager.building import Attributes, call_uncompiled
+from ..parallel.pg_manager.building import Attributes, uncompiled
 from ..parallel.pipeline_parallel import Split, layers_of
 
 _Inner = Callable[..., Any]
@@ -98,7 +98,7 @@ def _recomputed(inner: _Inner, layer: nn.Module, *args: Any, **kwargs: Any) -> A
     if not torch.compiler.is_compiling():
         return _run_twice(inner, layer, args, kwargs)
     if inner in _CHANGING:
-        return call_uncompiled(_run_twice, inner, layer, args, kwargs)
+        return _run_uncompiled(inner, layer, args, kwargs)
     return checkpoint(inner, layer, *args, use_reentrant=False, **kwargs)
 
 
@@ -106,6 +106,9 @@ def _run_twice(
     inner: _Inner, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     return checkpoint(_repeatable(inner, layer), layer, *args, use_reentrant=False, **kwargs)
+
+
+_run_uncompiled = uncompiled(_run_twice)
 
 
 def _repeatable(inner: _Inner, layer: nn.Module) -> _Inner:

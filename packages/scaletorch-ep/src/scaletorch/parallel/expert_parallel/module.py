@@ -16,7 +16,7 @@ from ...dist import functional, get_rank, get_world_size
 from ...dist.building import agree
 from ...dist.errors import StateError
 from ..pg_manager import describe_rank
-from ..pg_manager.building import call_uncompiled, deep_copy, shallow_copy
+from ..pg_manager.building import deep_copy, shallow_copy, uncompiled
 from .calls import Given, Run, read_call, runner
 from .computing import compute
 from .exchange.dispatch import Dispatched, combine_computed, dispatch_along
@@ -64,7 +64,7 @@ class DividedExperts(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the experts' results for tokens of this rank, [T, H], as the whole module does."""
-        results: Tensor = call_uncompiled(_call, self, super().forward, args, kwargs)
+        results: Tensor = _call(self, super().forward, args, kwargs)
         if not self._division.checked:
             self._division.checked.append(True)
         return results
@@ -94,6 +94,7 @@ def share_tokens(experts: DividedExperts, group: ProcessGroup | None) -> None:
     vars(experts)["_division"] = replace(experts._division, tokens=group)
 
 
+@uncompiled
 def _call(
     module: DividedExperts,
     own: Callable[..., Any],

@@ -7,7 +7,6 @@ from .digests import digest, digest_text
 from .groups import connect, connect_all, first_unused_number, groups_within, has_streams
 from .loss import mean_over
 from .module_helpers import (
-    call_uncompiled,
     class_before,
     deep_copy,
     divided_modules,
@@ -25,13 +24,14 @@ from .module_helpers import (
     watch_outputs,
 )
 from .module_state import Attributes, ModuleState, restored
+from .uncompiled import around_compiled, uncompiled
 from .update_scope import Scope, known_elementwise, update_scope
 
 __all__ = [
     "Attributes",
     "ModuleState",
     "Scope",
-    "call_uncompiled",
+    "around_compiled",
     "class_before",
     "connect",
     "connect_all",
@@ -56,6 +56,7 @@ __all__ = [
     "runs_as_stages",
     "shallow_copy",
     "show_output",
+    "uncompiled",
     "update_scope",
     "watch_outputs",
 ]

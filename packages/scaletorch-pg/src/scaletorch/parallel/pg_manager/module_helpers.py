@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import importlib
 import re
 import sys
 import types
@@ -45,24 +44,6 @@ def eagerly() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-_hidden: dict[Callable[..., Any], Callable[..., Any]] = {}  # what the compiler leaves alone
-
-
-def call_uncompiled(call: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that is not compiled, nor anything that it calls: a graph ends here.
-
-    `torch.compiler.disable` imports the compiler, which takes seconds of every program that never
-    compiles. So it waits until the compiler is there: that cannot trace `_hide`, and runs it.
-    """
-    if torch.compiler.is_compiling() and call not in _hidden:
-        _hide(call)
-    return _hidden.get(call, call)(*args)
-
-
-def _hide(call: Callable[..., Any]) -> None:
-    _hidden[call] = importlib.import_module("torch._dynamo.decorators").disable(call)
 
 
 M = TypeVar("M", bound=nn.Module)

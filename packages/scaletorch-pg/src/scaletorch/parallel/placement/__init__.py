@@ -22,10 +22,12 @@ from .conversion import (
     convert,
 )
 from .cut import Cut, fuse, shard_sizes, share_cut
+from .view import ModelView, modules_within
 
 __all__ = [
     "Cut",
     "Invariant",
+    "ModelView",
     "Partial",
     "Placement",
     "Replicate",
@@ -33,6 +35,7 @@ __all__ = [
     "Varying",
     "convert",
     "fuse",
+    "modules_within",
     "shard_sizes",
     "share_cut",
 ]

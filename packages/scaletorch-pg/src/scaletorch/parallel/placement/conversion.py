@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from ...dist import functional, get_rank, get_world_size
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
+from ..pg_manager.building import uncompiled
 from .cut import shard_sizes
 
 
@@ -53,6 +54,7 @@ Placement = Replicate | Invariant | Shard | Varying | Partial
 Group = ProcessGroup | None
 
 
+@uncompiled
 def convert(
     x: Tensor, src: Placement, dst: Placement, group: Group = None, *, where: str = "the tensor"
 ) -> Tensor:
@@ -60,6 +62,7 @@ def convert(
 
     The gradient of a `Replicate` is a `Partial`, and the other way round; that of another
     placement has the same placement. So the backward of (src, dst) is another entry of the table.
+    `torch.compile` leaves it to Python.
 
     Args:
         x: This rank's tensor.

@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 from ...dist import all_gather, get_rank, get_world_size
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import axis_group, describe_rank
+from ..pg_manager.building import uncompiled
 from ..placement import shard_sizes
-from .regions.uncompiled import uncompiled
 
 REDUCTIONS = ("none", "sum", "mean")
 BLOCK = 2**17  # logits worked on at a time on a CPU: as float32 they fit a core's cache

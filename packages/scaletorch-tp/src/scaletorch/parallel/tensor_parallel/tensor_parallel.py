@@ -17,10 +17,11 @@ from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .layers.multihead import leave_fast_paths
 from .optimizers import watch
 from .plans.plan import Plan
+from .plans.resolve import Resolved
 from .plans.suggest import resolve_or_suggest
 from .regions.region import Region
 from .regions.surround import surround
-from .sharing.adapters import Adapter, check_adapters, shard_adapters, without_adapters
+from .sharing.adapters import check_adapters, shard_adapters, without_adapters
 from .sharing.gradient_sums import infer_sums
 from .sharing.sequence import share_sequences
 
@@ -74,47 +75,43 @@ def apply_tensor_parallel(
         >>> apply_tensor_parallel(model, {"**.fc1": "column", "**.fc2": "row"})
     """
     group = axis_group("tp", group)
+    tp_size, divided = get_world_size(group), divided_modules(model, group)
+    options: dict[str, Any] = {"sequence_parallel": sequence_parallel}
     with without_adapters(model) as adapters:
-        memo = _apply(model, plan, group, adapters, sequence_parallel=sequence_parallel)
-        if get_world_size(group) > 1:
-            shard_adapters(adapters, group, memo, sequence_parallel=sequence_parallel)
+        resolved = resolve_or_suggest(model, plan, tp_size, divided=divided, **options)
+        layers = {match.module: match.layer for match in resolved.matches.values()}
+        check_adapters(adapters, layers, sequence_parallel=sequence_parallel and tp_size > 1)
+        memo = _shard(resolved, group)
+        if tp_size > 1:
+            _wrap(resolved, group, **options)
+            infer_sums(resolved.view, group)
+            shard_adapters(adapters, group, memo, **options)
     return model
 
 
-def _apply(
-    model: nn.Module,
-    plan: Plan | None,
-    group: ProcessGroup | None,
-    adapters: list[Adapter],
-    *,
-    sequence_parallel: bool,
-) -> Memo:
-    """Apply a plan to a model without its adapters; return which shards there are."""
-    tp_size, divided = get_world_size(group), divided_modules(model, group)
-    options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "divided": divided}
-    resolved = resolve_or_suggest(model, plan, tp_size, **options)
-    matches = resolved.matches.values()
-    layers = {match.module: match.layer for match in matches}
-    check_adapters(adapters, layers, sequence_parallel=sequence_parallel and tp_size > 1)
+def _shard(resolved: Resolved, group: ProcessGroup | None) -> Memo:
+    """Turn layers into this rank's shards and set attributes; return the shards."""
     memo: Memo = WeakTensorKeyDictionary()  # holds no whole parameter that nobody else holds
-    for match in matches:
+    for match in resolved.matches.values():
         if match.layer is not None:
             match.layer.convert(match.module, group, memo, match.cut, **match.options)
     for module, values in resolved.attributes.items():
         vars(module).update({name: ranks[get_rank(group)] for name, ranks in values.items()})
-    if tp_size == 1:
-        return memo
-    for match in matches:
+    return memo
+
+
+def _wrap(resolved: Resolved, group: ProcessGroup | None, *, sequence_parallel: bool) -> None:
+    """Let modules around the shards begin and end regions, draw apart, and share sequences."""
+    view = resolved.view
+    for match in resolved.matches.values():
         if match.mixin is not None:
             surround(match.module, match.mixin, group)
             vars(match.module).update({} if match.layer else match.options)
-    watch(model)
-    leave_fast_paths(model)
+    watch(view.model)
+    leave_fast_paths(view)
     for module in resolved.regions:
         # A model is called with ids, not with a share of hidden states.
-        if module is not model or not sequence_parallel:
+        if module is not view.model or not sequence_parallel:
             surround(module, Region, group)
     if sequence_parallel:
-        share_sequences(model, group, resolved.whole)
-    infer_sums(model, group)
-    return memo
+        share_sequences(view, group, resolved.whole)

@@ -17,9 +17,9 @@ from ...dist import get_world_size
 from ...dist.errors import InvalidArgumentError
 from ...dist.functional import Copy, Gather, Reduce
 from ..pg_manager import axis_group
+from ..pg_manager.building import uncompiled
 from .regions.overlap import Entrance
 from .regions.region import enter
-from .regions.uncompiled import uncompiled
 
 
 class CopyToModelParallelRegion(Copy):

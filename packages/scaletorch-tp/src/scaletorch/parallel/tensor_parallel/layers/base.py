@@ -13,12 +13,11 @@ from torch.distributed import ProcessGroup
 from ....dist import get_rank, get_world_size
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import axis_group, describe_rank
-from ...placement import Cut, Invariant, Partial, Shard, fuse, share_cut
+from ...placement import Cut, Invariant, Partial, Shard, convert, fuse, share_cut
 from ..cuts.styles import misfits
 from ..optimizers import watch
 from ..regions.sequence_shares import SequenceShares
 from ..regions.surround import not_pickled
-from ..regions.uncompiled import convert
 
 # A whole parameter -> the dim it was cut along, how, and this rank's shard: tied ones stay tied.
 Memo = MutableMapping[Tensor, tuple[int, Cut, nn.Parameter]]

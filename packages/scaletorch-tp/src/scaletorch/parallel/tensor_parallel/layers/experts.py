@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ...placement import Invariant, Partial, Replicate
+from ...pg_manager.building import around_compiled, uncompiled
+from ...placement import Invariant, Partial, Replicate, Shard, convert
 from ..cuts.styles import Stacked
 from ..regions.region import in_region
 from ..regions.sequence_shares import SequenceShares
 from ..regions.surround import own_class
-from ..regions.uncompiled import around_compiled, convert, uncompiled
 from .heads import OwnParameters
 
 # What names of attributes that hold the width of experts contain.
@@ -71,15 +71,16 @@ class ParallelExperts(OwnParameters):
                 f"{describe_rank()}: {own_class(self).__name__} must return the experts' results, "
                 f"a tensor of which ranks have parts, and returned a {type(results).__name__}"
             )
-        if self.sequence is None or sizes is None:
+        if sizes is None:
             return convert(results, Partial(), Invariant(), self.group)
-        return self.sequence.leave_rows(results.flatten(0, -2), sizes).unflatten(0, leading)
+        rows = convert(results.flatten(0, -2), Partial(), Shard(0, sizes), self.group)
+        return rows.unflatten(0, leading)
 
     def _enter(self, x: Any, sizes: tuple[int, ...] | None) -> Any:
         if not isinstance(x, Tensor):
             return x
-        if self.sequence is not None and sizes is not None:
-            entered = self.sequence.enter_rows(x.flatten(0, -2), sizes)
+        if sizes is not None:  # all ranks' rows, one rank's behind another's
+            entered = convert(x.flatten(0, -2), Shard(0, sizes), Replicate(), self.group)
             return entered if x.ndim == 2 else entered[None]  # as one sequence
         # Indices have no gradient to be summed.
         enters = x.is_floating_point()

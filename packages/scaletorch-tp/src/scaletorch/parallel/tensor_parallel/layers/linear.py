@@ -11,11 +11,10 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ...placement import Cut, Invariant, Shard
+from ...placement import Cut, Invariant, Shard, convert
 from ..regions.random import end_sharded_random
 from ..regions.region import enter, overlapped_linear
 from ..regions.replicas import sum_replicas
-from ..regions.uncompiled import convert
 from .base import Group, Memo, Options, TensorParallelLayer
 
 _KINDS = (nn.Linear, NonDynamicallyQuantizableLinear)

@@ -11,10 +11,10 @@ from torch.nn import functional
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ...placement import Invariant, Partial, Shard
+from ...pg_manager.building import around_compiled
+from ...placement import Invariant, ModelView, Partial, Shard, convert
 from ..regions.random import sharded_random
 from ..regions.region import enter
-from ..regions.uncompiled import around_compiled, convert
 from .base import TensorParallelLayer
 
 
@@ -190,12 +190,12 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, tp={self.tp_size}"
 
 
-def leave_fast_paths(model: nn.Module) -> None:
+def leave_fast_paths(view: ModelView) -> None:
     """Let torch's encoder layers call their sharded layers in eval mode too, in place.
 
     Their fast path would multiply by this rank's weights and add up nothing.
     """
-    for module in model.modules():
+    for module in view.names:
         slow = {nn.TransformerEncoderLayer: "activation_relu_or_gelu",
                 nn.TransformerEncoder: "use_nested_tensor"}  # fmt: skip
         names = [name for kind, name in slow.items() if isinstance(module, kind)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ...placement import Cut, fuse, shard_sizes, share_cut
+from ...placement import Cut, ModelView, fuse, modules_within, shard_sizes, share_cut
 from ..layers.base import TensorParallelLayer
 from ..layers.multihead import ParallelMultiheadAttention
 from ..regions.surround import own_class
@@ -109,16 +109,16 @@ def head_cuts(query: int, key_value: int, size: int) -> tuple[Cut, Cut]:
 
 
 def find_attentions(
-    model: nn.Module, matches: Matches, named: Collection[nn.Module] = ()
+    view: ModelView, matches: Matches, named: Collection[nn.Module] = ()
 ) -> dict[nn.Module, Attention]:
     """Return the modules whose sharded children fit together as projections of heads.
 
     Args:
-        model: The whole model.
+        view: The whole model.
         matches: What of it is sharded; every style fits its module.
         named: Modules known to be attention, whose config may tell the head's length.
     """
-    found = (_attention(n, m, matches, m in named) for n, m in model.named_modules())
+    found = (_attention(n, m, matches, m in named) for m, n in view.names.items())
     return {each.module: each for each in found if each is not None}
 
 
@@ -164,21 +164,21 @@ def out_features(module: nn.Module) -> int:
     return int(getattr(module, "out_features", 0) or getattr(module, "nf", 0))
 
 
-def find_whole(model: nn.Module, regions: Collection[nn.Module]) -> list[nn.Module]:
+def find_whole(view: ModelView, regions: Collection[nn.Module]) -> list[nn.Module]:
     """Return the attention modules that mix tokens and must see whole sequences.
 
     They are the outermost ones that are no regions, and neither hold nor are in one; modules with
     convolutions over tokens are among them.
 
     Args:
-        model: The whole model.
+        view: The whole model.
         regions: Its regions, which gather for themselves.
     """
-    inside = {inner for region in regions for inner in region.modules()}
+    inside = modules_within(regions)
     found: list[nn.Module] = []
-    for name, module in model.named_modules():
+    for module, name in view.names.items():
         mixes = _attends(name, module) or _convolves(module)
-        if module in inside or module is model or not mixes:
+        if module in inside or module is view.model or not mixes:
             continue
         inner = {*module.modules()}
         if not inside & inner and not any(isinstance(m, nn.Embedding) for m in inner):

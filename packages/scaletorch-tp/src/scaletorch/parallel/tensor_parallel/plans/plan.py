@@ -11,7 +11,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager.building import matching, no_match
-from ...placement import Cut
+from ...placement import Cut, modules_within
 from ..cuts.styles import Fused, PerHead, SharedTail, Stacked
 from ..layers.base import TensorParallelLayer
 from ..layers.embedding import (
@@ -264,7 +264,7 @@ def with_mixins(matches: Sequence[Match]) -> list[Match]:
         if not layers.intersection(match.module.modules()) - {*match.module.children()}:
             mixins[match.module] = ShardedRandom
     sharded = [module for module, mixin in mixins.items() if mixin is ShardedRandom]
-    within = {inner for module in sharded for inner in module.modules()}
+    within = modules_within(sharded)
     common = (m.module for m in matches if m.style == "replicate" and m.module in within)
     mixins |= dict.fromkeys(common, CommonRandom)
     return [replace(match, mixin=mixins.get(match.module)) for match in matches]

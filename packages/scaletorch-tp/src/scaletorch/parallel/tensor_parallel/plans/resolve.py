@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
+from ...placement import ModelView
 from ..layers.base import TensorParallelLayer
 from ..layers.heads import HeadParameters
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -55,12 +56,14 @@ class Resolved(NamedTuple):
     """What a plan does to a model.
 
     Attributes:
+        view: The model.
         matches: The modules it names, in the model's order.
         attributes: Module -> attribute -> its value on each rank.
         regions: The modules whose sharded layers take one input.
         whole: The modules that see whole sequences with sequence parallelism.
     """
 
+    view: ModelView
     matches: Matches
     attributes: Mapping[nn.Module, Mapping[str, tuple[int, ...]]]
     regions: list[nn.Module]
@@ -93,36 +96,37 @@ def resolve(
             would be sharded in two ways, or the model would compute something else on shards of
             its sequences.
     """
-    found, heads = _match(model, plan, divided, tp_size, sequence_parallel=sequence_parallel)
+    view = ModelView(model)
+    found, heads = _match(view, plan, divided, tp_size, sequence_parallel=sequence_parallel)
     _check_styles(found, divided)
     matches = {match.module: match for match in with_mixins(found)}
     _check_mixins(matches.values())
     check_of_heads(heads, matches)
     named = {*heads.values()}
-    attentions = find_attentions(model, matches, named)
+    attentions = find_attentions(view, matches, named)
     attributes, divided_attributes = local_attributes(matches.values(), attentions, tp_size)
-    lengths = find_lengths(model, matches, attentions, heads)
+    lengths = find_lengths(view, matches, attentions, heads)
     check_lengths(Lengths([*divided_attributes, *lengths.divided], lengths.shared), tp_size)
     _check_heads(matches, attentions)
     matches = with_cuts(matches, attentions, tp_size)
-    check_ties(model, matches)
+    check_ties(view, matches)
     if sequence_parallel:
-        check_sequences(model, list(matches.values()))
-    regions = find_regions(model, matches, named)
+        check_sequences(view, list(matches.values()))
+    regions = find_regions(view, matches, named)
     whole: list[nn.Module] = []
     if sequence_parallel:
-        earlier = [module for module in model.modules() if isinstance(module, Region)]
+        earlier = [module for module in view.names if isinstance(module, Region)]
         styled = [m.module for m in matches.values() if m.style == SEQUENCE_WHOLE]
         gathers = [m.module for m in matches.values() if m.becomes(ParallelMultiheadAttention)]
-        whole = [*styled, *find_whole(model, [*regions, *earlier, *styled, *gathers])]
+        whole = [*styled, *find_whole(view, [*regions, *earlier, *styled, *gathers])]
         check_in_attention(matches.values(), regions, whole)
         if plan is None:
             matches = kept_whole_on_shares(matches, [*regions, *whole])
-    return Resolved(matches, attributes, regions, whole)
+    return Resolved(view, matches, attributes, regions, whole)
 
 
 def _match(
-    model: nn.Module,
+    view: ModelView,
     plan: Plan | None,
     divided: Collection[nn.Module],
     tp_size: int,
@@ -130,6 +134,7 @@ def _match(
     sequence_parallel: bool,
 ) -> tuple[list[Match], dict[str, nn.Module]]:
     """Return what is sharded, and the modules known to be attention."""
+    model = view.model
     if plan is not None:
         return match_plan(model, plan), {}
     known = find_own_plan(model, divided) or find_torch_layers(model, divided)
@@ -139,12 +144,12 @@ def _match(
     left = [match for match in known.matches if match.module not in divided]
     if sequence_parallel:
         left = heads_that_gather(model, left)
-        left += layers_that_share(model, left)
+        left += layers_that_share(view, left)
     return left, {name: modules[name] for name in known.heads}
 
 
 def find_regions(
-    model: nn.Module, matches: Matches, named: Collection[nn.Module] = ()
+    view: ModelView, matches: Matches, named: Collection[nn.Module] = ()
 ) -> list[nn.Module]:
     """Return the modules that begin with column-parallel layers and end with one row-parallel.
 
@@ -153,7 +158,7 @@ def find_regions(
     """
     return [
         module
-        for module in model.modules()
+        for module in view.names
         if _is_region(module, matches, ends=module not in named)
         and cannot_surround(module, Region) is None
     ]

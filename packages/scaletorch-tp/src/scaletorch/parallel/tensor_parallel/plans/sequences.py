@@ -8,6 +8,7 @@ from inspect import signature
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
+from ...placement import ModelView, modules_within
 from ..layers.heads import HeadParameters
 from ..layers.multihead import ParallelMultiheadAttention
 from ..regions.replicas import TailShared
@@ -43,7 +44,7 @@ def kept_whole_on_shares(
         matches: Module -> its match.
         within: Modules inside of which sequences are whole.
     """
-    inside = {inner for module in within for inner in module.modules()}
+    inside = modules_within(within)
     return {
         module: look_up(m.name, module, m.pattern, "sequence")
         if m.style == "row_split" and module not in inside
@@ -52,12 +53,13 @@ def kept_whole_on_shares(
     }
 
 
-def layers_that_share(model: nn.Module, matches: Sequence[Match]) -> list[Match]:
+def layers_that_share(view: ModelView, matches: Sequence[Match]) -> list[Match]:
     """Return the layers to which shares are confined, where what is before them needs the whole.
 
     That is a model of transformers whose layers are given something else of each token, which has
     other parts (of images, of sound) beside its layers, or a head that takes whole sequences.
     """
+    model = view.model
     get_decoder = getattr(model, "get_decoder", None)
     decoder = get_decoder() if callable(get_decoder) else None
     if any(m.style == "sequence_layer" for m in matches) or not isinstance(decoder, nn.Module):
@@ -67,10 +69,9 @@ def layers_that_share(model: nn.Module, matches: Sequence[Match]) -> list[Match]
     found = [each for each in lists if sharded.intersection(each.modules())]
     if len(found) != 1:
         return []
-    if not _has_other_head(model, matches) and not _needs_whole(model, decoder, found[0]):
+    if not _has_other_head(model, matches) and not _needs_whole(view, decoder, found[0]):
         return []
-    names = {module: name for name, module in model.named_modules()}
-    return [look_up(names[m], m, names[m], "sequence_layer") for m in found[0]]
+    return [look_up(view.names[m], m, view.names[m], "sequence_layer") for m in found[0]]
 
 
 def _has_other_head(model: nn.Module, matches: Sequence[Match]) -> bool:
@@ -83,14 +84,14 @@ def _has_other_head(model: nn.Module, matches: Sequence[Match]) -> bool:
     return not any(m.options.get("gather_output") for m in matches if m.module not in inside)
 
 
-def _needs_whole(model: nn.Module, decoder: nn.Module, layers: nn.ModuleList) -> bool:
+def _needs_whole(view: ModelView, decoder: nn.Module, layers: nn.ModuleList) -> bool:
     given = {name for layer in layers for name in signature(layer.forward).parameters}
     if given.intersection((*OF_TOKENS, *WHOLE_IDS)):
         return True
-    base = getattr(model, "base_model", None)
+    base = getattr(view.model, "base_model", None)
     if getattr(base, "config", None) is not getattr(decoder, "config", None):
         return True  # of which the text is a part
-    outside = {*model.modules()} - {*layers.modules()}
+    outside = {*view.names} - {*layers.modules()}
     return any(module._parameters and _reads_parameters_of(module) for module in outside)
 
 
@@ -98,7 +99,7 @@ def check_in_attention(
     matches: Iterable[Match], regions: Collection[nn.Module], whole: Collection[nn.Module]
 ) -> None:
     """Refuse what belongs to heads, where their module would work on shares of sequences."""
-    inside = {inner for module in whole for inner in module.modules()}
+    inside = modules_within(whole)
     for match in matches:
         of_heads = match.becomes(HeadParameters) and match.module not in regions
         if (of_heads or match.mixin is TailShared) and match.module not in inside:
@@ -108,7 +109,7 @@ def check_in_attention(
             )
 
 
-def check_sequences(model: nn.Module, matches: Sequence[Match]) -> None:
+def check_sequences(view: ModelView, matches: Sequence[Match]) -> None:
     """Refuse a model that would compute something else on shards of its sequences.
 
     Raises:
@@ -122,7 +123,7 @@ def check_sequences(model: nn.Module, matches: Sequence[Match]) -> None:
                 "divide the batch; build it with batch_first=True, or do without sequence "
                 "parallelism"
             )
-    for name, module in model.named_modules():
+    for module, name in view.names.items():
         if getattr(module, "layerdrop", 0):
             raise InvalidArgumentError(
                 f"'{name}' leaves out layers at random (layerdrop), and with sequence parallelism "

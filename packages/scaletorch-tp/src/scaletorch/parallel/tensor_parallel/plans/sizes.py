@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
-from ...placement import Cut, fuse, share_cut
+from ...placement import Cut, ModelView, fuse, share_cut
 from ..cuts.styles import PerHead
 from ..layers.heads import HeadParameters
 from ..layers.multihead import ParallelMultiheadAttention
@@ -31,7 +31,7 @@ class Lengths(NamedTuple):
 
 
 def find_lengths(
-    model: nn.Module, matches: Matches, attentions: Attentions, named: Mapping[str, nn.Module]
+    view: ModelView, matches: Matches, attentions: Attentions, named: Mapping[str, nn.Module]
 ) -> Lengths:
     """Return what is divided: in attention that was understood the heads, else each size.
 
@@ -42,7 +42,7 @@ def find_lengths(
     # Such a layer may cut a head in two if it is cut anywhere.
     whole = {
         match.module
-        for module in model.modules()
+        for module in view.names
         if has_heads(module)
         for match in children_of(module, matches)
         if (match.is_column or match.is_row) and match.module not in by_heads
@@ -151,25 +151,22 @@ def local_attributes(
     return found, divided
 
 
-def check_ties(model: nn.Module, matches: Matches) -> None:
+def check_ties(view: ModelView, matches: Matches) -> None:
     """Refuse a parameter that two modules share and the plan shards in two ways."""
-    seen: dict[nn.Parameter, tuple[str, int | None, Cut | None]] = {}
-    for module_name, module in model.named_modules():
-        match = matches.get(module)
-        dims = {} if match is None else match.dims
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            full_name = f"{module_name}.{name}".lstrip(".")
-            dim = dims.get(name)
-            cut = None if match is None else match.cut_of(name)
-            other, other_dim, other_cut = seen.setdefault(parameter, (full_name, dim, cut))
-            if (dim, cut) != (other_dim, other_cut):
+    for owners in view.owners.values():
+        names = [f"{view.names[module]}.{own}".lstrip(".") for module, own in owners]
+        cuts = [_cut(matches.get(module), own) for module, own in owners]
+        for name, cut in zip(names, cuts, strict=True):
+            if cut != cuts[0]:
                 raise InvalidArgumentError(
-                    f"'{other}' and '{full_name}' are one tied parameter, but the plan "
-                    f"{_sharding(other_dim, other_cut)} the first and {_sharding(dim, cut)} the "
-                    "second; give both modules styles that agree"
+                    f"'{names[0]}' and '{name}' are one tied parameter, but the plan "
+                    f"{_sharding(*cuts[0])} the first and {_sharding(*cut)} the second; give both "
+                    "modules styles that agree"
                 )
+
+
+def _cut(match: Match | None, name: str) -> tuple[int | None, Cut | None]:
+    return (None, None) if match is None else (match.dims.get(name), match.cut_of(name))
 
 
 def _sharding(dim: int | None, cut: Cut | None) -> str:

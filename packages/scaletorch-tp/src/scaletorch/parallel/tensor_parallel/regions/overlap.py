@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from ....dist import all_reduce, get_rank, reduce_scatter
 from ....dist import functional as collectives
+from ...placement import Invariant, Partial, Shard, convert
 
 Operands = tuple[Tensor, Tensor | None]  # weight [out, in] and bias [out]
 # Of each call of a layer: the gradient of its output [..., out], and its input [..., in].
@@ -85,7 +86,8 @@ class Enter(torch.autograd.Function):
         (grad,) = grads
         x_needed, _, _, _, *needed = ctx.needs_input_grad
         if torch.is_grad_enabled():  # with create_graph the products gave their weights' gradients
-            summed = _summed(grad, ctx.group, ctx.sizes) if x_needed else None
+            wanted = Invariant() if ctx.sizes is None else Shard(DIM, tuple(ctx.sizes))
+            summed = convert(grad, Partial(), wanted, ctx.group) if x_needed else None
             return summed, None, None, None, *(None for _ in needed)
         # All products have run, since each gave its part of `grad`: the sum can leave now, and the
         # weights' gradients are computed while it travels.
@@ -170,10 +172,3 @@ def send(
     share = torch.empty_like(parts[get_rank(group)], memory_format=torch.contiguous_format)
     work = reduce_scatter(share, parts, group=group, async_op=True)
     return lambda: work.wait() or share
-
-
-def _summed(grad: Tensor, group: ProcessGroup | None, sizes: Sequence[int] | None) -> Tensor:
-    """Return this rank's sum of the gradient, differentiably."""
-    if sizes is None:
-        return collectives.reduce(grad, group)
-    return collectives.reduce_scatter(grad, DIM, group, sizes=sizes)

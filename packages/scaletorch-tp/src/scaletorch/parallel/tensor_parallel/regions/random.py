@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 from ....dist import get_rank, get_world_size
 from ....dist.errors import StateError
 from ...pg_manager import axis_group, describe_rank
+from ...pg_manager.building import around_compiled, uncompiled
 from .surround import Surrounded
-from .uncompiled import around_compiled, uncompiled
 
 States = tuple[Tensor, Tensor | None]  # of the CPU's generator and of the accelerator's
 

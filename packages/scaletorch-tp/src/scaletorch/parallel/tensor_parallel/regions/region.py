@@ -7,33 +7,26 @@ gradient is summed over the ranks once, after the layers' shares have been added
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ...pg_manager.building import around_compiled, uncompiled
 from ...placement import Invariant, Replicate, convert
+from .hidden_states import convert_hidden
 from .overlap import Entrance
-from .region_inputs import Inputs, residuals_of
 from .sequence_shares import SequenceShares, shapes_explained
 from .surround import Surrounded, own_class
-from .uncompiled import around_compiled, uncompiled
 
 T = TypeVar("T")
 
 ADAPTED = "base_layer"  # what an adapter that stands in a layer's place calls it
-
-
-class _Entry(NamedTuple):
-    """An input, held so that its id stays its own, and what it became in the region."""
-
-    x: Tensor
-    entered: Any
 
 
 @dataclass(slots=True)
@@ -42,12 +35,12 @@ class _Running:
 
     Attributes:
         overlapping: Its layers whose weights' gradients are computed while the inputs' travel.
-        entries: What layers took in: tensors that entered, and entrances of those layers.
+        entries: Each input that entered, and the tensor or entrance that it became.
         gathered: The entrance of the sequence, with sequence parallelism.
     """
 
-    overlapping: list[Any]
-    entries: dict[Any, _Entry] = field(default_factory=dict)
+    overlapping: Sequence[Any]
+    entries: dict[Any, tuple[Tensor, Any]] = field(default_factory=dict)
     gathered: Entrance | None = None
 
     def once(self, x: Tensor, call: Callable[..., T], *args: Any) -> T:
@@ -56,8 +49,8 @@ class _Running:
         # `x` alive, so that no other tensor can get its id while the region runs.
         key = call, id(x), x._version, torch.is_grad_enabled()
         if key not in self.entries:
-            self.entries[key] = _Entry(x, call(x, *args))
-        entered: T = self.entries[key].entered
+            self.entries[key] = x, call(x, *args)
+        entered: T = self.entries[key][1]
         return entered
 
 
@@ -109,11 +102,12 @@ def overlapped_linear(layer: Any, x: Tensor) -> Tensor | None:
 
 @contextmanager
 @around_compiled
-def in_region() -> Iterator[None]:
-    """Let the body be inside of a region that its caller has entered, and leaves."""
-    token = _running.set(_Running([]))
+def in_region(overlapping: Sequence[Any] = ()) -> Iterator[_Running]:
+    """Run the body in a region, which the caller enters and leaves, with layers that overlap."""
+    running = _Running(overlapping)
+    token = _running.set(running)
     try:
-        yield
+        yield running
     finally:
         _running.reset(token)
 
@@ -132,24 +126,19 @@ class Region(Surrounded):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
         children = [layer_of(each) for each in self._modules.values()]
-        running = _Running([each for each in children if getattr(each, "async_all_reduce", False)])
-        explained: AbstractContextManager[None] = nullcontext()
-        if self._sequence is not None:
-            name = own_class(self).__name__
+        overlapping = [each for each in children if getattr(each, "async_all_reduce", False)]
+        with in_region(overlapping) as running:
+            if self._sequence is None:
+                return super().forward(*args, **kwargs)
             columns = [each for each in children if hasattr(each, "gather_output")]
+            # Widths tell the hidden states from a mask or from positions.
             widths = {int(getattr(each, "in_features", 0)) for each in columns}
             gather = partial(_gather, running, self._sequence)
-            # Widths tell the hidden states from a mask or from positions.
-            residuals = residuals_of(own_class(self).forward, args)
-            inputs = Inputs(name, widths, self._sequence, residuals)
-            args, kwargs = inputs.changed(gather, args, kwargs)
-            explained = shapes_explained(name, self._sequence)
-        token = _running.set(running)
-        try:
-            with explained:
+            args, kwargs, _ = convert_hidden(
+                self, self._sequence, gather, args, kwargs, widths=widths
+            )
+            with shapes_explained(own_class(self).__name__, self._sequence):
                 return super().forward(*args, **kwargs)
-        finally:
-            _running.reset(token)
 
 
 def summed_outside(model: nn.Module) -> Iterator[str]:

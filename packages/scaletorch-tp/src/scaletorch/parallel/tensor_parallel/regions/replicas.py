@@ -1,12 +1,14 @@
-"""Shards that several ranks hold, such as key/value heads of which there are fewer than ranks.
+"""Tensors whose gradient is summed over ranks that hold the same shard.
 
-Each replica computes the part of the gradient that its own queries make; the whole one is the sum.
-So it is with keys that all heads share: multi-head latent attention (DeepSeek-V2) projects hidden
-states to what keys and values of each head are made of, whose gradient is whole, and to such a key.
+Key/value heads are an example, if there are fewer of them than ranks: each replica computes the
+term of the gradient that its own queries make. So are keys that all heads share: multi-head latent
+attention (DeepSeek-V2) projects hidden states to what keys and values of each head are made of,
+whose gradient is whole, and to such a key.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,53 +19,58 @@ from torch.distributed import ProcessGroup
 
 from ....dist import all_reduce
 from ....dist.building import sum_dtype
+from ...pg_manager.building import around_compiled, uncompiled
 from ...placement import Cut
 from .surround import Surrounded
-from .uncompiled import around_compiled, uncompiled
 
 
-class SumReplicas(Function):
-    """Identity forward; backward sums the gradient over the ranks that hold the same part.
+class SumGradient(Function):
+    """Identity forward; backward sums the gradient, or a part of it, over ranks.
 
-    What travels is the whole gradient, zero in other ranks' parts, over the whole group: it needs
-    no group of its own, replicas get the same bits, and what is replicated is small.
+    Behind it the gradient is the same on all ranks that hold the same shard.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> Tensor:
-        """Return `x`, which is cut along its first dim."""
-        ctx.cut, ctx.rank, ctx.group = cut, rank, group
+    def forward(ctx: Any, x: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return `x`; `total` returns the sum of its gradient."""
+        ctx.total = total
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Sum over the replicas."""
-        return sum_parts(grads[0], ctx.cut, ctx.rank, ctx.group), None, None, None
+        """Sum the gradient."""
+        return ctx.total(grads[0]), None
+
+
+@uncompiled
+def sum_gradient(x: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return `x`, whose gradient is summed by `total`."""
+    function: Any = SumGradient
+    result: Tensor = function.apply(x, total) if torch.is_grad_enabled() else x
+    return result
 
 
 @uncompiled
 def sum_replicas(x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> Tensor:
-    """Return `x`, whose gradient is summed over the ranks that hold the same part of it.
-
-    Of packed parts each is summed over its own replicas.
+    """Return `x`, whose gradient is summed over the ranks that hold the same shard of it.
 
     Args:
-        x: [part, ...], cut along the first dim.
-        cut: Which part each rank has.
+        x: [shard, ...], cut along the first dim; each of packed lengths has its own replicas.
+        cut: The shard of each rank.
         rank: This rank's place in the group.
         group: The ranks.
     """
-    function: Any = SumReplicas
-    result: Tensor = function.apply(x, cut, rank, group) if torch.is_grad_enabled() else x
-    return result
+    return sum_gradient(x, lambda grad: sum_parts(grad, cut, rank, group))
 
 
 def sum_parts(x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> Tensor:
-    """Return the sum of `x` over the ranks that hold the same part.
+    """Return the sum of `x` over the ranks that hold the same shard.
 
-    Of packed parts those that are replicated are summed, in one collective: others stay here.
-    16-bit floats are summed in float32.
+    All ranks of the group add up all replicated shards, with zeros for those that a rank does not
+    hold: this needs no groups of fewer ranks, replicas get the same bits, and what is replicated
+    is small. Packed lengths that are not replicated are not sent. 16-bit floats are summed in
+    float32.
     """
     shares = list(x.split([*map(len, cut.ranges[rank])]))
     lengths = [sum(map(len, ranges)) for ranges in cut.shared.values()]
@@ -77,30 +84,6 @@ def sum_parts(x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> Ten
     return torch.cat([share.to(x.dtype) for share in shares])
 
 
-class SumTail(Function):
-    """Identity forward; backward sums the gradient of the last features over the ranks.
-
-    It is a function of its own since walks through graphs tell nodes apart, and no slices: behind
-    it all of the gradient is the same on every rank.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, features: int, group: ProcessGroup | None) -> Tensor:
-        """Return `x` [..., H]."""
-        ctx.features, ctx.group = features, group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Sum the last features over the ranks."""
-        grad = grads[0].clone()
-        tail = grad[..., -ctx.features :].contiguous()
-        all_reduce(tail, group=ctx.group)
-        grad[..., -ctx.features :] = tail
-        return grad, None, None
-
-
 class TailShared(Surrounded):
     """A layer that stays whole, of whose output this rank's heads use the last features."""
 
@@ -108,13 +91,11 @@ class TailShared(Surrounded):
 
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward."""
-        out = super().forward(*args, **kwargs)
-        return _sum_tail(out, self.shared_features, self._tp_group.group)
+        """Run the module's own forward; backward sums the gradient of the last features."""
 
+        def total(grad: Tensor) -> Tensor:
+            tail = grad[..., -self.shared_features :].contiguous()
+            all_reduce(tail, group=self._tp_group.group)
+            return torch.cat([grad[..., : -self.shared_features], tail], -1)
 
-@uncompiled
-def _sum_tail(x: Tensor, features: int, group: ProcessGroup | None) -> Tensor:
-    function: Any = SumTail
-    result: Tensor = function.apply(x, features, group) if torch.is_grad_enabled() else x
-    return result
+        return sum_gradient(super().forward(*args, **kwargs), total)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from ....dist import get_rank, get_world_size
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
+from ...pg_manager.building import around_compiled, uncompiled
 from ...placement import Invariant, Partial, Replicate, Shard, convert, shard_sizes
 from .overlap import DIM
 from .random import end_sharded_random
 from .surround import SharedGroup
-from .uncompiled import around_compiled, uncompiled
 
 _OF_SHAPES = re.compile(
     r"[Ss]izes? of tensor|shape '|view size|must match|split_sizes|shapes cannot be multiplied"
@@ -62,6 +62,11 @@ class SequenceShares:
     def join(self, x: Tensor) -> Tensor:
         """Return the whole sequence of a share, for what every rank then computes in full."""
         end_sharded_random()  # what follows draws for whole activations
+        return self.whole(x)
+
+    @uncompiled
+    def whole(self, x: Tensor) -> Tensor:
+        """Return the whole sequence of a share; every rank has the same gradient of it."""
         return convert(x, Shard(DIM, self.sizes(x)), Invariant(), self.holder.group)
 
     def sizes(self, x: Tensor) -> tuple[int, ...]:
@@ -145,16 +150,6 @@ class SequenceShares:
                 "do without sequence parallelism"
             )
         return tuple(batch * size for size in sizes)
-
-    @uncompiled
-    def enter_rows(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """Return all ranks' rows, one rank's after another's; backward sums the gradients."""
-        return convert(x, Shard(0, sizes), Replicate(), self.holder.group)
-
-    @uncompiled
-    def leave_rows(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """Return this rank's rows of the sum of the ranks' partial results, in that order."""
-        return convert(x, Partial(), Shard(0, sizes), self.holder.group)
 
     @uncompiled
     def split(self, x: Tensor) -> Tensor:

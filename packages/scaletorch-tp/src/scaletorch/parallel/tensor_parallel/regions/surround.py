@@ -10,8 +10,7 @@ from torch.distributed import ProcessGroup
 
 from ....dist.errors import StateError
 from ...pg_manager import describe_rank
-from ...pg_manager.building import class_before, deep_copy, shallow_copy
-from .uncompiled import uncompiled
+from ...pg_manager.building import class_before, deep_copy, shallow_copy, uncompiled
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -19,7 +19,7 @@ from ...pg_manager.building import divided_modules
 from ..cross_entropy import CrossEntropy
 from ..layers.base import TensorParallelLayer
 from ..regions.overlap import Enter
-from ..regions.replicas import SumTail
+from ..regions.replicas import SumGradient
 from ..regions.sequence_shares import find_shares
 from ..regions.surround import own_class
 
@@ -167,7 +167,7 @@ class Walk:
         way, group = _way_of(node)
         if way is not None:
             return _WAYS[way] if group is self._group else reach
-        if issubclass(kind, SumTail):
+        if issubclass(kind, SumGradient):
             return Reach.WHOLE
         if issubclass(kind, CrossEntropy):
             return Reach.PARTIAL

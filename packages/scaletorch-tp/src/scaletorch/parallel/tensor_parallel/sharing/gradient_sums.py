@@ -25,9 +25,9 @@ from ....dist import all_reduce
 from ....dist.building import sum_dtype, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ...pg_manager.building import forget_watchers, runs_as_stages, watch_outputs
+from ...pg_manager.building import forget_watchers, runs_as_stages, uncompiled, watch_outputs
+from ...placement import ModelView
 from ..regions.surround import not_pickled
-from ..regions.uncompiled import uncompiled
 from .gradient_paths import Leaves, Reach, Walk, trainable
 
 
@@ -189,22 +189,22 @@ class GradientSums:
         return total.to(gradient.dtype)
 
 
-def infer_sums(model: nn.Module, group: ProcessGroup | None) -> None:
+def infer_sums(view: ModelView, group: ProcessGroup | None) -> None:
     """Sum the partial gradients of a model's whole parameters.
 
     Args:
-        model: The model, with its sharded layers.
+        view: The model, with its sharded layers.
         group: Ranks of the tensor-parallel axis.
     """
-    for module in model.modules():  # of parts that were divided before: the whole knows more
+    for module in view.names:  # of parts that were divided before: the whole knows more
         for key, hook in [*module._forward_hooks.items()]:
             if isinstance(hook, GradientSums):
                 hook.remove()
                 del module._forward_hooks[key]
         forget_watchers(module, GradientSums)
     sums = GradientSums(group)
-    model.register_forward_hook(sums)
-    watch_outputs(model, sums.look)
+    view.model.register_forward_hook(sums)
+    watch_outputs(view.model, sums.look)
 
 
 def find_sums(model: nn.Module) -> GradientSums | None:

@@ -8,9 +8,9 @@ the activations. Source: https://arxiv.org/abs/2205.05198.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,8 @@ from torch.distributed import ProcessGroup
 from ....dist import get_rank, get_world_size
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ...placement import shard_sizes
+from ...pg_manager.building import around_compiled
+from ...placement import ModelView, modules_within, shard_sizes
 from ..layers.base import TensorParallelLayer
 from ..layers.heads import HeadParameters
 from ..regions.overlap import DIM
@@ -27,11 +28,8 @@ from ..regions.random import sharded_random
 from ..regions.region import Region
 from ..regions.sequence_shares import SequenceShares, find_shares, shapes_explained
 from ..regions.surround import SharedGroup, Surrounded, own_class, surround
-from ..regions.uncompiled import around_compiled
-from .sequence_layers import SequenceLayer, inside_layers, layers_of
+from .sequence_layers import SequenceLayer
 from .whole_sequence import WholeSequence, mask_configs, whole_masks
-
-M = TypeVar("M", bound=nn.Module)
 
 
 class SequenceRoot(Surrounded):
@@ -81,7 +79,9 @@ class SplitSequence(Surrounded):
         return self._sequence.split(out)
 
 
-def share_sequences(model: M, group: ProcessGroup | None, whole: Sequence[nn.Module] = ()) -> M:
+def share_sequences(
+    view: ModelView, group: ProcessGroup | None, whole: Sequence[nn.Module] = ()
+) -> None:
     """Make a model with tensor-parallel layers sequence parallel, in place.
 
     Its sharded layers gather and scatter, and embeddings that every rank holds keep their share.
@@ -89,44 +89,25 @@ def share_sequences(model: M, group: ProcessGroup | None, whole: Sequence[nn.Mod
     it works on whole sequences. Where a plan names layers as `SequenceLayer`, what is outside of
     these does.
     """
-    shares = SequenceShares(SharedGroup(group))
-    kept = _as_it_is(model, whole)
-    layers = layers_of(model)
-    for module in inside_layers(model, layers) if layers else model.modules():
-        if module in kept:
-            continue
-        _share(module, shares, whole)
-        if isinstance(module, SequenceLayer):
+    shares, model = SequenceShares(SharedGroup(group)), view.model
+    layers = [module for module in view.names if isinstance(module, SequenceLayer)]
+    tables = [module for module in view.names if isinstance(module, nn.Embedding)]
+    kept = modules_within(whole) - {*whole} | modules_within(tables) - {*tables}
+    for module in modules_within(layers or [model]) - kept:
+        # A module that sees whole sequences is one, whatever else it is: it shields its layers.
+        if module in whole:
+            surround(module, WholeSequence, group)
+        elif isinstance(module, nn.Embedding):
+            surround(module, SplitSequence, group)
+        if isinstance(module, Region | SequenceLayer | SplitSequence | WholeSequence):
             vars(module)["_sequence"] = shares
+        elif isinstance(module, TensorParallelLayer) and not isinstance(module, HeadParameters):
+            vars(module)["sequence"] = shares
     vars(surround(model, SequenceRoot, group)).update(
         _sequence=shares, _configs=[] if layers else mask_configs(model), _layered=bool(layers)
     )
-    if layers:
-        for layer in layers:
-            vars(layer).update(_first=layer is layers[0], _last=layer is layers[-1])
-    return model
-
-
-def _as_it_is(model: nn.Module, whole: Sequence[nn.Module]) -> set[nn.Module]:
-    """Return the modules within embeddings, and within modules that see whole sequences."""
-    inside = {inner for module in whole for inner in module.modules()} - {*whole}
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    return inside | {inner for table in tables for inner in [*table.modules()][1:]}
-
-
-def _share(module: nn.Module, shares: SequenceShares, whole: Collection[nn.Module]) -> None:
-    """Let a module work on shares of sequences."""
-    # The order of these cases counts: what is whole shields all that it contains.
-    group = shares.holder.group
-    if module in whole:
-        vars(surround(module, WholeSequence, group))["_sequence"] = shares
-    elif isinstance(module, Region) or (
-        isinstance(module, TensorParallelLayer) and not isinstance(module, HeadParameters)
-    ):
-        name = "_sequence" if isinstance(module, Region) else "sequence"
-        vars(module)[name] = shares
-    elif isinstance(module, nn.Embedding):
-        vars(surround(module, SplitSequence, group))["_sequence"] = shares
+    for layer in layers:
+        vars(layer).update(_first=layer is layers[0], _last=layer is layers[-1])
 
 
 def sequence_share(model: nn.Module, length: int) -> int:
@@ -145,7 +126,7 @@ def sequence_share(model: nn.Module, length: int) -> int:
 
 def shares_in_layers(model: nn.Module) -> bool:
     """Return whether a plan names the layers between which alone sequences are shared out."""
-    return bool(layers_of(model))
+    return any(isinstance(module, SequenceLayer) for module in model.modules())
 
 
 def _find_ids(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -6,21 +6,20 @@ layer, images) and behind them it computes of whole sequences then, as in one pr
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
+from ...pg_manager.building import around_compiled, uncompiled
+from ..regions.hidden_states import argument_names
 from ..regions.overlap import DIM
 from ..regions.random import sharded_random
 from ..regions.sequence_shares import SequenceShares
 from ..regions.surround import Surrounded, own_class
-from ..regions.uncompiled import around_compiled, uncompiled
 
 # What layers are given of each token beside hidden states, by the names of their arguments.
 OF_TOKENS = ("input_ids", "per_layer_input", "per_layer_inputs")
@@ -107,7 +106,6 @@ def _shared_out(
     shared = shares.split(rows) if whole else rows
     shares.sizes(shared)  # refuses what is no share
     own = shared if rows is hidden else shared.unflatten(-1, hidden.shape[DIM:])
-    names = _names(layer, args)
 
     def share(key: str, x: Any) -> Any:
         if x is hidden:
@@ -119,18 +117,12 @@ def _shared_out(
         _require_none(name, key, x, hidden, shares)
         return x
 
-    changed = tuple(share(key, x) for key, x in zip(names, args, strict=True))
-    return changed, {key: share(key, x) for key, x in kwargs.items()}
+    by_name = {key: share(key, x) for key, x in kwargs.items()}
+    return tuple(map(share, argument_names(layer, args), args)), by_name
 
 
 def _is_hidden(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 2
-
-
-def _names(layer: nn.Module, args: Sequence[Any]) -> list[str]:
-    """Return what the layer calls its arguments that are given by their place."""
-    own = list(inspect.signature(own_class(layer).forward).parameters)[1:]
-    return [own[place] if place < len(own) else "" for place in range(len(args))]
 
 
 def _of_tokens(x: Tensor, shares: SequenceShares) -> Tensor:
@@ -152,14 +144,3 @@ def _require_none(name: str, key: str, x: Tensor, hidden: Tensor, shares: Sequen
             "its hidden states; with sequence parallelism it cannot be known whether it is of each "
             "token, of which a rank has its share, or whole; do without sequence parallelism"
         )
-
-
-def layers_of(model: nn.Module) -> list[SequenceLayer]:
-    """Return the layers of a model that are named so, in its order."""
-    return [module for module in model.modules() if isinstance(module, SequenceLayer)]
-
-
-def inside_layers(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules of a model that are layers or inside of one, in its order."""
-    inside = {inner for layer in layers for inner in layer.modules()}
-    return [module for module in model.modules() if module in inside]

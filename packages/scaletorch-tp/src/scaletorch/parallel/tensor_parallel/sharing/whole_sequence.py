@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ...placement import Invariant, Shard
+from ...pg_manager.building import around_compiled, uncompiled
+from ..regions.hidden_states import convert_hidden
 from ..regions.overlap import DIM
 from ..regions.random import common_random, refused_again
-from ..regions.region_inputs import Inputs, residuals_of
 from ..regions.sequence_shares import SequenceShares
 from ..regions.surround import Surrounded, own_class
-from ..regions.uncompiled import around_compiled, convert, uncompiled
 
 _LIBRARY = "transformers.masking_utils"
 
@@ -40,23 +39,16 @@ class WholeSequence(Surrounded):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward on whole sequences."""
         name, shares = own_class(self).__name__, self._sequence
-        lengths: list[int] = []
-
-        def whole(x: Tensor) -> Tensor:
-            sizes = shares.sizes(x)
-            lengths.append(sum(sizes))
-            return convert(x, Shard(DIM, sizes), Invariant(), shares.holder.group)
-
-        residuals = residuals_of(own_class(self).forward, args)
-        inputs = Inputs(name, (), shares, residuals, join_residuals=True)
-        args, kwargs = inputs.changed(whole, args, kwargs)
+        args, kwargs, length = convert_hidden(
+            self, shares, shares.whole, args, kwargs, join_residuals=True
+        )
         with refused_again(name), common_random():  # every rank draws the same
             out = super().forward(*args, **kwargs)
-        own, found = _shared(out, lengths[0], shares)
+        own, found = _shared(out, length, shares)
         if not found:
             raise InvalidArgumentError(
                 f"{describe_rank()}: with sequence parallelism {name} must return hidden states "
-                f"[..., {lengths[0]}, H], or a tuple that holds them, and returned "
+                f"[..., {length}, H], or a tuple that holds them, and returned "
                 f"{type(out).__name__}; do without sequence parallelism"
             )
         return own

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ....dist import all_gather_object, get_world_size
-from ....dist.errors import InvalidArgumentError, MismatchError
+from ....dist import get_world_size
+from ....dist.building import agree
+from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ...placement import Cut, Invariant, Shard
+from ...placement import Cut, Invariant, Shard, convert
 from ..layers.base import TensorParallelLayer
-from ..regions.uncompiled import convert
 
 
 class ParameterCut(NamedTuple):
@@ -250,22 +250,11 @@ def _check_group(layer: TensorParallelLayer, group: ProcessGroup | None) -> None
 def _check_agreement(
     cuts: Mapping[str, ParameterCut], tensors: Mapping[str, Tensor], group: ProcessGroup | None
 ) -> None:
-    """Compare the names across ranks, which would otherwise wait for one another."""
+    """Compare the tensors across ranks, which would otherwise wait for one another."""
     layer = next((cut.layer for cut in cuts.values() if cut.layer.tp_size > 1), None)
     if layer is None:
         return
     for cut in cuts.values():
         _check_group(cut.layer, group)
-    mine = {
-        name: (cuts[name].whole(tensor.shape), tensor.dtype)
-        for name, tensor in tensors.items()
-        if name in cuts
-    }
-    theirs = all_gather_object(mine, layer.group if group is None else group)
-    for rank, other in enumerate(theirs):
-        different = sorted(set(mine.items()) ^ set(other.items()), key=str)
-        if different:
-            raise MismatchError(
-                f"{describe_rank()}: rank {rank} of the group gathers other tensors: "
-                f"{different[:4]} are not on both sides"
-            )
+    lines = [f"{n} {cuts[n].whole(t.shape)} {t.dtype}" for n, t in tensors.items() if n in cuts]
+    agree("the tensors to gather", sorted(lines), layer.group if group is None else group)

@@ -1,6 +1,6 @@
-"""What `torch.compile` leaves to Python: communication, random streams, a module's surroundings.
+"""Functions that `torch.compile` leaves to Python: they communicate, or draw from other streams.
 
-The graph ends before such a call and another begins behind it.
+The graph ends before a call of one and another begins behind it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
-
-from ... import placement
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,6 +54,3 @@ def _outside(call: Callable[P, R], recursive: bool) -> Callable[P, R]:
 def _hide_all() -> None:
     for hide in _hides:
         hide()
-
-
-convert = uncompiled(placement.convert)
