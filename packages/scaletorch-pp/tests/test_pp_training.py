@@ -147,7 +147,8 @@ def compare_all(schedules):
     [(1, TRAINING), (2, TRAINING), (3, ["1f1b", "zb_v"]), (4, ["interleaved_1f1b", "zb_h1"])],
 )
 def test_equals_one_process(pp_size, schedules):
-    ranks = run_ranks(compare_all, pp_size, schedules)
+    here = pp_size == 1
+    ranks = [compare_all(schedules)] if here else run_ranks(compare_all, pp_size, schedules)
     plain = {name for name, _ in Llama().named_parameters()}
     for schedule, tied in ranks[0]:
         names = [name for rank in ranks for name in rank[schedule, tied]]

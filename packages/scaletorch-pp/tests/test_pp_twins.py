@@ -16,7 +16,7 @@ from scaletorch.parallel.pipeline_parallel import (
     StageError,
     train_step_pipeline,
 )
-from scaletorch.parallel.pipeline_parallel.stages.beside import Beside
+from scaletorch.parallel.pipeline_parallel.stages.extras import Extras
 from scaletorch.parallel.pipeline_parallel.stages.passage import Findings, Passage
 from scaletorch.parallel.pipeline_parallel.stages.stand_ins import (
     cast,
@@ -259,8 +259,8 @@ def test_what_a_twin_does_not_have_is_refused():
 def passing(module):
     """Return what stands for a module, in a forward that runs."""
     through = PassThrough(module, "embed is on stage 0 of the pipeline")
-    beside = Beside({}, (), set(), torch.ones(2, LENGTH, WIDTH), examines=False)
-    passage = through._passages.running = Passage(1, beside, Findings(), "layers")
+    extras = Extras({}, (), set(), torch.ones(2, LENGTH, WIDTH), examines=False)
+    passage = through._passages.running = Passage(1, extras, Findings(), "layers")
     passage.first = torch.ones(2, LENGTH, dtype=torch.long)
     return through
 

@@ -125,7 +125,7 @@ def signature(value: Any) -> Hashable:
 
 def facts_of(given: Any, kwargs: Mapping[str, Any]) -> Iterator[Hashable]:
     """Yield the facts that the way of a forward may depend on, of all that it is given."""
-    for tensor in tensors_in(given) if is_hidden(given) else [given]:
+    for tensor in [*tensors_in(given)] or [given]:
         yield signature(tensor)
     for name, value in kwargs.items():
         yield name, signature(value)

@@ -10,7 +10,7 @@ file, make it compute that stage alone:
   passed on. So the model's own code from there to the stage's last module runs here, on what it
   has in one process, and nowhere else. What the call of that last module returns is passed on, and
   the model's code gets a copy; what else of this stage's layers the model returns is refused.
-- `beside`: what modules of later stages are given beside hidden states travels with these. The
+- `extras`: what modules of later stages are given beside hidden states travels with these. The
   first forward of a kind runs uncompiled, finds what has to travel, and has its failures explained.
 - `stand_ins`: all other modules of other stages return stand-ins, tensors of a class of their own
   with a form and without values; what is computed from them is one too. What else a model's code

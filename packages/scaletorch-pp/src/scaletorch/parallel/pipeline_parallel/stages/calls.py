@@ -21,7 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ..runtime.forms import is_hidden
-from .beside import again
+from .extras import arrived
 from .passage import Passage, Passages, kind_of
 from .stand_ins import stands
 
@@ -281,10 +281,10 @@ class _Gate:
         if passage is not None:
             passage.reach(self._gates.stage, self._where)
             passage.come_back()
-            passage.beside.inside += 1
-            args, kwargs = passage.beside.take(self._name, (args, kwargs))
+            passage.extras.inside += 1
+            args, kwargs = passage.extras.take(self._name, (args, kwargs))
         elif self._gates.passages.running is None:
-            args, kwargs = again((args, kwargs))
+            args, kwargs = arrived((args, kwargs))
         if not stands((args, kwargs)):
             return args, kwargs
         for argument, value in chain(enumerate(args), kwargs.items()):
@@ -307,7 +307,7 @@ class _Gate:
             output = passage.leave(output)
         if torch.compiler.is_compiling() or _changes_nothing(module):
             return output
-        passage.beside.inside -= 1
+        passage.extras.inside -= 1
         if stands(output):  # it came by another way than an argument
             raise InvalidArgumentError(f"{describe_rank()}: {self._name} computes with {_BESIDE}")
         if not last:
@@ -316,7 +316,7 @@ class _Gate:
                 passage.kinds[kind_of(module)] = output
             passage.over = all(map(_changes_nothing, self._later))
             if not passage.over:
-                passage.beside.note(output)
+                passage.extras.note(output)
         return output
 
 

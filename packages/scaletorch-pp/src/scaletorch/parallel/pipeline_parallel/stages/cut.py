@@ -91,11 +91,11 @@ class PassThrough(nn.Module):
         passage = self._passages.running
         value = args[0] if args else next(iter(kwargs.values()), None)
         if passage is None:
-            return self._again(value)
+            return self._arrived(value)
         if self._counts:
             passage.reach(self._stage, self._where)
         if self._stage > passage.source[0]:
-            passage.beside.offer(self._name, args, kwargs)
+            passage.extras.offer(self._name, args, kwargs)
         if self._ends and self._stage == passage.source[0] - 1 and passage.comes():
             return passage.deliver(self._where)
         if self._idles and not (self.training and getattr(self, "p", False)):
@@ -104,7 +104,7 @@ class PassThrough(nn.Module):
 
     forward = __call__
 
-    def _again(self, value: Any) -> Any:
+    def _arrived(self, value: Any) -> Any:
         """Return what it returned, where a layer's forward is recomputed in the backward."""
         source = value.source if isinstance(value, StandIn) else None
         return source[1] if self._ends and source and source[0] == self._stage + 1 else value

@@ -15,7 +15,7 @@ from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ..runtime.forms import Hidden, is_hidden, strangers
-from .beside import Beside, Place, version_of
+from .extras import Extras, Place, version_of
 
 MANY_FORMS = 4096  # kinds of forwards, and forms, that are remembered at most, on every rank
 
@@ -75,8 +75,8 @@ class Passages:
         if len(self.found) > MANY_FORMS:
             self.found.clear()
         findings, examines = self.found.get(kind, Findings()), kind not in self.found
-        beside = Beside(self._numbers, own, findings.places, given, examines=examines)
-        self.running = Passage(stage, beside, findings, siblings)
+        extras = Extras(self._numbers, own, findings.places, given, examines=examines)
+        self.running = Passage(stage, extras, findings, siblings)
         try:
             yield self.running
             findings.writes |= any(map(version_of, tensors_in(self.running.copy)))
@@ -98,7 +98,7 @@ class Passage:
 
     Attributes:
         source: The stage, and what the stage before has passed on; None on the first stage.
-        beside: The tensors that travel beside hidden states.
+        extras: The tensors that travel beside hidden states.
         examines: Whether this is the first forward of its kind.
         first: The first argument of the model's forward.
         furthest: The last stage of which it has met a module, in place or not.
@@ -110,12 +110,12 @@ class Passage:
         over: Whether the rest is another stage's.
     """
 
-    def __init__(self, stage: int, beside: Beside, findings: Findings, siblings: str) -> None:
+    def __init__(self, stage: int, extras: Extras, findings: Findings, siblings: str) -> None:
         """Begin; the last module of the stage before is in the list `siblings`."""
-        self.source: tuple[int, Any] = stage, beside.hidden if stage else None
-        self.beside, self._findings = beside, findings
-        self.examines = beside.made is not None
-        received = {**beside.forms, siblings: beside.hidden}
+        self.source: tuple[int, Any] = stage, extras.hidden if stage else None
+        self.extras, self._findings = extras, findings
+        self.examines = extras.made is not None
+        received = {**extras.forms, siblings: extras.hidden}
         self.samples: dict[str, Any] = received if stage else {}
         self.delivered, self.over = stage == 0, False
         self.furthest = 0
@@ -133,7 +133,7 @@ class Passage:
         """Note that a module of this stage is called; maybe once more, after the last of them."""
         if self.over:
             self.over = False
-            self.beside.note(self.left)
+            self.extras.note(self.left)
 
     def comes(self) -> bool:
         """Return whether this call of the last module of the stage before returns what that gave.
@@ -141,7 +141,7 @@ class Passage:
         Layers may run in a loop; it is the last call then.
         """
         self._visits += 1
-        return self._visits >= self.beside.visit
+        return self._visits >= self.extras.visit
 
     def deliver(self, where: str) -> Any:
         """Return what the stage before has passed on, where its last module would return it.
@@ -160,7 +160,7 @@ class Passage:
         # It may be written to: whether it is, the first forward of a kind tells.
         if self.examines or self._findings.writes:
             self.copy = map_tensors(Tensor.clone, received)
-            self.beside.note(self.copy)
+            self.extras.note(self.copy)
             return self.copy
         return map_tensors(_alias, received)
 
@@ -232,7 +232,7 @@ class Passage:
                 "make new ones, put that into the layers, or recompute with use_reentrant=False"
             )
         self._refuse_collected(output, parameters, _collected_message)
-        hidden: Hidden = self.beside.leave(left, max(self._visits_behind, 1), samples)
+        hidden: Hidden = self.extras.leave(left, max(self._visits_behind, 1), samples)
         return hidden
 
     def _refuse_collected(
@@ -243,7 +243,7 @@ class Passage:
         Raises:
             InvalidArgumentError: It does.
         """
-        passed = [*tensors_in(self._passed), *self.beside.tensors()]
+        passed = [*tensors_in(self._passed), *self.extras.tensors()]
         own: set[int] | None = None
         for tensor in tensors_in(output):
             leaves = {id(leaf) for leaf in _trained_beside([tensor], passed)}

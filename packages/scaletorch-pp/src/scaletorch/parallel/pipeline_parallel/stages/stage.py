@@ -27,9 +27,9 @@ from ..runtime.mail import goes_in_batches, neighbours
 from ..schedules.builders import AnySchedule, stages_of
 from ..splitting.modules import parameter_facts, siblings_of, takes
 from ..splitting.split import Placement, Split, place
-from .beside import again, examining
 from .calls import Gates, check_output, crossing
 from .cut import cut
+from .extras import arrived, examining
 from .passage import Passage, Passages
 from .stand_ins import UnknownValueError, standing_like, stands
 from .state import RuntimeState
@@ -207,7 +207,7 @@ class PipelineParallel(ModuleWrapper):
         output: Any = None
         with (
             crossing(self.module, self._crossed),
-            examining(passage.beside) if passage.examines else nullcontext(),
+            examining(passage.extras) if passage.examines else nullcontext(),
             suppress(UnknownValueError),
         ):
             if named:
@@ -217,7 +217,7 @@ class PipelineParallel(ModuleWrapper):
         if passage.source[0] < self.num_stages - 1:
             return passage.passed_on(output, gates.parameters(), gates.other_samples(passage))
         if stands(output):  # some of it may have come to a layer of this stage
-            output = again(output)
+            output = arrived(output)
             check_output(output)
         return output
 
@@ -227,7 +227,7 @@ class PipelineParallel(ModuleWrapper):
         On later stages that are the ids too. Other inputs of a micro-batch are not moved:
         their form is enough. If the input is not known, what was received takes its place.
         """
-        passages, ids, given = self.runtime.passages, self.runtime.ids, passage.beside.hidden
+        passages, ids, given = self.runtime.passages, self.runtime.ids, passage.extras.hidden
         if passage.source[0] == 0:
             return given, False
         if ids is not None and not ids.is_floating_point():

@@ -24,11 +24,9 @@ from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import eagerly
-from ..runtime.forms import Form
+from ..runtime.forms import NOTHING, Form
 from .stand_ins import OF_FORM_ALONE, StandIn
 
-_HIDDEN, _TENSORS, _PLACES, _VISITS = "hidden states", "beside them", "for", "visit"
-_FORMS = "forms"  # of what layers of other lists return, such as an encoder's
 _CARRIED = "carried"
 
 
@@ -46,7 +44,25 @@ class Place(NamedTuple):
     tensor: int
 
 
-class Beside:
+class Passed(NamedTuple):
+    """A value that a stage passes on if it is not hidden states alone.
+
+    Attributes:
+        hidden: The hidden states.
+        tensors: The tensors that travel beside them; those of one form are stacked.
+        places: For each argument the stack of its tensor, and its index in that.
+        visit: Which call of the stage's last module has returned the hidden states.
+        forms: What layers of other lists return, such as an encoder's.
+    """
+
+    hidden: Any
+    tensors: list[Tensor]
+    places: dict[Place, tuple[int, int]]
+    visit: int
+    forms: Form
+
+
+class Extras:
     """The tensors that one forward of a stage is given, and passes on, beside hidden states.
 
     Args:
@@ -75,7 +91,11 @@ class Beside:
         examines: bool,
     ) -> None:
         self._numbers, self._known = numbers, known
-        self.hidden, self._received, self.visit, self.forms = _opened(given)
+        passed = given if isinstance(given, Passed) else Passed(given, [], {}, 1, NOTHING)
+        self.hidden, self.visit, self.forms = passed.hidden, passed.visit, dict(passed.forms.value)
+        self._received = {
+            place: passed.tensors[stack][at] for place, (stack, at) in passed.places.items()
+        }
         self.made = WeakTensorKeyDictionary() if examines else None
         self.inside = 0
         here = {numbers[name] for name in own}
@@ -150,8 +170,7 @@ class Beside:
                 alike.append(tensor)
             places[place] = list(stacks).index(form), at
         tensors = [torch.stack(alike) for alike in stacks.values()]
-        beside = {_TENSORS: tensors, _PLACES: places, _VISITS: visit, _FORMS: Form(dict(samples))}
-        return {_HIDDEN: hidden, **beside}
+        return Passed(hidden, tensors, places, visit, Form(dict(samples)))
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that travel."""
@@ -167,34 +186,25 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def again(value: Any) -> Any:
-    """Return what a module was given, for when it is recomputed in the backward."""
+def arrived(value: Any) -> Any:
+    """Return a value with tensors that have travelled, in the place of their stand-ins."""
     return map_tensors(lambda tensor: getattr(tensor, _CARRIED, tensor), value)
 
 
-def _opened(given: Any) -> tuple[Any, dict[Place, Tensor], int, dict[str, Any]]:
-    """Return hidden states, what has travelled with them, which visit's they are, and forms."""
-    if type(given) is not dict or set(given) != {_HIDDEN, _TENSORS, _PLACES, _VISITS, _FORMS}:
-        return given, {}, 1, {}
-    tensors = given[_TENSORS]
-    found = {place: tensors[stack][at] for place, (stack, at) in given[_PLACES].items()}
-    return given[_HIDDEN], found, given[_VISITS], given[_FORMS].value
-
-
 @contextmanager
-def examining(beside: Beside) -> Iterator[None]:
+def examining(extras: Extras) -> Iterator[None]:
     """Run the forward in this context uncompiled, and tell why the model's own code may fail.
 
     Raises:
         InvalidArgumentError: It fails, which may be because this stage lacks modules.
     """
-    with eagerly(), Following(beside):
+    with eagerly(), Following(extras):
         try:
             yield
         except (ScaletorchError, DistError):
             raise
         except Exception as error:
-            if beside.inside:  # a layer's own failure
+            if extras.inside:  # a layer's own failure
                 raise
             raise InvalidArgumentError(_failed(error)) from error
 
@@ -215,12 +225,12 @@ class Following(TorchFunctionMode):
     """While it is on, what is computed from tensors that are noted is noted too.
 
     Args:
-        beside: What is noted of the forward that runs.
+        extras: What is noted of the forward that runs.
     """
 
-    def __init__(self, beside: Beside) -> None:
+    def __init__(self, extras: Extras) -> None:
         super().__init__()
-        self._beside = beside
+        self._extras = extras
 
     def __torch_function__(
         self,
@@ -232,11 +242,11 @@ class Following(TorchFunctionMode):
         """Make the call, and note what it makes."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        name, made = getattr(func, "__name__", ""), self._beside.made
-        if self._beside.inside or name in OF_FORM_ALONE or not made:
+        name, made = getattr(func, "__name__", ""), self._extras.made
+        if self._extras.inside or name in OF_FORM_ALONE or not made:
             return result
         if any(tensor in made for tensor in tensors_in((args, kwargs))):
-            self._beside.note(result)
+            self._extras.note(result)
             if name == "__setitem__":
-                self._beside.note(args[0])
+                self._extras.note(args[0])
         return result
