@@ -41,7 +41,7 @@ from .harness.tables import machine, publish, row, table
 RANKS = (1024, 16384)
 SIZES, EXPERTS, LAYERS, LENGTH = (1, 2, 4, 8, 16, 32), (1, 2, 4, 8), 126, 8192
 ROWS = 4  # for each rank: every size of dp divides them, with every micro-batch
-SHRINKING = ("kept", "entered", "again", "forward_peak", "backward_peak", "handed")
+SHRINKING = ("kept", "entered", "forward_peak", "backward_peak", "handed")
 
 
 def dense() -> nn.Module:
@@ -83,8 +83,8 @@ def widened(known: Description, cut: Cut) -> tuple[Behaviour, ...]:
 
     def parameter(each: Parameter) -> Parameter:
         ranks = cut.ep if each.expert and cut.ep > 1 else cut.tp
-        own = each.elements if each.local[0] == each.elements else each.elements // ranks
-        return replace(each, local=(own,) * ranks)
+        own = each.elements if each.local == each.elements else each.elements // ranks
+        return replace(each, local=own)
 
     return tuple(
         replace(

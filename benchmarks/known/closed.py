@@ -87,7 +87,6 @@ def _layer(terms: Terms) -> Behaviour:
         _layer_parameters(terms),
         kept=Affine(0, kept),
         entered=Affine(0, entered),
-        again=Affine(0, kept - entered),
         forward_peak=Affine(0, again),
         backward_peak=Affine(0, again + gradients),
         handed=_handed(terms),
@@ -107,11 +106,11 @@ def _layer_parameters(terms: Terms) -> tuple[Parameter, ...]:
         _divided("down", of.inner * of.hidden, terms),
     ]
     if program.small:
-        parameters.append(_repeated("norms", (2 if of.plain else 4) * of.hidden, terms))
+        parameters.append(_repeated("norms", (2 if of.plain else 4) * of.hidden))
         if not of.plain:
             parameters += [
                 _divided("divided biases", both + of.inner, terms),
-                _repeated("whole biases", 2 * of.hidden, terms),
+                _repeated("whole biases", 2 * of.hidden),
             ]
     return tuple(parameters)
 
@@ -122,7 +121,7 @@ def _first(terms: Terms) -> Behaviour:
         return Behaviour((), handed=_handed(terms))
     parameters = [_divided("words", of.vocab * of.hidden, terms)]
     if program.small and not of.plain:
-        parameters.append(_repeated("positions", of.length * of.hidden, terms))
+        parameters.append(_repeated("positions", of.length * of.hidden))
     sent, _ = sent_by_ends(terms)
     work, _ = work_of_ends(terms)
     return Behaviour(
@@ -138,7 +137,7 @@ def _last(terms: Terms) -> Behaviour:
         return Behaviour(())
     parameters = [_divided("words", of.vocab * of.hidden, terms)]
     if program.small:
-        parameters.append(_repeated("norm", (1 if of.plain else 2) * of.hidden, terms))
+        parameters.append(_repeated("norm", (1 if of.plain else 2) * of.hidden))
     logits = of.vocab * terms.shared
     _, sent = sent_by_ends(terms)
     _, work = work_of_ends(terms)
@@ -157,10 +156,8 @@ def _handed(terms: Terms) -> Affine:
 
 
 def _divided(name: str, elements: int, terms: Terms) -> Parameter:
-    each, more = divmod(elements, terms.cut.tp)
-    local = tuple(each + (rank < more) for rank in range(terms.cut.tp))
-    return Parameter(name, elements, HALF, local)
+    return Parameter(name, elements, HALF, -(-elements // terms.cut.tp))
 
 
-def _repeated(name: str, elements: int, terms: Terms) -> Parameter:
-    return Parameter(name, elements, HALF, (elements,) * terms.cut.tp)
+def _repeated(name: str, elements: int) -> Parameter:
+    return Parameter(name, elements, HALF, elements)

@@ -27,10 +27,8 @@ from scaletorch.plan import (
     Sent,
     plan,
 )
-from scaletorch.plan.applying import arguments
 from scaletorch.plan.held import Known
-from scaletorch.plan.memory import memory, peak
-from scaletorch.plan.memory.closed import IN_FLIGHT
+from scaletorch.plan.memory import IN_FLIGHT, memory, peak
 from scaletorch.plan.stages import alive, places, schedule_of, stages_of
 
 SCHEDULES = [
@@ -40,9 +38,7 @@ SCHEDULES = [
 
 
 def parameter(name, elements, tp):
-    share, rest = divmod(elements, tp)
-    local = tuple(share + (at < rest) for at in range(tp))
-    return Parameter(name, elements, 4, local)
+    return Parameter(name, elements, 4, -(-elements // tp))
 
 
 def sketch(layers=8, tied=False, sizes=(1, 2, 4)):
@@ -57,7 +53,7 @@ def sketch(layers=8, tied=False, sizes=(1, 2, 4)):
                 Behaviour((parameter("e", 300, tp),), kept=Affine(0, 50), handed=hand),
                 Behaviour(
                     (parameter("w", 101, tp), parameter("b", 10, tp)), kept=Affine(8, 1000),
-                    shared=Affine(5), entered=Affine(0, 40), again=Affine(8, 960),
+                    shared=Affine(5), entered=Affine(0, 40),
                     backward_peak=Affine(0, 30), handed=hand, sent=said if tp > 1 else (),
                 ),
                 Behaviour(
@@ -113,8 +109,8 @@ def test_a_layout_is_what_parallelize_takes():
     layout = Layout(Grid(), recompute="selective")
     with pytest.raises(InvalidArgumentError, match="sketch is not described with selective"):
         memory(sketch(), layout)
-    assert arguments(layout)["recompute"] == "selective"
-    assert arguments(Layout(Grid(pp=2), recompute="full", zero=1))["recompute"] is True
+    assert layout.arguments()["recompute"] == "selective"
+    assert Layout(Grid(pp=2), recompute="full", zero=1).arguments()["recompute"] is True
 
 
 def test_every_grid_is_planned_or_refused_with_a_reason():

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from scaletorch.plan.__main__ import main
-from scaletorch.plan.written import read
+from scaletorch.plan.files import read
 
 MODELS = """
 import torch
@@ -147,8 +147,8 @@ def _damage(made):
     text = (made / "tiny.json").read_text()
     for name, change in {
         "words": lambda content: content.update(length="sixteen"),
-        "kinds": lambda content: content["cuts"][0]["kinds"].pop(),
-        "bytes": lambda content: content["cuts"][0]["kinds"][0]["kept"].update(per_row="many"),
+        "kinds": lambda content: content["cuts"][0][1].pop(),
+        "bytes": lambda content: content["cuts"][0][1][0]["kept"].update(per_row="many"),
     }.items():
         content = json.loads(text)
         change(content)
@@ -281,12 +281,12 @@ WRONG = {
     f"{PLAN} --tp 2 --sequence-parallel on": "Llama is not described for tp 2",
     f"{PLAN} --explain 2x2x2x2": "it has 16 ranks, and 4 are planned for",
     "--description tiny.json --ranks 4 --rows 7 --dp 4": "no layout of 4 ranks with 7 rows",
-    "--description wrong.json --ranks 4 --rows 8": "is no description of version 8, but of 0",
+    "--description wrong.json --ranks 4 --rows 8": "is no description of version 9, but of 0",
     "--description nowhere.json --ranks 4 --rows 8": "nowhere.json cannot be read: No such file",
-    "--description short.json --ranks 4 --rows 8": "version 8, but of none: describe",
+    "--description short.json --ranks 4 --rows 8": "version 9, but of none: describe",
     "--description words.json --ranks 4 --rows 8": "length must be a whole number",
     "--description kinds.json --ranks 4 --rows 8": "blocks are of other kinds than its",
-    "--description bytes.json --ranks 4 --rows 8": "cuts 0: kept: per_row must be a f",
+    "--description bytes.json --ranks 4 --rows 8": "cuts 0 1 0: kept: per_row must be a f",
 }
 
 

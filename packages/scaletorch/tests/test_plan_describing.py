@@ -20,8 +20,8 @@ from scaletorch.parallel.pg_manager import (
 )
 from scaletorch.plan import Cluster, Cut, Layout, device_named, time
 from scaletorch.plan.describing import describe
+from scaletorch.plan.files import read, write
 from scaletorch.plan.memory import memory
-from scaletorch.plan.written import read, write
 
 LENGTH, ROWS = 16, 4
 SIZES = {
@@ -122,7 +122,7 @@ def test_nothing_of_a_models_size_is_taken():
     matmuls = sum(
         w.flops.at(1) for w in layer.work if w.operation == "matmul" and w.phase == "forward"
     )
-    weights = sum(p.local[0] for p in layer.parameters if p.elements > 2**20)
+    weights = sum(p.local for p in layer.parameters if p.elements > 2**20)
     assert matmuls == 2 * weights * 8192 / 4
     sent = Counter()
     for each in layer.sent:
@@ -208,8 +208,7 @@ def test_experts_take_as_many_tokens_wherever_they_are():
         layer = known.behaviours(cut)[1]
         experts = [parameter for parameter in layer.parameters if parameter.expert]
         assert (
-            sum(each.local[0] for each in experts) * cut.ep
-            == sum(each.elements for each in experts)
+            sum(each.local for each in experts) * cut.ep == sum(each.elements for each in experts)
             or cut.ep == 1
         )
         found.add(sum(w.flops.at(4) for w in layer.work if w.operation == "matmul"))

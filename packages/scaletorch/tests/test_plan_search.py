@@ -46,7 +46,7 @@ MANY = Options(
 
 def block(flops: float, share: int) -> Behaviour:
     return Behaviour(
-        (Parameter("w", 1200, 4, (1200 // share,) * share),),
+        (Parameter("w", 1200, 4, 1200 // share),),
         kept=Affine(8, 1000), handed=Affine(0, 4000), entered=Affine(0, 40),
         sent=(Sent("tp", "all_reduce", "forward", 2, Affine(0, 900)),) * (share > 1),
         work=(Work("matmul", 2, Affine(0, flops / share), Affine()),),
@@ -89,9 +89,9 @@ def each_by_its_peak(known: Description, room: int) -> tuple[list[Layout], list[
         if isinstance(layout, Refused):
             continue
         steps: list[tuple[int, int]] = []
-        for taken, recompute, zero in ladder(layout, MANY, steps):
-            own = layout.saving(recompute, zero)
-            if peak(holdings, own) <= room:
+        for taken, own in ladder(layout, MANY):
+            enough = any(a <= taken[0] and b <= taken[1] for a, b in steps)
+            if not enough and peak(holdings, own) <= room:
                 steps.append(taken)
                 fitting.append(own)
         if not steps:

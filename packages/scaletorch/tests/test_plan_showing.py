@@ -36,7 +36,7 @@ def planned(memory=80 * GIB, cuts=(1, 2)):
     kinds = {
         Cut(tp): tuple(
             Behaviour(
-                (Parameter("w", 2**30, 4, (2**30 // tp,) * tp),), kept=Affine(0, GIB / tp),
+                (Parameter("w", 2**30, 4, 2**30 // tp),), kept=Affine(0, GIB / tp),
                 handed=Affine(0, 2**20), work=(Work("matmul", 1, Affine(0, 1e12), Affine()),),
             )
             for _ in range(3)

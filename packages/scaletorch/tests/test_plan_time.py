@@ -32,8 +32,8 @@ from scaletorch.plan import (
     calibration,
     describe,
 )
-from scaletorch.plan.clusters.devices import CLUSTERS, DEVICES, cluster_named, device_named
-from scaletorch.plan.clusters.files import read_bench, read_cluster, write_cluster
+from scaletorch.plan.clusters import CLUSTERS, DEVICES, cluster_named, device_named
+from scaletorch.plan.files import read_bench, read_cluster, write_cluster
 from scaletorch.plan.stages import schedule_of
 from scaletorch.plan.timing import time, timeline
 from scaletorch.plan.timing.blocks import efficiency
@@ -49,7 +49,7 @@ TRAINING = [name for name in SCHEDULES if name != "forward_only"]
 
 def products(flops: float, *sent: Sent, elements: int = 0) -> Behaviour:
     """Return a block of one product a row, 4 bytes handed on."""
-    parameters = (Parameter("w", elements, 4, (elements,)),) if elements else ()
+    parameters = (Parameter("w", elements, 4, elements),) if elements else ()
     forward = Work("matmul", 1, Affine(0, flops), Affine())
     work = (forward, Work("matmul", 2, Affine(0, 2 * flops), Affine(), "backward"))
     return Behaviour(parameters, handed=Affine(0, 4), sent=sent, work=work)
@@ -242,7 +242,7 @@ def test_gradients_are_summed_behind_the_backward_and_updated() -> None:
 
 def test_what_is_tied_on_one_rank_is_updated_once() -> None:
     cluster = Cluster(2, DEVICE, (Link(2, 0.0, 1e9),))
-    outer = Behaviour((Parameter("w", 2**20, 4, (2**20,)),))
+    outer = Behaviour((Parameter("w", 2**20, 4, 2**20),))
     description = replace(
         described(2, {}), cuts={Cut(): (outer, products(1e7), outer)}, tied=(("0.w", "2.w"),)
     )
@@ -257,7 +257,7 @@ def test_what_is_tied_on_one_rank_is_updated_once() -> None:
 def test_what_is_tied_between_stages_is_summed_between_them() -> None:
     """Each of two ranks sends whether it has a gradient, and the gradient: 0.5 s each, and 4 MB."""
     cluster = Cluster(4, DEVICE, (Link(4, 0.5, 1e6),))
-    outer = Behaviour((Parameter("v", 10, 4, (10,)), Parameter("w", 10**6, 4, (10**6,))))
+    outer = Behaviour((Parameter("v", 10, 4, 10), Parameter("w", 10**6, 4, 10**6)))
     apart = replace(described(4, {}), cuts={Cut(): (outer, products(1e7), outer)})
     tied = replace(apart, tied=(("0.w", "2.w"),))
     for layout, waits in (
@@ -269,8 +269,8 @@ def test_what_is_tied_between_stages_is_summed_between_them() -> None:
 
 
 def test_experts_gradients_go_over_their_own_groups() -> None:
-    shared = Parameter("w", 2**20, 4, (2**20,))
-    expert = Parameter("e", 2**20, 4, (2**19,), expert=True)
+    shared = Parameter("w", 2**20, 4, 2**20)
+    expert = Parameter("e", 2**20, 4, 2**19, expert=True)
     kind = replace(products(1e8), parameters=(shared, expert))
     cluster = Cluster(4, DEVICE, (Link(4, 0.0, 1e9),))
     found = time(described(1, {Cut(ep=2): kind}), Layout(Grid(dp=4, ep=2)), cluster)

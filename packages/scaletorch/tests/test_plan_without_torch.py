@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scaletorch.plan import Affine, Behaviour, Block, Cut, Description, Parameter, Sent, Work
-from scaletorch.plan.written import write
+from scaletorch.plan.files import write
 
 RANKS, ROWS, MEMORY = 32, 64, 2**25
 WITHOUT = """
@@ -28,8 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from scaletorch.plan import cluster_named, plan, time
 from scaletorch.plan.__main__ import main
-from scaletorch.plan.clusters import write_cluster
-from scaletorch.plan.written import read
+from scaletorch.plan.files import read, write_cluster
 
 known, cluster = read(Path("model.json")), cluster_named("dgx-a100", {RANKS})
 cluster = replace(cluster, device=replace(cluster.device, memory={MEMORY}, group_memory=0))
@@ -56,11 +55,10 @@ def kind(width: int, cut: Cut) -> Behaviour:
     )
     return Behaviour(
         (
-            Parameter("w", width * width, 4, (width * width // cut.tp,) * cut.tp),
-            Parameter("e", width * width, 4, (own,) * cut.ep, expert=True),
-        ) if cut.ep > 1 else (Parameter("w", width * width, 4, (own,) * cut.tp),),
+            Parameter("w", width * width, 4, width * width // cut.tp),
+            Parameter("e", width * width, 4, own, expert=True),
+        ) if cut.ep > 1 else (Parameter("w", width * width, 4, own),),
         kept=Affine(8, 9000 // share), handed=Affine(0, 4000 // cut.cp), entered=Affine(0, 400),
-        again=Affine(0, 5000 // share),
         forward_peak=Affine(0, 7000), backward_peak=Affine(64, 9000),
         sent=tuple(each for each in sent if getattr(cut, each.axis) > 1),
         work=(Work("matmul", 2, Affine(0, 1e7 * width / share), Affine(0, 1e4)),),

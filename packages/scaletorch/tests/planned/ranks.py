@@ -15,7 +15,6 @@ from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
-from scaletorch.plan.applying import arguments
 from scaletorch.plan.stages import schedule_of
 
 from .drawing import Case
@@ -47,7 +46,7 @@ def prepared(case: Case, manager: ProcessGroupManager):
         model_of(case),
         manager,
         schedule=schedule_of(layout) if layout.chunks > 1 else layout.schedule,
-        recompute=arguments(layout)["recompute"],
+        recompute=layout.arguments()["recompute"],
         sequence_parallel=layout.sequence_parallel,
         data_parallel={
             "grad_type": {None: None, 4: torch.float32, 8: torch.float64}[case.sum_item]

@@ -25,12 +25,12 @@ from .arguments import (
     sizes_of,
     subcommand,
 )
-from .clusters import Cluster, write_cluster
+from .clusters import Cluster
 from .description import Description, Kernels
 from .estimate import Estimate
+from .files import read, write, write_cluster
 from .search import Plan, plan
 from .showing import explained, fits, grouped, named, page, table
-from .written import read, write
 
 
 def main(given: Sequence[str] | None = None) -> int:

@@ -10,8 +10,9 @@ from typing import Any
 
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pipeline_parallel import SCHEDULES
-from .clusters import CLUSTERS, Cluster, Link, cluster_named, device_named, read_cluster
+from .clusters import CLUSTERS, Cluster, Link, cluster_named, device_named
 from .description import Cut
+from .files import read_cluster
 from .layout import CHUNKS
 from .options import Options
 from .units import BYTES, BYTES_A_SECOND, SECONDS, quantity
@@ -20,9 +21,6 @@ DEFAULT = "dgx-a100"
 OTHERS = "The model was described with kernels of {}, and these devices run those of {}."
 ASSUMED = f"No --device and no --cluster: figures are those of {DEFAULT} nodes."
 AXES = ("dp", "pp", "cp", "tp", "ep")
-OPTIONS = {
-    "micro_rows": "micro_rows", "zero": "zero", "recompute": "recompute", "cp_method": "cp_methods",
-}  # fmt: skip
 EPILOG = """\
 Options that restrict layouts take one or more values: --tp 4 8 --recompute none full.
 Exit status: 0 a layout fits, 1 none does, 2 what is asked for cannot be planned."""
@@ -98,7 +96,7 @@ def _model(parser: argparse.ArgumentParser, axes: Sequence[str]) -> None:
         say(f"--{axis}", type=_count, nargs="+", metavar="N", help="these sizes alone")
     say("--recompute", nargs="+", choices=("none", "selective", "full", "offload"))
     say("--sequence-parallel", nargs="+", choices=("off", "on"))
-    say("--cp-method", nargs="+", metavar="NAME", help="as for `parallelize`")
+    say("--cp-method", dest="cp_methods", nargs="+", metavar="NAME", help="as for `parallelize`")
 
 
 def _count(text: str) -> int:
@@ -165,10 +163,10 @@ def _link(text: str) -> Link:
 
 def options_of(arguments: Any) -> Options:
     """Return what is tried."""
-    found: dict[str, Any] = {}
-    for name, field in OPTIONS.items():
-        if values := getattr(arguments, name):
-            found[field] = tuple(values)
+    names = ("micro_rows", "zero", "recompute", "cp_methods")
+    found: dict[str, Any] = {
+        name: tuple(values) for name in names if (values := getattr(arguments, name))
+    }
     if arguments.schedule:
         found["schedules"] = tuple((name, CHUNKS.get(name, 1)) for name in arguments.schedule)
     if arguments.sequence_parallel:
@@ -197,5 +195,5 @@ def cuts_of(arguments: Any, experts: int) -> list[Cut]:
     selective = [False] * (tried != ["selective"]) + [True] * ("selective" in tried)
     return usual_cuts(
         ranks, tp=arguments.tp, cp=arguments.cp, ep=eps, sequence_parallel=shares,
-        methods=arguments.cp_method or ("ring",), selective=selective,
+        methods=arguments.cp_methods or ("ring",), selective=selective,
     )  # fmt: skip

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 
 from ..compose import parallelize, shard_global_batch, train_step
 from ..dist import barrier, launch
@@ -25,13 +26,14 @@ from ..dist.devices import current_device, entry_of_backend
 from ..dist.errors import InvalidArgumentError
 from ..models import Llama, LlamaConfig
 from ..parallel.pg_manager import Grid, setup_process_group_manager
-from .clusters import Cluster, Device, Link, read_bench
+from .clusters import Cluster, Device, Link
 from .describing import describe
+from .files import read_bench
 from .layout import Layout
 from .timing import time
 
 CALLS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv")
-ROUNDS, HEADS, WIDTH = 5, 4, 64
+HEADS, WIDTH = 4, 64  # of attention
 # Tokens and widths of products, lengths of attention, elements that are moved; cards need more.
 SIZES = {
     "cpu": (256, (64, 256, 1024), (32, 256, 1024), (2**10, 2**17, 2**22)),
@@ -40,30 +42,6 @@ SIZES = {
 UPDATED, TENSORS = 2**19, 16  # elements of each tensor that AdamW updates, and how many
 MODEL = LlamaConfig(2048, 384, 1056, 3, 8, 8)  # which is trained
 LENGTH, ROWS, STEPS, WARMING = 160, 8, 9, 2
-
-Rates = list[tuple[float, float]]  # size of an operation, and its flops or bytes a second
-
-
-class Figures(NamedTuple):
-    """Measurements of a rank while all ranks computed.
-
-    Attributes:
-        device: Its name.
-        memory: Bytes of the device.
-        rates: By sort of operation.
-        overhead: Seconds of an operation on hardly any data.
-        updating: Bytes a second of AdamW.
-        spread: By which share rounds differ.
-        steps: Seconds of forward and backward of the small model, data parallel.
-    """
-
-    device: str
-    memory: int
-    rates: dict[str, Rates]
-    overhead: float
-    updating: float
-    spread: float
-    steps: list[float]
 
 
 def calibrate(
@@ -90,39 +68,9 @@ def calibrate(
     """
     if ranks < 1:
         raise InvalidArgumentError(f"at least 1 rank is to be measured, got {ranks}")
-    found = launch(_measure, ranks, seconds, dtype, backend=backend)
+    device, took = launch(_measure, ranks, seconds, dtype, backend, backend=backend)[0]
     links = (_link(ranks, seconds, backend),) if ranks > 1 else ()
-    cluster = Cluster(ranks, _device(found, dtype, backend), links)
-    took = statistics.median(max(each) for each in zip(*(f.steps for f in found), strict=True))
-    return _as_trained(cluster, dtype, took)
-
-
-def _device(found: Sequence[Figures], dtype: torch.dtype, backend: str) -> Device:
-    """Return the device whose figures are the medians of all ranks'."""
-    first, ranks = found[0], len(found)
-    rates = {
-        sort: [
-            (size, statistics.median(each.rates[sort][at][1] for each in found))
-            for at, (size, _) in enumerate(pairs)
-        ]
-        for sort, pairs in first.rates.items()
-    }
-    moving = max(rate for _, rate in rates["other"])
-    peak = max(rate for sort, pairs in rates.items() if sort != "other" for _, rate in pairs)
-    shares = {
-        sort: tuple((size, rate / (moving if sort == "other" else peak)) for size, rate in pairs)
-        for sort, pairs in rates.items()
-    }
-    entry, cpu = entry_of_backend(backend), first.device == "cpu"
-    return Device(
-        f"{platform.node()} {first.device}", first.memory // (ranks if cpu else 1),
-        {str(dtype).removeprefix("torch."): peak}, moving,
-        statistics.median(each.overhead for each in found), shares,
-        statistics.median(each.updating for each in found), hides=0.0 if cpu else 1.0,
-        spread=max(0.05, statistics.median(each.spread for each in found)),
-        source=f"measured with {ranks} ranks, torch {torch.__version__}",
-        group_memory=0 if entry is None else entry.group_memory, kernels="cpu" if cpu else "cuda",
-    )  # fmt: skip
+    return _as_trained(Cluster(ranks, device, links), dtype, took)
 
 
 def _as_trained(cluster: Cluster, dtype: torch.dtype, took: float) -> Cluster:
@@ -153,97 +101,69 @@ def _link(ranks: int, seconds: float, backend: str) -> Link:
         return read_bench(file)
 
 
-def _measure(seconds: float, dtype: torch.dtype) -> Figures:
-    """Measure this rank, all ranks at once."""
-    device = current_device()
-    gauge = _Gauge(seconds, device)
+def _measure(seconds: float, dtype: torch.dtype, backend: str) -> tuple[Device, float]:
+    """Return the device of this rank, measured by all ranks at once, and what a step takes."""
+    ranks, device = torch.distributed.get_world_size(), current_device()
+    cpu, spreads = device.type == "cpu", list[float]()
+
+    def gauge(run: Callable[[], Any]) -> float:
+        """Return the median seconds of a call, while all ranks make it."""
+        barrier()
+        timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+        found = timer.blocked_autorange(min_run_time=seconds)
+        spreads.append(found.iqr / 2 / found.median)
+        return found.median
+
     make = partial(torch.randn, dtype=dtype, device=device)
     small = make(8, requires_grad=True)
     overhead = gauge(lambda: small + small)
-    rates: dict[str, Rates] = {}
-    for sort, operations in _operations(device, make):
-        for flops, run, inputs in operations:
-            output = run(*inputs)
-            gradient = torch.ones_like(output)
-            back = partial(torch.autograd.grad, output, inputs, gradient, retain_graph=True)
-            more = 2.5 if sort == "attention" else 2.0  # attention makes its scores again
-            size = more * flops if sort == "attention" else flops  # of one operation
-            rates.setdefault(sort, []).append((flops, flops / gauge(partial(run, *inputs))))
-            rates.setdefault(f"{sort} backward", []).append((size, more * flops / gauge(back)))
-    for elements in _sizes(device)[3]:
+    tokens, widths, lengths, sizes = SIZES["cpu" if cpu else "cuda"]
+    rates: dict[str, list[tuple[float, float]]] = {}  # sizes of operations, and rates
+    for sort, flops, run, inputs in _operations(tokens, widths, lengths, make):
+        output = run(*inputs)
+        gradient = torch.ones_like(output)
+        back = partial(torch.autograd.grad, output, inputs, gradient, retain_graph=True)
+        more = 2.5 if sort == "attention" else 2.0  # attention makes its scores again
+        size = more * flops if sort == "attention" else flops  # of one operation
+        rates.setdefault(sort, []).append((flops, flops / gauge(partial(run, *inputs))))
+        rates.setdefault(f"{sort} backward", []).append((size, more * flops / gauge(back)))
+    peak = max(rate for pairs in rates.values() for _, rate in pairs)
+    for elements in sizes:
         one = make(elements)
         moved = 3.0 * one.nbytes
         took = gauge(partial(torch.add, one, one.clone()))
         rates.setdefault("other", []).append((moved, moved / max(took - overhead, 0.2 * took)))
-    updating = _updating(gauge, make)
-    spread = statistics.median(gauge.spreads)
-    return Figures(
-        str(device), _memory(device), rates, overhead, updating, spread, _train(dtype, device)
-    )
+    moving = max(rate for _, rate in rates["other"])
+    shares = {
+        sort: tuple((size, rate / (moving if sort == "other" else peak)) for size, rate in pairs)
+        for sort, pairs in rates.items()
+    }
+    updating, entry = _updating(gauge, make), entry_of_backend(backend)
+    found = Device(
+        f"{platform.node()} {device}", _memory(device) // (ranks if cpu else 1),
+        {str(dtype).removeprefix("torch."): peak}, moving, overhead, shares, updating,
+        hides=0.0 if cpu else 1.0, spread=max(0.05, statistics.median(spreads)),
+        source=f"measured with {ranks} ranks, torch {torch.__version__}",
+        group_memory=0 if entry is None else entry.group_memory, kernels="cpu" if cpu else "cuda",
+    )  # fmt: skip
+    return found, statistics.median(_train(dtype, device))
 
 
 def _operations(
-    device: torch.device, make: Callable[..., Tensor]
-) -> Iterator[tuple[str, Iterator[tuple[float, Callable[..., Tensor], list[Tensor]]]]]:
-    """Yield sorts of operations, and of each flops, a call and its inputs by size."""
-    tokens, widths, lengths, _ = _sizes(device)
+    tokens: int, widths: Sequence[int], lengths: Sequence[int], make: Callable[..., Tensor]
+) -> Iterator[tuple[str, float, Callable[..., Tensor], list[Tensor]]]:
+    """Yield a sort of operation, its flops, a call and the inputs of that, by size."""
     learned = partial(make, requires_grad=True)
+    for width in widths:
+        flops = 2.0 * tokens * width**2
+        yield "matmul", flops, F.linear, [learned(tokens, width), learned(width, width)]
     attend = partial(F.scaled_dot_product_attention, is_causal=True)
-    yield (
-        "matmul",
-        (
-            (2.0 * tokens * width**2, F.linear, [learned(tokens, width), learned(width, width)])
-            for width in widths
-        ),
-    )
-    yield (
-        "attention",
-        (  # half of the scores are seen
-            (
-                2.0 * HEADS * length**2 * WIDTH,
-                attend,
-                [learned(1, HEADS, length, WIDTH) for _ in range(3)],
-            )
-            for length in lengths
-        ),
-    )
+    for length in lengths:
+        flops = 2.0 * HEADS * length**2 * WIDTH  # half of the scores are seen
+        yield "attention", flops, attend, [learned(1, HEADS, length, WIDTH) for _ in range(3)]
 
 
-def _sizes(device: torch.device) -> Any:
-    return SIZES["cpu" if device.type == "cpu" else "cuda"]
-
-
-class _Gauge:
-    """Times calls in rounds that all ranks begin together."""
-
-    def __init__(self, seconds: float, device: torch.device) -> None:
-        self._seconds, self._device = seconds, device
-        self.spreads: list[float] = []
-
-    def __call__(self, run: Callable[[], Any]) -> float:
-        """Return the median seconds of a call."""
-        once = min(self._time(run, 1) for _ in range(3))
-        calls = max(1, int(self._seconds / ROUNDS / max(once, 1e-7)))
-        barrier()
-        rounds = sorted(self._time(run, calls) for _ in range(ROUNDS))
-        middle = statistics.median(rounds)
-        self.spreads.append((rounds[-2] - rounds[1]) / 2 / middle)
-        return middle
-
-    def _time(self, run: Callable[[], Any], calls: int) -> float:
-        self._wait()
-        begin = clock.perf_counter()
-        for _ in range(calls):
-            run()
-        self._wait()
-        return (clock.perf_counter() - begin) / calls
-
-    def _wait(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-
-
-def _updating(gauge: _Gauge, make: Callable[..., Tensor]) -> float:
+def _updating(gauge: Callable[[Callable[[], Any]], float], make: Callable[..., Tensor]) -> float:
     """Return bytes a second of AdamW: it reads four tensors, and writes three."""
     parameters = [nn.Parameter(make(UPDATED)) for _ in range(TENSORS)]
     for each in parameters:

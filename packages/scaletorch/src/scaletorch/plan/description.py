@@ -35,14 +35,14 @@ class Parameter:
         name: Inside its block.
         elements: Of the whole tensor.
         item: Bytes of an element.
-        local: Elements on each tp rank.
-        expert: Whether it belongs to experts, which are shared out over ep (`local` is by ep then).
+        local: Elements on a rank, that with the most.
+        expert: Whether it belongs to experts, which are divided over ep.
     """
 
     name: str
     elements: int
     item: int
-    local: tuple[int, ...]
+    local: int
     expert: bool = False
 
 
@@ -99,8 +99,8 @@ class Behaviour:
             Of kinds that keep unlike ones, such as masks of two sorts, the larger counts.
         left: Bytes that the first half of a backward leaves for the second: inputs of linear
             layers, each memory once, and gradients of their outputs.
-        entered: Bytes of its input, which is all that is kept with `recompute`.
-        again: Bytes of `kept` that come when it runs again: all but its input.
+        entered: Bytes of its input, which is all that is kept with `recompute`; the rest of `kept`
+            comes when it runs again.
         forward_peak: Bytes above `kept` while forward runs.
         backward_peak: Bytes above `kept` while backward runs, without gradients of parameters.
         handed: Bytes of what it returns to the next block.
@@ -113,7 +113,6 @@ class Behaviour:
     shared: Affine = Affine()
     left: Affine = Affine()
     entered: Affine = Affine()
-    again: Affine = Affine()
     forward_peak: Affine = Affine()
     backward_peak: Affine = Affine()
     handed: Affine = Affine()
@@ -203,11 +202,7 @@ class Description:
         """
         if (found := self.cuts.get(cut)) is not None:
             return found
-        raise self.missing(cut)
-
-    def missing(self, cut: Cut) -> InvalidArgumentError:
-        """Return the error about a cut of which nothing is known."""
-        return InvalidArgumentError(
+        raise InvalidArgumentError(
             self.refused.get(cut) or f"{self.name} is not described with {cut}"
         )
 

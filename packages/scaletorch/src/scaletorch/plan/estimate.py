@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..dist.errors import InvalidArgumentError
 from .layout import Layout
 
 if TYPE_CHECKING:
@@ -99,12 +100,21 @@ class Estimate:
     ) -> DataParallelBucket:
         """Put a plain model on the grid as this layout says; see `compose.parallelize`.
 
+        Args:
+            model: As for `compose.parallelize`.
+            manager: Of the layout's grid.
+            options: Further arguments of `compose.parallelize`.
+
         Raises:
             InvalidArgumentError: The manager has another grid; and as `compose.parallelize`.
         """
-        from .applying import put_on  # all else here does without torch
+        from ..compose import parallelize  # all else here does without torch
 
-        return put_on(self.layout, model, manager, **options)
+        if manager.grid != self.layout.grid:
+            raise InvalidArgumentError(
+                f"the plan is for {self.layout.grid}, and the manager has {manager.grid}"
+            )
+        return parallelize(model, manager, **{**self.layout.arguments(), **options})
 
     def as_json(self) -> dict[str, Any]:
         """Return plain containers and numbers."""

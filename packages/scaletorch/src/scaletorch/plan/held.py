@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 from .description import Description
 from .layout import Layout
@@ -13,6 +14,8 @@ from .stages import Content, contents
 BUCKET_SIZE = 2**24  # elements, the default of `parallelize`
 SMALL = 2**18  # elements of a bucket that costs little more to start than to send
 LEAST_BUCKETS = 8  # of a model
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +77,31 @@ class Group(NamedTuple):
         return min(self.elements, max(self.usual(size), self.largest))
 
     def in_a_row(self, count: int, size: int = BUCKET_SIZE) -> int:
-        """Return the elements of so many buckets that are filled one after another."""
-        if self.largest > self.usual(size) and self.layer:  # each tensor alone
-            return min(2 * self.largest, self.layer)
-        return min(count * self.bucket(size), self.elements)
+        """Return the elements of so many buckets that are filled one after another.
+
+        There are two at most where a tensor fills half of a bucket: they leave between layers.
+        """
+        usual = self.usual(size)
+        alone = self.largest > usual and self.layer > 0  # each tensor has a bucket of its own
+        most = 2 if 2 * self.largest > usual else count
+        return min(most * self.bucket(size), self.layer if alone else self.elements)
 
 
-class Known:
-    """A description, and what was worked out of it: nothing is worked out twice.
+class Once:
+    """Works nothing out twice."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, Any] = {}
+
+    def once(self, key: object, work_out: Callable[[], T]) -> T:
+        """Return what is known under a key, worked out at the first call."""
+        if key not in self._found:
+            self._found[key] = work_out()
+        return cast(T, self._found[key])
+
+
+class Known(Once):
+    """A description, and what was worked out of it.
 
     Args:
         description: The model.
@@ -89,12 +109,10 @@ class Known:
     """
 
     def __init__(self, description: Description, optimizer: Optimizer | None = None) -> None:
+        super().__init__()
         self.description, self.optimizer = description, optimizer or Optimizer()
         self.layers = {block.kind for block in description.blocks if block.place == "layer"}
-        self.cache: dict[Any, Any] = {}
-        self._numbers: dict[Content, int] = {}
-        self._contents: list[Content] = []
-        self._pipelines: dict[tuple[str, int, int], tuple[int, ...]] = {}
+        self._contents: dict[Content, int] = {}
 
     def numbers(self, layout: Layout) -> tuple[int, ...]:
         """Return for each rank of the pipeline a number, the same for ranks with the same content.
@@ -102,31 +120,26 @@ class Known:
         Raises:
             InvalidArgumentError: Fewer layers than stages, or a schedule that is not to be had.
         """
-        key = layout.schedule, layout.grid.pp, layout.chunks
-        if key not in self._pipelines:
-            found = []
-            for each in contents(self.description, layout):
-                if each not in self._numbers:
-                    self._numbers[each] = len(self._contents)
-                    self._contents.append(each)
-                found.append(self._numbers[each])
-            self._pipelines[key] = tuple(found)
-        return self._pipelines[key]
+
+        def work_out() -> tuple[int, ...]:
+            each, known = contents(self.description, layout), self._contents
+            return tuple(known.setdefault(content, len(known)) for content in each)
+
+        return self.once((layout.schedule, layout.grid.pp, layout.chunks), work_out)
 
     def content(self, number: int) -> Content:
         """Return what ranks of a number have."""
-        return self._contents[number]
+        return self.once(("content", number), lambda: [*self._contents][number])
 
     def handed(self, layout: Layout) -> int:
         """Return the bytes of a message between stages: the most that a block hands on."""
-        key = "handed", layout.cut, layout.micro_rows
-        found: int | None = self.cache.get(key)
-        if found is None:
+
+        def work_out() -> int:
             kinds = {block.kind for block in self.description.blocks if block.place != "last"}
             behaviours = self.description.behaviours(layout.cut)
-            found = round(max(behaviours[kind].handed.at(layout.micro_rows) for kind in kinds))
-            self.cache[key] = found
-        return found
+            return round(max(behaviours[kind].handed.at(layout.micro_rows) for kind in kinds))
+
+        return self.once(("handed", layout.cut, layout.micro_rows), work_out)
 
     def ends(self, layout: Layout) -> list[tuple[int, int]]:
         """Return number and rank of the first and the last rank of each number.
@@ -134,31 +147,27 @@ class Known:
         One of these holds the most: along the pipeline ranks with equal blocks keep ever more
         micro-batches, or ever fewer.
         """
-        key = "ends", layout.schedule, layout.grid.pp, layout.chunks
-        found: list[tuple[int, int]] | None = self.cache.get(key)
-        if found is None:
-            numbers = self.numbers(layout)
-            last = {number: rank for rank, number in enumerate(numbers)}
-            first = {number: rank for rank, number in reversed([*enumerate(numbers)])}
-            both = [*first.items(), *last.items()]
-            found = self.cache[key] = [*dict.fromkeys(both)]
-        return found
+
+        def work_out() -> list[tuple[int, int]]:
+            ranks = [(number, rank) for rank, number in enumerate(self.numbers(layout))]
+            first, last = dict(reversed(ranks)), dict(ranks)
+            return [*dict.fromkeys((*first.items(), *last.items()))]
+
+        return self.once(("ends", layout.schedule, layout.grid.pp, layout.chunks), work_out)
 
     def groups(self, layout: Layout, number: int) -> tuple[Group, ...]:
         """Return the parameters of a rank of this number, on the fullest of its tp and ep ranks."""
         grid = layout.grid
         key = "groups", grid.tp, grid.ep, grid.etp, number
-        found: tuple[Group, ...] | None = self.cache.get(key)
-        if found is None:
-            found = self.cache[key] = tuple(self._groups(layout, number))
-        return found
+        return self.once(key, lambda: tuple(self._groups(layout, number)))
 
     def _groups(self, layout: Layout, number: int) -> list[Group]:
         grid, behaviours = layout.grid, self.description.behaviours(layout.cut)
         apart = grid.ep * grid.etp != grid.tp  # else edp is cp x dp
-        others, seen = dict(self._contents[number].ties), set[str]()
+        content = self.content(number)
+        others, seen = dict(content.ties), set[str]()
         found: dict[tuple[str, int, int], Group] = {}
-        for kind, times in self._contents[number].kinds.items():
+        for kind, times in content.kinds.items():
             sizes: dict[tuple[str, int, int], int] = {}
             for each in behaviours[kind].parameters:
                 name = f"{kind}.{each.name}"
@@ -166,7 +175,7 @@ class Known:
                     continue
                 tied = next((names for names in self.description.tied if name in names), ())
                 seen.update(tied)
-                more, elements = 1 if tied else times, max(each.local)
+                more, elements = 1 if tied else times, each.local
                 axis = "edp" if each.expert and apart else "cp_dp"
                 key = axis, each.item, others.get(name, 0)
                 own = found.get(key) or Group(axis, each.item, others=key[2])

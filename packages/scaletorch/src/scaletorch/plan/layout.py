@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from typing import Literal
+from functools import cache, partial
+from typing import Any, Literal
 
 from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import interleaved_1f1b, looped_breadth_first
@@ -14,6 +14,7 @@ Recompute = Literal["none", "selective", "full", "offload"]
 # Schedules that take any number of chunks, and how many the others have, if not one.
 LOOPED = {"interleaved_1f1b": interleaved_1f1b, "looped_bfs": looped_breadth_first}
 V_SHAPED = ("zb_v", "dualpipe_v")
+_RECOMPUTE = {"none": False, "full": True}  # of `parallelize`, which has the other words too
 CHUNKS = dict.fromkeys((*LOOPED, *V_SHAPED), 2)
 
 
@@ -53,14 +54,15 @@ class Layout:
             self.cp_method if grid.cp > 1 else "", self.recompute == "selective",
         )  # fmt: skip
 
-    def saving(self, recompute: Recompute, zero: int) -> Layout:
-        """Return it with this of what saves memory."""
-        if (recompute, zero) == (self.recompute, self.zero):
-            return self
-        return Layout(
-            self.grid, self.sequence_parallel, recompute, zero, self.schedule, self.chunks,
-            self.cp_method, self.micro_rows, self.micro_batches,
-        )  # fmt: skip
+    def arguments(self) -> dict[str, Any]:
+        """Return what `parallelize` takes for it; `zero` is for `shard_optimizer`."""
+        chunked = LOOPED.get(self.schedule)
+        return {
+            "sequence_parallel": self.sequence_parallel,
+            "recompute": _RECOMPUTE.get(self.recompute, self.recompute),
+            "schedule": partial(chunked, num_chunks=self.chunks) if chunked else self.schedule,
+            "cp_method": self.cp_method,
+        }
 
 
 @cache

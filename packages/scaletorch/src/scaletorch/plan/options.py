@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from ..dist.errors import InvalidArgumentError
@@ -124,35 +123,27 @@ def _layouts(description: Description, grid: Grid, rows: int, options: Options) 
         yield Layout(grid, shares, options.recompute[0], zeros[0], schedule, chunks, method, *batch)
 
 
-def ladder(
-    layout: Layout, options: Options, found: Sequence[tuple[int, int]] = ()
-) -> Iterator[tuple[tuple[int, int], Recompute, int]]:
-    """Yield how much a layout has of what saves memory, ever more: step, recomputation, ZeRO.
+def ladder(layout: Layout, options: Options) -> Iterator[tuple[tuple[int, int], Layout]]:
+    """Yield a layout with ever more of what saves memory: recomputation and ZeRO.
 
     Args:
         layout: The layout.
         options: What is tried.
-        found: Steps that fit, which the caller adds to; those with more of both are left out.
+
+    Yields:
+        Places in `options.recompute` and `options.zero`, and the layout; first with little of both.
     """
     zeros = _zeros(layout.grid, options)
-    for recompute, zero in _steps(len(options.recompute), len(zeros)):
-        if found and any(a <= recompute and b <= zero for a, b in found):
-            continue
-        if zeros[zero] == 3 and layout.grid.pp > 1:
-            continue
-        yield (recompute, zero), options.recompute[recompute], zeros[zero]
+    steps = product(range(len(options.recompute)), range(len(zeros)))
+    for step in sorted(steps, key=lambda step: (sum(step), step)):
+        recompute, zero = options.recompute[step[0]], zeros[step[1]]
+        if zero < 3 or layout.grid.pp == 1:
+            yield step, replace(layout, recompute=recompute, zero=zero)
 
 
 def _zeros(grid: Grid, options: Options) -> tuple[int, ...]:
     """Return the stages of ZeRO that are tried: none where no ranks share parameters."""
     return options.zero if grid.cp * grid.dp > 1 else (0,)
-
-
-@cache
-def _steps(recomputes: int, zeros: int) -> list[tuple[int, int]]:
-    """Return places in both, those with little of both first."""
-    steps = product(range(recomputes), range(zeros))
-    return sorted(steps, key=lambda step: (sum(step), step))
 
 
 def _cuts(description: Description, grid: Grid, options: Options) -> Iterator[tuple[bool, str]]:

@@ -9,13 +9,11 @@ from .clusters import (
     Link,
     cluster_named,
     device_named,
-    read_bench,
-    read_cluster,
-    write_cluster,
 )
 from .describing import describe, usual_cuts
 from .description import Affine, Behaviour, Block, Cut, Description, Parameter, Sent, Work
 from .estimate import Estimate, Memory, Time
+from .files import read_bench, read_cluster, write_cluster
 from .held import Optimizer
 from .layout import Layout
 from .options import Options, Refused, legal

@@ -45,6 +45,7 @@ class Plan:
         self._steps = Steps(description, cluster, self._known)
         self._peak = cache(lambda layout: peak(self._known, layout) + self._groups(layout.grid))
         self._groups = cache(self._communicators)
+        self._time = cache(self._steps.exact)
         self._options = options
         self._fitting = cache(self._try)
         self.illegal: list[Refused] = []
@@ -65,15 +66,15 @@ class Plan:
         found: list[Layout] = []
         tried: list[Layout] = []
         enough: list[tuple[int, int]] = []
-        for step, recompute, zero in ladder(layout, self._options, enough):
-            own = layout.saving(recompute, zero)
-            selective = (recompute == "selective") != (layout.recompute == "selective")
-            if selective and own.cut not in self.description.cuts:
+        for (recompute, zero), own in ladder(layout, self._options):
+            if any(a <= recompute and b <= zero for a, b in enough):  # a step before it fits
+                continue
+            if own.cut not in self.description.cuts:  # with selective recomputation, or without
                 continue
             tried.append(own)
             if peak(self._known, own, room) <= room:
                 found.append(own)
-                enough.append(step)
+                enough.append((recompute, zero))
         return found, tried
 
     @cached_property
@@ -102,7 +103,7 @@ class Plan:
                 for way, own in enumerate(self._fitting(layout)[0]):
                     heappush(queue, (steps.least(own), LEAST, (at[0], way), own))
             elif stage == LEAST:
-                heappush(queue, (steps.step(layout), self._peak(layout), at, layout))
+                heappush(queue, (self._time(layout).step, self._peak(layout), at, layout))
             else:
                 yield self.estimate(layout)
 
@@ -145,7 +146,7 @@ class Plan:
             InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
         """
         held = memory(self.description, layout, known=self._known)
-        return Estimate(layout, held, self._steps.exact(layout), self._groups(layout.grid))
+        return Estimate(layout, held, self._time(layout), self._groups(layout.grid))
 
     @cached_property
     def first(self) -> Estimate | None:

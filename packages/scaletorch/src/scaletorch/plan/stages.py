@@ -6,8 +6,8 @@ stage and what stands behind them on the last; the stages of a rank are those of
 
 from __future__ import annotations
 
-from functools import cache, lru_cache, partial
-from itertools import groupby
+from functools import lru_cache, partial
+from itertools import chain, groupby
 from typing import NamedTuple
 
 from ..dist.errors import InvalidArgumentError
@@ -86,17 +86,13 @@ def _built(schedule: str, pp: int, micro_batches: int, chunks: int) -> Schedule:
     return build(pp, micro_batches)
 
 
-@cache
 def stages_of(schedule: str, pp: int, chunks: int) -> tuple[tuple[int, ...], ...]:
     """Return the stages of each rank of the pipeline, chunk by chunk.
 
     Raises:
         InvalidArgumentError: An unknown schedule, or chunks that it does not have.
     """
-    _check(schedule, pp, chunks)
-    if schedule in V_SHAPED:
-        return tuple((rank, 2 * pp - 1 - rank) for rank in range(pp))
-    return tuple(tuple(range(rank, pp * chunks, pp)) for rank in range(pp))
+    return _built(schedule, pp, 1, chunks).stages
 
 
 def places(description: Description, layout: Layout) -> Places:
@@ -128,36 +124,25 @@ def contents(description: Description, layout: Layout) -> list[Content]:
     Raises:
         InvalidArgumentError: As `places`.
     """
-    kinds = [block.kind for block in description.blocks]
     where = places(description, layout)
     stages = stages_of(layout.schedule, layout.grid.pp, layout.chunks)
     owner = {stage: rank for rank, own in enumerate(stages) for stage in own}
-    holders = holders_of(description, where)
-    return [
-        Content(
-            tuple(
-                tuple((kind, len([*run])) for kind, run in groupby(kinds[at] for at in chunk))
-                for chunk in chunks
-            ),
-            sum(owner.get(stage + 1, rank) != rank for stage in own),
-            sum(owner.get(stage - 1, rank) != rank for stage in own),
-            tuple((name, len(ranks - {rank})) for name, ranks in holders.items() if rank in ranks),
-        )
-        for rank, (own, chunks) in enumerate(zip(stages, where, strict=True))
-    ]
-
-
-def holders_of(description: Description, where: Places) -> dict[str, set[int]]:
-    """Return the ranks of the pipeline that have a tied parameter, by each of its names."""
-    on: dict[int, set[int]] = {}
-    for rank, chunks in enumerate(where):
-        for at in (at for chunk in chunks for at in chunk):
-            on.setdefault(description.blocks[at].kind, set()).add(rank)
-    return {
-        name: {r for each in names for r in on.get(int(each.partition(".")[0]), ())}
-        for names in description.tied
-        for name in names
-    }
+    kinds = [[[description.blocks[at].kind for at in chunk] for chunk in own] for own in where]
+    on: dict[str, set[int]] = {}  # ranks by kind
+    for rank, own in enumerate(kinds):
+        for kind in chain(*own):
+            on.setdefault(str(kind), set()).add(rank)
+    found = []
+    for rank, (numbers, chunks) in enumerate(zip(stages, kinds, strict=True)):
+        runs = (tuple((kind, len([*run])) for kind, run in groupby(chunk)) for chunk in chunks)
+        sent = sum(owner.get(stage + 1, rank) != rank for stage in numbers)
+        received = sum(owner.get(stage - 1, rank) != rank for stage in numbers)
+        ties = []
+        for names in description.tied:
+            holders = set[int]().union(*(on.get(name.partition(".")[0], ()) for name in names))
+            ties += [(name, len(holders - {rank})) for name in names if rank in holders]
+        found.append(Content(tuple(runs), sent, received, tuple(ties)))
+    return found
 
 
 def alive(layout: Layout, rank: int) -> tuple[Moment, ...]:

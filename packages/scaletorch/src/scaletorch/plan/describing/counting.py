@@ -73,11 +73,3 @@ def sent_by(func: Any, tensors: Sequence[Tensor], size: int) -> tuple[str, float
         whole = max(bytes_of(tensors) // 2, bytes_of(tensors) * size // (size + 1))
     turns = 2 if operation == "all_reduce" else 1
     return operation, turns * whole * (size - 1) / size
-
-
-def group_of(args: Sequence[Any]) -> torch.distributed.ProcessGroup | None:
-    """Return the group among the arguments of a call."""
-    for arg in args:
-        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
-            return torch.distributed.ProcessGroup.unbox(arg)
-    return None

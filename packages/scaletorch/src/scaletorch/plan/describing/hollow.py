@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .counting import bytes_of
-from .observed import Observed
+from .meter import Meter
 
 aten = torch.ops.aten
 _SMALL = 2**20  # bytes that are made for real where nothing hollow goes in
@@ -36,9 +36,9 @@ class Hollow(TorchDispatchMode):
     Tokens are shared out evenly over experts: a choice of the best scores takes all in turn.
     """
 
-    def __init__(self, watcher: Observed) -> None:
+    def __init__(self, meter: Meter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._watcher = watcher
+        self._meter = meter
         self._sizes: dict[int, int] = {}
         self._hollow: set[int] = set()
 
@@ -80,7 +80,7 @@ class Hollow(TorchDispatchMode):
         if not _is_view(func):
             for output in outputs:
                 self._note(output, hollow=False)
-            self._watcher.operation(func, args, inputs, outputs)
+            self._meter.operation(func, args, inputs, outputs)
         return result
 
     def _really(
@@ -126,11 +126,12 @@ class Hollow(TorchDispatchMode):
         size = max(scores.shape[dim], 1) if scores.ndim else 1
         with _disable_current_modes():
             count = index.numel()
-            turn = _shared_out(count, size) if func is _TOPK else torch.arange(count) % size
+            top = func is aten.topk.default
+            turn = _shared_out(count, size) if top else torch.arange(count) % size
             last = index.movedim(dim, -1) if index.ndim else index
             chosen = turn.view(last.shape)
             chosen = (chosen.movedim(-1, dim) if index.ndim else chosen).contiguous()
-            if func is _TOPK:
+            if top:
                 return torch.full_like(result[0], 1 / size), chosen
         return (result[0], chosen) if isinstance(result, tuple) else chosen
 
@@ -138,13 +139,14 @@ class Hollow(TorchDispatchMode):
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
         tensors: Sequence[Tensor], *, sends: bool,
     ) -> Any:  # fmt: skip
-        self._watcher.collective(func, (*args, *kwargs.values()), tensors)
+        group = next(leaf for leaf in tree_leaves((args, kwargs)) if _is_group(leaf))
+        members = torch.distributed.ProcessGroup.unbox(group)
+        self._meter.collective(func, members, tensors)
         if sends:
             result = func(*args, **kwargs)
             if func is torch.ops.c10d.alltoall_base_.default:
-                _exchange(args[0], args[1], _ranks(args[2]), args[4])
+                _exchange(args[0], args[1], members.size(), args[4])
             return result
-        group = next(leaf for leaf in tree_leaves((args, kwargs)) if _is_group(leaf))
         with _disable_current_modes():
             work = torch.ops.c10d.barrier(torch.zeros(1), group, [], False, -1)
         for tensor in tensors:  # what comes of hollow tensors is hollow
@@ -163,13 +165,13 @@ class Hollow(TorchDispatchMode):
             self._hollow.add(key)
         if key not in self._sizes:
             self._sizes[key] = size
-            self._watcher.memory(key, size)
+            self._meter.memory(key, size)
             weakref.finalize(storage, self._gone, key).atexit = False
 
     def _gone(self, key: int) -> None:
         self._hollow.discard(key)
         if size := self._sizes.pop(key, 0):
-            self._watcher.memory(key, -size)
+            self._meter.memory(key, -size)
 
 
 def _all_chosen() -> Any:
@@ -195,10 +197,6 @@ def _is_large(args: Sequence[Any]) -> bool:
     return isinstance(args[2] if len(args) > 2 else 0, Tensor) and bytes_of(args[2:3]) > 2**24
 
 
-def _ranks(group: Any) -> int:
-    return int(torch.distributed.ProcessGroup.unbox(group).size())
-
-
 def _is_group(value: Any) -> bool:
     return isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
 
@@ -217,7 +215,10 @@ def _grouped(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Tensor:
 
 
 def _shared_out(count: int, size: int) -> Tensor:
-    """Return so many choices that take each thing as often as any other, in random order."""
+    """Return so many choices that take each thing as often as any other, in random order.
+
+    In random order, since a token whose experts are neighbours is sent to their rank once.
+    """
     blocks = torch.rand(-(-count // size), size, generator=torch.Generator().manual_seed(0))
     return blocks.argsort(-1).flatten()[:count]
 
@@ -235,7 +236,6 @@ def _number(_: Any, args: Sequence[Any], __: Any) -> Any:
     return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 0
 
 
-_TOPK = aten.topk.default
 _TOLD: dict[Any, Callable[..., Any]] = {
     aten._local_scalar_dense.default: _number,
     aten.equal.default: lambda *_: True,

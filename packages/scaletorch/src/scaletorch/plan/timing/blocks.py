@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ..clusters.cluster import Cluster, Device, Shares
+from ..clusters import Cluster, Device, Shares
 from ..description import Behaviour, Work
 from .messages import Route, seconds
 

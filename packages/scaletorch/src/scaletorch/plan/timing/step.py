@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 from ...parallel.pg_manager import Grid
 from ...parallel.pipeline_parallel import Costs, Timeline, simulate
 from ...parallel.pipeline_parallel.schedules import rank_ends
 from ..clusters import Cluster
-from ..description import Cut, Description
+from ..description import Description
 from ..estimate import Time
-from ..held import Group, Known
+from ..held import Group, Known, Once
 from ..layout import Layout
 from ..stages import SPLIT, schedule_of, stages_of
 from .blocks import Seconds, block_seconds, summed
@@ -97,17 +97,15 @@ def timeline(description: Description, layout: Layout, cluster: Cluster) -> Time
     return replace(simulate(schedule_of(layout), costs), unit="s")
 
 
-class Steps:
+class Steps(Once):
     """Times of layouts of one model on a cluster: what they share is worked out once."""
 
     def __init__(
         self, description: Description, cluster: Cluster, known: Known | None = None
     ) -> None:
+        super().__init__()
         self._description, self._cluster = description, cluster
         self._known = known or Known(description)
-        self._blocks: dict[tuple[object, ...], list[Stage]] = {}
-        self._floors: dict[tuple[Cut, int], float] = {}
-        self._ranks: dict[tuple[object, ...], Rank] = {}
         self._routes = cache(
             lambda grid: {a: route(grid, a, cluster) for a in (*INNER, *OUTER, WORLD)}
         )
@@ -117,21 +115,21 @@ class Steps:
         ways = self._routes(layout.grid)
         rounds = layout.micro_batches if layout.zero >= 2 else 1
         own = (
-            layout.cut, layout.micro_rows, layout.recompute, layout.zero, rounds,
+            "rank", layout.cut, layout.micro_rows, layout.recompute, layout.zero, rounds,
             *(ways[axis] for axis in (*INNER, *OUTER)),
         )  # fmt: skip
         numbers = self._known.numbers(layout)
-        for number in {*numbers}:
-            if (number, *own) not in self._ranks:
-                kinds = self._of_kinds(layout, ways)
-                self._ranks[number, *own] = self._rank(layout, kinds, number, ways)
-        return [self._ranks[number, *own] for number in numbers]
+        each = {
+            number: self.once((number, *own), partial(self._rank, layout, number, ways))
+            for number in {*numbers}
+        }
+        return [each[number] for number in numbers]
 
     def _of_kinds(self, layout: Layout, ways: Mapping[str, Route]) -> list[Stage]:
         """Return the seconds of a block of each kind; with recomputation layers run twice."""
         known, rows = self._description, layout.micro_rows
-        key = layout.cut, rows, *(ways[axis] for axis in INNER)
-        if key not in self._blocks:
+
+        def work_out() -> list[Stage]:
             forward, backward = (
                 [
                     block_seconds(own, phase, rows, known.dtype, self._cluster, ways)
@@ -139,18 +137,18 @@ class Steps:
                 ]
                 for phase in ("forward", "backward")
             )
-            self._blocks[key] = [*zip(forward, backward, strict=True)]
+            return [*zip(forward, backward, strict=True)]
+
+        found = self.once(("kinds", layout.cut, rows, *(ways[axis] for axis in INNER)), work_out)
         if layout.recompute != "full":
-            return self._blocks[key]
+            return found
         return [
             (once, summed([(back, 1), (once, int(kind in self._known.layers))]))
-            for kind, (once, back) in enumerate(self._blocks[key])
+            for kind, (once, back) in enumerate(found)
         ]
 
-    def _rank(
-        self, layout: Layout, kinds: list[Stage], number: int, ways: Mapping[str, Route]
-    ) -> Rank:
-        chunks = self._known.content(number).chunks
+    def _rank(self, layout: Layout, number: int, ways: Mapping[str, Route]) -> Rank:
+        kinds, chunks = self._of_kinds(layout, ways), self._known.content(number).chunks
         forward, backward = (
             [summed((kinds[kind][way], n) for kind, n in chunk) for chunk in chunks]
             for way in (0, 1)
@@ -165,14 +163,17 @@ class Steps:
 
         Without recomputation, messages and update, so that it holds for all ways to save memory.
         """
-        key = layout.cut, layout.micro_rows  # computing does not depend on where ranks lie
-        if key not in self._floors:
-            plain = layout.saving("none", 0)
+
+        def work_out() -> float:
+            plain = replace(layout, recompute="none", zero=0)
             described = plain.cut in self._description.cuts
             kinds = self._of_kinds(plain if described else layout, self._routes(layout.grid))
             each = (kinds[block.kind] for block in self._description.blocks)
-            self._floors[key] = sum(way.computing for pair in each for way in pair)
-        return SURE * self._floors[key] * layout.micro_batches / layout.grid.pp
+            return sum(way.computing for pair in each for way in pair)
+
+        # Computing does not depend on where ranks lie.
+        computing = self.once(("floor", layout.cut, layout.micro_rows), work_out)
+        return SURE * computing * layout.micro_batches / layout.grid.pp
 
     def least(self, layout: Layout) -> float:
         """Return seconds that a step takes at the least, much sooner than those that it takes.
@@ -206,24 +207,14 @@ class Steps:
         way = self._routes(layout.grid)["pp"]
         return seconds("send", 1, self._known.handed(layout), way, self._cluster)
 
-    def step(self, layout: Layout) -> float:
-        """Return the seconds of a step alone, sooner than `exact`."""
-        ranks = self.ranks(layout)
-        done = ends(layout, self.stages(layout, ranks), self.message(layout))
-        after = [rank.after for rank in ranks]
-        return max(a + b for a, b in zip(done, after, strict=True)) + self._control(layout)
-
-    def _control(self, layout: Layout) -> float:
-        ways = self._routes(layout.grid)
-        return sum(
-            seconds("all_reduce", n, 0, ways[axis], self._cluster) for axis, n in CONTROL.items()
-        )
-
     def exact(self, layout: Layout) -> Time:
         """Return the time of a step, of the rank that ends it last."""
         ranks, number = self.ranks(layout), layout.micro_batches
         message, stages = self.message(layout), self.stages(layout, ranks)
-        done, control = ends(layout, stages, message), self._control(layout)
+        done, ways = ends(layout, stages, message), self._routes(layout.grid)
+        control = sum(
+            seconds("all_reduce", n, 0, ways[axis], self._cluster) for axis, n in CONTROL.items()
+        )
         pipeline = max(done)
         passing = pipeline - max(ends(layout, stages, 0.0)) if message else 0.0
         step, rank = max(

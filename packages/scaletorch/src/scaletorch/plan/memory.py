@@ -8,17 +8,123 @@ gradient buckets on their way, and messages between stages. Real ranks are withi
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from operator import mul
 from typing import NamedTuple
 
-from ..description import Behaviour, Description
-from ..estimate import Memory
-from ..held import Known, Optimizer
-from ..layout import Layout
-from ..stages import SPLIT, Moment, Runs, alive
-from .state import OPEN, state
+from .description import Behaviour, Description
+from .estimate import Memory
+from .held import Group, Known, Optimizer
+from .layout import Layout
+from .stages import SPLIT, Moment, Runs, alive
 
 IN_FLIGHT = 8  # sends under way, as the pipeline's runtime has it, which needs torch
+OPEN = 3  # buckets that a backward fills with ZeRO 2 before the first has left
+GATHERED = 4  # layers that are whole with ZeRO 3: one that runs, the next, and gradients of two
+
+
+class State(NamedTuple):
+    """Bytes of a rank's parameters and of what goes with them.
+
+    Attributes:
+        parameters: Its shards.
+        gradients: Where they are summed, from step to step.
+        optimizer: The optimizer's state, and master weights.
+        brought: Gradients or shards of them that the first backward makes.
+        again: Shards that each later backward makes beside these.
+        last: Shards that the last backward alone makes.
+        start: What is whole of buckets or of parameters when a backward begins.
+        inside: The same while its layers run.
+        bucket: Of a bucket of these gradients.
+        pair: Of the last two buckets, if they are no part of `gradients`.
+        ending: Of what is received for the last two buckets.
+        whole: Of all that come in buckets.
+        ties: Gradients of tied weights that other stages send when a step ends.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    brought: int = 0
+    again: int = 0
+    last: int = 0
+    start: int = 0
+    inside: int = 0
+    bucket: int = 0
+    whole: int = 0
+    pair: int = 0
+    ending: int = 0
+    ties: int = 0
+
+
+def state(known: Known, layout: Layout, number: int) -> State:
+    """Return what a rank keeps of parameters, gradients and the optimizer's state.
+
+    Args:
+        known: Of the description.
+        layout: The layout.
+        number: Of `known.numbers(layout)`.
+    """
+    grid, zero = layout.grid, layout.zero
+    rounds = min(layout.micro_batches, 2) if zero == 2 else 0
+    split = zero == 2 and layout.schedule in SPLIT
+    key = "state", grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, number, zero, rounds, split
+
+    def work_out() -> State:
+        each = [
+            _state(known, layout, group, grid.edp if group.axis == "edp" else grid.cp * grid.dp)
+            for group in known.groups(layout, number)
+        ]
+        return State(*map(sum, zip(*each, strict=True)))
+
+    return known.once(key, work_out)
+
+
+def _state(known: Known, layout: Layout, group: Group, ranks: int) -> State:
+    """Return what there is of parameters that are summed over so many ranks."""
+    optimizer, item, zero = known.optimizer, group.item, layout.zero
+    sums, whole = optimizer.sum_item or item, group.elements
+    early = known.description.early
+    if not zero or group.others:
+        # Sums of another dtype are kept beside the gradients that the optimizer takes.
+        gradients = whole * (item if sums == item else item + sums)
+        gradients += whole * item * (group.others > 0 and sums == item and ranks > 1)
+        states = whole * optimizer.moments * (optimizer.item or item)
+        states += optimizer.per_tensor * group.tensors
+        summed = layout.grid.cp * layout.grid.dp > 1 or ranks > 1
+        stays = summed or bool(optimizer.sum_item) or not early
+        return State(
+            whole * item, gradients * stays, states, gradients * (not stays),
+            ties=whole * item * group.others,
+        )  # fmt: skip
+    own = -(-whole // ranks)
+    master = item if zero == 3 else max(item, 4)
+    states = own * optimizer.moments * (optimizer.item or master)
+    states += own * master * (master != item)
+    states += optimizer.per_tensor * (group.tensors if zero == 3 else -(-group.tensors // ranks))
+    if zero == 3:
+        layer, rest = group.layer * item, group.rest * item
+        return State(
+            own * item, own * item * (not early), states, own * item * early,
+            start=rest + layer, inside=rest + GATHERED * layer,
+        )  # fmt: skip
+    size = optimizer.bucket_size
+    bucket, pair, coming, ending = group.bucket(size) * sums, 0, 0, 0
+    if ranks > 1:  # received into memory of a shard, or of a bucket where sums are made here
+        part = 1 if not optimizer.native or sums == 2 else ranks
+        pair = group.in_a_row(2, size) * sums
+        coming, ending = bucket // part, pair // part
+    if zero == 1 and not early:  # other programs have shards from the start
+        return State(whole * item, whole * sums + own * master, states)
+    if zero == 1:
+        return State(whole * item, whole * sums, states, last=own * master, inside=coming,
+                     bucket=bucket, ending=ending, whole=whole * sums)  # fmt: skip
+    shards = own * master * (2 if layout.schedule in SPLIT and ranks > 1 else 1)
+    return State(
+        whole * item, 0, states, shards, own * master,
+        inside=group.in_a_row(OPEN, size) * sums + coming,
+        bucket=bucket, pair=pair, ending=ending, whole=whole * sums,
+    )  # fmt: skip
 
 
 class Chunk(NamedTuple):
@@ -115,6 +221,13 @@ def _parts(
         messages = _messages(known, layout, number, moment)
         brought = own.brought * moment.begun // count
         yield brought, activations, chunk.working[moment.kind], messages + own.start
+        if moment.kind == "I" and own.inside:
+            # Gradients of norms have come, so that all buckets wait for those of linear layers.
+            rest = activations - chunk.kept + chunk.left
+            yield brought, rest, 0, messages + own.whole // count + own.ending
+            continue
+        if own.last and count > 1:  # what the other chunks had is sent when the step ends
+            continue
         if own.last:  # of the last backward, when no other micro-batch is alive
             activations, coming = chunk.kept, own.last
         elif own.inside or own.brought:
@@ -131,7 +244,9 @@ def _parts(
             opened = max(0, own.inside - min(filled, max(0, works)))
             yield base + come, rest, max(0, works), messages + opened
     # The last two buckets come while the shards of all before them are there.
-    yield round(own.last * (1 - share)), 0, 0, 2 * own.inside * (own.last > 0)
+    before, coming = (own.brought, own.again) if layout.micro_batches > 1 else (0, own.brought)
+    if own.ending and (own.last or layout.schedule not in SPLIT):
+        yield before + round((coming + own.last) * (1 - share)), 0, 0, own.pair + own.ending
     yield own.brought + own.last, 0, 0, own.ties
 
 
@@ -163,22 +278,18 @@ def _messages(known: Known, layout: Layout, number: int, moment: Moment) -> int:
 def chunks_of(known: Known, layout: Layout, number: int) -> list[Chunk]:
     """Return what the chunks of a rank keep of a micro-batch and need to run."""
     split = layout.schedule in SPLIT
-    key = layout.cut, layout.recompute, layout.micro_rows, split, number
-    found: list[Chunk] | None = known.cache.get(key)
-    if found is None:
+    way = layout.cut, layout.recompute, layout.micro_rows, split
+
+    def work_out() -> list[Chunk]:
         content, behaviours = known.content(number), known.description.behaviours(layout.cut)
         all_ = sum(_elements(behaviours[kind]) * n for kind, n in content.kinds.items()) or 1
-        found = [_once(known, layout, own, split=split) for own in content.chunks]
-        found = known.cache[key] = [own._replace(ahead=own.ahead / all_) for own in found]
-    return found
+        found = [
+            known.once(("chunk", *way, runs), partial(_chunk, known, layout, runs, split=split))
+            for runs in content.chunks
+        ]
+        return [own._replace(ahead=own.ahead / all_) for own in found]
 
-
-def _once(known: Known, layout: Layout, runs: Runs, *, split: bool) -> Chunk:
-    key = "chunk", layout.cut, layout.recompute, layout.micro_rows, split, runs
-    if key not in known.cache:
-        known.cache[key] = _chunk(known, layout, runs, split=split)
-    found: Chunk = known.cache[key]
-    return found
+    return known.once(("chunks", *way, number), work_out)
 
 
 def _chunk(known: Known, layout: Layout, runs: Runs, *, split: bool) -> Chunk:
@@ -197,7 +308,7 @@ def _chunk(known: Known, layout: Layout, runs: Runs, *, split: bool) -> Chunk:
         own, layer = behaviours[kind], kind in known.layers
         entered, again, keeps = own.entered.at(rows), 0.0, own.kept.at(rows)
         if layer and layout.recompute == "full":
-            keeps, again = entered, own.again.at(rows)
+            keeps, again = entered, max(0.0, keeps - entered)
         elif layer and layout.recompute == "offload":
             keeps = 0.0
         if layout.recompute != "offload":
@@ -228,4 +339,4 @@ def _chunk(known: Known, layout: Layout, runs: Runs, *, split: bool) -> Chunk:
 
 
 def _elements(behaviour: Behaviour) -> int:
-    return sum(max(each.local) for each in behaviour.parameters)
+    return sum(each.local for each in behaviour.parameters)

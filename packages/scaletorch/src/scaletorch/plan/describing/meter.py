@@ -1,0 +1,301 @@
+"""What a hollow step does, block by block: memory, what autograd keeps, operations, messages."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed import ProcessGroup
+
+from ...compose.recompute import is_selected
+from ...dist.building import tensors_in
+from ..description import Affine, Behaviour, Parameter, Sent, Work
+from .counting import aten, bytes_of, flops_of, sent_by, sort_of
+
+Phase = Literal["forward", "backward"]
+PHASES: tuple[Phase, Phase] = ("forward", "backward")
+FORWARD, BACKWARD = PHASES
+Operation = tuple[str, float, float]  # sort, flops, bytes moved
+
+
+@dataclass(slots=True)
+class Seen:
+    """One phase of one block.
+
+    Attributes:
+        work: (sort, flops, bytes moved) of each operation.
+        sent: (axis, operation, bytes) of each collective.
+        base: Bytes alive when the phase began.
+        peak: The most bytes alive in it.
+    """
+
+    work: list[Operation] = field(default_factory=list)
+    sent: list[tuple[str, str, float]] = field(default_factory=list)
+    base: int = -1
+    peak: int = 0
+
+    @property
+    def taken(self) -> int:
+        """Bytes above those with which the phase began."""
+        return max(self.peak - self.base, 0)
+
+
+@dataclass(slots=True)
+class Held:
+    """Bytes of a block; see `Behaviour`."""
+
+    kept: int = 0
+    shared: int = 0
+    left: int = 0
+    entered: int = 0
+    handed: int = 0
+
+
+class Meter:
+    """Measures a step: what stands before the layers is block 0, behind them block `last`.
+
+    Args:
+        axes: The groups of this rank by axis; what is sent over others is not counted.
+        last: The block behind the layers.
+        selective: Layers keep what selective recomputation keeps, which no hook of autograd sees.
+    """
+
+    def __init__(
+        self, axes: Mapping[str, ProcessGroup | None], last: int, *, selective: bool = False
+    ) -> None:
+        self._last, self._selective = last, selective
+        self.seen: dict[tuple[int, Phase], Seen] = defaultdict(Seen)
+        self.held: dict[int, Held] = defaultdict(Held)
+        self._axes: dict[str, str] = {}
+        for axis, group in axes.items():
+            if group is not None:  # the first axis with these ranks, if several have them
+                self._axes.setdefault(group.group_name, axis)
+        self._block, self._phase, self._on = 0, FORWARD, False
+        self._events: list[tuple[Seen, int, int]] = []  # where, which storage, change of bytes
+        self._born: dict[int, int] = {}  # storage -> block
+        self._inputs: dict[int, int] = {}  # block -> storage
+        self._multiplied: set[tuple[int, int]] = set()  # block, storage of a linear layer's input
+        self._counted: set[int] = set()  # storages that are kept, and those of parameters
+        self._added: tuple[int, int] | None = None  # what a sum was added to, and its own event
+
+    @contextmanager
+    def watch(self, model: nn.Module, chosen: Mapping[int, str], like: list[Any]) -> Iterator[None]:
+        """Measure a step of a model.
+
+        Args:
+            model: Whose layers are hooked for as long.
+            chosen: By kind, the layer that runs.
+            like: Gets what the latest layer returned.
+        """
+        first, *_, final = [*chosen, *chosen]
+
+        def begin(*_: Any) -> None:
+            self._counted |= {p.untyped_storage()._cdata for p in model.parameters()}
+            self._on = True
+            self._enter(0, FORWARD)
+
+        def before(kind: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+            hidden = next(tensors_in((args, kwargs)), None)
+            if hidden is not None:
+                self._come_in(kind, hidden)
+                if kind == first:
+                    self._when_gradient(hidden, 0)
+            self._enter(kind, FORWARD)
+
+        def after(kind: int, _: nn.Module, args: Any, output: Any) -> None:
+            like[0] = output
+            hidden = next(tensors_in(output), None)
+            if hidden is not None:
+                self.held[kind].handed = bytes_of([hidden])
+                self._come_in(self._last, hidden)
+                self._when_gradient(hidden, kind)
+            if kind == final:
+                self._enter(self._last, FORWARD)
+
+        with ExitStack() as stack:
+            for kind, name in chosen.items():
+                layer = model.get_submodule(name)
+                one = layer.register_forward_pre_hook(partial(before, kind), with_kwargs=True)
+                two = layer.register_forward_hook(partial(after, kind))
+                stack.callback(one.remove)
+                stack.callback(two.remove)
+            for linear in filter(_is_put_off, model.modules()):
+                stack.callback(linear.register_forward_hook(self._multiply).remove)
+            stack.callback(model.register_forward_pre_hook(begin).remove)
+            stack.enter_context(saved_tensors_hooks(self._keep, lambda kept: kept))
+            yield
+        self._on = False
+        self._find_peaks()
+
+    def _find_peaks(self) -> None:
+        """Go through the memory once more without what stays, such as gradients of parameters."""
+        alive: dict[int, int] = {}
+        for index, (_, key, change) in enumerate(self._events):
+            if change > 0:
+                alive[key] = index
+            else:
+                alive.pop(key, None)
+        staying, live = {*alive.values()}, 0
+        for index, (seen, _, change) in enumerate(self._events):
+            if index not in staying:
+                seen.base = live if seen.base < 0 else seen.base
+                live += change
+                seen.peak = max(seen.peak, live)
+
+    def _enter(self, block: int, phase: Phase) -> None:
+        self._block, self._phase = block, phase
+
+    def _come_in(self, block: int, hidden: Tensor) -> None:
+        storage = hidden.untyped_storage()
+        self.held[block].entered, self._inputs[block] = storage.nbytes(), storage._cdata
+
+    def _when_gradient(self, tensor: Tensor, block: int) -> None:
+        """Go on with the backward of a block when a gradient comes."""
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: self._enter(block, BACKWARD))
+
+    def _multiply(self, _: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        """Note that a linear layer has run whose weight's gradient may be put off."""
+        storage, block = args[0].untyped_storage(), self._block
+        if self._on and self._phase == FORWARD and output.requires_grad:
+            if (block, storage._cdata) not in self._multiplied:
+                self._multiplied.add((block, storage._cdata))
+                self.held[block].left += storage.nbytes()
+            self.held[block].left += bytes_of([output])
+
+    def operation(
+        self, func: Any, args: Any, ins: Sequence[Tensor], outs: Sequence[Tensor]
+    ) -> None:
+        """Count an operation for the block that runs."""
+        self._added = None
+        if self._on:
+            if self._phase == FORWARD and torch._C._current_graph_task_id() != -1:
+                self._enter(self._last, BACKWARD)
+            in_layer = self._phase == FORWARD and 0 < self._block < self._last
+            if self._selective and in_layer and is_selected(func):
+                for each in outs:
+                    self._keep(each)
+            moved, sort = float(bytes_of(ins) + bytes_of(outs)), sort_of(func)
+            self._now.work.append((sort, flops_of(func, args, ins, outs), moved))
+            if self._phase == BACKWARD and func is aten.add.Tensor and self._events:
+                self._added = ins[0].untyped_storage()._cdata, len(self._events) - 1
+
+    def collective(self, func: Any, group: ProcessGroup, tensors: Sequence[Tensor]) -> None:
+        """Count a call for the block that runs."""
+        axis = self._axes.get(group.group_name)
+        if self._on and group.size() > 1 and axis is not None:
+            self._now.sent.append((axis, *sent_by(func, tensors, group.size())))
+
+    def memory(self, key: int, change: int) -> None:
+        """Follow what is alive."""
+        if self._on and (change > 0 or self._born.get(key, -1) >= 0):
+            at = len(self._events)
+            if change < 0 and self._added is not None and self._added[0] == key:
+                # Nobody else had it: autograd adds in place, but where a dispatch mode looks on.
+                at = self._added[1]
+            self._events.insert(at, (self._now, key, change))
+        self._born[key] = self._block if self._on and change > 0 else -1
+
+    @property
+    def _now(self) -> Seen:
+        return self.seen[self._block, self._phase]
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        """Count what autograd keeps: for all layers once if it was made before them."""
+        storage, block = tensor.untyped_storage(), self._block
+        key = storage._cdata
+        if self._on and key not in self._counted:
+            self._counted.add(key)
+            early = self._born.get(key, -1) < 1 and self._inputs.get(block) != key
+            if early and 0 < block < self._last:  # such as angles or a mask
+                self.held[block].shared += storage.nbytes()
+            else:
+                self.held[block].kept += storage.nbytes()
+        return tensor
+
+
+def _is_put_off(module: nn.Module) -> bool:
+    """Return whether the second half of a backward makes the gradient of a module's weight.
+
+    So it is with `nn.Linear`'s own forward, which gradient buckets take over in the same way.
+    """
+    return (
+        isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and isinstance(vars(module).get("forward", partial(module.forward)), partial)
+        and module.weight.requires_grad
+    )
+
+
+def behaviour(
+    kind: int, rows: tuple[int, int], pair: Sequence[Meter], parameters: Sequence[Parameter]
+) -> Behaviour:
+    """Return how a kind of block behaves, from steps of two numbers of rows.
+
+    Args:
+        kind: Of the block.
+        rows: Of the steps.
+        pair: What was measured of them.
+        parameters: Of the block.
+    """
+    slope = 1 / (rows[1] - rows[0])
+
+    def line(figures: Iterator[float]) -> Affine:
+        low, high = figures
+        return Affine(low - slope * (high - low) * rows[0], slope * (high - low))
+
+    def held(figure: Callable[[Held], int]) -> Affine:
+        return line(figure(each.held[kind]) for each in pair)
+
+    def peak(meter: Meter) -> int:
+        own = meter.held[kind]
+        return max(meter.seen[kind, FORWARD].taken - own.kept - own.shared, 0)
+
+    sent: list[Sent] = []
+    work: list[Work] = []
+    for phase in PHASES:
+        both = [each.seen[kind, phase] for each in pair]
+        calls = zip(*(sorted(each.sent) for each in both), strict=False)
+        for (axis, name), same in groupby(calls, key=lambda each: each[0][:2]):
+            found = [*same]
+            size = line(sum(each[side][2] for each in found) for side in (0, 1))
+            sent.append(Sent(axis, name, phase, len(found), size))
+        for sort in sorted({each[0] for own in both for each in own.work}):
+            for pairs in _alike(*([e for e in own.work if e[0] == sort] for own in both)):
+                flops = line(sum(each[1] for each in side) for side in pairs)
+                moved = line(sum(each[2] for each in side) for side in pairs)
+                work.append(Work(sort, max(map(len, pairs)), flops, moved, phase))
+    return Behaviour(
+        tuple(parameters),
+        kept=held(lambda own: own.kept), shared=held(lambda own: own.shared),
+        left=held(lambda own: own.left), entered=held(lambda own: own.entered),
+        forward_peak=line(peak(each) for each in pair),
+        backward_peak=line(each.seen[kind, BACKWARD].taken for each in pair),
+        handed=held(lambda own: own.handed), sent=tuple(sent), work=tuple(work),
+    )  # fmt: skip
+
+
+def _alike(low: list[Operation], high: list[Operation]) -> Iterator[list[list[Operation]]]:
+    """Yield operations of one size, of both steps; all together if one step has more of them.
+
+    What only moves memory is of one size if it moves about as much. What rows decide, such as which
+    experts have tokens, may leave some out.
+    """
+    if len(low) != len(high):
+        yield [low, high]
+        return
+
+    def size(both: tuple[Operation, Operation]) -> tuple[float, int]:
+        _, flops, moved = both[0]
+        return flops, 0 if flops else int(moved).bit_length() // 3  # within a factor of 8
+
+    for _, group in groupby(sorted(zip(low, high, strict=True), key=size), key=size):
+        yield [[*side] for side in zip(*group, strict=True)]
