@@ -13,7 +13,7 @@ from scaletorch.plan.memory import chunks_of, memory
 from scaletorch.plan.stages import SPLIT, alive
 
 from .drawing import Case
-from .models import described, described_on_gloo
+from .models import described
 from .peaks import Peak
 
 CLOSE = 0.03  # of what ranks hold
@@ -41,7 +41,7 @@ def close(planned: int, found: int) -> bool:
 def higher(case: Case, ranks: list[Peak]) -> Iterator[str]:
     """Yield what autograd keeps on ranks otherwise than planned, and peaks that are too far off."""
     layout = case.layout
-    known = Known(described_on_gloo(case), Optimizer(native=False))
+    known = Known(described(case), Optimizer(native=False))
     planned = memory(known.description, layout, known=known)
     for rank, own in enumerate(ranks):
         place = layout.grid.coordinates(rank).pp

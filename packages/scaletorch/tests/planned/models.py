@@ -33,19 +33,13 @@ def model_of(case: Case) -> Llama:
     return model.to(getattr(torch, case.dtype))
 
 
-def described_on_gloo(case: Case) -> Description:
-    """Describe it with the memory that gloo takes: what it lacks is done another way."""
-    return _described(replace(case, layout=NONE, sum_item=None), case.layout.cut, on_gloo=True)
-
-
 def described(case: Case) -> Description:
-    """Describe what a case trains, in its cut."""
-    return _described(replace(case, layout=NONE, sum_item=None), case.layout.cut, on_gloo=False)
+    """Describe what a case trains, in its cut, with the memory that gloo takes."""
+    return _described(replace(case, layout=NONE, sum_item=None), case.layout.cut)
 
 
 @cache
-def _described(case: Case, cut: Cut, *, on_gloo: bool) -> Description:
+def _described(case: Case, cut: Cut) -> Description:
     real = ways.route
-    route = (lambda *of: replace(real(*of), backend="gloo")) if on_gloo else real
-    with patch.object(ways, "route", route):
+    with patch.object(ways, "route", lambda *of: replace(real(*of), backend="gloo")):
         return describe(lambda: model_of(case), case.length, cuts=[cut])
