@@ -34,7 +34,7 @@ def model_of(case: Case) -> Llama:
 
 
 def described(case: Case) -> Description:
-    """Describe what a case trains, in its cut, with the memory that gloo takes."""
+    """Describe what a case trains, in its cut, with gloo: what that lacks is done another way."""
     return _described(replace(case, layout=NONE, sum_item=None), case.layout.cut)
 
 
