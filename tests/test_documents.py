@@ -34,7 +34,7 @@ READMES = [each for each in RUNNING if each.id.partition(":")[0].endswith("READM
 GUIDES = [each for each in RUNNING if each not in READMES]
 
 
-@pytest.mark.parametrize("block", [*today(READMES, 4), *today(GUIDES, 10)])
+@pytest.mark.parametrize("block", [*today(READMES, 8), *today(GUIDES, 20)])
 def test_a_block_runs_and_prints_what_is_shown(block, tmp_path):
     if "from transformers" in block.code:
         pytest.importorskip("transformers")

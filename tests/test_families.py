@@ -20,7 +20,7 @@ from tools.families.verdicts import DIFFERS, OBSCURE, REFUSED, SAME, Verdict, of
 from tools.pools import Pools
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARES = 48  # of the families, one a day; `hatch run families` tries all
+SHARES = 96  # of the families, a share a day; `hatch run families` tries all
 # Mixtures of experts that transformers 5.0 has, whose plans it writes in other words than today.
 # Its HunYuan and Phi-MoE take other weights than those of the experts chosen, and are refused.
 MIXTURES = (

@@ -12,7 +12,7 @@ SEEDS = {"kill": (0, 1), "shape": (0, 1), "skip": (0, 1)}
 CASES = [(kind, seed) for kind in KINDS for seed in SEEDS.get(kind, (0,))]
 
 
-@pytest.mark.parametrize(("kind", "seed"), today(CASES, 6))
+@pytest.mark.parametrize(("kind", "seed"), today(CASES, 12))
 def test_a_fault_is_named_on_every_surviving_rank(kind, seed):
     result = run(make_program(seed, kind))
     if kind == "stride":  # is no fault: any strides are right

@@ -27,7 +27,7 @@ from tools.modules.verdicts import (
     reason,
 )
 
-MODULES = 4  # a day
+MODULES = 2  # a day
 TODAY = int(time.time() // 86400) * MODULES
 
 

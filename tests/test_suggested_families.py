@@ -29,7 +29,8 @@ def hidden(name, axis, expected):
 def test_families_train_without_their_plans():
     known = record.read().verdicts
     sound = [name for name in known if known[name]["dp"].word == SAME]  # and run here at all
-    names = dict.fromkeys([*ALWAYS, *today(sound, 128)])
+    always = today(ALWAYS, 2)
+    names = dict.fromkeys([*always, *today(sound, 128)])
     pools, words = Pools(), {}
     for name in names:
         expected = refer(name)
@@ -37,5 +38,5 @@ def test_families_train_without_their_plans():
             said = pools.run(2, hidden, name, AXES[axis], expected, timeout=60)
             words[name, axis] = of_ranks(said)
     pools.close()
-    assert {words[name, axis].word for name in ALWAYS for axis in ("tp", "sp")} == {SAME}
+    assert {words[name, axis].word for name in always for axis in ("tp", "sp")} == {SAME}
     assert {verdict.word for verdict in words.values()} <= {SAME, REFUSED}, words

@@ -35,7 +35,7 @@ from .covered import Covered
 EVERYTHING = changed.CROSSING
 SIDE_BY_SIDE = 3
 # Of the files of a suite, where it takes so long that the end would wait for it alone.
-PARTS = {"scaletorch-dist": 2, "scaletorch": 6}
+PARTS = {"scaletorch-dist": 2, "scaletorch": 4}
 LONGEST = (EVERYTHING, "scaletorch-dist", "scaletorch")  # beside the last one nothing runs
 
 

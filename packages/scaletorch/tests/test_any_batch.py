@@ -194,7 +194,7 @@ def built(make):
     return make().double()
 
 
-@pytest.mark.parametrize(("name", "sizes"), today(CASES, 4), ids=str)
+@pytest.mark.parametrize(("name", "sizes"), today(CASES, 8), ids=str)
 def test_any_model_trains_as_in_one_process(name, sizes):
     make, batch, loss_fn, _ = MODELS[name]
     options = {each: sizes[each] for each in SHARED if each in sizes}

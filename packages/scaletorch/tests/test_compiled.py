@@ -120,7 +120,7 @@ def mixtral(backend):
     manager = setup_process_group_manager(dp_size=2, ep_size=2)
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(
-        **{"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+        **{"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1},
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4},
     )
     torch.manual_seed(0)

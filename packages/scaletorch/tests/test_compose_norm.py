@@ -102,7 +102,7 @@ LAYOUTS = [  # and whether embeddings are tied
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "tied"), today(LAYOUTS, 2))
+@pytest.mark.parametrize(("layout", "tied"), today(LAYOUTS, 4))
 def test_layouts_have_one_process_s_norm(layout, tied):
     gradients = plain_gradients(tied)
     expected = norms_of(gradients.values())
@@ -151,7 +151,7 @@ def plain_clipped_training():
 
 @pytest.mark.parametrize(
     ("layout", "stage"),
-    today([((2, 2, 1, 1), 1), ((2, 1, 1, 2), 2), ((1, 1, 2, 2), 1), ((1, 2, 2, 1), 2)], 2),
+    today([((2, 2, 1, 1), 1), ((2, 1, 1, 2), 2), ((1, 1, 2, 2), 1), ((1, 2, 2, 1), 2)], 4),
 )
 def test_sharded_optimizers_are_clipped_as_one_process(layout, stage):
     norms, weights = plain_clipped_training()

@@ -210,7 +210,7 @@ MIXES = "computes something else"
 REHEARSED = "pointwise", "bare"  # the others would take twice as long
 
 
-@pytest.mark.parametrize(("name", "sizes", "options"), today(CASES, 4), ids=str)
+@pytest.mark.parametrize(("name", "sizes", "options"), today(CASES, 8), ids=str)
 def test_layouts_train_as_one_process(name, sizes, options):
     train_and_compare(
         expected(name),

@@ -153,6 +153,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "options", "micro_batches", "stage"), today(LAYOUTS, 4))
+@pytest.mark.parametrize(("sizes", "options", "micro_batches", "stage"), today(LAYOUTS, 7))
 def test_layouts(sizes, options, micro_batches, stage):
     trained(4, "Qwen3Moe", sizes, options, micro_batches, stage)

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from sweeps import today
 from torch import nn
 
 from scaletorch import compose
@@ -60,14 +61,17 @@ def balanced(family, sizes, options, kind):
     destroy_process_group_manager()
 
 
+BALANCED = [
+    ({"dp_size": 4, "ep_size": 2}, {"recompute": True}, "padded"),
+    ({"dp_size": 2, "tp_size": 2, "ep_size": 4}, {"sequence_parallel": True}, "whole"),
+    ({"cp_size": 2, "tp_size": 2, "ep_size": 2}, {"sequence_parallel": True}, "odd"),
+    ({"cp_size": 2, "tp_size": 2, "ep_size": 2}, {}, "whole"),
+]
+
+
 @pytest.mark.parametrize(
     ("sizes", "options", "kind"),
-    [
-        ({"dp_size": 4, "ep_size": 2}, {"recompute": True}, "padded"),
-        ({"dp_size": 2, "tp_size": 2, "ep_size": 4}, {"sequence_parallel": True}, "whole"),
-        ({"cp_size": 2, "tp_size": 2, "ep_size": 2}, {"sequence_parallel": True}, "odd"),
-        ({"cp_size": 2, "tp_size": 2, "ep_size": 2}, {}, "whole"),
-    ],
+    today(BALANCED, 4),
 )
 def test_the_routers_own_loss_is_of_the_tokens_of_the_global_batch(sizes, options, kind):
     run_ranks(balanced, 4, "Qwen3Moe", sizes, options, kind, timeout=200)
@@ -119,15 +123,18 @@ def move(expected, length, sizes, options, micro_batches):
     return list(statistics)
 
 
+MOVED = [
+    ({"dp_size": 4, "ep_size": 4}, {"recompute": True}, 2, 12),
+    ({"dp_size": 2, "tp_size": 2, "ep_size": 4}, SHARED, 1, 12),
+    ({"cp_size": 2, "tp_size": 2, "ep_size": 2}, SHARED, 2, 10),
+    ({"dp_size": 2, "pp_size": 2, "ep_size": 2}, {"schedule": "zb_h1"}, 4, 12),
+    ({"dp_size": 2, "tp_size": 2, "ep_size": 2, "etp_size": 2}, SHARED, 1, 12),
+]
+
+
 @pytest.mark.parametrize(
     ("sizes", "options", "micro_batches", "length"),
-    [
-        ({"dp_size": 4, "ep_size": 4}, {"recompute": True}, 2, 12),
-        ({"dp_size": 2, "tp_size": 2, "ep_size": 4}, SHARED, 1, 12),
-        ({"cp_size": 2, "tp_size": 2, "ep_size": 2}, SHARED, 2, 10),
-        ({"dp_size": 2, "pp_size": 2, "ep_size": 2}, {"schedule": "zb_h1"}, 4, 12),
-        ({"dp_size": 2, "tp_size": 2, "ep_size": 2, "etp_size": 2}, SHARED, 1, 12),
-    ],
+    today(MOVED, 5),
 )
 def test_biases_move_as_in_one_process(sizes, options, micro_batches, length):
     given = moved(length), length, sizes, options, micro_batches

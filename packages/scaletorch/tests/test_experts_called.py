@@ -32,7 +32,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(
     ("sizes", "options", "micro_batches", "stage"),
-    today(LAYOUTS, 4),
+    today(LAYOUTS, 7),
 )
 def test_layouts(sizes, options, micro_batches, stage):
     trained(4, "Llama4", sizes, options, micro_batches, stage)

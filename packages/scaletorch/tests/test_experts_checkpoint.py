@@ -74,7 +74,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("number", today(range(len(LAYOUTS)), 3))
+@pytest.mark.parametrize("number", today(range(len(LAYOUTS)), 7))
 def test_training_goes_on_on_another_layout(tmp_path, number):
     (one, stage), (other, later) = LAYOUTS[number], LAYOUTS[(number + 1) % len(LAYOUTS)]
     run_ranks(begin, 4, str(tmp_path), one, stage, timeout=200)

@@ -25,7 +25,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("layout", "family", "options", "micro_batches", "stage", "skewed"), today(CASES, 4)
+    ("layout", "family", "options", "micro_batches", "stage", "skewed"), today(CASES, 8)
 )
 def test_a_layout_trains_as_one_process(layout, family, options, micro_batches, stage, skewed):
     numbers = dict(zip(AXES, map(int, layout.replace("x", "-").split("-")), strict=True))

@@ -102,7 +102,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("skew", "sizes", "options", "micro_batches", "stage"), today(CASES, 2))
+@pytest.mark.parametrize(("skew", "sizes", "options", "micro_batches", "stage"), today(CASES, 7))
 def test_they_train_as_in_one_process(skew, sizes, options, micro_batches, stage):
     trained(skew, 5, sizes, options, micro_batches, stage)
 

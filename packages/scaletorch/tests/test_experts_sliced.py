@@ -38,7 +38,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes", "options", "micro_batches", "stage"), today(LAYOUTS, 7)
+    ("family", "sizes", "options", "micro_batches", "stage"), today(LAYOUTS, 14)
 )
 def test_layouts(family, sizes, options, micro_batches, stage):
     trained(4, family, sizes, options, micro_batches, stage)

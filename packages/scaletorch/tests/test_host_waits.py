@@ -77,7 +77,7 @@ def waits_of_all(layouts):
 
 def test_the_host_waits_at_most_once_in_a_warm_step(plugins, monkeypatch):
     monkeypatch.syspath_prepend(plugins)
-    layouts = today(LAYOUTS, 6)
+    layouts = today(LAYOUTS, len(LAYOUTS))
     answers = run_ranks(waits_of_all, 4, layouts, init=False, timeout=300)
     for rank, found in enumerate(answers):
         for layout, (sound, planted) in zip(layouts, found, strict=True):

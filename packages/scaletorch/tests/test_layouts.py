@@ -84,7 +84,7 @@ def label(layout):
     return "x".join(map(str, layout))
 
 
-@pytest.mark.parametrize("layout", layouts(1) + layouts(2) + layouts(4), ids=label)
+@pytest.mark.parametrize("layout", layouts(1) + layouts(2) + today(layouts(4), 5), ids=label)
 def test_every_layout_of_1_2_and_4_ranks(layout):
     check(layout, (False, True))
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -143,7 +144,7 @@ def test_a_penalty_is_right_where_ranks_have_whole_parameters(pools):
     model = net()
     loss, count = penalty(list(model.parameters()))(model(batch()["input_ids"]), batch())
     (loss / count).backward()
-    for layout in RIGHT:
+    for layout in today(RIGHT, 2):
         for found, theirs in pools[2].run(penalized, *layout):
             assert found == pytest.approx(loss.item() / count, rel=1e-12), layout
             errors = [relative_error(g, model.get_parameter(n).grad) for n, g in theirs.items()]
@@ -219,7 +220,7 @@ def test_a_penalty_is_refused_where_parameters_are_cut(pools):
     others = [over_one_layer, over_what_was_kept, by_norms]
     cases = [(over_parameters, *layout) for layout in CUT]
     cases += [(make, *layout) for make in others for layout in (CUT[0], CUT[3])]
-    for make, sizes, options in cases:
+    for make, sizes, options in today(cases, 3):
         for said, _ in pools[world(sizes)].run(attempt, sizes, options, make):
             assert re.search(READS, said), (make, sizes, options, said)
 
@@ -237,7 +238,7 @@ def only_looks(model):
 
 
 def test_what_does_not_train_by_parameters_is_not_refused(pools):
-    for sizes, options in today(CUT, 3):
+    for sizes, options in today(CUT, len(CUT)):
         losses = pools[world(sizes)].run(attempt, sizes, options, only_looks)
         assert {said for said, _ in losses} == {""}, (sizes, options, losses)
 
@@ -290,7 +291,7 @@ def test_a_head_in_the_loss_is_right(pools):
     model = net(Headless)
     loss, count = headless(model)(model(batch()["input_ids"]), batch())
     (loss / count).backward()
-    for sizes, options in today(CUT, 3):
+    for sizes, options in today(CUT, len(CUT)):
         own = {k: v for k, v in options.items() if k != "sequence_parallel"}
         for said, found, theirs in pools[world(sizes)].run(with_head, sizes, own):
             assert not said, (sizes, own)
@@ -316,15 +317,14 @@ PICKS = [  # options, the loss, the model, its plan, and what is said
 
 
 def test_words_of_another_rank_are_refused_on_every_rank(pools):
-    for options, make, kind, plan, words in PICKS:
-        for sizes in ({"tp_size": 2, "dp_size": 2}, {"tp_size": 2, "pp_size": 2}):
-            if kind is Tied and "pp_size" in sizes:  # pp finds it first
-                words = "forward returns a tensor with a gradient"
-            for said, _ in pools[4].run(attempt, sizes, options, make, kind, plan):
-                assert re.search(words, said, re.DOTALL), (sizes, said)
-                assert said.startswith(("InvalidArgumentError", "MismatchError", "StageError")), (
-                    said
-                )
+    layouts = ({"tp_size": 2, "dp_size": 2}, {"tp_size": 2, "pp_size": 2})
+    for (options, make, kind, plan, words), sizes in today([*product(PICKS, layouts)], 3):
+        if kind is Tied and "pp_size" in sizes:  # pp finds it first
+            words = "forward returns a tensor with a gradient"
+        for said, _ in pools[4].run(attempt, sizes, options, make, kind, plan):
+            assert re.search(words, said, re.DOTALL), (sizes, said)
+            kinds = ("InvalidArgumentError", "MismatchError", "StageError")
+            assert said.startswith(kinds), said
 
 
 def with_aux(model):

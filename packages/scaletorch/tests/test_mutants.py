@@ -13,7 +13,7 @@ from scaletorch.dist import functional
 @pytest.mark.timeout(300)
 def test_every_fault_is_found_by_name():
     assert len(MUTANTS) >= 30
-    mutants = today([*MUTANTS.values()], 5)
+    mutants = today([*MUTANTS.values()], 12)
     outcomes = hunt(mutants)
     assert len(outcomes) == len(mutants)
     survivors = [f"{each.mutant.name}: {each}" for each in outcomes if not each.caught]

@@ -113,7 +113,7 @@ def tried(every):
 
 @pytest.mark.timeout(300)
 def test_optimizers_are_right_or_refused_as_the_guide_says():
-    every = {name: expected(name) for name in today([*THEIRS, *OURS], 3)}
+    every = {name: expected(name) for name in today([*THEIRS, *OURS], 7)}
     first, second = run_ranks(tried, 2, every, timeout=250)
     for name, row in first.items():
         short = [each.split(":")[0] for each in row]

@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 preload(*(f"transformers.models.{n}.modeling_{n}" for n in ("vit", "clip", "whisper", "t5")))
 
-STEPS, DAYS = 2, 16
+STEPS, DAYS = 2, 32
 
 
 def built(name):

@@ -203,7 +203,7 @@ BESIDE = [
 
 def test_pipelines_beside_other_axes():
     with RankPool(4, timeout=200) as pool:
-        for sizes, options in today(BESIDE, 2):
+        for sizes, options in today(BESIDE, 4):
             require_right(pool.run(compared, sizes, options, 2, [*CASES]))
         pool.run(mixed, {"pp_size": 2, "dp_size": 2}, 2)
 

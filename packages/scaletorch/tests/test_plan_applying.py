@@ -7,6 +7,7 @@ import torch
 from planned.drawing import Case
 from planned.models import described, model_of
 from planned.ranks import on_grid, prepared, step
+from sweeps import today
 
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import preload, run_ranks
@@ -62,9 +63,10 @@ def both(case, manager, best):
 
 
 def test_a_plans_best_puts_a_model_on_its_layout():
-    cases = [planned(layout) for layout in LAYOUTS]
+    layouts = today(LAYOUTS, 3)
+    cases = [planned(layout) for layout in layouts]
     found = run_ranks(trained, 4, cases)
-    for layout, (_, best), *ranks in zip(LAYOUTS, cases, *found, strict=True):
+    for layout, (_, best), *ranks in zip(layouts, cases, *found, strict=True):
         zero = int(layout.grid.cp * layout.grid.dp > 1)
         batches = 8 // layout.grid.dp
         assert best.layout == replace(layout, zero=zero, micro_batches=batches)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from scaletorch.dist import launch
 from scaletorch.dist.errors import InvalidArgumentError
-from scaletorch.models import Llama
+from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.parallel.pipeline_parallel import SCHEDULES, Costs, simulate
 from scaletorch.plan import (
@@ -451,10 +454,26 @@ def test_what_trained_slower_is_planned_so() -> None:
     assert calibration._as_trained(given, torch.float32, 0.0) == given
 
 
+SMALL = {  # what is measured of, so that it takes seconds
+    "SIZES": {"cpu": (16, (16, 32), (16, 32), (2**6, 2**10))}, "UPDATED": 2**6,
+    "MODEL": LlamaConfig(64, 32, 48, 2, 4, 4), "LENGTH": 16, "STEPS": 2,
+}  # fmt: skip
+
+
+def in_small(measure: Any, *given: Any) -> Any:
+    with patch.multiple(calibration, **SMALL):
+        return measure(*given)
+
+
 @pytest.mark.timeout(300)
-def test_this_machine_is_measured(tmp_path: Path) -> None:
+def test_this_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What two ranks reach is no matter here: that all of it is measured, and a step planned."""
-    found = calibrate(2, seconds=1e-4)
+
+    def launched(measure: Any, ranks: int, *given: Any, **options: Any) -> Any:
+        return launch(in_small, ranks, measure, *given, **options)
+
+    monkeypatch.setattr(calibration, "launch", launched)
+    found = in_small(partial(calibrate, 2, seconds=1e-4))
     write_cluster(found, tmp_path / "here.json")
     assert read_cluster(tmp_path / "here.json") == found
     device = found.device

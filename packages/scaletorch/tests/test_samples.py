@@ -176,7 +176,7 @@ def rate(job, zero):
 
 
 def test_ranks_that_part_are_told_on_every_layout_and_others_are_left_alone():
-    layouts = today(LAYOUTS, 4)
+    layouts = today(LAYOUTS, 8)
     run_ranks(on_every_layout, 4, from_all_sides, layouts, timeout=200)
 
 
@@ -217,7 +217,7 @@ OTHERS = [
 
 
 def test_what_all_ranks_change_alike_is_right():
-    run_ranks(on_every_layout, 4, changing, today(OTHERS, 3), timeout=200)
+    run_ranks(on_every_layout, 4, changing, today(OTHERS, 6), timeout=200)
 
 
 def within_a_period():
@@ -252,7 +252,7 @@ def in_shards(sizes, zero, options):
 
 def test_shards_and_experts_are_compared_with_those_of_the_same_place():
     layouts = [(TP, 0, {}), (TP, 0, SHARED), (EP, 0, {"mixture": True})]
-    run_ranks(on_every_layout, 4, in_shards, layouts, timeout=200)
+    run_ranks(on_every_layout, 4, in_shards, today(layouts, 3), timeout=200)
 
 
 def clip(job):
@@ -300,7 +300,7 @@ OF_FOUR = [
 
 
 def test_clipping_by_the_norm_of_a_rank_is_refused_in_the_next_step():
-    run_ranks(on_every_layout, 4, clipped, OF_FOUR, timeout=200)
+    run_ranks(on_every_layout, 4, clipped, today(OF_FOUR, 5), timeout=200)
 
 
 def norms_of_shards(job):
@@ -351,7 +351,7 @@ def of_shards(sizes, zero, options):
 
 def test_statistics_of_shards_are_refused_on_every_layout_with_tp():
     layouts = [each for each in OF_FOUR if "tp_size" in each[0] and not each[1]]
-    run_ranks(on_every_layout, 4, of_shards, layouts, timeout=200)
+    run_ranks(on_every_layout, 4, of_shards, today(layouts, 4), timeout=200)
 
 
 def alike(job):
@@ -418,7 +418,7 @@ def changed_rightly(sizes, zero, options):
 
 
 def test_changes_of_gradients_that_are_right_are_left_alone():
-    run_ranks(on_every_layout, 4, changed_rightly, OF_FOUR, timeout=200)
+    run_ranks(on_every_layout, 4, changed_rightly, today(OF_FOUR, 5), timeout=200)
 
 
 def one_of_four():

@@ -95,7 +95,7 @@ def compare(sizes, options):
     return found
 
 
-@pytest.mark.parametrize("layout", today([*LAYOUTS], 3))
+@pytest.mark.parametrize("layout", today([*LAYOUTS], 6))
 def test_every_axis_trains_as_one_process(layout):
     sizes, options = LAYOUTS[layout]
     for found in run_ranks(compare, math.prod(sizes.values()), sizes, options):

@@ -75,7 +75,7 @@ def expected(own):
 OWN = [("dp 4", True), ("dp 2 x pp 2", True), ("pp 4", True)]
 
 
-@pytest.mark.parametrize(("layout", "own"), today([*((name, False) for name in LAYOUTS), *OWN], 6))
+@pytest.mark.parametrize(("layout", "own"), today([*((name, False) for name in LAYOUTS), *OWN], 11))
 def test_steps_are_those_of_one_process(layout, own):
     told = {"loss_fn": of_squares, "count_fn": rows_of} if own else {}
     how = {"micro_batches": 3, "clip": 1.0, "rehearse": True, "bounds": {"weights": 1e-9}, **told}

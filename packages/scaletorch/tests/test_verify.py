@@ -287,7 +287,7 @@ def four_key_heads():
             (Grid(cp=4), "zigzag", "all_gather"),
             (Grid(cp=4), "stripe", "ring"),
         ],
-        2,
+        4,
     ),
 )
 def test_every_layout_of_the_sequence_trains_like_one_process(grid, layout, method):
