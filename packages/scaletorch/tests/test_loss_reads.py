@@ -220,7 +220,7 @@ def test_a_penalty_is_refused_where_parameters_are_cut(pools):
     others = [over_one_layer, over_what_was_kept, by_norms]
     cases = [(over_parameters, *layout) for layout in CUT]
     cases += [(make, *layout) for make in others for layout in (CUT[0], CUT[3])]
-    for make, sizes, options in today(cases, 3):
+    for make, sizes, options in cases:
         for said, _ in pools[world(sizes)].run(attempt, sizes, options, make):
             assert re.search(READS, said), (make, sizes, options, said)
 
@@ -318,7 +318,7 @@ PICKS = [  # options, the loss, the model, its plan, and what is said
 
 def test_words_of_another_rank_are_refused_on_every_rank(pools):
     layouts = ({"tp_size": 2, "dp_size": 2}, {"tp_size": 2, "pp_size": 2})
-    for (options, make, kind, plan, words), sizes in today([*product(PICKS, layouts)], 3):
+    for (options, make, kind, plan, words), sizes in product(PICKS, layouts):
         if kind is Tied and "pp_size" in sizes:  # pp finds it first
             words = "forward returns a tensor with a gradient"
         for said, _ in pools[4].run(attempt, sizes, options, make, kind, plan):
