@@ -4,7 +4,8 @@ A loop may clip the gradients of each rank by their own norm, or subtract the me
 it. Then each rank uses another number, and the parameters that ranks hold in common need not
 differ. So this module copies some elements of some tensors before the loop's code runs, and fits
 after = factor * before + offset behind it. A change that no such fit explains (clipping by value,
-noise, statistics of rows) is not compared.
+weight decay by hand, noise, thresholds, statistics of rows) is not compared: by its values, what is
+right on shards cannot be told from what is wrong.
 """
 
 from __future__ import annotations
