@@ -218,6 +218,39 @@ def test_one_process_with_several_micro_batches_is_looked_at_too():
     assert "changes parameter scale. " in shrinking
 
 
+class Patient(Base):
+    """Begins something after a number of its forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, input_ids):
+        self.calls += 1
+        return super().forward(input_ids) * (2.0 if self.calls > 2 else 1.0)
+
+
+def patient(sizes):
+    """Return the warnings of a first step."""
+    manager = setup_process_group_manager(**sizes)
+    try:
+        plain = Patient().double()
+        model = parallelize(plain, manager, plan=PLAN)
+        cut = shard_global_batch(batch(0), 2, model=model)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            train_step(model, cut)
+        return [str(each.message) for each in heard]
+    finally:
+        destroy_process_group_manager()
+
+
+def test_what_counts_forwards_is_told():
+    for sizes in (ONE, DP, TP, PP):
+        of_ranks = run_ranks(patient, 2, sizes) if sizes != ONE else [patient(sizes)]
+        assert any("counts in attribute" in text for text in of_ranks[0]), sizes
+
+
 def test_later_steps_with_several_micro_batches_are_looked_at_first():
     manager = setup_process_group_manager()
     try:

@@ -1,5 +1,6 @@
-"""What a program holds beside the model: an early optimizer, weights of a loss, a second loss."""
+"""What a program holds beside the model: optimizers, rates, weights of a loss, a second loss."""
 
+import copy
 import re
 
 import pytest
@@ -11,7 +12,7 @@ from training import cross_entropy, llama, tokens
 
 from scaletorch.compose import full_gradients, parallelize, shard_global_batch, train_step
 from scaletorch.dist import RankPool
-from scaletorch.dist.errors import ScaletorchError
+from scaletorch.dist.errors import InvalidArgumentError, ScaletorchError
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
@@ -54,13 +55,39 @@ def second(manager, plain):
     return model, [torch.optim.SGD(model.parameters(), lr=0.1)], [cross_entropy, of_all_rows]
 
 
-def attempt(program, sizes, rows=8):
+def steered(manager, plain):
+    """A learning rate that follows the norm of a rank's gradients."""
+    model = parallelize(plain, manager)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def steer(*_):
+        norms = torch.stack([p.grad.norm() for p in model.parameters()])
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + norms.norm().item())
+
+    optimizer.register_step_pre_hook(steer)
+    return model, [optimizer], [None] * 3
+
+
+def of_rows(output, batch):
+    """The mean of the words that count, times rows: right where all rows have as many."""
+    logits, labels = getattr(output, "logits", output), batch["labels"]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) * len(labels), len(labels)
+
+
+def by_rows(manager, plain):
+    model = parallelize(plain, manager)
+    return model, [torch.optim.SGD(model.parameters(), lr=0.1)], [of_rows]
+
+
+def attempt(program, sizes):
     """Return what was said, and the losses."""
     manager, found = setup_process_group_manager(**sizes), []
     try:
         model, optimizers, losses = program(manager, llama(num_layers=4).double())
         for step, loss_fn in enumerate(losses):
-            batches = shard_global_batch(tokens(step, rows), 2, model=model)
+            whole = tokens(step, 32)
+            whole["labels"][2:4, 3:] = -100  # no first rows of a micro-batch
+            batches = shard_global_batch(whole, 2, model=model)
             found.append(train_step(model, batches, loss_fn=loss_fn).item())
             for optimizer in optimizers:
                 optimizer.step()
@@ -82,20 +109,23 @@ REFUSED = {
     early: r"SGD has .*of the plain model.*make the optimizer of model.parameters\(\) after",
     outside: r"updated a parameter of shape \[\] that loss_fn uses and that is not the model's",
     second: "computes something else on .* than in one process",
+    by_rows: "computes something else on .* than in one process: the loss is off",
+    steered: "learning rates of optimizers have changed otherwise on some ranks: by .*norm",
 }
+CUT = {early: {"tp_size"}, steered: {"tp_size", "pp_size"}}  # where it is refused; else everywhere
 
 
 @pytest.mark.parametrize("sizes", today(LAYOUTS, 5), ids=str)
 @pytest.mark.parametrize("program", REFUSED)
 def test_what_is_not_of_the_model_is_right_or_refused(four, program, sizes):
-    right = program is early and "tp_size" not in sizes
+    right = program in CUT and not CUT[program] & sizes.keys()
     one = attempt(program, {})[1] if right else []
     for said, losses in four.run(attempt, program, sizes):
         if right:
             assert (said, losses) == ("", pytest.approx(one, rel=1e-11))
         else:
             assert re.search(REFUSED[program], said), said
-            assert len(losses) == 1
+            assert len(losses) == {by_rows: 0, steered: 2}.get(program, 1)
 
 
 def test_one_process_trains_what_is_not_of_the_model():
@@ -114,3 +144,47 @@ def test_one_process_trains_what_is_not_of_the_model():
             torch.testing.assert_close(grad, plain.get_parameter(name).grad)
     finally:
         destroy_process_group_manager()
+
+
+class Asks(nn.Module):
+    """Takes a word, nothing, and tensors within a dict; or has a number of rows of its own."""
+
+    rows = None
+
+    def __init__(self):
+        super().__init__()
+        self.plain = llama().double()
+
+    def forward(self, input_ids, task, mask, scales):
+        assert (task, mask) == ("a", None)
+        logits = self.plain(input_ids)
+        return getattr(logits, "logits", logits) * scales["first"].view(self.rows or -1)[0]
+
+
+def asked(rows):
+    manager = setup_process_group_manager()
+    try:
+        torch.manual_seed(0)
+        model = Asks()
+        model.rows = rows
+        more = {"task": "a", "mask": None, "scales": {"first": torch.full((1,), 2.0)}}
+        parallel = parallelize(copy.deepcopy(model), manager)
+        dims = {"row_dims": {"scales": None}}
+        cut = shard_global_batch({**tokens(rows=8), **more}, 2, model=parallel, **dims)
+        loss = train_step(parallel, cut)
+        given = {"input_ids": tokens(rows=8)["input_ids"], **more}
+        total, count = cross_entropy(model(**given), tokens(rows=8))
+        return loss.item(), (total / count).item()
+    finally:
+        destroy_process_group_manager()
+
+
+def test_entries_of_any_kind_are_passed_whole():
+    found, one = asked(None)
+    assert found == pytest.approx(one, rel=1e-12)
+
+
+def test_a_number_of_rows_that_does_not_fit_is_explained():
+    words = r"Asks.forward failed .*shape '\[8\]'.*micro-batches leave each forward some of the"
+    with pytest.raises(InvalidArgumentError, match=words):
+        asked(8)

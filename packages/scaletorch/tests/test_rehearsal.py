@@ -672,6 +672,26 @@ def test_checkpoints_and_what_is_taken_beside_a_result_are_no_alarm():
     run_ranks(other_ways, 2, timeout=200)
 
 
+def masked(sizes):
+    """Gradients of some rows of an embedding are left out by a hook of the plain model."""
+    manager = setup_process_group_manager(**sizes)
+    try:
+        torch.manual_seed(0)
+        plain = models.Plain(4).double()
+        plain.embed_tokens.weight.register_hook(lambda grad: grad * 0.5)
+        plain.layers[1].norm1.weight.register_hook(lambda grad: grad * 0.0)
+        model = parallelize(plain, manager)
+        train_step(model, shard_global_batch(batch(0), 2, model=model))
+        return bool(full_gradients(model)["layers.1.norm1.weight"].any())
+    finally:
+        destroy_process_group_manager()
+
+
+def test_hooks_of_gradients_are_no_alarm():
+    for sizes in ({"dp_size": 4}, {"pp_size": 4}, {"cp_size": 2, "dp_size": 2}):
+        assert not any(run_ranks(masked, 4, sizes))
+
+
 class Energies(nn.Module):
     """Returns energies, and forces: their gradients, taken within its forward."""
 

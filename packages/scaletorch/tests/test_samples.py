@@ -168,7 +168,7 @@ def rate(job, zero):
     for group in job.optimizer.param_groups:
         group["lr"] *= 1 + (c10d.get_rank() == 3)
     count, text = job.steps_until_told(samples.PERIOD + 2)
-    assert count == 3 or zero, text  # which leaves most parameters the same on ranks of dp
+    assert count in (2, 3) or zero, text  # by the rates that ranks tell, or by a sample
     assert "optimizer" in text or zero, text
     for group in job.optimizer.param_groups:
         group["lr"] = 0.01

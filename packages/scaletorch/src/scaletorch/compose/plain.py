@@ -27,6 +27,7 @@ class Plain:
         units: The units by the first of their names: what the model's lists of layers hold.
         names: All names of each parameter, by its first one.
         owners: First names of the parameters of each unit, and of the root, "".
+        hooks: Those of the gradients of parameters that have any, by their first names.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,6 +42,8 @@ class Plain:
                 raise InvalidArgumentError(
                     f"the forward of {name or 'the model'} was replaced by a function that holds it"
                 )
+        named = model.named_parameters()
+        self.hooks = {n: [*p._backward_hooks.values()] for n, p in named if p._backward_hooks}
         memo: dict[int, Any] = {}
         for p in model.parameters():
             empty = torch.empty_like(p, device="meta", requires_grad=False)

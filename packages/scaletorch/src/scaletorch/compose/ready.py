@@ -45,7 +45,7 @@ def ready(
 ) -> tuple[list[Called], Number]:
     """Return the micro-batches as the model is called with them, and the global batch's count.
 
-    One all-reduce of 112 bytes over all ranks counts tokens, or a loss_fn's losses, and says if a
+    One all-reduce of 136 bytes over all ranks counts tokens, or a loss_fn's losses, and says if a
     rank cannot go on: if one rank alone refused something (its batch, a new parameter, a gradient
     that is not synchronised), the others would wait for it in the middle of the step. It also says
     whether the sample of the last step was the same wherever ranks hold the same parameters, and
@@ -76,7 +76,7 @@ def ready(
     facts += (
         scaling.told(residue)
         if scaling
-        else [0.0 if residue is None else float(residue), *[0.0] * 5]
+        else [0.0 if residue is None else float(residue), *[0.0] * 8]
     )
     (
         total, elsewhere, failures, unsynchronised, owners, several, unsettled, later, residues,

@@ -10,12 +10,14 @@ right on shards cannot be told from what is wrong.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from ..dist import all_gather_object
 from ..dist.errors import InvalidArgumentError, MismatchError
@@ -41,6 +43,12 @@ OF_SHARDS = (
     "training loop used a statistic of it, such as its mean or norm, which of a shard is another "
     "than of the whole: sum it over manager.tp_group, or take it of full_state_dict(model), and go "
     "on from a checkpoint from before"
+)
+STEERED = (
+    "the learning rates of optimizers have changed otherwise on some ranks: {}. Likely they follow "
+    "a number that each rank has of its own shards or stage, such as a norm of its gradients: take "
+    "scaletorch.compose.global_grad_norm(model) or the loss of train_step, and go on from a "
+    "checkpoint from before"
 )
 OF_NOBODY = (
     "an optimizer has updated a parameter of shape {} that loss_fn uses and that is not the "
@@ -86,6 +94,9 @@ class Scaling:
         # Gradients of parameters that nobody sums, and their versions.
         self._beside: dict[int, tuple[ref[Tensor], int]] = {}
         self._strange = ""  # the shape of one that was updated by that gradient
+        self._rates: WeakKeyDictionary[Optimizer, list[float]] = WeakKeyDictionary()  # at first
+        self._ratios: list[float] = []  # of the rates of now to those: the least, the most
+        self._steered: float | None = None  # the one ratio that this rank has told
 
     def sample(self, model: nn.Module, beside: Iterable[nn.Parameter]) -> None:
         """Keep some of the gradients at the end of a step, where ranks have different ones.
@@ -120,6 +131,24 @@ class Scaling:
         self._gradients = [pair for pair in self._gradients if id(pair[0].tensor) not in taken]
         self._fit("gradient", [pair for pair in mine if pair[0].tensor.grad is not None], _gradient)
 
+    def note_rates(self, optimizer: Optimizer) -> None:
+        """Note how the learning rates of an optimizer's groups have changed since its first step.
+
+        Groups, layers and stages may have other rates, and those that begin at 0 a later first one.
+        """
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        numbers = [x if isinstance(x, int | float) else math.nan for x in rates]
+        first = self._rates.setdefault(optimizer, [])
+        first += numbers[len(first) :]
+        first[:] = [old or new for old, new in zip(first, numbers, strict=False)]
+        self._ratios += [new / old for new, old in zip(numbers, first, strict=False) if old]
+        self._ratios = [min(self._ratios), max(self._ratios)] if self._ratios else []
+
+    def _ratio(self) -> float | None:
+        """Return the one ratio of all rates of this rank; None if there are others, or none."""
+        least, most = self._ratios or (math.nan, math.nan)
+        return most if most - least <= SAME * most else None
+
     def require_own(self) -> None:
         """Refuse what an optimizer has updated by the gradient of this rank alone.
 
@@ -151,7 +180,8 @@ class Scaling:
 
         Returns:
             The residue; whether there is one factor of all gradients, that factor, its square, the
-            tolerance; and whether shards over tp were changed so that ranks have to compare how.
+            tolerance; whether shards over tp were changed so that ranks have to compare how; and
+            whether there is one ratio of all learning rates, that ratio, its square.
         """
         self._fit("weight", self._weights, _weight)
         self._weights = []
@@ -164,12 +194,14 @@ class Scaling:
             if name in self._cut and (kind == "weight" or factor is None)
         )
         suspicious = self.manager.tp_size > 1 and self._looks > 0 and changed
+        ratio, self._steered, self._ratios = self._ratio(), self._ratio(), []
+        rates = [0.0] * 3 if ratio is None else [1, ratio, ratio**2]
         if factor is None:
-            return [told, 0, 0, 0, 0, suspicious]
-        return [told, 1, factor, factor**2, tolerance, suspicious]
+            return [told, 0, 0, 0, 0, suspicious, *rates]
+        return [told, 1, factor, factor**2, tolerance, suspicious, *rates]
 
     def refuse_different(self, message: Sequence[float]) -> None:
-        """Refuse factors and offsets that differ between ranks; all ranks call it.
+        """Refuse factors, offsets and rates that differ between ranks; all ranks call it.
 
         Args:
             message: The sum of what all ranks have told.
@@ -177,18 +209,35 @@ class Scaling:
         Raises:
             MismatchError: They differ; on every rank.
         """
-        count, total, squares, tolerance, suspicious = message
-        mean = total / max(count, 1)
-        spread = squares / max(count, 1) - mean**2
-        if count > 1 and spread > (tolerance / count * mean) ** 2:
-            own = (self._factor(), describe_rank())
-            everyone = all_gather_object(own, self.manager.world_group)
-            known = [(factor, rank) for factor, rank in everyone if factor is not None]
-            texts = [f"by {factor:.6g} on {rank}" for factor, rank in (min(known), max(known))]
-            raise MismatchError(f"{describe_rank()}: {CLIPPED.format(', '.join(texts))}")
+        *factors, tolerance, suspicious, told, ratios, squares = message
+        count = factors[0]
+        self._require_one(CLIPPED, self._factor(), factors, tolerance / max(count, 1))
+        self._require_one(STEERED, self._steered, (told, ratios, squares), SAME)
         if suspicious:
             self._looks -= 1
             self._compare_shards()
+
+    def _require_one(
+        self, words: str, own: float | None, sums: Sequence[float], tolerance: float
+    ) -> None:
+        """Refuse a number that differs between ranks; all ranks call it.
+
+        Args:
+            words: What an error says.
+            own: This rank's; None if it has none.
+            sums: How many ranks have one, the sum of these, and of their squares.
+            tolerance: How far apart they may be, relatively.
+
+        Raises:
+            MismatchError: They are further apart; on every rank.
+        """
+        count, total, squares = sums
+        mean = total / max(count, 1)
+        if count > 1 and squares / count - mean**2 > (tolerance * mean) ** 2:
+            everyone = all_gather_object((own, describe_rank()), self.manager.world_group)
+            known = [(number, rank) for number, rank in everyone if number is not None]
+            texts = [f"by {number:.6g} on {rank}" for number, rank in (min(known), max(known))]
+            raise MismatchError(f"{describe_rank()}: {words.format(', '.join(texts))}")
 
     def _look_up(self, model: nn.Module) -> None:
         found = [each for each in parameter_shards(model) if _is_kept(each)]

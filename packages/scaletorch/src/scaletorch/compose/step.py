@@ -87,7 +87,7 @@ def train_step(
     terms.real_positions = real_positions(called[0].micro_batch)
     if terms.seen > terms.several:
         return _step(model, called, count, manager, terms, scaler, own)
-    with failures_named(model, manager):
+    with failures_named(model, manager, len(micro_batches)):
         look_first(micro_batches, manager, terms)
         tokens = partial(_of_tokens, model, manager.tp_size)
         own = own or OwnLoss(tokens, None, model, manager, trains=True)

@@ -47,13 +47,14 @@ def watch(model: nn.Module, manager: ProcessGroupManager) -> None:
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    """Check an optimizer that is new, or has got further parameters; look at its gradients."""
+    """Check an optimizer that is new, or has got further parameters; look at its step."""
     taken = _taken(optimizer)
     for model, scaling in list(scalings.items()):
         if _checked.get(optimizer) != len(taken):
             _require_own_parameters(optimizer, taken, model)
             _check(optimizer, taken, model, scaling.manager)
         scaling.before_update(taken)
+        scaling.note_rates(optimizer)
     _checked[optimizer] = len(taken)
 
 

@@ -100,7 +100,7 @@ def _refuse_unfrozen(names: Sequence[str]) -> None:
         raise StateError(
             f"{describe_rank()}: {shortened(names)} required no grad when the module was wrapped "
             "and does now, so its gradient would not be synchronised: wrap the module after "
-            "unfreezing it"
+            "unfreezing it, and give it to an optimizer when it is to be trained"
         )
 
 

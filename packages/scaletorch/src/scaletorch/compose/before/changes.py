@@ -1,11 +1,13 @@
 """Refuse changes that a forward makes to parameters, or to buffers otherwise than one process.
 
 Numbers and texts that a module keeps as plain attributes are left to the rehearsal, which shows
-whether forwards compute otherwise by them.
+whether forwards compute otherwise by them. What counts forwards may be asked later: it is told.
 """
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from functools import partial
@@ -49,6 +51,7 @@ class _Changes:
         self._model = model
         self._parameters, self._before = _looks(model.named_parameters()), self._buffers()
         self._after_each: list[Looks] = []
+        self._numbers = [self._whole_numbers()]
 
     def _buffers(self) -> Looks:
         return _looks(self._model.named_buffers())
@@ -57,7 +60,24 @@ class _Changes:
         """Run a forward, and note how buffers look after it."""
         output = forward(*args, **kwargs)
         self._after_each.append(self._buffers())
+        self._numbers.append(self._whole_numbers())
         return output
+
+    def _whole_numbers(self) -> Looks:
+        """Return the attributes of modules that are whole numbers."""
+        return {
+            f"{name}.{own}".lstrip("."): value
+            for name, module in self._model.named_modules()
+            for own, value in vars(module).items()
+            if type(value) is int
+        }
+
+    def counters(self) -> list[str]:
+        """Return the attributes that each of several forwards has changed by the same number."""
+        found, pairs = self._numbers[0], [*itertools.pairwise(self._numbers)]
+        steps = [{n: b[n] - a[n] for n in found if n in a and n in b} for a, b in pairs]
+        moves = [name for name in found if len(steps) > 1 and steps[0].get(name)]
+        return [name for name in moves if {each.get(name) for each in steps} == {steps[0][name]}]
 
     def of_buffers(self) -> tuple[Looks, list[str]]:
         """Return the digests of buffers that changed, and the names of those that changed again."""
@@ -106,6 +126,15 @@ def changes_followed(
             yield
     finally:
         del model.forward
+    one = manager.dp_rank == manager.cp_rank == manager.tp_rank == 0
+    if one and (counters := changes.counters()):
+        warnings.warn(
+            f"the forward counts in attribute {counters[0]}, and {_runs(model, num_micro_batches)} "
+            "it several times for one batch: what begins or ends by that count does so earlier "
+            "than in one process. Count steps in the training loop",
+            RuntimeWarning,
+            stacklevel=4,
+        )
     looks, again = changes.of_buffers()
     shards = frozenset(_buffers_of_shards(model)) if manager.tp_size > 1 else frozenset()
     unlike = _unlike(looks, shards, expert_names(model), manager)

@@ -20,6 +20,10 @@ _OF_CODE = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, As
 _NOT_OF_CODE = (ScaletorchError, torch.OutOfMemoryError, NotImplementedError, RecursionError)
 _COMMUNICATION = ("torch.distributed", ".dist.")  # in names of modules of Python
 _WAYS_OUT = {
+    "dp": (
+        "dp and micro-batches leave each forward some of the batch's rows, and a number of rows "
+        "that the module has fixed does not fit that: take it of the input"
+    ),
     "tp": (
         "tp leaves each rank its share of the heads and features, and a size that the module takes "
         "from its config, an attribute or its whole input, or something that it makes for all "
@@ -41,18 +45,23 @@ _WAYS_OUT = {
 
 
 @contextmanager
-def failures_named(model: nn.Module, manager: ProcessGroupManager) -> Iterator[None]:
+def failures_named(
+    model: nn.Module, manager: ProcessGroupManager, num_micro_batches: int
+) -> Iterator[None]:
     """Say of an error of the model's own code in which module it is, and what the layout did.
 
     Args:
         model: What `parallelize` returned.
-        manager: The grid. Data parallelism and pipelines alone change nothing within a layer.
+        manager: The grid. Pipelines alone change nothing within a layer.
+        num_micro_batches: How many this rank has.
 
     Raises:
         InvalidArgumentError: In the place of that error, which is its cause.
         StageError: Another stage has failed; the message says the same of it.
     """
-    ways = [text for axis, text in _WAYS_OUT.items() if getattr(manager, f"{axis}_size") > 1]
+    sizes = {axis: getattr(manager, f"{axis}_size") for axis in _WAYS_OUT}
+    sizes["dp"] *= num_micro_batches
+    ways = [text for axis, text in _WAYS_OUT.items() if sizes[axis] > 1]
     try:
         yield
     except StageError as error:

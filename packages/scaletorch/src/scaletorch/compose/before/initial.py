@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ...dist.building import agree, caught
+from ...dist.building import agree, caught, map_tensors
 from ...dist.errors import MismatchError
 from ...parallel.pg_manager import ProcessGroupManager
 from ...parallel.pg_manager.building import digest_text, divided_modules
@@ -113,6 +113,13 @@ def _looks(where: str, batches: Sequence[Batch]) -> list[tuple[Key, int]]:
     """Return the digest of each entry of some batches."""
     names = sorted({name for batch in batches for name in batch})
     return [
-        (Key(where, name), text_hash(str([digest_text(b[name]) for b in batches if name in b])))
+        (Key(where, name), text_hash(str([_text(b[name]) for b in batches if name in b])))
         for name in names
     ]
+
+
+def _text(entry: Any) -> str:
+    """Return the digests of an entry's tensors, and all else that has the same text everywhere."""
+    found = map_tensors(digest_text, entry)
+    plain = isinstance(found, str | int | float | complex | Mapping | list | tuple | None)
+    return repr(found) if plain else type(found).__name__

@@ -85,6 +85,8 @@ def small_batch(
     cut, count = cast(MicroBatch, micro_batches[0]).cut, len(micro_batches)
     kept = count if manager.pp_size > 1 else min(count, 2)
     whole = _rows_of(cut, count, kept, manager)
+    if not cut.own:
+        whole = _unequal(whole, cut.whole)
     if wide:
         whole = {n: x.float() if is_narrow(x) else x for n, x in whole.items()}
     short, shape = whole, sequence_shape(cut.whole)
@@ -107,6 +109,22 @@ def small_batch(
     sequences = cast(MicroBatch, parts[0]).cut.sequences
     called, rows = as_called(plain, of_one), row_count(short, told)
     return SmallBatch(short, parts, called, alone, is_short, rows, sequences)
+
+
+def _unequal(few: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rows of which the first has fewer labels, if there are such rows in the step.
+
+    A loss that counts rows in place of labels is right where all have as many.
+    """
+    labels, every = few.get("labels"), whole.get("labels")
+    if not isinstance(labels, Tensor) or not isinstance(every, Tensor) or labels.ndim != 2:
+        return few
+    counted = (labels[0] != IGNORED).nonzero().flatten()
+    if len(counted) < 2 or not bool((every == IGNORED).any()):
+        return few
+    labels = labels.clone()
+    labels[0, counted[len(counted) // 2 :]] = IGNORED
+    return {**few, "labels": labels}
 
 
 def _rows_of(cut: Cut, count: int, kept: int, manager: ProcessGroupManager) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class Both:
             self._held = None  # before there are others
             self._held = owner, self.ranks.weights(self.plain.owners[owner])
         found = self._held[1]
-        return {
+        made = {
             name: nn.Parameter(
                 weight if wide is None or not weight.is_floating_point() else weight.to(wide),
                 requires_grad=self.ranks.trains(name)
@@ -79,6 +79,10 @@ class Both:
             )
             for name, weight in found.items()
         }
+        for name, hooks in self.plain.hooks.items():
+            for hook in hooks if name in made and made[name].requires_grad else ():
+                made[name].register_hook(hook)
+        return made
 
     def keep(self, owner: str, weights: dict[str, Tensor]) -> None:
         """Keep a unit's whole weights, which `weights` then returns without the other ranks."""
