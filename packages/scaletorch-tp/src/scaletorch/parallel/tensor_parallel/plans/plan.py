@@ -122,12 +122,12 @@ class Match:
 
     @property
     def is_column(self) -> bool:
-        """Whether it becomes a column-parallel layer whose output is a shard."""
+        """True if it becomes a column-parallel layer whose output is a shard."""
         return self.becomes(ColumnParallelLinear) and not self.options.get("gather_output")
 
     @property
     def is_row(self) -> bool:
-        """Whether it becomes a row-parallel layer whose input is a shard."""
+        """True if it becomes a row-parallel layer whose input is a shard."""
         takes_shards = bool(self.options.get("input_is_parallel", True))
         return self.becomes(RowParallelLinear) and takes_shards
 

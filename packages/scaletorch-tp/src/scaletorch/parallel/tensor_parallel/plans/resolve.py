@@ -53,7 +53,7 @@ class UnplannedError(InvalidArgumentError):
 
 
 class Resolved(NamedTuple):
-    """What a plan does to a model.
+    """The changes that a plan makes to a model.
 
     Attributes:
         view: The model.

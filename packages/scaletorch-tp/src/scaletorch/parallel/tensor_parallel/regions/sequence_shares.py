@@ -1,4 +1,4 @@
-"""How the tokens of a model's sequences are shared out over the tensor-parallel ranks."""
+"""Shares of a model's sequences on the tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OF_SHAPES = re.compile(
 
 @dataclass(slots=True)
 class SequenceShares:
-    """How the sequences of one model are shared out; its layers hold one and the same.
+    """The division of one model's sequences; its layers hold one and the same object.
 
     Attributes:
         group: Ranks of the tensor-parallel axis.

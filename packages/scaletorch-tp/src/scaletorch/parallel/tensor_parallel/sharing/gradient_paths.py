@@ -25,7 +25,7 @@ from ..regions.surround import own_class
 
 
 class Reach(Flag):
-    """Whether the gradients that reach a parameter are whole or partial."""
+    """The kinds of gradients that reach a parameter: whole ones or partial ones."""
 
     NOT = 0
     WHOLE = auto()  # the same on every rank
