@@ -16,6 +16,7 @@ from scaletorch.dist import RankPool, all_reduce
 from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.context_parallel import attention
 from scaletorch.parallel.pg_manager import setup_process_group_manager
+from scaletorch.parallel.tensor_parallel import apply_tensor_parallel
 
 LIBRARY = "/scaletorch/"  # of sources, and of installed wheels
 WARM = 3  # calls before the one that is traced
@@ -79,10 +80,18 @@ def step_4d() -> set[str]:
     return entered(call)
 
 
+def shard_model() -> set[str]:
+    """Divide the built-in Llama over two ranks, with sequence parallelism."""
+    setup_process_group_manager(tp_size=2, cp_size=1, pp_size=1, dp_size=1)
+    models = [Llama(LlamaConfig(64, 16, 32, 4, 4, 2)) for _ in range(WARM + 1)]
+    return entered(lambda: apply_tensor_parallel(models.pop(), sequence_parallel=True))
+
+
 # What is called, on how many ranks, and how many files it may enter.
 WALKS: dict[str, tuple[Callable[[], set[str]], int, int]] = {
     "all_reduce": (small_all_reduce, 2, 5),
     "attention": (ring_attention, 2, 25),
+    "apply_tensor_parallel": (shard_model, 2, 30),
     "train_step": (step_4d, 8, 84),
 }
 

@@ -1,4 +1,4 @@
-"""Which communicators the groups of a layout need on a device, counted without making any."""
+"""The communicators that the groups of a layout need on a device, counted without making any."""
 
 from __future__ import annotations
 

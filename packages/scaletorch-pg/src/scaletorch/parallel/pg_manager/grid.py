@@ -22,7 +22,7 @@ EXPERT_AXES = ("edp", "ep", "etp")
 
 
 class ExpertCoordinates(NamedTuple):
-    """Where a rank stands among the experts of its stage, slowest axis first."""
+    """The place of a rank among the experts of its stage, slowest axis first."""
 
     edp: int
     ep: int
@@ -76,7 +76,7 @@ WHOLE = ("world", "all")
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands in the grid, slowest axis first."""
+    """The place of a rank in the grid, slowest axis first."""
 
     dp: int
     pp: int
@@ -184,7 +184,7 @@ class Grid:
 
     @property
     def is_plain(self) -> bool:
-        """Whether experts lie as all other layers do: `ep` is 1 and `etp` is `tp`."""
+        """True if experts lie as all other layers do: `ep` is 1 and `etp` is `tp`."""
         return self.ep == 1 and self.etp == self.tp
 
     def size(self, axis: str) -> int:

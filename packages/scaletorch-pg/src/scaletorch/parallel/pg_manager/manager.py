@@ -176,7 +176,7 @@ class ProcessGroupManager(AxisAttributes):
         self._destroyed = True
 
     def is_alive(self) -> bool:
-        """Whether the groups exist: neither the manager nor its default group was destroyed."""
+        """Return True if the groups exist: neither they nor the default group were destroyed."""
         if self._destroyed:
             return False
         if self._groups is None:

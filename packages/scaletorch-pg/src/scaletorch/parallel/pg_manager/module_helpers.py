@@ -1,4 +1,4 @@
-"""What strategies do to modules: modes, classes, copies, names, marks, watchers, refusals."""
+"""Helpers of all strategies for modules: modes, classes, copies, names, marks, watchers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far an optimizer's update looks, found by trying it on two small matrices.
+"""The elements that an optimizer's update depends on, found by a trial on two small matrices.
 
 An update that treats all elements the same way gives the parts of a matrix what it gives the whole.
 One that looks at norms, rows or blocks does not, whatever its class is called. A new optimizer of
@@ -30,7 +30,7 @@ Halves = tuple[Tensor, ...]
 
 
 class Scope(IntEnum):
-    """What an update of one element depends on, beside the step and the settings."""
+    """The elements that an update of one depends on, beside the step and the settings."""
 
     ELEMENT = 0
     PARAMETER = 1
@@ -39,7 +39,7 @@ class Scope(IntEnum):
 
     @property
     def words(self) -> str:
-        """What the optimizer does, for messages."""
+        """The words of messages for it."""
         return _WORDS[self]
 
 

@@ -1,4 +1,4 @@
-"""Where a tensor lives on one axis of the grid, and how it moves from one placement to another.
+"""Placements of a tensor on one axis of the grid, conversions between them, and a model's view.
 
 | placement | a rank has | a rank's gradient is |
 | --- | --- | --- |

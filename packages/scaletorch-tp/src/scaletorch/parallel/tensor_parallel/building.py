@@ -1,4 +1,4 @@
-"""What checkpoints and composed models take of this package beside its users' names.
+"""Names for checkpoints and composed models, beside those for users.
 
 Recorded and versioned like the rest: a patch release changes nothing here.
 """

@@ -81,7 +81,7 @@ def vocab_parallel_cross_entropy(
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """What the loss is made of, and how the vocabulary is divided."""
+    """The terms of the loss, and the division of the vocabulary."""
 
     smoothing: float
     z: float

@@ -1,1 +1,1 @@
-"""How lengths are cut over ranks."""
+"""Styles that say how parameters are cut."""

@@ -123,7 +123,7 @@ class PerHead:
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """Where the width of experts lies in one stacked parameter.
+    """The place of the experts' width in one stacked parameter.
 
     Args:
         dim: The dim of the stack that is as long as `parts` times `unit` times the width.

@@ -22,7 +22,7 @@ _KIN = ("FalconLinear",)  # by name: it computes as torch's, in other words
 
 
 class _Linear(TensorParallelLayer):
-    """What both layers have in common."""
+    """The base of both layers."""
 
     plain_class = nn.Linear
 
@@ -183,7 +183,7 @@ class RowParallelLinear(_Linear):
 
 
 class Transposed(TensorParallelLayer):
-    """What shards of the layer that transformers calls Conv1D have in common.
+    """The base of shards of the layer that transformers calls Conv1D.
 
     Its weight is [in, out]. It comes before the class of the layer for torch's own linear.
     """

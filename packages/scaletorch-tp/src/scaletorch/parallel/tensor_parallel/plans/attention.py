@@ -1,4 +1,4 @@
-"""Which modules are attention, and how it is cut: at the borders of heads.
+"""Attention modules, found by their layers and cut at the borders of heads.
 
 Each rank has the key/value heads that its queries use.
 """

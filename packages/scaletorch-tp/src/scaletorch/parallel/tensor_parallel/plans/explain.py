@@ -1,4 +1,4 @@
-"""What a plan does to a model, before any rank starts; or, without one, a plan to complete."""
+"""The shards that a plan gives each rank, before any starts; or a plan to complete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .trial import generic
 
 @dataclass(frozen=True, slots=True)
 class ExplainedParameter:
-    """What ranks hold of a parameter.
+    """A parameter, and the shard of it on each rank.
 
     Attributes:
         name: The parameter's; every name of a tied one is listed.
@@ -43,7 +43,7 @@ class ExplainedParameter:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a plan does to a model. `dataclasses.asdict` of it is plain data; `str` is a table.
+    """The shards of a model. `dataclasses.asdict` of it is plain data; `str` is a table.
 
     Attributes:
         tp: Number of ranks.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -121,12 +122,12 @@ class Match:
 
     @property
     def is_column(self) -> bool:
-        """Whether it becomes a column-parallel layer whose output is a shard."""
+        """True if it becomes a column-parallel layer whose output is a shard."""
         return self.becomes(ColumnParallelLinear) and not self.options.get("gather_output")
 
     @property
     def is_row(self) -> bool:
-        """Whether it becomes a row-parallel layer whose input is a shard."""
+        """True if it becomes a row-parallel layer whose input is a shard."""
         takes_shards = bool(self.options.get("input_is_parallel", True))
         return self.becomes(RowParallelLinear) and takes_shards
 
@@ -167,35 +168,32 @@ class Recognised(NamedTuple):
 
 def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:
     """Return the match of a module with all that its style, which is known, means for it."""
+    match = partial(Match, name, module, pattern, style)
     if isinstance(style, Divide):
-        return Match(name, module, pattern, style)
-    lengths: tuple[int, ...]
-    options: Mapping[str, Any]
+        return match()
+    if isinstance(style, SharedTail):
+        options = {"shared_features": style.features}
+        return match(options=options, mixin=TailShared, misfit=style.misfit(module))
     if isinstance(style, PerHead | Stacked):
         of_heads = isinstance(style, PerHead)
         kind, mixin = (HeadParameters, ShardedRandom) if of_heads else (ParallelExperts, None)
         misfit = style.misfit(module) or kind.misfit(module)
-        lengths, options = () if misfit else (style.length(module),), {"own_style": style}
-        return Match(name, module, pattern, style, kind, options, mixin, lengths, misfit)
-    if isinstance(style, SharedTail):
-        options, misfit = {"shared_features": style.features}, style.misfit(module)
-        return Match(name, module, pattern, style, None, options, TailShared, (), misfit)
+        lengths = () if misfit else (style.length(module),)
+        return match(kind, {"own_style": style}, mixin, lengths, misfit)
     meaning = STYLES[style.style if isinstance(style, Fused) else style]
     if not isinstance(meaning, tuple):
-        return Match(name, module, pattern, style, mixin=meaning)
+        return match(mixin=meaning)
     wanted, settings = meaning
     layer = next((each for each in VARIANTS.get(wanted, ()) if each.takes(module)), wanted)
-    lengths = ()
-    misfit = layer.misfit(module) or _of_multihead(module, layer)
-    if misfit is None:
-        length = int(getattr(module, layer.sharded_size))
-        misfit = style.misfit(length) if isinstance(style, Fused) else None
-        if misfit is None:
-            lengths = style.lengths(length) if isinstance(style, Fused) else (length,)
-    return Match(name, module, pattern, style, layer, settings, None, lengths, misfit)
+    misfit = layer.misfit(module) or _of_multihead(module)
+    length = 0 if misfit else int(getattr(module, layer.sharded_size))
+    parts: tuple[int, ...] = (length,)
+    if isinstance(style, Fused):
+        misfit, parts = misfit or style.misfit(length), style.lengths(length)
+    return match(layer, settings, None, () if misfit else parts, misfit)
 
 
-def _of_multihead(module: nn.Module, layer: type[TensorParallelLayer]) -> str | None:
+def _of_multihead(module: nn.Module) -> str | None:
     """Return why a linear layer that torch's attention reads cannot be sharded by itself."""
     if type(module) is not NonDynamicallyQuantizableLinear:
         return None

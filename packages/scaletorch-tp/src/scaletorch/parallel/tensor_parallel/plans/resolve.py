@@ -53,7 +53,7 @@ class UnplannedError(InvalidArgumentError):
 
 
 class Resolved(NamedTuple):
-    """What a plan does to a model.
+    """The changes that a plan makes to a model.
 
     Attributes:
         view: The model.
@@ -98,9 +98,8 @@ def resolve(
     """
     view = ModelView(model)
     found, heads = _match(view, plan, divided, tp_size, sequence_parallel=sequence_parallel)
-    _check_styles(found, divided)
     matches = {match.module: match for match in with_mixins(found)}
-    _check_mixins(matches.values())
+    _check_styles(matches.values(), divided)
     check_of_heads(heads, matches)
     named = {*heads.values()}
     attentions = find_attentions(view, matches, named)
@@ -204,6 +203,9 @@ def _check_styles(matches: Iterable[Match], divided: Collection[nn.Module]) -> N
             _check_divide(match, match.style)
         elif match.misfit is not None:
             raise InvalidArgumentError(f"{match.place} cannot be sharded: {match.misfit}")
+        reason = None if match.mixin is None else cannot_surround(match.module, match.mixin)
+        if reason is not None:
+            raise InvalidArgumentError(f"{match.place} cannot be given that style: {reason}")
 
 
 def _check_divide(match: Match, style: Divide) -> None:
@@ -218,15 +220,6 @@ def _check_divide(match: Match, style: Divide) -> None:
             f"{match.place} cannot divide {', '.join(wrong or missing)}: the integer attributes "
             f"that the module itself has are {integers}"
         )
-
-
-def _check_mixins(matches: Iterable[Match]) -> None:
-    for match in matches:
-        if match.mixin is None:
-            continue
-        reason = cannot_surround(match.module, match.mixin)
-        if reason is not None:
-            raise InvalidArgumentError(f"{match.place} cannot be given that style: {reason}")
 
 
 def _check_heads(matches: Matches, attentions: Mapping[nn.Module, Attention]) -> None:

@@ -1,4 +1,4 @@
-"""What of a plan matters where hidden states are shares of sequences, and what is refused."""
+"""Changes to a plan for sequence parallelism, and refusals of models that it would break."""
 
 from __future__ import annotations
 

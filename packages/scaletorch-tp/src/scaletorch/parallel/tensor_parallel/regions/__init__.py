@@ -1,1 +1,1 @@
-"""What surrounds the sharded layers: communication, replicas, random draws."""
+"""Modules around the sharded layers: communication, replicas, random draws."""

@@ -27,7 +27,7 @@ DIM = -2  # of tokens in [..., L, H]
 
 
 class Entrance:
-    """What some layers take in, with the layers' weights and biases.
+    """An input of several layers, with their weights and biases.
 
     Args:
         x: [..., in]; what every rank has, or with `sizes` this rank's share of a sequence.

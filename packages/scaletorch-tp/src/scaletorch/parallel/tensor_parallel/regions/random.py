@@ -126,7 +126,7 @@ class ShardedRandom(Surrounded):
         """Run the module's own forward."""
         if not self.training:
             return super().forward(*args, **kwargs)
-        with sharded_random(self._tp_group.group):
+        with sharded_random(self._tp_group):
             return super().forward(*args, **kwargs)
 
 

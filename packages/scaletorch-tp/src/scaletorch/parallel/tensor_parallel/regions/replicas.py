@@ -95,7 +95,7 @@ class TailShared(Surrounded):
 
         def total(grad: Tensor) -> Tensor:
             tail = grad[..., -self.shared_features :].contiguous()
-            all_reduce(tail, group=self._tp_group.group)
+            all_reduce(tail, group=self._tp_group)
             return torch.cat([grad[..., : -self.shared_features], tail], -1)
 
         return sum_gradient(super().forward(*args, **kwargs), total)

@@ -1,14 +1,16 @@
-"""How the tokens of a model's sequences are shared out over the tensor-parallel ranks."""
+"""Shares of a model's sequences on the tensor-parallel ranks."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ....dist import get_rank, get_world_size
 from ....dist.errors import InvalidArgumentError
@@ -17,7 +19,6 @@ from ...pg_manager.building import around_compiled, uncompiled
 from ...placement import Invariant, Partial, Replicate, Shard, convert, shard_sizes
 from .overlap import DIM
 from .random import end_sharded_random
-from .surround import SharedGroup
 
 _OF_SHAPES = re.compile(
     r"[Ss]izes? of tensor|shape '|view size|must match|split_sizes|shapes cannot be multiplied"
@@ -26,20 +27,23 @@ _OF_SHAPES = re.compile(
 
 @dataclass(slots=True)
 class SequenceShares:
-    """How the sequences of one model are shared out; its layers hold one and the same.
+    """The division of one model's sequences; its layers hold one and the same object.
 
     Attributes:
-        holder: Ranks of the tensor-parallel axis.
+        group: Ranks of the tensor-parallel axis.
         length: Tokens of the whole sequence in the last forward; None takes shares for equal.
         batch: How many sequences there were; 0 if not known.
         sharing: Whether hidden states are shares where the model's forward is; they are whole
             before and behind layers that share them out.
     """
 
-    holder: SharedGroup
+    group: ProcessGroup | None
     length: int | None = None
     batch: int = 0
     sharing: bool = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceShares:
+        return replace(self)  # a process group cannot be copied, only shared
 
     @property
     def own(self) -> int | None:
@@ -49,14 +53,14 @@ class SequenceShares:
     @property
     def rank(self) -> int:
         """This rank's place on the axis."""
-        return get_rank(self.holder.group)
+        return get_rank(self.group)
 
     @uncompiled
     def enter(self, x: Tensor) -> Tensor:
         """Return the whole sequence of a share; in backward the ranks' gradients are summed."""
         if self.in_rows(x, self.own):
             return self.enter(x.unflatten(0, (self.batch, -1))).flatten(0, 1)
-        return convert(x, Shard(DIM, self.sizes(x)), Replicate(), self.holder.group)
+        return convert(x, Shard(DIM, self.sizes(x)), Replicate(), self.group)
 
     @uncompiled
     def join(self, x: Tensor) -> Tensor:
@@ -67,7 +71,7 @@ class SequenceShares:
     @uncompiled
     def whole(self, x: Tensor) -> Tensor:
         """Return the whole sequence of a share; every rank has the same gradient of it."""
-        return convert(x, Shard(DIM, self.sizes(x)), Invariant(), self.holder.group)
+        return convert(x, Shard(DIM, self.sizes(x)), Invariant(), self.group)
 
     def sizes(self, x: Tensor) -> tuple[int, ...]:
         """Return how many tokens each rank has of the sequence of which `x` is a share.
@@ -75,7 +79,7 @@ class SequenceShares:
         Raises:
             InvalidArgumentError: It is not this rank's share.
         """
-        sizes = self.sizes_of(self.length or x.shape[DIM] * get_world_size(self.holder.group))
+        sizes = self.sizes_of(self.length or x.shape[DIM] * get_world_size(self.group))
         own = sizes[self.rank]
         if x.shape[DIM] == sum(sizes) and _in_backward():
             raise InvalidArgumentError(
@@ -127,7 +131,7 @@ class SequenceShares:
             # A view of what is returned there could not be added to in place, as Llama 4 does.
             return self.leave(x.unflatten(0, (self.batch, -1))).flatten(0, 1).clone()
         sizes = self.sizes_of(x.shape[DIM])
-        return convert(x, Partial(), Shard(DIM, sizes), self.holder.group)
+        return convert(x, Partial(), Shard(DIM, sizes), self.group)
 
     def in_rows(self, x: Tensor, tokens: int | None) -> bool:
         """Return whether `x` [rows, H] has that many tokens of each of several sequences."""
@@ -140,7 +144,7 @@ class SequenceShares:
             InvalidArgumentError: They are not of this rank's share of a number of sequences.
         """
         if self.length is None:
-            return (x.shape[0],) * get_world_size(self.holder.group)
+            return (x.shape[0],) * get_world_size(self.group)
         sizes = self.sizes_of(self.length)
         batch, odd = divmod(x.shape[0], sizes[self.rank])
         if odd:
@@ -155,7 +159,7 @@ class SequenceShares:
     def split(self, x: Tensor) -> Tensor:
         """Return this rank's share of what every rank has whole."""
         sizes = self.sizes_of(x.shape[DIM])
-        return convert(x, Invariant(), Shard(DIM, sizes), self.holder.group)
+        return convert(x, Invariant(), Shard(DIM, sizes), self.group)
 
     def sizes_of(self, length: int) -> tuple[int, ...]:
         """Return how many of so many tokens each rank has.
@@ -163,7 +167,7 @@ class SequenceShares:
         Raises:
             InvalidArgumentError: Some rank has none.
         """
-        size = get_world_size(self.holder.group)
+        size = get_world_size(self.group)
         if length < size:
             raise InvalidArgumentError(
                 f"{describe_rank()}: a sequence of {length} tokens leaves some of {size} ranks "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from torch import nn
@@ -15,22 +14,13 @@ from ...pg_manager.building import class_before, deep_copy, shallow_copy, uncomp
 M = TypeVar("M", bound=nn.Module)
 
 
-@dataclass(frozen=True, slots=True)
-class SharedGroup:
-    """A process group that copies of its holder share, since it cannot be copied."""
-
-    group: ProcessGroup | None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedGroup:
-        return self
-
-
 class Surrounded(nn.Module):
     """Base of the mixins that come before a module's own class, for `super().forward`."""
 
-    _tp_group: SharedGroup
+    _tp_group: ProcessGroup | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self._tp_group)] = self._tp_group  # a process group cannot be copied, only shared
         return deep_copy(self, getattr(super(), "__deepcopy__", None), memo)
 
     def __copy__(self) -> Self:
@@ -43,7 +33,7 @@ class Surrounded(nn.Module):
 
 def surround(module: M, mixin: type[Surrounded], group: ProcessGroup | None) -> M:
     """Put `mixin` before the class of `module`, in place; it stays an instance of that class."""
-    vars(module)["_tp_group"] = SharedGroup(group)
+    vars(module)["_tp_group"] = group
     own = type(module)
     module.__class__ = class_before(mixin, own, f"{mixin.__name__}{own.__name__}")
     return module

@@ -1,1 +1,1 @@
-"""What ranks share beyond layers: sequences between regions, and gradients that are summed."""
+"""Sequences that ranks share between regions, and gradients that they sum."""

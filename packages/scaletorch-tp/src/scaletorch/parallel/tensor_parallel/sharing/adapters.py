@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -22,6 +22,13 @@ from ..regions.region import ADAPTED, layer_of
 from ..regions.surround import Surrounded, surround
 
 _A, _B, _DROPOUT = "lora_A", "lora_B", "lora_dropout"
+
+# A layer -> the matrix of its adapters that is cut as the layer is, the option that both share, and
+# how dropout draws: inputs of column-parallel layers are the same on all ranks, others are shards.
+_FOLLOWED: Mapping[type[TensorParallelLayer], tuple[str, str, type[Surrounded]]] = {
+    ColumnParallelLinear: (_B, "gather_output", CommonRandom),
+    RowParallelLinear: (_A, "input_is_parallel", ShardedRandom),
+}
 
 
 class Adapter(NamedTuple):
@@ -103,26 +110,16 @@ def shard_adapters(
 ) -> None:
     """Cut adapters as their layers were, in place."""
     for each in adapters:
-        layer = each.layer
-        draws: type[Surrounded]
-        if isinstance(layer, ColumnParallelLinear):
-            cut, draws = _parts(each, _B), CommonRandom
-            for part in cut:
-                gathers = layer.gather_output
-                ColumnParallelLinear.convert(part, group, memo, layer.cut, gather_output=gathers)
-        elif isinstance(layer, RowParallelLinear):
-            cut, draws = _parts(each, _A), ShardedRandom
-            for part in cut:
-                shards = layer.input_is_parallel
-                RowParallelLinear.convert(part, group, memo, layer.cut, input_is_parallel=shards)
-        else:
+        layer: Any = each.layer
+        kind = next((kind for kind in _FOLLOWED if isinstance(layer, kind)), None)
+        if kind is None:
             continue
-        if sequence_parallel:
-            for part in cut:
-                vars(part)["sequence"] = layer.sequence
-        else:  # ranks have the same inputs of column-parallel layers, and their own of others
-            for part in _parts(each, _DROPOUT):
-                surround(part, draws, group)
+        matrix, option, draws = _FOLLOWED[kind]
+        for part in _parts(each, matrix):
+            options = {option: getattr(layer, option)}
+            kind.convert(part, group, memo, layer.cut, **options).sequence = layer.sequence
+        for part in () if sequence_parallel else _parts(each, _DROPOUT):
+            surround(part, draws, group)
 
 
 def _parts(adapter: Adapter, *names: str) -> list[nn.Module]:

@@ -25,7 +25,7 @@ from ..regions.surround import own_class
 
 
 class Reach(Flag):
-    """Whether the gradients that reach a parameter are whole or partial."""
+    """The kinds of gradients that reach a parameter: whole ones or partial ones."""
 
     NOT = 0
     WHOLE = auto()  # the same on every rank
@@ -77,23 +77,16 @@ class Walk:
     """One walk through graphs, from outputs back to the leaves.
 
     Args:
-        model: Whose graphs they are.
-        group: Ranks of the tensor-parallel axis.
-        known: Returns how gradients reach a leaf, as far as earlier walks saw it.
-        note: Called with a leaf and how gradients reach it.
-        note_opaque: Called with each function that may use leaves that are none of its inputs.
+        model: The model that made the graphs.
+        sums: The `GradientSums` that notes how gradients reach its leaves, in all walks.
+
+    Attributes:
+        leaves: The model's trainable leaves.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        group: ProcessGroup | None,
-        known: Callable[[Tensor], Reach],
-        note: Callable[[Tensor, Reach], None],
-        note_opaque: Callable[[type], None],
-    ) -> None:
-        self._model, self._group, self._leaves = model, group, Leaves(model)
-        self._known, self._note, self._note_opaque = known, note, note_opaque
+    def __init__(self, model: nn.Module, sums: Any) -> None:
+        self._model, self._sums, self.leaves = model, sums, Leaves(model)
+        self._group: ProcessGroup | None = sums.group
         self._seen: set[tuple[Node, Reach]] = set()
         self._found: dict[int, tuple[Tensor, Reach]] = {}
         self._returns_parts = False
@@ -109,7 +102,7 @@ class Walk:
                 continue
             seen.add(node)
             leaf = getattr(node, "variable", None)
-            if leaf is not None and (id(leaf) in self._leaves.shards or self._is_share(leaf)):
+            if leaf is not None and (id(leaf) in self.leaves.shards or self._is_share(leaf)):
                 return Reach.PARTIAL
             way, group = _way_of(node)
             if _kind(node) is CrossEntropy:
@@ -124,7 +117,7 @@ class Walk:
 
     def _is_share(self, leaf: Tensor) -> bool:
         """Return whether a leaf is a share of sequences that the model, or a stage, was given."""
-        if id(leaf) in self._leaves.names or leaf.ndim < 2 or not leaf.numel():
+        if id(leaf) in self.leaves.names or leaf.ndim < 2 or not leaf.numel():
             return False
         # A model that is called without ids is called with shares.
         sequence = find_shares(self._model)
@@ -179,7 +172,7 @@ class Walk:
                 "scaletorch.dist.functional instead, or leave the module out of tensor parallelism"
             )
         if not _is_ours(kind) and not kind.__module__.startswith("torch."):
-            self._note_opaque(kind)
+            self._sums.note_opaque(kind)
         return reach
 
     def _follow_later(self, node: Any, reach: Reach) -> None:
@@ -188,7 +181,7 @@ class Walk:
 
         def run_and_follow(*args: Any) -> Any:
             output = run(*args)
-            walk = Walk(self._model, self._group, self._known, self._note, self._note_opaque)
+            walk = Walk(self._model, self._sums)
             inputs = [x for x in args if isinstance(x, Tensor)]
             edges = [edge for edge, _ in node.next_functions]
             walk._outer = {id(x): e for x, e in zip(inputs, edges, strict=True) if e is not None}
@@ -206,11 +199,11 @@ class Walk:
         both: list[str] = []
         given: list[Tensor] = []
         for key, (leaf, reach) in self._found.items():
-            if key in self._leaves.whole:
-                if self._known(leaf) | reach is Reach.BOTH:
-                    both.append(self._leaves.names[key])
+            if key in self.leaves.whole:
+                if self._sums.reach(leaf) | reach is Reach.BOTH:
+                    both.append(self.leaves.names[key])
                 else:
-                    self._note(leaf, reach)
+                    self._sums.note(leaf, reach)
             elif Reach.PARTIAL in reach and self._is_given(leaf):
                 given.append(leaf)
         if both or given:
@@ -218,7 +211,7 @@ class Walk:
 
     def _is_given(self, leaf: Tensor) -> bool:
         """Return whether a leaf is neither the model's nor a share of sequences."""
-        own = id(leaf) in self._leaves.names or self._is_share(leaf)
+        own = id(leaf) in self.leaves.names or self._is_share(leaf)
         return not own and leaf.numel() > 0  # else a mere placeholder
 
     def _message(self, both: Sequence[str], given: Sequence[Tensor]) -> str:

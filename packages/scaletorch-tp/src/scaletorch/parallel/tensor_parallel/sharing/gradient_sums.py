@@ -111,11 +111,11 @@ class GradientSums:
         return known is not None and known() is leaf  # and not another with the id of one that died
 
     def _follow(self, model: nn.Module, made: Iterable[Node]) -> None:
-        walk = Walk(model, self.group, self.reach, self.note, self.note_opaque)
+        walk = Walk(model, self)
         walk.follow([(node, walk.reach_of(node)) for node in made])
-        unseen = [each for each in Leaves(model).whole.values() if self.reach(each) is Reach.NOT]
-        for each in unseen:
-            self._hook(each)
+        unseen = [leaf for leaf in walk.leaves.whole.values() if self.reach(leaf) is Reach.NOT]
+        for leaf in unseen:
+            self._hook(leaf)
         self._unseen = bool(unseen)
 
     def _hook(self, leaf: Tensor) -> None:

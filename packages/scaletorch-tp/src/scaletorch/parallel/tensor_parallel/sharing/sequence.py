@@ -27,7 +27,7 @@ from ..regions.overlap import DIM
 from ..regions.random import sharded_random
 from ..regions.region import Region
 from ..regions.sequence_shares import SequenceShares, find_shares, shapes_explained
-from ..regions.surround import SharedGroup, Surrounded, own_class, surround
+from ..regions.surround import Surrounded, own_class, surround
 from .sequence_layers import SequenceLayer
 from .whole_sequence import WholeSequence, mask_configs, whole_masks
 
@@ -56,7 +56,7 @@ class SequenceRoot(Surrounded):
             stack.enter_context(shapes_explained(own_class(self).__name__, self._sequence))
             stack.enter_context(whole_masks(self._configs, self._sequence))
             if self.training and not self._layered:  # else layers do
-                stack.enter_context(sharded_random(self._tp_group.group))
+                stack.enter_context(sharded_random(self._tp_group))
             return super().forward(*args, **kwargs)
 
 
@@ -89,7 +89,7 @@ def share_sequences(
     it works on whole sequences. Where a plan names layers as `SequenceLayer`, what is outside of
     these does.
     """
-    shares, model = SequenceShares(SharedGroup(group)), view.model
+    shares, model = SequenceShares(group), view.model
     layers = [module for module in view.names if isinstance(module, SequenceLayer)]
     tables = [module for module in view.names if isinstance(module, nn.Embedding)]
     kept = modules_within(whole) - {*whole} | modules_within(tables) - {*tables}
@@ -120,7 +120,7 @@ def sequence_share(model: nn.Module, length: int) -> int:
     shares = find_shares(model)
     if shares is None:
         return length
-    group = shares.holder.group
+    group = shares.group
     return shard_sizes(length, get_world_size(group))[get_rank(group)]
 
 

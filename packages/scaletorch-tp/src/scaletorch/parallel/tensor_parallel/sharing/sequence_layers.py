@@ -44,7 +44,7 @@ class SequenceLayer(Surrounded):
         if shares is None:
             return super().forward(*args, **kwargs)
         args, kwargs = _shared_out(self, shares, args, kwargs)
-        with sharded_random(self._tp_group.group) if self.training else nullcontext():
+        with sharded_random(self._tp_group) if self.training else nullcontext():
             out = super().forward(*args, **kwargs)
         return _joined(out, shares) if self._last else out
 

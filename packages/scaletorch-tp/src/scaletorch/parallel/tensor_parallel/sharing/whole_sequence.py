@@ -1,4 +1,4 @@
-"""What sees whole sequences between shards of them: attention that is no region, and its masks.
+"""Attention that is no region sees whole sequences between shards of them, and so do its masks.
 
 Models of `transformers` make masks from the length of their hidden states, which with sequence
 parallelism is that of a shard, while attention sees the whole sequence.

@@ -1,4 +1,4 @@
-"""How parameters lie over the ranks: in torch's terms if it has any, and which rank counts what."""
+"""Placements of parameters in torch's terms, if it has any, and the first owner of each piece."""
 
 from __future__ import annotations
 
