@@ -51,7 +51,7 @@ class Passages:
 
     @property
     def past(self) -> bool:
-        """Whether the model's own code runs after all modules of the stage."""
+        """True while the model's own code runs after all modules of the stage."""
         return self.running is not None and self.running.over
 
     @property
