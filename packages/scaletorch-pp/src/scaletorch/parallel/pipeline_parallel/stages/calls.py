@@ -304,7 +304,8 @@ class _Gate:
         if passage is None:
             return output
         if not last and not self._later:
-            output = passage.leave(output)
+            same = [each for each in self._gates.modules.values() if each is module]
+            output = passage.leave(output, len(same))
         if torch.compiler.is_compiling() or _changes_nothing(module):
             return output
         passage.extras.inside -= 1
