@@ -16,7 +16,7 @@ from scaletorch.parallel.pipeline_parallel.schedules.simulate import Costs, simu
 
 
 @given(st.sampled_from([afab, one_f_one_b]), st.integers(1, 12), st.integers(1, 24))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_the_closed_formula(builder, p, m):
     timeline = simulate(builder(p, m), Costs(forward=3, backward=5))
     assert timeline.makespan == (m + p - 1) * 8
