@@ -112,15 +112,6 @@ def test_a_factor_for_each_stage():
         simulate(afab(3, 1), Costs(stages=(1, 2)))
 
 
-def test_the_usual_costs_and_messages_of_several_micro_batches():
-    """Two ranks, two micro-batches; F 1, B 2, and 10 for a message.
-
-    rank 1: F0 11-12, B0 12-14, F1 14-15, B1 15-17; rank 0: B0 24-26, B1 27-29.
-    """
-    assert simulate(one_f_one_b(2, 2), Costs(message=10)).makespan == 29
-    assert simulate(one_f_one_b(2, 2)).makespan == 9
-
-
 @pytest.mark.parametrize("builder", SCHEDULES.values())
 def test_stages_that_are_twice_as_fast_take_half_the_time(builder):
     schedule = builder(2, 4)
