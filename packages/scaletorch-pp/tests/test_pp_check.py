@@ -226,7 +226,7 @@ def test_every_mutant_that_cannot_run_is_refused_and_no_other():
 
 
 @given(st.sampled_from(list(SCHEDULES)), st.integers(1, 9), st.integers(1, 20), st.integers(1, 3))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_no_schedule_of_ours_is_refused_nor_its_messages(name, num_ranks, num_micro_batches, v):
     chunks = [v] if name in ("interleaved_1f1b", "looped_bfs") else []
     schedule = SCHEDULES[name](num_ranks, num_micro_batches, *chunks)

@@ -78,20 +78,6 @@ def test_wrong_arguments(arguments, said, capsys):
     assert said in streams.err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--schedule", "gpipe"], "invalid choice: 'gpipe'"),
-        (SMALL[:4], "required: --micro-batches"),
-    ],
-)
-def test_what_the_parser_refuses(arguments, said, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert said in capsys.readouterr().err
-
-
 def test_without_torch(tmp_path):
     program = (
         "import sys; sys.modules['torch'] = None\n"

@@ -39,7 +39,7 @@ def makespan(schedule) -> float:
     return simulate(schedule).makespan
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(few_ranks, few_micro_batches, st.integers(1, 3))
 def test_activations_kept_alive(n, m, v):
     def peaks(schedule):
@@ -56,7 +56,7 @@ def test_activations_kept_alive(n, m, v):
     assert max(peaks(dualpipe_v(n, m))) <= min(2 * n + 1, 2 * m)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(few_ranks, few_micro_batches, st.integers(1, 3))
 def test_time_with_equal_costs(n, m, v):
     assert makespan(forward_only(n, m)) == m + n - 1
@@ -70,14 +70,14 @@ def test_time_with_equal_costs(n, m, v):
     assert makespan(dualpipe_v(n, enough)) == 6 * enough + n - 1
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(few_ranks, few_micro_batches)
 def test_few_micro_batches_take_no_longer_than_1f1b_of_the_same_model(n, m):
     for build in [*CHUNKED, zb_v, dualpipe_v]:  # each rank's two stages cost 1F1B's one
         assert makespan(build(n, m)) <= 2 * makespan(one_f_one_b(n, m)), build
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(few_ranks, few_micro_batches)
 def test_no_rank_of_zb_v_waits_once_it_has_started(n, m):
     schedule = zb_v(n, m + 2 * n - 2)
@@ -106,7 +106,7 @@ def torch_order(schedule_class, num_ranks: int, num_micro_batches: int, num_chun
     return ranks
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(few_ranks, few_micro_batches, st.integers(1, 3))
 def test_the_orders_are_those_of_torch(n, m, v):
     theirs = torch_order(torch_schedules.ScheduleDualPipeV, n, 2 * n + m, 2)

@@ -20,7 +20,7 @@ PREDICTED = 1e3  # microseconds of a unit that has no name
 
 @dataclass(frozen=True)
 class _Scale:
-    """How time becomes columns: `cell` columns for each `unit` of time, from `start` on."""
+    """A scale of time in columns: `cell` columns for each `unit` of time, from `start` on."""
 
     start: float
     unit: float

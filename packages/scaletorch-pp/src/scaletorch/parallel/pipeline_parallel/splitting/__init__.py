@@ -1,1 +1,1 @@
-"""Where a plain module is cut, and how its stages come to be."""
+"""The places where a plain module is cut, and the modules of each stage."""

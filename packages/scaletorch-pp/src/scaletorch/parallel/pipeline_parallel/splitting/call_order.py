@@ -1,4 +1,4 @@
-"""In which order a module's forward calls its children, as its source tells.
+"""The order in which a module's forward calls its children, read from its source.
 
 Modules are mostly registered in the order in which they are called, and some are not: a final norm
 before the layers, a norm of embeddings behind them. What is read here decides only which stage gets
@@ -45,7 +45,7 @@ def calls_around(module: nn.Module, child: str) -> tuple[frozenset[str], frozens
 
 
 class Use(IntEnum):
-    """What a method does with a child that it names."""
+    """A method's use of a child that it names."""
 
     MENTION = 0
     LOOP = 1
@@ -53,7 +53,7 @@ class Use(IntEnum):
 
 
 class _Events(ast.NodeVisitor):
-    """Where a method names children of its module, in the order in which it runs.
+    """The places where a method names children of its module, in the order in which it runs.
 
     Attributes:
         found: Name of a child, and what is done with it there.

@@ -1,4 +1,4 @@
-"""Where a plain module is cut: its description, and which stage gets which modules."""
+"""Descriptions of the places where a plain module is cut, and the modules of each stage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["Placement", "Split", "distribute_layers", "infer_split", "layers_of"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Split:
-    """Which modules a pipeline cuts, by dotted names; all others stay on every stage.
+    """The modules that a pipeline cuts, by dotted names; all others stay on every stage.
 
     Either a description of the model, whose layers are spread over any number of stages, or the
     points at which it is cut. Fields left out of a description are inferred (`infer_split`).

@@ -264,6 +264,7 @@ class _Gate:
         self._where = f"{name} is on stage {gates.stage} of the pipeline"
         names = list(gates.modules)
         self._later = [gates.modules[other] for other in names[names.index(name) + 1 :]]
+        self._places = sum(each is gates.modules[name] for each in gates.modules.values())
 
     def takes_forward(self) -> bool:
         """Return whether the stage runs, so that the model's code has asked for it."""
@@ -304,7 +305,7 @@ class _Gate:
         if passage is None:
             return output
         if not last and not self._later:
-            output = passage.leave(output)
+            output = passage.leave(output, self._places)
         if torch.compiler.is_compiling() or _changes_nothing(module):
             return output
         passage.extras.inside -= 1

@@ -51,7 +51,7 @@ class Passages:
 
     @property
     def past(self) -> bool:
-        """Whether the model's own code runs after all modules of the stage."""
+        """True while the model's own code runs after all modules of the stage."""
         return self.running is not None and self.running.over
 
     @property
@@ -124,7 +124,8 @@ class Passage:
         self.left: Any = None
         self.kinds: dict[str, Any] = {}
         self._met = ""  # the first module of the last stage that it has met
-        self._visits = self._visits_behind = 0  # of the last module of the stage before, and of its
+        self._visits = 0  # of the last module of the stage before
+        self._visits_behind = 0.0  # of the stage's own
         self._passed: Any = None  # what it passes on
         self._gradients = torch.is_grad_enabled()
         self._changes: list[tuple[int, int]] = []  # of what it passes on and the model's code gets
@@ -186,10 +187,15 @@ class Passage:
         if stage > self.furthest:
             self.furthest, self._met = stage, where
 
-    def leave(self, output: Any) -> Any:
-        """Take the output of the stage's last module; return what the model's code gets for it."""
+    def leave(self, output: Any, places: int) -> Any:
+        """Take the output of the stage's last module; return what the model's code gets for it.
+
+        Args:
+            output: The output.
+            places: How many places of the stage the module has, each of which is called in turn.
+        """
         self._passed, self._changes = output, []
-        self._visits_behind += 1
+        self._visits_behind += 1 / places
         # Reentrant recomputation runs a layer without gradients, and then gives its output one.
         if torch.is_grad_enabled() != self._gradients:
             self._changes = _changes(output)
@@ -232,7 +238,7 @@ class Passage:
                 "make new ones, put that into the layers, or recompute with use_reentrant=False"
             )
         self._refuse_collected(output, parameters, _collected_message)
-        hidden: Hidden = self.extras.leave(left, max(self._visits_behind, 1), samples)
+        hidden: Hidden = self.extras.leave(left, max(round(self._visits_behind), 1), samples)
         return hidden
 
     def _refuse_collected(

@@ -134,12 +134,12 @@ class PipelineParallel(ModuleWrapper):
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank takes `input_ids`."""
+        """True on the rank that takes `input_ids`."""
         return 0 in self.stages
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
+        """True on the rank that computes the loss."""
         return self.num_stages - 1 in self.stages
 
     @property

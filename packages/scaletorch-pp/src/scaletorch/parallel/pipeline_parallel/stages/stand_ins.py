@@ -45,7 +45,7 @@ class Forward(Protocol):
 
     @property
     def past(self) -> bool:
-        """Whether one runs, and what follows is another stage's."""
+        """True while one runs whose rest is another stage's."""
 
 
 class StandIn(Tensor):

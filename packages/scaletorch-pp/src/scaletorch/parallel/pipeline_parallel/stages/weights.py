@@ -46,7 +46,7 @@ class WeightGradients:
 
 
 class Deferral:
-    """Where weight gradients of a stage's linear layers go: nowhere special, unless `into` is set.
+    """The place for weight gradients of a stage's linear layers: none unless `into` is set.
 
     Attributes:
         into: Collects those of the forward that is running, or running again.
