@@ -16,19 +16,10 @@ from ..compose.forward import pipeline_of
 from ..compose.samples import train_unsampled
 from ..parallel.pg_manager import destroy_process_group_manager, setup_process_group_manager
 from ..parallel.tensor_parallel import load_full_state_dict
-from ..verify import dropout
+from ..verify import dropout, runner
 from ..verify.cases import Case
 from ..verify.precision import model_precision
 from ..verify.problem import TORCH_DTYPES, Batch, Put, Subject, Watch, phase_at
-from ..verify.runner import (
-    build,
-    choosing,
-    compare_dropout,
-    divide,
-    load_reference,
-    norm_of,
-    optimizers_of,
-)
 from ..verify.where import moved, rank_device
 from .recording.described import Description
 from .recording.ours import describe_grid, places_of
@@ -77,7 +68,7 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
         steps: How many.
     """
     grid, ran, device = case.grid, Ran([], []), rank_device(subject.device)
-    saved = moved(load_reference(reference), device)
+    saved = moved(runner.load_reference(reference), device)
     manager = setup_process_group_manager(grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp)
     try:
         dtype = TORCH_DTYPES[case.dtype]
@@ -85,23 +76,23 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
         with record(folder, plain, describe=Description(places=places_of(plain)), step=-1):
             pass
         load_full_state_dict(plain, saved["state"])
-        model = build(case, plain, subject, manager)
+        model = runner.build(case, plain, subject, manager)
         train_unsampled(model)  # a fault may part replicas, and is to be seen
         dropout.switch(model, on=False)
         stage = pipeline_of(model).module
         for step in range(steps):
             phase, first = phase_at(step, subject.phases)
             if first:
-                optimizers = optimizers_of(case, phase, model)
-            batches = divide(case, subject, saved["batches"][step], model)
+                optimizers = runner.optimizers_of(case, phase, model)
+            batches = runner.divide(case, subject, saved["batches"][step], model)
             said = describe_grid(model, batches, manager)
             with record(folder, stage, describe=said, step=step) as tape:
                 for number, batch in enumerate(batches):
                     tape.batch(batch if grid.cp > 1 else _with_positions(batch), number)
-                with model_precision(dtype), choosing(saved, step, ran.sent):
+                with model_precision(dtype), runner.choosing(saved, step, ran.sent):
                     tape.put("loss", train_step(model, batches, manager, loss_fn=subject.loss))
                 tape.put_all("gradient", local_gradients(model))
-                tape.norm(norm_of(model, manager, clips=phase.clips))
+                tape.norm(runner.norm_of(model, manager, clips=phase.clips))
                 for optimizer in optimizers:
                     optimizer.step()
                 tape.put_all("weight", _parameters(model))
@@ -109,7 +100,7 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
                     optimizer.zero_grad()
         if saved["dropout"]:
             numbered = {**saved, "steps": range(steps)}
-            found = list(compare_dropout(case, model, manager, numbered, subject))
+            found = list(runner.compare_dropout(case, model, manager, numbered, subject))
             ran.dropped.extend((e.what.partition(" ")[2], e.note) for e in found if e.failed)
         return ran
     finally:
