@@ -42,9 +42,10 @@ def added() -> dict[str, float]:
         recorder = hooks.guard
         if recorder is None or group is None:
             raise SystemExit("the guard has not started")
+        note = recorder.record(group, "all_reduce", (data, "sum"))
         others = {
             "note a collective": lambda: recorder.record(group, "all_reduce", (data, "sum")),
-            "note its wait": lambda: recorder.run(_nothing),
+            "note its wait": lambda: recorder.run((note,), _nothing),
             "end of a step": guard.step,
         }
         # The same on both ranks, so that nothing is at fault.

@@ -135,13 +135,13 @@ def check_failing_stage():
     os.environ["GROUP_RANK"] = str(rank // 2)
     assert dist.use_hierarchy()
     world, across = info_of(c10d.group.WORLD).levels, ValueError("no way across")
-    task = levels.Task([(levels.ACROSS, mock.Mock(side_effect=across))])
+    task = levels.Task(world, [(levels.ACROSS, mock.Mock(side_effect=across))])
     world._tasks.append(task)
     data = torch.ones(3)
     dist.all_reduce(data, async_op=True).wait()
     assert data.tolist() == [4.0] * 3
     with pytest.raises(ValueError, match="no way across"):
-        levels._Handle(world, task).wait()
+        task.wait()
 
 
 def test_a_stage_that_fails_is_for_who_waits_for_its_call():

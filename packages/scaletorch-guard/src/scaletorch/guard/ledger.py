@@ -21,14 +21,11 @@ from .facts import Channel, Entry, Picture, Report, Wait
 TRACE = "nccl_trace_rank_"  # by this name torch.distributed.flight_recorder looks for files
 CAPACITY = 4096  # entries
 _HEADER = struct.Struct("<8sII64s")  # magic, rank, capacity, label
-_MAGIC = b"stledg3\n"
-_FACTS = struct.Struct("<QdQIIB")  # index + 1, time, seq, check, channel, state
+_MAGIC = b"stledg4\n"
 _START = 128
-_SIZE = 256
-_SITE = 72
-_TEXT = _SIZE - _FACTS.size - _SITE - 2
-_RECORD = struct.Struct(f"<QdQIIBB{_SITE}sB{_TEXT - 1}s")
-_STATE = struct.calcsize("<QdQII")
+_RECORD = struct.Struct("<QdQIIB72s151s")  # index + 1, time, seq, check, channel, state, site, text
+_SIZE = _RECORD.size
+_STATE = struct.calcsize("<QdQII")  # offset in a record
 _CLOSED = 1 << 62  # entries: no call of a closed ledger is among its last
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
 
@@ -67,10 +64,8 @@ class Ledger:
         index = self._count
         offset = _START + index % CAPACITY * _SIZE
         self._count = index + 1
-        _RECORD.pack_into(
-            self._map, offset, index + 1, time, seq, check, channel, ISSUED,
-            min(len(site), _SITE), site, min(len(text), _TEXT - 1), text,
-        )  # fmt: skip
+        facts = index + 1, time, seq, check, channel, ISSUED, site, text
+        _RECORD.pack_into(self._map, offset, *facts)
         return index
 
     def set_state(self, index: int, state: int) -> None:
@@ -150,18 +145,11 @@ def read_ledger(path: str) -> tuple[int, str, dict[str, Channel], list[Entry]]:
 
 
 def _entry(record: tuple[Any, ...], channels: list[tuple[str, Channel]]) -> Entry | None:
-    index, time, seq, check, channel, state, site_length, site, text_length, text = record
+    index, time, seq, check, channel, state, site, text = record
     if not index or channel >= len(channels) or state >= len(STATES):
         return None
-    return Entry(
-        seq,
-        check,
-        text[:text_length].decode(errors="replace"),
-        site[:site_length].decode(errors="replace"),
-        time,
-        STATES[state],
-        channels[channel][0],
-    )
+    said, line = (words.rstrip(b"\0").decode(errors="replace") for words in (text, site))
+    return Entry(seq, check, said, line, time, STATES[state], channels[channel][0])
 
 
 def tails(entries: list[Entry], limit: int = 64) -> dict[str, dict[int, Entry]]:

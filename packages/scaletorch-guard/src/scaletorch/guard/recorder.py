@@ -210,7 +210,7 @@ class Recorder:
         self._groups: WeakKeyDictionary[ProcessGroup, tuple[Track, int]] = WeakKeyDictionary()
         self._paths: WeakKeyDictionary[ProcessGroup, dict[tuple[int, int, bool], Track]]
         self._paths = WeakKeyDictionary()
-        self._last: dict[int, Note] = {}  # thread -> its last call
+        self._callers: set[int] = set()  # threads that have made calls
         self.tracks: dict[str, Track] = {}
         self.waits: dict[int, tuple[int, Note, float]] = {}  # thread -> its wait
         self.streams = Streams()
@@ -239,19 +239,13 @@ class Recorder:
         same, text = f"{data.dtype} {data.numel()}", message_text(data, peer, sends)
         return self._write(track, same, text)
 
-    def run(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Make the backend's call for the last thing that this thread has noted."""
-        note = self._last.get(_ident())
-        handle = self.waiting(note, call, *args, **options)
-        return None if handle is None else Handle(handle, note, self)
-
-    def run_noted(
+    def run(
         self, notes: Sequence[Any], call: Callable[..., Any], *args: Any, **options: Any
     ) -> Any:
-        """Make the backend's call for these notes."""
+        """Make the backend's call for these notes, and wrap its handle or handles."""
         handles = self.waiting(notes[0], call, *args, **options)
         if not isinstance(handles, list):
-            return Handle(handles, notes[0], self)
+            return None if handles is None else Handle(handles, notes[0], self)
         if len(handles) != len(notes):  # a batch that is one to the backend
             notes = [notes[0]] * len(handles)
         return [Handle(handle, note, self) for handle, note in zip(handles, notes, strict=True)]
@@ -314,11 +308,11 @@ class Recorder:
     def free_threads(self, waits: Container[int]) -> tuple[int, bool]:
         """Return how many threads that call are not among those that wait, and if others might."""
         living = set(sys._current_frames())
-        callers = living & set(self._last)
+        callers = living & self._callers
         others = [
             thread
             for thread in threading.enumerate()
-            if not thread.daemon and thread.ident not in self._last
+            if not thread.daemon and thread.ident not in self._callers
         ]
         main = threading.main_thread().ident
         free = sum(thread not in waits for thread in callers)
@@ -343,7 +337,8 @@ class Recorder:
                 track.owner = thread if track.owner is None else 0
             board = self.board
             differs = board is not None and board.differs(track.tag, seq, check)
-        note = self._last[thread] = Note(track, seq, index)
+        self._callers.add(thread)
+        note = Note(track, seq, index)
         if differs:
             self._hold_back(note)
         return note

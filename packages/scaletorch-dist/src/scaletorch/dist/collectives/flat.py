@@ -14,11 +14,11 @@ from ..errors import InvalidArgumentError
 from ..transport.ways import way_of
 from ..wire.backend import bring_home, on_wire, process_group
 from ..wire.checks import begin, tells_failure
-from ..wire.recipes import Recipe, recipe_for
+from ..wire.recipes import recipe_for
 from ..wire.sums import even_parts, fold, parts_of, sum_dtype
 from ..wire.work import Work, given, nothing, settled
 from ..world.info import get_dist_info, get_world_size
-from .reduce import unpack_into
+from .reduce import all_reduce
 
 SCALED = {"sum": False, "mean": True}
 
@@ -52,19 +52,13 @@ def all_reduce_flat(
     _is_mean(op)
     members = process_group(group)
     size = 1 if members is None else members.size()
-    wire = data if members is None else on_wire(data, members)
-    if ordered or (size > 1 and data.numel() > 0 and _is_narrow(wire)):
+    if ordered or (size > 1 and data.numel() > 0 and _is_narrow(data)):
         counts = even_parts(data.numel(), size)
         own = parts_of(counts)[0 if members is None else members.rank()]
         first = None if start is None else start[own.start : own.stop]
         shard = reduce_scatter_flat(data, counts, op, group, ordered=ordered, start=first)
         return Work((shard,), partial(_put_together, data, counts, own, group, shard))
-    if begin(group, "all_reduce_flat", data, op) is None or members is None or not data.numel():
-        return Work((), partial(given, data))
-    recipe = recipe_for(op, wire.dtype)
-    packed = recipe.pack(wire)
-    done = partial(_unpacked_into, data, recipe, size)
-    return cast(Work[Tensor], way_of(packed, members).all_reduce(packed, recipe, done, True))
+    return Work((all_reduce(data, op, group, async_op=True),), partial(given, data))
 
 
 @tells_failure
@@ -172,9 +166,4 @@ def _put_together(
     """Write this rank's part of a sum into the buffer, and fetch the others."""
     data[own.start : own.stop].copy_(shard.wait())
     all_gather_flat(data, counts, group)
-    return data
-
-
-def _unpacked_into(data: Tensor, recipe: Recipe, size: int, reduced: Tensor) -> Tensor:
-    unpack_into(data, recipe, size, reduced)
     return data

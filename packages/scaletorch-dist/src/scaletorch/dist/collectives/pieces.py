@@ -19,6 +19,7 @@ from ..wire.backend import on_wire, process_group
 from ..wire.checks import checking, compare
 from ..wire.recipes import recipe_for
 from ..wire.work import given
+from .reduce import all_reduce
 
 Group = ProcessGroup | None
 
@@ -28,16 +29,9 @@ def total(x: Tensor, group: Group) -> Tensor:
     members = process_group(group)
     if members is None or members.size() == 1:
         return x
-    recipe = recipe_for("sum", x.dtype)
-    _compare("all_reduce", x, members)
-    buffer = recipe.pack(on_wire(x, members, reduced=True))
-    if buffer.data_ptr() == x.data_ptr():
-        buffer = buffer.clone()  # on_wire may also have copied it, from other strides or devices
-    if not buffer.numel():
-        return buffer.to(x.device, x.dtype)
-    done = partial(_as, x, x.shape)
-    way = way_of(buffer, members)
-    return cast(Tensor, way.all_reduce(buffer, recipe, done, False))
+    result = x.detach().clone(memory_format=torch.contiguous_format)
+    all_reduce(result, "sum", members)
+    return result
 
 
 def joined(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None) -> Tensor:

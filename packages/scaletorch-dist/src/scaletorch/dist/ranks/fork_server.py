@@ -4,7 +4,8 @@ It runs apart from the caller (`serve`), imports what is to be shared once, and 
 request. Unlike multiprocessing's own, it never runs the caller's `__main__`, takes over its
 `sys.path`, disturbs no setting of the caller's, and ends with all its ranks when the caller does.
 
-A message is a 4-byte length and JSON; a spawn request carries the descriptors of `RANK_FDS`.
+Messages go by a connection of multiprocessing's; the descriptors of `RANK_FDS` follow, by the same
+socket, where a rank is asked for.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import json
 import os
 import select
 import shutil
@@ -23,51 +23,22 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
 from typing import Any
 
 PRELOAD = ("torch", "torch.distributed")
 RANK_FDS = ("connection", "status", "stdout", "stderr")
 EXIT_STATUS = struct.Struct("<i")  # what a status pipe brings: the exit code, or minus the signal
-_LENGTH = struct.Struct("<I")
 
 RankMain = Callable[[int, dict[str, Any]], None]
-
-
-def send_message(sock: socket.socket, message: dict[str, Any], fds: Iterable[int] = ()) -> None:
-    """Send one JSON message, with file descriptors if it has some."""
-    body = json.dumps(message).encode()
-    socket.send_fds(sock, [_LENGTH.pack(len(body))], list(fds))
-    sock.sendall(body)
-
-
-def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Receive one JSON message and its descriptors.
-
-    Raises:
-        EOFError: The other side is gone.
-    """
-    header, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, len(RANK_FDS))
-    header += _receive_exactly(sock, _LENGTH.size - len(header))
-    message: dict[str, Any] = json.loads(_receive_exactly(sock, _LENGTH.unpack(header)[0]))
-    return message, fds
-
-
-def _receive_exactly(sock: socket.socket, count: int) -> bytes:
-    parts = []
-    while count:
-        part = sock.recv(count)
-        if not part:
-            raise EOFError("the other side is gone")
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
 
 
 class _Server:
     """Sockets and children of the running server."""
 
     def __init__(self, control_fd: int) -> None:
-        self.control = socket.socket(fileno=control_fd)
+        self.socket = socket.socket(fileno=control_fd)
+        self.control: Connection[Any, Any] = Connection(os.dup(control_fd))
         self.status_fds: dict[int, int] = {}  # pid → write end of its status pipe
         self.wake_read, self.wake_write = os.pipe()
         os.set_blocking(self.wake_write, False)
@@ -82,22 +53,23 @@ class _Server:
                 self.reap()
             if self.control.fileno() in ready:
                 try:
-                    request, fds = receive_message(self.control)
+                    self.answer(self.control.recv(), rank_main)
                 except (EOFError, ConnectionError):
                     return
-                self.answer(request, fds, rank_main)
 
-    def answer(self, request: dict[str, Any], fds: list[int], rank_main: RankMain) -> None:
+    def answer(self, request: dict[str, Any], rank_main: RankMain) -> None:
         sys.path[:] = request["path"]  # the caller's may have grown
+        if "preload" not in request:
+            _, fds, _, _ = socket.recv_fds(self.socket, 1, len(RANK_FDS))
+            pid = self.fork(dict(zip(RANK_FDS, fds, strict=True)), request, rank_main)
+            self.control.send({"pid": pid})
+            return
         try:
             _preload(request["preload"])
         except Exception:
-            send_message(self.control, {"error": traceback.format_exc()})
-            return
-        pid = 0
-        if fds:
-            pid = self.fork(dict(zip(RANK_FDS, fds, strict=True)), request, rank_main)
-        send_message(self.control, {"pid": pid})
+            self.control.send({"error": traceback.format_exc()})
+        else:
+            self.control.send({})
 
     def fork(self, fds: dict[str, int], request: dict[str, Any], rank_main: RankMain) -> int:
         pid = os.fork()
@@ -114,6 +86,7 @@ class _Server:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self.control.close()
+            self.socket.close()
             for fd in (self.wake_read, self.wake_write, fds["status"], *self.status_fds.values()):
                 os.close(fd)
             for number, name in ((1, "stdout"), (2, "stderr")):
@@ -165,7 +138,7 @@ def serve(control_fd: int, package: str) -> None:
         child, names = f"{package}.child", f"{package.rpartition('.')[0]}.public"
         _preload((*PRELOAD, child, names))
         rank_main: RankMain = sys.modules[child].main
-        send_message(server.control, {"directory": directory})
+        server.control.send({"directory": directory})
         server.run(rank_main)
     finally:
         server.kill_all()

@@ -87,6 +87,7 @@ class ForkServer:
                 start_new_session=True,  # Ctrl-C reaches the caller alone, which ends the ranks
             )
         self._socket = ours
+        self._control: Connection[Any, Any] = Connection(os.dup(ours.fileno()))
         weakref.finalize(self, _end_server, self.owner, ours, self._process)
         self.directory: str = self._receive()["directory"]
 
@@ -96,9 +97,10 @@ class ForkServer:
         return self.owner == os.getpid() and self._process.poll() is None
 
     def _receive(self) -> dict[str, Any]:
-        self._socket.settimeout(START_TIMEOUT)
         try:
-            message, _ = fork_server.receive_message(self._socket)
+            if not self._control.poll(START_TIMEOUT):
+                raise TimeoutError(f"no answer in {START_TIMEOUT:g} s")
+            message: dict[str, Any] = self._control.recv()
         except (OSError, EOFError) as error:
             raise StateError(
                 f"the fork-server for ranks did not start or died ({error!r}); "
@@ -114,8 +116,7 @@ class ForkServer:
         They are looked for on this process's module path of now, not of when the server began.
         """
         with self._lock:
-            request = {"preload": list(modules), "path": sys.path}
-            fork_server.send_message(self._socket, request)
+            self._control.send({"preload": list(modules), "path": sys.path})
             self._receive()
 
     def spawn(self, request: dict[str, Any]) -> RankProcess:
@@ -125,7 +126,8 @@ class ForkServer:
         try:
             fds = (theirs.fileno(), status_write, 1, 2)
             with self._lock:
-                fork_server.send_message(self._socket, {"preload": [], **request}, fds)
+                self._control.send(request)
+                socket.send_fds(self._socket, [b"."], fds)
                 pid = self._receive()["pid"]
         except BaseException:
             ours.close()
@@ -140,6 +142,8 @@ class ForkServer:
 def _end_server(owner: int, control: socket.socket, process: subprocess.Popen[bytes]) -> None:
     """Hang up, at which the server ends its ranks, removes its files and leaves."""
     if owner == os.getpid():
+        with contextlib.suppress(OSError):  # it has left by itself
+            control.shutdown(socket.SHUT_RDWR)
         control.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)

@@ -60,16 +60,13 @@ def _serve(meeting: Meeting, world_size: int, timeout: timedelta) -> TCPStore:
 
 
 def _listen(meeting: Meeting) -> socket.socket:
-    where = (meeting.address if is_loopback(meeting.address) else "", meeting.port)
+    host = meeting.address if is_loopback(meeting.address) else ""
+    both = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
     try:
-        if where[0]:
-            family = socket.AF_INET6 if ":" in where[0] else socket.AF_INET
-            return socket.create_server(where, family=family, backlog=2048)
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(
-                where, family=socket.AF_INET6, backlog=2048, dualstack_ipv6=True
-            )
-        return socket.create_server(where, backlog=2048)
+        return socket.create_server(
+            (host, meeting.port), family=family, backlog=2048, dualstack_ipv6=both
+        )
     except OSError as error:
         raise StateError(
             f"rank 0 cannot listen on {meeting.address} port {meeting.port} ({error.strerror}): "

@@ -35,21 +35,20 @@ INSIDE, ACROSS, BACK, OVER = range(4)  # columns of stages, each with a group of
 
 
 class Task:
-    """A call under way: what it has yet to do, stage by stage.
+    """A call under way, stage by stage; its `Work` waits for it as for a backend's handle.
 
     Attributes:
         column: Of the stage that is under way; `OVER` if none is left.
-        error: What one of them has raised.
     """
 
-    __slots__ = ("_note", "_stages", "_work", "column", "error")
+    __slots__ = ("_error", "_note", "_stages", "_way", "_work", "column")
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        self._stages = deque(stages)
+    def __init__(self, way: LevelsWay, stages: Sequence[Stage]) -> None:
+        self._way, self._stages = way, deque(stages)
         self._note = port.last_note()
         self._work: Work[Any] | None = None
         self.column = -1
-        self.error: Exception | None = None
+        self._error: Exception | None = None
 
     def advance(self, before: int, *, wait: bool = False) -> None:
         """Make the stages that have become possible; what fails is for who waits for the call.
@@ -71,8 +70,19 @@ class Task:
                     self._work = port.as_noted(self._note, self._stages.popleft()[1])
                 self.column = following
             except Exception as error:
-                self.error, self.column = error, OVER
+                self._error, self.column = error, OVER
             wait = False
+
+    def wait(self) -> None:
+        """Make this rank's stages, and those of calls before."""
+        self._way.advance(self)
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        """Return whether no stage is left."""
+        self._way.advance()
+        return self.column == OVER
 
 
 class LevelsWay(Way):
@@ -206,33 +216,15 @@ class LevelsWay(Way):
         self, stages: Sequence[Stage], finish: Callable[[], T], async_op: bool
     ) -> T | Work[T]:
         if async_op:
-            task = Task(stages)
+            task = Task(self, stages)
             self._tasks.append(task)
             self.advance()
-            return Work((_Handle(self, task),), finish)
+            return Work((task,), finish)
         if self._tasks:
             self.advance(self._tasks[-1])
         for _, stage in stages:
             stage(False)
         return finish()
-
-
-class _Handle:
-    """A task as `Work` wants it."""
-
-    def __init__(self, way: LevelsWay, task: Task) -> None:
-        self._way, self._task = way, task
-
-    def wait(self) -> None:
-        """Make this rank's stages, and those of calls before."""
-        self._way.advance(self._task)
-        if self._task.error is not None:
-            raise self._task.error
-
-    def is_completed(self) -> bool:
-        """Return whether no stage is left."""
-        self._way.advance()
-        return self._task.column == OVER
 
 
 def use_hierarchy(group: ProcessGroup | None = None) -> bool:

@@ -251,19 +251,14 @@ class Way:
             flat = as_bytes(buffer).to(get_comm_device(self.group))
         rows = flat.new_empty(size * flat.numel())
         handle = all_gather_single(rows, flat, self.group, async_op)
-        finish = partial(_reduced_gathered, rows, size, buffer, recipe.run, done)
+
+        def finish() -> T:  # of tensors like this rank's, which may have come as bytes
+            like = rows.to(buffer.device).view(buffer.dtype)
+            return done(fold(like.view(size, -1), recipe.run))
+
         return settled((handle,), finish, async_op, keep=flat)
-
-
-def _reduced_gathered(rows: Tensor, size: int, like: Tensor, run: str, done: Done[T]) -> T:
-    """Reduce the gathered tensors, each like this rank's, which may have come as bytes."""
-    return _reduced_rows(rows.to(like.device).view(like.dtype).view(size, -1), run, done)
 
 
 def _reduced(received: Tensor, size: int, recipe: Recipe, done: Done[T]) -> T:
     packed = recipe.pack(received)
-    return _reduced_rows(packed.view(size, packed.numel() // size), recipe.run, done)
-
-
-def _reduced_rows(rows: Tensor, run: str, done: Done[T]) -> T:
-    return done(fold(rows, run))
+    return done(fold(packed.view(size, packed.numel() // size), recipe.run))

@@ -118,6 +118,7 @@ def tells_failure(call: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(call)
     def told(*args: P.args, **options: P.kwargs) -> R:
+        global _compared
         if not comparing():
             return call(*args, **options)
         before = _compared
@@ -126,6 +127,7 @@ def tells_failure(call: Callable[P, R]) -> Callable[P, R]:
         except Exception as error:
             group = _group_among((*args, *options.values()))
             if group is not None and before == _compared:
+                _compared += 1  # a call around this one need not tell it again
                 exchange_texts(f"{call.__name__.lstrip('_')} fails: {error}", group)
             raise
 

@@ -21,13 +21,10 @@ class Guard(Protocol):
     ) -> object:
         """Note one end of a message; return what tells it apart."""
 
-    def run(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Make the backend's call for the last thing noted; wrap the handle that it returns."""
-
-    def run_noted(
+    def run(
         self, notes: Sequence[object], call: Callable[..., Any], *args: Any, **options: Any
     ) -> Any:
-        """Make the backend's call for these notes, and wrap the handle, or handles, of it."""
+        """Make the backend's call for what was noted, and wrap the handle, or handles, of it."""
 
     def tell(self, error: BaseException) -> bool:
         """Tell all ranks of an exception; return whether they hear of a fault."""
@@ -40,8 +37,8 @@ guard: Guard | None = None
 
 def install_guard(chosen: Guard | None) -> None:
     """Have every call told to a guard, or to none."""
-    global guard
-    guard = chosen
+    global guard, _notes
+    guard, _notes = chosen, _Notes()
 
 
 def tell_guard(error: BaseException) -> bool:
@@ -55,10 +52,9 @@ def tell_guard(error: BaseException) -> bool:
 
 
 class _Notes(threading.local):
-    """What each thread's calls are made for."""
+    """The note of the collective whose calls a thread makes now: of the last, as a rule."""
 
-    last: object = None  # the collective noted last
-    chosen: object = None  # one noted before, whose calls are made now
+    last: object = None
 
 
 _notes = _Notes()
@@ -78,23 +74,19 @@ def last_note() -> object:
 
 def as_noted(note: object, stage: Callable[[bool], T]) -> T:
     """Start a later stage of a collective that was noted before."""
-    if note is None:
-        return stage(True)
-    _notes.chosen = note
+    before, _notes.last = _notes.last, note
     try:
         return stage(True)
     finally:
-        _notes.chosen = None
+        _notes.last = before
 
 
 def run_told(call: Callable[..., Any], args: Any, options: Any) -> Any:
-    """Make a backend's call that may block, so that the guard, which is there, can free it."""
+    """Make a backend's call that may block, so that the guard, if there is one, can free it."""
     told = guard
     if told is None:
         return call(*args, **options)
-    if _notes.chosen is not None:
-        return told.run_noted((_notes.chosen,), call, *args, **options)
-    return told.run(call, *args, **options)
+    return told.run((_notes.last,), call, *args, **options)
 
 
 def note(data: Tensor, peer: int, members: ProcessGroup, tag: int, sends: bool) -> object:
@@ -106,4 +98,4 @@ def note(data: Tensor, peer: int, members: ProcessGroup, tag: int, sends: bool) 
 def post(call: Callable[..., Any], args: tuple[Any, ...], *notes: object) -> Any:
     """Make the backend's call for messages that the guard has been told of."""
     told = guard
-    return call(*args) if told is None else told.run_noted(notes, call, *args)
+    return call(*args) if told is None else told.run(notes, call, *args)
