@@ -50,9 +50,8 @@ def higher(case: Case, ranks: list[Peak]) -> Iterator[str]:
             yield f"{case}: autograd keeps {own.kept} bytes on rank {rank}, planned {kept}"
         found = planned[place].total + random_states(known, layout, place)
         most = sum(own.held) + own.taken
-        # Less is known of buckets beside several stages, and of when gloo frees what it gathers.
-        rough = layout.sequence_parallel or (layout.zero and layout.grid.pp > 1)
-        off = 2 * CLOSE if rough else CLOSE
+        # What is full of buckets is known less well, and when gloo frees what it gathers.
+        off = 2 * CLOSE if layout.zero or layout.sequence_parallel else CLOSE
         halves = case.family.endswith("mixture") and layout.zero == 2 and layout.schedule in SPLIT
         more = HALVES if halves else off
         if not (1 - off) * (most - own.rest) - ROOM <= found <= (1 + more) * most + ROOM:
