@@ -27,8 +27,10 @@ def workspace(tmp_path_factory):
     """A clean repository with the packages, of one commit."""
     folder = tmp_path_factory.mktemp("workspace")
     for name in ("packages", "tools"):
-        # Without the lines on changes that are pending now: each test writes its own.
-        unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info", "dist-info", "changes")
+        # Without tests, and without the lines on changes that are pending: each test has its own.
+        unwanted = shutil.ignore_patterns(
+            "__pycache__", "*.egg-info", "dist-info", "changes", "tests"
+        )
         shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
     for name in ("pyproject.toml", ".gitignore"):
         shutil.copy(ROOT / name, folder)

@@ -152,9 +152,9 @@ def test_a_wheel_that_needs_more_is_not_installed(wheels, torch_folder, tmp_path
 def test_a_snippet_that_fails_or_prints_something_else_is_named(
     wheels, torch_folder, tmp_path, snippet, fault
 ):
-    title = f"# {PACKAGE}"
-    told = f"```python\n{snippet}\n```\n\n{title}"
-    wheel = changed(wheels[PACKAGE], tmp_path / "wheels", f"{ABOUT}/METADATA", title, told)
+    told = f"```python\n{snippet}\n```\n"
+    own = (folder(PACKAGE) / "README.md").read_text()
+    wheel = changed(wheels[PACKAGE], tmp_path / "wheels", f"{ABOUT}/METADATA", own, told)
     alone = Alone(PACKAGE, wheel, wheel.parent, create(tmp_path / "environment", torch_folder))
     with pytest.raises(CheckError, match=f"(?s){fault}"):
         alone.readme()

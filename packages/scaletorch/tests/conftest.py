@@ -10,6 +10,10 @@ from scaletorch.dist.testing import preload
 
 STANDIN = Path(__file__).parents[2] / "scaletorch-dist" / "tests" / "standin"
 
+FAMILIES = (
+    "llama", "mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "glm4_moe", "llama4",
+)  # fmt: skip
+
 sys.path.append(str(Path(__file__).parent))
 preload(
     "pytest",
@@ -22,7 +26,7 @@ preload(
     "mutants",
 )
 if find_spec("transformers"):  # takes 2 s, in each rank that does not have it
-    preload(*(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mixtral")))
+    preload(*(f"transformers.models.{name}.modeling_{name}" for name in FAMILIES))
 
 
 @pytest.fixture(scope="session")

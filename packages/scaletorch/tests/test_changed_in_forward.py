@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from sweeps import today
 from torch import nn
 
 from scaletorch.compose import parallelize, shard_global_batch, train_step
@@ -188,16 +189,18 @@ REFUSED = [
 
 
 def test_what_forwards_change_as_one_process_would_trains():
-    for found in run_ranks(trained, 2, RIGHT, timeout=200):
-        for case, error in zip(RIGHT, found, strict=True):
+    cases = today(RIGHT, 2)
+    for found in run_ranks(trained, 2, cases, timeout=200):
+        for case, error in zip(cases, found, strict=True):
             assert not isinstance(error, str), (case, error)
             assert error < 1e-12, (case, error)
 
 
 def test_what_forwards_would_change_otherwise_is_refused_on_every_rank():
-    cases = [case for case, _ in REFUSED]
+    refused = today(REFUSED, 2)
+    cases = [case for case, _ in refused]
     for rank, found in enumerate(run_ranks(trained, 2, cases, timeout=200)):
-        for (case, match), said in zip(REFUSED, found, strict=True):
+        for (case, match), said in zip(refused, found, strict=True):
             assert isinstance(said, str), (rank, case, said)
             assert re.search(match, said, re.DOTALL), (rank, case, said)
             assert "Error: " in said, (rank, case, said)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpointed import adamw, batch, build
 from checkpointed import train as train_on
+from sweeps import today
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -134,7 +135,9 @@ def go_on(root, layout, stage, sources):
     return found
 
 
-@pytest.mark.parametrize(("layout", "stage"), [((2, 1, 1, 2), 0), ((2, 2, 1, 1), 1), (None, 0)])
+@pytest.mark.parametrize(
+    ("layout", "stage"), today([((2, 1, 1, 2), 0), ((2, 2, 1, 1), 1), (None, 0)], 3)
+)
 def test_training_goes_on_in_layouts_of_ours(four, saved, layout, stage):
     sources = ["fsdp", "tp and fsdp", "tied"]
     if layout is None:

@@ -9,12 +9,10 @@ from sweeps import today
 from torch import nn
 from training import adamw, in_one_process, ranks_of, train_and_compare
 
-from scaletorch.dist.testing import preload
+from scaletorch.parallel.pipeline_parallel import SCHEDULES
+from scaletorch.parallel.tensor_parallel import Slices, Stacked
 
 transformers = pytest.importorskip("transformers")
-for name in ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "glm4_moe",
-             "llama4"):  # fmt: skip
-    preload(f"transformers.models.{name}.modeling_{name}")
 
 STEPS, BOUND = 2, 1e-11
 SMALL = {
@@ -137,22 +135,63 @@ def trained(ranks, family, sizes, options=None, micro_batches=1, stage=0, layers
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("family", today([*FAMILIES], 6))
-def test_families(family):
-    trained(4, family, {"dp_size": 4, "ep_size": 2})
-
-
-LAYOUTS = [
-    ({"dp_size": 4, "ep_size": 4}, {}, 2, 0),
-    ({"dp_size": 2, "tp_size": 2, "ep_size": 2}, {}, 1, 0),
-    ({"dp_size": 2, "tp_size": 2, "ep_size": 4}, {}, 1, 0),
-    ({"dp_size": 2, "tp_size": 2, "ep_size": 4}, {"sequence_parallel": True}, 1, 1),
-    ({"dp_size": 2, "cp_size": 2, "ep_size": 4}, {}, 1, 2),
-    ({"dp_size": 2, "pp_size": 2, "ep_size": 2}, {"recompute": True}, 2, 1),
-    ({"cp_size": 2, "tp_size": 2, "ep_size": 2}, {}, 1, 0),
+SEQUENCES, RECOMPUTED = {"sequence_parallel": True}, {"recompute": True}
+NAMED = {"plan": {"**.mlp.experts": Stacked({"gate_up_proj": Slices(1, parts=2), "down_proj": 2})}}
+DP_TP, CP_TP = {"dp_size": 2, "tp_size": 2}, {"cp_size": 2, "tp_size": 2}
+BOTH = {"ep_size": 2, "etp_size": 2}  # each expert's width is divided too
+# Family, sizes, options of `parallelize`, micro-batches, ZeRO stage.
+CASES = [
+    *((family, {"dp_size": 4, "ep_size": 2}, {}, 1, 0) for family in FAMILIES),
+    *((family, DP_TP | BOTH, {}, 1, 0) for family in FAMILIES),
+    ("Qwen3Moe", {"dp_size": 4, "ep_size": 4}, {}, 2, 0),
+    ("Qwen3Moe", DP_TP | {"ep_size": 2}, {}, 1, 0),
+    ("Qwen3Moe", DP_TP | {"ep_size": 4}, {}, 1, 0),
+    ("Qwen3Moe", DP_TP | {"ep_size": 4}, SEQUENCES, 1, 1),
+    ("Qwen3Moe", {"dp_size": 2, "cp_size": 2, "ep_size": 4}, {}, 1, 2),
+    ("Qwen3Moe", {"dp_size": 2, "pp_size": 2, "ep_size": 2}, RECOMPUTED, 2, 1),
+    ("Qwen3Moe", CP_TP | {"ep_size": 2}, {}, 1, 0),
+    ("Qwen3Moe", CP_TP | BOTH, {}, 1, 0),
+    ("Qwen3Moe", {"tp_size": 4}, SEQUENCES, 2, 0),
+    ("Qwen3Moe", {"pp_size": 2, "tp_size": 2}, RECOMPUTED, 2, 0),
+    ("Qwen3Moe", DP_TP | {"etp_size": 1}, {}, 1, 2),
+    ("GptOss", {"tp_size": 4}, {}, 1, 0),
+    ("GptOss", DP_TP | {"ep_size": 2}, {}, 1, 0),
+    ("GptOss", DP_TP | {"ep_size": 4}, SEQUENCES, 1, 1),
+    ("GptOss", DP_TP | BOTH, SEQUENCES, 1, 1),
+    ("GptOss", DP_TP | {"etp_size": 1}, SEQUENCES, 1, 0),
+    ("DeepseekV3", DP_TP | BOTH, SEQUENCES, 2, 2),
+    ("Mixtral", DP_TP, RECOMPUTED | SEQUENCES, 1, 2),
+    ("Mixtral", DP_TP | BOTH, NAMED, 1, 0),
+    ("Mixtral", DP_TP | {"ep_size": 4}, NAMED, 1, 0),
+    ("Mixtral", DP_TP | {"etp_size": 1}, NAMED, 2, 1),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "options", "micro_batches", "stage"), today(LAYOUTS, 7))
-def test_layouts(sizes, options, micro_batches, stage):
-    trained(4, "Qwen3Moe", sizes, options, micro_batches, stage)
+@pytest.mark.parametrize(("family", "sizes", "options", "micro_batches", "stage"), today(CASES, 11))
+def test_four_ranks_train_as_one_process(family, sizes, options, micro_batches, stage):
+    trained(4, family, sizes, options, micro_batches, stage)
+
+
+AXES = ("dp", "pp", "cp", "tp", "ep", "etp")
+# Layout, family, options of `parallelize`, micro-batches, ZeRO stage, whether one expert gets all.
+EIGHT = [
+    ("8x1x1x1-8-1", "Olmoe", {}, 2, 2, False),
+    ("2x1x2x2-8-1", "Qwen3Moe", SEQUENCES, 1, 1, False),
+    ("2x1x2x2-2-2", "Glm4Moe", RECOMPUTED, 1, 1, True),
+    ("2x2x1x2-4-1", "DeepseekV3", {"schedule": "dualpipe_v"}, 4, 0, True),
+    ("2x2x2x1-2-1", "Mixtral", {"schedule": "zb_h1"}, 2, 1, False),
+    ("1x2x1x4-1-1", "GptOss", {"schedule": "interleaved_1f1b"}, 2, 0, False),
+    ("1x4x1x2-2-1", "DeepseekV3", RECOMPUTED, 2, 2, False),
+    ("2x1x1x4-2-4", "GptOss", SEQUENCES, 1, 2, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "family", "options", "micro_batches", "stage", "skewed"), today(EIGHT, 8)
+)
+def test_eight_ranks_train_as_one_process(layout, family, options, micro_batches, stage, skewed):
+    numbers = dict(zip(AXES, map(int, layout.replace("x", "-").split("-")), strict=True))
+    sizes = {f"{axis}_size": size for axis, size in numbers.items()}
+    schedule = SCHEDULES[options.get("schedule", "1f1b")]
+    layers = max(2, schedule(numbers["pp"], micro_batches).num_stages)
+    trained(8, family, sizes, options, micro_batches, stage, layers, skewed)

@@ -202,10 +202,11 @@ WRONG = {
 }
 
 
-def refused(sizes, options):
+def refused(sizes, options, names):
     manager = setup_process_group_manager(**sizes)
     heard = {}
-    for name, (own, _) in WRONG.items():
+    for name in names:
+        own, _ = WRONG[name]
         model = parallelize(language(), manager, **options, rehearse=False)
         heard[name], told = [], own if isinstance(own, dict) else {"loss_fn": own}
         for wrong in (told, {"loss_fn": smoothed}):  # afterwards a step goes well
@@ -220,10 +221,9 @@ def refused(sizes, options):
 
 def test_what_a_loss_returns_is_refused_on_every_rank():
     sizes = {"tp_size": 2, "pp_size": 2}
-    for rank in run_ranks(refused, 4, sizes, {"loss_parallel": True}):
-        for name, (_, message) in WRONG.items():
-            first, second = rank[name]
-            assert re.search(message, first, re.DOTALL), (name, first)
+    for rank in run_ranks(refused, 4, sizes, {"loss_parallel": True}, today([*WRONG], 2)):
+        for name, (first, second) in rank.items():
+            assert re.search(WRONG[name][1], first, re.DOTALL), (name, first)
             assert second == "", (name, second)
 
 

@@ -35,7 +35,7 @@ from scaletorch.compose import (
 from scaletorch.compose.rehearsal.judging import relative
 from scaletorch.dist import get_rank
 from scaletorch.dist.errors import RehearsalError, StateError
-from scaletorch.dist.testing import RankPool, relative_error, run_ranks
+from scaletorch.dist.testing import relative_error, run_ranks
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
@@ -172,7 +172,7 @@ def axes_of(layout):
 @pytest.mark.timeout(600)
 def test_right_layouts_agree():
     mistakes = []
-    for layout in today(LAYOUTS, 10):
+    for layout in today(LAYOUTS, 20):
         found = run_ranks(told, layout.ranks, Everything, layout, timeout=200)
         mistakes += [f"{layout}: {said}" for said in {*found} - {None}]
     assert not mistakes, "\n".join(mistakes)
@@ -181,7 +181,7 @@ def test_right_layouts_agree():
 @pytest.mark.timeout(600)
 def test_faults_are_named():
     mistakes, cases = [], [(axis, layout) for layout in LAYOUTS for axis in axes_of(layout)]
-    for axis, layout in today(cases, 18):
+    for axis, layout in today(cases, 36):
         for said in run_ranks(planted, layout.ranks, axis, layout, timeout=200):
             if not re.search(FAULTS[axis][2], said or "", re.DOTALL):
                 mistakes.append(f"{axis} on {layout}: {said}")
@@ -239,13 +239,12 @@ SHARES_OF_TOKENS = [
 
 @pytest.mark.timeout(300)
 def test_what_mixes_or_counts_the_tokens_of_a_share_is_found():
-    with RankPool(4, timeout=200) as pool:
-        for layout, how in today([*itertools.product(SHARES_OF_TOKENS, OF_TOKENS)], 10):
-            for said in pool.run(told, partial(OfTokens, how), layout):
-                assert said, how
-                assert "what layers.0 is given is off by" in said, (how, said)
-                ways = "'sequence_whole', or the layers 'sequence_layer'"
-                assert re.search(ways, said), (how, said)
+    for layout, how in today([*itertools.product(SHARES_OF_TOKENS, OF_TOKENS)], 20):
+        for said in run_ranks(told, 4, partial(OfTokens, how), layout, timeout=200):
+            assert said, how
+            assert "what layers.0 is given is off by" in said, (how, said)
+            ways = "'sequence_whole', or the layers 'sequence_layer'"
+            assert re.search(ways, said), (how, said)
 
 
 class GatedLayer(models.Layer):
@@ -271,11 +270,10 @@ class Hidden(models.Plain):
 @pytest.mark.timeout(300)
 def test_nothing_hides_behind_zeros():
     layouts = [each for each in LAYOUTS if each.ranks == 4 and each.axes.get("cp", 1) > 1]
-    with RankPool(4, timeout=200) as pool:
-        for layout in today(layouts, 2):
-            for said in pool.run(told, Hidden, layout):
-                where = r"output of layers\.0 is off by \S+ of its size \(in positions .* of 16\)"
-                assert re.search(where, said or ""), (layout, said)
+    for layout in today(layouts, len(layouts)):
+        for said in run_ranks(told, 4, Hidden, layout, timeout=200):
+            where = r"output of layers\.0 is off by \S+ of its size \(in positions .* of 16\)"
+            assert re.search(where, said or ""), (layout, said)
 
 
 def of_long_sequences(size):
@@ -345,9 +343,9 @@ class Choosing(models.Plain):
     layer = ChoosingLayer
 
 
-def choices():
+def choices(seeds):
     layout, found = Layout({"tp": 2}, SHARED), []
-    for seed in range(8):
+    for seed in seeds:
         torch.manual_seed(seed)
         manager = setup_process_group_manager(**layout.sizes)
         net = Choosing(4).to(torch.bfloat16)
@@ -361,7 +359,7 @@ def choices():
 
 
 def test_choices_that_rounding_decides_are_no_alarm():
-    assert not any(run_ranks(choices, 2, timeout=200))
+    assert not any(run_ranks(choices, 2, today(range(8), 4), timeout=200))
 
 
 class SlightlyOffMLP(models.MLP):
@@ -386,7 +384,7 @@ SEQUENCES, CONTEXT, STAGES, SHARDS = (
     Layout({"tp": 2, "pp": 2}, micro_batches=2),
     Layout({"tp": 2, "dp": 2}, zero=2),
 )
-ON = {  # each layout is tried in one kind of 16 bits, and in one of float32
+ON = {  # each layout is tried in one kind of 16 bits, and in one of float32; each day one of two
     "bfloat16": (SEQUENCES, STAGES),
     "float16": (CONTEXT, SHARDS),
     "autocast": (SEQUENCES, STAGES),
@@ -423,14 +421,13 @@ def rehearsed(kind, layout, dtype, options, casts):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("how", IN_16_BITS)
 def test_16_bits_are_rehearsed_in_float32(how):
-    with RankPool(4, timeout=200) as pool:
-        for layout in ON[how]:
-            right = pool.run(rehearsed, Everything, layout, *IN_16_BITS[how])
-            line = r"rehearsal: \d+ units on \S+ agree with one process to \S+e-0[67] in float32, "
-            assert re.match(line, right[0]), (layout, right[0])
-            assert right[1:] == [""] * 3
-            for said in pool.run(rehearsed, SlightlyOff, layout, *IN_16_BITS[how]):
-                assert "output of layers.0 is off by" in said, (layout, said)
+    for layout in today(ON[how], 2):
+        right = run_ranks(rehearsed, 4, Everything, layout, *IN_16_BITS[how], timeout=200)
+        line = r"rehearsal: \d+ units on \S+ agree with one process to \S+e-0[67] in float32, "
+        assert re.match(line, right[0]), (layout, right[0])
+        assert right[1:] == [""] * 3
+        for said in run_ranks(rehearsed, 4, SlightlyOff, layout, *IN_16_BITS[how], timeout=200):
+            assert "output of layers.0 is off by" in said, (layout, said)
 
 
 class Embeddings(nn.Module):
@@ -472,10 +469,10 @@ def of_its_dtype(layout):
 @pytest.mark.timeout(300)
 def test_what_other_stages_have_is_in_float32_too():
     sizes = {"dp": 2, "pp": 2}
-    with RankPool(4, timeout=200) as pool:
-        for schedule in ("1f1b", "zb_v"):
-            layout = Layout(sizes, {"schedule": schedule}, micro_batches=2)
-            assert "agree with one process to" in pool.run(of_its_dtype, layout)[0], schedule
+    for schedule in ("1f1b", "zb_v"):
+        layout = Layout(sizes, {"schedule": schedule}, micro_batches=2)
+        said = run_ranks(of_its_dtype, 4, layout, timeout=200)[0]
+        assert "agree with one process to" in said, schedule
 
 
 def test_too_little_memory_for_float32_is_told():
@@ -654,22 +651,29 @@ class Beside(models.Plain):
         return super().top(x) * sum(layer.size for layer in self.layers)
 
 
-def other_ways():
-    for sizes in ({"dp": 2}, {"pp": 2}, {"tp": 2}):
-        layout = Layout(sizes, micro_batches=2)
-        for kind in (Within, WithinAnew, *([Turned] if "pp" in sizes else [])):
-            assert told(kind, layout) is None, (kind, sizes)
-    for sizes in ({"dp": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}):
-        for kind in (CountedInCheckpoints, CountedAnew):
-            with warnings.catch_warnings(action="ignore"):
-                assert told(kind, Layout(sizes)) is None, (kind, sizes)
+IN_CHECKPOINTS = [
+    (Turned, Layout({"pp": 2}, micro_batches=2)),
+    *itertools.product(
+        (Within, WithinAnew), [Layout({axis: 2}, micro_batches=2) for axis in ("dp", "pp", "tp")]
+    ),
+    *itertools.product(
+        (CountedInCheckpoints, CountedAnew), [Layout({a: 2}) for a in ("dp", "tp", "cp", "pp")]
+    ),
+]
+
+
+def other_ways(cases):
+    for kind, layout in cases:
+        counts = issubclass(kind, CountedInCheckpoints)
+        with warnings.catch_warnings(action="ignore") if counts else nullcontext():
+            assert told(kind, layout) is None, (kind, layout)
     assert told(Beside, Layout({"tp": 2})) is None
     wrong = ("compose.rehearsal.replay:Replay._add_beside", lambda _: lambda *_: None)
     assert "is off by" in told(Beside, Layout({"tp": 2}), fault=wrong)
 
 
 def test_checkpoints_and_what_is_taken_beside_a_result_are_no_alarm():
-    run_ranks(other_ways, 2, timeout=200)
+    run_ranks(other_ways, 2, today(IN_CHECKPOINTS, 5), timeout=200)
 
 
 def masked(sizes):
@@ -849,17 +853,16 @@ def lines(kind, layout):
 
 
 def test_the_line_says_what_was_compared_and_what_was_not():
-    with RankPool(2, timeout=200) as pool:
-        for layout in (Layout({"tp": 2}), Layout({"dp": 2})):
-            (line,), none = pool.run(lines, models.Plain, layout)
-            assert re.match(
-                r"rehearsal: 2 units on \S+ agree with one process to \S+e-1\d in float64,", line
-            )
-            assert none == []
-            (line,), _ = pool.run(lines, OneIsNoisy, layout)
-            assert "not compared: layers.0, which gives another answer each time" in line
-            (line,), _ = pool.run(lines, Reaches, layout)
-            assert "rehearsal: 0 units" in line
+    for layout in today([Layout({"tp": 2}), Layout({"dp": 2})], 2):
+        (line,), none = run_ranks(lines, 2, models.Plain, layout, timeout=200)
+        assert re.match(
+            r"rehearsal: 2 units on \S+ agree with one process to \S+e-1\d in float64,", line
+        )
+        assert none == []
+        (line,), _ = run_ranks(lines, 2, OneIsNoisy, layout, timeout=200)
+        assert "not compared: layers.0, which gives another answer each time" in line
+        (line,), _ = run_ranks(lines, 2, Reaches, layout, timeout=200)
+        assert "rehearsal: 0 units" in line
 
 
 def trained(axis):

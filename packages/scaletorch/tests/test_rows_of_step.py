@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from sample_optimizers import gap
+from sweeps import today
 from torch.utils.data import DataLoader
 from training import llama
 
@@ -136,7 +137,7 @@ def one_process():
     return train({}, None, 0, STEPS)
 
 
-@pytest.mark.parametrize(("first", "second"), LAYOUTS)
+@pytest.mark.parametrize(("first", "second"), today(LAYOUTS, len(LAYOUTS)))
 def test_training_goes_on_with_the_same_rows_on_another_layout(
     tmp_path, one_process, first, second
 ):

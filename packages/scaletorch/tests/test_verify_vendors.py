@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from small_models import small_model
+from sweeps import today
 
 import scaletorch.dist as dist
 from scaletorch.bisect import bisect
@@ -50,7 +51,7 @@ def train(device, backend, case, reference):
 
 @pytest.mark.parametrize(
     ("device", "backend", "layout"),
-    [("npu", "hccl", "2x1x1x2"), ("mlu", "cncl", "1x2x1x2"), ("musa", "mccl", "1x1x2x2")],
+    today([("npu", "hccl", "2x1x1x2"), ("mlu", "cncl", "1x2x1x2"), ("musa", "mccl", "1x1x2x2")], 3),
 )
 def test_a_layout_on_a_vendors_device(plugins, monkeypatch, tmp_path, device, backend, layout):
     layout = parse_layout(layout)
