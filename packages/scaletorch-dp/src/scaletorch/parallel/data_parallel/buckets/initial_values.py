@@ -1,7 +1,8 @@
-"""Values that all ranks begin with: compared, or the first rank's sent to the others."""
+"""Initial values of all ranks: compared, or broadcast from the first rank."""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Sequence
 
@@ -20,7 +21,7 @@ def check_init_sync(given: object) -> None:
     """Refuse anything but one of `INIT_SYNCS`.
 
     Raises:
-        InvalidArgumentError: It is none.
+        InvalidArgumentError: It is none of them.
     """
     if given not in INIT_SYNCS:
         known = ", ".join(map(repr, INIT_SYNCS))
@@ -30,15 +31,15 @@ def check_init_sync(given: object) -> None:
 def sync_initial_values(
     tensors: Sequence[tuple[str, Tensor]], how: str, group: ProcessGroup | None
 ) -> None:
-    """Compare parameters and buffers over the ranks, or make them the first rank's, in place.
+    """Compare parameters and buffers over the ranks, or broadcast the first rank's, in place.
 
     Args:
-        tensors: With their names; names, shapes and dtypes are the same on all ranks.
+        tensors: Named tensors; names, shapes and dtypes are the same on all ranks.
         how: One of `INIT_SYNCS`.
         group: The ranks.
 
     Raises:
-        MismatchError: Values differ, and were to be compared: names them on every rank.
+        MismatchError: Values differ under "check"; raised on every rank, with their names.
     """
     if how == "broadcast":
         source = group_ranks(group)[0]
@@ -51,22 +52,10 @@ def sync_initial_values(
 
 
 def _digest(tensor: Tensor) -> str:
-    """Return a hash of a tensor's bits; one on the meta device has none yet."""
+    """Return a hash of a tensor's bits, or "none" for a tensor on the meta device."""
     if tensor.is_meta:
         return "none"
     dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    flat = dense.detach().cpu().contiguous().view(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
-    data = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
-    return hashlib.blake2b(_bytes(data), digest_size=8).hexdigest()
-
-
-def _bytes(data: Tensor) -> memoryview:
-    """Return a flat uint8 tensor's memory, without a copy and without numpy."""
-    import ctypes
-
-    length = data.numel()
-    if not length:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * length).from_address(data.data_ptr()))
+    host = dense.detach().resolve_conj().cpu().contiguous()
+    memory = (ctypes.c_char * host.nbytes).from_address(host.data_ptr())  # without numpy or a copy
+    return hashlib.blake2b(memory, digest_size=8).hexdigest()
