@@ -1,4 +1,4 @@
-"""When ranks compare their calls of attention."""
+"""Comparison of the ranks' calls of attention."""
 
 import pytest
 import torch

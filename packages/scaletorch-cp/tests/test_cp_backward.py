@@ -1,4 +1,4 @@
-"""What backward computes again attends by the batch of its forward, or raises."""
+"""Recomputation in backward attends by the batch of its forward, or raises."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def _in_blocks(tensors, band, count, scale):
     operands = Operands(grad, q, k, v, out.to(q.dtype), lse)
     totals = [torch.zeros(x.shape) for x in (q, k, v)]
     for (rows, keys), each in zip(blocks, bands, strict=True):
-        shares = kernels.backward(operands.part(rows, keys), scale, each)
+        shares = kernels.backward(operands.select(rows, keys), scale, each)
         for total, share, place in zip(totals, shares, (rows, keys, keys), strict=True):
             total[:, :, place] += share
     return [operands.out, *(x.to(q.dtype) for x in totals)]
@@ -321,8 +321,8 @@ def _half(heads, kv_heads, rows, keys, device="meta"):
     return [x.to(device) for x in inputs]
 
 
-class Asked(TorchDispatchMode):
-    """What operators are given, by the names in their schemas."""
+class Recorded(TorchDispatchMode):
+    """Records the arguments of operators, by the names in their schemas."""
 
     def __init__(self):
         super().__init__()
@@ -342,7 +342,7 @@ class Asked(TorchDispatchMode):
 def test_fused_operators_are_asked_for_no_dropout_and_for_this_mask(operator, band, keys):
     """Shapes and dtypes alone: nothing is computed on meta tensors."""
     q, k, v, grad = _half(4, 2, 40, keys)
-    with Asked() as asked:
+    with Recorded() as asked:
         out, lse, *grads = _run(_of(operator), q, k, v, grad, 0.1, band)
     assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
@@ -366,7 +366,7 @@ def test_backwards_are_given_memory_in_the_order_that_they_read(operator):
     q, k, v, grad = _half(4, 4, 40, 40)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device="meta")
     for x in (grad, grad.mT.contiguous().mT, torch.empty(q.shape, device="meta")):
-        with Asked() as asked:
+        with Recorded() as asked:
             _of(operator).backward(Operands(x, q, k, v, out, lse), 0.1, CAUSAL)
         given = asked.calls[-1]
         for tensor in (given.get("grad_out", given.get("grad_out_")), given["out"]):
@@ -481,7 +481,7 @@ def test_table_falls_back_to_the_tile():
 @pytest.mark.parametrize("band", [FULL, CAUSAL])
 def test_pytorch_is_asked_of_kernels_without_dropout(band):
     q, k, v, _ = random_tensors(6, 2, 8, 8, 8)
-    asked = cuda.asked(q, k, v, band)
+    asked = cuda.sdpa_params(q, k, v, band)
     assert asked.dropout == 0
     assert asked.is_causal is (band is CAUSAL)
     assert asked.enable_gqa

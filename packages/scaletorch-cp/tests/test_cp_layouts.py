@@ -11,7 +11,7 @@ from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.parallel.context_parallel.layouts.layout import (
     LAYOUTS,
     contiguous,
-    joined,
+    merge_ranks,
     stripe,
     zigzag,
 )
@@ -84,9 +84,9 @@ def test_no_such_rank(rank):
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_joined_shares_are_those_of_fewer_ranks(kind):
-    layout = joined(LAYOUTS[kind](48, 8), 8)
+    layout = merge_ranks(LAYOUTS[kind](48, 8), 8)
     assert layout.positions(0).tolist() == list(range(48))
-    pairs = joined(LAYOUTS[kind](48, 8), 2)
+    pairs = merge_ranks(LAYOUTS[kind](48, 8), 2)
     for rank in range(4):
         own = [LAYOUTS[kind](48, 8).positions(r) for r in (2 * rank, 2 * rank + 1)]
         assert sorted(pairs.positions(rank).tolist()) == sorted(torch.cat(own).tolist())

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.parallel.context_parallel.layouts.layout import LAYOUTS, contiguous, stripe, zigzag
 from scaletorch.parallel.context_parallel.masks import mask as mask_module
-from scaletorch.parallel.context_parallel.masks.mask import CAUSAL, FULL, Mask, blocks, seen
+from scaletorch.parallel.context_parallel.masks.mask import (
+    CAUSAL,
+    FULL,
+    Mask,
+    blocks,
+    visible_pairs,
+)
 
 
 def _dense(mask, length):
@@ -60,7 +66,7 @@ def test_blocks_of_all_ranks_are_the_mask_of_the_whole(case):
             whole[rows[:, None], keys] += _counts(found, local, local)
     assert whole.equal(expected)
     shares = [expected[layout.positions(rank)].sum().item() for rank in range(layout.size)]
-    assert seen(mask, layout) == tuple(shares)
+    assert visible_pairs(mask, layout) == tuple(shares)
 
 
 def _between(mask, layout, mine, other):
@@ -79,10 +85,10 @@ def test_fused_kernels_take_what_no_window_cuts(name, documents):
 def test_zigzag_balances_causal_attention_and_contiguous_does_not():
     mask, pairs = Mask(causal=True), 96 * 97 // 2
     for size in (1, 2, 3, 4, 6, 8):
-        assert seen(mask, zigzag(96, size)) == (pairs // size,) * size
-    assert seen(mask, contiguous(96, 2)) == (48 * 49 // 2, pairs - 48 * 49 // 2)
-    assert seen(mask, stripe(96, 2)) == (pairs // 2 - 24, pairs // 2 + 24)
-    assert len(set(seen(Mask(causal=False), contiguous(96, 4)))) == 1
+        assert visible_pairs(mask, zigzag(96, size)) == (pairs // size,) * size
+    assert visible_pairs(mask, contiguous(96, 2)) == (48 * 49 // 2, pairs - 48 * 49 // 2)
+    assert visible_pairs(mask, stripe(96, 2)) == (pairs // 2 - 24, pairs // 2 + 24)
+    assert len(set(visible_pairs(Mask(causal=False), contiguous(96, 4)))) == 1
 
 
 def test_thousands_of_documents_are_looked_at_once(monkeypatch):

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from scaletorch.dist.testing import run_ranks
 from scaletorch.dist.wire.work import Work
 from scaletorch.parallel.context_parallel import LAYOUTS, attention, cp_comms
-from scaletorch.parallel.context_parallel.masks.blocks import pairs
-from scaletorch.parallel.context_parallel.methods import gathered
+from scaletorch.parallel.context_parallel.masks.blocks import count_pairs
+from scaletorch.parallel.context_parallel.methods import all_gather
 from scaletorch.parallel.context_parallel.methods.call import Call
 
 METHODS = ("ring", "all_gather")
@@ -50,7 +50,7 @@ def watched():
 
     def computing(call):
         def computed(self, source, *args):
-            events.append(("compute", pairs(self.blocks(source))))
+            events.append(("compute", count_pairs(self.blocks(source))))
             return call(self, source, *args)
 
         return computed
@@ -62,7 +62,7 @@ def watched():
     with ExitStack() as stack:
         for owner, name, change in [
             (cp_comms, "exchange", starting(cp_comms.exchange)),
-            (gathered, "all_gather", starting(gathered.all_gather)),
+            (all_gather, "all_gather", starting(all_gather.all_gather)),
             (Call, "attend", computing(Call.attend)),
             (Call, "attend_backward", computing(Call.attend_backward)),
             (Work, "wait", waiting),

@@ -32,7 +32,7 @@ def _error(heads, kv_heads, causal, dtype, scale):
     layout = contiguous(7 * size, size)
     leaves = [share(x, layout).requires_grad_() for x in tensors[:3]]
     before = [x.detach().clone() for x in leaves]
-    out = ring_attention(*leaves, scale, causal, c10d.group.WORLD, layout="contiguous")
+    out = ring_attention(*leaves, scale, causal, c10d.group.WORLD, layout=layout)
     out.backward(share(tensors[3], layout))
     assert all(map(torch.equal, leaves, before)), "an input was changed"
     found = [out.detach(), *(x.grad for x in leaves)]
@@ -69,7 +69,7 @@ def _strided():
     shards = (share(x, layout).transpose(1, 2).contiguous() for x in tensors[:3])
     leaves = [x.requires_grad_() for x in shards]
     out = ring_attention(
-        *(x.transpose(1, 2) for x in leaves), is_causal=True, group=world, layout="contiguous"
+        *(x.transpose(1, 2) for x in leaves), is_causal=True, group=world, layout=layout
     )
     out.sum().backward()
     found = [out.detach(), *(x.grad.transpose(1, 2) for x in leaves)]
@@ -140,7 +140,7 @@ def _q(*shape, dtype=torch.float32):
     ("q", "k", "v", "match"),
     [
         (_q(2, 3, 4), _q(2, 3, 4), None, r"must be \[B, heads, L, D\]"),
-        (_q(1, 2, 0, 4), _q(1, 2, 0, 4), None, "none of them 0"),
+        (_q(1, 2, 0, 4), _q(1, 2, 0, 4), None, "with sizes above 0"),
         (_q(1, 2, 3, 4), _q(1, 2, 3, 4, dtype=torch.float64), None, "dtypes must be equal"),
         (_q(1, 2, 3, 4, dtype=torch.int), _q(1, 2, 3, 4, dtype=torch.int), None, "one of torch.fl"),
         (_q(1, 2, 3, 4), _q(2, 2, 3, 4), None, "batch size and head dim"),

@@ -1,4 +1,4 @@
-"""Who holds which positions: sequences, batches, positions and rotary tables."""
+"""Shards of sequences, batches, positions and rotary tables."""
 
 from __future__ import annotations
 

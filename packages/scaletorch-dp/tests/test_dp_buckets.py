@@ -1,4 +1,4 @@
-"""How parameters are put into buckets, and in which order buckets are reduced."""
+"""Division of parameters into buckets, and the order of the buckets' reductions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program does to gradients between backward and step counts, with shards as without."""
+"""Changes of gradients between backward and step count, with shards and without."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def leave_it(weight):
 
 
 def check_before_it_is_synchronised(dtype, grad_type, change, expected):
-    """What one backward without synchronisation left is changed, then two more follow."""
+    """Change the gradients of an unsynchronised backward, then run two more."""
     layer = nn.Linear(1, 1, bias=False, dtype=dtype)
     model = DataParallelBucket(layer, group=c10d.group.WORLD, grad_type=grad_type)
     data = torch.full((1, 1), c10d.get_rank() + 1.0, dtype=dtype)

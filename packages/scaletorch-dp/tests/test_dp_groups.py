@@ -22,7 +22,7 @@ STEPS = 3
 
 
 class Part(nn.Module):
-    """What one rank has: the shared layers and the experts it was given."""
+    """One rank's model: the shared layers and its own experts."""
 
     def __init__(self, experts):
         super().__init__()
@@ -115,7 +115,7 @@ def refused():
     world = distributed.group.WORLD
     plain = Part([distributed.get_rank() % EXPERTS])
     groups = groups_of(plain)
-    with pytest.raises(InvalidArgumentError, match=r"groups names expert\.x"):
+    with pytest.raises(InvalidArgumentError, match=r"groups contains expert\.x"):
         DataParallelBucket(plain, group=world, groups={"expert.x": world})
     with pytest.raises(InvalidArgumentError, match="op='mean' would divide"):
         DataParallelBucket(plain, group=world, groups=groups, op="mean")

@@ -1,4 +1,4 @@
-"""What backward calls of every kind do to the gradients: nested, repeated, failed, partial."""
+"""Gradients after backward calls of every kind: nested, repeated, failed, partial."""
 
 from __future__ import annotations
 
@@ -437,7 +437,7 @@ def check_late_output():
 
 
 class Stage(nn.Module):
-    """What a pipeline stage offers; a rank may find nothing to do."""
+    """A pipeline stage that may have nothing to do on a rank."""
 
     def __init__(self):
         super().__init__()

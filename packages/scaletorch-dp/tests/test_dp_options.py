@@ -1,4 +1,4 @@
-"""What the wrapper can be asked for: orders, dtypes, initial values, finite gradients."""
+"""Options of the wrapper: orders, dtypes, initial values, finite gradients."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ from scaletorch.parallel.data_parallel import (
     shard_optimizer,
     whole_gradients,
 )
-from scaletorch.parallel.data_parallel.sharding import bucket as sharded
-from scaletorch.parallel.data_parallel.sharding.gather import Gathers
+from scaletorch.parallel.data_parallel.sharding import sharded_bucket as sharded
+from scaletorch.parallel.data_parallel.sharding.gather import ParameterGather
 
 in_turn = in_turn_of(__name__)
 
@@ -147,7 +147,7 @@ def test_stages_and_overlap(ranks):
 def check_late_arrival(waits):
     """Parameters arrive only when somebody waits for them: forward does, wherever it reads them."""
     gather = sharded.ShardedBucket.gather
-    before_forward = Gathers.before_forward
+    before_forward = ParameterGather.before_forward
 
     def late(bucket):
         old = bucket.values.clone()
@@ -162,7 +162,7 @@ def check_late_arrival(waits):
 
     with (
         mock.patch.object(sharded.ShardedBucket, "gather", late),
-        mock.patch.object(Gathers, "before_forward", before_forward if waits else never),
+        mock.patch.object(ParameterGather, "before_forward", before_forward if waits else never),
     ):
         check_optimizer("AdamW", 1, True, bucket_size=20)
 
@@ -387,7 +387,7 @@ def check_several_optimizers():
 
 
 def check_changed_between():
-    """What is done to gradients and parameters between backward and step counts, or is refused."""
+    """Change gradients and parameters between backward and step: it counts, or is refused."""
     model, plain = pair()
     ours = shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1)

@@ -149,9 +149,7 @@ class Beyond(Stacked):
         self.bias = nn.Parameter(torch.randn(EXPERTS + 2, HIDDEN))
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"), [(Rows, "is not to be seen"), (Beyond, r"is one of \[5, 7\]")]
-)
+@pytest.mark.parametrize(("kind", "words"), [(Rows, "is unknown"), (Beyond, r"is one of \[5, 7\]")])
 def test_experts_that_have_not_a_row_each_are_refused(kind, words):
     with pytest.raises(InvalidArgumentError, match=words):
         find_experts("experts", kind())

@@ -1,4 +1,4 @@
-"""What becomes of models whose experts are divided, and of ranks that get no rows."""
+"""Models with divided experts, and ranks that receive no rows."""
 
 import copy
 import pickle

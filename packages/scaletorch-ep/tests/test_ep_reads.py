@@ -1,4 +1,4 @@
-"""How often the host waits for a device: once in a call of experts, and never in backward.
+"""The host waits for a device once in a call of experts, and never in backward.
 
 A tensor of this host says here that it is on a device, so that what runs is what would run there.
 """

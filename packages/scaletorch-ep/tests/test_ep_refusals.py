@@ -1,4 +1,4 @@
-"""What cannot be divided, and calls that ranks make differently: errors on every rank."""
+"""Models that cannot be divided, and calls that differ between ranks: errors on every rank."""
 
 import re
 
@@ -113,7 +113,7 @@ CASES = {
     "no plan": (Experts, None, "brings no plan for experts"),
     "no plan, and none would do": (Routed, None, re.escape("is called as Routed(hidden)")),
     "style": (Experts, {"experts": "column"}, "the style 'column'; there is one, 'experts'"),
-    "no forward": (Silent, None, "own: put what is done with ex"),
+    "no forward": (Silent, None, "own: move the computation of ex"),
     "list": (_list, None, re.escape(LIST.format("", "ModuleList"))),
     "dict": (_dict, None, re.escape(LIST.format("", "ModuleDict"))),
     "parameters in a list": (_params, None, re.escape(LIST.format("", "ParameterList"))),
@@ -127,7 +127,7 @@ CASES = {
     ),
     "routing": (Routed, None, re.escape("is called as Routed(hidden)")),
     "replaced": (_replaced, None, "was replaced on the instance"),
-    "no stack": (Looping, None, "the number of experts of 'experts' .* is one of|not to be seen"),
+    "no stack": (Looping, None, "the number of experts of 'experts' .* is one of|is unknown"),
     "two numbers": (Two, None, re.escape("is one of [4, 6]")),
     "too few": (lambda: Experts(1), None, "has 1 experts, fewer than the 2 ranks"),
     "hooks": (_hooked, None, "has gradient hooks"),

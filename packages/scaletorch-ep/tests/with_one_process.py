@@ -1,4 +1,4 @@
-"""What tests of whole models have in common: a model, a batch, and whole gradients to compare."""
+"""Helpers for tests of whole models: a model, a batch, and whole gradients to compare."""
 
 import torch
 import torch.distributed as c10d

@@ -29,7 +29,7 @@ def stale_keys_in_backward(backward: Any) -> Any:
         return first_again
 
     def faulty(*args: Any) -> Any:
-        with patched("parallel.context_parallel.methods.ring:_travelling", stale):
+        with patched("parallel.context_parallel.methods.ring:_rotate", stale):
             return backward(*args)
 
     return faulty
@@ -97,7 +97,7 @@ def merge_loses_weight(merge: Any) -> Any:
     return merged
 
 
-@fault("methods.ring:_with_arrived", layout="1x1x2x1", born="backward: *.self_attn")
+@fault("methods.ring:_add_received", layout="1x1x2x1", born="backward: *.self_attn")
 def own_share_overwritten(arrived: Any) -> Any:
     """What arrives of dK and dV replaces this rank's own share."""
 
@@ -153,10 +153,10 @@ def labels_shifted_within_shards(shard: Any) -> Any:
     return shortened
 
 
-@fault("models.settings:Settings._layout_of", layout="1x1x2x1", born="forward: *.self_attn")
-def attention_in_another_layout(layout_of: Any) -> Any:
+@fault("models.settings:Settings._shard_layout", layout="1x1x2x1", born="forward: *.self_attn")
+def attention_in_another_layout(shard_layout: Any) -> Any:
     """Attention takes shards to be contiguous that are zigzag."""
-    return lambda self, documents, part: contiguous(part * self.ring.size, self.ring.size)
+    return lambda self, documents, length: contiguous(length * self.ring.size, self.ring.size)
 
 
 @fault(
@@ -167,4 +167,4 @@ def attention_in_another_layout(layout_of: Any) -> Any:
 )
 def heads_of_another_rank(heads_of: Any) -> Any:
     """Ranks get each other's heads, and give them back as their own."""
-    return lambda self, x, peer: heads_of(self, x, self.part.size - 1 - peer)
+    return lambda self, x, peer: heads_of(self, x, self.ranks.size - 1 - peer)

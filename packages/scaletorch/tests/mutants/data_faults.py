@@ -151,7 +151,7 @@ def updated_parameters_not_fetched(all_gather_flat: Any) -> Any:
 
 
 @fault(
-    "sharding.bucket:ShardedBucket._start",
+    "sharding.sharded_bucket:ShardedBucket._start",
     layout="2x1x1x1",
     data_parallel="zero2",
     born="synchronisation: gradients",
@@ -167,13 +167,13 @@ def earlier_micro_batches_forgotten(start: Any) -> Any:
     return forgetful
 
 
-@fault("zero:follow", layout="2x1x1x1", data_parallel="zero1", born="update: weights")
+@fault("zero:hook_optimizer", layout="2x1x1x1", data_parallel="zero1", born="update: weights")
 def moments_forgotten(follow: Any) -> Any:
     """What a sharded optimizer keeps of a step is gone at the next one."""
     return _before_each_step(follow, lambda optimizer: optimizer.state.clear())
 
 
-@fault("zero:follow", layout="2x1x1x1", data_parallel="zero2", born="update: weights")
+@fault("zero:hook_optimizer", layout="2x1x1x1", data_parallel="zero2", born="update: weights")
 def moments_of_other_elements(follow: Any) -> Any:
     """The moments of a shard lie one element off its parameters."""
 

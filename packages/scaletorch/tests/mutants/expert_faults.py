@@ -29,7 +29,7 @@ def own_rows(rows: Tensor, route: Any) -> Tensor:
     return kept
 
 
-@fault("exchange.dispatch:_Travel.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
+@fault("exchange.dispatch:_Dispatch.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
 def scores_without_gradient(backward: Any) -> Any:
     """The router's scores get no gradient from the experts."""
 
@@ -40,7 +40,7 @@ def scores_without_gradient(backward: Any) -> Any:
     return losing
 
 
-@fault("exchange.dispatch:_Travel.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
+@fault("exchange.dispatch:_Dispatch.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
 def scores_gradient_of_own_experts_alone(backward: Any) -> Any:
     """The gradient of scores is not summed over the ranks that have a token's experts."""
     return lambda ctx, rows, weights, *more: backward(
@@ -48,7 +48,7 @@ def scores_gradient_of_own_experts_alone(backward: Any) -> Any:
     )
 
 
-@fault("exchange.dispatch:_Travel.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
+@fault("exchange.dispatch:_Dispatch.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
 def hidden_gradient_of_own_experts_alone(backward: Any) -> Any:
     """Hidden states get a gradient by the scores, and by experts of their own rank only."""
     return lambda ctx, rows, *more: backward(ctx, own_rows(rows, ctx.route), *more)
@@ -129,7 +129,7 @@ def gradients_of_results_in_another_order(backward: Any) -> Any:
     return mixed
 
 
-@fault("computing:add_up", layout="2x1x1x1-ep2", born="forward: *.experts")
+@fault("computation:add_up", layout="2x1x1x1-ep2", born="forward: *.experts")
 def second_expert_of_a_rank_replaces_the_first(folded: Any) -> Any:
     """Of a token's two experts on one rank, the results are not added up."""
 
@@ -196,7 +196,7 @@ def scores_travel_in_bfloat16(dispatch: Any) -> Any:
     )
 
 
-@fault("computing:_Idle.backward", layout="4x1x1x1-ep4", model="skewed", born=EXPERTS_OWN)
+@fault("computation:_NoRows.backward", layout="4x1x1x1-ep4", model="skewed", born=EXPERTS_OWN)
 def rank_without_tokens_has_no_gradient(backward: Any) -> Any:
     """The experts of a rank to which no token goes have no gradient in place of zeros."""
 

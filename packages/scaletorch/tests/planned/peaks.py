@@ -131,13 +131,13 @@ def _take_turns(buckets: BucketManager) -> None:
     launch = buckets._launch
 
     def launched(bucket: Bucket) -> None:
-        before, buckets._travelling = buckets._travelling, Later()
+        before, buckets._in_flight = buckets._in_flight, Later()
         launch(bucket)
         for each in before:
             each.wait()
             each.collect_if_done()
 
-    buckets._travelling, buckets._launch = Later(), launched
+    buckets._in_flight, buckets._launch = Later(), launched
 
 
 class Later(list):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..dist.errors import InvalidArgumentError
 from ..parallel.context_parallel import ShardedSequences
-from ..parallel.context_parallel.building import CU_SEQLENS, DEFAULT, layout_of_whole
+from ..parallel.context_parallel.building import CU_SEQLENS, DEFAULT, layout_for_length
 from ..parallel.pg_manager import IGNORED, ProcessGroupManager
 from .entries import (
     POSITIONS,
@@ -158,7 +158,7 @@ def _sequences(
         )
     of_tokens = sequence_shape(batch) is not None
     if layout != "zigzag" or not of_tokens:  # which is padded, without labels
-        layout_of_whole(layout, positions.length, manager.cp_size)
+        layout_for_length(layout, positions.length, manager.cp_size)
     if manager.cp_size > 1 and not of_tokens:
         require_all_told(batch, positions)
     documents, group = batch.get("cu_seq_lens_q"), manager.cp_group

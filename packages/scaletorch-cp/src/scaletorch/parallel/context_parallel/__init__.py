@@ -1,4 +1,4 @@
-"""Context parallelism: sequences in shards, exact attention over all of them."""
+"""Context parallelism: sharded sequences, and exact attention over all of their positions."""
 
 from ._version import __version__
 from .attention import attention

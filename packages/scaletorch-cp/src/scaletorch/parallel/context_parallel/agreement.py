@@ -1,10 +1,9 @@
-"""What a rank brings to a call of attention: checked here, compared over the ranks.
+"""Checks of a call of attention, on one rank and between ranks.
 
-A receiver that expects another size ends the whole process, so unequal shards have to be found
-first. A cache of compared calls cannot replace the comparison if shapes vary, since a rank that
-knows its shape would skip a comparison in which another rank waits. On CPU backends it runs in
-every call; on others, on which reading the answer would stop the device's queue, at the first use
-of a signature.
+A receiver that expects another size ends the whole process, so unequal shards must be found
+first. A cache cannot replace the comparison if shapes vary: a rank that knows its shape would skip
+a comparison in which another rank waits. With CPU tensors every call is compared. On other devices,
+where reading the answer would stall the queue, a signature is compared at its first use.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from .methods.call import Call
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-Signature = tuple[str, ...]  # what one rank brings to a call of attention
+Signature = tuple[str, ...]  # one rank's call, as lines of text
 
-_MANY = 4096  # calls of a ring that are remembered at most: packed documents are new in every step
+_MANY = 4096  # signatures of a ring in the cache: packed documents make new ones in every step
 
-# The calls of a ring, by group and ranks; all of these know the same.
+# Compared calls by group and ranks; every rank of a ring has the same ones.
 _agreed: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], set[Signature]]] = (
     WeakKeyDictionary()
 )
 
 
-def as_autocast(x: Tensor) -> Tensor:
-    """Cast as autocast casts an input of scaled_dot_product_attention."""
+def cast_for_autocast(x: Tensor) -> Tensor:
+    """Cast an input as autocast does for scaled_dot_product_attention."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x
@@ -44,19 +43,19 @@ def as_autocast(x: Tensor) -> Tensor:
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse tensors that do not fit together on this rank."""
+    """Refuse tensors of this rank that do not fit together."""
     if any(x.ndim != 4 or not x.numel() for x in (q, k, v)):
-        raise _misfit("q, k and v must be [B, heads, L, D], none of them 0", q, k, v)
+        raise _shape_error("q, k and v must be [B, heads, L, D], with sizes above 0", q, k, v)
     rules = {
         f"dtypes must be equal, one of {', '.join(map(str, DTYPES))}": (
             q.dtype == k.dtype == v.dtype and q.dtype in DTYPES
         ),
         "devices must be equal": q.device == k.device == v.device,
-        "k and v must have one shape, but for the head dim": k.shape[:3] == v.shape[:3],
+        "k and v must have one shape, except the head dim": k.shape[:3] == v.shape[:3],
         "batch size and head dim must be those of q": (
             (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
         ),
-        "as many positions in k as in q, both one shard of the same sequence (neither decoding "
+        "k must have as many positions as q, a shard of the same sequence (neither decoding "
         "with a cache nor cross attention)": q.shape[2] == k.shape[2],
         "the number of key heads must divide the number of query heads": (
             q.shape[1] % k.shape[1] == 0
@@ -64,7 +63,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     }
     for rule, holds in rules.items():
         if not holds:
-            raise _misfit(rule, q, k, v)
+            raise _shape_error(rule, q, k, v)
 
 
 def check_sinks(sinks: Tensor, q: Tensor) -> None:
@@ -77,33 +76,33 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
         )
 
 
-def with_one_head_dim(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tensors of the larger head dim, as fused kernels take one: zeros change no score."""
+def pad_head_dims(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad q, k and v to the larger head dim, as fused kernels take one; zeros change no score."""
     dim = max(q.shape[3], v.shape[3])
     q, k, v = (x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3])) for x in (q, k, v))
     return q, k, v
 
 
-def _misfit(rule: str, *qkv: Tensor) -> InvalidArgumentError:
-    came = ", ".join(
+def _shape_error(rule: str, *qkv: Tensor) -> InvalidArgumentError:
+    got = ", ".join(
         f"{name} {list(x.shape)} {x.dtype} on {x.device}"
         for name, x in zip("qkv", qkv, strict=True)
     )
     return InvalidArgumentError(
-        f"context-parallel attention on {describe_rank()}: {rule}; got {came}"
+        f"context-parallel attention on {describe_rank()}: {rule}; got {got}"
     )
 
 
 def signature(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call, method: str
 ) -> Signature:
-    """Describe this rank's call, as a reader of an error message wants it."""
+    """Describe this rank's call in lines that an error message can show."""
     given = (q, k, v) if sinks is None else (q, k, v, sinks)
     gradient = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     mask, layout = call.mask, call.layout
     documents = zlib.crc32(repr(mask.documents).encode()) if mask.documents else 0
     return (
-        f"method {method}, over parts of {call.parts[0].size} of the ranks {call.ring.ranks}",
+        f"method {method}, subgroups of {call.subgroups[0].size} of the ranks {call.ring.ranks}",
         f"q {list(q.shape)}, {k.shape[1]} key/value heads of head dim {v.shape[3]}, {q.dtype}",
         f"causal {mask.causal}, window {mask.window}, documents of digest {documents:x}",
         f"{layout.name} layout of {layout.length} positions",
@@ -119,13 +118,13 @@ def require_agreement(
 
     Args:
         mine: This rank's call.
-        device: Of its tensors.
+        device: The device of its tensors.
         ring: All ranks.
-        error: Why this rank's call was refused here. The others, who compare their calls, learn of
-            it if they compare every one.
+        error: The error of this rank's call. The other ranks learn of it in the comparison, if they
+            compare every call.
 
     Raises:
-        MismatchError: They differ, or another rank was refused; on every rank of the ring.
+        MismatchError: The calls differ, or another rank has an error; on every rank of the ring.
     """
     if ring.group is None or ring.size == 1:
         agreed = {mine}
@@ -139,7 +138,7 @@ def require_agreement(
         if error is not None:
             raise error
     finally:
-        del error  # its traceback has this frame
+        del error  # its traceback holds this frame
     if len(agreed) >= _MANY:
         agreed.clear()
     agreed.add(mine)

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is divided over ranks: one call for every method and mask."""
+"""Attention over a sequence that is sharded over ranks: one call for every method and mask."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from torch.distributed import ProcessGroup
 
 from ...dist.errors import InvalidArgumentError, StateError
 from .agreement import (
-    as_autocast,
+    cast_for_autocast,
     check_inputs,
     check_sinks,
+    pad_head_dims,
     require_agreement,
     signature,
-    with_one_head_dim,
 )
 from .cp_comms import Ring, ring_of
 from .kernels import statistics_dtype
-from .layouts.layout import Layout, layout_of_shards
-from .layouts.sharding import order_of_shards
-from .masks.documents import Documents, chunked, read_documents
+from .layouts.layout import Layout, layout_for_shards
+from .layouts.sharding import resolve_layout
+from .masks.documents import chunk_documents, read_documents
 from .masks.mask import Mask
 from .methods import METHODS, Method
-from .methods.call import Call, parts_for
+from .methods.call import Call, subgroups_for
 from .methods.choose import choose_method
 
-# A mask checks itself when it is made: the same one is made in every layer. 1 is not True here.
+# A mask checks itself when built, and every layer builds the same one. 1 is not True here.
 _mask = lru_cache(maxsize=64, typed=True)(Mask)
 
 
-class _Calls(threading.local):
-    made = 0
+class _Counter(threading.local):
+    count = 0
 
 
-calls = _Calls()  # of attention in this thread, so that a forward without any is found
+calls = _Counter()  # of attention in this thread; shows whether a forward attended at all
 
 
-class Asked(NamedTuple):
-    """What a caller asks of attention: the arguments of `attention`, as they came.
+class Request(NamedTuple):
+    """The arguments of a call of `attention`, unchecked.
 
     Attributes:
-        call: The function that was called, for messages about the order of shards.
-        otherwise: The order of shards that no call has noted; None if it must be said then.
-        chunk: Positions from the beginning of a document on that see each other, and so on.
+        call: The function that was called, for messages about layouts.
+        default_layout: The layout of unrecorded shards; None if the caller must name it.
+        chunk: Size of the chunks of a document within which positions see each other.
     """
 
     causal: bool
@@ -60,7 +60,7 @@ class Asked(NamedTuple):
     layout: Layout | str | None = None
     method: str = "auto"
     call: str = "attention"
-    otherwise: str | None = None
+    default_layout: str | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
     chunk: int | None = None
@@ -80,7 +80,7 @@ class ContextAttention(torch.autograd.Function):
         call: Call,
     ) -> Tensor:
         """Return this rank's output [B, H, L, D] in q's dtype."""
-        if sinks is not None:  # a copy: backward is of the sinks that forward had
+        if sinks is not None:  # a copy, so that backward uses forward's values
             call = replace(call, sinks=sinks.detach().to(statistics_dtype(q.dtype), copy=True))
         with torch.autocast(q.device.type, enabled=False):
             out, saved = method.forward(q, k, v, call)
@@ -90,10 +90,10 @@ class ContextAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k and v in their dtypes, and this rank's part of the sinks'.
+        """Return the gradients of q, k and v in their dtypes, and a partial sum of the sinks'.
 
         Raises:
-            StateError: `create_graph=True`; second derivatives would be wrong in silence.
+            StateError: `create_graph=True`; second derivatives would be silently wrong.
         """
         if torch.is_grad_enabled():
             raise StateError(
@@ -122,27 +122,28 @@ def attention(
 ) -> Tensor:
     """Attend this rank's queries to the keys and values of the whole sequence.
 
-    The result is that of `F.scaled_dot_product_attention` of the whole, forward and backward. Sums
-    over keys and over ranks are kept and sent in float32 at least (float64 for float64). Rows that
-    see nothing, such as padding, give 0. Every rank of the group must call it, and run its
+    The result equals `F.scaled_dot_product_attention` of the whole sequence, forward and backward.
+    Sums over keys and over ranks are kept and sent in float32 at least (float64 for float64). Rows
+    that see nothing, such as padding, give 0. Every rank of the group must call it, and run its
     backward, in the same order.
 
     Args:
         q: This rank's queries [B, H, L, D] in float16, bfloat16, float32 or float64.
-        k: Its keys [B, K, L, D]; K divides H, and each key head serves H / K query heads.
-        v: Its values [B, K, L, Dv]; if Dv is not D, the smaller is computed as the larger.
+        k: This rank's keys [B, K, L, D]; K divides H, and each key head serves H / K query heads.
+        v: This rank's values [B, K, L, Dv]; if Dv is not D, the smaller one is padded.
         causal: Each position sees itself and those before it.
         scale: Factor of the scores; 1 / sqrt(D) by default.
         window: Each position sees the `window` positions that end with it; without `causal` also
             the `window` - 1 after it.
-        cu_seqlens: Where packed documents begin in the whole sequence, and its length: integers
-            (0, a, ..., length), on every rank the same. Each position sees its own document.
+        cu_seqlens: First positions of packed documents in the whole sequence, and its length:
+            integers (0, a, ..., length), the same on every rank. Each position sees its own
+            document.
         softcap: A scaled score s becomes softcap · tanh(s / softcap), as in Gemma 2.
-        sinks: A score [H] of each query head that is weighed with those of the keys and takes no
-            value, as in gpt-oss. Each rank's gradient of them is its part: sum them over the ranks.
-        layout: The order of the shards: a `Layout`, or a name of `LAYOUTS` if nothing is padded.
-            By default the one in which this group's sequences were sharded; it must be said for
-            shards that were made by hand, unless every position sees all others.
+        sinks: One more score [H] for each query head, without a value, as in gpt-oss. Each rank's
+            gradient of them is a partial sum: sum it over the ranks.
+        layout: A `Layout`, or a name of `LAYOUTS` if nothing is padded. By default the layout in
+            which this group's sequences were sharded. Name it for shards made by hand, unless every
+            position sees all others.
         method: "ring", "all_gather", "ulysses", "hybrid", or "auto": see `choose_method`.
         group: The ranks in order of their shards; by default the manager's cp axis.
 
@@ -150,73 +151,73 @@ def attention(
         The output [B, H, L, Dv] for this rank's queries, in their dtype.
 
     Raises:
-        InvalidArgumentError: Arguments that do not fit together, or another order than the shards
-            have.
-        MismatchError: The ranks' shapes, dtypes or options differ, or another rank was refused;
+        InvalidArgumentError: Arguments that do not fit together, or another layout than that of
+            the shards.
+        MismatchError: The ranks' shapes, dtypes or options differ, or another rank has an error;
             raised on every rank. On other devices than CPU only new calls are compared.
         NotInGroupError: This rank is outside `group`.
         StateError: Several ranks, and neither a group nor a process group manager.
     """
-    asked = Asked(causal, scale, window, cu_seqlens, layout, method, softcap=softcap, sinks=sinks)
-    return attend(q, k, v, asked, ring_of(group))
+    request = Request(
+        causal, scale, window, cu_seqlens, layout, method, softcap=softcap, sinks=sinks
+    )
+    return attend(q, k, v, request, ring_of(group))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, asked: Asked, ring: Ring) -> Tensor:
-    """Attend as `attention` does, with the arguments as one value and the ranks found already."""
-    calls.made += 1
+def attend(q: Tensor, k: Tensor, v: Tensor, request: Request, ring: Ring) -> Tensor:
+    """Attend as `attention` does, over the ranks of a ring."""
+    calls.count += 1
     try:
-        q, k, v = (as_autocast(x) for x in (q, k, v))
-        method, call = _prepared(q, k, v, asked, ring)
-        mine = signature(q, k, v, asked.sinks, call, method)
+        q, k, v = (cast_for_autocast(x) for x in (q, k, v))
+        method, call = _checked_call(q, k, v, request, ring)
+        mine = signature(q, k, v, request.sinks, call, method)
         dim = v.shape[3]
-        q, k, v = with_one_head_dim(q, k, v)
-    except Exception as error:  # whatever it is, the other ranks wait in their comparison
+        q, k, v = pad_head_dims(q, k, v)
+    except Exception as error:  # of any kind: the other ranks wait in their comparison
         require_agreement((), getattr(q, "device", torch.device("cpu")), ring, error)
         raise
     require_agreement(mine, q.device, ring)
     apply: Any = ContextAttention.apply
-    out: Tensor = apply(q, k, v, asked.sinks, METHODS[method], call)
+    out: Tensor = apply(q, k, v, request.sinks, METHODS[method], call)
     return out[..., :dim]
 
 
-def _prepared(q: Tensor, k: Tensor, v: Tensor, asked: Asked, ring: Ring) -> tuple[str, Call]:
-    """Return the method and what it computes, checked as far as one rank can alone."""
-    method, scale = asked.method, asked.scale
+def _checked_call(
+    q: Tensor, k: Tensor, v: Tensor, request: Request, ring: Ring
+) -> tuple[str, Call]:
+    """Return the method and the call, with all checks that one rank can make alone."""
+    method, scale, window, chunk = request.method, request.scale, request.window, request.chunk
     require_method(method)
-    _require_typed(asked)
+    _check_types(request)
     check_inputs(q, k, v)
-    if asked.sinks is not None:
-        check_sinks(asked.sinks, q)
-    make = _mask if isinstance(asked.window, int | None) else Mask  # which refuses it
-    mask = make(asked.causal, asked.window)
-    place = layout_of_shards(_order(asked, ring), q.shape[2], None, ring.size)
-    documents = _documents(asked, place.length)
-    if documents is not None:
-        mask = replace(mask, documents=documents)
+    if request.sinks is not None:
+        check_sinks(request.sinks, q)
+    make = _mask if isinstance(window, int | None) else Mask  # Mask refuses unhashable windows
+    mask = make(request.causal, window)
+    layout = layout_for_shards(_layout(request, ring), q.shape[2], None, ring.size)
+    if request.cu_seqlens is not None:
+        mask = replace(mask, documents=read_documents(request.cu_seqlens, layout.length))
+    if chunk is not None:
+        mask = replace(mask, documents=chunk_documents(mask.documents or (0, layout.length), chunk))
     if method == "auto":
         method = choose_method(q, k, ring.size)[0]
-    parts = parts_for(method, q, k, ring)
+    subgroups = subgroups_for(method, q, k, ring)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return method, Call(mask, place, scale, k.shape[1], ring, parts, asked.softcap)
+    return method, Call(mask, layout, scale, k.shape[1], ring, subgroups, request.softcap)
 
 
-def _documents(asked: Asked, length: int) -> Documents | None:
-    """Return the documents whose positions alone see each other; None is one."""
-    told = None if asked.cu_seqlens is None else read_documents(asked.cu_seqlens, length)
-    return told if asked.chunk is None else chunked(told or (0, length), asked.chunk)
-
-
-def _order(asked: Asked, ring: Ring) -> Layout | str:
-    """Return the order of the shards; if every position sees all others, any one is right."""
-    within = asked.window, asked.cu_seqlens, asked.chunk
-    mask = asked.causal, *(each is not None for each in within)
-    if asked.layout is None and not any(mask):
+def _layout(request: Request, ring: Ring) -> Layout | str:
+    """Return the layout of the shards; if every position sees all others, any one is right."""
+    limits = request.window, request.cu_seqlens, request.chunk, request.layout
+    if not request.causal and all(limit is None for limit in limits):
         return "contiguous"
-    return order_of_shards(asked.layout, ring, asked.call, takes=True, otherwise=asked.otherwise)
+    return resolve_layout(
+        request.layout, ring, request.call, consume=True, default=request.default_layout
+    )
 
 
-def _require_typed(asked: Asked) -> None:
-    causal, scale, softcap = asked.causal, asked.scale, asked.softcap
+def _check_types(request: Request) -> None:
+    causal, scale, softcap = request.causal, request.scale, request.softcap
     if not isinstance(causal, bool):
         raise InvalidArgumentError(f"causal must be True or False; it is {causal!r}")
     if scale is not None and not _is_finite(scale):
@@ -231,7 +232,7 @@ def _is_finite(number: Any) -> bool:
 
 
 def require_method(method: str) -> None:
-    """Refuse a name that is no method's.
+    """Refuse a name that is not a method's.
 
     Raises:
         InvalidArgumentError: It is neither "auto" nor one of `METHODS`.

@@ -1,19 +1,19 @@
-"""What `scaletorch.compose` takes of this package beside its users' names.
+"""Names for `scaletorch.compose`, beside the public ones.
 
-Recorded and versioned like the rest: a patch release changes nothing here.
+They are recorded in api.txt and versioned: a patch release changes none of them.
 """
 
-from .layouts.layout import layout_of_whole
+from .layouts.layout import layout_for_length
 from .layouts.sharding import DEFAULT
 from .masks.documents import CU_SEQLENS
-from .models.calls import require_computable
+from .models.arguments import require_computable
 from .models.settings import expect_attention, note_shards
 
 __all__ = [
     "CU_SEQLENS",
     "DEFAULT",
     "expect_attention",
-    "layout_of_whole",
+    "layout_for_length",
     "note_shards",
     "require_computable",
 ]

@@ -1,9 +1,8 @@
 """Context parallelism: each rank holds one shard of every sequence, and attention is exact.
 
-`ring_attention` is attention over the whole sequence from the ranks' shards, and
-`apply_context_parallel` puts it into a model that calls `F.scaled_dot_product_attention`, or
-into one of transformers.
-Who holds which positions is said once, by `shard_batch` or `shard_sequence`; all others take it.
+`ring_attention` attends to the whole sequence from the ranks' shards. `apply_context_parallel`
+puts it into a model that calls `F.scaled_dot_product_attention`, or into one of transformers.
+`shard_batch` or `shard_sequence` choose the layout; all other calls follow it.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from torch.distributed import ProcessGroup
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import refuse_generate
-from .agreement import as_autocast, check_inputs
-from .attention import Asked, attend, require_method
+from .agreement import cast_for_autocast, check_inputs
+from .attention import Request, attend, require_method
 from .cp_comms import connect_ring, ring_of
 from .kernels import update_out_and_lse
-from .layouts.layout import Layout, layout_of_whole, require_name
-from .layouts.sharding import order_of_shards, own_shard
+from .layouts.layout import Layout, layout_for_length, require_name
+from .layouts.sharding import local_shard, resolve_layout
 from .models.override import install
 from .models.settings import Settings, mark, unmark
-from .models.transformers_attention import adopt
+from .models.transformers_attention import replace_attention
 from .models.whole_sequences import find_whole, keep_whole
 
 __all__ = [
@@ -50,44 +49,44 @@ def ring_attention(
 ) -> Tensor:
     """Attend this rank's queries to the keys and values of the whole sequence.
 
-    As `F.scaled_dot_product_attention` of the joined shards, forward and backward, and exactly
-    that function on one rank. K and V travel un-expanded; sums over keys and over ranks are kept
-    and sent in float32 at least. Under autocast the inputs are cast as that function casts them.
-    Every rank of the group must call it, and run its backward, in the same order.
+    Equals `F.scaled_dot_product_attention` of the joined shards, forward and backward; on one rank
+    it is that function. K and V travel un-expanded. Sums over keys and over ranks are kept and sent
+    in float32 at least. Under autocast the inputs are cast as that function casts them. Every rank
+    of the group must call it, and run its backward, in the same order.
 
     Args:
         q: This rank's queries [B, H, L, D] in float16, bfloat16, float32 or float64.
-        k: Its keys [B, K, L, D]; K divides H, and each key head serves H / K query heads.
-        v: Its values [B, K, L, D].
+        k: This rank's keys [B, K, L, D]; K divides H, and each key head serves H / K query heads.
+        v: This rank's values [B, K, L, D].
         sm_scale: Factor of the scores; 1 / sqrt(D) by default.
         is_causal: Each position of the whole sequence sees itself and those before it.
         group: The ranks in order of their shards; by default the manager's cp axis.
-        layout: The order of the shards: a `Layout`, or a name of `LAYOUTS`. By default the one in
-            which this group's sequences were sharded, and contiguous if none were.
+        layout: A `Layout`, or a name of `LAYOUTS`. By default the layout in which this group's
+            sequences were sharded, and contiguous if none were.
 
     Returns:
         The output [B, H, L, D] for this rank's queries, in their dtype.
 
     Raises:
-        InvalidArgumentError: Shapes, dtypes or devices that do not fit together, or another order
-            than the shards have.
+        InvalidArgumentError: Shapes, dtypes or devices that do not fit together, or another layout
+            than that of the shards.
         MismatchError: The ranks' shapes, dtypes or options differ; raised on every rank.
         NotInGroupError: This rank is outside `group`.
         StateError: Several ranks, and neither a group nor a process group manager.
     """
     ring = ring_of(group)
     if ring.size == 1:
-        q, k, v = (as_autocast(x) for x in (q, k, v))
+        q, k, v = (cast_for_autocast(x) for x in (q, k, v))
         check_inputs(q, k, v)
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=is_causal, scale=sm_scale, enable_gqa=grouped
         )
-    asked = Asked(
+    request = Request(
         is_causal, sm_scale, layout=layout, method="ring", call="ring_attention",
-        otherwise="contiguous",
+        default_layout="contiguous",
     )  # fmt: skip
-    return attend(q, k, v, asked, ring)
+    return attend(q, k, v, request, ring)
 
 
 def apply_context_parallel(
@@ -101,31 +100,30 @@ def apply_context_parallel(
 
     That is every `F.scaled_dot_product_attention`, whose `is_causal`, `scale` and `enable_gqa`
     keep their meaning; every `nn.MultiheadAttention`, which returns no weights; and the attention
-    of models of `transformers`: no mask is built, `sliding_window` is kept, and `cu_seq_lens_q` in
-    the model's call says where documents of the whole sequence begin.
+    of models of `transformers`, which build no mask and keep their `sliding_window`. Their argument
+    `cu_seq_lens_q` gives the first positions of documents in the whole sequence.
 
     In place: modules get a wrapped `forward`; class, parameters, names and `state_dict` stay.
-    Models of `transformers` get copies of their configs. Recomputation of modules is covered. With
-    one rank nothing changes, but within `ShardedSequences.inside`. Apply it after tensor, before
-    pipeline and data parallelism.
-
-    The model is then called with its shard of the batch and of `position_ids`: see `shard_batch`.
+    Models of `transformers` get copies of their configs. Recomputation of modules is supported.
+    With one rank nothing changes, except within `ShardedSequences.inside`. Apply it after tensor,
+    before pipeline and data parallelism. Call the model with its shard of the batch and of
+    `position_ids`: see `shard_batch`.
 
     Modules of transformers that pass a state along (depthwise convolutions, linear attention) see
-    whole sequences of some rows. THE REST IS NOT LOOKED AT: what mixes or counts positions
-    otherwise sees this rank's shard alone. `parallelize` of `scaletorch.compose` refuses it.
+    whole sequences of some rows. OTHER MODULES ARE NOT CHECKED: a module that mixes or counts
+    positions otherwise sees its shard alone. `parallelize` of `scaletorch.compose` refuses it.
 
-    Refused here: models of transformers that attend by code of their own, choose keys as they go
-    (DeepSeek-V3.2) or take no `position_ids` (Bloom). Refused when met: masks, dropout, `generate`,
-    decoding and cross attention, full attention if `layout` says "zigzag" (but within
+    Refused here: models of transformers that attend by code of their own, select keys
+    (DeepSeek-V3.2) or take no `position_ids` (Bloom). Refused in a call: masks, dropout,
+    `generate`, decoding and cross attention, full attention if `layout` is "zigzag" (except within
     `ShardedSequences.inside`), attention in a checkpointed or autograd function, and a forward
     without any attention.
 
     Args:
-        model: Any module; plain `nn.Module` code that knows nothing of this.
+        model: Any module; plain `nn.Module` code without changes.
         group: The ranks in order of their shards; by default the manager's cp axis.
-        layout: The order of the shards, a name of `LAYOUTS`; others are then refused. By default
-            the one in which this group's sequences were sharded, and contiguous if none were.
+        layout: A name of `LAYOUTS`; shards in other layouts are then refused. By default the layout
+            in which this group's sequences were sharded, and contiguous if none were.
         method: "ring", "all_gather", "ulysses", "hybrid", or "auto": see `choose_method`.
 
     Returns:
@@ -133,8 +131,8 @@ def apply_context_parallel(
 
     Raises:
         InvalidArgumentError: No such layout or method, or attention that cannot be replaced.
-        StateError: A part of the model is context parallel already; or there are several ranks, and
-            neither a group nor a manager.
+        StateError: A module of the model is context parallel already; or there are several ranks,
+            and neither a group nor a manager.
         NotInGroupError: This rank is outside `group`.
     """
     ring = ring_of(group)
@@ -144,22 +142,21 @@ def apply_context_parallel(
     settings = Settings(layout, method, ring)
     mark(model, settings)
     if ring.size > 1:
-        _adopt(model)
+        _replace_or_unmark(model)
+        refuse_generate(model, "each rank has its shard of a sequence, and no cache of the others'")
     whole = find_whole(model)
     keep_whole(whole)
     install(model)
-    connect_ring(ring, method, swaps=bool(whole))
+    connect_ring(ring, method, all_pairs=bool(whole))
     return model
 
 
-def _adopt(model: nn.Module) -> None:
-    """Take over attention of transformers, and refuse to generate; or leave a model unmarked."""
+def _replace_or_unmark(model: nn.Module) -> None:
     try:
-        adopt(model)
+        replace_attention(model)
     except InvalidArgumentError:
         unmark(model)
         raise
-    refuse_generate(model, "each rank has its shard of a sequence, and no cache of the others'")
 
 
 def update_rope_for_context_parallel(
@@ -173,24 +170,24 @@ def update_rope_for_context_parallel(
     """Return the rows of rotary tables for this rank's positions.
 
     For models that keep tables and rotate position i by row i. Models that take `position_ids`
-    need it not.
+    do not need it.
 
     Args:
         cos: Table [L, D] or [B, L, D] over global positions.
         sin: Table of the same shape.
         group: The ranks; by default the manager's cp axis.
-        length: Length of the whole sequence, if the tables are longer than that; a longer table
-            cut into N would give wrong positions.
-        layout: The order of the shards, a `Layout` or a name of `LAYOUTS`; by default the one in
-            which this group's sequences were sharded.
+        length: Length of the whole sequence, if the tables are longer: a longer table divided by N
+            would give wrong positions.
+        layout: A `Layout` or a name of `LAYOUTS`; by default the layout in which this group's
+            sequences were sharded.
 
     Returns:
         [L / N, D] or [B, L / N, D]; views if the layout is contiguous.
 
     Raises:
         InvalidArgumentError: Other shapes, no such layout, a length that the tables or the ranks
-            do not fit, or another order than this group's sequences were sharded in; or none was
-            given and none was.
+            do not fit, another layout than the one in which this group's sequences were sharded, or
+            none given and none recorded.
     """
     if cos.shape != sin.shape or cos.ndim not in (2, 3):
         message = (
@@ -204,7 +201,7 @@ def update_rope_for_context_parallel(
         message = f"{describe_rank()}: length must be 1 to {rows}, the tables' rows; it is {length}"
         raise InvalidArgumentError(message)
     ring = ring_of(group)
-    order = order_of_shards(layout, ring, "update_rope_for_context_parallel")
-    found = layout_of_whole(order, length, ring.size)
-    cos, sin = (own_shard(x.narrow(-2, 0, length), -2, found, ring.index) for x in (cos, sin))
+    layout = resolve_layout(layout, ring, "update_rope_for_context_parallel")
+    found = layout_for_length(layout, length, ring.size)
+    cos, sin = (local_shard(x.narrow(-2, 0, length), -2, found, ring.index) for x in (cos, sin))
     return cos, sin

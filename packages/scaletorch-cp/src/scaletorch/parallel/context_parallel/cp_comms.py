@@ -1,4 +1,4 @@
-"""The ring of a context-parallel group, its parts, and the engine that passes tensors around it."""
+"""The ring of a context-parallel group, its subgroups, and messages around the ring."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["ContextCommunicate", "Ring", "ring_of"]
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """This rank's place among the ranks that share out a sequence.
+    """This rank's place among the ranks that share a sequence.
 
     Attributes:
-        group: The process group that it communicates over; None is one process.
-        ranks: Global ranks in ring order, of all of the group or of some.
-        index: This rank's place in them, and so the index of its shard of the sequence.
+        group: The process group for messages; None is one process.
+        ranks: Global ranks in ring order: all or some of the group.
+        index: Index of this rank in `ranks`, and so of its shard of the sequence.
     """
 
     group: ProcessGroup | None
@@ -42,12 +42,12 @@ class Ring:
 
     @property
     def next_rank(self) -> int:
-        """Global rank that this one sends to."""
+        """Global rank of the receiver of this rank's messages."""
         return self.ranks[(self.index + 1) % self.size]
 
     @property
     def prev_rank(self) -> int:
-        """Global rank that this one receives from."""
+        """Global rank of the sender of this rank's messages."""
         return self.ranks[self.index - 1]
 
 
@@ -67,47 +67,47 @@ def ring_of(group: ProcessGroup | Ring | None = None) -> Ring:
     return Ring(group, ranks, ranks.index(get_rank()))
 
 
-# A ring as two: this rank's neighbours, which share out heads, and its peers in the other parts.
-Parts: TypeAlias = tuple[Ring, Ring]
+# The subgroup of neighbours that exchange heads, and the ring of its counterparts in all subgroups.
+Subgroups: TypeAlias = tuple[Ring, Ring]
 
 
-def split(ring: Ring, size: int) -> Parts:
-    """Divide a ring into parts of `size` neighbours; both rings communicate over its own group.
+def split_ring(ring: Ring, size: int) -> Subgroups:
+    """Divide a ring into subgroups of `size` neighbours; both rings use its process group.
 
     Args:
         ring: All ranks.
-        size: Ranks of a part; it divides their number.
+        size: Ranks of a subgroup; it divides their number.
     """
-    part, place = divmod(ring.index, size)
-    neighbours = ring.ranks[part * size : (part + 1) * size]
-    return Ring(ring.group, neighbours, place), Ring(ring.group, ring.ranks[place::size], part)
+    subgroup, place = divmod(ring.index, size)
+    neighbours = ring.ranks[subgroup * size : (subgroup + 1) * size]
+    return Ring(ring.group, neighbours, place), Ring(ring.group, ring.ranks[place::size], subgroup)
 
 
-def connect_ring(ring: Ring, method: str, *, swaps: bool) -> None:
-    """Connect the ranks of a ring before they attend; all ranks of its group call it.
+def connect_ring(ring: Ring, method: str, *, all_pairs: bool) -> None:
+    """Open the connections that attention needs; all ranks of the group call it.
 
     Args:
         ring: All ranks of its group.
-        method: Name of the method by which they attend.
-        swaps: Whether each exchanges messages with all others, whatever the method.
+        method: Name of the attention method.
+        all_pairs: Connect every pair of ranks, whatever the method.
     """
     places = range(ring.size)
     pairs = [*pairwise(places), (0, ring.size - 1)] if method == "ring" else []
-    swaps = swaps or method not in ("ring", "all_gather")
-    connect(ring.group, combinations(places, 2) if swaps else set(pairs))
+    all_pairs = all_pairs or method not in ("ring", "all_gather")
+    connect(ring.group, combinations(places, 2) if all_pairs else set(pairs))
 
 
 class ContextCommunicate:
     """Pass tensors one place on around the ring: queue them, launch one batch, wait for it.
 
-    Every rank of the group makes the same calls with tensors of the same shapes and dtypes;
-    messages are matched by the order in which they were queued. In a ring of one rank a
-    copy of the message is received. Use it again for the next step.
+    Every rank of the group makes the same calls with tensors of the same shapes and dtypes.
+    Messages are matched by the order in which they were queued. In a ring of one rank the message
+    received is a copy. The object can be used again for the next step.
 
     Example:
         >>> ring = ContextCommunicate("keys and values")
         >>> next_k, next_v = ring.send_recv(k), ring.send_recv(v)
-        >>> ring.commit()     # under way: compute with k and v meanwhile, and do not change them
+        >>> ring.commit()     # in flight: compute with k and v meanwhile, and do not change them
         >>> ring.wait()       # next_k and next_v hold the previous rank's k and v
     """
 
@@ -128,17 +128,18 @@ class ContextCommunicate:
         self._work: Work[None] | None = None
 
     def send_recv(self, tensor: Tensor, recv: Tensor | None = None) -> Tensor:
-        """Queue `tensor` for the next rank and return where the previous rank's will arrive.
+        """Queue `tensor` for the next rank, and return the tensor for the previous rank's message.
 
         Args:
-            tensor: What to send; leave it unchanged until `wait()`.
-            recv: Where to receive, of the same shape, dtype and device; by default a new tensor.
+            tensor: The tensor to send; leave it unchanged until `wait()`.
+            recv: The tensor to receive into, of the same shape, dtype and device; by default a new
+                one.
 
         Returns:
-            The tensor that holds what arrived after `commit()` and `wait()`.
+            The tensor that holds the received values after `commit()` and `wait()`.
 
         Raises:
-            StateError: The batch before is still under way.
+            StateError: The last batch is still in flight.
             InvalidArgumentError: `recv` differs from `tensor` in shape, dtype or device, or
                 shares its memory.
         """
@@ -153,10 +154,10 @@ class ContextCommunicate:
         return recv
 
     def commit(self) -> None:
-        """Launch everything that is queued as one batch, and return at once.
+        """Launch all queued messages as one batch, and return at once.
 
         Raises:
-            StateError: Nothing is queued, or the batch before is still under way.
+            StateError: Nothing is queued, or the last batch is still in flight.
         """
         if self._work is not None:
             raise self._misuse("commit() while a batch is under way: call wait() first")
@@ -173,7 +174,7 @@ class ContextCommunicate:
         """Wait until the batch has arrived and sent tensors may be changed.
 
         Raises:
-            StateError: No batch is under way.
+            StateError: No batch is in flight.
         """
         if self._work is None:
             raise self._misuse("wait() with no batch under way: call commit() first")

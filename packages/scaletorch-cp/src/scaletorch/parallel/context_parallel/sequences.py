@@ -1,4 +1,4 @@
-"""One batch of sequences over ranks, of any length: one object owns their layout and documents."""
+"""One batch of sequences of any length: an object that holds their layout and documents."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from .layouts.sharding import (
     DEFAULT,
     batch_shape,
     is_sequence,
-    own_shard,
+    local_shard,
     shard_batch,
     unshard_sequence,
 )
 from .masks.documents import CU_SEQLENS, Documents, read_documents
-from .models.settings import Told, telling
-from .models.transformers_attention import adopted
+from .models.settings import ActiveBatch, use_batch
+from .models.transformers_attention import temporary_attention
 
 
 class ShardedSequences:
-    """The sequences of a batch, each in shards over the ranks, and all that depends on their order.
+    """The sequences of a batch, sharded over the ranks, with their layout and documents.
 
-    Lengths that do not divide are padded inside. Padding is seen by nothing, has no target and
-    is in no answer.
+    Lengths that do not divide are padded internally. Nothing sees padding; it has no targets and is
+    removed from results.
 
     Attributes:
-        layout: Which positions each rank holds.
-        documents: Where packed documents begin, and the length: (0, a, ..., length), or None.
+        layout: The positions of each rank.
+        documents: First positions of packed documents, and the length: (0, a, ..., length), or
+            None.
         ring: The ranks.
 
     Example:
@@ -63,7 +64,7 @@ class ShardedSequences:
         Args:
             length: Length of the whole sequences.
             layout: A name of `LAYOUTS`.
-            cu_seqlens: Where packed documents begin in the whole sequence, and its length:
+            cu_seqlens: First positions of packed documents in the whole sequence, and its length:
                 integers (0, a, ..., length), the same for all sequences of the batch.
             group: The ranks; by default the manager's cp axis.
 
@@ -84,19 +85,18 @@ class ShardedSequences:
         """Return a batch with this rank's shard of every sequence in it, [B, padded length / N].
 
         Args:
-            batch: `input_ids` [B, length], the same on every rank. `labels` [B, length] if
-                there are any, NOT shifted: `labels[:, i]` is the label of `input_ids[:, i]`, as
-                the models of transformers take them. `position_ids` [B, length], [1, length]
-                or [axes, B, length]; made if they are absent. Any other tensor [B, length] is a
-                sequence as well; everything else is passed on: `cu_seq_lens_q`, `cu_seq_lens_k`
-                and `cu_seqlens` must be these documents.
+            batch: `input_ids` [B, length], the same on every rank. Optional `labels` [B, length],
+                NOT shifted: `labels[:, i]` is the label of `input_ids[:, i]`, as for models of
+                transformers. Optional `position_ids` [B, length], [1, length] or
+                [axes, B, length]; added if absent. Any other tensor [B, length] is a sequence as
+                well; all other entries are passed on. `cu_seq_lens_q`, `cu_seq_lens_k` and
+                `cu_seqlens` must equal these documents.
             shifted: The labels are targets already: `labels[:, i]` is that of `input_ids[:, i]`.
 
         Returns:
-            A new dict. `labels` are the targets, shifted before they were cut: the next label
-            of the same document, and -100 at each document's end; compute the loss of them as
-            they are. `position_ids` count within each document. Padding has label -100, and 0
-            in all else.
+            A new dict. `labels` are targets, shifted before sharding: the next label of the same
+            document, and -100 at each document's end; do not shift them again. `position_ids`
+            count within each document. Padding has label -100, and 0 in all other entries.
 
         Raises:
             InvalidArgumentError: No `input_ids` [B, length], labels or position_ids of another
@@ -110,7 +110,7 @@ class ShardedSequences:
             )
             raise InvalidArgumentError(message)
         self._require_documents(batch)
-        whole, documents = dict(batch), self.documents or (0, shape[1])
+        whole, documents = dict(batch), self._all_documents
         if whole.get("position_ids") is None:
             ids = _positions_within(documents, whole["input_ids"].device)
             whole["position_ids"] = ids.expand(shape)
@@ -123,14 +123,14 @@ class ShardedSequences:
         return shard_batch(padded, self.ring.group, layout=self.layout)
 
     def shard_tensor(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's shard of one whole tensor, as `unshard` joins it.
+        """Return this rank's shard of one whole tensor; `unshard` is the inverse.
 
         Args:
             x: The same on every rank, with all positions along `dim`; any dtype.
             dim: The sequence dim.
 
         Returns:
-            A new tensor, `padded length / N` long along `dim`; padding is 0.
+            A new tensor of length `padded length / N` along `dim`; padding is 0.
 
         Raises:
             InvalidArgumentError: No such dim, or one of another length than the sequences'.
@@ -143,27 +143,27 @@ class ShardedSequences:
             )
             raise InvalidArgumentError(message)
         dim %= x.ndim
-        behind = [0, 0] * (x.ndim - 1 - dim)
-        padded = F.pad(x, (*behind, 0, self.layout.padded_length - length))
-        return own_shard(padded, dim, self.layout, self.ring.index).contiguous()
+        later_dims = [0, 0] * (x.ndim - 1 - dim)
+        padded = F.pad(x, (*later_dims, 0, self.layout.padded_length - length))
+        return local_shard(padded, dim, self.layout, self.ring.index).contiguous()
 
     @contextmanager
     def inside(self, model: nn.Module) -> Iterator[None]:
-        """Let every attention inside `model` be over these sequences, for as long as this lasts.
+        """Run a model on these sequences within a context.
 
-        Their padding is seen by nothing, and each position sees its own document. Run forward
-        and backward inside: backward may compute attention again.
+        Its attention ignores padding, and each position sees its own document only. Run forward and
+        backward inside: backward may recompute attention.
 
         Args:
-            model: A model that `apply_context_parallel` was called on, over the same ranks; or
-                one that holds such a model.
+            model: The result of `apply_context_parallel` over the same ranks, or a module that
+                contains it.
 
         Raises:
-            StateError: No part of it is context parallel, or it runs inside others already.
+            StateError: No module of it is context parallel, or it runs inside other sequences.
             InvalidArgumentError: It is context parallel over other ranks.
         """
-        told = Told(self.layout, self.documents or (0, self.layout.length))
-        with telling(model, told, self.ring), adopted(model, for_a_while=self.ring.size == 1):
+        batch, alone = ActiveBatch(self.layout, self._all_documents), self.ring.size == 1
+        with use_batch(model, batch, self.ring), temporary_attention(model, enabled=alone):
             yield
 
     def attention(
@@ -181,18 +181,18 @@ class ShardedSequences:
 
         Args:
             q: This rank's queries [B, H, L, D] in float16, bfloat16, float32 or float64.
-            k: Its keys [B, K, L, D]; K divides H.
-            v: Its values [B, K, L, D].
+            k: This rank's keys [B, K, L, D]; K divides H.
+            v: This rank's values [B, K, L, D].
             causal: Each position sees itself and those before it.
             scale: Factor of the scores; 1 / sqrt(D) by default.
-            window: How many positions each one sees, up to itself.
+            window: The number of positions that each one sees, up to itself.
             method: "ring", "all_gather", "ulysses", "hybrid", or "auto".
 
         Returns:
             The output [B, H, L, D] for this rank's queries; 0 for padding.
 
         Raises:
-            InvalidArgumentError: What does not fit together, or an unknown method.
+            InvalidArgumentError: Arguments that do not fit together, or an unknown method.
             MismatchError: The ranks' shapes, dtypes or options differ; raised on every rank.
         """
         return attention(
@@ -201,21 +201,21 @@ class ShardedSequences:
         )  # fmt: skip
 
     def loss(self, sum: Tensor, count: Tensor | int) -> Tensor:
-        """Return the mean loss of all ranks' tokens, the same on every rank.
+        """Return the mean loss over all ranks' tokens, the same on every rank.
 
-        Each rank's backward gives its own part of the gradients: sum them over the ranks.
+        Each rank's backward gives partial gradients: sum them over the ranks.
 
         Args:
             sum: Sum of this rank's token losses, 0-d floating point.
-            count: How many tokens it is the sum of; may be 0.
+            count: Number of those tokens; may be 0.
 
         Returns:
-            The ranks' sums over their counts; 0, with gradients of 0, if no rank has a token.
+            The sum over the count of all ranks; 0, with gradients of 0, if no rank has a token.
         """
         return mean_over(sum, count, self.ring.group if self.ring.size > 1 else None)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Join the ranks' shards into the whole, in order and without padding, on every rank.
+        """Gather the ranks' shards to the whole, in order and without padding, on every rank.
 
         Args:
             x: This rank's shard, of equal shape on all ranks; any dtype.
@@ -227,20 +227,21 @@ class ShardedSequences:
         return unshard_sequence(x, dim, self.ring.group, layout=self.layout)
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
-        """Return this rank's positions in the whole, int64 [L]; from the length on is padding."""
+        """Return this rank's positions, int64 [L]; those at or beyond the length are padding."""
         return self.layout.positions(self.ring.index, device)
 
+    @property
+    def _all_documents(self) -> Documents:
+        return self.documents or (0, self.layout.length)
+
     def _require_documents(self, batch: Mapping[str, Any]) -> None:
-        own = self.documents or (0, self.layout.length)
+        own = self._all_documents
         for name in CU_SEQLENS:
             value = batch.get(name)
-            if value is None:
-                continue
-            found = read_documents(value, self.layout.length)
-            if found != own:
+            if value is not None and (found := read_documents(value, own[-1])) != own:
                 message = (
                     f"{describe_rank()}: the batch's {name} are {found}, and these sequences have "
-                    f"documents {own}; tell them once, as ShardedSequences(..., cu_seqlens={name})"
+                    f"documents {own}; pass them once, as ShardedSequences(..., cu_seqlens={name})"
                 )
                 raise InvalidArgumentError(message)
 
@@ -250,8 +251,8 @@ class ShardedSequences:
 
 
 def _positions_within(documents: Documents, device: torch.device) -> Tensor:
-    """Return each position counted from where its document begins, int64 [length]."""
-    # Made there of numbers that the host has: a copy from its memory would wait for the device.
+    """Return the position of each token in its document, int64 [length]."""
+    # Built on the device from numbers of the host: a copy of a tensor would wait for the device.
     lengths = [end - start for start, end in pairwise(documents)]
     return torch.cat([torch.arange(length, device=device) for length in lengths])
 
@@ -261,13 +262,13 @@ def _next_labels(labels: Tensor, documents: Documents) -> Tensor:
 
     Args:
         labels: [B, length], each position's own label.
-        documents: Where documents begin, and the length.
+        documents: First positions of the documents, and the length.
 
     Returns:
         [B, length]; -100 at each document's end.
     """
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    for end in documents[1:]:  # number by number: a list of them would be copied there
+    for end in documents[1:]:  # one at a time: a list as an index would be copied to the device
         if end:
             targets[:, end - 1] = IGNORED
     return targets

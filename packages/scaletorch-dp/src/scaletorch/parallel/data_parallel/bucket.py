@@ -1,4 +1,4 @@
-"""Buckets of gradients, by the names that other code imports."""
+"""Buckets of gradients, under their documented import path."""
 
 from .buckets.bucket import Bucket
 from .buckets.manager import BucketManager

@@ -1,6 +1,6 @@
-"""Names that `scaletorch.compose` and checkpoints take of this package beside its users'.
+"""Names for `scaletorch.compose` and checkpoints, beside the public ones.
 
-Recorded and versioned like the rest: a patch release changes nothing here.
+They are recorded in api.txt and versioned: a patch release changes none of them.
 """
 
 from .culprits import name_culprits

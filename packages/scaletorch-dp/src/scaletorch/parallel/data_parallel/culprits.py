@@ -1,4 +1,4 @@
-"""Naming parameters in errors, and the ranks on which something is wrong with them."""
+"""Names of parameters and ranks in error messages."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch.distributed import ProcessGroup
 from ...dist import all_gather_object, get_rank
 from ..pg_manager import get_process_group_manager
 
-Found = list[tuple[str, str]]  # a parameter's name, and a rank's place
-SHOWN = 3  # parameters, and ranks of each, that an error names
+Found = list[tuple[str, str]]  # names of parameters, each with the name of a rank
+SHOWN = 3  # parameters in an error, and ranks of each
 
 
-def shortened(names: Sequence[str]) -> str:
-    """Return the first names as text."""
+def shorten(names: Sequence[str]) -> str:
+    """Join the first names to a text."""
     return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
 
 
 def share_names(
     names: list[str], group: ProcessGroup | None, place: str | None = None, *, alone: bool = False
 ) -> Found:
-    """Return all ranks' names by rank; arguments as for `found_on_ranks`."""
+    """Return the names from all ranks, each with its rank; arguments as of `found_on_ranks`."""
     if place is None:
         manager = get_process_group_manager()
         rank = get_rank()
@@ -32,15 +32,13 @@ def share_names(
 
 
 def name_culprits(found: Found) -> str:
-    """Return the first parameters with their ranks as text, empty if there are none."""
+    """Describe the first parameters with their ranks; empty if there are none."""
     places: dict[str, list[str]] = {}
     for name, place in found:
         places.setdefault(name, []).append(place)
-    shown = [f"{name} on {_first(ranks)}" for name, ranks in places.items()][:SHOWN]
-    more = len(places) - len(shown)
-    return "; ".join(shown) + (f"; and {more} more" if more else "")
-
-
-def _first(ranks: list[str]) -> str:
-    more = len(ranks) - SHOWN
-    return ", ".join(ranks[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+    shown = []
+    for name, ranks in [*places.items()][:SHOWN]:
+        more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
+        shown.append(f"{name} on {', '.join(ranks[:SHOWN])}{more}")
+    more = f"; and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
+    return "; ".join(shown) + more

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,30 +10,27 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from ...dist.errors import InvalidArgumentError
-from .buckets.bucket import Bucket
-from .buckets.manager import fill_buckets, one_each
-from .buckets.reduction import Reduction, check_floating
-from .buckets.slot import Slot
-from .sharding.gather import Gathers
+from .buckets.reduction import check_floating
+from .sharding.gather import ParameterGather
 from .sharding.shards import Shard
 from .wrapper import Settings, _DataParallel
 
 
 class DataParallelNaive(_DataParallel):
-    """Reduces gradients one by one at the end of backward: the wrapper to compare others with.
+    """Reduces gradients one by one at the end of backward: the baseline for comparisons.
 
-    It promises the same as `DataParallelBucket`; only speed differs.
+    It gives the same results as `DataParallelBucket`, at another speed.
 
     Args:
         module: Any module.
         group: The ranks to reduce over, by default the `cp_dp` axis.
-        op: As for `DataParallelBucket`.
-        init_sync: As there.
+        op: As of `DataParallelBucket`.
+        init_sync: As of `DataParallelBucket`.
 
     Raises:
-        InvalidArgumentError: An unknown `op` or `init_sync`, or something that is no module.
-        MismatchError: As for `DataParallelBucket`.
-        StateError: As there.
+        InvalidArgumentError: An unknown `op` or `init_sync`, or an object that is not a module.
+        MismatchError: As of `DataParallelBucket`.
+        StateError: As of `DataParallelBucket`.
     """
 
     def __init__(
@@ -45,32 +42,32 @@ class DataParallelNaive(_DataParallel):
         init_sync: str = "check",
     ) -> None:
         settings = Settings(str(op).lower(), init_sync=init_sync)
-        super().__init__(module, group, settings, one_each, {}, overlap=False)
+        super().__init__(module, group, settings, {}, overlap=False)
 
 
 class DataParallelBucket(_DataParallel):
     """Reduces gradients in flat buckets, each as soon as backward has filled it.
 
-    When a backward outside `no_sync` returns, `p.grad` is on every rank what it was after the
-    synchronisation before plus `op` over the ranks of all that was accumulated since. It stays
-    None for parameters that no rank used; a rank that did not use one adds zeros.
+    When a backward outside `no_sync` returns, `p.grad` on every rank is its last synchronised value
+    plus `op` over the ranks of all gradients accumulated since. It stays None for parameters that
+    no rank used; a rank that did not use one adds zeros.
 
     Args:
         module: Any module.
         grad_type: Dtype in which gradients are accumulated and summed over ranks, such as
             `torch.float32` for bfloat16 parameters; None is each parameter's own.
-        bucket_size: Most elements in a bucket; a larger parameter has one to itself. The first
+        bucket_size: Maximum elements in a bucket; a larger parameter has one to itself. The first
             bucket is small, and a model that would fill only a few has smaller ones. They
-            are filled in the order in which the first synchronised backward makes the gradients.
+            are filled in the order of gradients in the first synchronised backward.
         group: The ranks to reduce over, by default the `cp_dp` axis.
         op: `"sum"`, for losses already divided by the global token count, or `"mean"`, which
             divides by the group's size as DistributedDataParallel does.
-        reduce_dtype: Dtype in which gradients travel, such as `torch.bfloat16` to send half as
-            much; None is the one they are accumulated in.
-        order: `"any"`, the backend's, or `"rank"`: the gradient before, plus rank 0's, plus
-            rank 1's, and so on. If micro-batch m of a step is rank (m modulo ranks)'s and each is
-            synchronised, the bits are those of one process, however many ranks there are.
-        init_sync: How parameters and buffers that differ between ranks at the start are treated:
+        reduce_dtype: Dtype of gradients in transit, such as `torch.bfloat16` to send half as
+            much; None is the dtype of accumulation.
+        order: `"any"`, the backend's, or `"rank"`: the earlier gradient, plus rank 0's, plus
+            rank 1's, and so on. If rank m modulo the number of ranks has micro-batch m of a step,
+            and each is synchronised, the bits are those of one process, for any number of ranks.
+        init_sync: Treatment of parameters and buffers that differ between ranks at the start:
             `"check"` refuses them by name, `"broadcast"` sends the first rank's, `"none"`
             leaves them.
         check_finite: Refuse, on every rank, gradients that are not finite before they are summed,
@@ -80,10 +77,10 @@ class DataParallelBucket(_DataParallel):
 
     Raises:
         InvalidArgumentError: An unknown `op`, `order` or `init_sync`, a `grad_type` or
-            `reduce_dtype` that is no floating dtype, a `bucket_size` below 1, something that is no
-            module, a name in `groups` that is no parameter's, or `groups` with "mean".
+            `reduce_dtype` that is not a floating dtype, a `bucket_size` below 1, an object that is
+            not a module, a name in `groups` that is not a parameter's, or `groups` with "mean".
         MismatchError: The ranks' parameters differ in name, shape, dtype, order, frozenness or,
-            if they are to be compared, values.
+            under "check", values.
         StateError: No group to be found, or a live wrapper has a parameter already.
     """
 
@@ -108,36 +105,32 @@ class DataParallelBucket(_DataParallel):
         settings = Settings(
             str(op).lower(), bucket_size, grad_type, reduce_dtype, order, check_finite, init_sync
         )
-
-        def fill(slots: Iterable[Slot], reduction: Reduction) -> list[Bucket]:
-            return fill_buckets(slots, bucket_size, grad_type, reduction)
-
-        super().__init__(module, group, settings, fill, groups or {}, overlap=True)
+        super().__init__(module, group, settings, groups or {}, overlap=True)
         self.optimizer_shards: list[Shard] | None = None
-        self._gathers: list[Gathers] = []
+        self._gathers: list[ParameterGather] = []
 
-    def _left_by_copies(self) -> dict[str, Any]:
+    def _copy_values(self) -> dict[str, Any]:
         self.wait_for_parameters()
-        return {**super()._left_by_copies(), "optimizer_shards": None, "_gathers": []}
+        return {**super()._copy_values(), "optimizer_shards": None, "_gathers": []}
 
-    def use_shards(self, shards: list[Shard], gathers: Gathers) -> None:
+    def use_shards(self, shards: list[Shard], gather: ParameterGather) -> None:
         """Note the shards that optimizers update on this rank; `shard_optimizer` calls it."""
         self._sync.attach(self._sync.managers)
         self.optimizer_shards = shards
-        others = [each for each in self._gathers if not each.buckets & gathers.buckets]
-        self._gathers = [*others, gathers]
+        others = [each for each in self._gathers if not each.buckets & gather.buckets]
+        self._gathers = [*others, gather]
 
     def settle_gradients(self) -> None:
-        """Let shards follow all changes of their parameters' gradients since backward.
+        """Copy all changes of parameters' gradients since backward to the shards.
 
         Raises:
-            StateError: A gradient that lies in shards has not been synchronised.
+            StateError: A gradient in shards has not been synchronised.
         """
-        for gathers in self._gathers:
-            for bucket in gathers.buckets:
+        for gather in self._gathers:
+            for bucket in gather.buckets:
                 bucket.settle()
 
     def wait_for_parameters(self) -> None:
-        """Wait until all updated parameters are here."""
-        for gathers in self._gathers:
-            gathers.wait()
+        """Wait until all updated parameters have arrived."""
+        for gather in self._gathers:
+            gather.wait()

@@ -1,4 +1,4 @@
-"""Which of a module's parameters its wrapper synchronises: those that it had when wrapped."""
+"""The parameters that a wrapper synchronises: those that the module had when wrapped."""
 
 from __future__ import annotations
 
@@ -10,61 +10,61 @@ from torch.nn.parameter import UninitializedParameter
 
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import describe_rank
-from .culprits import shortened
+from .culprits import shorten
 
 Named = Sequence[tuple[str, nn.Parameter]]
-Parts = list[tuple[ProcessGroup | None, list[tuple[str, nn.Parameter]]]]
+Groups = list[tuple[ProcessGroup | None, list[tuple[str, nn.Parameter]]]]
 
 
-def by_group(
+def group_parameters(
     parameters: Named, group: ProcessGroup | None, groups: Mapping[str, ProcessGroup | None]
-) -> Parts:
-    """Return each group with the parameters to be summed over it; the usual one first.
+) -> Groups:
+    """Return each group with the parameters to be summed over it; the default group first.
 
     Args:
-        parameters: All of them with their names.
-        group: The usual one.
-        groups: Another one for some parameters, by name.
+        parameters: All named parameters.
+        group: The default group.
+        groups: Other groups for some parameters, by name.
 
     Raises:
-        InvalidArgumentError: A name is no parameter's.
+        InvalidArgumentError: A name is not a parameter's.
     """
     unknown = sorted(groups.keys() - {name for name, _ in parameters})
     if unknown:
         raise InvalidArgumentError(
-            f"{describe_rank()}: groups names {shortened(unknown)}, of which the module has no "
-            "parameter (one that is shared goes by its first name)"
+            f"{describe_rank()}: groups contains {shorten(unknown)}, which are not parameters of "
+            "the module (a shared parameter goes by its first name)"
         )
-    parts: Parts = [(group, [])]
+    found: Groups = [(group, [])]
     for name, parameter in parameters:
         wanted = groups.get(name, group)
-        part = next((named for known, named in parts if known is wanted), None)
-        if part is None:
-            part = []
-            parts.append((wanted, part))
-        part.append((name, parameter))
-    return parts
+        named = next((named for known, named in found if known is wanted), None)
+        if named is None:
+            named = []
+            found.append((wanted, named))
+        named.append((name, parameter))
+    return found
 
 
-class Wrapped:
+class WrappedParameters:
     """The parameters that a module had when it was wrapped.
 
     Args:
-        parameters: All of them with their names.
-        copied: The module is a copy of one that was wrapped, which nothing synchronises.
+        parameters: All named parameters.
+        copied: The module is a copy of a wrapped one; its gradients are not synchronised.
     """
 
     def __init__(self, parameters: Named, *, copied: bool = False) -> None:
         self._copied = copied
-        self._there = {id(each): each for _, each in parameters}  # no other gets their ids
+        self._known = {id(each): each for _, each in parameters}  # kept alive: ids stay theirs
         self._synchronised = frozenset(id(each) for _, each in parameters if each.requires_grad)
 
     def refuse_others(self, module: nn.Module) -> None:
-        """Refuse parameters of the module whose gradients would be summed over no ranks.
+        """Refuse parameters of the module whose gradients would not be summed.
 
         Raises:
-            StateError: A parameter requires grad now that was frozen, or not there, when wrapped;
-                or any does in a copy.
+            StateError: A parameter requires grad now that was frozen, or absent, when wrapped; or
+                any does in a copy.
         """
         known = self._synchronised
         if all(id(each) in known for each in _trainable(module)):
@@ -77,42 +77,35 @@ class Wrapped:
                 "wrap or parallelize a plain one"
             )
         others = [
-            (name, id(each) in self._there)
+            (name, id(each) in self._known)
             for name, each in module.named_parameters()
             if each.requires_grad and id(each) not in known
         ]
-        _refuse_unfrozen([name for name, there in others if there])
-        _refuse_added([name for name, there in others if not there])
+        unfrozen = [name for name, existed in others if existed]
+        if unfrozen:
+            raise StateError(
+                f"{describe_rank()}: {shorten(unfrozen)} required no grad when the module was "
+                "wrapped and does now, so its gradient would not be synchronised: wrap the module "
+                "after unfreezing it, and give it to an optimizer when it is to be trained"
+            )
+        if others:
+            raise StateError(
+                f"{describe_rank()}: {shorten([name for name, _ in others])} came after the module "
+                "was wrapped (as adapters, a new head or load_state_dict(assign=True) do), so its "
+                "gradient would not be synchronised, nor would an optimizer made before update it: "
+                "change the module first (get_peft_model of the plain model), then wrap or "
+                "parallelize it; or copy values into the parameters it has"
+            )
 
 
 def _trainable(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield all that require grad, shared ones again and again; quicker than `parameters`."""
+    """Yield all that require grad, shared ones repeatedly; faster than `parameters`."""
     modules = [module]
     for each in modules:
         for parameter in each._parameters.values():
             if parameter is not None and parameter.requires_grad:
                 yield parameter
         modules += [child for child in each._modules.values() if child is not None]
-
-
-def _refuse_unfrozen(names: Sequence[str]) -> None:
-    if names:
-        raise StateError(
-            f"{describe_rank()}: {shortened(names)} required no grad when the module was wrapped "
-            "and does now, so its gradient would not be synchronised: wrap the module after "
-            "unfreezing it, and give it to an optimizer when it is to be trained"
-        )
-
-
-def _refuse_added(names: Sequence[str]) -> None:
-    if names:
-        raise StateError(
-            f"{describe_rank()}: {shortened(names)} came after the module was wrapped (as "
-            "adapters, a new head or load_state_dict(assign=True) do), so its gradient would not "
-            "be synchronised, nor would an optimizer made before update it: change the module "
-            "first (get_peft_model of the plain model), then wrap or parallelize it; or copy "
-            "values into the parameters it has"
-        )
 
 
 def refuse_lazy(parameters: Named) -> None:
@@ -130,7 +123,7 @@ def refuse_lazy(parameters: Named) -> None:
 def describe(
     parameters: Iterable[tuple[str, nn.Parameter]], options: Mapping[str, object]
 ) -> list[str]:
-    """Write all that ranks must agree on: a line for the options and one for each parameter."""
+    """Describe what ranks must agree on: a line for the options and one for each parameter."""
     lines = [", ".join(f"{name}={value}" for name, value in options.items())]
     for name, parameter in parameters:
         frozen = "" if parameter.requires_grad else " frozen"

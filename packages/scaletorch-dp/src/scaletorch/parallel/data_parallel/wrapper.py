@@ -1,9 +1,9 @@
-"""What both wrappers have in common: not which gradients travel together, and when."""
+"""The common base of both wrappers."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn, Self
@@ -16,18 +16,17 @@ from ...dist.building import agree, caught, prepare_backward
 from ...dist.errors import InvalidArgumentError, NonFiniteError, StateError
 from ..pg_manager import ModuleWrapper, axis_group
 from ..pg_manager.building import connect_all
-from .buckets.bucket import Bucket
 from .buckets.hooks import GradientSync, raise_failed, refuse_taken
-from .buckets.initial import check_init_sync, sync_initial_values
+from .buckets.initial_values import check_init_sync, sync_initial_values
 from .buckets.manager import BucketManager
 from .buckets.reduction import Reduction
 from .buckets.slot import Slot
-from .parameters import Named, Wrapped, by_group, describe, refuse_lazy
+from .parameters import Named, WrappedParameters, describe, group_parameters, refuse_lazy
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a wrapper synchronises, as given to `DataParallelBucket`; the same on every rank."""
+    """The options of a wrapper, as of `DataParallelBucket`; the same on every rank."""
 
     op: str
     bucket_size: int | None = None
@@ -44,8 +43,7 @@ class _DataParallel(ModuleWrapper):
     Args:
         module: Any module.
         group: The ranks to reduce over, by default the `cp_dp` axis.
-        settings: How.
-        fill: Puts slots into buckets.
+        settings: The options; without a `bucket_size` every parameter has a bucket of its own.
         groups: Other ranks for some parameters, by name.
         overlap: Whether buckets leave during backward, or all at its end.
     """
@@ -55,7 +53,6 @@ class _DataParallel(ModuleWrapper):
         module: nn.Module,
         group: ProcessGroup | None,
         settings: Settings,
-        fill: Callable[[Iterable[Slot], Reduction], list[Bucket]],
         groups: Mapping[str, ProcessGroup | None],
         *,
         overlap: bool,
@@ -67,22 +64,22 @@ class _DataParallel(ModuleWrapper):
         group = axis_group("cp_dp", group)
         parameters = list(module.named_parameters())
         refuse_lazy(parameters)
-        parts = by_group(parameters, group, groups)
-        if len(parts) > 1 and settings.op == "mean":
+        by_group = group_parameters(parameters, group, groups)
+        if len(by_group) > 1 and settings.op == "mean":
             raise InvalidArgumentError(
                 "op='mean' would divide by another number for the parameters of other groups: "
                 "divide the loss by the global number of tokens, and sum"
             )
         reductions = [
-            self._agreed_reduction(module, named, each, settings) for each, named in parts
+            self._agreed_reduction(module, named, each, settings) for each, named in by_group
         ]
         super().__init__(module)
-        prepare_backward(module.parameters())  # where sharded layers' backward begins by products
-        self.wrapped = Wrapped(parameters)
+        prepare_backward(module.parameters())  # for the matrix products of sharded layers
+        self.wrapped = WrappedParameters(parameters)
         self.parameter_groups = dict(groups)
         managers = [
-            _bucket_manager(named, reduction, fill, settings)
-            for (_, named), reduction in zip(parts, reductions, strict=True)
+            _bucket_manager(named, reduction, settings)
+            for (_, named), reduction in zip(by_group, reductions, strict=True)
         ]
         self._sync = GradientSync(managers, overlap=overlap)
         self._sync.attach(manager for manager in managers if _has_work(manager))
@@ -94,7 +91,7 @@ class _DataParallel(ModuleWrapper):
         group: ProcessGroup | None,
         settings: Settings,
     ) -> Reduction:
-        """Return how gradients are reduced over a group, whose ranks have the same parameters."""
+        """Return the reduction over a group whose ranks have the same parameters."""
         reduction = Reduction(settings.op, group, settings.reduce_dtype, settings.order)
         if reduction.size == 1:
             return reduction
@@ -113,7 +110,7 @@ class _DataParallel(ModuleWrapper):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backward calls synchronise; its value while backward runs counts."""
+        """True if backward calls synchronise; the value while backward runs counts."""
         return self._sync.enabled
 
     @require_backward_grad_sync.setter
@@ -122,10 +119,10 @@ class _DataParallel(ModuleWrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let the backward calls inside only accumulate on this rank.
+        """Only accumulate on this rank in backward calls inside the context.
 
-        The first synchronised backward after it sends everything. It matters where backward runs,
-        not forward. Enter and leave it on all ranks together.
+        The first synchronised backward after it sends everything. It affects backward, not forward.
+        Enter and leave it on all ranks together.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -138,7 +135,7 @@ class _DataParallel(ModuleWrapper):
         """Call the wrapped module.
 
         Raises:
-            StateError: A parameter requires grad now that was frozen, or not there, when wrapped.
+            StateError: A parameter requires grad now that was frozen, or absent, when wrapped.
         """
         if torch.is_grad_enabled():
             self.wrapped.refuse_others(self.module)
@@ -148,11 +145,11 @@ class _DataParallel(ModuleWrapper):
         return output
 
     def backward(self, input_tensor: Any, output_tensor: Any, output_tensor_grad: Any) -> Any:
-        """Run the wrapped module's own `backward`, a pipeline stage's, and return its result.
+        """Run the `backward` method of the wrapped pipeline stage, and return its result.
 
-        Unlike a plain backward it also lets this rank take part in the synchronisation if none
-        of its parameters got a gradient. With ZeRO 2 only those buckets are summed of which the
-        wrapped module has parameters then: a pipeline has those of one of its stages at a time.
+        Unlike a plain backward, it also lets this rank take part in the synchronisation if none of
+        its parameters got a gradient. With ZeRO 2 it sums only the buckets of the wrapped module's
+        current parameters: a pipeline has those of one of its stages at a time.
 
         Raises:
             StateError: The wrapped module has no `backward` method.
@@ -177,31 +174,30 @@ class _DataParallel(ModuleWrapper):
 
     @property
     def bucket_managers(self) -> list[BucketManager]:
-        """The buckets of each group, and how they are reduced; the usual group's first."""
+        """The bucket manager of each group; the default group's first."""
         return list(self._sync.managers)
 
     def reset(self) -> None:
-        """Set every gradient to None and forget accumulated ones and whatever is under way.
+        """Set every gradient to None, and forget accumulated ones and all reductions in flight.
 
         Use it in place of `zero_grad` between steps, or after a backward that raised.
         """
         self._sync.reset()
 
     def release(self) -> None:
-        """Forget all gradients and let go of the parameters, which another wrapper may have then.
+        """Forget all gradients and release the parameters, which another wrapper may then take.
 
-        This one synchronises nothing any more.
+        This wrapper no longer synchronises anything.
         """
         self.reset()
         self._sync = self._idle_sync()  # dropping the old one removes its hooks
 
     @contextmanager
     def nonfinite_held(self) -> Iterator[list[NonFiniteError]]:
-        """Yield a list of what `check_finite` finds, which is not raised meanwhile.
+        """Yield a list that collects the errors of `check_finite`, which are not raised meanwhile.
 
-        A backward raises on the ranks of one group, that of the parameters that are not finite.
-        Others would wait for them, such as those of other experts or stages: whoever holds the
-        errors until the step is over tells them.
+        A backward raises only on the ranks of the parameters' group. Ranks of other experts or
+        stages would wait for them: the holder of the errors shares them when the step is over.
         """
         sync, found = self._sync, list[NonFiniteError]()
         sync.held = found
@@ -212,7 +208,7 @@ class _DataParallel(ModuleWrapper):
 
     @property
     def checks_finite(self) -> bool:
-        """Whether gradients that are not finite are refused."""
+        """True if gradients that are not finite are refused."""
         return self._sync.managers[0].checks_finite
 
     def get_bucket_info(self) -> list[dict[str, object]]:
@@ -224,22 +220,22 @@ class _DataParallel(ModuleWrapper):
         return [each for manager in self.bucket_managers for each in manager.info()]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy for evaluation, averages or a teacher; gradients of it go nowhere."""
+        """Return a copy for evaluation, averages or a teacher, without synchronisation."""
         twin: Self = object.__new__(type(self))
         memo[id(self)] = twin
-        left = {"_sync": None, "wrapped": Wrapped([], copied=True), **self._left_by_copies()}
-        state = {n: left[n] if n in left else copy.deepcopy(v, memo) for n, v in vars(self).items()}
+        own = {"_sync": None, "wrapped": WrappedParameters([], copied=True), **self._copy_values()}
+        state = {n: own[n] if n in own else copy.deepcopy(v, memo) for n, v in vars(self).items()}
         vars(twin).update(state)
         twin._sync = self._idle_sync()
         return twin
 
-    def _left_by_copies(self) -> dict[str, Any]:
-        """Return what of this rank's attributes a copy has otherwise."""
+    def _copy_values(self) -> dict[str, Any]:
+        """Return the attributes that have other values in a copy."""
         return {"parameter_groups": {}}
 
     def _idle_sync(self) -> GradientSync:
         """Return a synchronisation of no parameters."""
-        managers = [BucketManager([], m.fill, m.reduction) for m in self.bucket_managers]
+        managers = [BucketManager([], m.reduction) for m in self.bucket_managers]
         return GradientSync(managers, overlap=False)
 
     def __getstate__(self) -> NoReturn:
@@ -250,22 +246,16 @@ class _DataParallel(ModuleWrapper):
         raise StateError(message)
 
 
-def _bucket_manager(
-    parameters: Named,
-    reduction: Reduction,
-    fill: Callable[[Iterable[Slot], Reduction], list[Bucket]],
-    settings: Settings,
-) -> BucketManager:
+def _bucket_manager(parameters: Named, reduction: Reduction, settings: Settings) -> BucketManager:
     """Put the trainable ones of these parameters into buckets."""
     trainable = [(name, each) for name, each in parameters if each.requires_grad]
     slots = [Slot(name, at, each) for at, (name, each) in enumerate(trainable)]
-    return BucketManager(
-        slots, lambda some: fill(some, reduction), reduction, check_finite=settings.check_finite
-    )
+    size, dtype = settings.bucket_size, settings.grad_type
+    return BucketManager(slots, reduction, size, dtype, check_finite=settings.check_finite)
 
 
 def _has_work(manager: BucketManager) -> bool:
-    """Return whether gradients are to be summed, kept in another dtype, or looked at."""
+    """Return whether gradients are summed, kept in another dtype, or checked."""
     wider = any(slot.buffer_dtype != slot.parameter.dtype for slot in manager.slots)
     return manager.reduction.size > 1 or wider or manager.checks_finite
 
@@ -275,28 +265,28 @@ NARROW = (torch.float16, torch.bfloat16)
 
 @contextmanager
 def widened(wrapper: _DataParallel) -> Iterator[None]:
-    """Give 16-bit parameters float32 values for a while, and sum all gradients in float32.
+    """Give 16-bit parameters float32 values, and sum all gradients in float32, within a context.
 
-    All gradients are None before and after. Parameters have their own memory back afterwards, so
-    that what is written to them meanwhile is lost.
+    All gradients are None before and after. Parameters get their own memory back afterwards: values
+    written inside the context are lost.
 
     Args:
-        wrapper: `DataParallel` or `DataParallelBucket`, sharded optimizers or not. All ranks widen
-            theirs together.
+        wrapper: A data-parallel wrapper, with sharded optimizers or not. All ranks widen theirs
+            together.
     """
     wrapper.reset()
     narrow = [(each, each.data) for each in wrapper.parameters() if each.dtype in NARROW]
     with ExitStack() as undo:
-        undo.callback(_put_back, narrow)  # if memory does not suffice for all
+        undo.callback(_restore_values, narrow)  # also if memory does not suffice for all
         for parameter, values in narrow:
             parameter.data = values.float()
         for manager in wrapper.bucket_managers:
             undo.enter_context(manager.widened())
-        undo.callback(_put_back, narrow)  # for the managers, which then look at them
+        undo.callback(_restore_values, narrow)  # before the managers read the dtypes again
         undo.callback(wrapper.reset)
         yield
 
 
-def _put_back(held: list[tuple[nn.Parameter, Tensor]]) -> None:
+def _restore_values(held: list[tuple[nn.Parameter, Tensor]]) -> None:
     for parameter, values in held:
         parameter.data = values

@@ -1,4 +1,4 @@
-"""One call that shards any optimizer over the data-parallel ranks."""
+"""ZeRO: one call shards any optimizer over the data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .buckets.bucket import Bucket
 from .buckets.manager import BucketManager
 from .buckets.slot import Slot
 from .data_parallel import DataParallelBucket
-from .sharding.bucket import ShardedBucket
-from .sharding.following import follow
-from .sharding.gather import Gathers
+from .sharding.gather import ParameterGather
+from .sharding.optimizer_hooks import hook_optimizer
+from .sharding.sharded_bucket import ShardedBucket
 from .sharding.shards import Shard, check_module
 
 
@@ -29,24 +29,23 @@ def shard_optimizer(
 ) -> Optimizer:
     """Let each rank update its shards of the parameters and keep their state, in place.
 
-    The optimizer's `param_groups` then hold this rank's shards: ranges of parameters, flat, or
-    whole parameters for an optimizer that is not known to treat all elements the same way. Those of
-    16-bit parameters are float32 masters. Their `grad` is the sum over the ranks when a
-    synchronised backward returns, and `parameter.grad` says only that there is one. Schedulers
-    work as ever, gradient scalers if they agree over the ranks, as `GradScaler` here does;
-    `parameter_shards` names the shards.
+    The optimizer's `param_groups` then hold this rank's shards: flat ranges of parameters, or whole
+    parameters for an optimizer that is not known to be elementwise. Shards of 16-bit parameters are
+    float32 masters. Their `grad` is the sum over the ranks when a synchronised backward returns,
+    and `parameter.grad` is a placeholder. Schedulers work unchanged, gradient scalers if they agree
+    over the ranks, as `GradScaler` here does; `parameter_shards` names the shards.
 
-    Parameters that the optimizer does not have, and those that `model.tied_parameters` names
-    (tied across pipeline stages), stay as they were: summed whole, and updated on every rank.
+    Parameters that the optimizer does not have, and those in `model.tied_parameters` (tied across
+    pipeline stages), stay as they were: summed whole, and updated on every rank.
 
     Args:
-        optimizer: Any that updates each parameter by itself, which is tried on small matrices.
+        optimizer: Any that updates each parameter by itself, which is tested on small matrices.
         model: The wrapper of its parameters.
         stage: 1 shards the optimizer's state; 2 the gradients too: each backward sums them into
             the shards, also inside `no_sync`, and none is kept whole.
-        overlap: Whether updated parameters are fetched behind the next forward, each before the
-            module that has it is called. Then read parameters after `optimizer.step()` by
-            `state_dict()` only, or after `model.wait_for_parameters()`.
+        overlap: Whether updated parameters are gathered during the next forward, each before the
+            forward of its module. Then read parameters after `optimizer.step()` only by
+            `state_dict()`, or after `model.wait_for_parameters()`.
 
     A further call lets another optimizer take over the shards.
 
@@ -56,7 +55,7 @@ def shard_optimizer(
     Raises:
         InvalidArgumentError: Another stage, or an optimizer that cannot be sharded or has none of
             the model's parameters.
-        StateError: Gradients are under way, parameters share memory, or they were sharded for
+        StateError: Gradients are in flight, parameters share memory, or they were sharded for
             another optimizer and this one needs them whole.
         MismatchError: The ranks' optimizers differ.
 
@@ -76,16 +75,16 @@ def shard_optimizer(
     for bucket in buckets:
         bucket.keeps_buffer = stage == 1
     shards = _all_shards(model)
-    gathers = Gathers(model.module, buckets)
-    model.use_shards(shards, gathers)
+    gather = ParameterGather(model.module, buckets)
+    model.use_shards(shards, gather)
     known = {id(slot.parameter) for slot in _slots(model)}
     _replace_parameters(optimizer, shards, known)
-    follow(optimizer, gathers, _settled(weakref.ref(model)), overlap=overlap)
+    hook_optimizer(optimizer, gather, _prepare_step(weakref.ref(model)), overlap=overlap)
     return optimizer
 
 
-def _settled(model: weakref.ref[DataParallelBucket]) -> Callable[[], None]:
-    """Return a function that makes a model ready for an update, as long as it is alive."""
+def _prepare_step(model: weakref.ref[DataParallelBucket]) -> Callable[[], None]:
+    """Return a function that prepares a model for an update, if it is still alive."""
 
     def before_step() -> None:
         this = model()
@@ -97,7 +96,7 @@ def _settled(model: weakref.ref[DataParallelBucket]) -> Callable[[], None]:
 
 
 def _shard_rest(optimizer: Optimizer, model: DataParallelBucket, manager: BucketManager) -> None:
-    """Put the parameters that the optimizer has, and no other has sharded, into sharded buckets."""
+    """Put the optimizer's parameters that are not sharded yet into sharded buckets."""
     whole = not known_elementwise(optimizer)
     sharded = [each for each in manager.buckets if isinstance(each, ShardedBucket)]
     slots = _slots_to_shard(optimizer, model, manager)
@@ -140,14 +139,14 @@ def _parameters_of(optimizer: Optimizer) -> set[int]:
 
 
 def whole_gradients(model: nn.Module, names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Return this rank's parameters' whole gradients, gathered if they lie in shards.
+    """Return the whole gradients of this rank's parameters, gathered if they lie in shards.
 
     All ranks of the data-parallel group call it. Parameters without a gradient are left out.
 
     Args:
-        model: What `DataParallelBucket` or `shard_optimizer` made.
-        names: Of the parameters, the same on all ranks, so that only the buckets that hold them
-            are gathered; None takes all.
+        model: The result of `DataParallelBucket` or `shard_optimizer`.
+        names: Names of parameters, the same on all ranks: only the buckets that hold them are
+            gathered. None takes all.
     """
     check_module(model)
     if isinstance(model, DataParallelBucket):
@@ -157,8 +156,8 @@ def whole_gradients(model: nn.Module, names: Collection[str] | None = None) -> d
     found = {n: p.grad for n, p in parameters.items() if n in wanted and p.grad is not None}
     for bucket in _buckets(model):
         if isinstance(bucket, ShardedBucket) and any(s.name in wanted for s in bucket.slots):
-            parts = bucket.whole_gradients()
-            found |= {slot.name: part for slot, part in parts if slot.name in wanted}
+            whole = bucket.whole_gradients()
+            found |= {slot.name: grad for slot, grad in whole if slot.name in wanted}
     return found
 
 
@@ -181,10 +180,10 @@ def _check(optimizer: Optimizer, model: DataParallelBucket, stage: int) -> None:
     if scope > Scope.PARAMETER:
         raise InvalidArgumentError(
             f"{type(optimizer).__name__} cannot be sharded: it {scope.words}; each rank would "
-            "update some parameters, and has to do so without the others: take another optimizer"
+            "update some parameters without the others: take another optimizer"
         )
     known = {id(slot.parameter) for slot in _slots(model)}
-    known |= {id(shard.tensor) for shard in model.optimizer_shards or ()}  # which stand for some
+    known |= {id(shard.tensor) for shard in model.optimizer_shards or ()}
     if not _parameters_of(optimizer) & known:
         raise InvalidArgumentError(
             "the optimizer has none of the model's parameters that require grad: make it of "
@@ -218,13 +217,13 @@ def _agree(
     names = {id(slot.parameter): slot.name for slot in manager.slots}
     lines = [f"{type(optimizer).__name__}, stage={stage}, overlap={overlap}"]
     for at, group in enumerate(optimizer.param_groups):
-        # Of other groups of ranks, each rank may have as many as it likes.
+        # Ranks may differ in the parameters of other groups of ranks.
         lines += [f"group {at} has {names[id(p)]}" for p in group["params"] if id(p) in names]
     agree("the optimizer to shard", lines, manager.reduction.group, error=error)
 
 
 def _refuse_shared_memory(model: nn.Module, slots: Iterable[Slot]) -> None:
-    """Refuse parameters that another tensor of the model is a view of: they are to be moved."""
+    """Refuse parameters that share memory with another tensor of the model: they will be moved."""
     moved = {id(slot.parameter): slot.name for slot in slots}
     each = {id(t): t for t in [*model.parameters(), *model.buffers()] if t.numel()}
     ranges = sorted((*_memory(tensor), key) for key, tensor in each.items() if not tensor.is_meta)
@@ -241,7 +240,7 @@ def _refuse_shared_memory(model: nn.Module, slots: Iterable[Slot]) -> None:
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses at which a tensor's memory begins and ends."""
+    """Return the start and end address of a tensor's memory."""
     if tensor.layout is not torch.strided:
         return 0, 0
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -253,34 +252,34 @@ def _all_shards(model: DataParallelBucket) -> list[Shard]:
     for bucket in _buckets(model):
         for slot in bucket.slots:
             each = slot.parameter
-            found[slot.name] = [Shard(slot.name, each, 0, each.numel(), each, replicated=True)]
-        if isinstance(bucket, ShardedBucket):
-            for slot in bucket.slots:
+            if isinstance(bucket, ShardedBucket):
                 found[slot.name] = [s for s in bucket.shards if s.name == slot.name]
+            else:
+                found[slot.name] = [Shard(slot.name, each, 0, each.numel(), each, replicated=True)]
     return [shard for slot in _slots(model) for shard in found[slot.name]]
 
 
 def _replace_parameters(optimizer: Optimizer, shards: Iterable[Shard], known: set[int]) -> None:
-    """Put shards in the place of parameters, and the shards of their state in that of the state."""
-    of: dict[int, list[Shard]] = {key: [] for key in known}
+    """Replace parameters by shards, and their state by shards of the state."""
+    by_parameter: dict[int, list[Shard]] = {key: [] for key in known}
     for shard in shards:
-        of[id(shard.parameter)].append(shard)
+        by_parameter[id(shard.parameter)].append(shard)
     for group in optimizer.param_groups:
         replaced = []
         for each in group["params"]:
-            if id(each) not in of:  # not of this model
+            if id(each) not in by_parameter:  # another model's
                 replaced.append(each)
                 continue
-            replaced += [_stand_in(shard) for shard in of[id(each)]]
+            replaced += [_stand_in(shard) for shard in by_parameter[id(each)]]
             state = optimizer.state.pop(each, None)
-            for shard in of[id(each)] if state else []:
+            for shard in by_parameter[id(each)] if state else []:
                 optimizer.state[shard.tensor] = {k: _cut(v, shard) for k, v in state.items()}
         group["params"] = replaced
         group.pop("param_names", None)
 
 
 def _stand_in(shard: Shard) -> Tensor:
-    """Return the tensor that the optimizer has for a parameter, which says so, for checks."""
+    """Return the optimizer's tensor for a parameter, with a reference to it for checks."""
     if shard.tensor is not shard.parameter:
         shard.tensor.stands_for = shard.parameter  # type: ignore[attr-defined]
     return shard.tensor

@@ -1,10 +1,9 @@
-"""Expert parallelism: experts divided over ranks, tokens sent to them and back."""
+"""Expert parallelism: experts divided over ranks, with tokens sent to them and back."""
 
 from ._version import __version__
 from .exchange.dispatch import Dispatched, combine, dispatch
 from .exchange.routes import Route
 from .expert_parallel import apply_expert_parallel
-from .finding.plans import Plan
 from .losses import (
     RoutingStatistics,
     count_tokens,
@@ -14,6 +13,7 @@ from .losses import (
     sequence_balance_loss,
     update_balance_bias,
 )
+from .plans import Plan
 from .state import ExpertCut, find_expert_cuts, gather_experts, own_experts
 
 __all__ = [

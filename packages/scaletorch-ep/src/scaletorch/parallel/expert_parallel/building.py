@@ -1,19 +1,19 @@
-"""What compose, checkpoints and the proof take of this package beside its users' names.
+"""Names for compose, checkpoints and verify, beside the public ones.
 
-Recorded and versioned like the rest: a patch release changes nothing here.
+They are recorded in api.txt and versioned: a patch release changes none of them.
 """
 
-from .finding.experts import Found, find_experts, find_list
-from .finding.plans import named_experts
 from .losses import move_bias, statistics_of
 from .module import DividedExperts, Division, share_tokens
+from .module_experts import ModuleExperts, find_experts, find_list
+from .plans import named_experts
 from .state import ExpertCut, find_expert_cuts, gather_experts, own_experts
 
 __all__ = [
     "DividedExperts",
     "Division",
     "ExpertCut",
-    "Found",
+    "ModuleExperts",
     "find_expert_cuts",
     "find_experts",
     "find_list",

@@ -1,4 +1,4 @@
-"""How a module of experts is called: read into rows and their routing, run on rows that came."""
+"""The calls of a module of experts, read as rows with a routing, and run on received rows."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ ROUTED = "experts(hidden, top_k_index, top_k_weights)"
 FOR_ALL = "experts(rows), as many rows for each expert"
 
 
-class Given(NamedTuple):
-    """A call, as rows that each go to experts of their own.
+class RoutedCall(NamedTuple):
+    """A call, as rows with their experts.
 
     Attributes:
         hidden: [T, H].
         top_k_index: Integers [T, K].
         top_k_weights: [T, K].
-        unit: Rows that stay together where rows are shared out.
-        dims: Those of the hidden states, as the module was called.
-        back: Returns results [T, H] as the module does.
+        unit: Rows that stay together when rows are split over ranks.
+        dims: Number of dims of the hidden states in the module's call.
+        restore: Turns results [T, H] into the module's result.
     """
 
     hidden: Tensor
@@ -36,7 +36,7 @@ class Given(NamedTuple):
     top_k_weights: Tensor
     unit: int
     dims: int
-    back: Callable[[Tensor], Tensor]
+    restore: Callable[[Tensor], Tensor]
 
 
 def read_call(
@@ -47,19 +47,19 @@ def read_call(
     kwargs: Mapping[str, Any],
     *,
     for_all: bool,
-) -> Given:
-    """Return what a module was called with, by whatever names it has for its arguments.
+) -> RoutedCall:
+    """Return the arguments of a module's call, whatever their names.
 
     Args:
         own: The module's own forward.
         name: The module's name.
         experts: The number of all experts.
-        args: Of the call.
-        kwargs: Of the call.
-        for_all: Whether the module takes as many rows for each expert.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        for_all: Whether the module takes the same number of rows for each expert.
 
     Raises:
-        InvalidArgumentError: It was called with something else.
+        InvalidArgumentError: It was called with other arguments.
     """
     number = 1 if for_all else 3
     given = list(args)
@@ -74,36 +74,36 @@ def read_call(
     return _read_rows(given[0], experts) if for_all else _read_routed(*given)
 
 
-def _read_routed(hidden: Tensor, index: Tensor, weights: Tensor) -> Given:
+def _read_routed(hidden: Tensor, index: Tensor, weights: Tensor) -> RoutedCall:
     shape = hidden.shape
     rows = hidden if hidden.dim() == 2 else hidden.reshape(-1, shape[-1])
-    return Given(rows, index, weights, 1, hidden.dim(), lambda results: results.view(shape))
+    return RoutedCall(rows, index, weights, 1, hidden.dim(), lambda results: results.view(shape))
 
 
-def _read_rows(rows: Tensor, experts: int) -> Given:
+def _read_rows(rows: Tensor, experts: int) -> RoutedCall:
     if rows.dim() != 2 or len(rows) % experts:
         raise InvalidArgumentError(
             f"{describe_rank()}: expected as many rows for each of {experts} experts, one expert "
             f"after another, got {tuple(rows.shape)}"
         )
-    # By token, so that a rank that shares them out has as many of each expert.
+    # By token, so that a share of the rows has the same number for each expert.
     by_token = rows.view(experts, -1, rows.shape[1]).transpose(0, 1).reshape(rows.shape)
     index = torch.arange(experts, device=rows.device).repeat(len(rows) // experts)[:, None]
     weights = rows.new_ones(index.shape)
 
-    def back(results: Tensor) -> Tensor:
+    def restore(results: Tensor) -> Tensor:
         return results.view(-1, experts, results.shape[1]).transpose(0, 1).flatten(0, 1)
 
-    return Given(by_token, index, weights, experts, 2, back)
+    return RoutedCall(by_token, index, weights, experts, 2, restore)
 
 
 def runner(own: Callable[..., Any], dims: int, *, for_all: bool) -> Run:
-    """Return the module's own forward as one that takes rows, indices and weights.
+    """Return the module's own forward as a function of rows, indices and weights.
 
     Args:
         own: The module's own forward.
-        dims: As in `Given`.
-        for_all: Whether it takes as many rows for each expert, one expert after another.
+        dims: As in `RoutedCall`.
+        for_all: Whether it takes the same number of rows for each expert, in expert order.
     """
     if for_all:
         return lambda rows, index, weights: own(rows)

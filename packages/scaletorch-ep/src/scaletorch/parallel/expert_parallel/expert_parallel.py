@@ -1,4 +1,4 @@
-"""Divide the experts of a whole model over ranks."""
+"""The division of a model's experts over ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import class_before, mark_divided
 from .exchange.shares import counts_of, expert_group, token_group
-from .finding.experts import Found, find_experts
-from .finding.plans import Plan, named_experts
 from .module import DividedExperts, Division
+from .module_experts import ModuleExperts, find_experts
+from .plans import Plan, named_experts
 
 __all__ = ["apply_expert_parallel"]
 
@@ -32,38 +32,38 @@ def apply_expert_parallel(
     tp_group: ProcessGroup | None = None,
     sequence_parallel: bool = False,
 ) -> M:
-    """Leave each rank its experts of a model, in place, without communication.
+    """Keep on each rank only its experts of a model, in place, without communication.
 
-    The modules that the plan names are called as `experts(hidden, top_k_index, top_k_weights)`,
-    [T, H], [T, K] and [T, K]; or, if their class declares `rows_for_all = True`, as
-    `experts(rows)`, as many rows for each expert, one expert after another. Their own code
-    computes, on this rank's experts and on the tokens that chose them; all else stays whole.
-    Parameters and buffers with a row for each expert along dim 0 are cut, and attributes that hold
-    the number are set to this rank's. Make the optimizer afterwards. Tied ones stay tied.
+    The modules of the plan are called as `experts(hidden, top_k_index, top_k_weights)`, [T, H], [T,
+    K] and [T, K]; or, if their class declares `rows_for_all = True`, as `experts(rows)`, with the
+    same number of rows for each expert, one expert after another. Their own code computes, on this
+    rank's experts and on the tokens that chose them; all other modules stay whole. Parameters and
+    buffers with a row for each expert along dim 0 are cut, and attributes that hold the number of
+    experts are set to this rank's. Tied parameters stay tied. Make the optimizer afterwards.
 
-    Each rank calls the model with tokens of its own, as in data parallelism. An expert's gradient
-    then is of the tokens of all ranks of the group, and that of other parameters of its own.
+    Each rank calls the model with its own tokens, as in data parallelism. The gradient of an expert
+    then covers the tokens of all ranks of the group, and that of other parameters the rank's own.
 
     Args:
         model: The whole model, equal on every rank.
         plan: Pattern of module names -> `"experts"`. `*` stands for any text inside one component
             of a name, a component `**` for any number of components. None is the model's own
             (`base_model_ep_plan`), or else modules called `experts`.
-        group: The ranks that the experts are divided over, in contiguous ranges, the first ranks
-            one more; None is the `ep` axis of the current manager.
+        group: The ranks that share the experts, in contiguous ranges, the first ranks one more;
+            None is the `ep` axis of the current manager.
         tp_group: Ranks that hold the same tokens, of which each then sends a share, even if each
-            of them has all experts; None is the tp axis of the current manager where experts
-            are not cut over it (etp = 1).
-        sequence_parallel: Each rank of `tp_group` has tokens of its own where experts are called,
-            and sends all of them.
+            of them has all experts; None is the tp axis of the current manager if experts are
+            not cut over it (etp = 1).
+        sequence_parallel: Each rank of `tp_group` has its own tokens where experts are called, and
+            sends all of them.
 
     Returns:
         The model.
 
     Raises:
-        InvalidArgumentError: The plan names nothing, or what is not called so; or a module has
-            fewer experts than there are ranks, has them in a list or cannot be divided. It is the
-            same error on every rank, and the model is as before.
+        InvalidArgumentError: The plan matches nothing, or modules with other calls; or a module has
+            fewer experts than there are ranks, has them in a list or cannot be divided. Every
+            rank gets the same error, and the model is unchanged.
 
     Example:
         >>> apply_expert_parallel(model, {"**.mlp.experts": "experts"}, group)
@@ -78,7 +78,7 @@ def apply_expert_parallel(
     found = [find_experts(name, module) for name, module in named.items()]
     divisions = [_divide(each, group, tokens, ranks) for each in found]
     _check(model, found, shared=sharers > 1)
-    memo: Memo = WeakTensorKeyDictionary()  # holds no whole parameter that nobody else holds
+    memo: Memo = WeakTensorKeyDictionary()  # does not keep whole parameters alive
     for each, division in zip(found, divisions, strict=True):
         _cut(each, division, memo)
         mark_divided(each.module, group if sharing is None else sharing)
@@ -86,7 +86,7 @@ def apply_expert_parallel(
 
 
 def _divide(
-    found: Found, group: ProcessGroup | None, tokens: ProcessGroup | None, ranks: int
+    found: ModuleExperts, group: ProcessGroup | None, tokens: ProcessGroup | None, ranks: int
 ) -> Division:
     if ranks > found.experts:
         raise InvalidArgumentError(
@@ -97,8 +97,8 @@ def _divide(
     return Division(found.name, group, tokens, counts, found.stacked, found.buffers, found.for_all)
 
 
-def _check(model: nn.Module, found: list[Found], shared: bool) -> None:
-    """Refuse what the cut would make wrong, before anything is cut."""
+def _check(model: nn.Module, found: list[ModuleExperts], shared: bool) -> None:
+    """Refuse a cut with wrong results, before anything is cut."""
     for each in found:
         if isinstance(each.module, DividedExperts):
             raise InvalidArgumentError(f"{describe_rank()}: '{each.name}' is divided already")
@@ -110,7 +110,7 @@ def _check(model: nn.Module, found: list[Found], shared: bool) -> None:
         if whole and shared:
             raise InvalidArgumentError(
                 f"{describe_rank()}: {', '.join(whole)} of '{each.name}' belong to all experts, "
-                "and each tp rank would have a part of their gradient: take etp = tp instead"
+                "and each tp rank would have a partial sum of their gradient: take etp = tp instead"
             )
         for name, parameter in own.items():
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
@@ -118,17 +118,17 @@ def _check(model: nn.Module, found: list[Found], shared: bool) -> None:
                     f"{describe_rank()}: '{each.name}.{name}' has gradient hooks: divide experts "
                     "before the model is wrapped"
                 )
-    places = {module for each in found for module in each.module.modules()}
+    expert_modules = {module for each in found for module in each.module.modules()}
     for name, module in model.named_modules():
         for own_name, parameter in module._parameters.items():
-            if module not in places and parameter is not None and id(parameter) in inside:
+            if module not in expert_modules and parameter is not None and id(parameter) in inside:
                 raise InvalidArgumentError(
                     f"{describe_rank()}: '{name}.{own_name}' is tied to a parameter of experts, "
                     "which is cut along dim 0; untie it"
                 )
 
 
-def _cut(found: Found, division: Division, memo: Memo) -> None:
+def _cut(found: ModuleExperts, division: Division, memo: Memo) -> None:
     module, own = found.module, division.own
     rows = slice(own.start, own.stop)
     for name in found.stacked:

@@ -1,9 +1,9 @@
-"""Balance of experts that does not depend on the layout: losses, a bias without one, counters.
+"""Load balance of experts, independent of the layout: losses, a bias without a loss, statistics.
 
-A loss is returned as this rank's part of it: the parts of all ranks and micro-batches add up to
-the loss of the global batch, as those of token losses over the global count do, so gradients follow
-by sums. What is counted has no gradient, and is summed over the ranks; what has a
-gradient never travels. Recomputation repeats the numbers and adds nothing up twice.
+Each loss is returned as this rank's partial sum: the sum over all ranks and micro-batches is the
+loss of the global batch, as with token losses over the global count, so gradients are sums too.
+Counts have no gradient and are summed over the ranks; tensors with a gradient are never sent.
+Recomputation repeats the same numbers and counts nothing twice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def sequence_balance_loss(
     sequence_of: Tensor | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Return this rank's part of the balance loss of each sequence, averaged over sequences.
+    """Return this rank's partial sum of the balance loss of each sequence, averaged over sequences.
 
     For one sequence of T tokens, N experts and K choices a token: sum over i of f_i P_i with
     f_i = N / (K T) * (tokens that chose i), which has no gradient, and P_i the mean over the
@@ -68,7 +68,7 @@ def sequence_balance_loss(
     affinities = scores.reshape(-1, experts)[valid].to(sum_dtype(scores.dtype))
     affinities = affinities / affinities.sum(-1, keepdim=True)
     counts = index.new_zeros((known, experts + 1), dtype=torch.int64)
-    places = torch.cat((index, torch.full_like(index[:, :1], experts)), 1)  # and one for the length
+    places = torch.cat((index, torch.full_like(index[:, :1], experts)), 1)  # the last counts tokens
     counts.view(-1).index_add_(
         0,
         (mine.unsqueeze(1) * (experts + 1) + places).reshape(-1),
@@ -76,8 +76,8 @@ def sequence_balance_loss(
     )
     all_reduce(counts, "sum", group)
     found = counts.to(affinities.dtype)
-    often, lengths = found[:, :experts], found[:, experts:]
-    weights = often * (experts / index.shape[1]) / lengths.clamp(min=1) ** 2
+    chosen, lengths = found[:, :experts], found[:, experts:]
+    weights = chosen * (experts / index.shape[1]) / lengths.clamp(min=1) ** 2
     loss: Tensor = (weights[mine] * affinities).sum() / sequences
     return loss
 
@@ -90,24 +90,24 @@ def global_balance_loss(
     valid: Tensor | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Return this rank's part of the balance loss of the global batch.
+    """Return this rank's partial sum of the balance loss of the global batch.
 
     For T tokens of the global batch, N experts and K choices: sum over i of f_i P_i with
     f_i = N / (K T) * (tokens that chose i), which has no gradient, and P_i the mean of s_i over all
     T tokens. Multiply it by the coefficient. Source: Switch Transformers (arXiv 2101.03961),
     equations 4 to 6, with f_i over the global batch as in arXiv 2501.11873.
 
-    It is the product of two means over the global batch, so one micro-batch cannot know it alone.
-    With several, count them all first (`count_tokens`, without gradients) and give the sum over
-    micro-batches and ranks to each call; or take `sequence_balance_loss`, which needs no more than
-    its sequences.
+    It is the product of two means over the global batch, so one micro-batch alone does not
+    determine it. With several, count them all first (`count_tokens`, without gradients) and pass
+    the sum over micro-batches and ranks to each call; or use `sequence_balance_loss`, which needs
+    only its sequences.
 
     Args:
         scores: The router's probabilities of every expert, float [..., N].
         top_k_index: Chosen experts, integers [..., K] of the same tokens.
         counts: Tokens that chose each expert in the global batch, int64 [N]. None: this call has
             all tokens of this rank, and they are summed over `group`.
-        valid: Which tokens count, bool [...]; None is all, without padding.
+        valid: Mask of the tokens that count, bool [...]; None is all, without padding.
         group: Ranks that hold the global batch; None is the manager's cp_dp axis.
 
     Returns:
@@ -136,16 +136,16 @@ def router_z_loss(
     valid: Tensor | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Return this rank's part of the mean of log(sum of exp(logits))^2 over the global batch.
+    """Return this rank's partial sum of the global batch's mean of log(sum of exp(logits))^2.
 
     It keeps logits small. Multiply it by the coefficient. Source: ST-MoE (arXiv 2202.08906),
-    equation 5. Micro-batches change nothing if `tokens` says how many there are in all.
+    equation 5. With `tokens` micro-batches change nothing.
 
     Args:
         logits: The router's, float [..., N].
         tokens: Tokens of the global batch, of all ranks and micro-batches. None: this call has
             all tokens of this rank, and they are summed over `group`.
-        valid: Which tokens count, bool [...]; None is all, without padding.
+        valid: Mask of the tokens that count, bool [...]; None is all, without padding.
         group: Ranks that hold the global batch; None is the manager's cp_dp axis.
 
     Returns:
@@ -164,14 +164,14 @@ def router_z_loss(
 def update_balance_bias(
     bias: Tensor, counts: Tensor, rate: float = 1e-3, group: ProcessGroup | None = None
 ) -> None:
-    """Move each expert's bias towards balance, in place: there is no loss and no gradient.
+    """Move each expert's bias towards balance, in place, without a loss and a gradient.
 
     b_i <- b_i + rate * sign(mean of c - c_i), where c_i are the tokens of the global batch that
-    chose expert i. Call it once a step, behind the optimizer's. Source: arXiv 2408.15664, algorithm
+    chose expert i. Call it once a step, after the optimizer's. Source: arXiv 2408.15664, algorithm
     1, and DeepSeek-V3 (arXiv 2412.19437), section 2.1.2.
 
     Args:
-        bias: Added to scores when experts are chosen, and for nothing else: float [N], the same on
+        bias: Added to scores only for the choice of experts: float [N], the same on
             every rank (`e_score_correction_bias` of transformers).
         counts: Tokens of this rank that chose each expert in this step, int64 [N]: the sum of
             `count_tokens` over its micro-batches, recomputation not counted.
@@ -199,12 +199,12 @@ def move_bias(bias: Tensor, total: Tensor, rate: float) -> None:
 
 
 def count_tokens(top_k_index: Tensor, experts: int, *, valid: Tensor | None = None) -> Tensor:
-    """Return how many tokens here chose each expert, int64 [experts]; nothing is sent.
+    """Return the number of local tokens that chose each expert, int64 [experts]; nothing is sent.
 
     Args:
         top_k_index: Chosen experts, integers [..., K].
-        experts: Their number.
-        valid: Which tokens count, bool [...]; None is all.
+        experts: Number of experts.
+        valid: Mask of the tokens that count, bool [...]; None is all.
     """
     index = top_k_index if valid is None else top_k_index[valid]
     counts = top_k_index.new_zeros(experts, dtype=torch.int64)
@@ -214,13 +214,13 @@ def count_tokens(top_k_index: Tensor, experts: int, *, valid: Tensor | None = No
 
 @dataclass(frozen=True, slots=True)
 class RoutingStatistics:
-    """How tokens were routed, for the log.
+    """Statistics of the routing, for the log.
 
     Attributes:
-        tokens: Tokens that chose each expert.
-        entropy: Of their shares, in nats; log(number of experts) if all get the same.
-        fullest: What the fullest expert got, over the mean: 1 if all get the same.
-        unused: Experts that got nothing.
+        tokens: Number of tokens that chose each expert.
+        entropy: Entropy of their shares, in nats; log(number of experts) if all are equal.
+        fullest: Tokens of the fullest expert over the mean; 1 if all are equal.
+        unused: Number of experts without tokens.
     """
 
     tokens: tuple[int, ...]
@@ -230,7 +230,7 @@ class RoutingStatistics:
 
 
 def routing_statistics(counts: Tensor, group: ProcessGroup | None = None) -> RoutingStatistics:
-    """Return what the tokens of all ranks chose; all ranks of the group call it.
+    """Return the statistics of all ranks' tokens; all ranks of the group call it.
 
     Args:
         counts: Tokens of this rank that chose each expert, int64 [N].
@@ -242,7 +242,7 @@ def routing_statistics(counts: Tensor, group: ProcessGroup | None = None) -> Rou
 
 
 def statistics_of(total: Tensor) -> RoutingStatistics:
-    """Return what tokens chose, of the counts of all ranks, int64 [N]."""
+    """Return the statistics of the counts of all ranks, int64 [N]."""
     shares = total.double() / total.sum().clamp(min=1)
     return RoutingStatistics(
         tokens=tuple(total.tolist()),
@@ -261,7 +261,7 @@ def _check(scores: Tensor, index: Tensor) -> None:
 
 
 def _most(sequence_of: Tensor, group: ProcessGroup | None) -> int:
-    """Return the greatest number of a sequence on any rank, -1 if there is none."""
+    """Return the largest sequence number on any rank, or -1 if there is none."""
     none = sequence_of.new_full((1,), -1)
     most = torch.cat((sequence_of, none)).max().long()
     all_reduce(most, "max", group)

@@ -1,4 +1,4 @@
-"""The module that a model's experts become: the same class, with other ranks' experts behind it."""
+"""The module class of divided experts: the model's own class, with other ranks' experts."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ from ...dist.building import agree
 from ...dist.errors import StateError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import deep_copy, shallow_copy, uncompiled
-from .calls import Given, Run, read_call, runner
-from .computing import compute
+from .calls import RoutedCall, Run, read_call, runner
+from .computation import compute
 from .exchange.dispatch import Dispatched, combine_computed, dispatch_along
-from .exchange.routes import find_route, stay
+from .exchange.routes import find_route, local_route
 from .exchange.shares import ranges_of, share_out
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How the experts of a module are divided; shared by its copies, as groups cannot be copied.
+    """The division of a module's experts; copies share it, as process groups cannot be copied.
 
     Attributes:
         name: The module's name.
-        group: Ranks that have the experts.
-        tokens: Ranks that hold the same tokens and each send a share of them; None is this alone.
-        counts: Experts of each rank of the group.
-        stacked: Names in the module of parameters that are cut along dim 0.
-        buffers: The same of buffers.
-        for_all: Whether it is called with as many rows for each expert, and without a routing.
+        group: The ranks that share the experts.
+        tokens: Ranks that hold the same tokens and each send a share of them; None is this rank
+            alone.
+        counts: Number of experts on each rank of the group.
+        stacked: Names of the module's parameters that are cut along dim 0.
+        buffers: Names of its buffers that are cut along dim 0.
+        for_all: Whether it is called with the same number of rows for each expert, without a
+            routing.
         checked: Holds True once the ranks have agreed in a first call.
     """
 
@@ -50,7 +52,7 @@ class Division:
 
     @property
     def own(self) -> range:
-        """The experts of this rank."""
+        """This rank's experts."""
         return ranges_of(self.counts)[get_rank(self.group)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Division:
@@ -58,12 +60,12 @@ class Division:
 
 
 class DividedExperts(nn.Module):
-    """Comes before a module's own class: its forward surrounds the module's own."""
+    """A base in front of a module's own class: its forward wraps the module's own."""
 
     _division: Division
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the experts' results for tokens of this rank, [T, H], as the whole module does."""
+        """Return the experts' results for this rank's tokens, [T, H], as the whole module does."""
         results: Tensor = _call(self, super().forward, args, kwargs)
         if not self._division.checked:
             self._division.checked.append(True)
@@ -71,7 +73,7 @@ class DividedExperts(nn.Module):
 
     @property
     def takes_all(self) -> bool:
-        """Whether it is called with as many rows for each expert."""
+        """True if it is called with the same number of rows for each expert."""
         return self._division.for_all
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -81,7 +83,7 @@ class DividedExperts(nn.Module):
         return shallow_copy(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled, which `torch.save(model)` does."""
+        """Refuse to be pickled, as by `torch.save(model)`."""
         raise StateError(
             f"{describe_rank()}: experts '{self._division.name}' cannot be pickled, as they are "
             "tied to this rank's process group: save a state_dict, and load it into a model made "
@@ -90,7 +92,7 @@ class DividedExperts(nn.Module):
 
 
 def share_tokens(experts: DividedExperts, group: ProcessGroup | None) -> None:
-    """Have ranks that hold the same tokens each send a share of them, from now on."""
+    """Let ranks that hold the same tokens each send a share of them, from now on."""
     vars(experts)["_division"] = replace(experts._division, tokens=group)
 
 
@@ -101,72 +103,72 @@ def _call(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Tensor:
-    """Return what the module's own forward does, whatever it is called with."""
+    """Return the result of the module's own forward for any arguments."""
     division, for_all = module._division, module._division.for_all
     experts = sum(division.counts)
-    given = read_call(own, division.name, experts, args, kwargs, for_all=for_all)
-    run = runner(own, given.dims, for_all=for_all)
-    return given.back(_over_tokens(module, run, given))
+    call = read_call(own, division.name, experts, args, kwargs, for_all=for_all)
+    run = runner(own, call.dims, for_all=for_all)
+    return call.restore(_over_tokens(module, run, call))
 
 
-def _over_tokens(module: DividedExperts, run: Run, given: Given) -> Tensor:
-    """Give each rank that holds the same tokens a share of them, and join the results."""
+def _over_tokens(module: DividedExperts, run: Run, call: RoutedCall) -> Tensor:
+    """Split tokens over the ranks that hold the same ones, and gather the results."""
     group, name = module._division.tokens, module._division.name
     ranks = 1 if group is None else get_world_size(group)
     if ranks == 1:
-        return _over_experts(module, run, given)
+        return _over_experts(module, run, call)
     if not module._division.checked:
-        shapes = [f"{tuple(each.shape)} {each.dtype}" for each in given[:3]]
+        shapes = [f"{tuple(each.shape)} {each.dtype}" for each in call[:3]]
         agree(f"the tokens of '{name}', the same on all tp ranks", shapes, group)
-    units = share_out(len(given.hidden) // given.unit, ranks)
-    sizes = [number * given.unit for number in units]
-    share = given._replace(
-        hidden=functional.split(given.hidden, 0, group, sizes=sizes),
-        top_k_index=given.top_k_index.split(sizes)[get_rank(group)],
-        top_k_weights=functional.split(given.top_k_weights, 0, group, sizes=sizes),
+    units = share_out(len(call.hidden) // call.unit, ranks)
+    sizes = [number * call.unit for number in units]
+    share = call._replace(
+        hidden=functional.split(call.hidden, 0, group, sizes=sizes),
+        top_k_index=call.top_k_index.split(sizes)[get_rank(group)],
+        top_k_weights=functional.split(call.top_k_weights, 0, group, sizes=sizes),
     )
     return functional.gather(_over_experts(module, run, share), 0, group, sizes=sizes)
 
 
-def _over_experts(module: DividedExperts, run: Run, given: Given) -> Tensor:
-    """Send tokens to the ranks of their experts, compute what comes, and send results back."""
-    division, (hidden, index, weights, *_) = module._division, given
-    counts, here = division.counts, len(division.counts) == 1
-    if here and not division.for_all:
+def _over_experts(module: DividedExperts, run: Run, call: RoutedCall) -> Tensor:
+    """Send tokens to the ranks of their experts, compute there, and send results back."""
+    division, (hidden, index, weights, *_) = module._division, call
+    counts, is_local = division.counts, len(division.counts) == 1
+    if is_local and not division.for_all:
         whole: Tensor = run(hidden, index, weights)
         return whole
-    if here:
-        came = Dispatched(hidden, index, weights, stay(index))
+    if is_local:
+        received = Dispatched(hidden, index, weights, local_route(index))
     else:
         route = find_route(hidden, index, weights, counts, division.group)
-        came = dispatch_along(route, hidden, index, weights, counts)
+        received = dispatch_along(route, hidden, index, weights, counts)
     named = {name: _tensor(module, name) for name in division.stacked}
-    call = partial(compute, run, came, len(division.own), [*named.values()])
+    experts = partial(compute, run, received, len(division.own), [*named.values()])
     if division.checked:
-        results, wrong = call()
-        if wrong is not None:
-            raise wrong
+        results, error = experts()
+        if error is not None:
+            raise error
     else:
-        results = _call_first(division, came, named, call)
-    return results if here else combine_computed(results, came.route)
+        results = _call_first(division, received, named, experts)
+    return results if is_local else combine_computed(results, received.route)
 
 
 def _call_first(
     division: Division,
-    came: Dispatched,
+    received: Dispatched,
     named: Mapping[str, Tensor],
-    call: Callable[[], tuple[Tensor, Exception | None]],
+    experts: Callable[[], tuple[Tensor, Exception | None]],
 ) -> Tensor:
-    """Return the results of a first call, and raise on all ranks what is wrong with one's experts.
+    """Return the results of the first call, and raise an error of one rank's experts on all ranks.
 
-    Later ones have no such message.
+    Later calls make no such comparison.
     """
     try:
-        results, wrong = call()
-    except _StopRecomputationError:  # torch's checkpoints end so, on all ranks at the same place
+        results, wrong = experts()
+    except _StopRecomputationError:  # ends torch's checkpoints, on all ranks at the same place
         raise
-    except Exception as error:  # of whatever kind: the others would wait for this rank
-        results, wrong = torch.zeros_like(came.hidden), error
+    except Exception as error:  # of any kind: the others would wait for this rank
+        results, wrong = torch.zeros_like(received.hidden), error
     lines = [f"{name} {p.dtype} {tuple(p.shape[1:])}" for name, p in named.items()]
     lines.append(f"results {results.dtype}, of width {results.shape[1]}")
     agree(f"the experts '{division.name}'", lines, division.group, error=wrong)
@@ -174,7 +176,7 @@ def _call_first(
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:
-    """Return a parameter, or what another strategy uses in its place during this call."""
+    """Return a parameter, or the tensor that another strategy puts in its place in this call."""
     owner, _, own = name.rpartition(".")
     found = module.get_submodule(owner)._parameters[own]
     if found is None:

@@ -1,4 +1,4 @@
-"""Find the stacks of experts of a model, gather them from all ranks, and cut whole ones."""
+"""State of divided experts: find the cuts of a model, gather whole tensors, and cut them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ExpertCut(NamedTuple):
     """The rows of a stack of experts that each rank of a group holds.
 
     Attributes:
-        whole: The rows of the whole stack along dim 0, one for each expert.
+        whole: Number of rows of the whole stack along dim 0, one for each expert.
         ranges: The rows of each rank of the group.
         group: The ranks; None is this one alone.
     """
@@ -32,15 +32,15 @@ class ExpertCut(NamedTuple):
 
     @property
     def own(self) -> range:
-        """Those of this rank."""
+        """This rank's rows."""
         return self.ranges[get_rank(self.group)]
 
 
 def find_expert_cuts(model: nn.Module) -> dict[str, ExpertCut]:
-    """Map the name of every divided parameter and buffer here to its cut; empty if none is.
+    """Map the name of every divided parameter and buffer to its cut; empty if nothing is divided.
 
-    Every name of a tied parameter is listed. Such a parameter's gradient is of the tokens of the
-    whole group, so it is summed over the ranks that have the same experts (`edp`) alone.
+    Every name of a tied parameter is listed. The gradient of such a parameter covers the tokens of
+    the whole group, so it is summed only over the ranks that have the same experts (`edp`).
 
     Raises:
         InvalidArgumentError: Another copy of this package divided a module.
@@ -60,16 +60,15 @@ def gather_experts(
 
     Args:
         model: A model with divided experts.
-        tensors: Name of a parameter (or buffer) -> a tensor that is divided as it is, such as its
-            value, its gradient or an optimizer's state for it.
+        tensors: Name of a parameter (or buffer) -> a tensor divided in the same way, such as its
+            value, its gradient or its optimizer state.
         group: The ranks; None is the group that the experts were divided over.
 
     Returns:
-        The same names with whole tensors on every rank, sharing no memory with those given. What
-        is not experts' is a copy.
+        The same names with whole tensors on every rank, in new memory; other tensors are copied.
 
     Raises:
-        InvalidArgumentError: A name is not the model's, or a tensor is not of its rows.
+        InvalidArgumentError: A name is not the model's, or a tensor has other rows.
         MismatchError: The ranks passed different names.
     """
     cuts = find_expert_cuts(model)
@@ -91,14 +90,14 @@ def gather_experts(
 
 
 def own_experts(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return of the plain model's state what this rank's model takes, as views, with nothing sent.
+    """Return this rank's model state from the plain model's, as views, without communication.
 
     Args:
         model: A model with divided experts.
-        state: What the plain model's `state_dict()` holds, or gradients by its names.
+        state: The plain model's `state_dict()`, or gradients by its names.
 
     Raises:
-        InvalidArgumentError: A stack has not the rows of all experts.
+        InvalidArgumentError: A stack does not have the rows of all experts.
     """
     cuts, own = find_expert_cuts(model), {}
     for name, value in state.items():
@@ -131,7 +130,7 @@ def _check(model: nn.Module, tensors: Mapping[str, Tensor], cuts: Mapping[str, E
     for name, tensor in tensors.items():
         if name not in known:
             raise InvalidArgumentError(f"{describe_rank()}: the model has no '{name}'")
-        # Another strategy may have cut further dims, and made whole ones of them already.
+        # Another strategy may have cut other dims, and gathered them already.
         if name in cuts and tensor.shape[:1] != known[name].shape[:1]:
             raise InvalidArgumentError(
                 f"{describe_rank()}: '{name}' has shape {tuple(tensor.shape)}, but this rank's "

@@ -1,4 +1,4 @@
-"""Attention over one block of keys, by the kernel that suits it, and the merge of blocks."""
+"""Kernels for attention over one block of keys, and the merge of blocks."""
 
 from .block import Kernel, Operands, merge_into, statistics_dtype, update_out_and_lse
 from .table import KERNELS, backward, forward, kernel_for

@@ -1,6 +1,6 @@
-"""What all kernels share: the dtype of sums, the operands of backward, and the merge.
+"""The common interface of all kernels: the dtype of sums, the operands of backward, the merge.
 
-A kernel attends to one block of keys. `merge_into` puts the results of blocks together.
+A kernel attends to one block of keys. `merge_into` combines the results of blocks.
 
 Shapes: out [B, H, L, D], lse [B, H, L]; lse is the natural logarithm of the sum of exponentials,
 −inf if a row has seen nothing.
@@ -43,45 +43,45 @@ class Operands(NamedTuple):
     out: Tensor
     lse: Tensor
 
-    def part(self, rows: slice, keys: slice) -> Operands:
-        """Return those of some rows and keys."""
+    def select(self, rows: slice, keys: slice) -> Operands:
+        """Return the operands of some rows and keys."""
         grad_out, q, out, lse = (x[:, :, rows] for x in (self.grad_out, self.q, self.out, self.lse))
         return Operands(grad_out, q, self.k[:, :, keys], self.v[:, :, keys], out, lse)
 
-    def expanded(self) -> Operands:
-        """Return them with keys and values once for every query head."""
+    def expand_heads(self) -> Operands:
+        """Return the operands with keys and values repeated for every query head."""
         heads = self.q.shape[1]
-        return self._replace(k=expanded(self.k, heads), v=expanded(self.v, heads))
+        return self._replace(k=expand_heads(self.k, heads), v=expand_heads(self.v, heads))
 
 
 def same_sizes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether tensors have one dtype and one head dim, and something in them."""
+    """Return whether tensors have one dtype and one head dim, and are not empty."""
     same = q.dtype == k.dtype == v.dtype and q.shape[-1] == k.shape[-1] == v.shape[-1]
     return same and q.numel() > 0 and k.numel() > 0
 
 
 def is_causal(q: Tensor, k: Tensor, band: Band) -> bool:
-    """Return whether a band is CAUSAL on a square, which operators have a word for."""
+    """Return whether a band is CAUSAL on a square, which operators have an option for."""
     return band == CAUSAL and q.shape[2] == k.shape[2]
 
 
 def is_plain(q: Tensor, k: Tensor, band: Band) -> bool:
-    """Return whether a band is one that all operators know: FULL, or CAUSAL on a square."""
+    """Return whether a band is supported by all operators: FULL, or CAUSAL on a square."""
     return band == FULL or is_causal(q, k, band)
 
 
-def readable(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x in this dtype and with stride 1 in the last dim, which kernels take for granted."""
+def with_unit_stride(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x in this dtype and with stride 1 in the last dim, which kernels require."""
     x = x.to(dtype)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def expanded(x: Tensor, heads: int) -> Tensor:
-    """Return keys or values [B, K, S, D] once for every query head, [B, H, S, D]."""
+def expand_heads(x: Tensor, heads: int) -> Tensor:
+    """Return keys or values [B, K, S, D] repeated for every query head, [B, H, S, D]."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def summed(grad: Tensor, kv_heads: int) -> Tensor:
+def sum_groups(grad: Tensor, kv_heads: int) -> Tensor:
     """Return gradients [B, H, S, D] of expanded heads as [B, K, S, D], in `statistics_dtype`."""
     dtype = statistics_dtype(grad.dtype)
     if grad.shape[1] == kv_heads:
@@ -89,8 +89,8 @@ def summed(grad: Tensor, kv_heads: int) -> Tensor:
     return torch.unflatten(grad, 1, (kv_heads, -1)).sum(2, dtype=dtype)
 
 
-def without_unseeing_rows(lse: Tensor) -> Tensor:
-    """Return lse with +inf for −inf: weights exp(score − lse) of such rows are 0, and not NaN."""
+def without_empty_rows(lse: Tensor) -> Tensor:
+    """Return lse with +inf for −inf: weights exp(score − lse) of such rows are 0, not NaN."""
     return lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
@@ -100,14 +100,14 @@ Backward = Callable[..., Gradients]
 
 
 class Kernel(NamedTuple):
-    """How one block is computed: see `forward` and `backward` of `kernels.table`.
+    """A kernel for one block: see `forward` and `backward` of `kernels.table`.
 
     Attributes:
-        name: Its name, for people.
+        name: The name shown to people.
         fits: Whether the kernel can compute these q, k, v and band.
         forward: (q, k, v, scale, band) -> out, lse.
         backward: (operands, scale, band) -> dq, dk, dv.
-        caps: Whether forward and backward take a cap of the scores as well, behind the band.
+        caps: Whether forward and backward also take a cap of the scores, after the band.
     """
 
     name: str
@@ -120,9 +120,9 @@ class Kernel(NamedTuple):
 def update_out_and_lse(
     out: Tensor | None, lse: Tensor | None, block_out: Tensor, block_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Merge attention over one more block of keys into the result over the blocks before.
+    """Merge attention over one more block of keys into the result over earlier blocks.
 
-    Rows of which neither side has seen anything (both lse −inf) keep out as it is and lse −inf.
+    Rows that have seen nothing on either side (both lse −inf) keep out, and lse −inf.
 
     Args:
         out: Merged output so far [B, H, L, D]; None before the first block.
@@ -145,7 +145,7 @@ def update_out_and_lse(
 def merge_into(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merge as `update_out_and_lse` does, in place: `out` and `lse` become the new ones.
 
-    A quarter of the time, and no new memory of out's size. `out` and `lse` are in
+    It takes a quarter of the time, and no new memory of out's size. `out` and `lse` are in
     `statistics_dtype`, and may be views, so that a block of some rows is merged into these alone.
 
     Args:
@@ -160,6 +160,6 @@ def merge_into(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -
 
 def _share(lse: Tensor, block_lse: Tensor) -> Tensor:
     """Return the block's weight in the merged result [B, H, L, 1]."""
-    # −inf minus −inf is NaN: such a row takes nothing of the block.
+    # −inf minus −inf is NaN: such a row keeps its result.
     gap = torch.where(block_lse == -torch.inf, block_lse, block_lse - lse)
     return torch.sigmoid(gap).unsqueeze(-1)

@@ -1,12 +1,12 @@
 """PyTorch's fused attention operators on CUDA devices, as kernels for one block of keys.
 
-Flash takes windows; the others take FULL blocks and CAUSAL squares alone. On an H200 with torch
+Flash takes windows; the others take FULL blocks and CAUSAL squares only. On an H200 with torch
 2.11 cuDNN took 0.6 times flash's time in bfloat16, at 8,192 and 32,768 causal positions of 32
-query and 8 key/value heads of 128: it is asked first from compute capability 9.0 on.
+query and 8 key/value heads of 128: it is tried first from compute capability 9.0 on.
 
-They give `out` and gradients in the inputs' dtype: those of several blocks are merged, or added up,
-in float32. An operator for as many key/value heads as query heads has K and V expanded here, not
-before they are stored or sent, so that a group's gradients are summed in float32.
+They return `out` and gradients in the inputs' dtype; those of several blocks are merged, or added
+up, in float32. For an operator without grouped heads K and V are expanded here, not before they are
+stored or sent, so that a group's gradients are summed in float32.
 
 Gradients of the flash and the efficient operator repeat bit for bit only under
 `torch.use_deterministic_algorithms(True)`.
@@ -29,26 +29,26 @@ from .block import (
     Gradients,
     Kernel,
     Operands,
-    expanded,
+    expand_heads,
     is_causal,
     is_plain,
-    readable,
     same_sizes,
-    summed,
-    without_unseeing_rows,
+    sum_groups,
+    with_unit_stride,
+    without_empty_rows,
 )
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
-_OF_CUDNN = (9, 0)  # the compute capability from which on it is the quickest
+_CUDNN_FIRST = (9, 0)  # cuDNN is the fastest from this compute capability on
 
 
 class Operator(NamedTuple):
     """A fused operator.
 
     Attributes:
-        forward: (q, k, v, scale, band) -> out, and lse in the operator's own layout, which begins
-            with the [B, H, L] that count.
+        forward: (q, k, v, scale, band) -> out, and lse in the operator's own shape, which begins
+            with the valid [B, H, L].
         backward: (operands with lse [B, H, L], scale, band) -> dq, dk, dv.
         is_grouped: Whether it takes fewer key/value heads than query heads.
     """
@@ -67,36 +67,36 @@ def _forward(
     operator: Operator, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
 ) -> tuple[Tensor, Tensor]:
     if not operator.is_grouped:
-        k, v = (expanded(x, q.shape[1]) for x in (k, v))
-    q, k, v = (readable(x, q.dtype) for x in (q, k, v))
+        k, v = (expand_heads(x, q.shape[1]) for x in (k, v))
+    q, k, v = (with_unit_stride(x, q.dtype) for x in (q, k, v))
     out, lse = operator.forward(q, k, v, scale, band)
     lse = lse[:, :, : q.shape[2]].reshape(q.shape[:3])
-    return out, lse.masked_fill(lse == torch.inf, -torch.inf)  # of rows that see nothing
+    return out, lse.masked_fill(lse == torch.inf, -torch.inf)  # rows that see nothing
 
 
 def _backward(operator: Operator, x: Operands, scale: float, band: Band) -> Gradients:
     kv_heads, dtype = x.k.shape[1], x.q.dtype
-    x = x if operator.is_grouped else x.expanded()
-    q, k, v = (readable(each, dtype) for each in (x.q, x.k, x.v))
-    # Operators read both by strides of their own, or take them for those of [B, L, H, D].
-    grad_out, out = (by_position(each.to(dtype)) for each in (x.grad_out, x.out))
-    lse = without_unseeing_rows(x.lse).contiguous()
+    x = x if operator.is_grouped else x.expand_heads()
+    q, k, v = (with_unit_stride(each, dtype) for each in (x.q, x.k, x.v))
+    # Some operators assume the strides of [B, L, H, D] for both.
+    grad_out, out = (in_position_order(each.to(dtype)) for each in (x.grad_out, x.out))
+    lse = without_empty_rows(x.lse).contiguous()
     dq, dk, dv = operator.backward(Operands(grad_out, q, k, v, out, lse), scale, band)
-    dk, dv = (d if d.shape[1] == kv_heads else summed(d, kv_heads) for d in (dk, dv))
+    dk, dv = (d if d.shape[1] == kv_heads else sum_groups(d, kv_heads) for d in (dk, dv))
     return dq, dk, dv
 
 
-def by_position(x: Tensor) -> Tensor:
+def in_position_order(x: Tensor) -> Tensor:
     """Return x [B, H, L, D] with its memory in the order [B, L, H, D]."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def window_of(q: Tensor, k: Tensor, band: Band) -> tuple[int, int] | None:
-    """Return a band as flash counts it, from the last row and the last key on.
+    """Return a band as flash counts it, from the last row and the last key.
 
     Returns:
-        How many keys a row sees to the left and to the right of its own, -1 for all of them; None
-        if it does not see its own.
+        The number of keys that a row sees to the left and to the right of its own, -1 for all of
+        them; None if it does not see its own.
     """
     (lower, upper), shift = band, k.shape[2] - q.shape[2]
     left = -1 if lower is None else shift - lower
@@ -105,14 +105,14 @@ def window_of(q: Tensor, k: Tensor, band: Band) -> tuple[int, int] | None:
     return (left, right) if within else None
 
 
-def asked(q: Tensor, k: Tensor, v: Tensor, band: Band) -> cuda.SDPAParams:
-    """Return what PyTorch's own tests of its kernels are given."""
+def sdpa_params(q: Tensor, k: Tensor, v: Tensor, band: Band) -> cuda.SDPAParams:
+    """Return the arguments of PyTorch's own tests of its kernels."""
     grouped = q.shape[1] != k.shape[1]
     return cuda.SDPAParams(q, k, v, None, 0.0, is_causal(q, k, band), grouped)
 
 
-def no_seed(q: Tensor) -> Tensor:
-    """Return a seed or offset of dropout, which is asked for and not read."""
+def empty_seed(q: Tensor) -> Tensor:
+    """Return a seed or offset of dropout, which is required and not used."""
     return torch.zeros((), dtype=torch.int64, device=q.device)
 
 
@@ -132,13 +132,13 @@ def _flash_backward(x: Operands, scale: float, band: Band) -> Gradients:
     state = torch.zeros(2, dtype=torch.uint64, device=x.q.device)
     dq, dk, dv = aten._flash_attention_backward(
         *(each.transpose(1, 2) for each in x[:-1]), x.lse, None, None, x.q.shape[2], x.k.shape[2],
-        0.0, causal, state, no_seed(x.q), scale=scale, **window,
+        0.0, causal, state, empty_seed(x.q), scale=scale, **window,
     )  # fmt: skip
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 def _window(q: Tensor, k: Tensor, band: Band) -> tuple[bool, dict[str, int]]:
-    """Return whether flash calls a band causal, and its window."""
+    """Return whether flash calls a band causal, and its window arguments."""
     left, right = window_of(q, k, band) or (-1, -1)
     return (left, right) == (-1, 0), {"window_size_left": left, "window_size_right": right}
 
@@ -154,7 +154,7 @@ def _cudnn_forward(
 
 def _cudnn_backward(x: Operands, scale: float, band: Band) -> Gradients:
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-        *x[:-1], x.lse.unsqueeze(-1), no_seed(x.q), no_seed(x.q), None, None, None,
+        *x[:-1], x.lse.unsqueeze(-1), empty_seed(x.q), empty_seed(x.q), None, None, None,
         x.q.shape[2], x.k.shape[2], 0.0, is_causal(x.q, x.k, band), scale=scale,
     )  # fmt: skip
     return dq, dk, dv
@@ -170,10 +170,10 @@ def _efficient_forward(
 
 
 def _efficient_backward(x: Operands, scale: float, band: Band) -> Gradients:
-    # The operator's own lse is as long as the next multiple of 32, and +inf behind the last row.
+    # The operator's lse is padded to a multiple of 32 rows, with +inf.
     lse = F.pad(x.lse, (0, -x.lse.shape[2] % 32), value=torch.inf)
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        x.grad_out, x.q, x.k, x.v, None, x.out, lse, no_seed(x.q), no_seed(x.q), 0.0,
+        x.grad_out, x.q, x.k, x.v, None, x.out, lse, empty_seed(x.q), empty_seed(x.q), 0.0,
         [True, True, True, False], is_causal(x.q, x.k, band), scale=scale,
     )  # fmt: skip
     return dq, dk, dv
@@ -185,13 +185,13 @@ EFFICIENT = Operator(_efficient_forward, _efficient_backward)
 
 
 def _fits_flash(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
-    fits = _is_of_eights(q, k, v) and window_of(q, k, band) is not None
-    return fits and cuda.can_use_flash_attention(asked(q, k, v, band))
+    fits = _has_dims_of_eights(q, k, v) and window_of(q, k, band) is not None
+    return fits and cuda.can_use_flash_attention(sdpa_params(q, k, v, band))
 
 
 def _fits_cudnn(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
-    fits = _is_of_eights(q, k, v) and is_plain(q, k, band)
-    return fits and cuda.can_use_cudnn_attention(asked(q, k, v, band))
+    fits = _has_dims_of_eights(q, k, v) and is_plain(q, k, band)
+    return fits and cuda.can_use_cudnn_attention(sdpa_params(q, k, v, band))
 
 
 def _fits_cudnn_first(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
@@ -200,18 +200,18 @@ def _fits_cudnn_first(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
 
 @cache
 def _is_new(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _OF_CUDNN
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CUDNN_FIRST
 
 
 def _fits_efficient(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
     if not (same_sizes(q, k, v) and is_plain(q, k, band)):
         return False
-    k, v = (expanded(x[:, :1], q.shape[1]) for x in (k, v))
-    return cuda.can_use_efficient_attention(asked(q, k, v, band))
+    k, v = (expand_heads(x[:, :1], q.shape[1]) for x in (k, v))
+    return cuda.can_use_efficient_attention(sdpa_params(q, k, v, band))
 
 
-def _is_of_eights(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    # PyTorch's own test lets other head dims pass, since its caller pads them.
+def _has_dims_of_eights(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    # PyTorch's own test accepts other head dims, since its caller pads them.
     return same_sizes(q, k, v) and q.dtype in HALF and q.shape[-1] % 8 == 0
 
 

@@ -1,16 +1,16 @@
 """PyTorch's flex_attention, for what fused operators refuse: caps, any band, other head dims.
 
-It takes capped scores, windows in float32, heads whose values have another dim, and grouped heads
-as they are. NO DEVICE HERE HAS RUN IT COMPILED: tests run the same code on CPU, uncompiled. Where
-it fails to compile, one warning says so and the tile computes what it would have computed.
+It takes capped scores, windows in float32, values with another head dim, and grouped heads without
+expansion. IT HAS NOT BEEN RUN COMPILED ON A DEVICE: tests run the same code on CPU, uncompiled. If
+it fails to compile, one warning says so and the tile computes the block.
 
 It is compiled once for a process, with dynamic shapes. Bounds of a band, the scale and the cap are
 tensors, and operands are contiguous, so that neither a ring's steps nor other lengths compile it
-again: in training two graphs are enough, without gradients and with. A dim of 1, as of a batch
-or of the blocks of 128 rows or keys, makes others.
+again: training needs two graphs, without gradients and with. A dim of 1, as of a batch or of the
+blocks of 128 rows or keys, makes further graphs.
 
-Backward computes the block once more and goes back through it. With out and lse of the block, and
-O and LSE of all blocks merged, the block has the weight w = exp(lse - LSE) in each row, so its
+Backward recomputes the block and differentiates it. With out and lse of the block, and O and LSE of
+all blocks merged, the block has the weight w = exp(lse - LSE) in each row, so its
 
     grad out = w · grad O
     grad lse = w · grad O · (out - O), summed over the head dim
@@ -30,13 +30,13 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from ..masks.blocks import Band
 from . import tile
-from .block import Gradients, Operands, statistics_dtype, without_unseeing_rows
+from .block import Gradients, Operands, statistics_dtype, without_empty_rows
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LEAST_HEAD_DIM = 16  # of Triton's matrix products
-GRAPHS = 64  # of all head dims, dtypes and numbers of heads; torch allows 8
-BLOCK = 128  # rows and keys that are skipped together where they do not see each other
-OPTIONS: Any = {"FORCE_USE_FLEX_ATTENTION": True}  # short queries take no kernel without gradients
+GRAPHS = 64  # for all head dims, dtypes and numbers of heads; torch's default limit is 8
+BLOCK = 128  # rows and keys of a block, the unit in which invisible pairs are skipped
+OPTIONS: Any = {"FORCE_USE_FLEX_ATTENTION": True}  # for short queries without gradients too
 
 _Result = TypeVar("_Result")
 _Kind = tuple[str, torch.dtype, int, int]  # device type, dtype, head dims
@@ -54,8 +54,8 @@ def fits(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend `q` to one block of keys; as `table.forward`."""
-    return _or_the_tile(
+    """Attend `q` to one block of keys; see `table.forward`."""
+    return _with_fallback(
         _kind(q, v),
         lambda: _forward(q.detach(), k.detach(), v.detach(), scale, band, cap),
         lambda: tile.forward(q, k, v, scale, band, cap),
@@ -63,8 +63,8 @@ def forward(
 
 
 def backward(x: Operands, scale: float, band: Band, cap: float | None = None) -> Gradients:
-    """Return one block's share of the gradients; as `table.backward`."""
-    return _or_the_tile(
+    """Return one block's share of the gradients; see `table.backward`."""
+    return _with_fallback(
         _kind(x.q, x.v),
         lambda: _backward(x, scale, band, cap),
         lambda: tile.backward(x, scale, band, cap),
@@ -77,20 +77,20 @@ def _forward(
     dtype, device = statistics_dtype(q.dtype), q.device
     numbers = [None if x is None else _constant(x, dtype, device) for x in (scale, cap)]
     mask = block_mask(q.shape[2], k.shape[2], band, device)
-    # Else sizes that are equal by chance, as heads and blocks, are taken for the same ones.
-    apart = shapes.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-    with apart, torch._dynamo.config.patch(recompile_limit=GRAPHS):
-        attended: tuple[Tensor, Tensor] = _compiled()(
+    # Otherwise sizes that are equal by chance, as of heads and blocks, get one symbol.
+    own_symbols = shapes.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    with own_symbols, torch._dynamo.config.patch(recompile_limit=GRAPHS):
+        result: tuple[Tensor, Tensor] = _compiled()(
             q.contiguous(), k.contiguous(), v.contiguous(), mask, *numbers
         )
-    return attended
+    return result
 
 
 def _backward(x: Operands, scale: float, band: Band, cap: float | None) -> Gradients:
     q, k, v = (each.detach().contiguous().requires_grad_() for each in (x.q, x.k, x.v))
     with torch.enable_grad():
         out, lse = _forward(q, k, v, scale, band, cap)
-    weights = torch.exp(lse.detach() - without_unseeing_rows(x.lse))
+    weights = torch.exp(lse.detach() - without_empty_rows(x.lse))
     grad_out = weights.unsqueeze(-1) * x.grad_out
     grad_lse = (grad_out * (out.detach() - x.out)).sum(-1)
     dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (grad_out.to(out.dtype), grad_lse))
@@ -99,40 +99,40 @@ def _backward(x: Operands, scale: float, band: Band, cap: float | None) -> Gradi
 
 @cache
 def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
-    return torch.compile(_attended, dynamic=True, fullgraph=True)
+    return torch.compile(_flex, dynamic=True, fullgraph=True)
 
 
-def _attended(
+def _flex(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: Tensor, cap: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     if not torch.compiler.is_dynamo_compiling():
-        raise NotCompiledError("torch.compile is switched off, or works under no such mode")
+        raise NotCompiledError("torch.compile is switched off, or does not support this mode")
 
     def modified(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         score = score * scale
         return score if cap is None else cap * torch.tanh(score / cap)
 
-    # The scale that it has itself becomes a symbol under dynamic shapes, which kernels cannot read.
-    attended: tuple[Tensor, Any] = flex_attention(
+    # Its own argument `scale` becomes a symbol under dynamic shapes, which kernels cannot read.
+    result: tuple[Tensor, Any] = flex_attention(
         q, k, v, modified, mask, 1.0, True, kernel_options=OPTIONS, return_aux=AuxRequest(lse=True)
     )
-    out, rest = attended
-    return out, rest.lse
+    out, auxiliary = result
+    return out, auxiliary.lse
 
 
 class NotCompiledError(RuntimeError):
-    """flex_attention would compute all scores at once, for it is not being compiled."""
+    """Without compilation flex_attention would compute all scores at once."""
 
 
 @lru_cache(maxsize=32)
 def block_mask(rows: int, keys: int, band: Band, device: torch.device) -> BlockMask:
-    """Return the mask of a band, made without the [rows, keys] that `create_block_mask` makes."""
+    """Return the mask of a band, without the [rows, keys] tensor of `create_block_mask`."""
     low = -rows if band[0] is None else max(band[0], -rows)
     high = keys if band[1] is None else min(band[1], keys)
     with torch.inference_mode(False), torch.no_grad():
         lower, upper = (torch.full((), x, device=device) for x in (low, high))
-        first_row, last_row = (x.unsqueeze(1) for x in _ends(rows, device))
-        first_key, last_key = _ends(keys, device)
+        first_row, last_row = (x.unsqueeze(1) for x in _block_ends(rows, device))
+        first_key, last_key = _block_ends(keys, device)
         nearest, farthest = first_key - last_row, last_key - first_row
         seen = (farthest >= low) & (nearest <= high)
         whole = (nearest >= low) & (farthest <= high)
@@ -141,18 +141,18 @@ def block_mask(rows: int, keys: int, band: Band, device: torch.device) -> BlockM
         def sees(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
             return (key - row >= lower) & (key - row <= upper)
 
-        parts = *_listed(seen & ~whole), *_listed(whole)
-        return BlockMask.from_kv_blocks(*parts, BLOCK, sees, (rows, keys))
+        lists = *_list_blocks(seen & ~whole), *_list_blocks(whole)
+        return BlockMask.from_kv_blocks(*lists, BLOCK, sees, (rows, keys))
 
 
-def _ends(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _block_ends(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the first and the last index of each block."""
     first = torch.arange(0, length, BLOCK, device=device)
     return first, (first + BLOCK - 1).clamp(max=length - 1)
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks of each row are chosen, and the blocks' indices, these first."""
+def _list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of selected blocks of each row, and the blocks' indices, these first."""
     order = blocks.byte().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
 
@@ -167,16 +167,16 @@ def _kind(q: Tensor, v: Tensor) -> _Kind:
     return q.device.type, q.dtype, q.shape[-1], v.shape[-1]
 
 
-def _or_the_tile(
+def _with_fallback(
     kind: _Kind, call: Callable[[], _Result], last_resort: Callable[[], _Result]
 ) -> _Result:
-    """Return what a call gives, or what the tile does where this kind does not compile."""
+    """Return the result of `call`, or of the tile if this kind does not compile."""
     try:
         return call()
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:  # compilers fail in too many ways to list
-        if not isinstance(error, NotCompiledError):  # which a later call may be
+        if not isinstance(error, NotCompiledError):  # a later call may be compiled
             _refused.add(kind)
         device, dtype, dim, value_dim = kind
         first, *_ = (*str(error).splitlines(), "")

@@ -1,8 +1,8 @@
-"""Which kernel computes a block: a table from device types to kernels, and a test for each.
+"""The choice of a kernel for a block: a table from device types to kernels.
 
-The first kernel of the device that fits is taken, and the tile if none does. Any kernel can
-run the backward of blocks whose forward another one ran, since all share one form of `out` and
-`lse`. On CUDA and XPU devices what no fused operator takes goes to flex_attention.
+The first kernel of the device that fits is used, and the tile if none does. Any kernel can run the
+backward of a block whose forward another one ran, since all share one form of `out` and `lse`. On
+CUDA and XPU devices flex_attention takes what no fused operator supports.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .block import Gradients, Kernel, Operands
 TILE = Kernel("tile", lambda *_: True, tile.forward, tile.backward, caps=True)
 FLEX = Kernel("flex", flex.fits, flex.forward, flex.backward, caps=True)
 CPU_FLASH = Kernel("cpu flash", cpu_flash.fits, cpu_flash.forward, cpu_flash.backward)
-# Device type -> kernels, best first; the tile stands behind all of them.
+# Device type -> kernels, best first; the tile is the last resort of all.
 KERNELS: dict[str, tuple[Kernel, ...]] = {
     "cpu": (CPU_FLASH,),
     "cuda": (*cuda.KERNELS, FLEX),
@@ -33,27 +33,27 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, band: Band, cap: float | None = 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend `q` to one block of keys, by the kernel for it.
+    """Attend `q` to one block of keys.
 
     Args:
         q: Queries [B, H, L, D].
         k: Keys [B, K, S, D]; K divides H.
         v: Values [B, K, S, Dv]; only flex_attention and the tile take another Dv than D.
         scale: Factor of the scores.
-        band: Row i sees key j where lower <= j - i <= upper.
+        band: Row i sees key j if lower <= j - i <= upper.
         cap: Scores s become cap · tanh(s / cap) before the softmax; None leaves them.
 
     Returns:
         out [B, H, L, Dv] and lse [B, H, L], the natural logarithm of the sum of exponentials, in
-        float32 (float64 for float64), but for the out of fused operators of devices, which is in
-        q's dtype. Rows that see nothing have out 0 and lse −inf.
+        float32 (float64 for float64), except that fused operators of devices return out in q's
+        dtype. Rows that see nothing have out 0 and lse −inf.
     """
     caps = () if cap is None else (cap,)
     return kernel_for(q, k, v, band, *caps).forward(q, k, v, scale, band, *caps)
 
 
 def backward(x: Operands, scale: float, band: Band, cap: float | None = None) -> Gradients:
-    """Return one block's share of the gradients of attention over several, by the kernel for it.
+    """Return one block's share of the gradients of attention over several blocks.
 
     With `out` and `lse` of the *merged* result, the sum of all blocks' shares is exact.
 

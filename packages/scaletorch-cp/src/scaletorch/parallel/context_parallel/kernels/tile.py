@@ -2,13 +2,13 @@
 
 Scores exist one tile at a time: some rows of some heads, with the keys that these rows can see.
 So memory is linear in the block's length, and keys that no row sees are not computed. Everything is
-computed and returned in float32, in float64 for float64. The heads of a group become rows of one
+computed and returned in float32, or float64 for float64. The heads of a group become rows of one
 matrix product, so K and V are never expanded and a group's gradients are summed in float32.
 
 Shapes; B and K become one dim of U key/value heads, with G query heads each:
 
     q, out, grad_out, dq   [B, H, L, D], inside [U, G, L, D]
-    k, v, dk, dv           [B, K, S, D], inside [U, S, D]; v's head dim may be another
+    k, v, dk, dv           [B, K, S, D], inside [U, S, D]; v may have another head dim
     lse                    [B, H, L], inside [U, G, L]; natural logarithm
 
 The formulas are those of FlashAttention-2 (https://arxiv.org/abs/2307.08691).
@@ -22,50 +22,34 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..masks.blocks import Band
-from .block import Gradients, Operands, statistics_dtype, without_unseeing_rows
+from ..masks.blocks import Band, visible_keys, visible_rows
+from .block import Gradients, Operands, statistics_dtype, without_empty_rows
 
 
 class Size(NamedTuple):
     """The size of a tile.
 
     Attributes:
-        rows: Number of query rows, of all heads of a group together.
-        scores: Largest number of scores, unless these rows alone have more.
+        rows: Number of query rows, over all heads of a group.
+        scores: Maximum number of scores, unless these rows have more with one head.
     """
 
     rows: int
     scores: int
 
 
-# What a core's cache holds two of: others between half and four times as large were no faster.
-# Devices want few large kernels, here of 128 MiB in float32 (not measured on any).
+# A core's cache holds two tiles; sizes from half to four times as large were no faster.
+# Devices need few large kernels: 128 MiB in float32 (not measured on any).
 SIZES = {"cpu": Size(128, 1 << 18)}
-OF_DEVICES = Size(1024, 1 << 25)
-
-
-class Strip(NamedTuple):
-    """Rows next to each other, and the keys from the first to the last that one of them sees."""
-
-    rows: range
-    keys: range
+DEVICE_SIZE = Size(1024, 1 << 25)
 
 
 class _Tile(NamedTuple):
-    """A strip of the query rows of some key/value heads' groups."""
+    """Query rows of some key/value heads' groups, and the keys that one of these rows sees."""
 
     heads: slice
-    strip: Strip
-
-    @property
-    def rows(self) -> slice:
-        """The strip's rows."""
-        return slice(self.strip.rows.start, self.strip.rows.stop)
-
-    @property
-    def keys(self) -> slice:
-        """The strip's keys."""
-        return slice(self.strip.keys.start, self.strip.keys.stop)
+    rows: slice
+    keys: slice
 
 
 def forward(
@@ -80,8 +64,8 @@ def forward(
         top = scores.amax(-1, keepdim=True)
         weights = scores.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
-        _put(out, (weights @ values[tile.heads, tile.keys]).div_(total), tile)
-        _put(lse, top.add_(total.log_()).squeeze(-1), tile)
+        _write(out, (weights @ values[tile.heads, tile.keys]).div_(total), tile)
+        _write(lse, top.add_(total.log_()).squeeze(-1), tile)
     return out.view(*q.shape[:3], v.shape[-1]), lse.view(q.shape[:3])
 
 
@@ -89,7 +73,7 @@ def backward(x: Operands, scale: float, band: Band, cap: float | None = None) ->
     """Return one block's share of the gradients: see `table.backward`."""
     grad_out, q, k, v, out, lse = x
     queries, keys, values = _grouped(q, k), _flat(k), _flat(v)
-    grads, lses = _grouped(grad_out, k), _grouped(without_unseeing_rows(lse).unsqueeze(-1), k)
+    grads, lses = _grouped(grad_out, k), _grouped(without_empty_rows(lse).unsqueeze(-1), k)
     delta = (grads * _grouped(out, k)).sum(-1, keepdim=True)
     dq, dk, dv = (
         torch.zeros_like(each, memory_format=torch.contiguous_format)
@@ -99,27 +83,30 @@ def backward(x: Operands, scale: float, band: Band, cap: float | None = None) ->
         heads, seen = tile.heads, tile.keys
         q_rows, grad_rows = _rows(queries, tile) * scale, _rows(grads, tile)
         scores = _scores(q_rows, keys, band, tile, cap)
-        slopes = None if cap is None else _slopes(scores, cap)
+        slopes = None if cap is None else _cap_slopes(scores, cap)
         weights = scores.sub_(_rows(lses, tile)).exp_()
         dv[heads, seen].baddbmm_(weights.mT, grad_rows)
         d_scores = grad_rows @ values[heads, seen].mT
         d_scores.sub_(_rows(delta, tile)).mul_(weights)
         if slopes is not None:
             d_scores.mul_(slopes)
-        _put(dq, (d_scores @ keys[heads, seen]).mul_(scale), tile)
+        _write(dq, (d_scores @ keys[heads, seen]).mul_(scale), tile)
         dk[heads, seen].baddbmm_(d_scores.mT, q_rows)
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
 def _tiles(queries: Tensor, keys: Tensor, band: Band) -> Iterator[_Tile]:
     heads, group, length, _ = queries.shape
-    size = SIZES.get(queries.device.type, OF_DEVICES)
+    size = SIZES.get(queries.device.type, DEVICE_SIZE)
     step = max(1, size.rows // group)
-    for strip in _strips(band, length, keys.shape[1], step):
-        scores = group * len(strip.rows) * len(strip.keys)
-        some = max(1, size.scores // scores)
-        for first in range(0, heads, some):
-            yield _Tile(slice(first, min(first + some, heads)), strip)
+    visible = visible_rows(band, length, keys.shape[1])
+    for top in visible[::step]:
+        rows = range(top, min(top + step, visible.stop))
+        seen = visible_keys(band, rows, keys.shape[1])
+        count = max(1, size.scores // (group * len(rows) * len(seen)))
+        for first in range(0, heads, count):
+            some = slice(first, min(first + count, heads))
+            yield _Tile(some, slice(rows.start, rows.stop), slice(seen.start, seen.stop))
 
 
 def _grouped(x: Tensor, k: Tensor) -> Tensor:
@@ -137,7 +124,7 @@ def _rows(x: Tensor, tile: _Tile) -> Tensor:
     return x[tile.heads, :, tile.rows].flatten(1, 2)
 
 
-def _put(x: Tensor, rows: Tensor, tile: _Tile) -> None:
+def _write(x: Tensor, rows: Tensor, tile: _Tile) -> None:
     """Write rows [heads, G · rows, *] into x [U, G, L, *]."""
     x[tile.heads, :, tile.rows] = rows.unflatten(1, (x.shape[1], -1))
 
@@ -147,51 +134,34 @@ def _scores(q_rows: Tensor, keys: Tensor, band: Band, tile: _Tile, cap: float | 
     scores = q_rows @ keys[tile.heads, tile.keys].mT
     if cap is not None:
         scores.div_(cap).tanh_().mul_(cap)
-    _hide(scores.unflatten(1, (-1, len(tile.strip.rows))), band, tile.strip)
+    height = tile.rows.stop - tile.rows.start
+    _mask_scores(scores.unflatten(1, (-1, height)), band, tile.rows.start - tile.keys.start)
     return scores
 
 
-def _slopes(scores: Tensor, cap: float) -> Tensor:
-    """Return the derivative of capped scores by the plain ones, 0 if a row does not see a key."""
+def _cap_slopes(scores: Tensor, cap: float) -> Tensor:
+    """Return the derivative of the cap at capped scores, 0 if a row does not see a key."""
     return scores.div(cap).clamp_(min=-1.0).square_().neg_().add_(1.0)
 
 
-def _strips(band: Band, rows: int, keys: int, step: int) -> Iterator[Strip]:
-    """Yield strips of `step` rows at most. Every row of a strip sees a key; no other row does."""
+def _mask_scores(scores: Tensor, band: Band, shift: int) -> None:
+    """Write −inf into scores [..., rows, keys] if the row does not see the key.
+
+    Args:
+        scores: Scores of a tile.
+        band: The band of its block.
+        shift: The first row minus the first key.
+    """
     lower, upper = band
-    seeing = _seeing_rows(band, rows, keys)
-    for first in seeing[::step]:
-        end = min(first + step, seeing.stop)
-        left = 0 if lower is None else max(0, first + lower)
-        right = keys if upper is None else min(keys, end + upper)
-        yield Strip(range(first, end), range(left, right))
-
-
-def _seeing_rows(band: Band, rows: int, keys: int) -> range:
-    """Return the rows that see a key: the others are at the ends of a block."""
-    lower, upper = band
-    if not keys or (lower is not None and upper is not None and lower > upper):
-        return range(0)
-    first = 0 if upper is None else max(0, -upper)
-    end = rows if lower is None else min(rows, keys - lower)
-    return range(first, max(first, end))
-
-
-def _hide(scores: Tensor, band: Band, strip: Strip) -> Tensor:
-    """Put −inf into scores [..., rows, keys] of a strip if the row does not see the key."""
-    lower, upper = band
-    rows, keys = strip
-    shift = rows.start - keys.start
     if upper is not None:
-        # Keys from here on lie behind those that the first row sees.
+        # Keys from here on lie beyond those that the first row sees.
         first = max(0, shift + upper + 1)
         edge = scores[..., first:]
         edge.masked_fill_(_ones(edge).triu_(shift + upper + 1 - first), -torch.inf)
     if lower is not None:
         # Keys up to here lie before those that the last row sees.
-        edge = scores[..., : max(0, shift + lower + len(rows) - 1)]
+        edge = scores[..., : max(0, shift + lower + scores.shape[-2] - 1)]
         edge.masked_fill_(_ones(edge).tril_(shift + lower - 1), -torch.inf)
-    return scores
 
 
 def _ones(scores: Tensor) -> Tensor:

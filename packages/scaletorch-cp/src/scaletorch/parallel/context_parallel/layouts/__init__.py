@@ -1,1 +1,1 @@
-"""Which positions each rank holds: layouts, shards of batches, documents, whole sequences again."""
+"""Sequence layouts, and the shards of tensors and batches under a layout."""

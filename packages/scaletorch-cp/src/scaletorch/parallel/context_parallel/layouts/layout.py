@@ -1,8 +1,8 @@
-"""Layouts: which positions of a sequence each rank holds, as data.
+"""Sequence layouts as data: the positions of a sequence that each rank holds.
 
-A rank's shard is a few runs of positions in the order in which it holds them. All runs of a
-layout have one step, and all ranks hold equally many positions, so lengths that do not divide
-are padded at the end: positions from the length on are padding.
+A rank's shard is a few runs of positions, in local order. All runs of a layout have the same step
+and all ranks hold the same number of positions. A length that does not divide is padded at the end:
+positions at or beyond the length are padding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...pg_manager import describe_rank
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Who holds which positions of a sequence; made by `contiguous`, `zigzag` and `stripe`.
+    """The positions of a sequence on each rank; built by `contiguous`, `zigzag` and `stripe`.
 
     Attributes:
         name: The layout's name in `LAYOUTS`.
@@ -39,7 +39,7 @@ class Layout:
 
     @property
     def local_length(self) -> int:
-        """The number of positions that every rank holds, padding included."""
+        """The number of positions on every rank, padding included."""
         return sum(map(len, self.ranks[0]))
 
     @property
@@ -48,13 +48,13 @@ class Layout:
         return self.size * self.local_length
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """Return the positions that a rank holds, int64 [local_length], in local order.
+        """Return a rank's positions, int64 [local_length], in local order.
 
-        They are also the index that takes the rank's shard out of the padded whole.
+        They index the rank's shard in the padded sequence.
 
         Args:
             rank: Index of the rank in its ring.
-            device: Where to put the result.
+            device: Device of the result.
 
         Raises:
             InvalidArgumentError: No such rank.
@@ -65,7 +65,7 @@ class Layout:
         return _indices(self.ranks[rank], device)
 
     def padding(self, rank: int) -> int:
-        """Return how many of a rank's positions are padding.
+        """Return the number of padding positions on a rank.
 
         Raises:
             InvalidArgumentError: No such rank.
@@ -73,17 +73,16 @@ class Layout:
         return int((self.positions(rank) >= self.length).sum())
 
     def order(self, device: torch.device | str | None = None) -> Tensor:
-        """Return the index that joins the ranks' shards to the whole, int64 [length].
+        """Return the index that joins the ranks' shards to the whole sequence, int64 [length].
 
-        Entry i is where position i lies in the shards put together in rank order,
-        so `torch.cat(shards).index_select(0, order)` is the whole without padding.
+        `torch.cat(shards).index_select(0, order)` is the whole sequence without padding.
         """
-        held = _indices((run for shard in self.ranks for run in shard), device)
+        held = _indices(chain.from_iterable(self.ranks), device)
         return held.argsort()[: self.length]
 
 
 def contiguous(length: int, size: int) -> Layout:
-    """Give rank r the r-th of `size` equal parts: balanced if every row sees every key.
+    """Give rank r the r-th of `size` equal chunks: balanced for full attention.
 
     Args:
         length: Length of the whole sequence; padded to a multiple of `size`.
@@ -92,25 +91,22 @@ def contiguous(length: int, size: int) -> Layout:
     Raises:
         InvalidArgumentError: A length or size below 1.
     """
-    part = _divided(length, size, size)
-    ranks = tuple((range(rank * part, (rank + 1) * part),) for rank in range(size))
-    return Layout("contiguous", length, ranks)
+    return Layout("contiguous", length, tuple((each,) for each in _chunks(length, size, size)))
 
 
 def zigzag(length: int, size: int) -> Layout:
     """Give rank r the chunks r and 2N − 1 − r of 2N equal chunks: balanced for causal attention.
 
     Args:
-        length: Length of the whole sequence; padded to a multiple of 2 * `size`, but for one rank.
+        length: Length of the whole sequence; padded to a multiple of 2N, except for one rank.
         size: The number of ranks, N.
 
     Raises:
         InvalidArgumentError: A length or size below 1.
     """
-    part = _divided(length, size, 2 * size)
+    chunks = _chunks(length, size, 2 * size)
     if size == 1:
         return Layout("zigzag", length, ((range(length),),))
-    chunks = [range(chunk * part, (chunk + 1) * part) for chunk in range(2 * size)]
     return Layout("zigzag", length, tuple(zip(chunks[:size], reversed(chunks), strict=False)))
 
 
@@ -124,7 +120,7 @@ def stripe(length: int, size: int) -> Layout:
     Raises:
         InvalidArgumentError: A length or size below 1.
     """
-    padded = _divided(length, size, size) * size
+    padded = _chunks(length, size, size)[-1].stop
     return Layout("stripe", length, tuple((range(rank, padded, size),) for rank in range(size)))
 
 
@@ -135,12 +131,12 @@ LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
 }
 
 
-def layout_of_whole(layout: Layout | str, length: int, size: int) -> Layout:
-    """Return the layout of a whole sequence, which needs no padding any more.
+def layout_for_length(layout: Layout | str, length: int, size: int) -> Layout:
+    """Return the layout of a whole sequence whose length already includes the padding.
 
     Args:
         layout: A layout, or a name of `LAYOUTS`.
-        length: Length of the sequence, with the padding of a layout that has any.
+        length: Length of the sequence, padding included.
         size: The number of ranks.
 
     Raises:
@@ -163,14 +159,14 @@ def layout_of_whole(layout: Layout | str, length: int, size: int) -> Layout:
     return found
 
 
-def layout_of_shards(layout: Layout | str, part: int, length: int | None, size: int) -> Layout:
-    """Return the layout under which every rank holds `part` positions.
+def layout_for_shards(layout: Layout | str, shard: int, length: int | None, size: int) -> Layout:
+    """Return the layout under which every rank holds `shard` positions.
 
     Args:
         layout: A layout, or a name of `LAYOUTS`.
-        part: How many positions a rank holds, padding included.
-        length: Length of the whole sequence without padding; None is that of a layout given,
-            and of a name all that the ranks hold.
+        shard: Positions on a rank, padding included.
+        length: Length of the whole sequence without padding; by default the length of the given
+            layout, or for a name all positions of the ranks.
         size: The number of ranks.
 
     Raises:
@@ -179,15 +175,15 @@ def layout_of_shards(layout: Layout | str, part: int, length: int | None, size: 
     if isinstance(layout, Layout):
         found = layout
     else:
-        found = named_layout(layout, part * size if length is None else length, size)
+        found = named_layout(layout, shard * size if length is None else length, size)
     whole = found.length if length is None else length
-    fits = (found.size, found.local_length, found.length) == (size, part, whole)
-    _require(fits, found, f"each of {size} ranks has {part}, of {whole} positions together")
+    fits = (found.size, found.local_length, found.length) == (size, shard, whole)
+    _require(fits, found, f"each of {size} ranks has {shard}, of {whole} positions together")
     return found
 
 
 def named_layout(name: str, length: int, size: int) -> Layout:
-    """Return the layout of that name, with the padding that it needs.
+    """Return the layout of that name, padded if necessary.
 
     Raises:
         InvalidArgumentError: No such name, or a negative length.
@@ -198,32 +194,31 @@ def named_layout(name: str, length: int, size: int) -> Layout:
     return LAYOUTS[name](length, size)
 
 
-def _require(fits: bool, layout: Layout, came: str) -> None:
+def _require(fits: bool, layout: Layout, got: str) -> None:
     if not fits:
         message = (
             f"{describe_rank()}: a {layout.name} layout of {layout.length} positions gives each of "
-            f"{layout.size} ranks {layout.local_length}, {layout.padded_length} with padding; "
-            f"{came}"
+            f"{layout.size} ranks {layout.local_length}, {layout.padded_length} with padding; {got}"
         )
         raise InvalidArgumentError(message)
 
 
 def require_name(name: str) -> None:
-    """Refuse a name that no layout has.
+    """Refuse a name that is not in `LAYOUTS`.
 
     Raises:
-        InvalidArgumentError: It is none of `LAYOUTS`.
+        InvalidArgumentError: There is no such layout.
     """
     if not isinstance(name, str) or name not in LAYOUTS:
         message = f"layout must be a Layout or one of {', '.join(LAYOUTS)}; it is {name!r}"
         raise InvalidArgumentError(message)
 
 
-def joined(layout: Layout, size: int) -> Layout:
-    """Return the layout of groups: the shards of every `size` neighbouring ranks, put together.
+def merge_ranks(layout: Layout, size: int) -> Layout:
+    """Return the layout of groups that hold the shards of `size` neighbouring ranks together.
 
-    A group's runs ascend, so that those which adjoin are next to each other, and the stripes of
-    all ranks are one run.
+    The runs of a group ascend, so that adjacent runs are neighbours; the stripes of all ranks
+    become one run.
 
     Args:
         layout: The positions of each rank.
@@ -231,26 +226,26 @@ def joined(layout: Layout, size: int) -> Layout:
     """
     firsts = range(0, layout.size, size)
     groups = (chain(*layout.ranks[first : first + size]) for first in firsts)
-    return Layout(layout.name, layout.length, tuple(map(_put_together, groups)))
+    return Layout(layout.name, layout.length, tuple(map(_merge_runs, groups)))
 
 
-def _put_together(runs: Iterable[range]) -> tuple[range, ...]:
+def _merge_runs(runs: Iterable[range]) -> tuple[range, ...]:
     runs = sorted(runs, key=lambda run: run.start)
-    step, positions = runs[0].step, sum(map(len, runs))
-    if step == len(runs):
-        return (range(runs[0].start, runs[0].start + positions),)
+    if runs[0].step == len(runs):
+        return (range(runs[0].start, runs[0].start + sum(map(len, runs))),)
     return tuple(runs)
 
 
-def _divided(length: int, size: int, parts: int) -> int:
-    """Return the length of each of `parts` equal parts that hold `length` positions."""
+def _chunks(length: int, size: int, count: int) -> list[range]:
+    """Return `count` equal chunks that hold `length` positions and their padding."""
     if length < 1 or size < 1:
         message = (
             "a layout needs a length and a number of ranks of at least 1; "
             f"it got length {length} and {size} ranks"
         )
         raise InvalidArgumentError(message)
-    return -(-length // parts)
+    chunk = -(-length // count)
+    return [range(start, start + chunk) for start in range(0, count * chunk, chunk)]
 
 
 def _indices(runs: Iterable[range], device: torch.device | str | None) -> Tensor:

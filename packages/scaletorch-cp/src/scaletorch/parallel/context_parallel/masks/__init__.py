@@ -1,1 +1,1 @@
-"""What sees what, cut into blocks that kernels are fast at, and pictures of it."""
+"""Attention masks, divided into blocks for which there are fast kernels."""

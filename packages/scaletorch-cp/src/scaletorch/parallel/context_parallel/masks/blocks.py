@@ -1,9 +1,9 @@
-"""Blocks of query-key pairs, and how a band is cut into blocks that kernels are fast at.
+"""Blocks of query-key pairs, and the division of a band into blocks for which kernels are fast.
 
-A block is a rectangle of local rows and keys of which row i sees key j where
+A block is a rectangle of local rows and keys in which row i sees key j if
 `lower <= j - i <= upper`, counted within the block. All fused kernels know two bands: FULL, and
-CAUSAL on squares. `cut` makes a few of those out of a band without a lower bound. A lower bound is
-the far edge of a sliding window: such a block stays whole, for kernels that take any window.
+CAUSAL on squares. `split` divides a band without a lower bound into a few of those. A lower bound
+is the far edge of a sliding window: such a block stays whole, for kernels that take any window.
 """
 
 from __future__ import annotations
@@ -18,86 +18,72 @@ CAUSAL: Band = (None, 0)  # of square blocks
 
 
 class Block(NamedTuple):
-    """A rectangle of pairs: runs of local rows and keys, and the band that is seen of it."""
+    """A rectangle of pairs: local rows, local keys, and the visible band."""
 
     rows: slice
     keys: slice
     band: Band
 
 
-def pairs(blocks: Iterable[Block]) -> int:
-    """Return how many pairs of the blocks see each other."""
-    return sum(map(_seen, blocks))
+def visible_rows(band: Band, rows: int, keys: int) -> range:
+    """Return the rows of a block that see a key; the other rows are at its ends."""
+    lower, upper = band
+    if not keys or (lower is not None and upper is not None and lower > upper):
+        return range(0)
+    first = 0 if upper is None else max(0, -upper)
+    end = rows if lower is None else min(rows, keys - lower)
+    return range(first, max(first, end))
 
 
-def cut(block: Block) -> Iterator[Block]:
-    """Cut a block into FULL ones and CAUSAL squares, three at most, or leave a window whole.
+def visible_keys(band: Band, rows: range, keys: int) -> range:
+    """Return the keys from the first to the last that one of these visible rows sees."""
+    lower, upper = band
+    left = 0 if lower is None else max(0, rows.start + lower)
+    return range(left, keys if upper is None else min(keys, rows.stop + upper))
 
-    Each pair that sees each other is in exactly one of them. Rows and keys at the ends that see
-    nothing are in none.
+
+def count_pairs(blocks: Iterable[Block]) -> int:
+    """Return the number of visible pairs of the blocks."""
+    total = 0
+    for rows, keys, band in blocks:
+        height, width = rows.stop - rows.start, keys.stop - keys.start
+        seeing = visible_rows(band, height, width)
+        total += sum(len(visible_keys(band, range(i, i + 1), width)) for i in seeing)
+    return total
+
+
+def split(block: Block) -> Iterator[Block]:
+    """Divide a block into at most three FULL ones and CAUSAL squares, or leave a window whole.
+
+    Each visible pair is in exactly one of them. Rows and keys at the ends that see nothing or that
+    nothing sees are in none.
     """
-    block = _cropped(block)
-    height, width, (lower, upper) = _length(block.rows), _length(block.keys), block.band
-    if not _area(block):
+    height, width = block.rows.stop - block.rows.start, block.keys.stop - block.keys.start
+    rows = visible_rows(block.band, height, width)
+    if not rows:
         return
+    (block,) = _sub_block(block, rows, visible_keys(block.band, rows, width))
+    height, width = block.rows.stop - block.rows.start, block.keys.stop - block.keys.start
+    lower, upper = block.band
     if lower is not None or upper is None:
         yield block
         return
     side = width - upper
-    yield from _parts(block, (0, side), (0, upper))
-    yield from _parts(block, (0, side), (upper, width))
-    yield from _parts(block, (side, height), (0, width))
+    yield from _sub_block(block, range(side), range(upper))
+    yield from _sub_block(block, range(side), range(upper, width))
+    yield from _sub_block(block, range(side, height), range(width))
 
 
-def _cropped(block: Block) -> Block:
-    """Drop the rows and keys at the ends that see nothing and that nothing sees."""
-    height, width = _length(block.rows), _length(block.keys)
-    lower, upper = block.band
-    if lower is not None and upper is not None and lower > upper:
-        return _part(block, (0, 0), (0, 0))
-    first = 0 if upper is None else max(0, -upper)
-    end = height if lower is None else min(height, width - lower)
-    left = 0 if lower is None else max(0, first + lower)
-    right = width if upper is None else min(width, end + upper)
-    return _part(block, (first, max(first, end)), (left, max(left, right)))
-
-
-def _parts(block: Block, rows: tuple[int, int], keys: tuple[int, int]) -> Iterator[Block]:
-    """Yield a part of a block unless it is empty."""
-    if rows[0] < rows[1] and keys[0] < keys[1]:
-        yield _part(block, rows, keys)
-
-
-def _part(block: Block, rows: tuple[int, int], keys: tuple[int, int]) -> Block:
-    """Return a part of a block; bounds that do not cut through it become None."""
-    height, width, shift = rows[1] - rows[0], keys[1] - keys[0], rows[0] - keys[0]
-    lower, upper = (None if bound is None else bound + shift for bound in block.band)
-    if lower is not None and lower <= 1 - height:
-        lower = None
-    if upper is not None and upper >= width - 1:
-        upper = None
+def _sub_block(block: Block, rows: range, keys: range) -> Iterator[Block]:
+    """Yield a block's rectangle unless it is empty; bounds that do not cut it become None."""
+    if not rows or not keys:
+        return
+    (lower, upper), shift = block.band, rows.start - keys.start
+    lower = None if lower is None or lower + shift <= 1 - len(rows) else lower + shift
+    upper = None if upper is None or upper + shift >= len(keys) - 1 else upper + shift
     top, left = block.rows.start, block.keys.start
-    return Block(
-        slice(top + rows[0], top + rows[1]), slice(left + keys[0], left + keys[1]), (lower, upper)
+    yield Block(
+        slice(top + rows.start, top + rows.stop),
+        slice(left + keys.start, left + keys.stop),
+        (lower, upper),
     )
-
-
-def _seen(block: Block) -> int:
-    height, width, (lower, upper) = _length(block.rows), _length(block.keys), block.band
-    if block.band == CAUSAL:
-        return height * (height + 1) // 2
-    left = 0 if lower is None else sum(min(max(i + lower, 0), width) for i in range(height))
-    right = (
-        height * width
-        if upper is None
-        else sum(min(max(i + upper + 1, 0), width) for i in range(height))
-    )
-    return right - left
-
-
-def _area(block: Block) -> int:
-    return _length(block.rows) * _length(block.keys)
-
-
-def _length(part: slice) -> int:
-    return int(part.stop - part.start)

@@ -1,4 +1,4 @@
-"""Packed documents of one sequence: the places at which they begin."""
+"""Packed documents of one sequence, given by the positions at which they begin."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from .mask import Mask
 
-CU_SEQLENS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")  # documents of a batch, by name
+CU_SEQLENS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")  # entries of a batch: documents
 
-Documents = tuple[int, ...]  # where they begin, and the length: (0, a, ..., length)
+Documents = tuple[int, ...]  # their first positions, and the length: (0, a, ..., length)
 
 
 def read_documents(cu_seqlens: Sequence[int] | Tensor, length: int | None = None) -> Documents:
     """Return cumulative lengths as integers.
 
     Args:
-        cu_seqlens: Where documents begin, and where the last ends.
-        length: Where that must be, if it is known.
+        cu_seqlens: First positions of the documents, and the end of the last.
+        length: The required end, if it is known.
 
     Raises:
-        InvalidArgumentError: A tensor that is not 1-d or not of integers, or they do not ascend
-            from 0 to `length`.
+        InvalidArgumentError: A tensor that is not 1-d or not of integers, or values that do not
+            ascend from 0 to `length`.
     """
     if isinstance(cu_seqlens, Tensor) and (cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point()):
         message = (
@@ -40,7 +40,7 @@ def read_documents(cu_seqlens: Sequence[int] | Tensor, length: int | None = None
     except TypeError as error:
         message = f"{describe_rank()}: cu_seqlens must be integers (0, a, ..., length): {error}"
         raise InvalidArgumentError(message) from error
-    Mask(causal=True, documents=documents)  # refuses others than ascend from 0
+    Mask(causal=True, documents=documents)  # checks that they ascend from 0
     if length not in (None, documents[-1]):
         message = (
             f"{describe_rank()}: cu_seqlens must end with the length of the sequences, {length}; "
@@ -50,10 +50,10 @@ def read_documents(cu_seqlens: Sequence[int] | Tensor, length: int | None = None
     return documents
 
 
-def chunked(documents: Documents, size: int) -> Documents:
-    """Return documents cut into chunks of `size` positions, counted from where each one begins.
+def chunk_documents(documents: Documents, size: int) -> Documents:
+    """Divide each document into chunks of `size` positions, counted from its beginning.
 
-    Attention by chunks is attention by such documents.
+    Chunked attention is attention within these chunks as documents.
     """
     starts = chain.from_iterable(range(*ends, size) for ends in pairwise(documents))
     return (*starts, documents[-1])

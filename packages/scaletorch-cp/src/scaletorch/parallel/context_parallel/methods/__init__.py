@@ -1,4 +1,4 @@
-"""Ways to attend over a sequence that is divided over ranks, as a table."""
+"""Methods of attention over sharded sequences, as a table."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Protocol
 
 from torch import Tensor
 
-from . import gathered, ring, ulysses
+from . import all_gather, ring, ulysses
 from .call import Call, Saved, WithSinks
 
 
 class Method(Protocol):
-    """A way to attend: a module of two functions."""
+    """A method of attention: a module of two functions."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
-        """Return this rank's output [B, H, L, D] in q's dtype, and what backward needs."""
+        """Return this rank's output [B, H, L, D] in q's dtype, and the tensors for backward."""
 
     def backward(self, grad_out: Tensor, saved: Saved, call: Call) -> WithSinks:
-        """Return dq, dk, dv of this rank's shares and its part of sinks', in float32 at least."""
+        """Return this rank's dq, dk, dv and its partial sum of dsinks, in float32 at least."""
 
 
 METHODS: Mapping[str, Method] = {
     "ring": ring,
-    "all_gather": gathered,
+    "all_gather": all_gather,
     "ulysses": ulysses,  # heads divided over all ranks
-    "hybrid": ulysses,  # over parts of them, and a ring across
+    "hybrid": ulysses,  # heads divided over subgroups of ranks, and a ring across them
 }

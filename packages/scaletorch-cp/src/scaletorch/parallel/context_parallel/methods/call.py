@@ -1,4 +1,4 @@
-"""One call of attention over a divided sequence: over which ranks, and how blocks are computed.
+"""One call of attention over a sharded sequence: its options, its ranks and its blocks.
 
 Shapes, with H query heads in groups over K key/value heads and L positions on each rank:
 
@@ -18,7 +18,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from ..cp_comms import Parts, Ring, split
+from ..cp_comms import Ring, Subgroups, split_ring
 from ..kernels import (
     Operands,
     backward,
@@ -26,31 +26,31 @@ from ..kernels import (
     merge_into,
     statistics_dtype,
 )
-from ..kernels.block import without_unseeing_rows
+from ..kernels.block import without_empty_rows
 from ..layouts.layout import Layout
 from ..masks.blocks import Band
 from ..masks.mask import Block, Mask, blocks
 
-# q, k, v, and the output and lse over all keys, once or for each piece of the heads.
+# q, k, v, and the output and lse over all keys, for the heads that this rank computes.
 Saved = tuple[Tensor, ...]
-Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v, in float32 at least
-WithSinks = tuple[Tensor, Tensor, Tensor, Tensor | None]  # and of the sinks, if there are any
-Arriving = Iterable[tuple[int, Tensor, Tensor]]  # whose keys and values are here, one by one
+Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv in float32 at least
+WithSinks = tuple[Tensor, Tensor, Tensor, Tensor | None]  # and dsinks, if there are sinks
+KeysAndValues = Iterable[tuple[int, Tensor, Tensor]]  # of one rank after another, with its index
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is computed, the same on every rank.
+    """The options of a call, the same on every rank.
 
     Attributes:
-        mask: Which positions see which.
-        layout: Which positions each rank has.
+        mask: The visible pairs of positions.
+        layout: The positions of each rank.
         scale: Factor of the scores.
         kv_heads: Number of key/value heads.
         ring: The ranks.
-        parts: The ranks that this one exchanges heads with, and the ring across such parts.
+        subgroups: The ranks that exchange heads with this one, and the ring across such subgroups.
         softcap: Scores s are softcap · tanh(s / softcap); None leaves them.
-        sinks: A score of each query head that takes no value, in float32 at least, or None.
+        sinks: A score of each query head without a value, in float32 at least, or None.
     """
 
     mask: Mask
@@ -58,7 +58,7 @@ class Call:
     scale: float
     kv_heads: int
     ring: Ring
-    parts: Parts
+    subgroups: Subgroups
     softcap: float | None = None
     sinks: Tensor | None = None
 
@@ -67,8 +67,8 @@ class Call:
         rows, keys = self.layout.ranks[self.ring.index], self.layout.ranks[source]
         return _blocks(self.mask, rows, keys, self.layout.length)
 
-    def only_block(self, q: Tensor) -> Block | None:
-        """Return the one block of all queries and keys, with which nothing is merged, if it is."""
+    def single_block(self, q: Tensor) -> Block | None:
+        """Return the block of all queries and keys if it is the only one: nothing is merged."""
         if self.ring.size > 1 or self.sinks is not None:
             return None
         found, whole = self.blocks(self.ring.index), slice(0, q.shape[2])
@@ -78,14 +78,14 @@ class Call:
         self, source: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> None:
         """Merge attention over the keys of rank index `source` into `out` and `lse`, in place."""
-        # On other devices the quickest kernels know half precision alone.
-        if self._weighs_the_same and q.device.type == "cpu":
+        # The fastest kernels of other devices take half precision only.
+        if self._blocks_weigh_the_same and q.device.type == "cpu":
             q, k, v = (x.to(out.dtype) for x in (q, k, v))
         for block in self.blocks(source):
             rows, keys = block.rows, block.keys
-            seen = q[:, :, rows], k[:, :, keys], v[:, :, keys]
-            part = forward(*seen, self.scale, block.band, self.softcap)
-            merge_into(out[:, :, rows], lse[:, :, rows], *part)
+            operands = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+            result = forward(*operands, self.scale, block.band, self.softcap)
+            merge_into(out[:, :, rows], lse[:, :, rows], *result)
 
     def attend_backward(
         self, source: int, grad_out: Tensor, saved: Saved, totals: Gradients
@@ -94,16 +94,16 @@ class Call:
         operands = Operands(grad_out, *saved)
         for block in self.blocks(source):
             rows, keys = block.rows, block.keys
-            grads = backward(operands.part(rows, keys), self.scale, block.band, self.softcap)
+            grads = backward(operands.select(rows, keys), self.scale, block.band, self.softcap)
             for total, grad, place in zip(totals, grads, (rows, keys, keys), strict=True):
                 total[:, :, place].add_(grad)
 
     @property
-    def _weighs_the_same(self) -> bool:
-        """Whether the blocks of most rows weigh the same in their output.
+    def _blocks_weigh_the_same(self) -> bool:
+        """True if the blocks of most rows have similar weights in the output.
 
-        Were each rounded to half precision before they are merged, it would lose up to 1.4 times
-        as much as in one process; if one outweighs the others, 1.2 times.
+        Rounding each of them to half precision before the merge would lose up to 1.4 times as much
+        as one process does; if one block outweighs the others, 1.2 times.
         """
         strided = self.layout.ranks[0][0].step > 1
         return self.ring.size > 1 and (strided or not self.mask.causal)
@@ -116,74 +116,67 @@ def _blocks(
     return tuple(blocks(mask, rows, keys, length))
 
 
-def nothing_seen(q: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return `out` and `lse` of queries that have seen no key yet, in float32 at least.
+def sink_gradient(grad_out: Tensor, saved: Saved, call: Call) -> Tensor | None:
+    """Return this rank's partial sum of the gradient of its sinks, [H] in float32 at least.
 
-    A sink is one more score without a value: it is what every row begins with.
-    """
-    dtype = statistics_dtype(q.dtype)
-    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
-    return out, lse if sinks is None else lse.copy_(sinks.unsqueeze(-1))
-
-
-def of_sinks(grad_out: Tensor, saved: Saved, call: Call) -> Tensor | None:
-    """Return this rank's part of the gradient of its sinks, [H] in float32 at least.
-
-    A sink of weight p in a row takes p · 0 of the output, so its gradient is −p · Σ grad · out.
+    A sink of weight p in a row adds p · 0 to the output, so its gradient is −p · Σ grad · out.
     """
     if call.sinks is None:
         return None
     *_, out, lse = saved
-    weights = torch.exp(call.sinks.unsqueeze(-1) - without_unseeing_rows(lse))
+    weights = torch.exp(call.sinks.unsqueeze(-1) - without_empty_rows(lse))
     return (weights * (grad_out.to(lse.dtype) * out).sum(-1)).sum((0, 2)).neg_()
 
 
-def no_gradient(x: Tensor, *leading: int) -> Tensor:
-    """Return zeros of `x`'s shape behind `leading`, in float32 at least."""
+def zero_gradient(x: Tensor, *leading: int) -> Tensor:
+    """Return zeros of shape `(*leading, *x.shape)`, in float32 at least."""
     return torch.zeros((*leading, *x.shape), dtype=statistics_dtype(x.dtype), device=x.device)
 
 
 def attend_all(
-    arriving: Arriving, q: Tensor, k: Tensor, v: Tensor, call: Call
+    arriving: KeysAndValues, q: Tensor, k: Tensor, v: Tensor, call: Call
 ) -> tuple[Tensor, Saved]:
     """Attend to the keys and values of all ranks as they arrive.
 
     Returns:
-        This rank's output [B, H, L, D] in q's dtype, and what backward needs.
+        This rank's output [B, H, L, D] in q's dtype, and the tensors for backward.
     """
-    out, lse = nothing_seen(q, call.sinks)
+    dtype = statistics_dtype(q.dtype)
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
+    if call.sinks is not None:  # every row begins with its sink, a score without a value
+        lse.copy_(call.sinks.unsqueeze(-1))
     for source, keys, values in arriving:
         call.attend(source, q, keys, values, out, lse)
     out = out.to(q.dtype)
     return out, (q, k, v, out, lse)
 
 
-def attend_once(q: Tensor, k: Tensor, v: Tensor, band: Band, call: Call) -> tuple[Tensor, Saved]:
-    """Attend to the only block there is; as `attend_all`."""
+def attend_single(q: Tensor, k: Tensor, v: Tensor, band: Band, call: Call) -> tuple[Tensor, Saved]:
+    """Attend to the only block; results as of `attend_all`."""
     out, lse = forward(q, k, v, call.scale, band, call.softcap)
     out = out.to(q.dtype)
     return out, (q, k, v, out, lse)
 
 
-def attend_once_backward(grad_out: Tensor, saved: Saved, band: Band, call: Call) -> WithSinks:
-    """Return the gradients of q, k and v of the only block there is."""
+def attend_single_backward(grad_out: Tensor, saved: Saved, band: Band, call: Call) -> WithSinks:
+    """Return the gradients of q, k and v for the only block."""
     return *backward(Operands(grad_out, *saved), call.scale, band, call.softcap), None
 
 
-def part_size(kv_heads: int, size: int) -> int:
-    """Return over how many of `size` ranks "hybrid" divides heads, without replicating any."""
+def ulysses_size(kv_heads: int, size: int) -> int:
+    """Return over how many of `size` ranks "hybrid" divides heads without replicating any."""
     return gcd(kv_heads, size)
 
 
-def parts_for(method: str, q: Tensor, k: Tensor, ring: Ring) -> Parts:
-    """Return how a method divides the ranks: into those that exchange heads, and rings across.
+def subgroups_for(method: str, q: Tensor, k: Tensor, ring: Ring) -> Subgroups:
+    """Divide the ranks into those that exchange heads and the ring across such subgroups.
 
-    Heads that do not divide over all ranks are divided as "hybrid" does.
+    Heads that do not divide over all ranks are divided as in "hybrid".
     """
     heads, kv_heads, size = q.shape[1], k.shape[1], 1
     if method in ("ulysses", "hybrid"):
-        size = part_size(kv_heads, ring.size)
+        size = ulysses_size(kv_heads, ring.size)
     if method == "ulysses" and heads % ring.size == 0 == ring.size % kv_heads:
-        size = ring.size  # fewer key/value heads than ranks go to several each
-    return split(ring, size)
+        size = ring.size  # fewer key/value heads than ranks: each goes to several ranks
+    return split_ring(ring, size)

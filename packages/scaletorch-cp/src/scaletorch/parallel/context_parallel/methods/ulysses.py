@@ -1,17 +1,17 @@
-"""Ulysses: ranks exchange positions for heads, so that each has all positions of some heads.
+"""Ulysses attention: ranks exchange positions for heads; each then has all positions of some heads.
 
-A rank of a part of U neighbours gets all the part's positions of H / U query heads and of the
-key/value heads that these use, and gives the output back the same way. If the part is all
-ranks, that is whole attention, and any kernel will do; otherwise ("hybrid") a ring of the N / U
-parts goes on with the positions that each part has, and heads need not be as many as ranks. If
-there are fewer key/value heads than ranks in a part each goes to several, whose gradients are
-summed.
+A rank of a subgroup of U neighbours gets all the subgroup's positions of H / U query heads and of
+the key/value heads that they use, and gives the output back the same way. If the subgroup is all
+ranks, that is attention of whole sequences, and any kernel will do. Otherwise ("hybrid") a ring
+across the N / U subgroups continues with the positions of each, and fewer heads than ranks suffice.
+If there are fewer key/value heads than ranks in a subgroup, each goes to several ranks, whose
+gradients are summed.
 
 Sent per rank and call, with Q and O bytes of queries and output and M of K and V on a rank:
 (Q + O + M) · (U − 1) / U forward and again backward; M counts as often as a key/value head is
-replicated, and dQ, dK and dV travel in float32 at least. A ring across N / U parts sends M as
-often as it has hops, N / U − 1, as `ring` says. See https://arxiv.org/abs/2309.14509 and, for
-the two together, https://arxiv.org/abs/2405.07719.
+replicated, and dQ, dK and dV travel in float32 at least. A ring across N / U subgroups sends M once
+for each of its N / U − 1 hops, as in `ring`. See https://arxiv.org/abs/2309.14509 and, for the
+two together, https://arxiv.org/abs/2405.07719.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ....dist import exchange
 from ..cp_comms import Ring
-from ..layouts.layout import joined
+from ..layouts.layout import merge_ranks
 from . import ring
 from .call import Call, Saved, WithSinks
 
@@ -32,48 +32,48 @@ Shard = tuple[range, ...]  # runs of positions in local order
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
-    """Return this rank's output [B, H, L, D] in q's dtype, and what backward needs."""
-    if call.parts[0].size == 1:
+    """Return this rank's output [B, H, L, D] in q's dtype, and the tensors for backward."""
+    if call.subgroups[0].size == 1:
         return ring.forward(q, k, v, call)
-    swap, inner = _of_parts(call)
+    swap, inner = _swap_and_ring(call)
     queries, keys, values = swap.to_heads((q, k, v))
     out, saved = ring.forward(queries, keys, values, inner)
     return swap.to_positions((out,))[0], saved
 
 
 def backward(grad_out: Tensor, saved: Saved, call: Call) -> WithSinks:
-    """Return dq, dk, dv of this rank's positions and its part of sinks', in float32 at least."""
-    if call.parts[0].size == 1:
+    """Return dq, dk, dv of this rank's positions and its partial dsinks, in float32 at least."""
+    if call.subgroups[0].size == 1:
         return ring.backward(grad_out, saved, call)
-    swap, inner = _of_parts(call)
+    swap, inner = _swap_and_ring(call)
     (grad,) = swap.to_heads((grad_out,))
-    *grads, of_sinks = ring.backward(grad, saved, inner)
+    *grads, own_sinks = ring.backward(grad, saved, inner)
     dq, dk, dv = swap.to_positions(grads)
     sinks = None if call.sinks is None else torch.zeros_like(call.sinks)
-    if sinks is not None and of_sinks is not None:
-        swap.own_heads(sinks).copy_(of_sinks)
-    return dq, _summed(dk, call.kv_heads), _summed(dv, call.kv_heads), sinks
+    if sinks is not None and own_sinks is not None:
+        swap.own_heads(sinks).copy_(own_sinks)
+    return dq, _sum_copies(dk, call.kv_heads), _sum_copies(dv, call.kv_heads), sinks
 
 
 @dataclass(frozen=True, slots=True)
 class _Swap:
-    """Positions for heads, and back: the exchange within a part of the ranks.
+    """The exchange of positions for heads, and back, within a subgroup of the ranks.
 
     Attributes:
-        part: The ranks, U of them.
-        shards: The positions of each.
-        whole: The positions of all, in the order in which the part has them together.
+        ranks: The subgroup, U ranks.
+        shards: The positions of each rank.
+        whole: The positions of all, in the order in which the subgroup holds them together.
     """
 
-    part: Ring
+    ranks: Ring
     shards: tuple[Shard, ...]
     whole: Shard
 
     def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Give heads of this rank's positions for positions of this rank's heads.
+        """Exchange all heads of this rank's positions for all positions of this rank's heads.
 
         Args:
-            tensors: Each [B, H, L, D]. If there are fewer heads than ranks each goes to several.
+            tensors: Each [B, H, L, D]. If there are fewer heads than ranks, each goes to several.
 
         Returns:
             Each [B, max(1, H / U), U · L, D].
@@ -81,18 +81,18 @@ class _Swap:
         sends, recvs, results = [], [], []
         for x in tensors:
             batch, heads, length, dim = x.shape
-            heads = max(1, heads // self.part.size)
-            out = x.new_empty(batch, heads, self.part.size * length, dim)
+            heads = max(1, heads // self.ranks.size)
+            out = x.new_empty(batch, heads, self.ranks.size * length, dim)
             results.append(out)
             for peer, (rank, shard) in enumerate(self._peers()):
-                heads_of_peer = self._heads_of(x, peer)
-                sends += [(heads_of_peer[:, :, here], rank) for here, _ in self._own()]
-                recvs += [(out[:, :, there], rank) for _, there in _slots(shard, self.whole)]
-        exchange(sends, recvs, self.part.group)
+                peer_heads = self._heads_of(x, peer)
+                sends += [(peer_heads[:, :, local], rank) for local, _ in self._own_runs()]
+                recvs += [(out[:, :, place], rank) for _, place in _places(shard, self.whole)]
+        exchange(sends, recvs, self.ranks.group)
         return results
 
     def to_positions(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Give positions of this rank's heads for heads of its positions: the way back.
+        """Exchange all positions of this rank's heads for all heads of this rank's positions.
 
         Args:
             tensors: Each [B, h, U · L, D].
@@ -103,57 +103,57 @@ class _Swap:
         sends, recvs, results = [], [], []
         for x in tensors:
             batch, heads, length, dim = x.shape
-            size = self.part.size
+            size = self.ranks.size
             out = x.new_empty(batch, size, heads, length // size, dim)
             results.append(out.flatten(1, 2))
             for peer, (rank, shard) in enumerate(self._peers()):
-                sends += [(x[:, :, there], rank) for _, there in _slots(shard, self.whole)]
-                recvs += [(out[:, peer, :, here], rank) for here, _ in self._own()]
-        exchange(sends, recvs, self.part.group)
+                sends += [(x[:, :, place], rank) for _, place in _places(shard, self.whole)]
+                recvs += [(out[:, peer, :, local], rank) for local, _ in self._own_runs()]
+        exchange(sends, recvs, self.ranks.group)
         return results
 
     def own_heads(self, x: Tensor) -> Tensor:
         """Return this rank's heads of x [H], as a view."""
-        return self._heads_of(x.unsqueeze(0), self.part.index).squeeze(0)
+        return self._heads_of(x.unsqueeze(0), self.ranks.index).squeeze(0)
 
     def _heads_of(self, x: Tensor, peer: int) -> Tensor:
-        """Return the heads that go to a rank of the part, as a view."""
+        """Return the heads of one rank of the subgroup, as a view."""
         heads = x.shape[1]
-        return x.narrow(1, peer * heads // self.part.size, max(1, heads // self.part.size))
+        return x.narrow(1, peer * heads // self.ranks.size, max(1, heads // self.ranks.size))
 
     def _peers(self) -> Iterator[tuple[int, Shard]]:
-        return zip(self.part.ranks, self.shards, strict=True)
+        return zip(self.ranks.ranks, self.shards, strict=True)
 
-    def _own(self) -> list[tuple[slice, slice]]:
-        return _slots(self.shards[self.part.index], self.whole)
+    def _own_runs(self) -> list[tuple[slice, slice]]:
+        return _places(self.shards[self.ranks.index], self.whole)
 
 
-def _slots(shard: Shard, whole: Shard) -> list[tuple[slice, slice]]:
+def _places(shard: Shard, whole: Shard) -> list[tuple[slice, slice]]:
     """Return for each run of a shard its place in the shard and its place in the whole."""
-    slots, local = [], 0
+    places, local = [], 0
     for run in shard:
         top = 0
         for target in whole:
             if run.start in target:
                 first, step = top + target.index(run.start), run.step // target.step
                 end = first + (len(run) - 1) * step + 1
-                slots.append((slice(local, local + len(run)), slice(first, end, step)))
+                places.append((slice(local, local + len(run)), slice(first, end, step)))
             top += len(target)
         local += len(run)
-    return slots
+    return places
 
 
-def _of_parts(call: Call) -> tuple[_Swap, Call]:
-    """Return the exchange of a part, and the call of the ring across parts."""
-    part, across = call.parts
-    layout = joined(call.layout, part.size)
-    first = across.index * part.size
-    shards = call.layout.ranks[first : first + part.size]
-    swap = _Swap(part, shards, layout.ranks[across.index])
+def _swap_and_ring(call: Call) -> tuple[_Swap, Call]:
+    """Return the exchange within the subgroup, and the call of the ring across subgroups."""
+    subgroup, across = call.subgroups
+    layout = merge_ranks(call.layout, subgroup.size)
+    first = across.index * subgroup.size
+    shards = call.layout.ranks[first : first + subgroup.size]
+    swap = _Swap(subgroup, shards, layout.ranks[across.index])
     sinks = None if call.sinks is None else swap.own_heads(call.sinks)
     return swap, replace(call, layout=layout, ring=across, sinks=sinks)
 
 
-def _summed(grad: Tensor, kv_heads: int) -> Tensor:
+def _sum_copies(grad: Tensor, kv_heads: int) -> Tensor:
     """Return the gradients of replicated heads [B, K · copies, L, D] summed, [B, K, L, D]."""
     return grad if grad.shape[1] == kv_heads else grad.unflatten(1, (kv_heads, -1)).sum(2)

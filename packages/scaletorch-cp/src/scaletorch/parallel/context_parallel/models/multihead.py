@@ -1,7 +1,7 @@
-"""The function of torch's `nn.MultiheadAttention`, whose attention no mode sees.
+"""Attention of `nn.MultiheadAttention`, whose products no function mode sees.
 
-It returns no weights, of which no rank has all. What it is asked for beside a causal mask is
-refused by its name.
+No rank has all attention weights, so none are returned. Options that shards cannot compute are
+refused by name.
 """
 
 from __future__ import annotations
@@ -23,53 +23,54 @@ _SIGNATURE = inspect.signature(FUNCTION)
 _FORWARD = inspect.signature(nn.MultiheadAttention.forward)
 
 
-def _require_known(given: Mapping[str, Any]) -> None:
-    """Refuse what attention over shards does not compute, and say how to do without.
+def _require_supported(given: Mapping[str, Any]) -> None:
+    """Refuse options that shards cannot compute, and name the alternative.
 
     Raises:
-        InvalidArgumentError: Padding, a mask that is not said to be causal, dropout, or keys that
-            are no token's.
+        InvalidArgumentError: Padding, a mask without `is_causal`, dropout, or keys that belong to
+            no token.
     """
     if given["key_padding_mask"] is not None:
         raise refusal(
-            f"{_NAME} is given a key_padding_mask: leave it out, and padding to labels of -100 "
-            "behind a causal mask, or keep sequences whole"
+            f"{_NAME} is given a key_padding_mask: leave it out and give padding labels of -100 "
+            "with a causal mask, or keep sequences whole"
         )
     if given["attn_mask"] is not None and not given["is_causal"]:
         raise refusal(
-            f"{_NAME} is given an attn_mask, which is of this rank's shard: pass is_causal=True "
-            "beside it if it is causal, else keep sequences whole"
+            f"{_NAME} is given an attn_mask, which is of this rank's shard: also pass "
+            "is_causal=True if it is causal, otherwise keep sequences whole"
         )
     dropout = given["dropout_p"] if given["training"] else 0.0
     if dropout:
-        raise refusal(f"{_NAME} drops attention weights: set its dropout to 0, which is {dropout}")
+        raise refusal(f"{_NAME} has dropout {dropout} of attention weights: set it to 0")
     if given["add_zero_attn"] or any(given[name] is not None for name in ("bias_k", "static_k")):
         raise refusal(
-            f"{_NAME} adds a key that is no token's: build it without add_bias_kv and add_zero_attn"
+            f"{_NAME} adds a key without a token: build it without add_bias_kv and add_zero_attn"
         )
 
 
 def attend_projected(sdpa: Callable[..., Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """Compute `F.multi_head_attention_forward` with another attention.
+    """Compute `F.multi_head_attention_forward` with another attention function.
 
     Args:
         sdpa: Takes query, key and value [B, H, L, D] and `is_causal`.
-        args: Of that function, by place.
-        kwargs: Of that function, by name.
+        args: Positional arguments of that function.
+        kwargs: Keyword arguments of that function.
 
     Raises:
-        InvalidArgumentError: It is asked for what is not computed.
+        InvalidArgumentError: An option that shards cannot compute.
     """
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    _require_known(given)
-    query: Tensor = given["query"]
-    batched = query.dim() == 3
-    out = sdpa(*map(_by_head(given["num_heads"]), _projections(given)), given["is_causal"])
-    out = F.linear(
-        out.permute(2, 0, 1, 3).flatten(2), given["out_proj_weight"], given["out_proj_bias"]
-    )
+    _require_supported(given)
+    batched = given["query"].dim() == 3
+    heads = []
+    for x in _projections(given):  # each [L, B, E] or [L, E]
+        x = x if batched else x[:, None]
+        heads.append(x.unflatten(-1, (given["num_heads"], -1)).permute(1, 2, 0, 3))
+    out = sdpa(*heads, given["is_causal"]).permute(2, 0, 1, 3).flatten(2)
+    out = F.linear(out, given["out_proj_weight"], given["out_proj_bias"])
     return (out if batched else out[:, 0]), None
 
 
@@ -77,38 +78,28 @@ def _projections(given: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """Return queries, keys and values, each [L, B, E] or [L, E]."""
     inputs = [given[name] for name in ("query", "key", "value")]
     if not given["use_separate_proj_weight"]:
-        packed = _project_packed(*inputs, given["in_proj_weight"], given["in_proj_bias"])
-        return tuple(packed)
+        return tuple(_project_packed(*inputs, given["in_proj_weight"], given["in_proj_bias"]))
     weights = [given[f"{name}_proj_weight"] for name in "qkv"]
     biases = [None] * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
-    made: tuple[Tensor, ...] = _project(*inputs, *weights, *biases)
-    return made
-
-
-def _by_head(heads: int) -> Callable[[Tensor], Tensor]:
-    def split(x: Tensor) -> Tensor:
-        x = x if x.dim() == 3 else x[:, None]
-        by_head: Tensor = x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
-        return by_head
-
-    return split
+    projected: tuple[Tensor, ...] = _project(*inputs, *weights, *biases)
+    return projected
 
 
 def without_weights(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward of a module as it is, or one that is never asked for attention's weights.
+    """Return a module's forward, or one that never asks for attention weights.
 
-    The latter for an `nn.MultiheadAttention` of a class with a forward of its own, as tensor
-    parallelism has: it calls no function of torch's, and attends by products to make weights.
+    The latter for a subclass of `nn.MultiheadAttention` with its own forward, as tensor parallelism
+    has. To return weights, it would attend by matrix products instead of torch's function.
     """
-    own = isinstance(module, nn.MultiheadAttention)
-    if not own or type(module).forward is nn.MultiheadAttention.forward:
+    subclass = isinstance(module, nn.MultiheadAttention)
+    if not subclass or type(module).forward is nn.MultiheadAttention.forward:
         return forward
 
     @functools.wraps(forward)
-    def attended(*args: Any, **kwargs: Any) -> Any:
+    def weightless(*args: Any, **kwargs: Any) -> Any:
         bound = _FORWARD.bind(*args, **kwargs)
         bound.apply_defaults()
         bound.arguments["need_weights"] = False
         return forward(*bound.args, **bound.kwargs)
 
-    return attended
+    return weightless

@@ -1,13 +1,13 @@
 """Modules that pass a state along the sequence: short convolutions, recurrences, linear attention.
 
-Attention meets the positions of other ranks by their keys and values. Such a module would have to
-be given a state, and each kind has another. But it computes each row of a batch from that row
-alone: so around it rows change places with positions, by an all-to-all, and each rank runs the
-module as it is, on whole sequences of its share of the rows. A second one brings back what it made.
+Attention reaches the positions of other ranks by their keys and values. Such a module would need
+the state of the rank before it, and each kind of module has another state. But it computes each row
+of a batch from that row alone. So an all-to-all around it exchanges positions for rows: each rank
+runs the module unchanged on whole sequences of its share of the rows, and a second all-to-all
+brings the results back.
 
-With fewer rows than ranks some compute rows that nobody asked for. A layer's time is that of
-ceil(rows / ranks) whole sequences then: no longer than a state that is passed from rank to rank,
-and no shorter.
+With fewer rows than ranks, some ranks compute rows that are not used. A layer then takes the time
+of ceil(rows / ranks) whole sequences: the same as passing a state from rank to rank.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ....dist import functional
 from ....dist.building import map_tensors
 from ..attention import calls
 from ..cp_comms import Ring
-from ..layouts.layout import layout_of_shards
-from .calls import is_pretrained
-from .override import own_forward, running_override
+from ..layouts.layout import layout_for_shards
+from .arguments import is_pretrained
+from .override import running_override, unbound_forward
 from .settings import Settings, refusal, settings_of
 
 # Classes of transformers, beside those that have a depthwise convolution.
@@ -37,22 +37,19 @@ _WITHOUT_CONVOLUTION = (
 
 
 def find_whole(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model that pass a state along the sequence, the outermost ones.
-
-    They are known in models of transformers alone.
-    """
+    """Return the outermost modules of transformers that pass a state along the sequence."""
     found: dict[nn.Module, None] = {}
-    for part in filter(is_pretrained, model.modules()):
-        found.update(dict.fromkeys(filter(_passes_state, part.modules())))
+    for pretrained in filter(is_pretrained, model.modules()):
+        found.update(dict.fromkeys(filter(_passes_state, pretrained.modules())))
     within = {inner for outer in found for inner in outer.modules() if inner is not outer}
     return [module for module in found if module not in within]
 
 
 def _passes_state(module: nn.Module) -> bool:
-    """Return whether a module has a depthwise convolution of its own, or is known by its class.
+    """Return whether a module has a depthwise convolution as a child, or a known class.
 
-    Other convolutions make hidden states of what comes in other shapes, as the front of an encoder
-    of speech does: those are left alone, and refused with the model.
+    Other convolutions make hidden states from inputs of other shapes, as the front of a speech
+    encoder does: those are left alone, and refused with the model.
     """
     if type(module).__name__ in _WITHOUT_CONVOLUTION:
         return True
@@ -61,13 +58,13 @@ def _passes_state(module: nn.Module) -> bool:
 
 
 def keep_whole(modules: list[nn.Module]) -> None:
-    """Let modules of a context-parallel model see whole sequences, in place."""
+    """Run modules of a context-parallel model on whole sequences, in place."""
     for module in modules:
-        module.forward = MethodType(_on_whole_sequences(own_forward(module)), module)
+        module.forward = MethodType(_on_whole_sequences(unbound_forward(module)), module)
 
 
 def _on_whole_sequences(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a module's forward on whole sequences while attention is over shards."""
+    """Return a module's forward that exchanges positions for rows while attention is sharded."""
 
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +72,7 @@ def _on_whole_sequences(inner: Callable[..., Any]) -> Callable[..., Any]:
         if settings is None or not settings.active:
             return run(*args, **kwargs)
         override = running_override(settings)
-        calls.made += 1  # it counts as attention
+        calls.count += 1  # it counts as attention
         hidden = _hidden_states(self, args, kwargs)
         _refuse_documents(self, settings, {} if override is None else override.given)
         if settings.ring.size == 1:
@@ -90,14 +87,14 @@ def _on_whole_sequences(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Rows for positions, and back.
+    """The exchange of positions for rows, and back.
 
     Attributes:
         ring: The ranks.
-        rows: Of the batch.
+        rows: Rows of the batch.
         length: Positions of a rank's shard.
         order: The positions of all ranks' shards in rank order, on the hidden states' device.
-        places: Where in that order each position is.
+        places: The index in `order` of each position.
     """
 
     ring: Ring
@@ -107,27 +104,27 @@ class Exchange:
     places: Tensor
 
     def to_rows(self, x: Tensor) -> Tensor:
-        """Return whole sequences of this rank's rows for a shard of those of all rows.
+        """Exchange this rank's positions of all rows for all positions of this rank's rows.
 
         Args:
-            x: [rows, length, ...], or [1, length, ...] for all rows; anything else comes back.
+            x: [rows, length, ...], or [1, length, ...] for all rows; other tensors are returned.
         """
         if x.ndim < 2 or x.shape[1] != self.length or x.shape[0] not in (1, self.rows):
             return x
         x = x.expand(self.rows, *x.shape[1:])
         extra = -self.rows % self.ring.size
-        if extra:  # any rows will do, but no zeros, of which norms may make NaN
+        if extra:  # copies of a row, since norms may make NaN from zeros
             x = torch.cat([x, x[-1:].expand(extra, *x.shape[1:])])
         whole = functional.all_to_all(x.contiguous(), 0, 1, self.ring.group)
         return whole.index_select(1, self.places)
 
     def to_positions(self, name: str, x: Tensor) -> Tensor:
-        """Return this rank's shard of what all ranks made of their rows."""
+        """Exchange results of this rank's rows for results of this rank's positions."""
         own = -(-self.rows // self.ring.size)
         if x.shape[:2] != (own, self.order.numel()):
             if not x.is_floating_point():  # integers have no NaN
                 raise refusal(f"{name} returns {x.dtype} {list(x.shape)} beside its hidden states")
-            return torch.full_like(x, float("nan"))  # a state at the end, of other rows
+            return torch.full_like(x, float("nan"))  # a final state, of other rows
         shards = x.index_select(1, self.order)
         return functional.all_to_all(shards, 1, 0, self.ring.group).narrow(0, 0, self.rows)
 
@@ -135,8 +132,8 @@ class Exchange:
 def exchange_for(settings: Settings, hidden: Tensor) -> Exchange:
     """Return the exchange for a rank's hidden states [B, L, H]."""
     ring, (rows, length) = settings.ring, hidden.shape[:2]
-    layout = settings.layout if settings.told is None else settings.told.layout
-    layout = layout_of_shards(layout, length, None, ring.size)
+    layout = settings.layout if settings.batch is None else settings.batch.layout
+    layout = layout_for_shards(layout, length, None, ring.size)
     order = torch.cat([layout.positions(rank, hidden.device) for rank in range(ring.size)])
     return Exchange(ring, rows, length, order, order.argsort())
 
@@ -157,10 +154,10 @@ def _refuse_documents(module: nn.Module, settings: Settings, given: Mapping[str,
     """Refuse a batch of several documents, which the module would join.
 
     Raises:
-        InvalidArgumentError: It is one.
+        InvalidArgumentError: The batch has several documents.
     """
-    told = settings.told is not None and len(settings.told.documents) > 2
-    if told or given.get("cu_seq_lens_q") is not None:
+    several = settings.batch is not None and len(settings.batch.documents) > 2
+    if several or given.get("cu_seq_lens_q") is not None:
         raise refusal(
             f"{type(module).__name__} passes a state along the sequence, and would pass it from "
             "one packed document to the next: give each document a row of its own"

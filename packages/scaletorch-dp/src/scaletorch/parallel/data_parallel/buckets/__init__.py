@@ -1,6 +1,6 @@
-"""Buffers in which gradients live, and the hooks that reduce them as backward fills them.
+"""Buffers of gradients, and the hooks that reduce them as backward fills them.
 
-Three state machines work together, one of a parameter, one of a bucket and one of a backward.
+Three state machines work together: of a parameter, of a bucket and of a backward.
 
 A **slot** (`slot.py`) is one parameter's gradient on this rank. `parameter.grad` is either the
 synchronised sum, the same on every rank, or this rank's own since the last synchronisation:
@@ -11,14 +11,14 @@ synchronised sum, the same on every rank, or this rank's own since the last sync
     or None          autograd starts anew           the bucket          |    |  add to the view
          ^                                                              | take: the bucket leaves
          |  give: grad = held + reduced                                 v
-         +--------------------------------------------------------- under way
+         +--------------------------------------------------------- in flight
                                                                     grad: None, the sum still held
 
-    A gradient that comes while the slot is under way (a reentrant checkpoint uses a parameter
-    again) makes it `local` once more: its flag says LATE, and the bucket goes in a second round.
-    `open`, at the start of a backward, follows what the user did in between: grad None or all zero
-    means the held sum too. `clear` forgets everything. In a sharded bucket `stand` sets a tensor
-    that stands for the sum, which lies in shards.
+    A gradient that comes while the slot is in flight (a reentrant checkpoint uses a parameter
+    again) makes it `local` once more: its flag is LATE, and the bucket goes in a second round.
+    `open`, at the start of a backward, follows the user's changes: grad None or all zero
+    applies to the held sum too. `clear` forgets everything. In a sharded bucket `set_placeholder`
+    sets a tensor in place of the sum, which lies in shards.
 
 A **bucket** (`bucket.py`) is slots whose gradients travel together in one flat buffer:
 
@@ -26,8 +26,8 @@ A **bucket** (`bucket.py`) is slots whose gradients travel together in one flat 
     _missing: those to come          all buckets           _work: the reduction     _spare: the
     _buffer: this rank's own         before it left        _sent: its buffer        buffer, again
 
-    Buckets that are not ready when backward ends leave then, zero for slots without a gradient;
-    `_used` has a flag of each slot, and the largest flag of any rank counts.
+    Buckets that are not ready when backward ends leave then, with zeros for slots without a
+    gradient; `_used` has a flag for each slot, and the maximum flag of all ranks counts.
 
 A **backward** is followed by `GradientSync` (`hooks.py`), one for each wrapper:
 
@@ -35,7 +35,7 @@ A **backward** is followed by `GradientSync` (`hooks.py`), one for each wrapper:
              manager.open; one callback     hooks mark slots ready,          finish if it is
              queued at the engine           buckets leave in one order       synchronised, or close
 
-    `_root` is the engine's number of the outermost backward; those inside of it (reentrant
-    checkpoints) do not end it. `_touched` says that a parameter of ours got a gradient. A `_root`
-    that is still there at the next forward is of a backward that raised: its gradients are dropped.
+    `_root` is the engine's number of the outermost backward; backward calls inside it (reentrant
+    checkpoints) do not end it. `_touched` is set once a parameter gets a gradient. A `_root`
+    still set at the next forward belongs to a backward that raised: its gradients are dropped.
 """

@@ -1,9 +1,10 @@
-"""A bucket: a flat buffer in which gradients live, reduced over the group by one call."""
+"""A bucket: a flat buffer of gradients, reduced over the group by one call."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -12,15 +13,15 @@ from ....dist import Work
 from .reduction import Reduction
 from .slot import Slot
 
-# A rank's flag for each parameter; the largest over ranks counts.
+# A rank's flag for each parameter; the maximum over ranks counts.
 UNUSED, USED, LATE, NONFINITE = 0, 1, 2, 3
 
 
 class Bucket:
     """Gradients of one dtype and device that travel together.
 
-    Its buffer is used again and again, but for as long as anybody holds a view of it, such as a
-    gradient of the step before: then a new one takes its place.
+    The buffer is reused, unless a view of it is still alive, such as a gradient of the last step:
+    then a new buffer takes its place.
 
     Args:
         slots: The parameters' slots, in the order of the buffer.
@@ -35,26 +36,27 @@ class Bucket:
         self.length = -(-self.elements // multiple) * multiple
         self.launched = False
         self.keeps_buffer = True
-        self._places = dict(zip((s.index for s in self.slots), self._starts(), strict=True))
-        self._buffer: Tensor | None = None  # has this rank's own gradients
-        self._sent: Tensor | None = None  # read and written by the reduction that is under way
-        self._spare: Tensor | None = None  # the last one, to be used again
+        starts = accumulate((slot.parameter.numel() for slot in self.slots), initial=0)
+        self._places = dict(zip((slot.index for slot in self.slots), starts, strict=False))
+        self._buffer: Tensor | None = None  # this rank's own gradients
+        self._sent: Tensor | None = None  # the buffer of the reduction in flight
+        self._spare: Tensor | None = None  # the last buffer, for reuse
         for slot in self.slots:
             slot.buffer_dtype = dtype
         self.reset()
 
     def _begin(self) -> None:
-        """Wait for the gradients of another backward; those that are here already stay."""
+        """Wait for the gradients of another backward; those that are already here stay."""
         self.launched = False
         self._missing = set(self._places)
         self._used: dict[int, int] = {}
-        self._finite: Tensor | None = None  # bool, of each slot
+        self._finite: Tensor | None = None  # bool, one for each slot
         self._work: Work[Tensor] | None = None
         self._before: Tensor | None = None
 
     @contextmanager
     def widened(self) -> Iterator[None]:
-        """Hold gradients in float32 at the least for a while."""
+        """Hold gradients in float32 at least, within a context."""
         before = self.dtype
         self.dtype = torch.promote_types(self.dtype, torch.float32)
         for slot in self.slots:
@@ -68,15 +70,15 @@ class Bucket:
                 slot.convert(self.dtype)
 
     def reset(self) -> None:
-        """Forget which gradients are ready, and the reduction under way."""
+        """Forget which gradients are ready, and the reduction in flight."""
         self._begin()
         self._buffer = self._sent = None
 
     def open(self) -> int:
-        """Follow, when a backward begins, what the user did to the gradients since the last.
+        """Follow, when a backward begins, the user's changes to gradients since the last one.
 
         Returns:
-            How many of this rank's own were dropped or zeroed.
+            The number of this rank's own gradients that were dropped or zeroed.
         """
         return sum([slot.open() for slot in self.slots])
 
@@ -97,12 +99,12 @@ class Bucket:
 
     @property
     def ready(self) -> bool:
-        """Whether every parameter has its gradient."""
+        """True if every parameter has its gradient."""
         return not self._missing
 
     @torch.no_grad()
     def launch(self, reduction: Reduction, *, check_finite: bool = False) -> None:
-        """Start reducing the buffer, zero for parameters without a gradient here."""
+        """Start reducing the buffer, with zeros for parameters without a gradient here."""
         for slot in self.slots:
             used = slot.take(self.place(slot))
             self._used[slot.index] = USED if used else UNUSED
@@ -115,10 +117,10 @@ class Bucket:
         self.launched = True
 
     def collect_if_done(self) -> bool:
-        """Give up memory that only the reduction needed, if it is over; never wait for it.
+        """Free memory that only the reduction needed, if it has ended; never wait for it.
 
         Returns:
-            Whether there is no more to give up.
+            Whether nothing is left to free.
         """
         return True
 
@@ -136,7 +138,7 @@ class Bucket:
             self._work.wait()
 
     def finish(self, flags: Sequence[int]) -> None:
-        """Write the gradients, once they are reduced; those that no rank used stay."""
+        """Write the reduced gradients; gradients that no rank used stay."""
         if self._work is not None:
             self._give(self._work.wait(), flags)
             self._reuse()
@@ -148,7 +150,7 @@ class Bucket:
         return {"parameters": names, "elements": self.elements, "dtype": str(self.dtype)}
 
     def _reuse(self) -> None:
-        """Keep the buffer that the reduction has done with for the next backward."""
+        """Keep the buffer of the finished reduction for the next backward."""
         if self._sent is not None and self.keeps_buffer:
             self._spare = self._sent
         self._sent = None
@@ -169,7 +171,7 @@ class Bucket:
             slot.give(view if used else None, with_held=self._before is not None)
 
     def _held(self, buffer: Tensor) -> Tensor | None:
-        """Return the synchronised gradients from before, in the buffer's order, if any."""
+        """Return the earlier synchronised gradients in the buffer's order, or None."""
         if all(slot.held is None for slot in self.slots):
             return None
         before = torch.zeros_like(buffer)
@@ -182,12 +184,6 @@ class Bucket:
         for slot in self.slots:
             start, parameter = self._places[slot.index], slot.parameter
             yield slot, buffer[start : start + parameter.numel()].view(parameter.shape)
-
-    def _starts(self) -> Iterator[int]:
-        start = 0
-        for slot in self.slots:
-            yield start
-            start += slot.parameter.numel()
 
     def _own_buffer(self) -> Tensor:
         if self._buffer is None:
@@ -202,16 +198,16 @@ class Bucket:
 
 
 def _is_finite(gradient: Tensor) -> Tensor:
-    """Return whether all elements are, 0-d bool; the host waits for nothing."""
+    """Return whether all elements are finite, 0-d bool; the host does not wait."""
     if not gradient.numel():
         return torch.ones((), dtype=torch.bool, device=gradient.device)
     real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-    # The largest magnitude takes one pass and no memory, and cannot overflow as a sum can.
+    # The largest magnitude takes one pass and no memory, and does not overflow as a sum can.
     largest: Tensor = torch.linalg.vector_norm(real, torch.inf)
     return largest.isfinite()
 
 
 def _is_shared(buffer: Tensor) -> bool:
-    """Return whether another tensor has this one's memory."""
-    # The tensor itself and the storage's Python object are two.
+    """Return whether another tensor uses this one's memory."""
+    # The tensor and the storage's Python object count as two.
     return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) > 2

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ....dist.building import one_per_process, tensors_in
 from ....dist.errors import NonFiniteError, StateError
 from ...pg_manager import describe_rank
-from ..culprits import shortened
+from ..culprits import shorten
 from .manager import BucketManager
 
 _OUTSIDE = -1  # torch's number for "no backward is running on this thread"
@@ -25,48 +25,48 @@ _OUTSIDE = -1  # torch's number for "no backward is running on this thread"
 class GradientSync:
     """Synchronises the gradients of one wrapped module at the end of backward calls.
 
-    The hooks hold it by weak references only, so it dies with its wrapper and takes them along.
+    The hooks hold it by weak references only, so it dies with its wrapper, and the hooks with it.
 
-    A reentrant checkpoint runs a backward inside the backward. The first hook of all, on the
-    module's output, runs in the outermost one and queues the end there.
+    A reentrant checkpoint runs a backward inside the backward. The first hook, on the module's
+    output, runs in the outermost one and queues the end there.
 
     Args:
-        managers: The buckets of each group of ranks to sum over. A backward that reaches parameters
-            of one finishes all, as it does on other ranks.
+        managers: The buckets of each group of ranks. A backward that reaches parameters of one
+            finishes all, as it does on other ranks.
         overlap: Whether buckets leave during backward, or all at its end.
     """
 
     def __init__(self, managers: Iterable[BucketManager], *, overlap: bool) -> None:
         self.enabled = True
         self.completed = 0  # synchronisations so far
-        self.failed: list[NonFiniteError] = []  # of the last one, until they are raised
-        self.held: list[NonFiniteError] | None = None  # where they go if the caller raises them
+        self.failed: list[NonFiniteError] = []  # errors of the last one, until they are raised
+        self.held: list[NonFiniteError] | None = None  # receives the errors if the caller raises
         self.managers = tuple(managers)
         self.groups = tuple(manager.reduction.group for manager in self.managers)
         self._overlap = overlap
         self._touched = False
         self._root: int | None = None
         self._tasks: set[int] = set()
-        self._crowded = False
+        self._shares_group = False
         self._attached: list[BucketManager] = []
         self._alive = _alive()
         self._serial = next(one_per_process("gradient_sync_numbers", itertools.count))
 
     def attach(self, managers: Iterable[BucketManager]) -> None:
-        """Put the hooks of these buckets' parameters in place; others are never summed."""
+        """Register the hooks of these buckets' parameters; other buckets are never summed."""
         for manager in managers:
             if manager not in self._attached:
-                weakref.finalize(self, _remove_hooks, self._register_hooks(manager)).atexit = False
+                weakref.finalize(self, remove_hooks, self._register_hooks(manager)).atexit = False
                 self._attached.append(manager)
                 self._alive.add(self)
 
     @property
     def syncs(self) -> bool:
-        """Whether a backward that ends now is synchronised."""
+        """True if a backward that ends now is synchronised."""
         return self.enabled or any(manager.eager for manager in self.managers)
 
     def begin_forward(self) -> None:
-        """Recover from a backward that raised, if there was one since the last forward."""
+        """Recover from a backward that raised since the last forward."""
         if self._root is None or torch._C._current_graph_task_id() != _OUTSIDE:
             return
         if self._touched:
@@ -86,7 +86,7 @@ class GradientSync:
     def finish_if_due(self) -> None:
         """Synchronise now, whatever gradients this rank has, unless that is switched off.
 
-        What it finds wrong is raised by `raise_failed`.
+        `raise_failed` raises the errors.
         """
         if self._attached and self.syncs:
             for manager in self._attached:
@@ -94,7 +94,7 @@ class GradientSync:
             self._finish()
 
     def reset(self) -> None:
-        """Forget all gradients and everything under way."""
+        """Forget all gradients and all reductions in flight."""
         self._forget_backward()
         for manager in self.managers:
             manager.reset()
@@ -105,12 +105,12 @@ class GradientSync:
         self._enter()
 
     def gradient_coming(self, at: int, index: int, _grad: Tensor) -> None:
-        """Handle the gradient of a parameter of one manager just before autograd adds it."""
+        """Handle the gradient of a manager's parameter just before autograd adds it."""
         self._enter()
         self.managers[at].slots[index].before_accumulation()
 
     def gradient_added(self, at: int, index: int, _parameter: Tensor) -> None:
-        """Handle the gradient of a parameter of one manager just after autograd added it."""
+        """Handle the gradient of a manager's parameter just after autograd added it."""
         manager = self.managers[at]
         slot = manager.slots[index]
         slot.require_unchanged()
@@ -126,22 +126,22 @@ class GradientSync:
                 "for such gradients, or run this backward in no_sync()"
             )
             raise StateError(message)
-        # Hooks of the user's that come after this one are to see the gradient, and may change it.
+        # The user's hooks that run after this one see the gradient, and may change it.
         watched = len(slot.parameter._post_accumulate_grad_hooks or ()) > 1
-        manager.mark_ready(index, self._overlap and not self._crowded and not watched)
+        manager.mark_ready(index, self._overlap and not self._shares_group and not watched)
 
     def _enter(self) -> None:
         """Queue the end of the running backward, once."""
         task = torch._C._current_graph_task_id()
         if task in self._tasks:
             return
-        # The first one to come in is the outermost: its hook on the output runs before any other
-        # node, so also before a checkpoint's that starts a backward of its own.
+        # The first call comes from the outermost backward: its hook on the output runs before any
+        # other node, and so before a checkpoint that starts a backward of its own.
         if self._root is None:
             self._root = task
-            # Another wrapper's calls on the same group could fall between ours in another order
-            # on another rank: then all calls are made at the end, wrapper by wrapper.
-            self._crowded = any(
+            # Another wrapper's calls on the same group could come between ours in another order on
+            # another rank: then all calls are made at the end, wrapper by wrapper.
+            self._shares_group = any(
                 group is own
                 for other in self._alive
                 if other is not self
@@ -150,16 +150,16 @@ class GradientSync:
             )
             for manager in self._attached:
                 manager.open()
-        # Each backward gets a callback, inner ones too: if the root has raised, its own callback
-        # never runs, and that of the next backward is the first to see it.
+        # Each backward gets a callback, also inner ones: if the root has raised, its own callback
+        # never runs, and the callback of the next backward is the first to notice.
         self._tasks.add(task)
         queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
         queue(partial(self._leave, task))
 
     def _leave(self, task: int) -> None:
-        """Finish when the backward that began first is over, all wrappers in one order."""
+        """Finish when the outermost backward ends, all wrappers in one order."""
         if task not in self._tasks:
-            return  # forgotten meanwhile, as by reset()
+            return  # forgotten in between, as by reset()
         if task != self._root:
             if torch._C._current_autograd_node() is not None:
                 return  # a node is running: this backward was nested, the outer one goes on
@@ -169,11 +169,11 @@ class GradientSync:
                 "they are None now: start this step again (after an error, call reset())"
             )
             raise StateError(message)
-        # Callbacks run in the order in which wrappers saw their first gradient, which may differ
-        # between ranks. So the first callback ends all of them, by their numbers.
+        # Callbacks run in the order of the wrappers' first gradients, which may differ between
+        # ranks. So the first callback ends all wrappers, in the order of their numbers.
         ending = [each for each in self._alive if each._root == task]
         ending.sort(key=lambda each: each._serial)
-        for each in ending:  # all of them, whatever one finds: other ranks end theirs too
+        for each in ending:  # all, even if one has errors: other ranks end theirs too
             each._end()
         raise_failed([each for each in ending if isinstance(each, GradientSync)])
 
@@ -218,20 +218,19 @@ class GradientSync:
 
 
 def _alive() -> weakref.WeakSet[GradientSync]:
-    """Return the attached ones of this process, those of other copies of this package too.
+    """Return the attached objects of this process, including those of other copies of this package.
 
-    So `groups`, `managers[…].slots[…].parameter`, `_root`, `_serial` and `_end` are all that one
-    version of this package knows of another.
+    So `groups`, `managers[…].slots[…].parameter`, `_root`, `_serial` and `_end` are the interface
+    between versions of this package.
     """
     return one_per_process("gradient_syncs", weakref.WeakSet)
 
 
 def refuse_taken(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse parameters whose gradients somebody else has.
+    """Refuse parameters whose gradients are already in use.
 
     Raises:
-        StateError: A parameter belongs to another wrapper that is still alive, or its gradients go
-            elsewhere.
+        StateError: Another live wrapper has a parameter, or its gradient goes to `main_grad`.
     """
     parameters = list(parameters)
     taken = {
@@ -243,7 +242,7 @@ def refuse_taken(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     names = [name for name, each in parameters if id(each) in taken]
     if names:
         message = (
-            f"{describe_rank()}: {shortened(names)} would be synchronised twice: a "
+            f"{describe_rank()}: {shorten(names)} would be synchronised twice: a "
             "data-parallel wrapper that is alive has it; use that one, or drop it first"
         )
         raise StateError(message)
@@ -258,12 +257,13 @@ def refuse_taken(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def _call(this: weakref.ref[GradientSync], method: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a method, unless the synchronisation is gone: hooks keep none alive."""
+    """Call a method, unless the synchronisation is gone: hooks do not keep it alive."""
     sync = this()
     return None if sync is None else method(sync, *arguments)
 
 
-def _remove_hooks(handles: Iterable[RemovableHandle]) -> None:
+def remove_hooks(handles: Iterable[Any]) -> None:
+    """Remove hooks by their handles."""
     for handle in handles:
         handle.remove()
 
@@ -279,4 +279,4 @@ def raise_failed(syncs: Iterable[GradientSync]) -> None:
         found += each.failed
         each.failed = []
     if found:
-        raise found.pop(0)  # out of the list: its traceback has this frame
+        raise found.pop(0)  # not kept in the list: its traceback holds this frame

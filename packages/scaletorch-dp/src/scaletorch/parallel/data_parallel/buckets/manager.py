@@ -1,8 +1,8 @@
-"""All buckets of a model, launched in one order on every rank."""
+"""All buckets of a model, launched in the same order on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -20,54 +20,67 @@ from .slot import Slot
 
 
 class BucketManager:
-    """Reduces slots over a group in buckets, in one order on every rank.
+    """Reduces slots over a group in buckets, in the same order on every rank.
 
     A bucket is launched only after all before it, so that ranks that use different parameters
     still issue the same calls in the same order.
 
     Args:
         slots: All trainable parameters' slots, in registration order.
-        fill: Puts slots into buckets, in the order of their launches; see `fill_buckets`.
-        reduction: How buffers are reduced.
-        check_finite: Whether gradients that are not finite are found before they travel.
+        reduction: The options of the reductions.
+        bucket_size: Maximum elements of a bucket; None gives every parameter a bucket of its own.
+        grad_type: Dtype of the buffers of floating gradients; None is each parameter's own.
+        check_finite: Whether to check gradients for NaN and infinity before they travel.
     """
 
     def __init__(
         self,
         slots: Sequence[Slot],
-        fill: Callable[[Iterable[Slot]], list[Bucket]],
         reduction: Reduction,
+        bucket_size: int | None = None,
+        grad_type: torch.dtype | None = None,
         *,
         check_finite: bool = False,
     ) -> None:
         self.slots = tuple(slots)
-        self.fill = fill
         self.reduction = reduction
-        self.order: list[int] | None = []  # of the first backward; None once it is known
+        self.order: list[int] | None = []  # of gradients in the first backward; then None
         self.eager = False  # whether every backward sums into shards, and keeps no buffer
         self.checks_finite = check_finite
+        self._bucket_size, self._grad_type = bucket_size, grad_type
         self._adds = False  # whether this backward adds to gradients of an earlier synchronisation
-        self._dropped = 0  # how often gradients of this rank's own were dropped since
+        self._dropped = 0  # how often this rank's own gradients were dropped since
         # Backward makes gradients in about the reverse order of registration.
-        self.use_buckets(fill(reversed(self.slots)))
+        self.use_buckets(self.fill(reversed(self.slots)))
+
+    def fill(self, slots: Iterable[Slot]) -> list[Bucket]:
+        """Divide slots into buckets, in the order of their launches."""
+        if self._bucket_size is not None:
+            return fill_buckets(slots, self._bucket_size, self._grad_type, self.reduction)
+        ordered = sorted(slots, key=lambda slot: slot.index)
+        dtypes = [slot.parameter.dtype for slot in ordered]
+        return [
+            Bucket([slot], dtype, self.reduction.multiple(dtype))
+            for slot, dtype in zip(ordered, dtypes, strict=True)
+        ]
 
     def use_buckets(self, buckets: Iterable[Bucket]) -> None:
-        """Take other buckets over the same slots; nothing may be under way."""
+        """Use other buckets over the same slots; nothing may be in flight."""
         self.buckets = tuple(buckets)
         self._next, self._expected = 0, self.buckets
-        self._travelling: list[Bucket] = []  # whose memory may be given up before all have arrived
+        self._in_flight: list[Bucket] = []  # with memory to free as soon as they arrive
         self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
 
     def use_settled(self, buckets: Iterable[Bucket]) -> None:
-        """Take buckets that no first backward will fill anew: their parts belong to ranks."""
+        """Use buckets that the first backward does not fill anew: their shards belong to ranks."""
         self.use_buckets(buckets)
         self.order = None
 
     @contextmanager
     def widened(self) -> Iterator[None]:
-        """Hold and sum gradients in float32 at the least for a while; see `widened`.
+        """Hold and sum gradients in float32 at least, within a context; see `widened`.
 
-        The order of a first backward is not taken from one that runs meanwhile.
+        A backward within it does not set the order of the buckets.
         """
         before = self.reduction, self.order
         self.reduction = replace(self.reduction, dtype=None)
@@ -81,10 +94,10 @@ class BucketManager:
             self.reduction, self.order = before
 
     def expect(self, parameters: Iterable[Tensor]) -> None:
-        """Let the next backward, if it sums into shards, sum the buckets of these alone.
+        """Limit the next backward, if it sums into shards, to the buckets of these parameters.
 
         Args:
-            parameters: Those that it may reach, the same on all ranks.
+            parameters: The parameters that it may reach, the same on all ranks.
         """
         reached = {id(parameter) for parameter in parameters}
         if self.eager:
@@ -95,10 +108,10 @@ class BucketManager:
             )
 
     def open(self) -> None:
-        """Follow, when a backward begins, what the user did to the gradients since the last."""
+        """Follow, when a backward begins, the user's changes to gradients since the last one."""
         own = sum(slot.local for slot in self.slots)
         dropped = sum(bucket.open() for bucket in self.buckets)
-        self._dropped += 0 < own == dropped  # of all: ranks may have used other parameters
+        self._dropped += 0 < own == dropped  # all of them: ranks may use different parameters
         self._adds = any(slot.has_synchronised for slot in self.slots)
 
     def place(self, slot: Slot) -> Tensor:
@@ -110,8 +123,8 @@ class BucketManager:
         if self.order is not None:
             self.order.append(index)
         self._bucket_of[index].mark_ready(index)
-        if self._travelling:
-            self._travelling = [each for each in self._travelling if not each.collect_if_done()]
+        if self._in_flight:
+            self._in_flight = [each for each in self._in_flight if not each.collect_if_done()]
         due = self._expected
         while launch and self._next < len(due) and due[self._next].ready:
             self._launch(due[self._next])
@@ -119,15 +132,15 @@ class BucketManager:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Launch the buckets that are left, wait for all, and write every gradient.
+        """Launch the remaining buckets, wait for all, and write every gradient.
 
-        One more, small reduction tells which parameters any rank used, one int32 for each, and
-        whether all ranks have kept and dropped the same gradients. A parameter that a reentrant
-        checkpoint used again after its bucket had left, or that was not expected to be used, is
-        reduced in a second round.
+        One more, small reduction shares which parameters any rank used, one int32 for each, and
+        whether all ranks have kept and dropped the same gradients. A second round reduces
+        parameters that a reentrant checkpoint used again after their bucket had left, or that were
+        not expected.
 
         Raises:
-            NonFiniteError: Some rank's gradient is not finite, and that was to be checked.
+            NonFiniteError: A gradient of some rank is not finite, and `check_finite` is on.
         """
         try:
             buckets, others = self._expected, self.buckets
@@ -148,8 +161,8 @@ class BucketManager:
             self.reset()
 
     def reset(self) -> None:
-        """Forget which are ready and under way; gradients are not touched."""
-        self._next, self._travelling, self._expected = 0, [], self.buckets
+        """Forget which gradients are ready and in flight; gradients stay."""
+        self._next, self._in_flight, self._expected = 0, [], self.buckets
         for bucket in self.buckets:
             bucket.reset()
 
@@ -164,10 +177,10 @@ class BucketManager:
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.launch(self.reduction, check_finite=self.checks_finite)
-        self._travelling.append(bucket)
+        self._in_flight.append(bucket)
 
     def _agree(self, buckets: Iterable[Bucket]) -> list[int]:
-        """Return for each slot the largest flag of any rank."""
+        """Return for each slot the maximum flag of all ranks."""
         flags = [UNUSED] * len(self.slots)
         for bucket in buckets:
             for slot in bucket.slots:
@@ -176,10 +189,10 @@ class BucketManager:
         trained = sum(slot.parameter.requires_grad for slot in self.slots)
         places = [int(self._adds), int(not self._adds), self._dropped, -self._dropped]
         places += [trained, -trained]
-        # On the CPU, so that the host does not wait for what an accelerator has to do.
+        # On the CPU, so that the host does not wait for an accelerator.
         shared = torch.tensor([*flags, *places], dtype=torch.int32)
         work = all_reduce(shared, "max", group=group, async_op=True)
-        for bucket in buckets:  # which travel on meanwhile
+        for bucket in buckets:  # the flags travel meanwhile
             bucket.wait()
         work.wait()
         *result, adds, begins, most, least, many, few = shared.tolist()
@@ -227,14 +240,14 @@ class BucketManager:
         )
 
     def _reorder(self) -> None:
-        """Fill the buckets anew in the order in which the first backward made the gradients."""
+        """Fill the buckets anew in the order of gradients in the first backward."""
         if self.order is None:
             return
         rest = [slot.index for slot in reversed(self.slots)]
         found = list(dict.fromkeys([*self.order, *rest]))
         self.order = None
         group = self.reduction.group
-        if self.reduction.size > 1 and found:  # ranks may differ: the first one's order counts
+        if self.reduction.size > 1 and found:  # ranks may differ: the first rank's order counts
             shared = torch.tensor(found)
             broadcast(shared, group_ranks(group)[0], group=group)
             found = shared.tolist()
@@ -242,19 +255,18 @@ class BucketManager:
             self.use_buckets(self.fill(self.slots[index] for index in found))
 
 
-FEW = 8  # buckets that a model has at least, so that messages travel while backward goes on
-SMALL = 2**18  # elements of a bucket that costs little more to start than to send
+FEW = 8  # the least number of buckets, so that messages overlap with backward
+SMALL = 2**18  # elements of a bucket that takes about as long to start as to send
 
 
 def fill_buckets(
     slots: Iterable[Slot], bucket_size: int, grad_type: torch.dtype | None, reduction: Reduction
 ) -> list[Bucket]:
-    """Part slots, in the order given, into buckets of at most `bucket_size` elements.
+    """Divide slots, in the given order, into buckets of at most `bucket_size` elements.
 
     A bucket has one dtype and one device, and at least one parameter, however large. There are
-    `FEW` or so at least, if they do not get smaller than `SMALL`, and the first is that small, so
-    that its reduction begins early. Buckets come in the order in which
-    their last parameters do.
+    about `FEW` at least, if they do not get smaller than `SMALL`. The first has at most `SMALL`
+    elements, so that its reduction begins early. Buckets are in the order of their last parameters.
     """
     slots = list(slots)
     share = sum(slot.parameter.numel() for slot in slots) // FEW
@@ -277,17 +289,7 @@ def fill_buckets(
     return [Bucket(each, dtype, reduction.multiple(dtype)) for dtype, each in members]
 
 
-def one_each(slots: Iterable[Slot], reduction: Reduction) -> list[Bucket]:
-    """Give every parameter a bucket of its own, in registration order."""
-    ordered = sorted(slots, key=lambda slot: slot.index)
-    dtypes = [slot.parameter.dtype for slot in ordered]
-    return [
-        Bucket([slot], dtype, reduction.multiple(dtype))
-        for slot, dtype in zip(ordered, dtypes, strict=True)
-    ]
-
-
 def _buffer_dtype(slot: Slot, grad_type: torch.dtype | None) -> torch.dtype:
-    """Return the dtype a gradient is kept in; `grad_type` is for real floating ones."""
+    """Return the dtype of a gradient's buffer; `grad_type` applies to real floating gradients."""
     dtype = slot.parameter.dtype
     return dtype if grad_type is None or not dtype.is_floating_point else grad_type

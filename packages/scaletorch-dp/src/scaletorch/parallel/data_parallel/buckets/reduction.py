@@ -1,4 +1,4 @@
-"""How a buffer of gradients is reduced over the group."""
+"""The reduction of a buffer of gradients over the group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ....dist import Work, get_rank, get_world_size
 from ....dist.building import (
     all_gather_flat,
     all_reduce_flat,
-    even_parts,
     reduce_scatter_flat,
     sum_dtype,
 )
@@ -26,13 +25,13 @@ ORDERS = ("any", "rank")
 
 @dataclass(frozen=True)
 class Reduction:
-    """One way to reduce.
+    """The options of a reduction.
 
     Attributes:
         op: `"sum"` or `"mean"` over the group.
         group: The ranks; None is this process alone.
-        dtype: To which buffers are cast while they travel; None leaves them as they are.
-        order: `"any"`, the backend's, or `"rank"`: each element is what was there before,
+        dtype: Dtype of buffers in transit; None leaves them unchanged.
+        order: `"any"`, the backend's, or `"rank"`: each element is the earlier value,
             plus rank 0's, plus rank 1's, and so on, whatever the buckets and the backend.
     """
 
@@ -50,21 +49,21 @@ class Reduction:
 
     @cached_property
     def size(self) -> int:
-        """Ranks of the group."""
+        """The number of ranks."""
         return get_world_size(self.group)
 
     @cached_property
     def rank(self) -> int:
-        """This rank's place in the group."""
+        """This rank's index in the group."""
         return get_rank(self.group)
 
     @property
     def ordered(self) -> bool:
-        """Whether sums are in rank order."""
+        """True if sums are in rank order."""
         return self.order == "rank"
 
     def folds(self, dtype: torch.dtype) -> bool:
-        """Return whether each rank adds up its shard of a buffer of `dtype`, and sends it to all.
+        """Return whether each rank adds up its shard of a buffer of `dtype` and shares it.
 
         16-bit floats are then added in float32 and rounded once, on every backend.
         """
@@ -72,41 +71,37 @@ class Reduction:
         return self.size > 1 and (self.ordered or sum_dtype(travels) is not travels)
 
     def multiple(self, dtype: torch.dtype) -> int:
-        """Return of which number a buffer's length is a multiple, so that shards are even."""
+        """Return the factor that a buffer's length must have, so that shards are even."""
         return self.size if self.folds(dtype) else 1
 
     def gather(self, data: Tensor, counts: list[int]) -> Work[Any]:
-        """Start filling a flat tensor, of which each rank has its shard, with the shards of all."""
+        """Start gathering the ranks' shards of a flat tensor, in place."""
         work = all_gather_flat(data, counts, self.group, async_op=True)
         return work if isinstance(work, Work) else Work((), lambda: None)
 
     def whole(self, buffer: Tensor, before: Tensor | None) -> Work[Tensor]:
-        """Start reducing a buffer on every rank; the work gives the result, in the buffer.
+        """Start reducing a buffer on every rank; the work returns the result, in the buffer.
 
         Args:
-            buffer: Flat; its values are used up.
-            before: With which the sum begins; only if it is in rank order.
+            buffer: Flat; its values are overwritten.
+            before: Initial value of the sum; only in rank order.
         """
         wire = self._wire(buffer)
         work = all_reduce_flat(wire, self.op, group=self.group, ordered=self.ordered, start=before)
         return work if wire is buffer else Work((work,), lambda: buffer.copy_(wire))
 
     def shard(self, buffer: Tensor, counts: list[int], before: Tensor | None) -> Work[Tensor]:
-        """Start reducing a buffer's shards, each to its rank; the work gives this rank's.
+        """Start reduce-scattering a buffer; the work returns this rank's shard.
 
         Args:
-            buffer: Flat, read until then.
+            buffer: Flat, in use until then.
             counts: Elements of each rank's shard.
-            before: With which this rank's sum begins; only if it is in rank order.
+            before: Initial value of this rank's sum; only in rank order.
         """
         wire = self._wire(buffer)
         return reduce_scatter_flat(
             wire, counts, self.op, self.group, ordered=self.ordered, start=before
         )
-
-    def even(self, elements: int) -> list[int]:
-        """Return each rank's number of elements, even but for the last ones."""
-        return even_parts(elements, self.size)
 
     def _wire(self, buffer: Tensor) -> Tensor:
         dtype = self.dtype if buffer.dtype.is_floating_point else None
@@ -117,7 +112,7 @@ def check_floating(name: str, dtype: object) -> None:
     """Refuse anything but a floating dtype or None.
 
     Raises:
-        InvalidArgumentError: It is another thing than a floating dtype or None.
+        InvalidArgumentError: It is something else.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InvalidArgumentError(f"{name} must be a floating-point dtype or None, got {dtype!r}")

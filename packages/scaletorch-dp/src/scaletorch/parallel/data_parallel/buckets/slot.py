@@ -1,4 +1,4 @@
-"""One parameter's gradient: the synchronised sum, and apart from it this rank's own."""
+"""The gradient of one parameter: the synchronised sum, and separately this rank's own."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Place = Callable[["Slot"], Tensor]
 
 
 class Slot:
-    """Keeps the synchronised sum in `parameter.grad` apart from the gradients of this rank alone.
+    """Keeps the synchronised sum in `parameter.grad` separate from this rank's own gradients.
 
     Between backward calls the gradient is either synchronised (`local` is False and nothing is
-    held) or this rank's own since the last synchronisation (`local` is True): a synchronised
-    gradient that was there before is then held back, and added again by `give`.
+    held) or this rank's own since the last synchronisation (`local` is True). An earlier
+    synchronised gradient is then held back, and added again by `give`.
 
     This rank's own gradient lives in a bucket's buffer. If that has the parameter's dtype,
-    `parameter.grad` is a view of it, into which autograd adds; else each backward's gradient is
-    added to the buffer, and stays as `parameter.grad` only to show whether it was zeroed.
+    `parameter.grad` is a view of it, into which autograd adds. Otherwise each backward's gradient
+    is added to the buffer, and `parameter.grad` keeps it only to show whether it was zeroed.
 
     Args:
         name: The parameter's name in its module.
@@ -58,31 +58,31 @@ class Slot:
         self._seen: int | None = None  # the parameter's version when its gradient came
 
     def convert(self, buffer_dtype: torch.dtype) -> None:
-        """Follow a parameter that has another dtype now, as its bucket's buffer has."""
+        """Follow a change of the parameter's dtype and of its bucket's."""
         self._dtype, self.buffer_dtype = self.parameter.dtype, buffer_dtype
 
     def open(self) -> bool:
         """Follow, when a backward begins, changes of this rank's own gradient since `close`.
 
         A `zero_grad` between an unsynchronised backward and the next is meant for the held sum too,
-        but reaches the visible gradient alone.
+        but reaches only the visible gradient.
 
         Returns:
-            Whether there was one, and somebody has dropped or zeroed it.
+            Whether there was a gradient and it was dropped or zeroed.
         """
         grad = self.parameter.grad
         if grad is None:
             dropped, self.local, self._held = self.local, False, None
             return dropped
-        # Every write raises the version, so values are only read after one.
+        # Every write raises the version, so values are read only after one.
         changed = grad is not self._shown or grad._version != self._version
-        return self.local and changed and self._follow(grad)
+        return self.local and changed and self._apply_change(grad)
 
-    def _follow(self, grad: Tensor) -> bool:
-        """Take over a change that somebody made to the visible gradient; return whether to zero."""
+    def _apply_change(self, grad: Tensor) -> bool:
+        """Apply a change of the visible gradient; return whether it was zeroed."""
         zeroed = not grad.any()
         if zeroed and self._held is not None:
-            self._held.zero_()  # as on ranks that have not used the parameter since
+            self._held.zero_()  # the same as on ranks that have not used the parameter since
             self.local = False
             self.give(None)
             return True
@@ -92,7 +92,7 @@ class Slot:
         return zeroed
 
     def close(self) -> None:
-        """Put the gradient in order when a backward that is not synchronised ends."""
+        """Tidy the gradient when a backward without synchronisation ends."""
         self._seen = None
         grad = self.parameter.grad
         if self.local and grad is not None:
@@ -104,26 +104,25 @@ class Slot:
         """Hold a synchronised gradient back, so that autograd starts a new one."""
         self._seen = self.parameter._version
         if not self.local:
-            # The sum is the same on every rank: added to what travels it would be counted by each.
+            # The sum is the same on every rank: if it travelled, each rank would count it.
             if self.parameter.grad is not None:
                 self._held, self.parameter.grad = self.parameter.grad, None
         elif self.parameter.grad is not self._view:
-            # Only shown, as the buffer has another dtype: its values are in the buffer already, and
-            # with None autograd hands over the new gradient alone.
+            # The buffer has another dtype and already holds these values. With None autograd
+            # passes the new gradient alone.
             self.parameter.grad = None
 
     def after_accumulation(self, place: Place) -> bool:
         """Note that the gradient is now this rank's own.
 
         Args:
-            place: Gives the slot's memory in its bucket's buffer.
+            place: Returns the slot's memory in its bucket's buffer.
 
         Returns:
-            Whether there is one; autograd may have called the hooks with none.
+            Whether there is a gradient; autograd may call the hooks without one.
 
         Raises:
-            StateError: The gradient is sparse, or the parameter's dtype is not what it was when it
-                was wrapped.
+            StateError: The gradient is sparse, or the parameter's dtype has changed.
         """
         grad = self.parameter.grad
         if grad is None:
@@ -134,19 +133,19 @@ class Slot:
                 "are synchronised: build its module with sparse=False"
             )
             raise StateError(message)
-        # If it is the view, autograd has added to the buffer in place: nothing is left to do.
+        # If it is the view, autograd has already added to the buffer in place.
         if grad is not self._view or not self.local:
             self._store(grad, place)
         return True
 
     def require_unchanged(self, *, ends: bool = False) -> None:
-        """Refuse a parameter that was updated by a gradient which is not summed yet.
+        """Refuse a parameter that was updated with a gradient that is not summed yet.
 
         Args:
-            ends: Backward has ended: later updates are as they should be.
+            ends: Backward has ended: later updates are correct.
 
         Raises:
-            StateError: It has been written to since its gradient came, in the same backward.
+            StateError: The parameter was written to after its gradient came, in the same backward.
         """
         seen, self._seen = self._seen, None if ends else self._seen
         if seen not in (None, self.parameter._version):
@@ -157,10 +156,10 @@ class Slot:
             )
 
     def take(self, place: Tensor) -> bool:
-        """Leave this rank's own gradient in `place`, its memory in the buffer; show None.
+        """Move this rank's own gradient to `place`, its memory in the buffer, and show None.
 
         Returns:
-            Whether there is one; else `place` is zero.
+            Whether there is one; otherwise `place` is zeroed.
         """
         local, grad, self.parameter.grad = self.local, self.parameter.grad, None
         if not local:
@@ -168,18 +167,18 @@ class Slot:
             if grad is not None:
                 self._held = grad
         elif grad is not None and grad is not self._view and grad.dtype == place.dtype:
-            place.copy_(grad)  # a hook has put another one in its place
+            place.copy_(grad)  # a hook has replaced it
         self.local, self._view, self._shown = False, None, None
         return local
 
     @property
     def has_synchronised(self) -> bool:
-        """Whether there is a gradient of an earlier synchronisation."""
+        """True if there is a gradient from an earlier synchronisation."""
         return self._held is not None or (not self.local and self.parameter.grad is not None)
 
     @property
     def held(self) -> Tensor | None:
-        """The synchronised gradient that was there before this rank's own."""
+        """The earlier synchronised gradient, held back from this rank's own."""
         return self._held
 
     def give(self, reduced: Tensor | None, *, with_held: bool = False) -> None:
@@ -188,30 +187,30 @@ class Slot:
         A gradient that arrived since `take` stays this rank's own, with the sum held.
 
         Args:
-            reduced: None if no rank has one.
-            with_held: Whether the held one has been added to it already.
+            reduced: The reduced gradient; None if no rank has one.
+            with_held: Whether it already includes the held one.
         """
         held, self._held = self._held, None
         if reduced is None:
-            total = held  # nobody has used the parameter: the sum stays as it was, None included
+            total = held  # no rank has used the parameter: the sum stays, None included
         else:
             total = self._conform(reduced if held is None or with_held else reduced.add_(held))
         if self.local:
-            # A reentrant checkpoint has used the parameter again meanwhile: what is seen is that
-            # gradient, which leaves in the second round, and the sum waits for it.
+            # A reentrant checkpoint has used the parameter again: the visible gradient is the new
+            # one, which leaves in a second round, and the sum is held for it.
             self._held = total
         else:
             self.parameter.grad = total
 
-    def stand(self, gradient: Tensor) -> None:
-        """Set a tensor that stands for a gradient in shards, the held one included."""
+    def set_placeholder(self, gradient: Tensor) -> None:
+        """Set a placeholder for a gradient in shards, which include the held one."""
         if self.local:
             self._held = gradient
         else:
             self._held, self.parameter.grad = None, gradient
 
     def clear(self) -> None:
-        """Forget everything; the gradient is None."""
+        """Forget everything; the gradient becomes None."""
         self.local, self._seen = False, None
         self._held = self._view = self._shown = None
         self.parameter.grad = None

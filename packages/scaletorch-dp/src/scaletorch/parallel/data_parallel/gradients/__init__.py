@@ -1,1 +1,1 @@
-"""Summed gradients before a step: their norm, clipping, loss scaling."""
+"""Operations on summed gradients before a step: norm, clipping, loss scaling."""

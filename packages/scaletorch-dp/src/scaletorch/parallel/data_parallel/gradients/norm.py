@@ -1,4 +1,4 @@
-"""The norm of gradients that data-parallel ranks hold whole or in shards, and clipping by it."""
+"""The norm of gradients that data-parallel ranks hold whole or in shards, and clipping."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def global_grad_norm(
 ) -> Tensor:
     """Return the norm of the whole gradient, each element counted once over the group.
 
-    Gradients are those that a step would take now, already summed over the group. Gradients that
-    every rank holds are not communicated; shards cost one all-reduce of one number.
+    It uses the current gradients, already summed over the group. Gradients that every rank holds
+    need no communication; shards cost one all-reduce of one number.
 
     Args:
         model: A data-parallel wrapper, or any module.
-        group: The ranks that shards are divided over, by default the `cp_dp` axis; those of the
-            wrapper's other `groups` are among them.
+        group: The ranks that hold the shards, by default the `cp_dp` axis; it includes the
+            wrapper's other `groups`.
         norm_type: Order of the norm, above 0; `float("inf")` is the largest element.
 
     Returns:
@@ -37,10 +37,10 @@ def global_grad_norm(
 
     Raises:
         InvalidArgumentError: `norm_type` is not a number above 0, or parameters are reduced over
-            ranks that are not in the group.
+            ranks outside the group.
         StateError: No group to be found, or a gradient in shards has not been synchronised.
     """
-    return norm_over(_counted(model, group), _divided_over(model, group), model, norm_type)
+    return norm_over(_counted_gradients(model, group), _sum_groups(model, group), model, norm_type)
 
 
 def norm_over(
@@ -49,20 +49,20 @@ def norm_over(
     model: nn.Module,
     norm_type: float = 2.0,
 ) -> Tensor:
-    """Return the norm of gradients over ranks, for a `global_grad_norm` of any layout.
+    """Return the norm of gradients over ranks, for any layout.
 
     Args:
-        gradients: Those that this rank counts; each element is one rank's to count. Not looked at
-            before `norm_type` has been.
-        groups: Over which sums are taken, one after another; the same on every rank.
-        model: Whose parameters say the result's dtype and device.
+        gradients: The gradients that this rank counts; each element is counted on one rank. They
+            are read only after `norm_type` was checked.
+        groups: Groups to sum over, one after another; the same on every rank.
+        model: The model, whose parameters give the dtype and device of the result.
         norm_type: Order of the norm, above 0; `float("inf")` is the largest element.
 
     Returns:
         0-d, in the parameters' dtype and float32 at least, the same bits on every rank.
 
     Raises:
-        InvalidArgumentError: `norm_type` is not a number above 0, or `model` no module.
+        InvalidArgumentError: `norm_type` is not a number above 0, or `model` is not a module.
     """
     order = _checked_order(norm_type)
     check_module(model)
@@ -87,18 +87,18 @@ def clip_grad_norm_(
         max_norm: At least 0.
         group: As in `global_grad_norm`.
         norm_type: As in `global_grad_norm`.
-        error_if_nonfinite: Raise if the norm is no finite number. Otherwise gradients become
-            NaN or 0 then, as with torch's function of this name.
+        error_if_nonfinite: Raise if the norm is not finite. Otherwise gradients then become
+            NaN or 0, as with torch's function of this name.
 
     Raises:
-        InvalidArgumentError: `max_norm` or `norm_type` is no such number.
+        InvalidArgumentError: `max_norm` or `norm_type` is not such a number.
         NonFiniteError: On every rank, with the parameters and their ranks.
         StateError: No group to be found.
     """
     return clip_by(
         lambda: global_grad_norm(model, group, norm_type=norm_type),
         lambda: found_on_ranks(
-            model, axis_group("cp_dp", group), alone=not _divided_over(model, group)
+            model, axis_group("cp_dp", group), alone=not _sum_groups(model, group)
         ),
         model,
         max_norm,
@@ -114,14 +114,14 @@ def clip_by(
     *,
     error_if_nonfinite: bool,
 ) -> Tensor:
-    """Clip by a norm that is the same on every rank; arguments and errors as `clip_grad_norm_`.
+    """Clip by a norm that is the same on every rank; errors as of `clip_grad_norm_`.
 
     Args:
-        norm: Returns it.
+        norm: Returns the norm.
         find_culprits: Returns the gradients that are not finite, for the error.
         model: As in `global_grad_norm`.
         max_norm: At least 0.
-        error_if_nonfinite: Raise if the norm is no finite number.
+        error_if_nonfinite: Raise if the norm is not finite.
     """
     if not isinstance(max_norm, int | float) or not max_norm >= 0:
         message = f"max_norm must be a number of at least 0, got {max_norm!r}"
@@ -135,14 +135,14 @@ def clip_by(
 
 
 def scale_gradients(model: nn.Module, factor: Tensor) -> None:
-    """Multiply the gradients that a step would take by one factor, in place.
+    """Multiply the gradients of the next step by one factor, in place.
 
     Args:
         model: A data-parallel wrapper whose gradients are synchronised, or any module.
         factor: 0-d, the same on every rank; the host does not wait for it.
 
     Raises:
-        StateError: A gradient that lies in shards has not been synchronised.
+        StateError: A gradient in shards has not been synchronised.
     """
     settled_shards(model)
     _multiply((shard.tensor.grad for shard in parameter_shards(model)), factor)
@@ -152,8 +152,8 @@ def scale_gradients(model: nn.Module, factor: Tensor) -> None:
 def _multiply(gradients: Iterable[Tensor | None], factor: Tensor) -> None:
     """Multiply tensors in place, those of one device and dtype in one kernel.
 
-    `torch._foreach_mul_` multiplies a list in one kernel only by a factor of its dtype, and one for
-    16 bits is in float32: the operator of `GradScaler` multiplies any list by a float32.
+    `torch._foreach_mul_` multiplies a list in one kernel only by a factor of its dtype, and the
+    factor for 16 bits is in float32: the operator of `GradScaler` multiplies any list by a float32.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
@@ -172,13 +172,13 @@ def _multiply(gradients: Iterable[Tensor | None], factor: Tensor) -> None:
             torch._foreach_mul_(same, factor.to(device, dtype))
 
 
-def _divided_over(model: nn.Module, group: ProcessGroup | None) -> list[ProcessGroup | None]:
-    """Return the ranks whose gradients add up; none if all have the same."""
+def _sum_groups(model: nn.Module, group: ProcessGroup | None) -> list[ProcessGroup | None]:
+    """Return the groups whose ranks' gradients add up; none if all ranks have the same."""
     return [group] if is_sharded(model) or getattr(model, "parameter_groups", None) else []
 
 
-def _counted(model: nn.Module, group: ProcessGroup | None) -> Iterator[Tensor]:
-    """Yield the gradients that this rank counts: its shards, and what it is the first to have."""
+def _counted_gradients(model: nn.Module, group: ProcessGroup | None) -> Iterator[Tensor]:
+    """Yield the gradients that this rank counts: its shards, and those it is the first to hold."""
     usual = axis_group("cp_dp", group)
     groups: Mapping[str, ProcessGroup | None] = getattr(model, "parameter_groups", {})
     members = {rank for each in groups.values() for rank in group_ranks(each)}
@@ -187,7 +187,7 @@ def _counted(model: nn.Module, group: ProcessGroup | None) -> Iterator[Tensor]:
             f"{describe_rank()}: the wrapper reduces some parameters over ranks that are not in "
             "the group of the norm: take scaletorch.compose's, which counts over the grid"
         )
-    everything = not _divided_over(model, group)
+    everything = not _sum_groups(model, group)
     for shard in settled_shards(model):
         first = everything or group_ranks(groups.get(shard.name, usual))[0] == get_rank()
         if shard.tensor.grad is not None and (first or not shard.replicated):
@@ -195,16 +195,15 @@ def _counted(model: nn.Module, group: ProcessGroup | None) -> Iterator[Tensor]:
 
 
 def _power_sum(gradients: Iterable[Tensor], order: float, device: torch.device) -> Tensor:
-    """Return the sum of the elements' powers, their maximum for infinity, 0-d float64.
+    """Return the sum of the elements' powers, or their maximum for infinity, 0-d float64.
 
-    So all ranks have one dtype to add up in, and squares of float32 norms do not overflow.
+    One dtype lets all ranks add up, and squares of float32 norms do not overflow.
     """
-    wide = torch.float32 if device.type == "mps" else torch.float64  # which mps lacks
+    wide = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():
-            own = gradient.detach()
-            own = own.coalesce().values() if own.is_sparse else own
+            own = _values(gradient.detach())
             kinds.setdefault((own.device, own.dtype), []).append(own)
     norms = [torch.zeros(1, dtype=wide, device=device)]
     for (_, dtype), same in kinds.items():
@@ -216,7 +215,7 @@ def _power_sum(gradients: Iterable[Tensor], order: float, device: torch.device) 
 
 
 def _root(total: Tensor, order: float, model: nn.Module) -> Tensor:
-    """Return the norm of all ranks' `_power_sum`, in the parameters' dtype, float32 at least."""
+    """Return the norm from all ranks' `_power_sum`, in the parameters' dtype, float32 at least."""
     dtype = torch.float32
     for parameter in model.parameters():
         dtype = torch.promote_types(dtype, parameter.dtype.to_real())
@@ -226,13 +225,13 @@ def _root(total: Tensor, order: float, model: nn.Module) -> Tensor:
 
 
 def _device_of(model: nn.Module, groups: Sequence[ProcessGroup | None]) -> torch.device:
-    """Return the first parameter's device, or without any the one that ranks communicate on."""
+    """Return the first parameter's device, or without parameters the communication device."""
     first = next(model.parameters(), None)
     return first.device if first is not None else get_comm_device(groups[0] if groups else None)
 
 
 def _checked_order(norm_type: float) -> float:
-    """Return `norm_type` as a float; refuse all that is no order of a norm."""
+    """Return `norm_type` as a float, or refuse it."""
     try:
         order = float(norm_type)
     except (TypeError, ValueError):
@@ -245,13 +244,17 @@ def _checked_order(norm_type: float) -> float:
 
 def nonfinite_names(model: nn.Module) -> list[str]:
     """Return this rank's parameters whose gradients, or shards of them, are not all finite."""
-    held = [s for s in settled_shards(model) if s.tensor.grad is not None and s.stop > s.start]
-    if not held:
-        return []
-    gradients = [shard.tensor.grad for shard in held]
-    gradients = [g.coalesce().values() if g is not None and g.is_sparse else g for g in gradients]
-    finite = torch.stack([g.isfinite().all().cpu() for g in gradients if g is not None]).tolist()
-    return list(dict.fromkeys(s.name for s, fine in zip(held, finite, strict=True) if not fine))
+    found = [
+        (shard.name, _values(shard.tensor.grad).isfinite().all().cpu())
+        for shard in settled_shards(model)
+        if shard.tensor.grad is not None and shard.stop > shard.start
+    ]
+    return list(dict.fromkeys(name for name, finite in found if not finite))
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """Return a gradient, or the values of a sparse one."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def found_on_ranks(
@@ -266,17 +269,16 @@ def found_on_ranks(
     Args:
         model: A data-parallel wrapper, or any module.
         group: The ranks to ask.
-        place: This rank's; by default its coordinates in the grid, or its number without one.
-        alone: Ask this rank alone, as the others have the same.
+        place: This rank's name; by default its coordinates in the grid, or its number without one.
+        alone: Ask this rank only, as the others have the same gradients.
     """
     return share_names(nonfinite_names(model), group, place, alone=alone)
 
 
 def refuse_nonfinite(norm: Tensor, found: Found) -> NoReturn:
-    """Raise with the first parameters and their ranks."""
+    """Raise an error with the first parameters and their ranks."""
     culprits = name_culprits(found) or "every gradient is finite, but the norm is beyond its dtype"
     raise NonFiniteError(
-        f"the norm of the gradients is {norm.item()}, so they cannot be clipped: "
-        f"{culprits}. Skip the "
-        "step (a GradScaler does by itself), or pass error_if_nonfinite=False"
+        f"the norm of the gradients is {norm.item()}, so they cannot be clipped: {culprits}. Skip "
+        "the step (a GradScaler does by itself), or pass error_if_nonfinite=False"
     )

@@ -1,4 +1,4 @@
-"""Loss scaling for float16, on which all ranks agree."""
+"""Loss scaling for float16 with agreement between ranks."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from ....dist import all_reduce
 from ....dist.devices import current_device
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import axis_group
-from ..sharding.following import settle
+from ..sharding.optimizer_hooks import settle
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` whose ranks skip a step, and change the scale, all or none.
+    """`torch.amp.GradScaler` whose ranks skip a step, or change the scale, together.
 
-    An overflow on one rank counts on all of them, at the cost of one all-reduce of one number for
-    each optimizer and step. Its methods and what they return are torch's own. Every rank calls
-    `step` for as many optimizers and then `update`, also one that has no gradient, or that did
+    An overflow on one rank counts on all, at the cost of one all-reduce of one number for each
+    optimizer and step. Its methods and their results are torch's own. Every rank calls `step` for
+    the same number of optimizers and then `update`, also a rank that has no gradient, or that did
     not `scale` a loss because it has another stage of a pipeline.
 
-    Gradients are whole or float32 shards, whatever the optimizer's `param_groups` hold. float16
-    gradients themselves are refused, as by torch: keep parameters, or their shards, in float32.
+    Gradients are whole or float32 shards, as the optimizer's `param_groups` hold them. float16
+    gradients are refused, as by torch: keep parameters, or their shards, in float32.
 
     Args:
         device: Type of the device of the optimizer's tensors; None is that of this process.
-        init_scale: The scale to begin with.
-        growth_factor: By which the scale is multiplied after `growth_interval` good steps.
-        backoff_factor: By which it is multiplied after a skipped step.
-        growth_interval: Good steps in a row before the scale grows.
+        init_scale: The initial scale.
+        growth_factor: Factor of the scale after `growth_interval` good steps.
+        backoff_factor: Factor of the scale after a skipped step.
+        growth_interval: Consecutive good steps before the scale grows.
         enabled: If False, nothing is scaled, and steps are the optimizer's.
         group: The ranks that agree, by default all of the current grid.
 
@@ -57,7 +57,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         if self._enabled:
             self._group = axis_group("world", group)
-            # Not in the first `scale` as in torch: some ranks have no loss.
+            # torch does this in the first `scale`, but some ranks have no loss.
             self._lazy_init_scale_growth_tracker(torch.device(kind))
 
     def _unscale_grads_(
@@ -85,20 +85,18 @@ def _known_device(device: str) -> str:
 
 
 def _check_scale(scale: float, growth: float, backoff: float, interval: int) -> None:
-    """Refuse settings that would turn gradients round, or keep the scale from changing."""
+    """Refuse settings that would reverse gradients, or keep the scale from changing."""
     whole = isinstance(interval, int) and not isinstance(interval, bool)
     rules = {
         "init_scale must be a finite number above 0": (scale, _is_number(scale) and scale > 0),
         "growth_factor must be a finite number above 1": (
-            growth,
-            _is_number(growth) and growth > 1,
+            growth, _is_number(growth) and growth > 1,
         ),
         "backoff_factor must be between 0 and 1": (
-            backoff,
-            _is_number(backoff) and 0 < backoff < 1,
+            backoff, _is_number(backoff) and 0 < backoff < 1,
         ),
         "growth_interval must be a number of steps, at least 1": (interval, whole and interval > 0),
-    }
+    }  # fmt: skip
     for rule, (value, holds) in rules.items():
         if not holds:
             raise InvalidArgumentError(f"{rule}, got {value!r}")

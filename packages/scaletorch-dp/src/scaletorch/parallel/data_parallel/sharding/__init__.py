@@ -1,1 +1,1 @@
-"""ZeRO: each rank updates its shards of the parameters and keeps the optimizer's state of them."""
+"""ZeRO: each rank updates its shards of the parameters and keeps their optimizer state."""

@@ -1,4 +1,4 @@
-"""Fetching updated parameters behind the next forward, each before it is read."""
+"""The gather of updated parameters during the next forward, each before it is read."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from typing import Any
 from torch import nn
 
 from ....dist import Work
-from .bucket import ShardedBucket
+from ..buckets.hooks import remove_hooks
+from .sharded_bucket import ShardedBucket
 
-# Their elements are called themselves, and wait for themselves.
+# Containers whose elements are called, and wait, by themselves.
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-class Gathers:
-    """The parameters under way, and who waits for them: a module's forward for those it may read.
+class ParameterGather:
+    """The parameters in flight, and the forwards that wait for them.
 
-    That is its own parameters and those of all modules below it, but for the elements of lists,
-    whose own forwards wait. The root's forward waits for those that no other was seen to wait for.
+    The forward of a module waits for its own parameters and those of all modules below it, except
+    the elements of containers, which wait in their own forwards. The root's forward waits for
+    parameters that no other forward waited for.
 
     Args:
         module: The model.
-        buckets: Whose parameters are fetched, in the order of backward.
+        buckets: The buckets of its parameters, in the order of backward.
     """
 
     def __init__(self, module: nn.Module, buckets: Iterable[ShardedBucket]) -> None:
-        self._under_way: dict[ShardedBucket, Work[Any]] = {}
+        self._in_flight: dict[ShardedBucket, Work[Any]] = {}
         self._order = list(buckets)
         self.buckets = frozenset(self._order)
         bucket_of = {s.parameter: bucket for bucket in self._order for s in bucket.slots}
@@ -38,29 +40,29 @@ class Gathers:
         self._seen: set[str] = set()
         hooks = []
         for name, below in module.named_modules():
-            hooks.append(below.register_forward_pre_hook(Waiter(self, name)))
-            hooks.append(below.register_state_dict_pre_hook(Waiter(self)))
-            hooks.append(below.register_load_state_dict_pre_hook(Waiter(self)))
-        weakref.finalize(self, _remove, hooks).atexit = False
+            hooks.append(below.register_forward_pre_hook(WaitHook(self, name)))
+            hooks.append(below.register_state_dict_pre_hook(WaitHook(self)))
+            hooks.append(below.register_load_state_dict_pre_hook(WaitHook(self)))
+        weakref.finalize(self, remove_hooks, hooks).atexit = False
 
     def start(self) -> None:
-        """Start fetching all, in the order in which forward reads them."""
+        """Start gathering all parameters, in the order in which forward reads them."""
         for bucket in reversed(self._order):
-            self._under_way[bucket] = bucket.gather()
+            self._in_flight[bucket] = bucket.gather()
         waited = set().union(*(self._read_by[name] for name in self._seen if name))
         self._read_by[""] |= self.buckets - waited
 
     def before_forward(self, name: str) -> None:
         """Wait for the parameters that the forward of a module may read."""
         self._seen.add(name)
-        if self._under_way:
-            for bucket in self._read_by[name] & self._under_way.keys():
-                self._under_way.pop(bucket).wait()
+        if self._in_flight:
+            for bucket in self._read_by[name] & self._in_flight.keys():
+                self._in_flight.pop(bucket).wait()
 
     def wait(self) -> None:
-        """Wait for all."""
-        while self._under_way:
-            _, work = self._under_way.popitem()
+        """Wait for all parameters."""
+        while self._in_flight:
+            _, work = self._in_flight.popitem()
             work.wait()
 
 
@@ -71,32 +73,27 @@ def _readable(module: nn.Module) -> Iterable[nn.Parameter]:
             yield from _readable(child)
 
 
-class Waiter:
-    """A hook that waits for the parameters of a module's forward, or all; a copy of it does not.
+class WaitHook:
+    """A hook that waits for the parameters of a module's forward, or for all; a copy does not wait.
 
     Args:
-        gathers: For which; they are not kept alive.
-        name: The module's; None waits for all.
+        gather: The gather; it is not kept alive.
+        name: The module's name; None waits for all parameters.
     """
 
-    def __init__(self, gathers: Gathers | None = None, name: str | None = None) -> None:
-        self._gathers = None if gathers is None else weakref.ref(gathers)
+    def __init__(self, gather: ParameterGather | None = None, name: str | None = None) -> None:
+        self._gather = None if gather is None else weakref.ref(gather)
         self._name = name
 
     def __call__(self, *_: Any) -> None:
         """Wait."""
-        gathers = None if self._gathers is None else self._gathers()
-        if gathers is None:
+        gather = None if self._gather is None else self._gather()
+        if gather is None:
             return
         if self._name is None:
-            gathers.wait()
+            gather.wait()
         else:
-            gathers.before_forward(self._name)
+            gather.before_forward(self._name)
 
-    def __reduce__(self) -> tuple[type[Waiter], tuple[()]]:
-        return Waiter, ()  # a copy's parameters are its own
-
-
-def _remove(hooks: Iterable[Any]) -> None:
-    for hook in hooks:
-        hook.remove()
+    def __reduce__(self) -> tuple[type[WaitHook], tuple[()]]:
+        return WaitHook, ()  # a copy has its own parameters

@@ -1,4 +1,4 @@
-"""The tensor that is `parameter.grad` if the gradient lies in shards over the ranks."""
+"""The placeholder in `parameter.grad` for a gradient that lies in shards over the ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...pg_manager import describe_rank
 
 
 class ShardedGradient(Tensor):
-    """Says that there is a gradient, and refuses to be computed with: no rank has the whole.
+    """Shows that there is a gradient, and refuses computation: no rank has the whole.
 
     It takes no memory. `zero_()` sets the shards of this rank to zero.
     """
@@ -24,8 +24,8 @@ class ShardedGradient(Tensor):
         """Stand for the gradient of a parameter.
 
         Args:
-            parameter: Has the shape, dtype and device of the gradient.
-            shards: The tensors that this rank's optimizer has of the parameter.
+            parameter: The parameter; its shape, dtype and device are those of the gradient.
+            shards: The optimizer's tensors on this rank for the parameter.
         """
         whole: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
@@ -41,7 +41,7 @@ class ShardedGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Zero the shards, and refuse all else."""
+        """Zero the shards, and refuse all other operators."""
         if func in (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default):
             for each in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
                 zero(each)

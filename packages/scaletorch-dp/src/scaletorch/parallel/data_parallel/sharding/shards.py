@@ -1,4 +1,4 @@
-"""The tensors that an optimizer updates on this rank: parameters, or this rank's ranges of them."""
+"""The tensors that an optimizer updates on this rank: parameters, or ranges of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .gradient import ShardedGradient
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A flat range of one parameter, and the tensor that the optimizer has for it.
+    """A flat range of one parameter, and the optimizer's tensor for it.
 
     Attributes:
         name: The parameter's name in the model.
@@ -21,8 +21,8 @@ class Shard:
         stop: One past the last.
         tensor: The parameter itself, or a float32 (at least) tensor of `stop - start` elements:
             flat, or of the parameter's shape if it is whole. Its `grad` is the gradient.
-        replicated: Whether every rank of the data-parallel group has the same; else no other has
-            any of its elements.
+        replicated: Whether every rank of the data-parallel group has the same range; otherwise its
+            elements are on this rank only.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Shard:
 
     @property
     def is_master(self) -> bool:
-        """Whether `tensor` has values of its own, of more digits than the parameter's."""
+        """True if `tensor` is a master copy, of higher precision than the parameter."""
         return self.tensor.dtype != self.parameter.dtype
 
 
@@ -58,12 +58,12 @@ def parameter_shards(model: nn.Module) -> list[Shard]:
 def settled_shards(model: nn.Module) -> list[Shard]:
     """Return the shards whose gradients count in the norm on this rank.
 
-    Those are the `parameter_shards`, after all changes of gradients since backward have reached
+    Those are the `parameter_shards`, after all changes of gradients since backward were copied to
     them, and parameters that were frozen with a gradient, as for torch's function.
 
     Raises:
-        InvalidArgumentError: `model` is no module.
-        StateError: A gradient that lies in shards has not been synchronised.
+        InvalidArgumentError: `model` is not a module.
+        StateError: A gradient in shards has not been synchronised.
     """
     check_module(model)
     settle = getattr(model, "settle_gradients", None)
@@ -82,7 +82,7 @@ def settled_shards(model: nn.Module) -> list[Shard]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether ranks have shards of some parameter; the same on every rank of the group."""
+    """Return whether ranks have shards of some parameter; the same on every rank of the group."""
     return getattr(model, "optimizer_shards", None) is not None
 
 
@@ -90,7 +90,7 @@ def check_module(model: object) -> None:
     """Refuse anything but a module.
 
     Raises:
-        InvalidArgumentError: It is none.
+        InvalidArgumentError: It is not one.
     """
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model must be a module, got {type(model).__name__}")

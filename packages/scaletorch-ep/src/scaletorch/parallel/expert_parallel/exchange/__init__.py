@@ -1,1 +1,1 @@
-"""Tokens to the ranks of their experts, and results back."""
+"""The exchange of tokens and results between ranks."""

@@ -1,4 +1,4 @@
-"""Tokens to the ranks of their experts and back: dropless, differentiable, of any imbalance."""
+"""The dispatch of tokens to the ranks of their experts, and back: dropless and differentiable."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Dispatched(NamedTuple):
-    """What came to this rank: rows, each of which has at least one of this rank's experts.
+    """The rows that this rank received, each with at least one of this rank's experts.
 
     Attributes:
         hidden: [R, H].
         top_k_index: Indices int64 [R, K], counted from this rank's first expert; the number of
             experts here if the expert is another rank's.
         top_k_weights: [R, K]; 0 if the expert is another rank's.
-        route: What `combine` needs to send results back.
+        route: The argument of `combine` for these rows.
     """
 
     hidden: Tensor
@@ -48,10 +48,10 @@ def dispatch(
 ) -> Dispatched:
     """Send every token to the ranks that have its experts, once to each; all ranks call it.
 
-    Nothing is dropped, whatever the imbalance; ranks may have no tokens, and get none. Counts
-    travel first, then rows: one small all-to-all and two that run together. A backward sends
-    gradients the other way by the same counts; it is run by all ranks or by none, so what any of
-    them needs, all compute.
+    Nothing is dropped, whatever the imbalance; ranks may send or receive no tokens. Counts travel
+    first, then rows: one small all-to-all and two that run together. A backward sends gradients
+    the other way by the same counts. It is run by all ranks or by none, so if one rank needs
+    gradients, all compute them.
 
     Args:
         hidden: Tokens of this rank, float [T, H]; T may be 0.
@@ -62,7 +62,8 @@ def dispatch(
         group: The ranks; None is the manager's `ep` axis.
 
     Raises:
-        InvalidArgumentError: Shapes do not fit, an index is outside, a rank would have no expert.
+        InvalidArgumentError: Shapes do not fit, an index is out of range, or a rank would have no
+            expert.
         MismatchError: The ranks' sizes or dtypes differ, or another rank has such an index.
 
     Example:
@@ -82,30 +83,30 @@ def dispatch_along(
     top_k_weights: Tensor,
     counts: tuple[int, ...],
 ) -> Dispatched:
-    """Do what `dispatch` does once the route has been found."""
+    """Dispatch along a route that has been found; see `dispatch`."""
     if sum(counts) >= 1 << 8 * top_k_weights.element_size() - 1:
         raise InvalidArgumentError(f"{top_k_weights.dtype} weights carry fewer than 32768 experts")
     if route.backward and not (hidden.requires_grad or top_k_weights.requires_grad):
-        hidden = hidden.detach().requires_grad_()  # another rank needs gradients, so all send them
+        hidden = hidden.detach().requires_grad_()  # another rank needs gradients: all send them
     rank = get_rank(route.group)
     numbers = numbers_of(counts, rank, hidden.device)
-    travelling = hidden, top_k_weights, top_k_index, route, numbers, counts[rank]
-    rows, weights, index = apply(_Travel, *travelling)
+    arguments = hidden, top_k_weights, top_k_index, route, numbers, counts[rank]
+    rows, weights, index = apply(_Dispatch, *arguments)
     return Dispatched(rows, index, weights, route)
 
 
 def combine(rows: Tensor, route: Route) -> Tensor:
-    """Send results back, and add those of each token up: two as they are, more in float32 at least.
+    """Send results back and add those of each token: two in their dtype, more in float32 at least.
 
     Args:
-        rows: Results of the rows that came, [R, H], weighted.
-        route: What `dispatch` returned with them; all ranks call this for it.
+        rows: Weighted results of the received rows, [R, H].
+        route: The route that `dispatch` returned with them; all ranks call this for it.
 
     Returns:
         [T, H] in the dtype of `rows`.
 
     Raises:
-        InvalidArgumentError: There are more or fewer rows than came.
+        InvalidArgumentError: There are more or fewer rows than were received.
     """
     if rows.dim() != 2 or len(rows) != sum(route.receives):
         raise InvalidArgumentError(
@@ -113,28 +114,28 @@ def combine(rows: Tensor, route: Route) -> Tensor:
             f"that came, got {tuple(rows.shape)}"
         )
     if torch.is_grad_enabled():
-        rows = apply(_Meet, rows if rows.requires_grad else rows.detach().requires_grad_())
+        rows = apply(_Synchronise, rows if rows.requires_grad else rows.detach().requires_grad_())
     combined: Tensor = apply(_Combine, rows, route)
     return combined
 
 
 def combine_computed(rows: Tensor, route: Route) -> Tensor:
-    """Do what `combine` does for what `compute` returned, in whose backward the ranks meet."""
+    """Combine results of `compute`, whose backward already synchronises the ranks."""
     if torch.is_grad_enabled() and not rows.requires_grad:
-        rows = apply(_Meet, rows.detach().requires_grad_())
+        rows = apply(_Synchronise, rows.detach().requires_grad_())
     combined: Tensor = apply(_Combine, rows, route)
     return combined
 
 
 def apply(function: type[Function], *args: Any) -> Any:
-    """Apply an autograd function, which torch has no type for."""
+    """Apply an autograd function, for which torch has no type."""
     return function.apply(*args)
 
 
-class _Travel(Function):
+class _Dispatch(Function):
     """Rows to the ranks of their experts, with weights and indices; backward sends gradients back.
 
-    `numbers` is what this rank counts each expert as, `here` the number of its own.
+    `numbers` maps each expert to its local number, `here` is the number of this rank's experts.
     """
 
     @staticmethod
@@ -147,16 +148,16 @@ class _Travel(Function):
         numbers: Tensor,
         here: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what came: hidden states [R, H], weights and indices [R, K]."""
+        """Return the received hidden states [R, H], weights and indices [R, K]."""
         kind = _INTEGERS[weights.element_size()]
-        beside = torch.cat((weights.view(kind), index.to(kind)), 1)
-        works = [_send(each.index_select(0, route.rows), route) for each in (hidden, beside)]
-        rows, came = (work.wait() for work in works)
-        own, sent = came.view(-1, 2, weights.shape[1]).unbind(1)
+        routing = torch.cat((weights.view(kind), index.to(kind)), 1)
+        works = [_send(each.index_select(0, route.rows), route) for each in (hidden, routing)]
+        rows, received = (work.wait() for work in works)
+        own, sent = received.view(-1, 2, weights.shape[1]).unbind(1)
         indices = numbers.take(sent.long())
-        elsewhere = indices == here
-        own = own.view(weights.dtype).masked_fill(elsewhere, 0)
-        ctx.route, ctx.elsewhere = route, elsewhere
+        remote = indices == here
+        own = own.view(weights.dtype).masked_fill(remote, 0)
+        ctx.route, ctx.remote = route, remote
         ctx.mark_non_differentiable(indices)
         return rows.view(-1, hidden.shape[1]), own, indices
 
@@ -164,12 +165,12 @@ class _Travel(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return the gradients of hidden states and weights: all ranks send both."""
-        gradients = grads[0].contiguous(), grads[1].masked_fill(ctx.elsewhere, 0).contiguous()
+        gradients = grads[0].contiguous(), grads[1].masked_fill(ctx.remote, 0).contiguous()
         works = [_send_back(each, ctx.route) for each in gradients]
-        came = [
+        received = [
             work.wait().view(-1, each.shape[1]) for work, each in zip(works, gradients, strict=True)
         ]
-        return *(_add_up(each, ctx.route) for each in came), None, None, None, None
+        return *(_add_up(each, ctx.route) for each in received), None, None, None, None
 
 
 class _Combine(Function):
@@ -186,16 +187,16 @@ class _Combine(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Send each token's gradient to the ranks that had it."""
-        came = _send(grads[0].index_select(0, ctx.route.rows), ctx.route).wait()
-        return came.view(-1, grads[0].shape[1]), None
+        received = _send(grads[0].index_select(0, ctx.route.rows), ctx.route).wait()
+        return received.view(-1, grads[0].shape[1]), None
 
 
-class _Meet(Function):
-    """The identity, in front of a call that all ranks make, so that all recompute the same.
+class _Synchronise(Function):
+    """The identity, before a call that all ranks make, so that all recompute at the same time.
 
-    `torch.utils.checkpoint` recomputes when backward first unpacks a saved tensor, and no further
-    than to the last one. A rank that got no rows saves less than others: without a tensor that is
-    saved and unpacked here on every rank, it would dispatch again at another time, or not at all.
+    `torch.utils.checkpoint` recomputes when backward first unpacks a saved tensor, and only up to
+    the last one. A rank that received no rows saves less than others. So every rank saves and
+    unpacks a tensor here: otherwise it would dispatch again at another time, or not at all.
     """
 
     @staticmethod
@@ -207,18 +208,18 @@ class _Meet(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Hand the gradient on."""
+        """Pass the gradient on."""
         _ = ctx.saved_tensors
         return grads[0]
 
 
 def _send(rows: Tensor, route: Route) -> Work[Tensor]:
-    """Send rows [S, …] to the ranks of the experts; wait for [R, …], flat."""
+    """Send rows [S, …] to the ranks of the experts; the work returns [R, …], flat."""
     return _exchange(rows, route.sends, route.receives, route.group)
 
 
 def _send_back(rows: Tensor, route: Route) -> Work[Tensor]:
-    """Send rows [R, …] to the ranks they came from; wait for [S, …], flat."""
+    """Send rows [R, …] to the ranks they came from; the work returns [S, …], flat."""
     return _exchange(rows, route.receives, route.sends, route.group)
 
 
@@ -236,24 +237,24 @@ def _add_up(rows: Tensor, route: Route) -> Tensor:
 
 
 def add_up(
-    rows: Tensor, at: Tensor, size: int, most: int, parts: Sequence[int] | None = None
+    rows: Tensor, index: Tensor, size: int, most: int, chunks: Sequence[int] | None = None
 ) -> Tensor:
-    """Add rows [S, H] to [size, H] at `at`, [S]; return their dtype.
+    """Add rows [S, H] to zeros [size, H] at `index`, [S]; return their dtype.
 
     A sum of two is rounded once, whatever the dtype and the order; more are added in float32 at
     least.
 
     Args:
-        rows: What is added.
-        at: Where, of each row.
-        size: How many sums there are.
-        most: How many rows one of them may have.
-        parts: How many rows are added at a time; None is all.
+        rows: The rows to add.
+        index: The index of each row's sum.
+        size: The number of sums.
+        most: Maximum number of rows in a sum.
+        chunks: Numbers of rows to add at a time; None is all.
     """
     dtype = rows.dtype if most <= 2 else sum_dtype(rows.dtype)
     total = rows.new_zeros((size, *rows.shape[1:]), dtype=dtype)
-    if most <= 2 or parts is None:
-        return total.index_add_(0, at, rows.to(dtype)).to(rows.dtype)
-    for places, part in zip(at.split(list(parts)), rows.split(list(parts)), strict=True):
-        total.index_add_(0, places, part.to(dtype))
+    if most <= 2 or chunks is None:
+        return total.index_add_(0, index, rows.to(dtype)).to(rows.dtype)
+    for places, chunk in zip(index.split(list(chunks)), rows.split(list(chunks)), strict=True):
+        total.index_add_(0, places, chunk.to(dtype))
     return total.to(rows.dtype)

@@ -1,4 +1,4 @@
-"""Where the tokens of a call go and come from: counted, told to the other ranks, and read once."""
+"""Routes of tokens: counted, exchanged with the other ranks, and read once by the host."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from .shares import ranges_of
 
-# Numbers that a rank tells each other one: call, needs, rows, indices outside, pairs.
+# Numbers in the message to each other rank: call, needs, rows, indices out of range, pairs.
 _FIELDS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Which rows travel in one exchange, the same way back and in backward.
+    """The rows of one exchange; the way back and backward use the same.
 
-    A row is a token on its way to one rank, whichever and however many of its experts are there.
+    A row is a token sent to one rank, once for all of its experts there.
 
     Attributes:
         group: The ranks; None is this one alone.
         tokens: T, the tokens of this rank.
-        rows: Indices int64 [S], the token of each row that leaves, those for the first rank first.
+        rows: Indices int64 [S], the token of each row sent, those for the first rank first.
         sends: Rows for each rank; their sum is S.
-        most: Rows of a token, at most: the smaller of K and the number of ranks.
-        receives: Rows from each rank; their sum is R, the rows that come.
-        pairs: Pairs of a row that comes and one of its experts here: R at least.
+        most: Maximum rows of a token: the smaller of K and the number of ranks.
+        receives: Rows from each rank; their sum is R, the rows received.
+        pairs: Pairs of a received row and one of its experts here: R at least.
         backward: Whether a rank of the group needs gradients of hidden states or weights.
     """
 
@@ -55,20 +55,20 @@ def find_route(
     counts: tuple[int, ...],
     group: ProcessGroup | None,
 ) -> Route:
-    """Count this rank's rows, tell the others and read what they tell: one small all-to-all.
+    """Count this rank's rows and exchange the counts by one small all-to-all.
 
-    The host reads once, and nothing else of this exchange, of its way back or of backward.
+    The host reads once, for this exchange, its way back and backward.
 
     Args:
         hidden: [T, H].
         index: Integers [T, K].
         weights: [T, K].
-        counts: Experts of each rank.
+        counts: Number of experts of each rank.
         group: The ranks.
 
     Raises:
-        InvalidArgumentError: An index is outside of the experts, or shapes do not fit.
-        MismatchError: Ranks differ in sizes, dtypes or experts, or another has such an index.
+        InvalidArgumentError: An index is out of range, or shapes do not fit.
+        MismatchError: Ranks differ in sizes, dtypes or experts, or another rank has such an index.
     """
     _check_shapes(hidden, index, weights)
     call = _Call(hidden.shape[1], hidden.dtype, weights.shape[1], weights.dtype, counts,
@@ -80,38 +80,38 @@ def find_route(
     pairs = owners.new_zeros(ranks + 1)
     pairs.scatter_add_(0, owners.reshape(-1), _one(index.device).expand(index.numel()))
     rows, outside = goes.sum(1), pairs[-1:].expand(ranks)
-    head = _head(_digest(call), _needs(hidden, weights), ranks, index.device)
+    head = _fixed_fields(_digest(call), _needs_gradients(hidden, weights), ranks, index.device)
     fields = torch.cat((head, torch.stack((rows, outside, pairs[:-1])))).t().reshape(-1)
     heard = all_to_all_flat(fields, [_FIELDS] * ranks, [_FIELDS] * ranks, group).wait()
-    numbers = torch.cat((rows, heard)).tolist()  # once, the host reads
+    numbers = torch.cat((rows, heard)).tolist()  # the only read of the host
     sends, heard_by = tuple(numbers[:ranks]), numbers[ranks:]
     calls, needs, receives, beyond, came = (heard_by[at::_FIELDS] for at in range(_FIELDS))
     if len({*calls}) > 1:
         agree("a call of experts", call.lines(), group)
     if any(beyond):
         _refuse(index, experts, group)
-    # The quicker one has the host wait for a device once more.
-    at = goes.nonzero() if goes.is_cpu else torch.nonzero_static(goes, size=sum(sends))
-    tokens, most = at[:, 1].contiguous(), min(index.shape[1], ranks)
+    # `nonzero` is faster, but makes the host wait for a device once more.
+    pairs_sent = goes.nonzero() if goes.is_cpu else torch.nonzero_static(goes, size=sum(sends))
+    tokens, most = pairs_sent[:, 1].contiguous(), min(index.shape[1], ranks)
     return Route(group, len(index), tokens, most, sends, tuple(receives), sum(came), any(needs))
 
 
-def stay(index: Tensor) -> Route:
+def local_route(index: Tensor) -> Route:
     """Return the route of rows whose experts are all here."""
-    nowhere = index.new_empty(0)
-    return Route(None, len(index), nowhere, 1, (), (), index.numel(), backward=False)
+    no_rows = index.new_empty(0)
+    return Route(None, len(index), no_rows, 1, (), (), index.numel(), backward=False)
 
 
 @lru_cache(maxsize=64)
 def _owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return for each index the rank that has the expert; the last two are outside."""
+    """Return for each index the rank that has the expert; the last two entries are out of range."""
     ranks = [rank for rank, count in enumerate(counts) for _ in range(count)]
     return torch.tensor([*ranks, len(counts), len(counts)], device=device)
 
 
 @lru_cache(maxsize=64)
 def numbers_of(counts: tuple[int, ...], rank: int, device: torch.device) -> Tensor:
-    """Return for each index what that rank counts it as: how many it has if it is another's."""
+    """Return for each index the local number of the expert, or the local count if it is remote."""
     own = ranges_of(counts)[rank]
     numbers = [at - own.start if at in own else len(own) for at in range(sum(counts))]
     return torch.tensor(numbers, device=device)
@@ -123,8 +123,8 @@ def _one(device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _head(call: int, needs: bool, ranks: int, device: torch.device) -> Tensor:
-    """Return what a rank tells every other one of its call, int64 [2, ranks]."""
+def _fixed_fields(call: int, needs: bool, ranks: int, device: torch.device) -> Tensor:
+    """Return the fields of the message that are the same for every rank, int64 [2, ranks]."""
     return torch.tensor([[call] * ranks, [needs] * ranks], device=device)
 
 
@@ -139,20 +139,20 @@ def _check_shapes(hidden: Tensor, index: Tensor, weights: Tensor) -> None:
 
 
 class _Call(NamedTuple):
-    """What must be the same on all ranks."""
+    """The properties of a call that must be the same on all ranks."""
 
     hidden: int
     dtype: torch.dtype
     top_k: int
-    of_weights: torch.dtype
+    weights_dtype: torch.dtype
     counts: tuple[int, ...]
     gradients: bool
 
     def lines(self) -> tuple[str, ...]:
-        """Return it as text."""
+        """Describe the call, for a comparison."""
         return (
             f"hidden size {self.hidden}, {self.dtype}",
-            f"top-k {self.top_k}, {self.of_weights}",
+            f"top-k {self.top_k}, {self.weights_dtype}",
             f"experts on the ranks {self.counts}",
             f"gradients {'on' if self.gradients else 'off'}",
         )
@@ -160,17 +160,17 @@ class _Call(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _digest(call: _Call) -> int:
-    """Return a number that stands for a call."""
+    """Return a hash of a call."""
     digest = hashlib.blake2b("\n".join(call.lines()).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _needs(hidden: Tensor, weights: Tensor) -> bool:
+def _needs_gradients(hidden: Tensor, weights: Tensor) -> bool:
     return torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad)
 
 
 def _refuse(index: Tensor, experts: int, group: ProcessGroup | None) -> None:
-    """Raise on every rank, of which one has indices outside."""
+    """Raise on every rank, as one of them has indices out of range."""
     wrong = index[(index < 0) | (index >= experts)].unique().tolist()
     error = InvalidArgumentError(
         f"{describe_rank()}: rank {get_rank(group)} of the group routes tokens to experts "

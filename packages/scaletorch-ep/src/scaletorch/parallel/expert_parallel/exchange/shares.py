@@ -1,4 +1,4 @@
-"""Which experts each rank has: contiguous ranges in rank order, of any lengths."""
+"""The experts of each rank: contiguous ranges in rank order, of any lengths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...pg_manager import axis_group, describe_rank, get_process_group_manager
 
 
 def expert_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return the ranks that experts are divided over; None is the manager's `ep` axis."""
+    """Return the ranks that share the experts; None is the manager's `ep` axis."""
     if group is not None:
         require_member(group)
         return group
@@ -21,9 +21,9 @@ def expert_group(group: ProcessGroup | None) -> ProcessGroup | None:
 
 
 def token_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return the ranks that hold the same tokens and share them out, None if nobody does.
+    """Return the ranks that hold the same tokens and split them, or None if there are none.
 
-    None asked for is the manager's tp axis where the expert view folds it (etp = 1).
+    The default is the manager's tp axis if the expert view folds it (etp = 1).
     """
     if group is not None:
         require_member(group)
@@ -36,13 +36,13 @@ def token_group(group: ProcessGroup | None) -> ProcessGroup | None:
 
 
 def share_out(number: int, ranks: int) -> tuple[int, ...]:
-    """Return how many of `number` things each rank has, the first ranks one more than the last."""
+    """Return each rank's share of `number` items, the first ranks one more than the last."""
     least, more = divmod(number, ranks)
     return tuple(least + (rank < more) for rank in range(ranks))
 
 
 def ranges_of(counts: Sequence[int]) -> tuple[range, ...]:
-    """Return the indices that each rank has."""
+    """Return the indices of each rank."""
     return tuple(range(*ends) for ends in pairwise(accumulate(counts, initial=0)))
 
 
@@ -50,11 +50,11 @@ def counts_of(experts: int | Sequence[int], ranks: int) -> tuple[int, ...]:
     """Return the number of experts of each rank.
 
     Args:
-        experts: Their number, shared out evenly, or the number on each rank.
-        ranks: How many ranks there are.
+        experts: The number of all experts, shared out evenly, or the number on each rank.
+        ranks: The number of ranks.
 
     Raises:
-        InvalidArgumentError: A rank would have none, or there are more or fewer numbers than ranks.
+        InvalidArgumentError: A rank would have none, or the numbers do not match the ranks.
     """
     counts = share_out(experts, ranks) if isinstance(experts, int) else tuple(experts)
     if len(counts) != ranks or min(counts) < 1:

@@ -1,4 +1,4 @@
-"""Which modules of a model are experts: a plan as data, or the one that the model brings along."""
+"""The modules of a model that are experts, by a plan as data or by the model's own plan."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from ....dist.errors import InvalidArgumentError
-from ...pg_manager.building import matching, no_match
+from ...dist.errors import InvalidArgumentError
+from ..pg_manager.building import matching, no_match
 
 Plan = Mapping[str, str]
 
-EXPERTS = "experts"  # the one style
+EXPERTS = "experts"  # the only style
 
-# The style of experts' parameters in plans of transformers, in every version since 5.0. Those of
-# their module and of routers change from version to version, and those of dense parts do not
-# matter: every rank keeps these whole.
+# The style of experts' parameters in plans of transformers, in every version since 5.0. The styles
+# of their module and of routers differ between versions. Dense modules stay whole on every rank.
 _STACKED = "grouped_gemm"
 
 
@@ -46,10 +45,9 @@ def named_experts(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
 
 
 def _recognised(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the experts of a model without any plan, by name or by how they are called.
+    """Return the experts of a model without any plan: modules with parameters called `experts`.
 
-    They are the modules with parameters that are called experts, and those that take rows sorted by
-    expert, whatever their names; of modules inside one another the inner ones.
+    Of nested ones the innermost.
     """
     found = {name: module for name, module in model.named_modules() if _is_named(name, module)}
     return {
@@ -66,7 +64,7 @@ def _is_named(name: str, module: nn.Module) -> bool:
 def own_patterns(model: nn.Module) -> list[str]:
     """Return the names of experts' modules in the plans of a model and of models inside it.
 
-    They are the modules whose parameters a plan calls stacked.
+    They are the modules whose parameters have the style of stacked experts.
     """
     found: dict[str, None] = {}
     for name, module in model.named_modules():
@@ -78,7 +76,7 @@ def own_patterns(model: nn.Module) -> list[str]:
 
 
 def _plans(module: nn.Module) -> Iterator[Mapping[str, str]]:
-    """Yield what a module says of itself: the instance, and the config of a base model."""
+    """Yield a module's own plans: of the instance, and of the config of a base model."""
     own = getattr(module, "_ep_plan", None)
     if isinstance(own, Mapping):
         yield own

@@ -1,4 +1,4 @@
-"""Find the experts of a module: its stacked parameters, and the number of experts."""
+"""The experts of a module: its stacked parameters, and the number of experts."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ....dist.errors import InvalidArgumentError
-from ..calls import FOR_ALL, ROUTED
+from ...dist.errors import InvalidArgumentError
+from .calls import FOR_ALL, ROUTED
 
 _LISTS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
-_NOT_A_NUMBER_OF_EXPERTS = ("per_", "top", "shared")  # parts of names such as num_experts_per_tok
-# Classes that take as many rows for each expert, and no routing; others declare so.
+_NOT_A_NUMBER_OF_EXPERTS = ("per_", "top", "shared")  # in names such as num_experts_per_tok
+# Classes that take the same number of rows for each expert, and no routing; others declare it.
 _ROWS_FOR_ALL = frozenset({"Llama4TextExperts"})
 _DECLARED = "rows_for_all"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ModuleExperts:
     """The experts of one module.
 
     Attributes:
         name: The module's first name in the model.
         module: The module.
-        experts: Their number.
-        stacked: Names in the module of parameters with a row for each expert along dim 0.
-        buffers: The same of buffers.
-        numbers: Where the number itself is kept: modules and names of their attributes.
-        for_all: Whether it is called with as many rows for each expert, and without a routing.
+        experts: The number of experts.
+        stacked: Names of the module's parameters with a row for each expert along dim 0.
+        buffers: Names of such buffers.
+        numbers: Attributes that hold the number: modules and names.
+        for_all: Whether it is called with the same number of rows for each expert, without a
+            routing.
     """
 
     name: str
@@ -41,8 +42,8 @@ class Found:
     for_all: bool = False
 
 
-def find_experts(name: str, module: nn.Module) -> Found:
-    """Return what is to be divided of a module.
+def find_experts(name: str, module: nn.Module) -> ModuleExperts:
+    """Return the experts of a module.
 
     Raises:
         InvalidArgumentError: It is not called as experts are, or it cannot be divided.
@@ -61,13 +62,14 @@ def find_experts(name: str, module: nn.Module) -> Found:
             f"{_shapes(tensors)}"
         )
     numbers = tuple(place for place, value in _numbers_of(module) if value == experts)
-    return Found(name, module, experts, stacked, buffers, numbers, for_all)
+    return ModuleExperts(name, module, experts, stacked, buffers, numbers, for_all)
 
 
 def find_list(module: nn.Module) -> tuple[str, int] | None:
-    """Return where a module has its experts in a list or dict, and their number; None if nowhere.
+    """Return the name and length of the list or dict that holds a module's experts, or None.
 
-    It is one without a forward of its own, or has some inside as long as the number of experts.
+    It is the module itself if that has no forward, or a list inside as long as the number of
+    experts.
     """
     bare = isinstance(module, _LISTS) and not _has_forward(module)
     numbers = {number for _, number in _numbers_of(module)}
@@ -102,9 +104,9 @@ def _check_call(name: str, module: nn.Module, arguments: int) -> None:
     kind = type(module).__name__
     if not _has_forward(module):
         raise InvalidArgumentError(
-            f"'{name}' is a {kind} without a forward of its own: put what is done with experts "
+            f"'{name}' is a {kind} without a forward of its own: move the computation of experts "
             "into a module that is called as experts(hidden, top_k_index, top_k_weights), and "
-            "name that one"
+            "name that module"
         )
     if "forward" in vars(module):
         raise InvalidArgumentError(
@@ -122,7 +124,7 @@ def _check_call(name: str, module: nn.Module, arguments: int) -> None:
 
 
 def _takes_rows_for_all(module: nn.Module) -> bool:
-    """Return whether a module takes as many rows for each expert, one expert after another."""
+    """Return whether a module takes the same number of rows for each expert, in expert order."""
     known = any(kind.__name__ in _ROWS_FOR_ALL for kind in type(module).__mro__)
     return known or bool(getattr(module, _DECLARED, False))
 
@@ -131,25 +133,25 @@ def _count(name: str, module: nn.Module, tensors: Mapping[str, Tensor]) -> int:
     """Return the number of a module's experts.
 
     Raises:
-        InvalidArgumentError: It is not to be seen, or is one of several.
+        InvalidArgumentError: It is unknown or ambiguous.
     """
     rows = {len(each) for each in tensors.values() if each.dim()}
     numbers = {number for _, number in _numbers_of(module)}
-    said = numbers & rows
-    if not numbers:  # nothing tells the number: stacks of matrices do
-        said = {len(each) for each in tensors.values() if each.dim() > 2}
-    if len(said) != 1:
+    found = numbers & rows
+    if not numbers:  # without an attribute, the stacks of matrices give the number
+        found = {len(each) for each in tensors.values() if each.dim() > 2}
+    if len(found) != 1:
         raise InvalidArgumentError(
             f"the number of experts of '{name}' ({type(module).__name__}) is "
-            f"{'one of ' + str(sorted(said)) if said else 'not to be seen'}: an attribute such as "
-            "num_experts is to say it, and parameters to have as many rows along dim 0; it has "
+            f"{'one of ' + str(sorted(found)) if found else 'unknown'}: an attribute such as "
+            "num_experts must give it, and parameters must have as many rows along dim 0; it has "
             f"{_shapes(tensors)}"
         )
-    return said.pop()
+    return found.pop()
 
 
 def _numbers_of(module: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], int]]:
-    """Yield attributes that may hold the number of experts, of the module and of its parts."""
+    """Yield attributes that may hold the number of experts, of the module and its submodules."""
     for each in module.modules():
         for attribute, value in vars(each).items():
             excluded = any(part in attribute for part in _NOT_A_NUMBER_OF_EXPERTS)
@@ -158,7 +160,6 @@ def _numbers_of(module: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], int]
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> str:
-    """Return names and shapes."""
     return ", ".join(f"{n} {tuple(t.shape)}" for n, t in tensors.items()) or "no parameters"
 
 

@@ -1,4 +1,4 @@
-"""Buckets whose gradients are summed in parts, each on the rank that updates the parameters."""
+"""Buckets whose gradients are reduce-scattered to the ranks that update the parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ....dist import Work
-from ....dist.building import all_gather_flat
+from ....dist.building import all_gather_flat, even_parts
 from ....dist.errors import StateError
 from ...pg_manager import describe_rank
 from ..buckets.bucket import UNUSED, Bucket
@@ -20,15 +20,15 @@ from .shards import Shard
 
 
 class ShardedBucket(Bucket):
-    """A bucket of which each rank gets its shard of the sum, and updates that shard.
+    """A bucket in which each rank gets its shard of the sum, and updates that shard.
 
-    The parameters are moved into one flat tensor, of which each rank's shard can be gathered.
+    The parameters are moved into one flat tensor, whose shards can be all-gathered.
 
     Args:
         slots: The parameters' slots, of one dtype and device.
-        dtype: Of the gradients' buffer.
-        reduction: How it is reduced, and over whom.
-        whole: Whether shards are whole parameters, for optimizers that look at whole ones.
+        dtype: Dtype of the gradients' buffer.
+        reduction: The options of the reduction, with its group.
+        whole: Whether shards are whole parameters, for optimizers that need them.
     """
 
     def __init__(
@@ -36,36 +36,36 @@ class ShardedBucket(Bucket):
     ) -> None:
         super().__init__(slots, dtype, 1 if whole else reduction.size)
         self.reduction, self.whole = reduction, whole
-        self.counts = self._uncut() if whole else reduction.even(self.length)
+        self.counts = self._whole_counts() if whole else even_parts(self.length, reduction.size)
         before = sum(self.counts[: reduction.rank])
         own = range(before, before + self.counts[reduction.rank])
         self.own = slice(own.start, own.stop)
         self.values = self._move_parameters()
         self._placed = list(self._own_shards(own, whole))
         self.shards = [shard for _, shard in self._placed]
-        self._of: dict[int, list[Tensor]] = {slot.index: [] for slot in self.slots}
+        self._tensors: dict[int, list[Tensor]] = {slot.index: [] for slot in self.slots}
         for slot, shard in self._placed:
-            self._of[slot.index].append(shard.tensor)
+            self._tensors[slot.index].append(shard.tensor)
         self._versions = self._current_versions()
         for slot in self.slots:
-            self.adopt(slot)
+            self._adopt(slot)
 
     def open(self) -> int:
-        """Follow changes of the parameters' gradients as well, which shards do not see."""
+        """Follow also changes of the parameters' gradients, which shards do not see."""
         dropped = super().open()
         for slot in self.slots:
             if not (slot.local or isinstance(slot.parameter.grad, ShardedGradient)):
-                self.adopt(slot)
+                self._adopt(slot)
         return dropped
 
     def clear(self) -> None:
-        """Forget all gradients, those in shards too."""
+        """Forget all gradients, also in shards."""
         super().clear()
         for slot in self.slots:
             self._forget(slot)
 
     def collect_if_done(self) -> bool:
-        """Keep this rank's shard of the sum alone, if it is there.
+        """Keep only this rank's shard of the sum, if it has arrived.
 
         Ranks may be elsewhere in their programs, so this never waits.
         """
@@ -79,7 +79,7 @@ class ShardedBucket(Bucket):
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Take over all changes of parameters and gradients since the last update.
+        """Follow all changes of parameters and gradients since the last update.
 
         Raises:
             StateError: A parameter has other memory now, or a gradient has not been summed.
@@ -94,11 +94,11 @@ class ShardedBucket(Bucket):
         if versions != self._versions:
             for shard in self.shards:
                 if shard.is_master:
-                    _follow(shard)
+                    _update_master(shard)
         self._versions = versions
 
     def settle(self) -> None:
-        """Take over all changes of gradients since the last backward.
+        """Follow all changes of gradients since the last backward.
 
         Raises:
             StateError: A gradient has not been summed.
@@ -111,32 +111,32 @@ class ShardedBucket(Bucket):
                              "zero_grad()")  # fmt: skip
 
     @torch.no_grad()
-    def adopt(self, slot: Slot) -> None:
-        """Take over a whole gradient that all ranks have, or the lack of one."""
+    def _adopt(self, slot: Slot) -> None:
+        """Copy a whole gradient that all ranks have, or its absence, to the shards."""
         gradient = slot.parameter.grad
         self._forget(slot)
         if gradient is None:
             return
         for shard in self.shards:
             if shard.parameter is slot.parameter:
-                part = gradient.reshape(-1)[shard.start : shard.stop]
-                shard.tensor.grad = part.to(shard.tensor.dtype, copy=True).view_as(shard.tensor)
-        slot.stand(ShardedGradient(slot.parameter, self._of[slot.index]))
+                own = gradient.reshape(-1)[shard.start : shard.stop]
+                shard.tensor.grad = own.to(shard.tensor.dtype, copy=True).view_as(shard.tensor)
+        slot.set_placeholder(ShardedGradient(slot.parameter, self._tensors[slot.index]))
 
     @torch.no_grad()
     def gather(self) -> Work[Any]:
-        """Write this rank's shard into the parameters, and start fetching the others'."""
+        """Write this rank's shard into the parameters, and start gathering the others."""
         for shard in self.shards:
             if shard.is_master:
                 _flat_range(shard).copy_(shard.tensor.view(-1))
-        for slot in self.slots:  # so that autograd knows
+        for slot in self.slots:  # tells autograd of the change
             torch.autograd.graph.increment_version(slot.parameter)
         self._versions = self._current_versions()
         return self.reduction.gather(self.values, self.counts)
 
     @torch.no_grad()
     def whole_gradients(self) -> Iterator[tuple[Slot, Tensor]]:
-        """Yield every parameter that has a gradient, and its whole."""
+        """Yield every parameter that has a gradient, with its whole gradient."""
         buffer = self.values.new_zeros(self.length, dtype=self._shard_dtype())
         buffer[self.own] = self._own_gradients()
         all_gather_flat(buffer, self.counts, self.reduction.group)
@@ -163,13 +163,13 @@ class ShardedBucket(Bucket):
             if flags[slot.index] == UNUSED:
                 slot.give(None)
             else:
-                slot.stand(ShardedGradient(slot.parameter, self._of[slot.index]))
+                slot.set_placeholder(ShardedGradient(slot.parameter, self._tensors[slot.index]))
 
     def _refuse(self, text: str) -> NoReturn:
         raise StateError(f"{describe_rank()}: {text}")
 
     def _forget(self, slot: Slot) -> None:
-        for tensor in self._of[slot.index]:
+        for tensor in self._tensors[slot.index]:
             tensor.grad = None
 
     def _own_gradients(self) -> Tensor:
@@ -184,7 +184,7 @@ class ShardedBucket(Bucket):
         return self.shards[0].tensor.dtype if self.shards else _master_dtype(self.values.dtype)
 
     def _own_ranges(self, own: Tensor) -> Iterator[tuple[Slot, Shard, Tensor]]:
-        """Yield this rank's shards with their slots, and their ranges of its own of a buffer."""
+        """Yield this rank's shards with their slots and ranges of `own`, a shard of a buffer."""
         at = 0
         for slot, shard in self._placed:
             length = shard.stop - shard.start
@@ -203,8 +203,8 @@ class ShardedBucket(Bucket):
                 shard = Shard(slot.name, slot.parameter, start, stop, tensor, replicated=False)
                 yield slot, shard
 
-    def _uncut(self) -> list[int]:
-        """Give each rank whole parameters, those whose middle lies in its even share."""
+    def _whole_counts(self) -> list[int]:
+        """Give each rank the whole parameters whose middle lies in its even share."""
         counts = [0] * self.reduction.size
         for slot in self.slots:
             elements = slot.parameter.numel()
@@ -230,8 +230,8 @@ def _master_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _follow(shard: Shard) -> None:
-    """Take what was written into a parameter over into its master, if it is another value."""
+def _update_master(shard: Shard) -> None:
+    """Copy values that were written into a parameter to its master, if they differ."""
     values, master = _flat_range(shard), shard.tensor.view(-1)
     master.copy_(torch.where(values != master.to(values.dtype), values.to(master.dtype), master))
 

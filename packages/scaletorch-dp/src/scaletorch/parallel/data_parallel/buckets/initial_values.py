@@ -1,4 +1,4 @@
-"""Values that all ranks begin with: compared, or the first rank's sent to the others."""
+"""Initial values of all ranks: compared, or broadcast from the first rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_init_sync(given: object) -> None:
     """Refuse anything but one of `INIT_SYNCS`.
 
     Raises:
-        InvalidArgumentError: It is none.
+        InvalidArgumentError: It is none of them.
     """
     if given not in INIT_SYNCS:
         known = ", ".join(map(repr, INIT_SYNCS))
@@ -29,15 +29,15 @@ def check_init_sync(given: object) -> None:
 def sync_initial_values(
     tensors: Sequence[tuple[str, Tensor]], how: str, group: ProcessGroup | None
 ) -> None:
-    """Compare parameters and buffers over the ranks, or make them the first rank's, in place.
+    """Compare parameters and buffers over the ranks, or broadcast the first rank's, in place.
 
     Args:
-        tensors: With their names; names, shapes and dtypes are the same on all ranks.
+        tensors: Named tensors; names, shapes and dtypes are the same on all ranks.
         how: One of `INIT_SYNCS`.
         group: The ranks.
 
     Raises:
-        MismatchError: Values differ, and were to be compared: names them on every rank.
+        MismatchError: Values differ under "check"; raised on every rank, with their names.
     """
     if how == "broadcast":
         source = group_ranks(group)[0]

@@ -1,4 +1,4 @@
-"""A model's own experts on the rows that came: pairs of a row and one expert, results added up."""
+"""A model's own experts on received rows: pairs of a row and one expert, results added up."""
 
 from __future__ import annotations
 
@@ -20,54 +20,53 @@ Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def compute(
     experts: Experts,
-    came: Dispatched,
+    received: Dispatched,
     count: int,
     parameters: Sequence[Tensor],
 ) -> tuple[Tensor, InvalidArgumentError | None]:
-    """Return the results of the rows that came, [R, H], and what is wrong with the experts' own.
+    """Return the results of the received rows, [R, H], and the error of the experts' own results.
 
-    Experts are called with top-k 1, a row for each pair of a row that came and an expert here, one
-    expert after another: so they need to know nothing of experts that are elsewhere, and compute
-    nothing for them.
+    Experts are called with top-k 1: one row for each pair of a received row and an expert here, in
+    expert order. So they need not know of remote experts, and compute nothing for them.
 
     Args:
         experts: The model's own forward, with indices from 0 to `count` - 1.
-        came: What `dispatch` returned.
-        count: Experts here.
-        parameters: Those of all experts together, which get a gradient of zeros if no row came,
-            as they do where no token of a batch chooses an expert.
+        received: The result of `dispatch`.
+        count: Number of experts here.
+        parameters: The stacked parameters of all experts. They get a gradient of zeros if no row
+            was received, as if no token of a batch chooses an expert.
     """
-    hidden, index, weights, route = came
+    hidden, index, weights, route = received
     if not route.pairs:
-        return apply(_Idle, hidden, weights, *parameters), None
-    numbers, order = index.flatten().sort(stable=True)  # experts elsewhere come last
+        return apply(_NoRows, hidden, weights, *parameters), None
+    numbers, order = index.flatten().sort(stable=True)  # remote experts come last
     numbers, order = numbers[: route.pairs, None], order[: route.pairs]
     top_k = index.shape[1]
     row, most = order.div(top_k, rounding_mode="floor"), min(count, top_k)  # experts of a row
-    taken, scales = apply(_Spread, hidden, weights, row, order, most)
-    results = experts(taken, numbers, scales)
-    wrong = _wrong(results, taken)
-    if wrong is not None:
-        results = taken * 0
-    return apply(_Fold, results, row, hidden.shape[0], most), wrong
+    inputs, scales = apply(_Spread, hidden, weights, row, order, most)
+    results = experts(inputs, numbers, scales)
+    error = _result_error(results, inputs)
+    if error is not None:
+        results = inputs * 0
+    return apply(_Fold, results, row, hidden.shape[0], most), error
 
 
-def _wrong(results: Any, taken: Tensor) -> InvalidArgumentError | None:
-    got, way_out = f"a {type(results).__name__}", ""
+def _result_error(results: Any, inputs: Tensor) -> InvalidArgumentError | None:
+    got, remedy = f"a {type(results).__name__}", ""
     if isinstance(results, Tensor):
-        if results.shape == taken.shape and results.dtype == taken.dtype:
+        if results.shape == inputs.shape and results.dtype == inputs.dtype:
             return None
         got = f"{results.dtype} {tuple(results.shape)}"
-        if results.shape == taken.shape:
-            way_out = ": let them return results.to(hidden.dtype)"
+        if results.shape == inputs.shape:
+            remedy = ": let them return results.to(hidden.dtype)"
     return InvalidArgumentError(
-        f"{describe_rank()}: experts must return what they are given, {taken.dtype} "
-        f"{tuple(taken.shape)}, got {got}{way_out}"
+        f"{describe_rank()}: experts must return what they are given, {inputs.dtype} "
+        f"{tuple(inputs.shape)}, got {got}{remedy}"
     )
 
 
-class _Idle(Function):
-    """No rows: nothing is computed, and the graph goes on as it does on the other ranks."""
+class _NoRows(Function):
+    """No rows: nothing is computed, and the graph continues as on the other ranks."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
@@ -79,14 +78,14 @@ class _Idle(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Return zeros for what needs a gradient."""
+        """Return zeros for each input that needs a gradient."""
         _ = ctx.saved_tensors  # recomputed here by all ranks
         needed = zip(ctx.like, ctx.needs_input_grad, strict=True)
         return tuple(torch.zeros_like(each) if needs else None for each, needs in needed)
 
 
 class _Spread(Function):
-    """A row and its weight for each pair; backward adds up rows, as `add_up` does."""
+    """A row and its weight for each pair; backward adds up rows by `add_up`."""
 
     @staticmethod
     def forward(
@@ -100,15 +99,15 @@ class _Spread(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Add up the gradients of each row, and put those of weights in their places."""
-        of_weights = grads[1].new_zeros(ctx.weights)
-        of_weights.view(-1).index_copy_(0, ctx.order, grads[1].view(-1))
+        """Add up the gradients of each row, and put those of weights in place."""
+        weights = grads[1].new_zeros(ctx.weights)
+        weights.view(-1).index_copy_(0, ctx.order, grads[1].view(-1))
         rows = add_up(grads[0], ctx.row, ctx.rows, ctx.most)
-        return rows, of_weights, None, None, None
+        return rows, weights, None, None, None
 
 
 class _Fold(Function):
-    """The results of each row added up by `add_up`; backward gives each the gradient."""
+    """The results of each row added up by `add_up`; backward copies the gradient to each result."""
 
     @staticmethod
     def forward(ctx: Any, results: Tensor, row: Tensor, rows: int, most: int) -> Tensor:
@@ -120,5 +119,5 @@ class _Fold(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return the gradient of each result."""
-        (row,) = ctx.saved_tensors  # recomputed here by all ranks, as `_Meet` has it
+        (row,) = ctx.saved_tensors  # recomputed here by all ranks: see `_Synchronise`
         return grads[0].index_select(0, row), None, None, None
