@@ -197,7 +197,7 @@ def test_what_forwards_change_as_one_process_would_trains():
 
 
 def test_what_forwards_would_change_otherwise_is_refused_on_every_rank():
-    refused = today(REFUSED, 2)
+    refused = REFUSED
     cases = [case for case, _ in refused]
     for rank, found in enumerate(run_ranks(trained, 2, cases, timeout=200)):
         for (case, match), said in zip(refused, found, strict=True):
