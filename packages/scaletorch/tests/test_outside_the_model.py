@@ -146,6 +146,38 @@ def test_one_process_trains_what_is_not_of_the_model():
         destroy_process_group_manager()
 
 
+def of_attributes(sizes):
+    """Add what a layer keeps, by a hook, to the loss; return what was said, and the loss."""
+    manager = setup_process_group_manager(**sizes)
+    try:
+        plain = llama(num_layers=4).double()
+        for layer in plain.layers:
+            layer.register_forward_hook(lambda module, _, output: setattr(module, "kept", output))
+
+        def loss_fn(output, batch):
+            total, count = cross_entropy(output, batch)
+            kept = [each.kept for each in plain.layers if hasattr(each, "kept")]
+            return total + sum(each.square().sum() for each in kept), count
+
+        model = parallelize(plain, manager, rehearse=False)
+        cut = shard_global_batch(tokens(0, 8), 2, model=model)
+        return "", train_step(model, cut, loss_fn=loss_fn).item()
+    except ScaletorchError as error:
+        return str(error), 0.0
+    finally:
+        destroy_process_group_manager()
+
+
+@pytest.mark.parametrize("sizes", today(LAYOUTS, 5), ids=str)
+def test_what_layers_keep_for_a_loss_is_refused_over_stages(four, sizes):
+    _, one = of_attributes({})
+    for said, loss in four.run(of_attributes, sizes):
+        if "pp_size" in sizes:
+            assert re.search("takes tensors of the model that its forward did not return", said)
+        else:
+            assert (said, loss) == ("", pytest.approx(one, rel=1e-11))
+
+
 class Asks(nn.Module):
     """Takes a word, nothing, and tensors within a dict; or has a number of rows of its own."""
 

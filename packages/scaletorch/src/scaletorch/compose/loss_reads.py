@@ -120,10 +120,13 @@ def penalized_leaves(loss: Tensor, outputs: Iterable[Node | None], first: int) -
     return found
 
 
-def leaves_beside(
+def read_beside(
     loss: Tensor, outputs: Iterable[Node | None], first: int, model: nn.Module
-) -> list[nn.Parameter]:
+) -> tuple[list[nn.Parameter], bool]:
     """Return the parameters that a loss trains and that are not the model's, as a temperature.
+
+    Also whether it depends on what the model's forward has made beside its output, as an auxiliary
+    loss that a layer keeps as an attribute.
 
     Args:
         loss: The loss.
@@ -132,7 +135,7 @@ def leaves_beside(
         model: What `parallelize` returned.
     """
     seen: set[Node | None] = {None, *outputs}
-    waiting, leaves = [loss.grad_fn], list[nn.Parameter]()
+    waiting, leaves, older = [loss.grad_fn], list[nn.Parameter](), False
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -143,8 +146,10 @@ def leaves_beside(
             leaves.append(variable)
         elif node._sequence_nr() >= first:
             waiting += [each for each, _ in node.next_functions]
+        else:
+            older = True
     own = {id(p) for p in model.parameters()} if leaves else set()
-    return [p for p in leaves if id(p) not in own]
+    return [p for p in leaves if id(p) not in own], older
 
 
 @contextmanager
@@ -161,7 +166,7 @@ def gradients_kept(loss_fn: Any, model: nn.Module) -> Iterator[Any]:
         first, made = number_of_next_node(), [x.grad_fn for x in tensors_in(output)]
         found = loss_fn(output, batch)
         for total in tensors_in(found):
-            for p in leaves_beside(total, made, first, model):
+            for p in read_beside(total, made, first, model)[0]:
                 before.setdefault(id(p), (p, None if p.grad is None else p.grad.clone()))
         return found
 

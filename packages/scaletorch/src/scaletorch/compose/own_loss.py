@@ -24,9 +24,9 @@ from .forward import terms_of
 from .loss import LossBatch, find_sharded_head, require_labels_fit
 from .loss_reads import (
     Words,
-    leaves_beside,
     number_of_next_node,
     penalized_leaves,
+    read_beside,
     require_no_parameters,
 )
 
@@ -130,13 +130,32 @@ class OwnLoss:
                 self._require_tokens(output, seen)
                 raise
         total, count = _checked_pair(found, trains=self._trains)
-        for p in leaves_beside(total, made, first, self._model) if self._trains else ():
-            self.beside.setdefault(id(p), (p, p.grad is None))
+        if self._trains:
+            self._look_beside(*read_beside(total, made, first, self._model), known=any(made))
         if cut:
             require_no_parameters(penalized_leaves(total, made, first), self._model, manager)
         dtypes = {x.dtype for x in (found[0], *outputs)}
         self._coarsest = max(self._coarsest, *(i for i, d in enumerate(_DTYPES) if d in dtypes))
         return total, count
+
+    def _look_beside(self, leaves: Sequence[nn.Parameter], older: bool, *, known: bool) -> None:
+        """Keep parameters that are not the model's; refuse what other stages have made as well.
+
+        Args:
+            leaves: The parameters.
+            older: Whether the loss takes what the forward has made beside its output.
+            known: Whether the output's tensors could be found.
+        """
+        for p in leaves:
+            self.beside.setdefault(id(p), (p, p.grad is None))
+        if older and known and self._manager.pp_size > 1:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: loss_fn takes tensors of the model that its forward did not "
+                "return, such as auxiliary losses that layers keep as attributes, and with "
+                f"pp_size={self._manager.pp_size} those of other stages are not here: let layers "
+                "pass them on with the hidden states, in one tuple, and let forward return them "
+                "beside its output"
+            )
 
     def _require_tokens(self, output: Any, batch: LossBatch) -> None:
         """Say of a loss that failed if it was given a share of the tokens that labels are of."""
