@@ -55,7 +55,7 @@ class ParallelExperts(OwnParameters):
             return super().forward(*args, **kwargs)
         sequence = self.sequence
         sizes = None if sequence is None else self._rows(sequence, args, kwargs)
-        leading = _leading(args, kwargs)
+        leading = next((x.shape[:-1] for x in tensors_in((args, kwargs))), ())  # of hidden states
         args = tuple(self._enter(each, sizes) for each in args)
         kwargs = {name: self._enter(each, sizes) for name, each in kwargs.items()}
         own = self._parameters
@@ -118,11 +118,6 @@ class ParallelExperts(OwnParameters):
     def extra_repr(self) -> str:
         """Describe the division."""
         return f"width={self.cut.whole}, tp={self.tp_size}"
-
-
-def _leading(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the dims before the last one of the first tensor, the hidden states."""
-    return next((tuple(x.shape[:-1]) for x in tensors_in((args, kwargs))), ())
 
 
 def _set_widths(module: nn.Module, whole: int, own: int) -> None:

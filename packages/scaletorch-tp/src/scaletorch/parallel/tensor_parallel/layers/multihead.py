@@ -118,7 +118,7 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
                 "called with one tensor as query, key and value, as of a second one it is not "
                 "known whether it is a share of tokens; do without sequence parallelism"
             )
-        entered = {own: self._entered(x) for own, x in entered.items()}
+        entered = {own: enter(x, self.group, self.sequence) for own, x in entered.items()}
         query, key, value = (entered[id(x)] for x in given)
         if self.in_proj_weight is not None and query is key is value:
             made = functional.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
@@ -126,9 +126,6 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
             biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
             made = tuple(map(functional.linear, (query, key, value), self._matrices(), biases))
         return [self._by_head(x) for x in made]
-
-    def _entered(self, x: Tensor) -> Tensor:
-        return enter(x, self.group) if self.sequence is None else self.sequence.enter(x)
 
     def _matrices(self) -> tuple[Tensor, ...]:
         if self.in_proj_weight is not None:

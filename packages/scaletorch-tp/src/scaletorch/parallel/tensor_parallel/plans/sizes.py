@@ -81,16 +81,13 @@ def check_lengths(lengths: Lengths, tp_size: int) -> None:
 
 
 def nearest_divisors(length: int, size: int, most: int | None = None) -> tuple[int, ...]:
-    """Return the divisors of `length` next to `size`: below, itself, above, if there are any.
+    """Return the divisors of `length` next to `size`: the one below, and it or the one above.
 
     None is above `most`.
     """
     limit = length if most is None else min(length, most)
     divisors = [d for d in range(1, limit + 1) if length % d == 0]
-    below = [d for d in divisors if d < size][-1:]
-    same = [d for d in divisors if d == size]
-    above = [d for d in divisors if d > size][:1]
-    return (*below, *same, *above)
+    return (*[d for d in divisors if d < size][-1:], *[d for d in divisors if d >= size][:1])
 
 
 def legal_sizes(length: int, size: int, most: int | None = None) -> str:

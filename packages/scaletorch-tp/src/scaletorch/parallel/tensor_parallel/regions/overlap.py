@@ -16,8 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from ....dist import all_reduce, get_rank, reduce_scatter
-from ....dist import functional as collectives
-from ...placement import Invariant, Partial, Shard, convert
+from ...placement import Invariant, Partial, Replicate, Shard, convert
 
 Operands = tuple[Tensor, Tensor | None]  # weight [out, in] and bias [out]
 # Of each call of a layer: the gradient of its output [..., out], and its input [..., in].
@@ -78,7 +77,9 @@ class Enter(torch.autograd.Function):
     ) -> Tensor:
         """Return the whole `x`."""
         ctx.waiting, ctx.group, ctx.sizes = waiting, group, sizes
-        return x.view_as(x) if sizes is None else collectives.all_gather(x, DIM, group, sizes=sizes)
+        if sizes is None:
+            return x.view_as(x)
+        return convert(x, Shard(DIM, tuple(sizes)), Replicate(), group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
