@@ -10,18 +10,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from scaletorch.dist import StateError
+from scaletorch.dist.mpi.register import check_world, load_mpi
 
 PROGRAM = Path(__file__).with_name("mpi_program.py")
 HERE = "this environment"
 LAUNCHERS = Path(__file__).parents[3] / ".launchers"
-OTHERS = os.environ.get("SCALETORCH_TEST_MPI", "").split(os.pathsep)
-ENVIRONMENTS = [
-    HERE,
-    *(str(LAUNCHERS / each) for each in ("openmpi", "mpich")),
-    *filter(None, OTHERS),
-]
+OTHERS = [HERE, *filter(None, os.environ.get("SCALETORCH_TEST_MPI", "").split(os.pathsep))]
+ENVIRONMENTS = [*OTHERS, *(str(LAUNCHERS / each) for each in ("openmpi", "mpich"))]
 AS_ROOT = [f"{p}_ALLOW_RUN_AS_ROOT{s}" for p in ("OMPI", "PRTE") for s in ("", "_CONFIRM")]
 LAUNCHED = ("OMPI_", "PMI", "PRTE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
 
@@ -52,7 +52,7 @@ def variables(mpirun):
     }
 
 
-@pytest.fixture(params=ENVIRONMENTS, ids=lambda path: Path(path).name)
+@pytest.fixture
 def mpi(request):
     found = find_mpi(request.param)
     if isinstance(found, str):
@@ -76,45 +76,46 @@ def run(mpi, size, *arguments, python=None, seconds=110):
     )
 
 
-def must_do(mpi, size, name):
-    done = run(mpi, size, PROGRAM, name, 60)
-    assert done.returncode == 0, done.stdout + done.stderr
-    told = [f"rank {rank} of {size} did {name}" for rank in range(size)]
-    assert sorted(done.stdout.split("\n"))[-size:] == told, done.stdout
+def run_program(mpi, size, names, ending="nothing"):
+    """Run functions of mpi_program.py on every rank, and then one that may end the job."""
+    done = run(mpi, size, PROGRAM, names, 60, ending)
+    told = [f"rank {rank} of {size} did {names}" for rank in range(size)]
+    assert sorted(done.stdout.split("\n"))[-size:] == told, done.stdout + done.stderr
+    return done
 
 
-def test_two_ranks(mpi):
-    must_do(mpi, 2, "bodies,torch_calls,wrappers,groups,checks,errors")
-
-
-@by("openmpi")
-def test_four_ranks(mpi):
-    must_do(mpi, 4, "torch_calls,groups,wrappers")
-
-
-@by("mpich")
-def test_one_rank(mpi):
-    must_do(mpi, 1, "alone")
+EVERY_MPI = "torch_calls,groups,checks,errors"
 
 
 @by("openmpi")
-def test_a_rank_that_never_comes_ends_the_job(mpi):
-    done = run(mpi, 2, PROGRAM, "late", 3)
+def test_two_ranks_until_one_never_comes(mpi):
+    done = run_program(mpi, 2, f"bodies,wrappers,{EVERY_MPI}", "late")
     assert done.returncode != 0
     assert "barrier over MPI did not end within 3 s" in done.stderr
     assert "slept to the end" not in done.stderr
 
 
 @by("mpich")
-def test_a_rank_that_fails_ends_the_job(mpi):
-    done = run(mpi, 2, PROGRAM, "fail", 600)
+def test_two_ranks_until_one_fails(mpi):
+    done = run_program(mpi, 2, EVERY_MPI, "fail")
     assert done.returncode != 0
     assert "this rank has had enough" in done.stderr
+
+
+@pytest.mark.parametrize("mpi", OTHERS, indirect=True)
+def test_two_ranks_of_another_mpi(mpi):
+    assert run_program(mpi, 2, EVERY_MPI).returncode == 0
+
+
+@by("openmpi")
+def test_three_ranks(mpi):
+    assert run_program(mpi, 3, "torch_calls,groups").returncode == 0
 
 
 INIT = "import scaletorch.dist as dist; dist.init_dist('mpi', backend='mpi')"
 
 
+@by("mpich")
 def test_the_mpirun_of_another_mpi_is_named(mpi):
     others = [found for found in map(find_mpi, ENVIRONMENTS) if not isinstance(found, str)]
     other = next((python for mpirun, python in others if mpirun != mpi[0]), None)
@@ -126,34 +127,38 @@ def test_the_mpirun_of_another_mpi_is_named(mpi):
     assert "is not the MPI of that mpirun" in done.stderr or "PMI version" in done.stderr
 
 
-@by("openmpi")
-def test_torchrun_is_no_mpirun(mpi, tmp_path):
-    (tmp_path / "program.py").write_text(INIT.replace("'mpi', ", ""))
-    command = [mpi[1], "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command.append(str(tmp_path / "program.py"))
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, env=variables(mpi[0])
-    )
-    assert done.returncode != 0
-    assert "backend 'mpi' needs 2 ranks, but MPI sees 1; torchrun started them" in done.stderr
+class OneProcess:
+    """mpi4py.MPI as a process that no mpirun started sees it."""
+
+    COMM_WORLD = SimpleNamespace(Get_size=lambda: 1, Get_rank=lambda: 0)
+
+    @staticmethod
+    def Get_library_version():
+        return "MPI of another, 1.0"
 
 
-MISSING = """
-import sys, warnings
-sys.modules["mpi4py"] = None
-import scaletorch.dist as dist
-from scaletorch.dist.mpi.register import load_mpi
-try:
-    load_mpi()
-except dist.StateError as error:
-    assert "pip install scaletorch-dist[mpi]" in str(error), error
-else:
-    raise AssertionError("mpi4py was there")
-"""
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (("RANK", "WORLD_SIZE"), "needs 2 ranks, but MPI sees 1; torchrun started them: start "),
+        (
+            ("PMI_RANK", "PMI_SIZE"),
+            r"\(Hydra\) started 2: it uses 'MPI of another'",
+        ),
+        ((), "needs 2 ranks, but MPI sees 1: start the program with mpirun"),
+    ],
+)
+def test_who_started_the_ranks_is_named(monkeypatch, variables, message):
+    for name in list(os.environ):
+        if name.startswith((*LAUNCHED, "SLURM")):
+            monkeypatch.delenv(name)
+    for name, value in zip(variables, "02", strict=False):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StateError, match=message):
+        check_world(OneProcess, 0, 2)
 
 
-def test_a_missing_mpi4py_says_what_to_install():
-    done = subprocess.run(
-        [sys.executable, "-c", MISSING], capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
+def test_a_missing_mpi4py_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
+    with pytest.raises(StateError, match=r"pip install scaletorch-dist\[mpi\]"):
+        load_mpi()
