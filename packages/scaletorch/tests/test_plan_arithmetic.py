@@ -27,7 +27,7 @@ from scaletorch.plan import (
     Sent,
     plan,
 )
-from scaletorch.plan.held import Known
+from scaletorch.plan.known import Known
 from scaletorch.plan.memory import IN_FLIGHT, memory, peak
 from scaletorch.plan.stages import alive, places, schedule_of, stages_of
 

@@ -23,14 +23,11 @@ PEAKS = [  # pipelines; activations, buckets or shards at the peak; experts; tie
          Layout(Grid(tp=2, pp=2), True, "full", schedule="zb_v", chunks=2, micro_rows=4,
                 micro_batches=2)),
     Case("large", 4, True, "float32", 64, Layout(Grid(dp=4), zero=1, recompute="full")),
-    Case("wide", 4, False, "float32", 64, Layout(Grid(tp=2, cp=2), True, micro_rows=4)),
     Case("large", 8, False, "float32", 64,
          Layout(Grid(tp=2, dp=2), True, zero=2, micro_rows=3, micro_batches=3)),
     Case("large", 8, False, "float32", 64,
          Layout(Grid(pp=2, dp=2), zero=2, recompute="full", micro_rows=4, micro_batches=4,
                 schedule="interleaved_1f1b", chunks=2)),
-    Case("large mixture", 4, True, "float32", 64,
-         Layout(Grid(pp=2, cp=2, ep=2), zero=2, schedule="zb_v", chunks=2, micro_batches=3)),
 ]  # fmt: skip
 GATHERING = [
     Case("wide", 3, False, "float32", 64,

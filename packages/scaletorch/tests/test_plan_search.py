@@ -31,7 +31,7 @@ from scaletorch.plan import (
     time,
 )
 from scaletorch.plan.clusters import device_named
-from scaletorch.plan.held import Known
+from scaletorch.plan.known import Known
 from scaletorch.plan.memory import memory, peak
 from scaletorch.plan.options import ladder
 from scaletorch.plan.timing import Steps

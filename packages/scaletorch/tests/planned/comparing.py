@@ -8,7 +8,7 @@ from operator import mul
 import torch
 
 from scaletorch.plan import Layout, Optimizer
-from scaletorch.plan.held import Known
+from scaletorch.plan.known import Known
 from scaletorch.plan.memory import chunks_of, memory
 from scaletorch.plan.stages import SPLIT, alive
 

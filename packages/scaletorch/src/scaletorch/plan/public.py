@@ -14,7 +14,7 @@ from .describing import describe, usual_cuts
 from .description import Affine, Behaviour, Block, Cut, Description, Parameter, Sent, Work
 from .estimate import Estimate, Memory, Time
 from .files import read_bench, read_cluster, write_cluster
-from .held import Optimizer
+from .known import Optimizer
 from .layout import Layout
 from .options import Options, Refused, legal
 from .search import Plan, plan

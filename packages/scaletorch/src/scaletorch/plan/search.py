@@ -13,7 +13,7 @@ from ..parallel.pg_manager import Grid, count_communicators
 from .clusters import Cluster
 from .description import Description
 from .estimate import Estimate
-from .held import Known, Optimizer
+from .known import Known, Optimizer
 from .layout import Layout
 from .memory import before, memory, peak
 from .options import Options, Refused, ladder, legal

@@ -200,6 +200,7 @@ class Meter:
             at = len(self._events)
             if change < 0 and self._added is not None and self._added[0] == key:
                 # Nobody else had it: autograd adds in place, but where a dispatch mode looks on.
+                # Without this, mixtures of experts are planned 1 to 4 % larger.
                 at = self._added[1]
             self._events.insert(at, (self._now, key, change))
         self._born[key] = self._block if self._on and change > 0 else -1

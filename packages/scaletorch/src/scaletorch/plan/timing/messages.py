@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from typing import NamedTuple
 
 from ...parallel.pg_manager import Grid
 from ..clusters import Cluster
 
+WORLD = "tp_cp_pp_dp"  # all ranks
 _ONE = ("send", "exchange")  # a message, to one other rank
 _NONE = ("receive", "barrier")  # counted where they are sent; never in a step
 
@@ -41,31 +43,15 @@ def route(grid: Grid, axis: str, cluster: Cluster) -> Route:
         axis: As `Grid` names it; "edp" and "ep" fold the ranks of a stage.
         cluster: The cluster.
     """
-    steps = _steps(grid, axis)
-    size = math.prod(size for _, size in steps)
+    group = range(grid.world_size) if axis == WORLD else grid.group(axis, 0)
     levels: list[Level] = []
     inside = 1
     for at, link in enumerate(cluster.links):
-        here = math.prod(min(size, max(1, link.ranks // stride)) for stride, size in steps)
+        here = bisect_left(group, link.ranks)
         if here > inside:
             levels.append(Level(here, inside, at))
             inside = here
-        if here == size:
-            break
-    return Route(size, tuple(levels))
-
-
-def _steps(grid: Grid, axis: str) -> list[tuple[int, int]]:
-    """Return (stride, size) of the axes that a group runs over; tp is the fastest."""
-    strides = {"tp": 1, "cp": grid.tp, "pp": grid.tp * grid.cp, "dp": grid.tp * grid.cp * grid.pp}
-    if axis not in ("ep", "edp", "etp"):
-        return [(strides[name], getattr(grid, name)) for name in axis.split("_")]
-    # Among the ranks of a stage, in the order dp, cp, tp: so many apart, so many of them.
-    apart = {"etp": 1, "ep": grid.etp, "edp": grid.etp * grid.ep}[axis]
-    size, plane = grid.size(axis), grid.tp * grid.cp
-    near = min(size, max(1, plane // apart))
-    far = size // near
-    return [(apart, near), (max(1, apart // plane) * plane * grid.pp, far)]
+    return Route(len(group), tuple(levels))
 
 
 def seconds(operation: str, count: float, size: float, way: Route, cluster: Cluster) -> float:

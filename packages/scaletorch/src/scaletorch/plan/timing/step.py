@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache, partial
+from math import ceil
 from typing import NamedTuple
 
 from ...parallel.pg_manager import Grid
@@ -17,15 +18,14 @@ from ...parallel.pipeline_parallel.schedules import rank_ends
 from ..clusters import Cluster
 from ..description import Description
 from ..estimate import Time
-from ..held import Group, Known, Once
+from ..known import Group, Known, Once
 from ..layout import Layout
 from ..stages import SPLIT, schedule_of, stages_of
 from .blocks import Seconds, block_seconds, summed
-from .messages import Route, route, seconds
+from .messages import WORLD, Route, route, seconds
 
 INNER = ("tp", "cp", "ep")  # axes inside of blocks
 OUTER = ("pp", "cp_dp", "edp")  # axes outside of blocks
-WORLD = "tp_cp_pp_dp"
 # All-reduces of a few numbers in each step: tokens are counted, ranks agree, losses are summed.
 CONTROL = {WORLD: 1, "pp": 2, "cp_dp": 2}
 SURE = 0.97  # of a bound, since ratios of times are rounded before a schedule is simulated
@@ -261,7 +261,8 @@ def _ended(
         update += sum(e.tensors for e in own) * device.overhead
         if way.ranks == 1 or not elements:
             continue
-        over, buckets = size * (way.ranks - 1) / way.ranks, Group(axis, 1, elements).buckets()
+        over = size * (way.ranks - 1) / way.ranks
+        buckets = ceil(elements / Group(axis, 1, elements).usual)
         call, sent = ("reduce_scatter", over) if layout.zero else ("all_reduce", 2 * over)
         took = seconds(call, buckets, sent, way, cluster)
         beside = min(took, computing[1]) * (buckets - 1) / buckets * device.hides

@@ -1,8 +1,7 @@
-"""What ranks hold of parameters: by the ranks that sum their gradients, and in which buckets."""
+"""Facts of a description for ranks: what each holds of the model, in which groups and buckets."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
@@ -28,7 +27,6 @@ class Optimizer:
         per_tensor: Bytes besides for each tensor, such as a step.
         sum_item: Bytes of the elements of summed gradients; None is as those of parameters. 4 is
             `grad_type=torch.float32`.
-        bucket_size: As for `parallelize`.
         native: Whether the backend sums shards by itself, as NCCL does, but of 16-bit floats, which
             are summed here; gloo takes all that other ranks send.
     """
@@ -37,7 +35,6 @@ class Optimizer:
     item: int | None = None
     per_tensor: int = 4
     sum_item: int | None = None
-    bucket_size: int = BUCKET_SIZE
     native: bool = True
 
 
@@ -64,27 +61,24 @@ class Group(NamedTuple):
     layer: int = 0
     rest: int = 0
 
-    def usual(self, size: int = BUCKET_SIZE) -> int:
-        """Return the elements of a bucket of several tensors, at most."""
-        return min(size, max(self.elements // LEAST_BUCKETS, SMALL))
+    @property
+    def usual(self) -> int:
+        """Elements of a bucket of several tensors, at most."""
+        return min(BUCKET_SIZE, max(self.elements // LEAST_BUCKETS, SMALL))
 
-    def buckets(self, size: int = BUCKET_SIZE) -> int:
-        """Return about how many buckets there are."""
-        return math.ceil(self.elements / self.usual(size))
+    @property
+    def bucket(self) -> int:
+        """Elements of the largest bucket: a large tensor has one of its own."""
+        return min(self.elements, max(self.usual, self.largest))
 
-    def bucket(self, size: int = BUCKET_SIZE) -> int:
-        """Return the elements of the largest bucket: a large tensor has one of its own."""
-        return min(self.elements, max(self.usual(size), self.largest))
-
-    def in_a_row(self, count: int, size: int = BUCKET_SIZE) -> int:
+    def in_a_row(self, count: int) -> int:
         """Return the elements of so many buckets that are filled one after another.
 
         There are two at most where a tensor fills half of a bucket: they leave between layers.
         """
-        usual = self.usual(size)
-        alone = self.largest > usual and self.layer > 0  # each tensor has a bucket of its own
-        most = 2 if 2 * self.largest > usual else count
-        return min(most * self.bucket(size), self.layer if alone else self.elements)
+        alone = self.largest > self.usual and self.layer > 0  # each tensor has one of its own
+        most = 2 if 2 * self.largest > self.usual else count
+        return min(most * self.bucket, self.layer if alone else self.elements)
 
 
 class Once:
