@@ -193,14 +193,16 @@ PLANT = planted.Plant(
 )
 
 
+UNRUN = [  # what is written, the test that is asked, and what is said of it
+    ("test_toy.py", TESTS + SKIPPED, "test_skipped", "run not at all.*not today"),
+    ("test_toy.py", TESTS, "test_ad", "run not at all"),
+    ("conftest.py", "raise ImportError", "test_add", "run not at all"),
+]
+
+
 @pytest.mark.parametrize(
     ("file", "text", "test", "said"),
-    [
-        ("test_toy.py", TESTS, "test_add", None),
-        ("test_toy.py", TESTS + SKIPPED, "test_skipped", "run not at all.*not today"),
-        ("test_toy.py", TESTS, "test_ad", "run not at all"),
-        ("conftest.py", "raise ImportError", "test_add", "run not at all"),
-    ],
+    [("test_toy.py", TESTS, "test_add", None), *today(UNRUN, 3)],
 )
 def test_no_fault_survives_a_test_that_does_not_run(toy, monkeypatch, file, text, test, said):
     folder = "packages/toy/tests"

@@ -19,6 +19,10 @@ preload(
     "pytest",
     "rich.progress",
     "torch._dynamo",  # which the first optimizer of a process imports
+    "torch._dynamo.convert_frame",  # and these the first function that it compiles
+    "torch._functorch.aot_autograd",
+    "torch._functorch.partitioners",
+    "networkx",
     "torch.distributed.checkpoint",
     "torch.distributed.tensor",
     "scaletorch.pretrain",
