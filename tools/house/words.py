@@ -1,9 +1,13 @@
-"""Where docstrings leave their dialect: plain English that a newcomer reads at once."""
+"""Check docstrings for plain English that a newcomer reads at once.
+
+``python -m tools.house.words FILES`` prints what to say otherwise; 1 if there is anything.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,3 +44,14 @@ def _in(text: str) -> Iterator[tuple[int, str]]:
             in_section = SECTIONS.match(line) is not None
         if in_section and (entry := ENTRY.match(line)):
             yield offset, f"{entry[1]}: {entry[2]!r} begins with a capital letter"
+
+
+def main(names: list[str]) -> int:
+    """Print what docstrings of files say otherwise than agreed; return 1 if anything is."""
+    found = [f"{name}:{line}: {reason}" for name in names for line, reason in offences(Path(name))]
+    print("\n".join(found), end="\n" if found else "")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
