@@ -18,6 +18,7 @@ PHRASES = {
     r"\balike\b": 'say "the same"',
     r"``": "code stands in single backticks",
 }
+OPENING = re.compile(r"(What|Which|How|Who|Whose|Whether|Where)\b")
 SECTIONS = re.compile(r"^(Args|Attributes):$")
 ENTRY = re.compile(r"^    (\*{0,2}\w+(?: \([^)]*\))?): +([a-z]\S*)")
 
@@ -36,6 +37,8 @@ def offences(path: Path) -> Iterator[tuple[int, str]]:
 
 def _in(text: str) -> Iterator[tuple[int, str]]:
     in_section = False
+    if found := OPENING.match(text):
+        yield 0, f"{found[0]!r}: open with a noun, or a verb such as Return"
     for offset, line in enumerate(text.splitlines()):
         for phrase, reason in PHRASES.items():
             if found := re.search(phrase, line):
