@@ -1,4 +1,4 @@
-"""What must be the same on all ranks, compared once; a difference is reported on every rank."""
+"""Comparison of values that must be the same on all ranks; every rank reports a difference."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ Run = Callable[[], Any]
 
 
 class Case(NamedTuple):
-    """What one call costs on a ring.
+    """The cost of one call on a ring.
 
     Attributes:
         factor: Ranks → bytes that the busiest link carries for each byte of size.
@@ -80,7 +80,7 @@ CASES = {
 
 
 class Place(NamedTuple):
-    """Where a call is measured: a group, this rank in it, and the device of its tensors."""
+    """The place of a measurement: a group, this rank in it, and the device of its tensors."""
 
     group: ProcessGroup
     rank: int

@@ -1,4 +1,4 @@
-"""What the strategies take of this package beside its users' names, for whoever builds another.
+"""Names for packages that build on this one, such as the strategies; users do not need them.
 
 Agreement over ranks, sums and messages that a strategy puts together itself, functions that ranks
 find by name, and where a guard hears of calls. It is recorded and versioned like the rest: a patch

@@ -1,4 +1,4 @@
-"""How far tensors are apart, in numbers with which a comparison can fail.
+"""Distances between tensors, in numbers with which a comparison can fail.
 
 Python's `max` passes over a NaN that is not first, `NaN > bound` is false, shapes that differ
 broadcast, and the largest of no errors is small. Here what is not finite is infinitely far off,

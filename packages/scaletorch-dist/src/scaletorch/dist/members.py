@@ -1,4 +1,4 @@
-"""Whether this process may use a process group that it was given."""
+"""Check that this process may use a process group that it was given."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _placeholder_error(group: Any) -> InvalidArgumentError:
 
 
 def _last_foreign_group(placeholder: Any) -> str:
-    """What torch knows: one placeholder stands for all groups without this rank."""
+    """The placeholder of torch for all groups without this rank."""
     try:
         ranks = c10d.get_process_group_ranks(placeholder)
     except (KeyError, ValueError):

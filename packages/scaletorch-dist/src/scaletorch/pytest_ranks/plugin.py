@@ -28,7 +28,7 @@ ONLY_HERE = {
 
 
 class Asked(NamedTuple):
-    """What a test's marker says."""
+    """The arguments of a test's marker."""
 
     sizes: tuple[int, ...]  # numbers of ranks
     options: Mapping[str, Any]  # of `distributed_test`

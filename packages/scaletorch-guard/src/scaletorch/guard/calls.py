@@ -1,4 +1,4 @@
-"""What a call is to the ledger: a text, a checksum of it, and the line that made it."""
+"""A call as the ledger keeps it: a text, its checksum, and the line that made the call."""
 
 from __future__ import annotations
 

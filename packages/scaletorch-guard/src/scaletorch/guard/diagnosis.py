@@ -1,4 +1,4 @@
-"""What is wrong with the job, from the reports of its ranks: pure functions over plain data.
+"""The diagnosis of a job from the reports of its ranks: pure functions over plain data.
 
 Whatever can be proved is a fault at once: an exception, calls that differ, a death, a rank that
 left while others wait for it, a stopped process, ranks that wait for one another in a circle. That

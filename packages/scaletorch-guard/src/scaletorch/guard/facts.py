@@ -94,7 +94,7 @@ class Report:
 
     @property
     def alive(self) -> bool:
-        """Whether it has neither ended nor died."""
+        """True if it has neither ended nor died."""
         return not self.end
 
     def tail(self, channel: str) -> dict[int, Entry]:

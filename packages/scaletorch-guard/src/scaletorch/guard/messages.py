@@ -1,4 +1,4 @@
-"""What the monitor and the ranks say to one another, and the connection that carries it.
+"""Messages between the monitor and the ranks, and the connection that carries them.
 
 Every message is a line of JSON, its name and its fields: nothing is pickled.
 """

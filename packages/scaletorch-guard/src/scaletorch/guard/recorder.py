@@ -141,7 +141,7 @@ class Note(NamedTuple):
 
 
 class Track:
-    """How far this rank is in one channel."""
+    """The progress of this rank in one channel."""
 
     __slots__ = (
         "channel", "count", "device", "key", "marks", "number", "owner", "rolling", "sites", "tag",
@@ -280,7 +280,7 @@ class Recorder:
 
     @property
     def on_device(self) -> bool:
-        """Whether calls of this process have been made on a device's streams."""
+        """True if this process has made calls on a device's streams."""
         return any(track.device for track in list(self.tracks.values()))
 
     def end_step(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""How the ranks start the monitor and find it: over their group, in two small collectives."""
+"""The start of the monitor: the ranks find it over their group, in two small collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the monitor's picture of the job changes with every message."""
+"""Updates of the monitor's picture of the job, one for each message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a fault was born: the first tensor that differs between two runs, named."""
+"""Search for the first tensor that differs between two runs."""
 
 from .between import bisect
 from .compare import compare

@@ -1,4 +1,4 @@
-"""What is compared: the name that a tensor has in every run, on every rank."""
+"""Keys of the tensors to compare: names that are the same in every run, on every rank."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What comparing two runs found.
+    """The result of comparing two runs.
 
     Attributes:
         found: Where faults were born, in the order of the computation; none on a sound run.

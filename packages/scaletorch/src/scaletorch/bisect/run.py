@@ -42,7 +42,7 @@ def recording(folder: Path) -> Watch:
 
 
 class Ran(NamedTuple):
-    """What a rank says beside its recording.
+    """The facts that a rank returns beside its recording.
 
     Attributes:
         dropped: Names of dropout modules that drop what they must not, which no other run can

@@ -42,7 +42,7 @@ from .together import (
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was loaded.
+    """The result of loading.
 
     Attributes:
         step: The number of steps done.
@@ -57,7 +57,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a checkpoint is loaded into."""
+    """The program into which a checkpoint is loaded."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
@@ -172,7 +172,7 @@ def read_document(folder: Path) -> dict[str, Any]:
 
 
 class Plan:
-    """What is read of a checkpoint, and what is done with it afterwards."""
+    """The reads from a checkpoint, and the work that follows them."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ _INSTEAD = (
 
 @dataclass(frozen=True, slots=True)
 class RouterLoss:
-    """What a model's config says of the loss.
+    """The settings of the router loss in a model's config.
 
     Attributes:
         coefficient: By which it is multiplied (`router_aux_loss_coef`).

@@ -32,7 +32,7 @@ Batch = Mapping[str, Tensor]
 
 
 class Cut(NamedTuple):
-    """How a micro-batch was made.
+    """The cut that made a micro-batch.
 
     Attributes:
         layout: Which columns each cp rank has.

@@ -1,4 +1,4 @@
-"""What a run draws at random: which rows a step takes, and the seeds of a grid."""
+"""Random draws of a run: the rows of each step, and the seeds of a grid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a parallelized model wants to be called, on which grid it lies, and what was seen of it."""
+"""State of a parallelized model: how to call it, its grid, and what was seen of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loss reads: the model's parameters, and words of logits that another rank has."""
+"""A loss's reads of the model's parameters, and of logits that another rank has."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def gradients_kept(loss_fn: Any, model: nn.Module) -> Iterator[Any]:
 
 
 class _Under(NamedTuple):
-    """What is under a node of a graph.
+    """The leaves under a node of a graph.
 
     Attributes:
         computes: It depends on an output of the model.

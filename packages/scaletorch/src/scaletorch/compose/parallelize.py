@@ -35,7 +35,7 @@ from .updates import watch
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """How a model is put on the grid, as given to `parallelize`; the same on every rank."""
+    """The arguments of `parallelize`; the same on every rank."""
 
     sequence_parallel: bool
     loss_parallel: bool

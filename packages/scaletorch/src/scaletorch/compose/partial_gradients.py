@@ -26,7 +26,7 @@ from .forward import pipeline_of
 
 @dataclass(slots=True)
 class _Partial:
-    """What is known of one model's gradients.
+    """The partial gradients of one model.
 
     Attributes:
         sums: What saw the graphs.

@@ -1,4 +1,4 @@
-"""Whether ranks that should hold the same still do: weights, gradients, rates, batches."""
+"""The check that replicas hold the same: weights, gradients, rates, batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rounding of sums goes by: how many additions there are, and how large tensors are."""
+"""Bounds for the rounding of sums, from the number of additions and the size of tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layout to train with: how much memory, how long, from the object that will run.
+"""The choice of a layout by memory and time, planned from the object that will run.
 
 A search is arithmetic on what is known of a model, and imports no torch. What runs models imports
 it when it is asked for: `describe`, `calibrate`.

@@ -1,4 +1,4 @@
-"""What a job would run on, as data: devices, links by level, figures as measured or by data sheets.
+"""Clusters as data: devices, links by level, and figures as measured or by data sheets.
 
 The table's peaks are of dense matrix products. Data sheets do not say which share of them programs
 reach: `ASSUMED` is a guess for all of them, and `spread` says how far it may be off. Attention of
@@ -50,7 +50,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a rank computes on.
+    """The device on which a rank computes.
 
     Attributes:
         name: Such as "A100-SXM-80GB".

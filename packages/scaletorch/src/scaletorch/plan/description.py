@@ -1,4 +1,4 @@
-"""What a plan knows of a model: a small JSON, made once with torch and read without it.
+"""The description of a model: a small JSON, made once with torch and read without it.
 
 A model is a line of blocks, each of a kind: what stands before the layers, the layers, what stands
 behind them. How a kind behaves on a rank is measured for each way of cutting it (`Cut`), as numbers
@@ -89,7 +89,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Behaviour:
-    """What a block of a kind does on the fullest rank of a cut.
+    """The work and memory of a kind of block on the fullest rank of a cut.
 
     Attributes:
         parameters: Its parameters and how they are cut.
@@ -122,7 +122,7 @@ class Behaviour:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a layer is divided.
+    """The division of a layer.
 
     Attributes:
         tp: Tensor parallel size.

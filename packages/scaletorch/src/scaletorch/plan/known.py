@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """What an optimizer keeps, and in what gradients are summed.
+    """The state of an optimizer, and the dtype in which gradients are summed.
 
     Attributes:
         moments: Tensors that it keeps of the form of each that it updates.

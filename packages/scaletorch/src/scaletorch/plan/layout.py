@@ -47,7 +47,7 @@ class Layout:
 
     @property
     def cut(self) -> Cut:
-        """How its layers are divided."""
+        """The division of its layers."""
         grid = self.grid
         return cut_of(
             grid.tp, grid.cp, grid.ep, self.sequence_parallel and grid.tp > 1,

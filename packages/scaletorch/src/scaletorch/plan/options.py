@@ -1,4 +1,4 @@
-"""Which layouts are tried, and which cannot be."""
+"""The layouts to try, and the reasons against others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .layout import Layout, Recompute
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What may be chosen; the first of each is preferred, but for sizes, of which all are tried.
+    """The choices of a search; the first of each is preferred, except sizes: all are tried.
 
     Attributes:
         sequence_parallel: The first that the model can have is taken, where tp is above 1: shares

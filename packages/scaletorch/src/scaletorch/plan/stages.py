@@ -1,4 +1,4 @@
-"""Which blocks lie on which rank of a pipeline, and how many micro-batches are alive there.
+"""The blocks on each rank of a pipeline, and the micro-batches alive there.
 
 As the pipeline itself distributes them: layers by count, what stands before them on the first
 stage and what stands behind them on the last; the stages of a rank are those of its schedule.
@@ -26,7 +26,7 @@ Places = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class Moment(NamedTuple):
-    """What a rank keeps while an action runs, when that is the most.
+    """The moment of an action at which a rank keeps the most.
 
     Attributes:
         kind: Of the action: "F", whose own micro-batch counts, "B", or "I" for the first half of a
@@ -45,7 +45,7 @@ class Moment(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a rank of the pipeline has.
+    """The content of one rank of the pipeline.
 
     Attributes:
         chunks: Runs of blocks of each chunk.
@@ -61,7 +61,7 @@ class Content(NamedTuple):
 
     @property
     def kinds(self) -> dict[int, int]:
-        """How many blocks there are of each kind."""
+        """The number of blocks of each kind."""
         found: dict[int, int] = {}
         for kind, times in (run for runs in self.chunks for run in runs):
             found[kind] = found.get(kind, 0) + times

@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a run's settings before any rank starts."""
+"""Checks of a run's settings before any rank starts."""
 
 from __future__ import annotations
 

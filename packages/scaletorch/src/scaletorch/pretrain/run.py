@@ -1,4 +1,4 @@
-"""Where ranks come from: a launcher's, or our own; and the comparison with one process."""
+"""The start of ranks, by a launcher or by ourselves; and the comparison with one process."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _additions(config: PretrainConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run gives.
+    """The result of a run.
 
     Attributes:
         losses: The global loss of each step done.

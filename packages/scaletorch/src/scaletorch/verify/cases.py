@@ -1,4 +1,4 @@
-"""What is compared with one process: layouts, crossed with options that change the arithmetic."""
+"""The cases of a proof: layouts, crossed with options that change the arithmetic."""
 
 from __future__ import annotations
 

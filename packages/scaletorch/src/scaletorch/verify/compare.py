@@ -61,7 +61,7 @@ Shard = Callable[[str, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How one tensor of a layout compares with one process's.
+    """The difference between one tensor of a layout and one process's.
 
     Attributes:
         what: 'loss', 'norm', 'gradient NAME', 'weight NAME' and the like.
@@ -82,7 +82,7 @@ class Difference:
 
     @property
     def failed(self) -> bool:
-        """Whether rounding does not explain it; a NaN fails."""
+        """True if rounding does not explain it; a NaN fails."""
         return not self.error <= self.bound
 
     @property

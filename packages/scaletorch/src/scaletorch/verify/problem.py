@@ -110,7 +110,7 @@ TORCH_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is trained, as ranks need it.
+    """The model and data to train, as ranks need them.
 
     Attributes:
         model_fn: Makes the plain model.
@@ -143,7 +143,7 @@ class Subject:
 
 
 class Step(NamedTuple):
-    """What one process has after a step's backward, and after its optimizer.
+    """The state of one process after a step's backward, and after its optimizer.
 
     Attributes:
         saved: The global "loss", the "norm" of the whole gradient, "gradients" by plain names

@@ -1,4 +1,4 @@
-"""What a verification found: as a table, as Markdown for a pull request, as JSON."""
+"""The report of a verification: as a table, as Markdown for a pull request, as JSON."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ class CaseResult:
 
     @property
     def passed(self) -> bool:
-        """Whether all ranks finished and found nothing that rounding does not explain."""
+        """True if all ranks finished and found nothing that rounding does not explain."""
         return bool(self.ranks) and not any(rank.failures for rank in self.ranks)
 
     @property
     def replayed(self) -> list[Difference]:
-        """What was chosen as in one process, where rounding chose other experts."""
+        """The choices taken over from one process, because rounding chose other experts."""
         return [each for rank in self.ranks for each in rank.replayed]
 
     @property
     def failed(self) -> bool:
-        """Whether a fault showed, or could not have been seen."""
+        """True if a fault showed, or could not have been seen."""
         return not self.passed and not self.refused
 
     @property
@@ -122,7 +122,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether every case passed, but for refused layouts that nobody named, and one did."""
+        """True if every case passed, but for refused layouts that nobody named, and one did."""
         if self.failures or (self.named and self.refusals):
             return False
         return any(result.passed for result in self.results)

@@ -1,4 +1,4 @@
-"""Which experts tokens go to: where rounding would choose others, the choice of one process holds.
+"""The experts that tokens go to: if rounding would choose others, the choice of one process holds.
 
 Top-k is a discontinuity: where the k-th and the next score are nearer to each other than rounding
 tells them apart, a token may go to another expert than in one process, and nothing after that could

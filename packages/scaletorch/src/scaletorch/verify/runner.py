@@ -59,7 +59,7 @@ SHARDED: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one rank found.
+    """The findings of one rank.
 
     Attributes:
         compared: How many tensors it compared.

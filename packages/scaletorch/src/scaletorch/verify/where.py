@@ -1,4 +1,4 @@
-"""Where a proof runs: the kind of device that computes, and the backend that connects ranks."""
+"""The place of a proof: the kind of device that computes, and the backend that connects ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the differentiable collectives compute: joins, pieces and sums of tensors along a dim.
+"""Joins, pieces and sums of tensors along a dim, for the differentiable collectives.
 
 Nothing here records a graph or changes its input; with one rank nothing is sent.
 """

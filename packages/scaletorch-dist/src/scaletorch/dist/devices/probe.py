@@ -1,4 +1,4 @@
-"""What this machine has of the table, and backends as users write them."""
+"""The devices and backends of this machine, and the spellings of backends that users may write."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _substitute(backend: str) -> str:
 
 
 def backend_config(backend: str) -> str:
-    """What `init_process_group` is to be told: CPU tensors keep gloo beside a device's backend.
+    """Return the backend for `init_process_group`: CPU tensors keep gloo beside a device's backend.
 
     Example:
         >>> backend_config("nccl")

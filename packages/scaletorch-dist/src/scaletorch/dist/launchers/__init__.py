@@ -1,1 +1,1 @@
-"""What the environment says of this process: its launcher, its place, its network."""
+"""Facts from the environment about this process: its launcher, its rank, its network."""

@@ -117,7 +117,7 @@ def remember_launcher(launcher: str | None) -> None:
 
 
 def refuse_batch_script_of_many() -> None:
-    """Where a Slurm job has many tasks and no launcher started this process, say what is missing.
+    """Refuse to go on if a Slurm job has many tasks and no launcher started this process.
 
     Raises:
         StateError: This is the batch script's own process in a job of several tasks.
@@ -134,7 +134,7 @@ def refuse_batch_script_of_many() -> None:
 
 
 def launched_world_size() -> int:
-    """How many processes a launcher started together with this one; 1 without a launcher."""
+    """Return the number of processes that the launcher started; 1 without a launcher."""
     environment = find_environment()
     size = "1" if environment is None else os.environ[environment.world_size]
     return int(size) if size.isdecimal() else 1
@@ -170,7 +170,7 @@ def read_placement(launcher: str) -> Placement:
 
 
 def job_name(placement: Placement) -> str:
-    """What all ranks of one start have in common and those of another have not; "" if unknown."""
+    """Return a name that only the ranks of one start share; "" if unknown."""
     env = os.environ
     names = {
         "pytorch": "TORCHELASTIC_RUN_ID",

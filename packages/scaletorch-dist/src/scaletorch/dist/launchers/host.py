@@ -1,4 +1,4 @@
-"""Which host this is: the one answer for nodes, for shared memory and for the guard."""
+"""The name of this host: one answer for nodes, for shared memory and for the guard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which network interface gloo is to use; left to itself it asks for the host's own name."""
+"""The network interface for gloo; left to itself gloo looks up the host's own name."""
 
 from __future__ import annotations
 

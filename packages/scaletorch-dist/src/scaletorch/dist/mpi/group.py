@@ -23,7 +23,7 @@ _ProcessGroup: Any = c10d.ProcessGroup
 
 
 class _Options:
-    """What torch.distributed and `get_timeout` ask a backend for."""
+    """The options that torch.distributed and `get_timeout` read from a backend."""
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -82,7 +82,7 @@ class MPIMembers(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def group_desc(self) -> str:
-        """What the group is for."""
+        """The purpose of the group."""
         return self._desc
 
     def _set_group_desc(self, desc: str) -> None:

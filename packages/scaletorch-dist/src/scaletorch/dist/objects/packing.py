@@ -36,7 +36,7 @@ _SAVED = b"PK"  # with which a file of `torch.save` begins, and no pickle
 
 
 class Terms(NamedTuple):
-    """What a call takes for plain, and whether anything else may be pickled.
+    """The types that a call sends without pickle, and whether others may be pickled.
 
     Attributes:
         allow_pickle: As in the call; the environment may forbid it all the same.

@@ -1,4 +1,4 @@
-"""What a forked rank does: take over the caller's settings, join the group, run functions."""
+"""Main function of a forked rank: take the caller's settings, join the group, run functions."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def _take_stacks(processes: Sequence[RankProcess], report: RankReport) -> None:
 
 
 def _last_stacks(process: RankProcess) -> str:
-    """What a rank wrote of itself as a signal such as SIGSEGV ended it."""
+    """Return the stacks that a rank wrote as a signal such as SIGSEGV ended it."""
     with contextlib.suppress(OSError), open(process.stack_file) as file:
         return _own_part(file.read().partition("\nExtension modules:")[0]).strip()
     return ""

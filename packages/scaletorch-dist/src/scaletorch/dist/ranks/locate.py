@@ -1,4 +1,4 @@
-"""How one process names a function so that another finds the same one."""
+"""Names of functions by which another process finds the same function."""
 
 from __future__ import annotations
 

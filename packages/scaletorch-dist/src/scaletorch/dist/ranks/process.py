@@ -93,7 +93,7 @@ class ForkServer:
 
     @property
     def usable(self) -> bool:
-        """Whether it runs and belongs to this very process (and not to one that forked us)."""
+        """True if it runs and belongs to this very process, and not to one that forked us."""
         return self.owner == os.getpid() and self._process.poll() is None
 
     def _receive(self) -> dict[str, Any]:

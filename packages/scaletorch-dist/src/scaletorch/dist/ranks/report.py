@@ -15,7 +15,7 @@ _COORDINATES = re.compile(r"(\brank \d+ \()?\bdp\d+ pp\d+ cp\d+ tp\d+\b(?: edp\d
 
 @dataclass(slots=True)
 class RankReport:
-    """What became of each rank in one run."""
+    """The outcome of each rank in one run."""
 
     name: str
     world_size: int
@@ -80,7 +80,7 @@ def without_coordinates(text: str) -> str:
 
 
 def describe_exit(exit_code: int | None) -> str:
-    """How a process ended, in words."""
+    """Return in words how a process ended."""
     if exit_code is None:
         return "disappeared with the fork-server"
     if exit_code >= 0:

@@ -1,4 +1,4 @@
-"""What a function may leave behind in a process that runs another function next."""
+"""State that a function may leave in a process, and its removal before the next function."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _groups() -> object:
 
 
 def _declared() -> object:
-    """What modules say of themselves: any module may define `__rank_state__() -> object`.
+    """Return the state that modules declare: any module may define `__rank_state__() -> object`.
 
     None or False is nothing: a module that a function was the first to import is no change.
     """

@@ -1,1 +1,1 @@
-"""How a process becomes a rank: the meeting point, the roll call, the default group."""
+"""The start of a rank: the meeting point, the roll call, the default group."""

@@ -1,4 +1,4 @@
-"""Who comes to the roll call, and what is wrong with those who came."""
+"""The roll call: the processes that came, and errors in what they say."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Caller:
 
 
 def judge(callers: list[Caller], too_late: bool) -> str:
-    """What is wrong with those who are here, or that all are well; "" while it is open."""
+    """Return what is wrong with those that came, or that all are well; "" while it is open."""
     me = callers[0]
     seen: dict[int, Caller] = {}
     for caller in callers:

@@ -1,4 +1,4 @@
-"""Who creates the default group, and with which backend."""
+"""The creation of the default group, and the choice of its backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Creator = Callable[[Placement, Meeting | str, dict[str, Any]], None]
 
 
 def choose_backend(backend: str, *, warn: bool = True) -> str:
-    """What to initialise for an asked backend, falling back to the machine's own with a warning.
+    """Return the backend to initialise: the one asked for, or the machine's own with a warning.
 
     Args:
         backend: A name, or `device:backend` pairs with commas between.

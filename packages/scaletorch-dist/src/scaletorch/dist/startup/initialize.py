@@ -201,7 +201,7 @@ def _remember(ours: bool) -> None:
 def _find_meeting(
     placement: Placement, port: int | None, init_method: str | None
 ) -> Meeting | None:
-    """Where to meet; None leaves it to torch, by `init_method`."""
+    """Return the meeting point, or None if torch finds it by `init_method`."""
     if init_method in (None, "env://"):
         return find_meeting(placement, port)
     if agent_holds_store() and init_method.startswith("tcp://"):

@@ -1,4 +1,4 @@
-"""Where ranks meet: address and port from a launcher's environment."""
+"""The meeting point of the ranks: address and port from a launcher's environment."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Task:
 
 
 class LevelsWay(Way):
-    """How tensors travel on a group that spans nodes.
+    """The way of tensors on a group that spans nodes.
 
     Attributes:
         inside: The ranks of this node, in the group's order, for what goes in.

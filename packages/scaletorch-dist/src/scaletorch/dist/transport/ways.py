@@ -1,4 +1,4 @@
-"""How tensors travel: by a group's backend, or by levels of nodes.
+"""Ways of tensors: by a group's backend, or by levels of nodes.
 
 What every call takes: contiguous tensors on the group's device, packed by a recipe to be
 reduced, and `done`, which is given the result and returns what the caller promised. An asynchronous
@@ -67,7 +67,7 @@ def arrived(result: object) -> None:
 
 
 class Way:
-    """How tensors of one kind of device travel on one group: by its backend.
+    """The way of tensors of one kind of device on one group: its backend.
 
     Attributes:
         route: With which backend, and what that lacks.

@@ -1,4 +1,4 @@
-"""What everything here takes from torch.distributed, and how a tensor travels on a group."""
+"""The one import of torch.distributed's collectives, and the route of a tensor on a group."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _with_complex(dtypes: frozenset[torch.dtype]) -> frozenset[torch.dtype]:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How tensors of one device travel on one group.
+    """The route of tensors of one device on one group.
 
     Attributes:
         backend: With which backend.

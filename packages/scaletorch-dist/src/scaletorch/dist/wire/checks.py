@@ -1,4 +1,4 @@
-"""What is checked of a call before anything is sent: its arguments here, and other ranks' calls.
+"""Checks of a call before anything is sent: its arguments here, and the calls of other ranks.
 
 Calls are compared if `check_collectives(True)` or `SCALETORCH_DIST_CHECK=1` asks for it on *every*
 rank. Then each call first compares its name, shapes, dtype, operation, root and group size over the

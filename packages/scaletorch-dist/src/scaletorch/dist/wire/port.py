@@ -1,4 +1,4 @@
-"""Where a guard, if there is one, is told of every call and of every wait."""
+"""The port through which a guard, if there is one, hears of every call and every wait."""
 
 from __future__ import annotations
 

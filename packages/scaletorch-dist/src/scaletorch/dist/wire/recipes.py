@@ -1,4 +1,4 @@
-"""How a tensor of some dtype is reduced by a backend that knows fewer dtypes and operations.
+"""Recipes that reduce a tensor on a backend that knows fewer dtypes and operations.
 
 A recipe packs the tensor into a dtype that every backend reduces, names the operation to run there,
 and unpacks the result. Packing makes the result right and the same on every rank: integers that a
@@ -28,7 +28,7 @@ def _keep(data: Tensor, size: int = 1) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What to run instead.
+    """The reduction to run instead.
 
     Attributes:
         name: The operation that was asked for.

@@ -1,1 +1,1 @@
-"""Who this process is, and who the others are: ranks, groups and hosts."""
+"""Facts about this process and the others: ranks, groups and hosts."""

@@ -1,4 +1,4 @@
-"""Who and where this process is, and what it knows of a group: one record, filled in when asked.
+"""One record of this process and of each group it knows, filled in when asked.
 
 Every function also works with no process group at all.
 """

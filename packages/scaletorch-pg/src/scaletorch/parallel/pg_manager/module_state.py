@@ -1,4 +1,4 @@
-"""What forwards leave behind, put back: random generators, buffers and attributes of modules."""
+"""State that forwards leave behind, and its restoration: generators, buffers, attributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each tensor of a run is computed from."""
+"""The ancestors of each tensor of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where faults are born: tensors that are wrong while all that they were computed from is right."""
+"""Births of faults: tensors that are wrong although all their inputs are right."""
 
 from __future__ import annotations
 

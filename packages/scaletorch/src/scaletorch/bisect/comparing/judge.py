@@ -24,7 +24,7 @@ BEYOND = 1e30  # no results are so large
 
 @dataclass(slots=True)
 class Judged:
-    """How a tensor compares.
+    """The verdict on one tensor.
 
     Attributes:
         key: Which.
@@ -47,7 +47,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What rounding does.
+    """The measured effect of rounding.
 
     Attributes:
         lost: To each tensor of one process in a lower dtype, in epsilons of that, see `measure`.
@@ -59,7 +59,7 @@ class Measured:
 
     @property
     def chooses(self) -> bool:
-        """Whether it changes whole numbers, as it does not in float64."""
+        """True if it changes whole numbers, as it does not in float64."""
         return self.eps > torch.finfo(torch.float64).eps and INFINITE in self.lost.values()
 
 

@@ -1,4 +1,4 @@
-"""Where ranks' tensors lie in the whole, and the whole put together of them.
+"""Places of ranks' tensors in the whole, and the whole joined from them.
 
 Ranks say it; where that leaves it open sizes are compared, and if several places fit, values.
 """
@@ -216,7 +216,7 @@ def _indices(ranges: Sequence[Sequence[int]]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one rank has of a tensor.
+    """The shard of a tensor on one rank.
 
     Attributes:
         rank: Global rank.

@@ -1,4 +1,4 @@
-"""What ranks' own losses, and their gradients, count in the whole, if no program says it.
+"""Weights of ranks' losses and gradients in the whole, if no program says them.
 
 Losses that ranks go back from are means or shares. DDP and FSDP2 average gradients over ranks, so
 programs multiply the loss by the number of ranks: gradients of activations are as many times the

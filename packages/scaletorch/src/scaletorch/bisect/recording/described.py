@@ -1,4 +1,4 @@
-"""What a rank has of the whole batch and model, as data."""
+"""Descriptions of a rank's share of the batch and model, as data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Axis:
 
 @dataclass(slots=True)
 class Description:
-    """What a rank has.
+    """A description of one rank's share.
 
     Attributes:
         axes: By name: 'rows', 'positions', and others.

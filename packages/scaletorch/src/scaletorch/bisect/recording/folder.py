@@ -112,7 +112,7 @@ class Writer:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What one rank recorded of one step.
+    """The recording of one step on one rank.
 
     Attributes:
         header: What is the same for all tensors.

@@ -1,4 +1,4 @@
-"""Which of the tensors that were met before one was computed from: read off autograd's graph."""
+"""Lineage of tensors: the earlier ones from which one was computed, by autograd's graph."""
 
 from __future__ import annotations
 

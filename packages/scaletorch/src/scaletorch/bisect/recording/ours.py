@@ -1,4 +1,4 @@
-"""What a rank of a grid has of the whole, as this library has divided it."""
+"""The description of a rank of a grid, from how this library has divided the model."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is saved, as this rank has it, and its place in the whole."""
+"""The state to save: this rank's tensors, and their places in the whole."""

@@ -34,7 +34,7 @@ class Entry:
 
 @dataclass(slots=True)
 class Record:
-    """What a rank saves.
+    """The entries that a rank saves.
 
     Attributes:
         tensors: Entries by name.
@@ -52,7 +52,7 @@ class Record:
 
     @property
     def notes(self) -> dict[str, Mapping[str, Any]]:
-        """What the first rank is to know of this one beside tensors."""
+        """Facts about this rank for the first rank, beside tensors."""
         return {"scalars": self.scalars, "ties": self.ties}
 
     def add(self, name: str, entry: Entry, *, replicated: bool, experts: bool = False) -> None:

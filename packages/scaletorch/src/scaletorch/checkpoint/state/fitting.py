@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a model, and which saved entry each of its tensors is loaded from."""
+"""The check that a checkpoint fits a model, and the saved entry for each of its tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model has on this rank, and which rectangles of the plain model's tensors that is."""
+"""The tensors of a model on this rank, as rectangles of the plain model's tensors."""
 
 from __future__ import annotations
 

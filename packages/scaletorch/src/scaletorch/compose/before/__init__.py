@@ -1,1 +1,1 @@
-"""What would train wrongly, refused: by `parallelize`, before each step, and in the first one."""
+"""Refusals of what would train wrongly: in `parallelize`, before each step, in the first one."""

@@ -1,4 +1,4 @@
-"""What a model's own code raises in its first step on a layout, with the module and the reason."""
+"""Errors of a model's own code in its first step on a layout, with the module and the reason."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Joined(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """Where a tensor has its rows and its positions.
+    """The dims of a tensor that hold rows and positions.
 
     Attributes:
         rows: The dim of rows.

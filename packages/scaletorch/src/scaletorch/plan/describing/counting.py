@@ -1,4 +1,4 @@
-"""How much an operation computes and moves, and what a call of torch.distributed sends."""
+"""Counts of an operation's arithmetic and traffic, and of the bytes that a collective sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cards compute in one kernel where the CPU takes several, which keep more for backward."""
+"""Operations that are one kernel on cards and several on the CPU, which keep more for backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a hollow step does, block by block: memory, what autograd keeps, operations, messages."""
+"""Counts of a hollow step, block by block: memory, what autograd keeps, operations, messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a step takes: computing, messages, the pipeline, gradients and update."""
+"""The time of a step: computing, messages, the pipeline, gradients and update."""
 
 from .step import Steps, time, timeline
 

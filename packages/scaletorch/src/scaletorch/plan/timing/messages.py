@@ -15,7 +15,7 @@ _NONE = ("receive", "barrier")  # counted where they are sent; never in a step
 
 
 class Level(NamedTuple):
-    """How a group uses a level of links.
+    """The use that a group makes of a level of links.
 
     Attributes:
         size: Ranks of the group that the level joins.
