@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaletorch.dist import RankFailedError, StateError, launch
-from scaletorch.dist.ranks import locate
+from scaletorch.dist.ranks import locate, process
 from scaletorch.dist.testing import distributed_test, preload, run_ranks
 
 
@@ -236,6 +236,9 @@ preload("xmlrpc.client")
 
 def has_a_server():
     return process._server is not None
+
+class Argument:
+    pass
 """
 
 
@@ -252,6 +255,17 @@ def test_a_rank_that_imports_a_file_starts_no_server_for_what_it_preloads(
         monkeypatch.undo()
     assert function()
     assert run_ranks(function, 2) == [False, False]
+
+
+def has_a_server_with(argument):
+    return process._server is not None
+
+
+def test_a_rank_that_imports_a_file_of_its_arguments_starts_no_server_either(tmp_path, monkeypatch):
+    (tmp_path / "preloading_argument.py").write_text(PRELOADING)
+    monkeypatch.syspath_prepend(tmp_path)
+    argument = importlib.import_module("preloading_argument").Argument()
+    assert run_ranks(has_a_server_with, 1, argument) == [False]
 
 
 def test_asserts_of_a_file_that_pytest_has_not_read_explain_themselves(tmp_path):

@@ -25,7 +25,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from ..startup.sharing import Notice, crowded, prepare_local_rank, refuse_shared_devices
 from . import state as rank_state
 from .filters import filtered
-from .locate import Locator
+from .locate import Locator, loading
 
 
 def main(connection_fd: int, request: dict[str, Any]) -> None:
@@ -120,7 +120,8 @@ def _run(
         _seed(seed)
     try:
         fn = locator.find()
-        args, kwargs = ForkingPickler.loads(arguments)
+        with loading(locator):
+            args, kwargs = ForkingPickler.loads(arguments)
         with filtered(filters):
             result = fn(*args, **kwargs)
             _finish_threads()

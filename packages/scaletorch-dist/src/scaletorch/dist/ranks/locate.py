@@ -8,7 +8,8 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -111,12 +112,19 @@ def importing() -> bool:
     return bool(_loading)
 
 
-def _find_module(locator: Locator) -> ModuleType:
+@contextmanager
+def loading(locator: Locator) -> Iterator[None]:
+    """Let files that are imported to find a function or its arguments start no ranks."""
     _loading.append(locator.path or locator.module)
     try:
-        module = _import(locator)
+        yield
     finally:
         _loading.pop()
+
+
+def _find_module(locator: Locator) -> ModuleType:
+    with loading(locator):
+        module = _import(locator)
     if locator.is_main:
         sys.modules["__main__"] = sys.modules[MAIN_ALIAS] = module  # what pickles will name
     return module
