@@ -39,6 +39,7 @@ class State(NamedTuple):
         pair: Of the last two buckets, if they are no part of `gradients`.
         ending: Of what is received for the last two buckets.
         whole: Of all that come in buckets.
+        opened: Of those with several tensors, which the first of their gradients opens.
         ties: Gradients of tied weights that other stages send when a step ends.
     """
 
@@ -52,6 +53,7 @@ class State(NamedTuple):
     inside: int = 0
     bucket: int = 0
     whole: int = 0
+    opened: int = 0
     pair: int = 0
     ending: int = 0
     ties: int = 0
@@ -123,6 +125,7 @@ def _state(known: Known, layout: Layout, group: Group, ranks: int) -> State:
         whole * item, 0, states, shards, own * master,
         inside=group.in_a_row(OPEN) * sums + coming,
         bucket=bucket, pair=pair, ending=ending, whole=whole * sums,
+        opened=whole * sums if group.largest <= group.usual else 0,
     )  # fmt: skip
 
 
@@ -221,10 +224,10 @@ def _parts(
         messages = _messages(known, layout, number, moment)
         brought = own.brought * moment.begun // count
         yield brought, activations, chunk.working[moment.kind], messages + own.start
-        if moment.kind == "I" and own.inside:
+        if moment.kind == "I" and own.opened:
             # Gradients of norms have come, so that all buckets wait for those of linear layers.
             rest = activations - chunk.kept + chunk.left
-            yield brought, rest, 0, messages + own.whole // count + own.ending
+            yield brought, rest, 0, messages + own.opened // count + own.ending
             continue
         if own.last and count > 1:  # what the other chunks had is sent when the step ends
             continue
