@@ -193,6 +193,29 @@ def test_layers_that_fit_together_are_divided(name, example):
     assert suggest_plan(hollow, ids) == plan
 
 
+class Distilled(nn.Module):
+    """A student and its teacher, which has a vocabulary of its own and the same plan."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = Words(Gated), Words(Gated).requires_grad_(False)
+
+    def forward(self, ids):
+        with torch.no_grad():
+            taught = self.teacher(ids)
+        return self.student(ids) + taught
+
+
+def test_a_teacher_is_divided_as_its_student():
+    """So that an average of the student's shards goes into the teacher's."""
+    found = suggest_plan(Distilled(), IDS)
+    plans = [
+        {n.removeprefix(f"{of}."): style for n, style in found.items() if n.startswith(of)}
+        for of in ("student", "teacher")
+    ]
+    assert plans[0] == plans[1] == {f"blocks.*.parts.*.{n}": s for n, s in GATED.items()} | HEAD
+
+
 def test_numbers_that_tell_layers_apart_stay_in_patterns():
     found = suggest_plan(Words(lambda: nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16))), IDS)
     assert found == {"blocks.*.parts.0.0": "column", "blocks.*.parts.0.1": "row"} | HEAD

@@ -32,7 +32,7 @@ class _Reads(TorchFunctionMode):
 
 
 def vocabulary_styles(model: nn.Module, inside: set[nn.Module], example: Any) -> dict[str, Style]:
-    """Return the styles of an embedding outside of layers and of the head with as many outputs.
+    """Return the styles of embeddings outside of layers and of heads with as many outputs.
 
     What is read by anything but calls of these modules stays whole, such as the weight in
     `F.linear(x, table.weight)`.
@@ -53,10 +53,16 @@ def vocabulary_styles(model: nn.Module, inside: set[nn.Module], example: Any) ->
         call(model, example)
     for name, table in tables.items():
         rows = len(table.get_parameter("weight"))
-        same = {n: head for n, head in heads.items() if features(head)[1] == rows}
-        divided = {table, *same.values()}
-        read = {id(p) for module in divided for p in module.parameters()}
-        owners = {m for m in model.modules() for p in m._parameters.values() if id(p) in read}
-        if same and owners <= divided and all(calls[k] == reads.counts[k] > 0 for k in read):
-            return {name: "vocab", **dict.fromkeys(same, "column_gather")}
+        heads_of = {n: head for n, head in heads.items() if features(head)[1] == rows}
+        twins = {n: t for n, t in tables.items() if len(t.get_parameter("weight")) == rows}
+        for chosen in (twins, {name: table}):  # a teacher has a table and a head of its own
+            divided = {*chosen.values(), *heads_of.values()}
+            read = {id(p) for module in divided for p in module.parameters()}
+            owners = {m for m in model.modules() for p in m._parameters.values() if id(p) in read}
+            whole = owners <= divided and all(calls[k] == reads.counts[k] > 0 for k in read)
+            if heads_of and whole:
+                return {
+                    **dict.fromkeys(chosen, "vocab"),
+                    **dict.fromkeys(heads_of, "column_gather"),
+                }
     return {}
