@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -61,16 +62,24 @@ def failures_named(
     """
     sizes = {axis: getattr(manager, f"{axis}_size") for axis in _WAYS_OUT}
     sizes["dp"] *= num_micro_batches
-    ways = [text for axis, text in _WAYS_OUT.items() if sizes[axis] > 1]
+
+    def ways_out(error: Exception) -> list[str]:
+        # Fewer rows lead to a misfit of sizes; any other error has nothing to do with dp.
+        of_sizes = re.search(r"\b(sizes?|shapes?|dimensions?)\b", str(error)) is not None
+        axes = [axis for axis in _WAYS_OUT if sizes[axis] > 1 and (axis != "dp" or of_sizes)]
+        return [_WAYS_OUT[axis] for axis in axes]
+
     try:
         yield
     except StageError as error:
+        ways = ways_out(error)
         kind = getattr(builtins, error.kind, None)
         if not ways or not isinstance(kind, type) or not issubclass(kind, _OF_CODE):
             raise
         why = f"{error}; if it runs in one process, then {'; or '.join(ways)}"
         raise StageError(why, error.kind) from error
     except _OF_CODE as error:
+        ways = ways_out(error)
         found = _innermost(pipeline_of(model).module, error.__traceback__)
         if isinstance(error, _NOT_OF_CODE) or not ways or found is None:
             raise
