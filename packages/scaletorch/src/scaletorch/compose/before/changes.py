@@ -119,7 +119,7 @@ def changes_followed(
     """
     wait_for_parameters(model)  # a sharded optimizer may still be fetching them
     changes = _Changes(model)
-    # Replaces forward instead of using a hook, since a hook would be taken for the user's.
+    # Not a hook: the wrapper would register it on the wrapped module.
     model.forward = partial(changes.around, model.forward)
     try:
         with eagerly():
