@@ -191,7 +191,7 @@ def _sharded(parts: Iterable[_Rows], cut: Cut, positions: Positions | None) -> l
 def _own_positions(
     rows: Batch, entries: Batch, sequences: ShardedSequences, positions: Positions
 ) -> dict[str, Tensor]:
-    """Return this rank's positions of the entries that have any.
+    """Return this rank's shard of every entry that has positions.
 
     Args:
         rows: The entries of a micro-batch that have rows.

@@ -20,7 +20,7 @@ POSITIONS = "position_ids"
 OF_LOSS = "loss_"  # prefix of entries for the loss, which the model does not get
 RowDims = Mapping[str, int | None]
 Shape = tuple[int, ...]
-_TOKENS = ("input_ids", "labels", "token_type_ids")  # [B, L], whatever B and L are
+_TOKENS = ("input_ids", "labels", "token_type_ids")  # always [B, L]: dim 0 is rows even if B = L
 _NUMBERS = bool | int | float | str | None
 
 

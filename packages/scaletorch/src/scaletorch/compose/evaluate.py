@@ -113,7 +113,7 @@ def forward_step(
     def result(output: Any, batch: Any) -> Tensor:
         try:
             return function(output, LossBatch(batch.micro_batch, head, manager))
-        except Exception as error:  # the other ranks are told when all forwards are done
+        except Exception as error:  # raised after all forwards, so that all ranks raise
             problem.append(error)
             return torch.zeros(())
 

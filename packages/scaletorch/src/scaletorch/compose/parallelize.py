@@ -87,8 +87,8 @@ def parallelize(
             compare the layout with the plain model; see `rehearse`.
 
     Returns:
-        This rank's pipeline stage, which knows the grid. Pass it to `train_step`, and make
-        optimizers of its parameters. Gradients are summed over the ranks that hold the same shard.
+        This rank's pipeline stage, which knows the grid. Pass it to `train_step`, and make the
+        optimizer for its parameters. Gradients are summed over ranks that hold the same shard.
 
     Raises:
         InvalidArgumentError: The plan does not fit the model, or the grid cannot train the model
@@ -179,7 +179,7 @@ def _checked(
     terms, failed = Terms("", {}, takes_any=True), None
     try:
         terms = _terms(model, manager, settings)
-    except Exception as error:  # the other ranks are told
+    except Exception as error:  # `require_one_model` raises it, so that all ranks raise
         failed = error
     require_one_model(model, asdict(settings), manager, init_sync=init_sync, error=failed)
     return terms

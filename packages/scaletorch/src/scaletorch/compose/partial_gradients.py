@@ -166,7 +166,7 @@ def _compare(
     _sort(known)
     spans = {
         (at, tuple(their)) for _, _, at, their, _ in told
-    }  # one for each place if all are equal
+    }  # one per place if the ranges of its tp ranks are equal
     known.compared, known.shards = True, model.optimizer_shards
     known.same = len(spans) == len({at for at, _ in spans})
 

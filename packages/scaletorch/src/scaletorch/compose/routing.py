@@ -50,7 +50,7 @@ def count_routing(
         found, module = _tensor(block, bias), block._modules.get(experts)
         if found is None or module is None:
             continue
-        if type(module).forward is nn.Module.forward:  # torch's own raises
+        if type(module).forward is nn.Module.forward:  # torch's default raises
             raise InvalidArgumentError(
                 f"'{name}.{experts}' ({type(module).__name__}) has no forward, and is not called "
                 "with the indices of experts, which are to be counted: count them in the block "

@@ -115,9 +115,9 @@ def rehearse(
 
     The small batch has up to two rows of each micro-batch, perhaps of fewer micro-batches, and at
     most 512 positions. It trains in a real step, with buckets, schedules and ZeRO. Then each rank
-    runs the whole plain model, holding the weights of one layer at a time. Each layer gets the
-    hidden states that the layout's layer got. Its output, the gradient of its input and those of
-    its weights are compared with the layout's; so are the loss and the modules outside of layers.
+    runs the whole plain model, holding the weights of one layer at a time. Each layer gets the same
+    hidden states as in the layout's step. Its output, the gradient of its input and those of its
+    weights are compared with the layout's; so are the loss and the modules outside of layers.
 
     A model that trains in 16 bits is rehearsed in float32 if memory allows, since 16-bit rounding
     hides small errors. Dropout is off. Afterwards gradients, buffers, random generators and plain

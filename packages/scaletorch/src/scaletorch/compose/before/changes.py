@@ -177,7 +177,7 @@ def _unlike(
 
 
 def _buffers_of_shards(model: nn.Module) -> Iterator[str]:
-    """Yield the buffers of modules that each tp rank has a shard of."""
+    """Yield the names of buffers in modules that tp shards."""
     divided = {*divided_modules(model)}
     for name, module in model.named_modules():
         if isinstance(module, TensorParallelLayer) or module in divided:

@@ -184,7 +184,7 @@ def _short(
         elif sequences and (x.shape == shape or name == POSITIONS):
             short[name] = x[..., :most]
         elif isinstance(x, Tensor) and length in x.shape:
-            return dict(whole)  # a mask, perhaps
+            return dict(whole)  # this entry, perhaps a mask, may have positions in any dim
         else:
             short[name] = x
     return short

@@ -212,7 +212,7 @@ class Call:
             "made_gradient", f"gradient that comes back to {self.name}", theirs
         )
         if self.given_out:
-            hidden = self.handed[0]  # the shape of what was given is the same
+            hidden = self.handed[0]  # the unit's input has the same shape
             return [
                 self.both.ranks.join(self.name, self.turn, "given_gradient", hidden.shape).tensor
             ]
