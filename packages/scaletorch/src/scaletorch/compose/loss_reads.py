@@ -36,7 +36,7 @@ _PARALLEL = (
 
 
 class Words(TorchFunctionMode):
-    """Refuses a loss that picks a word beyond this rank's shard of the vocabulary.
+    """A function mode that refuses a loss which picks a word beyond this rank's logits.
 
     Without it, kernels raise an IndexError, or on CUDA fail an assert that makes the device
     unusable. It reads labels on the host, so it is used in a first step only.

@@ -53,10 +53,11 @@ def train_step(
     if one of them fails. The same all-reduce compares a sample of the parameters that ranks share,
     and how the training loop scaled gradients since the last step.
 
-    First step: a rehearsal (see `rehearse`) comes first, unless the model has gradients; it also
-    comes before the first step with another loss_fn. Then the ranks compare their batches. At the
-    end of the step they check that forward changed no parameter, and no buffer in a way that
-    depends on the layout. The first step with several micro-batches checks these changes again.
+    First step: a rehearsal (see `rehearse`) comes first, unless `parallelize` got `rehearse=False`
+    or the model has gradients; it also comes before the first step with another loss_fn. Then the
+    ranks compare their batches. At the end of the step they check that forward changed no
+    parameter, and no buffer in a way that depends on the layout. If the first step has one
+    micro-batch, the first step with several checks these changes again.
 
     Args:
         model: The model that `parallelize` returned.
@@ -80,7 +81,7 @@ def train_step(
     Raises:
         InvalidArgumentError: The model or the batch does not fit the layout; a loss_fn did not
             return a sum and a number, or its number differs from that of count_fn; or forward
-            changed a parameter or a buffer.
+            changed a parameter, or a buffer in a way that depends on the layout.
         RehearsalError: The layout does not compute what one process computes; see `rehearse`.
         MismatchError: Batches, shared parameters, gradient scales or losses differ between ranks
             that must have the same, or another rank has failed.

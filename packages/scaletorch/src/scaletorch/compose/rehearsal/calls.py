@@ -22,7 +22,7 @@ from .recording import hidden_of
 
 
 class Handover(torch.autograd.Function):
-    """Connects the output of a replayed unit to the autograd graph of the root."""
+    """The link from the output of a replayed unit to the autograd graph of the root."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, _anchor: Tensor, *_inputs: Tensor) -> tuple[Tensor, ...]:

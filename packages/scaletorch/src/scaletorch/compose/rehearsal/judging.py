@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Judge:
-    """Compares tensors, and records the differences.
+    """A comparison of tensors that records the differences.
 
     Attributes:
         chain: Upper bound of the number of additions between the inputs and any tensor.
@@ -140,7 +140,7 @@ class Judge:
 
 
 class _Casts(TorchDispatchMode):
-    """Records casts to a narrower dtype in a judge."""
+    """A dispatch mode that records casts to a narrower dtype in a judge."""
 
     def __init__(self, judge: Judge) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ _OWNERS: tuple[Any, ...] = (torch._VF, torch)
 
 
 class _AttendWithoutDropout(TorchFunctionMode):
-    """Turns dropout of attention off; it does not reach a backward that recomputes."""
+    """A mode that turns dropout of attention off, except in a backward that recomputes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

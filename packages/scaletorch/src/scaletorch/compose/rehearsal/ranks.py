@@ -23,7 +23,7 @@ _KINDS = ("given", "made", "given_gradient", "made_gradient")
 
 
 class PartedError(Exception):
-    """Ranks cannot go on with a rehearsal together."""
+    """An error of ranks that cannot go on with a rehearsal together."""
 
 
 class Joined(NamedTuple):
@@ -56,7 +56,7 @@ class _Form(NamedTuple):
 
 @dataclass(slots=True)
 class Ranks:
-    """Gathers tensors from the ranks; every rank calls its methods in the same order.
+    """Access to the tensors of all ranks; every rank calls its methods in the same order.
 
     Attributes:
         model: The model that `parallelize` returned, with the gradients of the small step.

@@ -49,7 +49,7 @@ Records = dict[tuple[str, int], list[Record]]  # unit and stage -> its calls in 
 
 
 class Recorder:
-    """Records the calls of one module, innermost among the wrappers of its calls.
+    """A recorder of one module's calls, innermost among the wrappers of these calls.
 
     Args:
         name: The unit's name.

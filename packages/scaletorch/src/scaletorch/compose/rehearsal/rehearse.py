@@ -211,7 +211,7 @@ def _size(plain: Plain) -> int:
 
 
 class _Watch(TorchDispatchMode):
-    """Records whether any collective runs."""
+    """A dispatch mode that records whether any collective runs."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

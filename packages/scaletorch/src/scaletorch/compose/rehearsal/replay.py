@@ -1,4 +1,4 @@
-"""Run the whole plain model on the hidden states that ranks had, with the weights of one unit.
+"""Run the whole plain model on the hidden states that ranks had, one unit's weights at a time.
 
 Units are the layers; the root is everything outside of them, and runs normally. Each call of a unit
 takes the ranks' hidden states as its input and passes the ranks' output on to the root, so that an
