@@ -268,14 +268,7 @@ def _from_last_stage(value: float | None, manager: ProcessGroupManager) -> float
 def _corrected(
     model: DataParallelBucket, divisor: float, own: OwnLoss, manager: ProcessGroupManager
 ) -> tuple[float, Tensor]:
-    """Divide gradients by the true count of losses instead of its estimate; return both.
-
-    Args:
-        model: The model, whose gradients were divided by `divisor`.
-        divisor: The estimate.
-        own: The user's loss, which has counted.
-        manager: The grid.
-    """
+    """Divide gradients by the true count of losses, not the estimate `divisor`; return both."""
     counted = _summed(own.counted(get_comm_device(manager.world_group)), manager)
     scale_gradients(model, divisor / counted)
     for parameter, is_new in own.beside.values():

@@ -81,8 +81,8 @@ def require_one_batch(micro_batches: Sequence[Batch], manager: ProcessGroupManag
 
     The batch passed to `shard_global_batch` must be the same on all ranks, or, if each dp rank has
     read its own rows, on the ranks of one dp coordinate. The micro-batches, which may have been
-    changed since, must be the same on ranks that differ in tp and pp alone. `loss_...` entries that
-    were added to them, and entries that only some stages have, are not compared.
+    changed since, must be the same on ranks that differ in tp and pp alone; but their `loss_...`
+    entries are not compared, and a rank may have removed entries from them.
 
     Raises:
         MismatchError: Ranks differ; on every rank, with the entry and the ranks.
