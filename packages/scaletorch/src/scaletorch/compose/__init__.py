@@ -1,4 +1,4 @@
-"""The four strategies together: one call that composes them, one training step, whole tensors."""
+"""Combine the parallel strategies: parallelize a model, train a step, gather whole tensors."""
 
 from ._version import __version__
 from .batches import shard_global_batch

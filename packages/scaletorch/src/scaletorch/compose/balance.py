@@ -1,4 +1,4 @@
-"""The routers' auxiliary loss that models of transformers ask for, of the global batch."""
+"""The routers' auxiliary loss of models from transformers, computed over the global batch."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class RouterLoss:
     """The settings of the router loss in a model's config.
 
     Attributes:
-        coefficient: By which it is multiplied (`router_aux_loss_coef`).
-        top_k: Experts of a token (`num_experts_per_tok`).
+        coefficient: The factor of the loss (`router_aux_loss_coef`).
+        top_k: The number of experts per token (`num_experts_per_tok`).
     """
 
     coefficient: float
@@ -38,7 +38,7 @@ def read_router_loss(model: nn.Module, manager: ProcessGroupManager) -> RouterLo
     """Return the auxiliary loss that the model's config asks for; None if it asks for none.
 
     Raises:
-        InvalidArgumentError: It does, and cannot have it on this grid.
+        InvalidArgumentError: The config lacks `num_experts_per_tok`, or the grid has a pipeline.
     """
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -63,10 +63,10 @@ def read_router_loss(model: nn.Module, manager: ProcessGroupManager) -> RouterLo
 
 
 def require_one_micro_batch(micro_batches: Sequence[object]) -> None:
-    """Refuse several micro-batches, of which none knows what experts the others' tokens choose.
+    """Refuse several micro-batches, since the loss needs the choices of all tokens at once.
 
     Raises:
-        InvalidArgumentError: There are several.
+        InvalidArgumentError: There are several micro-batches.
     """
     if len(micro_batches) > 1:
         raise InvalidArgumentError(
@@ -84,21 +84,23 @@ def router_loss(
     shares_sequences: bool,
     real: Tensor | None = None,
 ) -> Tensor:
-    """Return this rank's part of the loss, of which the parts of cp x dp make up the whole.
+    """Return this rank's term of the loss; the terms of all cp x dp ranks sum to the whole loss.
 
-    With N experts and all tokens of all layers in one: N times the sum over experts i of (choices
-    of i / tokens) * (mean probability of i). Source: Switch Transformers (arXiv 2101.03961),
-    equations 4 to 6, as `load_balancing_loss_func` of transformers has it, over the global batch.
+    For N experts, with the tokens of all layers taken together: N times the sum over experts i of
+    (choices of i / tokens) * (mean probability of i). Source: Switch Transformers (arXiv
+    2101.03961), equations 4 to 6, as in `load_balancing_loss_func` of transformers, but over the
+    global batch.
 
     Args:
-        output: The model's, with each layer's [T, N] in `router_logits`.
-        wanted: What the config asks for.
+        output: The model's output, with each layer's [T, N] in `router_logits`.
+        wanted: The settings from the config.
         manager: The grid.
-        shares_sequences: Each tp rank has the logits of a share of the tokens.
-        real: Which tokens count, bool [B, L]; None is all.
+        shares_sequences: Each tp rank has the logits of its shard of the tokens.
+        real: A mask of the tokens that count, bool [B, L]; None counts all.
 
     Returns:
-        0-d, in float32 at least; the same on all tp ranks, whose gradients are of their tokens.
+        0-d, in float32 at least; the value is the same on all tp ranks. If they shard the tokens,
+        each rank's gradient covers its own tokens only.
     """
     given = getattr(output, "router_logits", None)
     if not isinstance(given, tuple | list) or not all(isinstance(x, Tensor) for x in given):
@@ -125,7 +127,7 @@ def router_loss(
 def _rows(
     real: Tensor, logits: Sequence[Tensor], manager: ProcessGroupManager, shares_sequences: bool
 ) -> Tensor:
-    """Return of every row of all layers' logits whether it is of a token that counts."""
+    """Return a mask of the rows of all layers' logits whose tokens count."""
     if shares_sequences:
         real = real.tensor_split(manager.tp_size, dim=1)[manager.tp_rank]
     return real.reshape(-1).repeat(len(logits))

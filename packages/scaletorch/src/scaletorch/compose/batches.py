@@ -1,4 +1,4 @@
-"""This rank's micro-batches of a global batch: how they were cut, and how a model is called."""
+"""Cut this rank's micro-batches from a global batch, and count their tokens."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Cut(NamedTuple):
     """The cut that made a micro-batch.
 
     Attributes:
-        layout: Which columns each cp rank has.
-        counted: Its `position_ids`, if it has any, were counted here, not given.
-        whole: The global batch, or what of it this data-parallel rank has read.
-        sequences: This rank's positions, and where packed documents begin; None if the dims of
+        layout: The order of columns over cp ranks.
+        counted: `position_ids`, if there are any, were made here, not given in the batch.
+        whole: The global batch, or the rows of it that this data-parallel rank has read.
+        sequences: This rank's positions, and the starts of packed documents; None if the dims of
             positions are not known.
-        own: `whole` is what this data-parallel rank has read.
-        row_dims: The dim of each entry that is rows; None if every micro-batch gets it whole.
-        sequence_dims: The dims of positions, as the caller has named them.
+        own: `whole` has only the rows that this data-parallel rank has read.
+        row_dims: The dim of rows of each entry; None if every micro-batch gets the whole entry.
+        sequence_dims: The dims of positions that the caller has named.
     """
 
     layout: str
@@ -58,8 +58,9 @@ class MicroBatch(dict[str, Tensor]):
     """A mapping of tensors [b, L / cp] that remembers its `Cut`.
 
     Attributes:
-        cut: How it was made.
-        is_empty: It got no row of the batch: its one row is computed and counts in no loss.
+        cut: The cut that made it.
+        is_empty: It got no row of the batch. The model computes one made-up row in its place, which
+            counts in no loss.
     """
 
     def __init__(self, entries: Batch, cut: Cut, *, is_empty: bool = False) -> None:
@@ -71,8 +72,8 @@ class Called(dict[str, Tensor]):
     """The entries that a model is called with.
 
     Attributes:
-        micro_batch: What they were made of.
-        count: How much of it counts in the loss, if this rank computes that.
+        micro_batch: The micro-batch that they come from.
+        count: The number of losses in it, if this rank computes the loss.
     """
 
     def __init__(self, entries: Batch, micro_batch: Batch) -> None:
@@ -95,37 +96,36 @@ def shard_global_batch(
     """Return this rank's micro-batches of a global batch.
 
     Args:
-        batch: The same on every rank: a mapping, a dataclass, or with a model a tuple of what its
-            forward takes. Rows are dim 0 of every entry, [B, ...]. Numbers, tensors of dim 0 of
-            size 1, and the starts of packed documents `cu_seq_lens_q` (0, a, ..., L) are passed
-            whole to every micro-batch. Entries named `loss_...` are for a loss of your own alone.
-            Models of tokens have `input_ids` [B, L]; `labels` [B, L] aligned with them, -100 for
-            tokens that have none; `position_ids` [B, L], [1, L] or of several axes [axes, B, L];
-            entries that are [B, L] are sequences, whose columns go to cp.
+        batch: The same on every rank: a mapping, a dataclass, or (with `model`) a tuple of the
+            forward's arguments. Rows are dim 0 of every entry, [B, ...]. Every micro-batch gets
+            whole: numbers, tensors whose dim 0 has size 1, and the starts of packed documents
+            `cu_seq_lens_q` (0, a, ..., L). Entries named `loss_...` go to your loss_fn, not to the
+            model. Models of tokens take `input_ids` [B, L]; `labels` [B, L] aligned with them, -100
+            for tokens that have none; `position_ids` [B, L], [1, L] or of several axes
+            [axes, B, L]. cp divides the columns of every entry that is [B, L].
         num_micro_batches: Micro-batches per data-parallel rank. Ranks, and a rank's micro-batches,
-            differ by at most one row, the first having more; one without rows computes a row
-            that does not count.
-        manager: The grid; rows go to dp, columns to cp. By default the model's.
-        model: What `parallelize` returned: columns are ordered as it was told. Without a model
-            they are in the default order, which `train_step` refuses if it is not the model's.
-        cp_layout: The order of columns, if no model says it. For "zigzag" any length will do:
-            padding behind the end, without labels, is seen by no other position of causal
-            attention.
-        own_rows: The batch is of this data-parallel rank's rows alone; see `rows_of_step`.
-        row_dims: Dims that are rows, by the names of entries whose shapes do not tell; None for an
-            entry that every micro-batch gets whole: `{"pixels": 1, "table": None}`.
-        sequence_dims: Dims that are positions, by the names of entries; None for one that has none:
-            `{"latents": 1, "loss_noise": 1}`. cp divides them. Those of `input_ids`, of entries
-            that are [B, L] beside it, and of `inputs_embeds` [B, L, H] are known.
+            differ by at most one row, the first ones having more. A micro-batch that gets no row
+            computes one that does not count.
+        manager: The grid: dp divides rows, cp divides columns. By default the model's.
+        model: The model that `parallelize` returned; it gives the order of columns. Without a model
+            they are in the default order, and `train_step` raises if that is not the model's.
+        cp_layout: The order of columns, if no model is given. "zigzag" takes any length: sequences
+            are padded at the end, without labels, where causal attention does not look.
+        own_rows: The batch has only this data-parallel rank's rows; see `rows_of_step`.
+        row_dims: Dims of rows, by name of entry, if the shape does not tell; None if every
+            micro-batch gets the whole entry: `{"pixels": 1, "table": None}`.
+        sequence_dims: Dims of positions, by name of entry, which cp divides; None if an entry has
+            none: `{"latents": 1, "loss_noise": 1}`. Known without it: `input_ids`, entries [B, L]
+            next to it, and `inputs_embeds` [B, L, H].
 
     Returns:
         `num_micro_batches` mappings of [b, L / cp] or [b, ...] tensors, b >= 1. They have
-        `position_ids` if the batch has them, and if a model could not count them itself: of
-        divided sequences and of packed documents.
+        `position_ids` if the batch has them, or if the model could not count them itself: for
+        sequences that cp divides, and for packed documents.
 
     Raises:
-        InvalidArgumentError: Less than one micro-batch, no rows, columns that do not divide or are
-            not known, no grid, not the model's order, or an entry whose rows are not known.
+        InvalidArgumentError: Less than one micro-batch; no rows; columns that do not divide over
+            cp, or are not known; no grid; not the model's order; or an entry with unknown rows.
     """
     manager, layout = _said(manager, model, cp_layout)
     entries = _entries(batch, model)
@@ -146,7 +146,7 @@ def shard_global_batch(
 def _sequences(
     batch: Batch, positions: Positions | None, layout: str, manager: ProcessGroupManager
 ) -> ShardedSequences | None:
-    """Return which positions of a batch this rank has; None if they are not known."""
+    """Return the positions of a batch that this rank has; None if they are not known."""
     if positions is None:
         if manager.cp_size == 1:
             return None
@@ -157,7 +157,7 @@ def _sequences(
             "dp, tp or pp"
         )
     of_tokens = sequence_shape(batch) is not None
-    if layout != "zigzag" or not of_tokens:  # which is padded, without labels
+    if layout != "zigzag" or not of_tokens:  # zigzag pads tokens of any length
         layout_for_length(layout, positions.length, manager.cp_size)
     if manager.cp_size > 1 and not of_tokens:
         require_all_told(batch, positions)
@@ -166,15 +166,15 @@ def _sequences(
 
 
 def _sharded(parts: Iterable[_Rows], cut: Cut, positions: Positions | None) -> list[Batch]:
-    """Return micro-batches with this rank's positions, and with what has no rows.
+    """Return micro-batches with this rank's positions, and with the entries without rows.
 
     Args:
-        parts: The rows of each.
-        cut: How they are made.
-        positions: Of the batch, which are divided.
+        parts: The rows of each micro-batch.
+        cut: The cut that makes them.
+        positions: The dims of positions in the batch.
     """
     divided = cut.sequences is not None and cut.sequences.ring.size > 1
-    # A model counts positions as it does in one process, from wherever.
+    # The model counts positions itself, as it does in one process (perhaps not from 0).
     counts = cut.counted and not divided and cut.whole.get("cu_seq_lens_q") is None
     whole = {n: cut.whole[n] for n, dim in cut.row_dims.items() if dim is None and n != POSITIONS}
     shards: list[Batch] = []
@@ -191,13 +191,13 @@ def _sharded(parts: Iterable[_Rows], cut: Cut, positions: Positions | None) -> l
 def _own_positions(
     rows: Batch, entries: Batch, sequences: ShardedSequences, positions: Positions
 ) -> dict[str, Tensor]:
-    """Return this rank's positions of the entries that have any.
+    """Return this rank's shard of every entry that has positions.
 
     Args:
-        rows: The entries that have rows, of a micro-batch.
-        entries: All of its entries.
-        sequences: The sequences.
-        positions: Where the entries have them.
+        rows: The entries of a micro-batch that have rows.
+        entries: All entries of the micro-batch.
+        sequences: The positions that this rank has.
+        positions: The dims of positions in the entries.
     """
     named = {n: sequences.shard_tensor(entries[n], dim) for n, dim in positions.dims.items()}
     if TOKENS not in rows:
@@ -209,7 +209,7 @@ def _own_positions(
 def _said(
     manager: ProcessGroupManager | None, model: nn.Module | None, cp_layout: str | None
 ) -> tuple[ProcessGroupManager, str]:
-    """Return the grid and the order of columns that arguments and the model say."""
+    """Return the grid and the order of columns, from the arguments or the model."""
     terms = None if model is None else terms_of(model)
     told = None if terms is None else terms.cp_layout
     if told is not None and cp_layout not in (None, told):
@@ -227,7 +227,7 @@ def _said(
 
 
 def _entries(given: Any, model: nn.Module | None) -> Batch:
-    """Return a batch by names, with positions that a model counts of whole rows, if it does."""
+    """Return a batch by name; add `position_ids` if the model computes its own from whole rows."""
     terms = None if model is None else terms_of(model)
     batch = named_entries(given, None if terms is None else terms.arguments)
     counting = None if terms is None else terms.counting
@@ -237,10 +237,10 @@ def _entries(given: Any, model: nn.Module | None) -> Batch:
 
 
 def require_whole_number(name: str, value: object, least: int | None = None) -> None:
-    """Refuse what is no whole number, or too small a one.
+    """Require an integer, of at least `least`.
 
     Raises:
-        InvalidArgumentError: It is that.
+        InvalidArgumentError: The value is no integer, or too small.
     """
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or (least is not None and value < least):  # type: ignore[operator]
@@ -249,26 +249,26 @@ def require_whole_number(name: str, value: object, least: int | None = None) -> 
 
 
 def rows_of_ranks(rows: int, ranks: int, num_micro_batches: int) -> list[list[range]]:
-    """Return which rows of a batch each micro-batch of each data-parallel rank gets."""
+    """Return the rows of a batch for each data-parallel rank and each of its micro-batches."""
     return [_split(own, num_micro_batches) for own in _split(range(rows), ranks)]
 
 
 def _split(rows: range, shares: int) -> list[range]:
-    """Return consecutive shares that differ by at most one row, longer ones first."""
+    """Split rows into consecutive ranges that differ by at most one row, longer ones first."""
     size, longer = divmod(len(rows), shares)
     ends = [index * size + min(index, longer) for index in range(shares + 1)]
     return [rows[start:end] for start, end in pairwise(ends)]
 
 
 class _Rows(NamedTuple):
-    """The rows of one micro-batch, with what is known to be for all rows."""
+    """The entries of one micro-batch: its rows, and entries known to be the same for all rows."""
 
     entries: dict[str, Tensor]
     is_empty: bool
 
 
 def _rows(batch: Batch, dims: Mapping[str, int | None], share: range) -> _Rows:
-    """Return a share of a batch's rows; for an empty one a row that has no labels."""
+    """Return a range of a batch's rows; for an empty range, one row without labels."""
     known = {name: batch[name] for name in (POSITIONS, *CU_SEQLENS) if name in batch}
     found = {n: (batch[n], dim) for n, dim in dims.items() if dim is not None}
     start, count = (share.start, len(share)) if share else (0, 1)
@@ -282,28 +282,28 @@ def _rows(batch: Batch, dims: Mapping[str, int | None], share: range) -> _Rows:
 
 
 def _made_row(name: str, entry: Tensor, dim: int) -> Tensor:
-    """Return a row for an entry that has none: zeros, or a mask that hides nothing."""
+    """Return a row for an entry without rows: zeros, or ones for an attention mask."""
     shape = (*entry.shape[:dim], 1, *entry.shape[dim + 1 :])
     return entry.new_ones(shape) if name == "attention_mask" else entry.new_zeros(shape)
 
 
 def counts_nothing(batch: Batch) -> bool:
-    """Return whether a micro-batch, or what a model is called with for it, got no row."""
+    """Return whether a micro-batch, or the `Called` made from it, got no row."""
     source = batch.micro_batch if isinstance(batch, Called) else batch
     return isinstance(source, MicroBatch) and source.is_empty
 
 
 def size_of(batch: Called) -> int:
-    """Return the number of tokens of a micro-batch, or of rows if it is none of tokens."""
+    """Return the number of tokens of a micro-batch, or of rows if it has no tokens."""
     entry = batch[TOKENS]
     of_tokens = entry.ndim == 2 and not entry.is_floating_point()
     return 0 if counts_nothing(batch) else max(1, entry.numel() if of_tokens else len(entry))
 
 
 def real_positions(batch: Batch) -> Tensor | None:
-    """Return which positions of this rank are no padding, bool [L]; None if none is.
+    """Return a mask of this rank's positions that are not padding, bool [L]; None if all are real.
 
-    `shard_global_batch` puts padding behind sequences whose length does not divide over cp ranks.
+    `shard_global_batch` pads sequences whose length does not divide over cp ranks at their end.
     """
     if not isinstance(batch, MicroBatch):
         return None
@@ -317,11 +317,11 @@ def real_positions(batch: Batch) -> Tensor | None:
 
 
 def real_tokens(batch: Batch, positions: Tensor | None) -> Tensor | None:
-    """Return which tokens of a micro-batch are no padding, bool [B, L]; None if all are none.
+    """Return a mask of a micro-batch's tokens that are not padding, bool [B, L]; None for all.
 
     Args:
-        batch: Tokens that its `attention_mask` [B, L] leaves out are padding too.
-        positions: See `real_positions`.
+        batch: The micro-batch; tokens that its `attention_mask` [B, L] hides are padding too.
+        positions: The mask that `real_positions` returned.
     """
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     if counts_nothing(batch):
@@ -332,10 +332,10 @@ def real_tokens(batch: Batch, positions: Tensor | None) -> Tensor | None:
 
 
 def token_count(batch: Any) -> int | Tensor:
-    """Return the number of labels that count: 0-d on an accelerator that has them, else an int.
+    """Return the number of labels other than -100: an int, or a 0-d tensor on an accelerator.
 
     Raises:
-        InvalidArgumentError: There are no labels, or none of integers.
+        InvalidArgumentError: There are no labels, or they are not integers.
     """
     labels = batch.get("labels")
     if labels is None:

@@ -1,4 +1,4 @@
-"""Digests of this rank's tensors, and their comparison with those of other ranks."""
+"""Compute digests of this rank's tensors, and compare them with those of other ranks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ..parallel.pg_manager.building import digest
 from ..parallel.tensor_parallel import split_by_owner
 from .experts import expert_names
 
-Sides = list[list[int]]  # ranks that have one digest, the largest side first
+Sides = list[list[int]]  # ranks grouped by digest, the largest group first
 ABSENT = 1  # stands for a gradient that is None
 
 
 class Key(NamedTuple):
-    """Names the tensor of a digest; ranks that have the same key hold the same bits.
+    """The identity of a digested tensor; ranks with the same key should hold the same bits.
 
     Attributes:
         kind: "parameter", "gradient", "buffer", "optimizer" or "value".
-        name: The tensor's in the plain model, or the value's.
-        place: Which shard of it: its number and its first tp rank, of experts the ep rank too; or
-            the pipeline's stage.
+        name: The tensor's name in the plain model, or the value's name.
+        place: The shard: for parameters and gradients its number and its first tp rank, for experts
+            the ep rank too; for buffers the pp, tp and ep ranks; for an optimizer the pp rank.
     """
 
     kind: str
@@ -40,7 +40,7 @@ class Key(NamedTuple):
 
 
 def as_numbers(digests: Iterable[Tensor | int]) -> list[int]:
-    """Return digests that lie on devices as numbers, fetched at once."""
+    """Return digests as ints, fetching those on devices in one transfer."""
     digests = list(digests)
     there = [each for each in digests if isinstance(each, Tensor)]
     stacked = torch.stack([each.to(there[0].device) for each in there]).tolist() if there else []
@@ -51,11 +51,11 @@ def as_numbers(digests: Iterable[Tensor | int]) -> list[int]:
 def keyed_pieces(
     model: nn.Module, tensors: Mapping[str, Tensor], manager: ProcessGroupManager
 ) -> Iterator[tuple[str, Key, Tensor]]:
-    """Yield views of parameters, or of their gradients, with name and key of their replicas.
+    """Yield name, key and view of every piece of a parameter or gradient that may have replicas.
 
     Args:
-        model: What `parallelize` returned.
-        tensors: By the names of this rank's parameters.
+        model: The model that `parallelize` returned.
+        tensors: Tensors by the names of this rank's parameters.
         manager: The grid.
     """
     names = {name: tie.names[0] for tie in getattr(model, "ties", ()) for name in tie.names}
@@ -69,10 +69,10 @@ def keyed_pieces(
 def parted_sides(
     digests: Sequence[tuple[Key, Tensor | int]], manager: ProcessGroupManager
 ) -> dict[Key, Sides]:
-    """Return the keys whose digests differ, each with the ranks that have one; all ranks call it.
+    """Return the keys whose digests differ, each with ranks by digest; all ranks call it.
 
     Args:
-        digests: This rank's numbers, by keys.
+        digests: This rank's digests, with their keys.
         manager: The grid.
     """
     keys = {text_hash(repr(key)): key for key, _ in digests}
@@ -91,7 +91,7 @@ def parted_sides(
 
 
 def _sides_of(numbers: Sequence[int | None]) -> Sides:
-    """Return the ranks that have each number; None is one that has none."""
+    """Group ranks by their number, leaving out ranks with None; the largest group comes first."""
     ranks: dict[int, list[int]] = {}
     for rank, number in enumerate(numbers):
         if number is not None:
@@ -100,7 +100,7 @@ def _sides_of(numbers: Sequence[int | None]) -> Sides:
 
 
 def text_hash(text: str) -> int:
-    """Return a number for a text."""
+    """Return a 64-bit signed hash of a text, the same in every process."""
     content = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(content, "little", signed=True)
 
@@ -110,7 +110,7 @@ def tensor_digests(
 ) -> Iterator[tuple[Key, Tensor | int]]:
     """Yield digests of a parallelized model's parameters, gradients and buffers on this rank.
 
-    A gradient that lies in shards is nobody else's, and counts as one that is None.
+    A sharded gradient has no replica, and counts as None.
     """
     values = {name: each.detach() for name, each in model.named_parameters()}
     gradients = {
@@ -128,7 +128,7 @@ def tensor_digests(
 
 
 def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that a checkpoint has; others are caches, of this rank's own batches."""
+    """Yield the persistent buffers; others are caches that may depend on this rank's batches."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -140,26 +140,26 @@ def nonfinite_parameters(model: nn.Module) -> list[str]:
     held = [(n, p.detach()) for n, p in model.named_parameters() if p.numel()]
     if not held:
         return []
-    # A sum costs one pass; it may overflow of itself, so a suspect is looked at again.
+    # A sum costs one pass, but may overflow for finite values: check the suspects again.
     sums = torch.stack([p.sum().isfinite().cpu() for _, p in held]).tolist()
     suspects = [pair for pair, fine in zip(held, sums, strict=True) if not fine]
     return [name for name, p in suspects if not p.isfinite().all()]
 
 
 def optimizer_lines(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the numbers that an optimizer steps by, a line for each group."""
+    """Return an optimizer's hyperparameters as text, a line for each parameter group."""
     return [
         ", ".join(
             f"{key}={shown}"
             for key, value in group.items()
-            if key != "params" and (shown := _shown(value))  # a rank may have none of a group
+            if key != "params" and (shown := _shown(value))  # parameters differ between ranks
         )
         for group in optimizer.param_groups
     ]
 
 
 def _shown(value: Any) -> str:
-    """Return a number, or several, as text; "" for anything else."""
+    """Return a number, a string, None or a list of these as text; "" for anything else."""
     if isinstance(value, Tensor):
         return repr(value.tolist()) if value.numel() == 1 else ""
     if isinstance(value, tuple | list):
@@ -169,7 +169,7 @@ def _shown(value: Any) -> str:
 
 
 def value_lines(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return further values as text, a tensor by its shape and digest."""
+    """Return values as text by name; a tensor as its shape, dtype and digest."""
     return {
         name: f"{tuple(each.shape)} {each.dtype} {int(digest(each))}"
         if isinstance(each, Tensor)

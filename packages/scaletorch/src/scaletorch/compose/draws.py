@@ -1,4 +1,4 @@
-"""Random draws of a run: the rows of each step, and the seeds of a grid."""
+"""Random draws of a run: the rows of each step, and the seeds of ranks."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ def rows_of_step(
     seed: int = 0,
     manager: ProcessGroupManager | None = None,
 ) -> list[int]:
-    """Return which rows this data-parallel rank reads for a step, without communication.
+    """Return the indices of the rows that this data-parallel rank reads for a step.
 
-    All rows come in a random order, once each in every epoch, in another order in each; a batch may
-    end one epoch and begin the next. The order depends on nothing but the arguments, so a program
-    that goes on from a checkpoint needs no position beside the step, and may have any other layout:
-    ranks read what one process would have read. Any row of an order is found alone, so that none
-    is written down, however many there are.
+    Every epoch has all rows once, in a random order of its own; a batch may end one epoch and begin
+    the next. The order depends only on the arguments, so a run that resumes from a checkpoint needs
+    only the step, and may use another layout: together ranks read the rows that one process would
+    read. There is no communication, and time and memory do not depend on `rows`, since the row at
+    any position is computed alone.
 
     Args:
-        step: 0-based; a checkpoint's number of steps done is the next one.
-        rows: Rows of the data set.
-        batch_size: Rows of a global batch.
-        seed: Of the order.
+        step: The step from 0; after a checkpoint, the number of steps done.
+        rows: The number of rows in the data set.
+        batch_size: The number of rows in a global batch.
+        seed: The seed of the order.
         manager: The grid; by default the current one, or one process.
 
     Returns:
         This rank's rows, in the order in which `shard_global_batch` would cut them from the whole
-        batch: `batch_size / dp`, and on the first ranks one more if that is no whole number. The
-        ranks of one dp coordinate have the same.
+        batch: `batch_size // dp`, and one more on the first ranks if dp does not divide it. The
+        ranks of one dp coordinate have the same rows.
 
     Raises:
-        InvalidArgumentError: A number that is none or too small.
+        InvalidArgumentError: A number is no integer, or too small.
 
     Example:
         >>> steps = (rows_of_step(s, rows=len(data), batch_size=8) for s in range(done, total))
@@ -62,18 +62,18 @@ def rows_of_step(
 
 
 def _row(position: int, rows: int, seed: int) -> int:
-    """Return the row at a position of all epochs, one behind another."""
+    """Return the row at a position in the sequence of all epochs."""
     epoch, place = divmod(position, rows)
     key = _mixed(_mixed(seed) ^ epoch)
     half = max(1, ((rows - 1).bit_length() + 1) // 2)
-    while True:  # a permutation of a power of 4, walked until it is back below `rows`
+    while True:  # cycle walking: permute a power of 4 numbers until the result is below `rows`
         place = _permuted(place, half, key)
         if place < rows:
             return place
 
 
 def _permuted(number: int, half: int, key: int) -> int:
-    """Permute the numbers of `2 * half` bits: a Feistel network, which any function makes one."""
+    """Permute the numbers of `2 * half` bits by a Feistel network, a bijection for any hash."""
     mask = (1 << half) - 1
     left, right = number >> half, number & mask
     for turn in range(_ROUNDS):
@@ -82,7 +82,7 @@ def _permuted(number: int, half: int, key: int) -> int:
 
 
 def _mixed(number: int) -> int:
-    """Return 64 bits that all depend on all of the number's (SplitMix64)."""
+    """Hash a number to 64 bits, each of which depends on all bits of the number (SplitMix64)."""
     number = (number + 0x9E3779B97F4A7C15) & _WORD
     number = ((number ^ number >> 30) * 0xBF58476D1CE4E5B9) & _WORD
     number = ((number ^ number >> 27) * 0x94D049BB133111EB) & _WORD
@@ -92,10 +92,10 @@ def _mixed(number: int) -> int:
 def seed_ranks(seed: int, manager: ProcessGroupManager) -> None:
     """Seed torch's default generators for training on `manager`'s grid.
 
-    Call it once the model is made (whose weights must be the same on all ranks), before training.
-    Ranks of one tp group get one seed: they hold the same activations, and must drop the same
-    elements. Ranks of other rows (dp), positions (cp) or layers (pp) draw independently. Draws on
-    activations that are sharded over tp are left to the tensor-parallel plan.
+    Call it after building the model (whose weights must be the same on all ranks), before training.
+    Ranks of one tp group get the same seed: they hold the same activations, and dropout must drop
+    the same elements. Ranks with other rows (dp), positions (cp) or layers (pp) draw independently.
+    The tensor-parallel plan handles draws on activations that are sharded over tp.
 
     Args:
         seed: Any integer, the same on all ranks.
@@ -105,10 +105,10 @@ def seed_ranks(seed: int, manager: ProcessGroupManager) -> None:
         InvalidArgumentError: The seed is no integer.
     """
     require_whole_number("seed", seed)
-    # Neighbouring seeds are no neighbours after this; the CPU generator uses 32 bits.
+    # Hashing makes nearby seeds unrelated; the CPU generator uses 32 bits.
     torch.manual_seed(random.Random(f"{seed} {_place(manager)}").getrandbits(32))
 
 
 def _place(manager: ProcessGroupManager) -> tuple[int, ...]:
-    """Return the coordinates by which activations differ: of rows, layers and positions."""
+    """Return the coordinates of a rank along axes over which activations differ."""
     return manager.dp_rank, manager.pp_rank, manager.cp_rank

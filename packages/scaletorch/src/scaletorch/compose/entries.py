@@ -1,7 +1,7 @@
-"""The entries of a batch: by name, which dims are rows and positions, and which a model gets first.
+"""Read a batch: the names of its entries, their dims of rows and positions, and the model's input.
 
-A model of tokens has `input_ids` [B, L], whose columns are positions of sequences. Any other model
-has the first argument of its forward; which of its dims are positions nobody knows.
+A model of tokens takes `input_ids` [B, L], whose columns are positions of sequences. Any other
+model takes the first argument of its forward, whose dims of positions are not known.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ..parallel.context_parallel.building import CU_SEQLENS
 
 TOKENS, LABELS = "input_ids", "labels"
 POSITIONS = "position_ids"
-OF_LOSS = "loss_"  # entries whose names begin so are for a loss, not for the model
+OF_LOSS = "loss_"  # prefix of entries for the loss, which the model does not get
 RowDims = Mapping[str, int | None]
 Shape = tuple[int, ...]
-_TOKENS = ("input_ids", "labels", "token_type_ids")  # [B, L], whatever B and L are
+_TOKENS = ("input_ids", "labels", "token_type_ids")  # always [B, L]: dim 0 is rows even if B = L
 _NUMBERS = bool | int | float | str | None
 
 
@@ -28,12 +28,12 @@ def named_entries(batch: Any, arguments: Iterable[str] | None) -> dict[str, Any]
     """Return a batch's entries by name.
 
     Args:
-        batch: A mapping, a dataclass, or a tuple or list of what forward takes first, in its
-            order, with the labels behind it if there is one more.
-        arguments: Of the model's forward; None if the model is not known.
+        batch: A mapping, a dataclass, a named tuple, or a tuple or list of the forward's first
+            arguments in its order; if it has one entry too many, the last one is the labels.
+        arguments: The arguments of the model's forward; None if the model is not known.
 
     Raises:
-        InvalidArgumentError: It is none of these, or a tuple whose entries nobody can name.
+        InvalidArgumentError: The batch is none of these, or its entries have no names.
     """
     if isinstance(batch, Mapping):
         return dict(batch)
@@ -63,10 +63,10 @@ def named_entries(batch: Any, arguments: Iterable[str] | None) -> dict[str, Any]
 
 
 def sequence_shape(entries: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return rows and positions of a batch of tokens, [B, L]; None if it has no `input_ids`.
+    """Return the shape [B, L] of a batch of tokens; None if it has no `input_ids`.
 
     Raises:
-        InvalidArgumentError: These are of another shape.
+        InvalidArgumentError: `input_ids` is not a tensor of two dims.
     """
     ids = entries.get(TOKENS)
     if ids is None:
@@ -81,11 +81,11 @@ def sequence_shape(entries: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def row_count(entries: Mapping[str, Any], told: RowDims) -> int:
-    """Return how many rows a batch has: dim 0 of its first tensor that has rows.
+    """Return the number of rows of a batch: that of `input_ids`, or of its first tensor with rows.
 
     Args:
-        entries: By name.
-        told: Dims of rows that the caller names, None for an entry that has none.
+        entries: Entries by name.
+        told: Dims of rows that the caller names (dim 0 by default); None for an entry without rows.
 
     Raises:
         InvalidArgumentError: No entry has rows.
@@ -104,12 +104,12 @@ def row_count(entries: Mapping[str, Any], told: RowDims) -> int:
 
 
 def first_entry(entries: Mapping[str, Any], arguments: Iterable[str], model: str) -> str:
-    """Return the entry that a model's forward is given as its first argument.
+    """Return the name of the entry that is the first argument of a model's forward.
 
     Args:
-        entries: By name.
-        arguments: Of the forward, in its order.
-        model: Its name, for messages.
+        entries: Entries by name.
+        arguments: The arguments of the forward, in its order.
+        model: The model's name, for messages.
 
     Raises:
         InvalidArgumentError: The batch has no such entry.
@@ -126,11 +126,11 @@ def first_entry(entries: Mapping[str, Any], arguments: Iterable[str], model: str
 
 
 def read_row_dims(batch: Mapping[str, Any], told: RowDims | None) -> dict[str, int | None]:
-    """Return for every entry of a global batch the dim that is rows, or None if it has no rows.
+    """Return the dim of rows of every entry of a global batch; None for an entry without rows.
 
     Args:
         batch: Entries by name, such as `input_ids` [B, L].
-        told: Dims that the caller names; they go before what shapes suggest.
+        told: Dims that the caller names; they override what shapes suggest.
 
     Raises:
         InvalidArgumentError: An entry's shape does not tell, or allows two readings; or the caller
@@ -152,7 +152,7 @@ def read_row_dims(batch: Mapping[str, Any], told: RowDims | None) -> dict[str, i
 
 
 def _told(name: str, entry: Any, dim: int | None, tokens: Shape) -> int | None:
-    """Return the dim that the caller names, counted from the front."""
+    """Return the dim of rows that the caller names, as a non-negative number."""
     fixed = name in _TOKENS[:2] and len(tokens) > 1
     if dim is None and not fixed:
         return None
@@ -167,7 +167,7 @@ def _told(name: str, entry: Any, dim: int | None, tokens: Shape) -> int | None:
 
 
 def _row_dim(name: str, entry: Any, tokens: Shape) -> int | None:
-    """Return the dim of rows that an entry's name and shape tell."""
+    """Return the dim of rows that follows from an entry's name and shape."""
     if name in CU_SEQLENS or isinstance(entry, _NUMBERS):
         return None
     if not isinstance(entry, Tensor):
@@ -180,7 +180,7 @@ def _row_dim(name: str, entry: Any, tokens: Shape) -> int | None:
     if name.startswith(OF_LOSS):
         _require_rows_of_loss(name, shape, rows)
         return 0
-    if not shape or (shape[0] == 1 and rows > 1):  # a number, or the same for all rows
+    if not shape or (shape[0] == 1 and rows > 1):  # a 0-d tensor, or one value for all rows
         return None
     if shape[0] != rows:
         raise _unknown(name, entry, tokens)
@@ -193,7 +193,10 @@ def _row_dim(name: str, entry: Any, tokens: Shape) -> int | None:
 
 
 def _row_dim_of_positions(entry: Tensor, tokens: Shape) -> int | None:
-    """Return the dim of rows of `position_ids`; with several axes (time, height, width) it is 1."""
+    """Return the dim of rows of `position_ids`: 1 with several axes (time, height, width), else 0.
+
+    None if all rows have the same positions.
+    """
     shape, rows = tuple(entry.shape), tokens[0]
     if shape == tokens:
         return 0
@@ -254,7 +257,7 @@ def _came(entry: Any) -> str:
     return f"is a {type(entry).__name__}"
 
 
-# Of batches without input_ids: entries whose positions are known by their name.
+# Dims of positions in batches without input_ids: known by name, or if the length fits.
 _KNOWN = {"inputs_embeds": 1}
 _ALIKE = {"labels": 1, "attention_mask": 1, "token_type_ids": 1, "position_ids": -1}
 
@@ -263,9 +266,9 @@ class Positions(NamedTuple):
     """The positions of a batch.
 
     Attributes:
-        length: Of every sequence.
-        dims: The dim of positions of each entry that is not [B, L] beside `input_ids`.
-        whole: Entries that stay whole although they are [B, L].
+        length: The length of every sequence.
+        dims: The dim of positions of each entry, except entries [B, L] next to `input_ids`.
+        whole: Entries that stay whole, even if they are [B, L].
     """
 
     length: int
@@ -277,11 +280,11 @@ def read_sequence_dims(entries: Mapping[str, Any], told: RowDims | None) -> Posi
     """Return the positions of a batch; None if they are not known.
 
     Args:
-        entries: By name.
-        told: Dims that the caller names; None for an entry that has no positions.
+        entries: Entries by name.
+        told: Dims that the caller names; None for an entry without positions.
 
     Raises:
-        InvalidArgumentError: An entry or a dim that does not exist, or dims of several lengths.
+        InvalidArgumentError: An entry or a dim does not exist, or dims have different lengths.
     """
     told = _mapping(told, "sequence_dims", "positions")
     _require_positions(told, entries)
@@ -313,12 +316,12 @@ def read_sequence_dims(entries: Mapping[str, Any], told: RowDims | None) -> Posi
 
 
 def require_all_told(entries: Mapping[str, Any], found: Positions) -> None:
-    """Refuse an unnamed entry that has a dim as long as the sequences.
+    """Refuse an entry with a dim as long as the sequences, unless the caller has named it.
 
-    If that dim is positions, the entry would stay whole beside outputs of this rank's positions.
+    If that dim is positions, the entry would stay whole while the outputs are sharded over cp.
 
     Raises:
-        InvalidArgumentError: There is one.
+        InvalidArgumentError: There is such an entry.
     """
     known = {*found.dims, *found.whole, *_ALIKE}
     for name, x in entries.items():
@@ -352,10 +355,10 @@ def _require_positions(told: RowDims, entries: Mapping[str, Any]) -> None:
 
 
 def _mapping(told: RowDims | None, argument: str, dims: str) -> RowDims:
-    """Return dims that the caller names.
+    """Return the dims that the caller names; an empty mapping for None.
 
     Raises:
-        InvalidArgumentError: It is no mapping.
+        InvalidArgumentError: `told` is neither a mapping nor None.
     """
     if not isinstance(told, Mapping | None):
         raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""Forwards alone: the loss of a global batch, or what a function makes of a model's outputs."""
+"""Evaluate without gradients: the loss of a global batch, or a function of a model's outputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def forwards(
     each: Callable[[Any, Any], Tensor],
     own: OwnLoss | None = None,
 ) -> list[Tensor]:
-    """Return what `each` makes of every output, on ranks of the last stage."""
+    """Return `each(output, batch)` for every micro-batch, on ranks of the last stage."""
     terms = terms_of(model)
     with evaluating(model), torch.no_grad():
         called, _ = ready(model, micro_batches, manager, terms, own, False)
@@ -47,18 +47,18 @@ def eval_step(
     """Return the loss of one global batch, without gradients and with the model in eval mode.
 
     Args:
-        model: What `parallelize` returned.
-        micro_batches: This rank's, from `shard_global_batch`; rows that fill up a batch have labels
-            of -100.
+        model: The model that `parallelize` returned.
+        micro_batches: This rank's micro-batches, from `shard_global_batch`; rows that only fill up
+            a batch have labels of -100.
         manager: The grid; by default the model's.
         loss_fn: As for `train_step`; the count may depend on the output.
 
     Returns:
         Sum of the losses / their count over the whole global batch, equal on every rank: 0-d,
-        float64. Its exponential is the perplexity, if the loss is that of tokens.
+        float64. For the loss of tokens, its exponential is the perplexity.
 
     Raises:
-        InvalidArgumentError: Nothing counts, or as in `train_step`.
+        InvalidArgumentError: The count is 0, or as in `train_step`.
         MismatchError: As in `train_step`.
     """
     manager = manager_of(model, manager)
@@ -87,23 +87,24 @@ def forward_step(
     function: Callable[[Any, Any], Tensor],
     manager: ProcessGroupManager | None = None,
 ) -> list[Tensor | None]:
-    """Return what a function makes of each output, without gradients, in eval mode.
+    """Return a function of each micro-batch's output, without gradients, in eval mode.
 
-    It is for a second model: a teacher, or the reference of DPO. Results put into the micro-batches
-    as entries `loss_...` are there for the loss_fn of the model that trains.
+    Use it for a second model, such as a teacher or the reference model of DPO: put the results into
+    the micro-batches as entries `loss_...`, and the loss_fn of the model that trains can read them.
 
     Args:
-        model: What `parallelize` returned.
-        micro_batches: This rank's, from `shard_global_batch`.
-        function: Called with a micro-batch's output and the micro-batch, as a loss_fn is.
+        model: The model that `parallelize` returned.
+        micro_batches: This rank's micro-batches, from `shard_global_batch`.
+        function: Called with a micro-batch's output and the micro-batch, like a loss_fn.
         manager: The grid; by default the model's.
 
     Returns:
-        Its results on ranks of the last stage, one for each micro-batch; None for each elsewhere.
+        One result per micro-batch on ranks of the last stage; one None per micro-batch elsewhere.
 
     Raises:
-        InvalidArgumentError: As in `train_step`, or what the function raises.
-        MismatchError: As in `train_step`.
+        Exception: An error that the function raises, after all forwards have run.
+        InvalidArgumentError: As in `train_step`.
+        MismatchError: As in `train_step`, or the function has failed on another rank.
     """
     manager = manager_of(model, manager)
     head = find_sharded_head(model)
@@ -112,13 +113,13 @@ def forward_step(
     def result(output: Any, batch: Any) -> Tensor:
         try:
             return function(output, LossBatch(batch.micro_batch, head, manager))
-        except Exception as error:  # the other ranks are told when all forwards are done
+        except Exception as error:  # raised after all forwards, so that all ranks raise
             problem.append(error)
             return torch.zeros(())
 
     found: list[Tensor | None] = [*forwards(model, micro_batches, manager, result)]
     del problem[1:]
-    # Taken out of the list, since its traceback has this frame.
+    # Popped, since the error's traceback refers to this frame and thus to the list.
     agree("this forward_step", [], manager.world_group, error=problem.pop() if problem else None)
     return found or [None] * len(micro_batches)
 

@@ -1,4 +1,4 @@
-"""Experts of a model: divided first, summed over the ranks that have the same, counted once."""
+"""Divide a model's experts over ranks, and find the groups that sum their gradients."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.tensor_parallel import Stacked
 from ..parallel.tensor_parallel.building import WholeSequence, find_cuts
 
-EXPERTS = "experts"  # the style of a plan that means them
+EXPERTS = "experts"  # the style of expert modules in a plan
 Plan = Mapping[str, Any] | None
 
 
 def count_experts(model: nn.Module, plan: Mapping[str, Any] | None = None) -> int:
-    """Return over how many ranks a plain model's experts can be divided; 1 if it has none.
+    """Return the largest number of ranks that can share a model's experts; 1 if it has none.
 
     Args:
         model: The plain module.
-        plan: Of which the modules styled "experts" count; None is the model's own.
+        plan: A plan, whose modules of style "experts" count; None uses the model's own experts.
 
     Raises:
         InvalidArgumentError: The plan names modules that cannot be divided.
@@ -39,7 +39,7 @@ def count_experts(model: nn.Module, plan: Mapping[str, Any] | None = None) -> in
     named = {pattern: style for pattern, style in (plan or {}).items() if style == "experts"}
     try:
         found = named_experts(model, named or None)
-        if any(map(find_list, found.values())):  # which one rank has as they are
+        if any(map(find_list, found.values())):  # a plain list of experts stays on one rank
             return 1
         return min(find_experts(name, module).experts for name, module in found.items())
     except InvalidArgumentError:
@@ -49,10 +49,10 @@ def count_experts(model: nn.Module, plan: Mapping[str, Any] | None = None) -> in
 
 
 def split_plan(plan: Plan, manager: ProcessGroupManager) -> tuple[Plan, Plan]:
-    """Return of a plan what names experts, and what names layers; None for what it lacks.
+    """Split a plan into one of experts and one of layers; None for a missing one.
 
-    Experts that are `Stacked` are both, if each of them is cut over tp (etp = tp). An empty plan
-    stays one.
+    `Stacked` experts are in both, if tp cuts each of them (etp = tp). An empty plan gives an empty
+    plan of layers.
     """
     if plan is None:
         return None, None
@@ -69,13 +69,13 @@ def split_plan(plan: Plan, manager: ProcessGroupManager) -> tuple[Plan, Plan]:
 def divide_experts(
     model: nn.Module, manager: ProcessGroupManager, plan: Plan, *, shares_sequences: bool
 ) -> Plan:
-    """Leave each rank its experts, in place, if the grid has a view of its own for them.
+    """Keep only this rank's experts, in place, if the grid divides experts.
 
     Returns:
-        What the plan says of layers.
+        The plan of the other layers.
 
     Raises:
-        InvalidArgumentError: The model has no experts that can be divided so.
+        InvalidArgumentError: The model has no experts that the grid can divide.
     """
     experts, layers = split_plan(plan, manager)
     if not manager.grid.is_plain:
@@ -84,28 +84,29 @@ def divide_experts(
 
 
 def expert_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters and buffers of which each rank has its experts'."""
+    """Return the names of the parameters and buffers that belong to divided experts."""
     return frozenset(find_expert_cuts(model))
 
 
 def expert_groups(model: nn.Module, manager: ProcessGroupManager) -> dict[str, ProcessGroup | None]:
-    """Return the ranks over which the gradients of experts are summed, by parameters' names."""
+    """Return the groups over which experts' gradients are summed, by parameter name."""
     names = expert_names(model) & {name for name, _ in model.named_parameters()}
     return dict.fromkeys(sorted(names), manager.edp_group if names else None)
 
 
 def settle_tokens(model: nn.Module, manager: ProcessGroupManager) -> None:
-    """Have tp ranks share the tokens of experts in blocks that see whole sequences.
+    """Divide experts' tokens over tp ranks in blocks that see whole sequences.
 
-    Elsewhere each tp rank has tokens of its own between shards of sequences, and experts that every
-    tp rank has (etp = tp) need a layer around them that gathers these.
+    In other blocks each tp rank has its own shard of the tokens. If all tp ranks have the same
+    experts there (etp = tp), a layer of the plan must cut these over tp and gather the tokens.
 
     Args:
-        model: With experts divided, layers sharded and sequences shared.
+        model: The model, with experts divided, layers sharded and sequence parallelism.
         manager: The grid.
 
     Raises:
-        InvalidArgumentError: There is no such layer, or it cannot tell rows of all experts apart.
+        InvalidArgumentError: With etp = tp, tp does not cut such experts, or they are called with
+            the rows of all experts together.
     """
     wholes = (each for each in model.modules() if isinstance(each, WholeSequence))
     inside = {each for whole in wholes for each in whole.modules()}

@@ -1,4 +1,4 @@
-"""State of a parallelized model: how to call it, its grid, and what was seen of it."""
+"""State of a parallelized model: the arguments of its forward, its grid, and the checks done."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ _PASSING = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 @dataclass(slots=True)
 class Terms:
-    """All that a training step has to know of a model.
+    """All that a training step has to know about a model.
 
     Attributes:
-        name: The class of the plain model.
-        arguments: Of its forward, by name; whether each has to be given.
-        takes_any: Its forward takes arguments of any name.
-        has_batch_norms: Its statistics may have to be of the whole batch.
+        name: The class name of the plain model.
+        arguments: The arguments of its forward, by name; True for those without a default.
+        takes_any: Its forward takes keyword arguments of any name.
+        has_batch_norms: It has batch norms, whose statistics must cover the whole batch.
         cp_layout: The order of positions over cp ranks; None if there is one rank.
-        manager: The grid; None if the model was put together by hand.
+        manager: The grid; None if `parallelize` did not make the model.
         shares_sequences: Each tp rank holds a shard of every sequence between layers.
-        shares_in_layers: That is so between the layers that its plan names, and nowhere else.
-        counts_of_ids: It counts positions itself, of whole ids.
-        counting: How it counts those of whole rows of ids, if these are not 0, 1, 2, ... and
-            sequences are divided.
+        shares_in_layers: Sequences are sharded only between the layers that the plan names.
+        counts_of_ids: The model computes positions itself, from whole ids.
+        counting: The function by which the model computes positions from whole rows of ids, if
+            these are not 0, 1, 2, ... and sequences are sharded.
         recomputes: Layers run again in backward.
         router_loss: The auxiliary loss that the model's config asks for.
-        keeps_cache: Its config asks for a cache of keys and values, and its forward can be told not
-            to keep one.
-        real_positions: Which positions of this rank are no padding in the step; None is all.
-        counts_routing: The tokens of each forward that choose an expert are counted.
-        looked: Ranks were found to hold the same batch.
+        keeps_cache: The config asks for a cache of keys and values, and forward takes `use_cache`.
+        real_positions: A mask of this rank's positions in the step that are not padding; None for
+            all.
+        counts_routing: `count_routing` counts the tokens that choose an expert.
+        looked: The ranks have compared their first batch.
         several: Some rank has several micro-batches in the step.
-        counted: How many losses a loss_fn has counted lately for each token of a batch, or row of
-            another; None before the first step.
-        correction: By what the last step has multiplied its gradients, when all losses of a loss_fn
-            had been counted.
-        seen: How far first steps have been looked at: 1 with one micro-batch, 2 with several.
-        originals: The plain model's parameters, as code may hold them that had them before.
-        plain: The plain model, without memory for its weights; None if it is not to be rehearsed.
-        rehearses: Whether the next training step is rehearsed; all ranks agree in `ready`, but for
-            the first one.
-        rehearsed: The code of the loss functions that were.
+        counted: The last number of losses that a loss_fn counted per token, or per row of a batch
+            without tokens; None before the first step.
+        correction: The factor by which the last step corrected its gradients, after all losses of a
+            loss_fn were counted.
+        seen: The checks of first steps done: 0, 1 with one micro-batch, 2 with several.
+        originals: Weak references to the plain model's parameters, which user code may still hold.
+        plain: The plain model, without memory for its weights; None if it is not rehearsed.
+        rehearses: Whether the next training step is rehearsed; all ranks agree on it in `ready`,
+            except for the first step.
+        rehearsed: The code objects of the loss functions that were rehearsed.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Terms:
     rehearsed: set[object] = field(default_factory=set)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Terms:
-        """Return the terms of a copy, on the same grid."""
+        """Return the terms for a copy of the model, on the same grid."""
         return replace(self, rehearsed={*self.rehearsed})
 
     def takes(self, argument: str) -> bool:
@@ -95,7 +95,7 @@ class Terms:
         return self.takes_any or argument in self.arguments
 
     def needs(self, argument: str) -> bool:
-        """Return whether the forward cannot be called without it."""
+        """Return whether the forward requires this argument."""
         return self.arguments.get(argument, False)
 
 
@@ -104,13 +104,13 @@ _rehearses: ContextVar[bool] = ContextVar("_rehearses", default=False)
 
 
 def rehearses() -> bool:
-    """Return whether a rehearsal runs, of which nothing counts."""
+    """Return whether a rehearsal is running, whose steps must leave no trace."""
     return _rehearses.get()
 
 
 @contextmanager
 def rehearsing() -> Iterator[None]:
-    """Let a rehearsal run."""
+    """Mark that a rehearsal is running."""
     token = _rehearses.set(True)
     try:
         yield
@@ -119,7 +119,7 @@ def rehearsing() -> Iterator[None]:
 
 
 def read_terms(model: nn.Module) -> Terms:
-    """Read how a plain module wants to be called, and what it is made of."""
+    """Read the terms of a plain module from its forward, its config and its modules."""
     model = base_of(model)
     parameters = _signature(model)
     arguments = {
@@ -137,12 +137,12 @@ def read_terms(model: nn.Module) -> Terms:
 
 
 def keep_terms(model: nn.Module, terms: Terms) -> None:
-    """Remember the terms of a parallelized model."""
-    vars(model)[_TERMS] = terms  # copied with it
+    """Store the terms of a parallelized model on it."""
+    vars(model)[_TERMS] = terms  # in its dict, so that a copy of the model has them too
 
 
 def terms_of(model: nn.Module) -> Terms:
-    """Return the terms of a parallelized model; of one that was put together by hand, its own."""
+    """Return the terms of a parallelized model; read them if `parallelize` did not make it."""
     if _TERMS not in vars(model):
         plain: Any = model
         while isinstance(getattr(plain, "module", None), nn.Module):
@@ -153,29 +153,29 @@ def terms_of(model: nn.Module) -> Terms:
 
 
 def pipeline_of(model: Any) -> PipelineParallel:
-    """Return the pipeline within wrappers."""
+    """Return the pipeline inside a model's wrappers."""
     while not isinstance(model, PipelineParallel):
         model = model.module
     return model
 
 
 def wait_for_parameters(model: nn.Module) -> None:
-    """Wait until all parameters are here that a sharded optimizer fetches behind forwards."""
+    """Wait for the parameters that a sharded optimizer is still fetching in the background."""
     parallel: Any = model
     if getattr(model, "optimizer_shards", None) is not None:
         parallel.wait_for_parameters()
 
 
 def manager_of(model: nn.Module, manager: ProcessGroupManager | None) -> ProcessGroupManager:
-    """Return the grid that a call works on: the given one, or the model's, or the current one.
+    """Return the grid of a call: the given one, or the model's, or the current one.
 
     Args:
-        model: What `parallelize` returned, or a model that was put together by hand.
-        manager: What the caller passed; None asks the model.
+        model: The model that `parallelize` returned, or one built by hand from the wrappers.
+        manager: The grid that the caller passed; None takes the model's.
 
     Raises:
-        InvalidArgumentError: Something that is no manager, or no module, or a compiled one.
-        StateError: Nobody knows a grid.
+        InvalidArgumentError: `manager` is no manager; `model` is no module, or a compiled wrapper.
+        StateError: There is no grid.
     """
     require_manager(manager)
     require_own_names(model)
@@ -194,10 +194,10 @@ def manager_of(model: nn.Module, manager: ProcessGroupManager | None) -> Process
 
 
 def require_own_names(model: object) -> None:
-    """Refuse what `torch.compile` returns of a model: it has other names, and other hooks.
+    """Refuse the wrapper that `torch.compile(model)` returns: its names and hooks differ.
 
     Raises:
-        InvalidArgumentError: It is that.
+        InvalidArgumentError: The model is such a wrapper.
     """
     if isinstance(model, nn.Module) and "_orig_mod" in model._modules:
         raise InvalidArgumentError(
@@ -208,10 +208,10 @@ def require_own_names(model: object) -> None:
 
 
 def require_manager(manager: object, *, needed: bool = False) -> None:
-    """Refuse anything but a manager, or None unless it is needed.
+    """Require a manager; None is allowed unless `needed`.
 
     Raises:
-        InvalidArgumentError: It is none.
+        InvalidArgumentError: `manager` is anything else.
     """
     if not isinstance(manager, ProcessGroupManager) and (needed or manager is not None):
         raise InvalidArgumentError(
@@ -221,7 +221,7 @@ def require_manager(manager: object, *, needed: bool = False) -> None:
 
 
 def _signature(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of forward, also if subclasses pass all on to it."""
+    """Return the parameters of forward, or of the base class's if it takes *args and **kwargs."""
     own = [vars(model)["forward"]] if "forward" in vars(model) else []
     bases = [base for base in type(model).__mro__ if "forward" in vars(base)]
     forwards = [*own, *(MethodType(vars(base)["forward"], model) for base in bases)]

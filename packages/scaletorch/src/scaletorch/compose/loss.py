@@ -1,4 +1,4 @@
-"""The loss of tokens, of whole logits or of shards of the vocabulary; and what a loss_fn reads."""
+"""Cross entropy of whole or vocabulary-sharded logits, and helpers for a user's loss_fn."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MARK = "_scaletorch_loss_parallel"
 
 
 def keep_logits_sharded(model: nn.Module) -> None:
-    """Let a tensor-parallel model's head return this rank's shard of the vocabulary, in place.
+    """Make a tensor-parallel model's head return this rank's shard of the logits, in place.
 
     Raises:
         InvalidArgumentError: The model has no head of style "column_gather", or several.
@@ -43,19 +43,19 @@ def keep_logits_sharded(model: nn.Module) -> None:
 
 
 def find_sharded_head(model: nn.Module) -> ColumnParallelLinear | None:
-    """Return the head whose logits stay sharded, or None if they are whole or on other stages."""
+    """Return the head whose logits stay sharded; None if logits are whole or on another stage."""
     heads = (m for m in model.modules() if isinstance(m, ColumnParallelLinear) and _MARK in vars(m))
     return next(heads, None)
 
 
 def token_loss_sum(output: Any, labels: Tensor, head: ColumnParallelLinear | None = None) -> Tensor:
-    """Return the sum of token cross entropies, in float32 at least; labels of -100 count nothing.
+    """Return the sum of token cross entropies, in float32 at least; labels of -100 do not count.
 
     Args:
         output: Logits [B, L, V], or a model's output that has them as its `logits`.
         labels: [B, L] int64, aligned with the logits.
-        head: The layer that made [B, L, V / tp], this rank's shard of the logits; None for whole
-            ones.
+        head: The layer that made [B, L, V / tp], this rank's shard of the logits; None if logits
+            are whole.
     """
     logits: Tensor = getattr(output, "logits", output)
     if head is not None:
@@ -66,15 +66,15 @@ def token_loss_sum(output: Any, labels: Tensor, head: ColumnParallelLinear | Non
 
 
 def require_labels_fit(logits: Tensor, labels: object, tp_size: int) -> Tensor:
-    """Return labels that are one for each token that the logits have.
+    """Return the labels, if there is one for each token of the logits.
 
     Args:
         logits: [B, L, V], or this rank's shard of the vocabulary.
-        labels: What the micro-batch has.
-        tp_size: How many ranks have the same labels.
+        labels: The micro-batch's labels, or None.
+        tp_size: The number of ranks that have the same labels.
 
     Raises:
-        InvalidArgumentError: They have another shape, or are none.
+        InvalidArgumentError: Labels are missing, or have another shape.
     """
     shape = list(logits.shape[:-1])
     came = list(labels.shape) if isinstance(labels, Tensor) else "none"
@@ -92,14 +92,14 @@ def require_labels_fit(logits: Tensor, labels: object, tp_size: int) -> Tensor:
 
 
 def require_logits_alone(output: Any, *, with_router_loss: bool = False) -> None:
-    """Refuse an output that has a loss beside its logits.
+    """Require an output that has logits, and no loss of its own that would be ignored.
 
     Args:
-        output: The model's.
-        with_router_loss: Its `aux_loss` is computed anew, of the global batch.
+        output: The model's output.
+        with_router_loss: Allow `aux_loss`; the step computes it again for the global batch.
 
     Raises:
-        InvalidArgumentError: It has, or it has no logits.
+        InvalidArgumentError: The output has such a loss, or no logits.
     """
     given = (
         output if isinstance(output, dict) else vars(output) if hasattr(output, "__dict__") else {}
@@ -129,15 +129,15 @@ def _described(output: Any) -> str:
 
 
 class LossBatch(dict[str, Any]):
-    """All entries of a micro-batch, and what this rank holds of it.
+    """All entries of a micro-batch, and where this rank's shard lies in the global batch.
 
     Attributes:
         head: The layer whose logits are this rank's shard of the vocabulary; None if they are
             whole.
-        tp_size: How many ranks have the same positions.
+        tp_size: The number of ranks that have the same positions.
         cp_group: The ranks that have the other positions of these sequences.
-        sequences: Which positions this rank has; None if the micro-batch was cut by hand, or is
-            not of tokens.
+        sequences: The positions that this rank has; None if the micro-batch was cut by hand, or has
+            no tokens.
     """
 
     def __init__(
@@ -162,10 +162,10 @@ def _sequences(batch: Batch, manager: ProcessGroupManager) -> ShardedSequences |
 
 
 def require_loss_batch(batch: object, caller: str) -> LossBatch:
-    """Return the micro-batch, which knows its place in the global batch.
+    """Return the micro-batch if it is a `LossBatch`, as passed to a loss_fn.
 
     Raises:
-        InvalidArgumentError: It is not what a loss_fn was given.
+        InvalidArgumentError: It is anything else.
     """
     if isinstance(batch, LossBatch):
         return batch
@@ -177,10 +177,10 @@ def require_loss_batch(batch: object, caller: str) -> LossBatch:
 
 
 def require_sequences(batch: object, caller: str) -> ShardedSequences:
-    """Return which positions this rank has.
+    """Return the positions that this rank has.
 
     Raises:
-        InvalidArgumentError: Nobody knows.
+        InvalidArgumentError: They are not known.
     """
     sequences = require_loss_batch(batch, caller).sequences
     if sequences is None:
@@ -199,12 +199,12 @@ def token_losses(
 
     Args:
         output: Logits [B, L, V], or this rank's shard of them, or an output that has `logits`.
-        micro_batch: What loss_fn was given, with `labels` [B, L].
-        label_smoothing: Share of each target that is spread over the vocabulary.
+        micro_batch: The micro-batch passed to loss_fn, with `labels` [B, L].
+        label_smoothing: Fraction of each target that is spread over the vocabulary.
         z_loss: Adds `z_loss * logsumexp(logits) ** 2` for every token that counts.
 
     Raises:
-        InvalidArgumentError: No logits, or labels of another shape.
+        InvalidArgumentError: The output has no logits, or labels have another shape.
     """
     batch = require_loss_batch(micro_batch, "token_losses")
     logits = _logits(output, batch)
@@ -235,14 +235,15 @@ def token_log_probs(output: Any, micro_batch: Any) -> Tensor:
 
 
 def log_probs(output: Any, micro_batch: Any) -> Tensor:
-    """Return the log-probability of every word: of all, or of this rank's shard of the vocabulary.
+    """Return the log-probability of every word of the vocabulary, or of this rank's shard of it.
 
-    What is computed of it word by word goes through `vocabulary_sums`. Of a model whose logits are
-    whole (a teacher without `loss_parallel`) this rank's shard is taken, if the trained one's are.
+    Sum values computed from it word by word with `vocabulary_sums`. If the trained model's logits
+    are sharded, whole logits of another model (a teacher without `loss_parallel`) are cut to this
+    rank's shard.
 
     Args:
         output: Logits [B, L, V], or this rank's shard of them, or an output that has `logits`.
-        micro_batch: What loss_fn was given.
+        micro_batch: The micro-batch passed to loss_fn.
 
     Returns:
         [B, L, V] or [B, L, V / tp], in float32 at least.
@@ -259,16 +260,16 @@ def log_probs(output: Any, micro_batch: Any) -> Tensor:
     all_reduce(highest, "max", group=head.group)
     shifted = logits - highest
     total = functional.reduce(shifted.exp().sum(-1, keepdim=True), head.group)
-    # Each rank goes on with its own words: the sum of what they make of it is its gradient.
+    # Each rank uses the total for its own words only, so backward sums its gradient over ranks.
     return shifted - functional.copy(total.log(), head.group)
 
 
 def vocabulary_sums(values: Tensor, micro_batch: Any) -> Tensor:
-    """Sum over the vocabulary what was computed word by word, [B, L]; the same on all tp ranks.
+    """Sum values of single words over the vocabulary, [B, L]; the same on all tp ranks.
 
     Args:
-        values: [B, L, V], or [B, L, V / tp] as `log_probs` gives it.
-        micro_batch: What loss_fn was given.
+        values: [B, L, V], or [B, L, V / tp], as `log_probs` returns it.
+        micro_batch: The micro-batch passed to loss_fn.
     """
     head = _sharded(values, require_loss_batch(micro_batch, "vocabulary_sums"))
     total = values.sum(-1)
@@ -276,7 +277,7 @@ def vocabulary_sums(values: Tensor, micro_batch: Any) -> Tensor:
 
 
 def _logits(output: Any, batch: LossBatch) -> Tensor:
-    """Return an output's logits in float32 at least."""
+    """Return an output's logits, in float32 at least."""
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or logits.ndim != 3 or not logits.is_floating_point():
         came = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
@@ -287,7 +288,7 @@ def _logits(output: Any, batch: LossBatch) -> Tensor:
 
 
 def _sharded(values: Tensor, batch: LossBatch) -> ColumnParallelLinear | None:
-    """Return the head of whose outputs these are this rank's shard, or None if they are whole."""
+    """Return the head if the values are this rank's shard of the vocabulary; None if whole."""
     head = batch.head
     whole = head is None or head.tp_size == 1 or values.shape[-1] == head.out_features
     return None if whole else head
@@ -298,14 +299,14 @@ def sequence_sums(values: Tensor, micro_batch: Any) -> Tensor:
 
     Args:
         values: [B, L] for the positions that this rank holds, such as `token_log_probs`.
-        micro_batch: What loss_fn was given.
+        micro_batch: The micro-batch passed to loss_fn.
 
     Returns:
-        [B], or [B, documents] if the batch has `cu_seq_lens_q`. Every cp rank goes on with all of
-        them, and counts all of them.
+        [B], or [B, documents] if the batch has `cu_seq_lens_q`. Every cp rank has all sums, and its
+        loss_fn counts all of them.
 
     Raises:
-        InvalidArgumentError: Values of other positions.
+        InvalidArgumentError: `values` does not have this rank's positions.
     """
     sequences = require_sequences(micro_batch, "sequence_sums")
     positions = _positions(values, sequences, "sequence_sums")
@@ -322,19 +323,20 @@ def last_token(values: Tensor, micro_batch: Any, positions: Tensor | None = None
     """Return the values at each sequence's last token; the same on all cp ranks.
 
     Args:
-        values: [B, L, ...] for the positions that this rank holds, such as the logits of a head
-            of classes, or the scores of a reward model.
-        micro_batch: What loss_fn was given.
-        positions: [B] int64, where each sequence's last token is, counted in whole sequences, if
-            they are padded (an entry `loss_last` of the global batch, say); by default the last
-            position, or that of each packed document.
+        values: [B, L, ...] for the positions that this rank holds, such as the logits of a
+            classifier, or the scores of a reward model.
+        micro_batch: The micro-batch passed to loss_fn.
+        positions: [B] int64, the position of each sequence's last token, counted in whole
+            sequences, if sequences are padded (for example an entry `loss_last` of the global
+            batch). By default the last position, or that of each packed document.
 
     Returns:
         [B, ...], or [B, documents, ...] if the batch has `cu_seq_lens_q` and no `positions` are
-        given. Every cp rank goes on with all of them, and counts all of them.
+        given. Every cp rank has all of them, and its loss_fn counts all of them.
 
     Raises:
-        InvalidArgumentError: Values of other positions, or positions that are none.
+        InvalidArgumentError: `values` does not have this rank's positions, or `positions` are not
+            [B] integers within the sequences.
     """
     sequences = require_sequences(micro_batch, "last_token")
     own = _positions(values, sequences, "last_token")
@@ -350,7 +352,7 @@ def last_token(values: Tensor, micro_batch: Any, positions: Tensor | None = None
 
 
 def _positions(values: Tensor, sequences: ShardedSequences, caller: str) -> Tensor:
-    """Return which positions this rank holds, [L], if the values are theirs."""
+    """Return the positions that this rank holds, [L]; raise unless `values` has as many."""
     length = sequences.layout.local_length
     if not isinstance(values, Tensor) or values.ndim < 2 or values.shape[1] != length:
         came = list(values.shape) if isinstance(values, Tensor) else type(values).__name__

@@ -1,4 +1,4 @@
-"""A loss's reads of the model's parameters, and of logits that another rank has."""
+"""Check a loss_fn's reads: the model's parameters, other parameters, and sharded logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from .forward import terms_of
 
-_PICKS: Mapping[Callable[..., Any], tuple[int, str]] = {  # where the words are in the arguments
+_PICKS: Mapping[Callable[..., Any], tuple[int, str]] = {  # position and name of the word indices
     F.cross_entropy: (1, "target"),
     F.nll_loss: (1, "target"),
     torch.gather: (2, "index"),
@@ -36,10 +36,10 @@ _PARALLEL = (
 
 
 class Words(TorchFunctionMode):
-    """Refuses a loss that picks a word beyond this rank's shard of the vocabulary.
+    """A function mode that refuses a loss which picks a word beyond this rank's logits.
 
-    Kernels would end in an IndexError, or on CUDA in an assert after which the device is lost. It
-    reads labels on the host, so it is for a first step.
+    Without it, kernels raise an IndexError, or on CUDA fail an assert that makes the device
+    unusable. It reads labels on the host, so it is used in a first step only.
     """
 
     def __init__(self, manager: ProcessGroupManager, *, sharded: bool) -> None:
@@ -53,7 +53,7 @@ class Words(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call a function of torch, unless it would pick a word that is not here."""
+        """Call a function of torch, unless it would pick a word outside of the logits."""
         kwargs = kwargs or {}
         if func in _PICKS:
             place, name = _PICKS[func]
@@ -85,15 +85,16 @@ def number_of_next_node() -> int:
 
 
 def penalized_leaves(loss: Tensor, outputs: Iterable[Node | None], first: int) -> list[Tensor]:
-    """Return the leaves of which a loss has a term that depends on no output of the model.
+    """Return the leaves that a loss reads in a term that depends on no output of the model.
 
-    Such a term is a number before it meets what depends on outputs. A weight that is multiplied
-    with an output (a head in the loss) is no such leaf, nor is one number (a temperature).
+    Such a term, a penalty, is one number before it is added to terms of outputs. A weight that is
+    multiplied with an output (a head in the loss) does not count, nor does a leaf of one element (a
+    temperature).
 
     Args:
         loss: The loss.
-        outputs: The nodes that made what the model returned.
-        first: `number_of_next_node()` as it was before the loss; older nodes are the model's.
+        outputs: The autograd nodes of the model's outputs.
+        first: `number_of_next_node()` from before the loss; older nodes are the model's.
     """
     ends = set(outputs)
     under: dict[Node, _Under] = {}
@@ -123,16 +124,16 @@ def penalized_leaves(loss: Tensor, outputs: Iterable[Node | None], first: int) -
 def read_beside(
     loss: Tensor, outputs: Iterable[Node | None], first: int, model: nn.Module
 ) -> tuple[list[nn.Parameter], bool]:
-    """Return the parameters that a loss trains and that are not the model's, as a temperature.
+    """Return the parameters that a loss trains and that are not the model's, such as a temperature.
 
-    Also whether it depends on what the model's forward has made beside its output, as an auxiliary
-    loss that a layer keeps as an attribute.
+    Also return whether it depends on tensors that the model's forward made but did not return, such
+    as an auxiliary loss that a layer keeps as an attribute.
 
     Args:
         loss: The loss.
-        outputs: The nodes that made what the model returned.
-        first: `number_of_next_node()` as it was before the loss; older nodes are the model's.
-        model: What `parallelize` returned.
+        outputs: The autograd nodes of the model's outputs.
+        first: `number_of_next_node()` from before the loss; older nodes are the model's.
+        model: The model that `parallelize` returned.
     """
     seen: set[Node | None] = {None, *outputs}
     waiting, leaves, older = [loss.grad_fn], list[nn.Parameter](), False
@@ -154,11 +155,11 @@ def read_beside(
 
 @contextmanager
 def gradients_kept(loss_fn: Any, model: nn.Module) -> Iterator[Any]:
-    """Yield a loss_fn, after whose calls parameters that are not the model's have no new gradients.
+    """Yield a loss_fn, and at the end restore the gradients of its parameters outside the model.
 
     Args:
         loss_fn: As in `train_step`.
-        model: What `parallelize` returned.
+        model: The model that `parallelize` returned.
     """
     before: dict[int, tuple[nn.Parameter, Tensor | None]] = {}
 
@@ -181,8 +182,8 @@ class _Under(NamedTuple):
     """The leaves under a node of a graph.
 
     Attributes:
-        computes: It depends on an output of the model.
-        leaves: Leaves under it, of no term that is known to be a penalty.
+        computes: The node depends on an output of the model.
+        leaves: Leaves under it, except those already known to be in a penalty.
     """
 
     computes: bool
@@ -190,17 +191,17 @@ class _Under(NamedTuple):
 
 
 def _is_number(node: Node) -> bool:
-    """Return whether all results of a node are numbers."""
+    """Return whether all results of a node have one element."""
     return all(math.prod(each.shape) == 1 for each in node._input_metadata if each is not None)
 
 
 def require_no_parameters(
     leaves: Sequence[Tensor], model: nn.Module, manager: ProcessGroupManager
 ) -> None:
-    """Refuse a penalty on parameters of which this rank has a shard, or not all.
+    """Refuse a penalty on the model's parameters, of which a rank has shards or only some.
 
     Raises:
-        InvalidArgumentError: It does, with their names.
+        InvalidArgumentError: A leaf is a parameter of the model; names some of them.
     """
     if not leaves:
         return

@@ -1,4 +1,4 @@
-"""All matrices of a dtype in one message: gradients' shards to owners, new weights' shards back."""
+"""Exchange matrices: gradient shards to owners, weight shards back, one all-to-all per dtype."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..parallel.data_parallel import Shard
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.tensor_parallel.building import ParameterCut
 
-Key = tuple[int, str]  # a stage of the pipeline, and a parameter's name there
+Key = tuple[int, str]  # pipeline stage and parameter name
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class Matrix:
     """A parameter that is cut over tp, of which this rank has a shard.
 
     Attributes:
-        shard: What the optimizer was given for it on this rank.
-        cut: How it is cut.
+        shard: The tensor that this rank's optimizer was given for it.
+        cut: The cut over tp.
         holders: The ranks of the exchanging group that have the shards, in tp order.
-        owner: The one of these that updates it.
+        owner: The holder that updates the whole matrix.
     """
 
     shard: Shard
@@ -43,12 +43,12 @@ class Matrix:
         return Size(shape)
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """Return the whole, given the shards of all holders in their order."""
+        """Join the shards of all holders, in their order, to the whole matrix."""
         joined = torch.cat(list(shards), self.cut.dim)
         return self.cut.cut.arrange(joined, self.cut.dim)
 
     def take(self, whole: Tensor, holder: int) -> Tensor:
-        """Return a holder's shard of the whole."""
+        """Return a holder's shard of the whole matrix."""
         return self.cut.cut.take(whole, self.cut.dim, self.holders.index(holder))
 
 
@@ -57,15 +57,15 @@ def share_out(
     group: ProcessGroup | None,
     manager: ProcessGroupManager,
 ) -> list[Matrix]:
-    """Return this rank's matrices with their owners, the same ones on all ranks.
+    """Choose an owner for each matrix, the same on all ranks, and return this rank's matrices.
 
     Args:
-        held: The shards that this rank's optimizer has, and how they are cut.
-        group: Ranks that have all shards of each of these among them; all of them call.
+        held: The shards that this rank's optimizer has, with their cuts.
+        group: A group that together has all shards of each matrix; all its ranks call.
         manager: The grid.
 
     Raises:
-        MismatchError: Some tp ranks' optimizers have a parameter, and others have not.
+        MismatchError: The optimizers of some tp ranks have a parameter that others lack.
     """
     mine = {(manager.pp_rank, shard.name): shard.parameter.numel() for shard, _ in held}
     told = all_gather_object((manager.tp_rank, mine), group)
@@ -96,13 +96,13 @@ def share_out(
 
 
 def exchanging_group(names: Sequence[str], manager: ProcessGroupManager) -> ProcessGroup | None:
-    """Return the ranks among which matrices go to their owners; all ranks call.
+    """Return the group in which shards go to their owners; all ranks call.
 
-    These are the tp ranks, if each has the same of the model. With a sharded optimizer and tp
-    shards of unlike sizes they may not, and all ranks take part.
+    This is the tp group if its ranks have shards of the same parameters, and the world if not. They
+    may differ with a sharded optimizer and tp shards of unequal sizes.
 
     Args:
-        names: What this rank has.
+        names: The parameters of which this rank has shards.
         manager: The grid.
     """
     alike = all(other == list(names) for other in all_gather_object(list(names), manager.tp_group))
@@ -112,15 +112,16 @@ def exchanging_group(names: Sequence[str], manager: ProcessGroupManager) -> Proc
 
 
 class Exchange:
-    """The matrices that a group's ranks have shards of, and the wholes that this rank updates.
+    """The exchange of matrices between the ranks of a group, for one dtype.
 
     Args:
-        matrices: Those of which this rank has a shard, in the order of their names.
-        dtype: Of all of them.
-        group: All ranks that have one; each of them calls everything here.
+        matrices: The matrices of which this rank has a shard, sorted by name.
+        dtype: The dtype of all matrices.
+        group: All ranks that have a shard; each of them calls every method.
 
     Attributes:
-        wholes: The matrices that this rank updates, and the wholes, which have the optimizer.
+        wholes: The matrices that this rank owns, each with the whole parameter that the optimizer
+            updates.
     """
 
     def __init__(
@@ -139,12 +140,12 @@ class Exchange:
         self.note_versions()
 
     def note_versions(self) -> None:
-        """Take the shards as they are now for those that owners know."""
+        """Record that owners have the current values of the shards."""
         self._versions = self._current_versions()
 
     @torch.no_grad()
     def read(self) -> None:
-        """Give owners the gradients, and the weights too if somebody has written into any."""
+        """Send gradients to owners, and weights too if any shard has been written to."""
         written = self._versions != self._current_versions()
         found, anywhere = self._to_owners(lambda matrix: matrix.shard.tensor.grad, written)
         for (_, whole), gradient in zip(self.wholes, found, strict=True):
@@ -154,7 +155,7 @@ class Exchange:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Give all ranks their shards of the owners' new weights; the gradients are forgotten."""
+        """Send all ranks their shards of the owners' new weights; drop the owners' gradients."""
         sent: list[list[Tensor]] = [[] for _ in range(self._size)]
         for matrix, whole in self.wholes:
             whole.grad = None
@@ -179,9 +180,9 @@ class Exchange:
     def _to_owners(
         self, tensor_of: Callable[[Matrix], Tensor | None], told: bool = False
     ) -> tuple[list[Tensor | None], bool]:
-        """Return the whole tensor of each matrix that is this rank's, None if no shard has one.
+        """Return the whole tensor of each matrix that this rank owns; None if no shard has one.
 
-        Also returns whether any rank of the group has told so.
+        Also return whether `told` is True on any rank of the group.
         """
         sent = []
         for owner in range(self._size):
@@ -206,7 +207,7 @@ class Exchange:
         return found, anywhere
 
     def _sizes_from(self, holder: int) -> list[int]:
-        """Return the elements of the head and of each shard that come from a rank."""
+        """Return the sizes of the header and of each shard that this rank receives from another."""
         owned = [matrix for matrix, _ in self.wholes if holder in matrix.holders]
         return [1 + len(owned), *(matrix.shape_on(holder).numel() for matrix in owned)]
 
@@ -214,7 +215,7 @@ class Exchange:
         self, sent: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[int]]
     ) -> list[list[Tensor]]:
         """Send each rank its tensors, and return those from each rank, flat."""
-        # The same on all ranks, also on one that has nothing, or only sends or receives.
+        # Device and dtype must not depend on the tensors: a rank may have none to send.
         device = get_comm_device(self._group)
         flat = [each.flatten().to(device, self._dtype) for each in chain(*sent)]
         data = torch.cat([torch.empty(0, dtype=self._dtype, device=device), *flat])

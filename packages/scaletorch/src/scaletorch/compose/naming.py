@@ -1,4 +1,4 @@
-"""Layouts, functions and values as command lines name them; lists and numbers in words."""
+"""Parse layouts, functions and values of a command line; write lists and numbers as text."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..parallel.pg_manager import layout_name, parse_layout
 
 __all__ = ["RUNS", "layout_name", "listed", "load", "parse_layout", "ranges", "read_argument"]
 
-RUNS = 4  # that a list of numbers shows
+RUNS = 4  # ranges that a list of numbers shows at most
 
 
 def load(name: str) -> Any:
-    """Return what `package.module:name` names; the current folder counts.
+    """Import the object `package.module:name`; the current folder is on the path.
 
     Raises:
-        InvalidArgumentError: There is no such module, or no such name in it, or its own code fails.
+        InvalidArgumentError: There is no such module or name, or the module's own code fails.
     """
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
@@ -31,13 +31,13 @@ def load(name: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise InvalidArgumentError(f"{name!r} is not package.module:name: {error}") from error
-    except Exception as error:  # of the module's own code, or a relative name
+    except Exception as error:  # the module's own code fails, or the name is relative
         told = f"{type(error).__name__}: {error}"
         raise InvalidArgumentError(f"{name!r} cannot be imported: {told}") from error
 
 
 def read_argument(text: str) -> tuple[str, Any]:
-    """Read `name=value`, of which the value is a Python literal or else a word."""
+    """Parse `name=value`; the value is a Python literal, or a string if it is not one."""
     name, _, value = text.partition("=")
     try:
         return name, ast.literal_eval(value)
@@ -46,12 +46,12 @@ def read_argument(text: str) -> tuple[str, Any]:
 
 
 def listed(items: Sequence[str]) -> str:
-    """Return 'a, b and c'."""
+    """Join items as 'a, b and c'."""
     return " and ".join(filter(None, (", ".join(items[:-1]), *items[-1:])))
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Return numbers as '3', '0 and 1', '0-3, 6 and 8-11', '0, 2 ... 14', or some of them."""
+    """Write numbers as '3', '0 and 1', '0-3, 6 and 8-11' or '0, 2 ... 14'; shorten long lists."""
     ordered = sorted(set(numbers))
     steps = {b - a for a, b in pairwise(ordered)}
     if len(ordered) > 3 and len(steps) == 1 and steps != {1}:

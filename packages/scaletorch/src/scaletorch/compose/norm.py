@@ -1,4 +1,4 @@
-"""The true global gradient norm: every element of the plain model counted once over the grid."""
+"""Global gradient norm and clipping: each element of the plain model counts once on any layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..parallel.tensor_parallel import split_by_owner
 from .experts import expert_names
 from .forward import manager_of
 
-# How much of a shard this rank counts: all, nothing, or the elements at which a mask is True.
+# The share of a shard that this rank counts: all (True), nothing (False), or a mask of elements.
 Counted = bool | Tensor
 _counted: WeakKeyDictionary[nn.Module, tuple[object, list[Counted]]] = WeakKeyDictionary()
 
@@ -29,14 +29,14 @@ _counted: WeakKeyDictionary[nn.Module, tuple[object, list[Counted]]] = WeakKeyDi
 def global_grad_norm(
     model: nn.Module, manager: ProcessGroupManager | None = None, *, norm_type: float = 2.0
 ) -> Tensor:
-    """Return the norm of the plain model's whole gradient, each element counted once.
+    """Return the gradient norm of the whole plain model, each element counted once.
 
-    Costs an all-reduce of one number over tp and pp, and over cp x dp if these have shards; over
-    all ranks if experts are divided.
+    It costs an all-reduce of one number over tp and pp, and over cp x dp if the optimizer or
+    gradients are sharded there; over all ranks if experts are divided.
 
     Args:
-        model: What `parallelize` returned; its gradients are already summed over cp x dp, as
-            after `train_step`. A gradient that is None counts nothing.
+        model: The model that `parallelize` returned, with gradients already summed over cp x dp, as
+            after `train_step`. A gradient that is None counts as zero.
         manager: The grid; by default the model's.
         norm_type: Order of the norm, above 0; `float("inf")` is the largest element.
 
@@ -49,7 +49,7 @@ def global_grad_norm(
     manager = manager_of(model, manager)
     groups = [manager.cp_dp_group] if is_sharded(model) else []
     groups += [manager.tp_group, manager.pp_group]
-    if not manager.grid.is_plain:  # ranks of any axis have other experts
+    if not manager.grid.is_plain:  # experts may differ between ranks along any axis
         groups = [manager.world_group]
     return norm_over(counted_gradients(model, manager), groups, model, norm_type)
 
@@ -69,15 +69,16 @@ def clip_grad_norm_(
         max_norm: At least 0.
         manager: The grid; by default the model's.
         norm_type: As in `global_grad_norm`.
-        error_if_nonfinite: Raise if the norm is no finite number. Otherwise gradients become NaN
-            or 0 then, as with torch's function of this name.
+        error_if_nonfinite: Raise if the norm is not finite. If False, a norm that is not finite
+            makes gradients NaN or 0, as in torch's function of this name.
 
     Returns:
-        The norm before, as `global_grad_norm` gives it.
+        The norm before clipping, as in `global_grad_norm`.
 
     Raises:
-        InvalidArgumentError: `max_norm` or `norm_type` is no such number.
-        NonFiniteError: On every rank, with the parameters and their ranks.
+        InvalidArgumentError: `max_norm` or `norm_type` is out of range.
+        NonFiniteError: The norm is not finite and `error_if_nonfinite` is set; on every rank, with
+            the parameters and their ranks.
     """
     manager = manager_of(model, manager)
     return clip_by(
@@ -92,15 +93,15 @@ def clip_grad_norm_(
 def nonfinite_gradients(
     model: nn.Module, manager: ProcessGroupManager | None = None
 ) -> list[tuple[str, str]]:
-    """Return which gradients are infinite or NaN, and where; every rank calls it.
+    """Return the gradients that are infinite or NaN, with their ranks; all ranks call it.
 
     Args:
         model: As in `global_grad_norm`.
-        manager: As there.
+        manager: As in `global_grad_norm`.
 
     Returns:
-        The parameter's name and a rank's coordinates, `("norm.weight", "dp0 pp1 cp0 tp1")`, for
-        every rank that has such an element; by rank, the same list on all of them.
+        A parameter's name and a rank's coordinates, `("norm.weight", "dp0 pp1 cp0 tp1")`, for
+        every rank with a non-finite element; sorted by rank, the same list on all ranks.
     """
     manager = manager_of(model, manager)
     place = str(manager.grid.coordinates(manager.global_rank))
@@ -110,9 +111,9 @@ def nonfinite_gradients(
 def counted_gradients(model: nn.Module, manager: ProcessGroupManager) -> Iterator[Tensor]:
     """Yield the gradients that this rank adds to the norm.
 
-    A tensor that is replicated over tp counts on the first tp rank, a parameter tied across stages
-    on the first of them; beside shards over cp x dp or experts, a tensor that is replicated there
-    on the first rank. An expert counts on the first rank that has it.
+    A tensor replicated over tp counts on the first tp rank, and a parameter tied across stages on
+    the first of them. If other tensors are sharded over cp x dp, or experts are divided, a tensor
+    replicated there counts on the first rank. An expert counts on the first rank that has it.
     """
     shards = settled_shards(model)
     alike = not is_sharded(model) and manager.grid.is_plain
@@ -131,14 +132,14 @@ def counted_gradients(model: nn.Module, manager: ProcessGroupManager) -> Iterato
 def _counted_of(
     model: nn.Module, shards: Sequence[Shard], manager: ProcessGroupManager
 ) -> list[Counted]:
-    """Return how much this rank counts of each shard, computed anew only if the shards change."""
+    """Return the share of each shard that this rank counts, cached until the shards change."""
     ranges = [(s.name, s.parameter.shape, s.parameter.device, s.start, s.stop) for s in shards]
     key = (ranges, manager.tp_rank, manager.pp_rank)
     known = _counted.get(model)
     if known is None or known[0] != key:
         tied: dict[str, tuple[int, ...]] = getattr(model, "tied_parameters", {})  # of a stage
         here = [tied.get(s.name, (manager.pp_rank,))[0] == manager.pp_rank for s in shards]
-        # Where each expert is cut over tp (etp = tp), the tp rank says who counts, as elsewhere.
+        # If each expert is cut over tp (etp = tp), experts count by tp rank like other parameters.
         apart = expert_names(model) if manager.etp_size == 1 else frozenset[str]()
         owned: dict[str, Counted] = dict.fromkeys(apart, True)
         rest = [s for s, own in zip(shards, here, strict=True) if own and s.name not in owned]
@@ -154,7 +155,7 @@ def _counted_of(
 def _owned(
     model: nn.Module, shards: Sequence[Shard], manager: ProcessGroupManager
 ) -> dict[str, Counted]:
-    """Return which elements of each parameter on this rank no earlier tp rank has."""
+    """Return the elements of each parameter on this rank that no earlier tp rank has."""
     values = {shard.name: shard.parameter.detach() for shard in shards}
     owned: dict[str, Counted] = {}
     mixed: dict[str, Tensor] = {}

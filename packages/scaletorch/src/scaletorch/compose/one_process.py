@@ -1,4 +1,4 @@
-"""A plain model in one process: how it is called with a batch, and a loss_fn of its output."""
+"""Run a plain model in one process: call it with a batch, and compute a loss_fn of its output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .loss import LossBatch
 
 @dataclass(frozen=True, slots=True)
 class OneProcess:
-    """The grid of one process: this rank is all of each axis."""
+    """A stand-in for the grid of one process, in which every axis has size 1."""
 
     group: ProcessGroup | None
     tp_size: int = 1
@@ -36,10 +36,10 @@ class OneProcess:
 
 
 def entries_for(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """Return a batch's entries by name, the one that the plain model is given first in front.
+    """Return a batch's entries by name; the first one is the model's first argument.
 
     Raises:
-        InvalidArgumentError: It has no such entry, or is no batch.
+        InvalidArgumentError: The batch lacks this entry, or is no batch.
     """
     terms = read_terms(model)
     entries = named_entries(batch, terms.arguments)
@@ -52,7 +52,7 @@ def call_plain(model: nn.Module, entries: Mapping[str, Any]) -> Any:
 
     Args:
         model: The plain model.
-        entries: What `entries_for` returned; labels and entries of a loss are not passed.
+        entries: The entries that `entries_for` returned; labels and `loss_...` are not passed.
     """
     first, *others = (n for n in entries if n != LABELS and not n.startswith(OF_LOSS))
     return model(entries[first], **{name: entries[name] for name in others})
@@ -65,14 +65,14 @@ def plain_loss(
     row_dims: RowDims | None = None,
     sequence_dims: RowDims | None = None,
 ) -> Tensor:
-    """Return a loss_fn's sum over its count, of the whole batch.
+    """Return sum / count of a loss_fn for the whole batch.
 
     Args:
         loss_fn: As for `train_step`.
-        output: Of the plain model.
+        output: The plain model's output.
         entries: The batch.
         row_dims: As for `shard_global_batch`.
-        sequence_dims: As there.
+        sequence_dims: As for `shard_global_batch`.
     """
     alone = cast(Any, OneProcess(None))
     told: Any = {"row_dims": row_dims, "sequence_dims": sequence_dims}

@@ -1,7 +1,7 @@
-"""A loss of the user's own: called for each micro-batch, checked, and compared over ranks.
+"""Call a user's loss for each micro-batch, check its result, and compare it over ranks.
 
-A mistake that one rank finds in it is kept until the step has run to its end, so that no rank waits
-for another; then all ranks raise.
+An error on one rank is kept until the end of the step, so that no rank waits for another; then all
+ranks raise.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Number = int | float | Tensor
 LossFunction = Callable[[Any, Any], tuple[Tensor, Number]]
 CountFunction = Callable[[Any], Number]
 
-# How far sums may be apart on ranks that compute the same, in units of rounding, and at most.
+# Allowed relative gap of sums on tp ranks: in epsilons of the coarsest dtype, and the upper bound.
 _ROUNDINGS, _MOST = 128, 1e-3
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # finest first
 _SHARES = (
@@ -50,9 +50,9 @@ class OwnLoss:
     """A loss_fn on this rank.
 
     Args:
-        loss_fn: Returns the sum of a micro-batch's losses and how many they are.
-        count_fn: Returns the latter from the micro-batch alone; None counts labels.
-        model: What `parallelize` returned.
+        loss_fn: Returns the sum of a micro-batch's losses and their number.
+        count_fn: Returns the number from the micro-batch alone; None counts labels.
+        model: The model that `parallelize` returned.
         manager: The grid.
         trains: Whether there is a backward.
 
@@ -60,8 +60,8 @@ class OwnLoss:
         function: The loss_fn.
         counts_later: Gradients are divided by an estimate of the count, and corrected when all
             losses have been counted.
-        beside: Parameters that the loss trains and that are not the model's, by id; and whether
-            they had no gradient before.
+        beside: Parameters that the loss trains and that are not the model's, by id, each with
+            whether it had no gradient before.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class OwnLoss:
         self.beside: dict[int, tuple[nn.Parameter, bool]] = {}
         self._first = not terms_of(model).seen
         self._counts: list[tuple[Number, Number]] = []
-        self._coarsest = 0  # of the dtypes that the loss was computed in
+        self._coarsest = 0  # index in _DTYPES of the coarsest dtype of outputs and losses
         self._problem: Exception | None = None
 
     def require_functions(self) -> None:
-        """Refuse what cannot be called.
+        """Require that loss_fn and count_fn can be called.
 
         Raises:
-            InvalidArgumentError: It is no function.
+            InvalidArgumentError: One of them cannot.
         """
         for name, function in (("loss_fn", self.function), ("count_fn", self._count_fn)):
             if function is not None and not callable(function):
@@ -96,21 +96,24 @@ class OwnLoss:
                 )
 
     def count(self, batch: Batch) -> float:
-        """Return how many losses a micro-batch has, from its entries alone."""
+        """Return the number of losses of a micro-batch, from its entries alone."""
         if counts_nothing(batch):
             return 0
         seen = LossBatch(batch, self._head, self._manager)
         return checked_count(token_count(seen) if self._count_fn is None else self._count_fn(seen))
 
     def call(self, output: Any, batch: Called) -> tuple[Tensor, Number]:
-        """Return the sum and the count of a micro-batch; nothing, with a graph, if it fails."""
+        """Return the sum and the count of a micro-batch; if the loss fails, 0 with a graph, and 0.
+
+        The error is raised by `settle`; at once if the output has no graph for backward.
+        """
         try:
             total, count = self._called(output, batch)
             if counts_nothing(batch):
                 total, count = _nothing(output).to(total.dtype), 0
-        except Exception as error:  # the other ranks are told at the end of the step
+        except Exception as error:  # `settle` raises it at the end of the step, on all ranks
             nothing = _nothing(output)
-            if self._trains and not nothing.requires_grad:  # there is no such end
+            if self._trains and not nothing.requires_grad:  # backward fails, so the step has no end
                 raise
             self._problem = self._problem or error
             return nothing, 0
@@ -139,12 +142,12 @@ class OwnLoss:
         return total, count
 
     def _look_beside(self, leaves: Sequence[nn.Parameter], older: bool, *, known: bool) -> None:
-        """Keep parameters that are not the model's; refuse what other stages have made as well.
+        """Record parameters outside the model; refuse hidden tensors of the forward in a pipeline.
 
         Args:
             leaves: The parameters.
-            older: Whether the loss takes what the forward has made beside its output.
-            known: Whether the output's tensors could be found.
+            older: Whether the loss reads tensors that the forward made but did not return.
+            known: Whether the output has tensors with a graph.
         """
         for p in leaves:
             self.beside.setdefault(id(p), (p, p.grad is None))
@@ -158,21 +161,22 @@ class OwnLoss:
             )
 
     def _require_tokens(self, output: Any, batch: LossBatch) -> None:
-        """Say of a loss that failed if it was given a share of the tokens that labels are of."""
+        """Explain a failed loss: raise if logits have only a shard of the labels' tokens."""
         logits = getattr(output, "logits", output)
         shares = terms_of(self._model).shares_sequences and "labels" in batch
         if shares and isinstance(logits, Tensor) and logits.ndim == 3:
             require_labels_fit(logits, batch["labels"], self._manager.tp_size)
 
     def settle(self, total: Tensor | float) -> None:
-        """Raise what a rank has found in this step, on every rank.
+        """Raise on every rank if a rank has found an error in this step; compare sums over tp.
 
         Args:
-            total: The sum of this rank's losses, which ranks that differ in tp alone share.
+            total: The sum of this rank's losses, the same on ranks that differ in tp alone.
 
         Raises:
-            InvalidArgumentError: The loss_fn's return does not do.
-            MismatchError: Another rank has raised, or its sum differs.
+            Exception: An error that loss_fn or count_fn has raised on this rank.
+            InvalidArgumentError: The loss_fn's result is invalid.
+            MismatchError: Another rank has failed, or sums differ between tp ranks.
         """
         note = _written(float(total), self._coarsest)
         world = self._manager.world_group
@@ -181,19 +185,19 @@ class OwnLoss:
         _require_alike([_read(each) for each in notes], self._manager, shares_sequences=shares)
 
     def per_item(self, count: Number, batch: Called) -> float:
-        """Return how many losses a first micro-batch has for each token or row.
+        """Return the number of losses per token (or row) of a first micro-batch.
 
-        The ranks that have other rows and positions count together.
+        It is a mean over all cp x dp ranks.
         """
         group = self._manager.cp_dp_group
         both = torch.tensor([float(count), size_of(batch)], dtype=torch.float32)
         both = both.to(get_comm_device(group))
         all_reduce(both, group=group)
-        ratio = both[0] / both[1]  # in float32, as other stages will hear of it
+        ratio = both[0] / both[1]  # in float32, in which it is sent to the other stages
         return float(ratio) if 0 < float(ratio) < math.inf else 1.0
 
     def counted(self, device: torch.device) -> Tensor:
-        """Return how many losses this rank has counted in the step, 0-d, in float64 if possible.
+        """Return the number of losses that this rank counted in the step: 0-d, float64 if possible.
 
         The host does not wait for counts that are tensors.
         """
@@ -204,7 +208,7 @@ class OwnLoss:
         return total
 
     def _found(self) -> Exception | None:
-        """Return the problem, which is held no longer: its traceback has frames that hold this."""
+        """Return the error of this step, and drop it: its traceback refers back to this object."""
         problem, self._problem = self._problem, None
         return problem or caught(self._require_counts)
 
@@ -225,10 +229,10 @@ class OwnLoss:
 
 
 def checked_count(count: Any) -> float:
-    """Return a count as a number.
+    """Return a count as a float.
 
     Raises:
-        InvalidArgumentError: It is no finite number of at least 0.
+        InvalidArgumentError: The count is not a finite number of at least 0.
     """
     one = isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex()
     value = count.item() if one else count
@@ -241,7 +245,10 @@ def checked_count(count: Any) -> float:
 
 
 def _checked_pair(found: Any, *, trains: bool) -> tuple[Tensor, Number]:
-    """Return what a loss_fn returned, if its form will do; the count's value is read later."""
+    """Return the sum, in float32 at least, and the count of a loss_fn's result; check their forms.
+
+    The value of the count is read later, so that the host need not wait for the device.
+    """
     if not isinstance(found, tuple | list) or len(found) != 2:
         came = f"{len(found)} values" if isinstance(found, tuple | list) else type(found).__name__
         raise InvalidArgumentError(f"{_PAIR}; it returned {came}")
@@ -264,19 +271,19 @@ def _shown(tensor: Tensor) -> str:
 
 
 def _nothing(output: Any) -> Tensor:
-    """Return zero, from which backward reaches all of an output."""
+    """Return a zero whose backward reaches every floating tensor of an output."""
     found = [x.nan_to_num(0, 0, 0).sum() * 0 for x in tensors_in(output) if x.is_floating_point()]
     return torch.stack(found).sum() if found else torch.zeros(())
 
 
 def _written(value: float, dtype: int) -> int:
-    """Return the bits of a number, of which the last two are the place of a dtype."""
+    """Return the bits of a float64 as an int, with an index in _DTYPES in the last two bits."""
     (bits,) = struct.unpack("q", struct.pack("d", value))
     return int(bits) & ~3 | dtype
 
 
 def _read(note: int) -> tuple[float, float]:
-    """Return a number, and how far off rounding in its dtype may be, relative to it."""
+    """Return the number in a note of `_written`, and its allowed relative rounding error."""
     (value,) = struct.unpack("d", struct.pack("q", note & ~3))
     return value, min(_MOST, _ROUNDINGS * torch.finfo(_DTYPES[note & 3]).eps)
 
@@ -284,7 +291,7 @@ def _read(note: int) -> tuple[float, float]:
 def _require_alike(
     sums: Sequence[tuple[float, float]], manager: ProcessGroupManager, *, shares_sequences: bool
 ) -> None:
-    """Refuse sums that differ between ranks which differ in tp alone, by more than rounding."""
+    """Refuse sums that differ by more than rounding on ranks that differ in tp alone."""
     first: dict[Any, tuple[int, float]] = {}
     for rank, (value, rounding) in enumerate(sums):
         place = manager.grid.coordinates(rank)._replace(tp=0)

@@ -1,4 +1,4 @@
-"""One call that puts a plain module on the whole grid."""
+"""Parallelize a plain module over all axes of a grid."""
 
 from __future__ import annotations
 
@@ -61,43 +61,48 @@ def parallelize(
     data_parallel: Mapping[str, Any] | None = None,
     rehearse: bool = True,
 ) -> DataParallelBucket:
-    """Put a model on every axis of a grid, in place; what comes back knows the grid.
+    """Shard a model over every axis of a grid, in place; all ranks call it.
 
-    Each rank passes the same whole model (same seed or checkpoint); comparing them reads it once.
+    Every rank passes the same whole model (same seed or checkpoint). Before sharding, the ranks
+    compare arguments, and parameters and buffers over tp and pp; afterwards, each shard over cp and
+    dp. Reading the values once is the cost; `data_parallel={"init_sync": "none"}` leaves it out.
 
     Args:
         model: A plain module; its parameters keep their names.
         manager: The grid; axes of size 1 cost nothing.
-        plan: Tensor parallel plan, and modules of experts as "experts", or as `Stacked` if cut
-            over tp too; None recognises the model's family, and its own plans.
+        plan: Tensor parallel plan. The style "experts" marks expert modules; `Stacked` marks those
+            that tp cuts as well. None uses the plan of the model's family, or the model's own.
         split: Pipeline split; None infers it from the module.
-        schedule: Of the pipeline: a name, a function of ranks and micro-batches, or a schedule.
+        schedule: Pipeline schedule: a name, a schedule, or a function of the numbers of ranks and
+            micro-batches that returns one.
         bucket_size: Elements in a gradient bucket.
-        recompute: Layers run again in backward; "selective": only what is cheap to make again
-            does; "offload": the host keeps their activations.
-        sequence_parallel: Between sharded layers each tp rank holds its shard of every sequence.
-        loss_parallel: Logits stay sharded over tp, of a head that is "column_gather".
-        cp_layout: Of positions: "zigzag" for causal attention, "contiguous" for attention to all.
-        cp_method: How cp ranks attend: "ring", "all_gather", "ulysses", "hybrid" or "auto".
+        recompute: True runs layers again in backward; "selective" runs only their cheap operations
+            again; "offload" keeps their activations in host memory.
+        sequence_parallel: Let each tp rank hold a shard of every sequence between sharded layers.
+        loss_parallel: Keep logits sharded over tp; the head must have the style "column_gather".
+        cp_layout: Order of positions: "zigzag" for causal, "contiguous" for full attention.
+        cp_method: Context-parallel attention: "ring", "all_gather", "ulysses", "hybrid" or "auto".
         data_parallel: Further settings of `DataParallelBucket`, such as `grad_type` or `order`.
-        rehearse: The first `train_step` begins with a rehearsal, see `rehearse`.
+        rehearse: Keep the plain model's structure (no weights), so that the first `train_step` can
+            compare the layout with the plain model; see `rehearse`.
 
     Returns:
-        The model's stage of this rank, with gradients summed over the ranks that have the same.
+        This rank's pipeline stage, which knows the grid. Pass it to `train_step`, and make the
+        optimizer for its parameters. Gradients are summed over ranks that hold the same shard.
 
     Raises:
-        InvalidArgumentError: The plan does not fit, or the model cannot train so (a router's loss,
-            its shape in a pipeline).
-        MismatchError: The ranks' models or arguments differ; names the parameters and the ranks.
+        InvalidArgumentError: The plan does not fit the model, or the grid cannot train the model
+            (for example a router's auxiliary loss in a pipeline).
+        MismatchError: Models or arguments differ between ranks; names the parameters and ranks.
     """
     settings = _How(sequence_parallel, loss_parallel, recompute, cp_layout, cp_method, rehearse)
     terms = _checked(model, manager, settings, (data_parallel or {}).get("init_sync", "check"))
     shapes = whole_shapes(model)
     layers = divide_experts(model, manager, plan, shares_sequences=terms.shares_sequences)
-    if manager.tp_size > 1:  # while all layers are there; one rank needs no plan
+    if manager.tp_size > 1:  # before the pipeline drops layers; a single rank needs no plan
         _shard_layers(model, manager, layers, settings, terms)
     apply_context_parallel(model, manager.cp_group, layout=cp_layout, method=cp_method)
-    # Around all that a layer does, communication included.
+    # After the strategies that change layers: a second run repeats their communication too.
     recompute_layers(model, split, recompute=recompute)
     cut = _agreed_split(model, split, manager)
     stage = PipelineParallel(model, cut, manager.pp_group, schedule=schedule)
@@ -108,10 +113,10 @@ def parallelize(
 def _agreed_split(
     model: nn.Module, split: Split | None, manager: ProcessGroupManager
 ) -> Split | None:
-    """Return a split by parameters as one by numbers: the most that any rank has of each part.
+    """Replace the costs "parameters" of a split by numbers: the maximum over ranks per module.
 
-    Ranks may have unequal shares, as of three experts on two ranks. Each of them counting its own
-    would cut the layers elsewhere.
+    Ranks may hold unequal shards, for example of three experts on two ranks. If each rank used its
+    own counts, ranks would cut the layers at different places.
     """
     if not isinstance(split, Split) or split.costs != "parameters" or manager.pp_size == 1:
         return split
@@ -124,7 +129,7 @@ def _agreed_split(
 def _in_buckets(
     stage: PipelineParallel, terms: Terms, manager: ProcessGroupManager, options: Mapping[str, Any]
 ) -> DataParallelBucket:
-    """Sum a stage's gradients, when only this rank's parameters remain, in buckets of their own."""
+    """Wrap a stage in gradient buckets, once only this rank's parameters remain."""
     stage.runtime.steps_alone = True
     groups = expert_groups(stage, manager)
     parallel = DataParallelBucket(stage, group=manager.cp_dp_group, groups=groups, **options)
@@ -135,7 +140,7 @@ def _in_buckets(
 
 
 def _copy_plain(model: nn.Module) -> Plain | None:
-    """Return the structure of a plain model; warn if it cannot be copied."""
+    """Return a copy of a plain model without weights; warn and return None if copying fails."""
     try:
         return Plain(model)
     except Exception as error:  # a module may do anything
@@ -169,12 +174,12 @@ def _shard_layers(
 def _checked(
     model: nn.Module, manager: ProcessGroupManager, settings: _How, init_sync: str
 ) -> Terms:
-    """Return how the plain model wants to be called; refuse, on every rank, what cannot train."""
+    """Return the terms of a plain model; raise on every rank if any rank finds an error."""
     require_manager(manager, needed=True)
     terms, failed = Terms("", {}, takes_any=True), None
     try:
         terms = _terms(model, manager, settings)
-    except Exception as error:  # the other ranks are told
+    except Exception as error:  # `require_one_model` raises it, so that all ranks raise
         failed = error
     require_one_model(model, asdict(settings), manager, init_sync=init_sync, error=failed)
     return terms
@@ -206,7 +211,10 @@ def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _How) -> Te
 
 
 def _counting(model: nn.Module) -> Counting | None:
-    """Return how a model counts positions of whole rows of ids, as RoBERTa and its kin say it."""
+    """Return the function by which a model such as RoBERTa computes position ids from token ids.
+
+    None if the model has no such function. The function needs whole rows of ids.
+    """
     for module in model.modules():
         count = getattr(module, "create_position_ids_from_input_ids", None)
         padding = getattr(module, "padding_idx", None)

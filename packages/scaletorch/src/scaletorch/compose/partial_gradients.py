@@ -1,7 +1,8 @@
-"""Gradients that tensor-parallel ranks have terms of, summed once a step in one message.
+"""Sum partial gradients over tensor-parallel ranks, once per step, in one all-reduce per dtype.
 
-Which these are follows from the graphs of the first step (`tensor_parallel.sharing`). The ranks
-compare what they saw, since a rank may not reach a parameter that another one does.
+The autograd graphs of the first step show which gradients are partial sums
+(`tensor_parallel.sharing`). Ranks compare their findings, since a parameter may be reached on some
+ranks only.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ class _Partial:
     """The partial gradients of one model.
 
     Attributes:
-        sums: What saw the graphs.
+        sums: The observer of the autograd graphs.
         whole: The trainable parameters that every tp rank has whole, by name.
-        names: Those that are summed.
-        unknown: Those that no rank has reached yet.
-        compared: Whether the ranks have compared what they saw.
-        shards: What this rank's optimizers updated when they did.
-        same: Whether tp ranks have equal shards of them.
+        names: The parameters whose gradients are summed.
+        unknown: The parameters that no rank has reached yet.
+        compared: Whether the ranks have compared their findings.
+        shards: The shards that this rank's optimizers updated at that time.
+        same: Whether all tp ranks of a place have the same ranges of these shards.
         pending: Whether the last step was in `no_sync`, so that its gradients are not summed.
     """
 
@@ -54,11 +55,11 @@ _known: WeakKeyDictionary[nn.Module, _Partial | None] = WeakKeyDictionary()
 
 @contextmanager
 def summed_once(model: DataParallelBucket, manager: ProcessGroupManager) -> Iterator[None]:
-    """Sum the gradients that tp ranks have terms of when the step in this context is over.
+    """Sum partial gradients over tp at the end of the step that runs in this context.
 
     Raises:
-        InvalidArgumentError: A gradient is whole in one place and partial in another, or it is
-            not known which; on every rank.
+        InvalidArgumentError: A gradient is whole on some stages or ranks and partial on others, or
+            it is not known which; on every rank.
     """
     known = _partial_of(model, manager)
     if known is None:
@@ -91,7 +92,7 @@ def _partial_of(model: DataParallelBucket, manager: ProcessGroupManager) -> _Par
 
 
 def _parts(known: _Partial, model: DataParallelBucket, names: Iterable[str]) -> list[Shard]:
-    """Return what this rank updates of some parameters, in their order."""
+    """Return the shards of some parameters that this rank updates, in the order of `names`."""
     whole = known.whole
     if model.optimizer_shards is None:
         return [Shard(n, whole[n], 0, whole[n].numel(), whole[n], replicated=True) for n in names]
@@ -103,9 +104,9 @@ def _parts(known: _Partial, model: DataParallelBucket, names: Iterable[str]) -> 
 def _share_earlier(
     known: _Partial, model: DataParallelBucket, manager: ProcessGroupManager
 ) -> None:
-    """Leave each rank its share of gradients of earlier steps, which are summed, and are so again.
+    """Divide gradients of earlier steps by tp_size, since they are summed and will be summed again.
 
-    A power of two divides them without rounding.
+    This is exact if tp_size is a power of two.
     """
     held = (name for name in known.names if known.whole[name].grad is not None)
     gradients = {
@@ -118,17 +119,17 @@ def _share_earlier(
 def _compare(
     known: _Partial, model: DataParallelBucket, manager: ProcessGroupManager, earlier: bool
 ) -> None:
-    """Let all ranks know how any of them reaches each parameter, and who has which shards.
+    """Exchange how ranks reach each parameter, and which shards they have.
 
     Args:
-        known: What this rank knows.
-        model: What `parallelize` returned.
+        known: This rank's findings.
+        model: The model that `parallelize` returned.
         manager: The grid.
         earlier: Whether the first step has begun with gradients.
 
     Raises:
-        InvalidArgumentError: A parameter is reached both ways, or some rank's first step has begun
-            with gradients, of which nobody knows whether they are summed; on every rank.
+        InvalidArgumentError: A parameter is reached both ways; or some rank's first step has begun
+            with gradients, which may be summed or not; on every rank.
     """
     reached = {name: known.sums.reach(each).value for name, each in known.whole.items()}
     ties = [tie.names for tie in pipeline_of(model).ties]
@@ -165,20 +166,20 @@ def _compare(
     _sort(known)
     spans = {
         (at, tuple(their)) for _, _, at, their, _ in told
-    }  # one for each place if all are equal
+    }  # one per place if the ranges of its tp ranks are equal
     known.compared, known.shards = True, model.optimizer_shards
     known.same = len(spans) == len({at for at, _ in spans})
 
 
 def _hidden(known: _Partial) -> list[str]:
-    """Return the parameters that have a gradient though no rank saw how it has come."""
+    """Return the parameters with a gradient whose origin no rank saw in its graph."""
     return [name for name in known.unknown if known.whole[name].grad is not None]
 
 
 def _compare_late(known: _Partial, manager: ProcessGroupManager) -> None:
     """Compare how ranks reach parameters that no rank had reached before this step.
 
-    The ranks of a stage have the same gradients, so that all of them come here, or none.
+    All ranks of a stage come here or none, since gradients are missing on all of them or none.
 
     Raises:
         InvalidArgumentError: A parameter was reached both ways, or in a way that is hidden.
@@ -210,7 +211,7 @@ def _sort(known: _Partial) -> None:
 
 
 def _sum(known: _Partial, model: DataParallelBucket, manager: ProcessGroupManager) -> None:
-    """Sum the gradients, in one message for each dtype in which sums are made."""
+    """Sum the gradients, with one all-reduce for each dtype, float32 at least."""
     by_dtype: dict[torch.dtype, list[str]] = {}
     for name in known.names:
         wide = torch.promote_types(known.whole[name].dtype, torch.float32)
@@ -227,12 +228,13 @@ def _sum_parts(
     known: _Partial,
     manager: ProcessGroupManager,
 ) -> None:
-    """Let whole gradients travel, zero outside of this rank's ranges, which get the sums."""
+    """Sum whole gradients, zero outside of this rank's shards, and copy the sums to its shards."""
     sizes = [known.whole[name].numel() for name in names]
     flat = torch.zeros(sum(sizes) + len(names), dtype=dtype, device=known.whole[names[0]].device)
     *views, used = flat.split([*sizes, len(names)])
     places = {name: (at, view) for at, (name, view) in enumerate(zip(names, views, strict=True))}
-    counted = known.same or manager.cp_dp_rank == 0  # else of what all of cp x dp have
+    # Summed over cp x dp as well unless `same`: then replicated gradients count on one rank only.
+    counted = known.same or manager.cp_dp_rank == 0
     sent: list[tuple[Tensor, Tensor]] = []
     for part in parts:
         if part.tensor.grad is not None and (counted or not part.replicated):
@@ -248,5 +250,5 @@ def _sum_parts(
         total = view[part.start : part.stop].view_as(part.tensor)
         if part.tensor.grad is not None:
             part.tensor.grad.copy_(total)
-        elif used[at] > 0:  # of another rank; read only if this one has none
+        elif used[at] > 0:  # another rank has one; reading this waits for the device
             part.tensor.grad = total.to(part.tensor.dtype, copy=True)

@@ -1,4 +1,4 @@
-"""The plain model as it was before it was divided, without memory for weights."""
+"""A copy of the plain model from before sharding, without memory for weights."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 class Plain:
-    """A plain model whose weights are lent to it, those of one unit at a time.
+    """A plain model that gets the weights of one unit at a time.
 
     Attributes:
         model: A copy of the model with parameters on the meta device.
-        units: The units by the first of their names: what the model's lists of layers hold.
-        names: All names of each parameter, by its first one.
+        units: The members of the model's lists of layers, by first name; see `units_of`.
+        names: All names of each parameter, by its first name.
         owners: First names of the parameters of each unit, and of the root, "".
-        hooks: Those of the gradients of parameters that have any, by their first names.
+        hooks: Gradient hooks of parameters that have any, by first name.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """Copy a model.
 
         Raises:
-            Exception: Whatever `copy.deepcopy` raises for this one, or a function stands for a
-                forward and holds a module, so that the copy's would be the model's own.
+            Exception: `copy.deepcopy` fails; or a forward was replaced by a function that holds a
+                module, so the copy would call the original module.
         """
         for name, module in model.named_modules():
             if _holds_module(vars(module).get("forward")):
@@ -55,7 +55,7 @@ class Plain:
         first: dict[int, str] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             self.names.setdefault(first.setdefault(id(parameter), name), []).append(name)
-        self._within: set[str] = set()  # units that run
+        self._within: set[str] = set()  # units that are running
         self._places: dict[str, list[tuple[nn.Module, str, str]]] = {}
         within = {module for unit in self.units.values() for module in unit.modules()}
         own = [("", [m for m in self.model.modules() if m not in within])]
@@ -78,7 +78,7 @@ class Plain:
         }
 
     def follow(self, stage: nn.Module, device: torch.device) -> None:
-        """Take a device for buffers, and from this rank's stage what trains."""
+        """Move buffers to a device, and copy `training` flags from this rank's stage."""
         there = dict(stage.named_modules(remove_duplicate=False))
         for name, module in self.model.named_modules(remove_duplicate=False):
             if name in there and not isinstance(there[name], PassThrough):
@@ -88,7 +88,7 @@ class Plain:
                     module._buffers[own] = buffer.to(device)
 
     def join_units(self) -> None:
-        """Make all of the model its root, as models need whose root reaches into layers."""
+        """Make the whole model the root, for models whose root reads weights of layers."""
         own = [place for places in self._places.values() for place in places]
         self.units, self._places = {}, {"": own}
         self.owners = {"": list(self.names)}
@@ -99,7 +99,7 @@ class Plain:
 
         Args:
             owner: Name of the unit, or "" for the root.
-            weights: By the first name of each parameter.
+            weights: Weights by first name.
         """
         before = [
             (m, attribute, m._parameters[attribute]) for m, attribute, _ in self._places[owner]
@@ -113,12 +113,12 @@ class Plain:
                 setattr(module, attribute, parameter)
 
     def within(self, unit: str) -> AbstractContextManager[None]:
-        """Let calls of a unit be its own for a while, as those of a checkpoint in backward are."""
+        """Let calls of a unit run normally for a while, as a checkpoint in backward needs."""
         return _added(self._within, unit)
 
     @contextmanager
     def replaced(self, call: Callable[[str, Callable[..., Any], Any, Any], Any]) -> Iterator[None]:
-        """Let calls of units be answered by a function.
+        """Replace calls of units by a function for a while.
 
         Args:
             call: Called with the unit's name, the unit's own call, and its arguments.
@@ -134,10 +134,10 @@ class Plain:
 
 
 def units_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return what the outermost lists of layers hold, by the first of each one's names.
+    """Return the members of the outermost lists of layers that have parameters, by first name.
 
     Lists are `nn.ModuleList` and `nn.Sequential` of several modules, and an `nn.ModuleDict` of
-    several of one class.
+    several modules of one class.
     """
     found: dict[nn.Module, str] = {}
 
@@ -166,7 +166,7 @@ def is_of_library(hook: Any) -> bool:
 
 
 def _holds_module(value: Any) -> bool:
-    """Return whether a function has a module, or what is bound to one, in its closure."""
+    """Return whether a function's closure holds a module or a module's method."""
     if not isinstance(value, FunctionType):
         return False
     held = [cell.cell_contents for cell in value.__closure__ or ()]
@@ -179,7 +179,10 @@ def _holds_module(value: Any) -> bool:
 def _answered(
     kind: type[nn.Module], answer: Callable[..., Any], within: set[str], name: str
 ) -> Any:
-    """Return a subclass whose calls, and calls of whose forward, go to `answer` from outside."""
+    """Return a subclass that sends calls of itself or its forward to `answer`.
+
+    While the unit is in `within` (it is running), its calls run normally.
+    """
 
     def of(own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if name in within:
@@ -210,7 +213,7 @@ def _added(names: set[str], name: str) -> Iterator[None]:
 
 
 def base_of(model: nn.Module) -> nn.Module:
-    """Return the model within peft's models, whose own forwards pass all on; any other itself."""
+    """Return the model within peft's wrappers, which pass all arguments on; else the model."""
     held = getattr(model, "get_base_model", None)
     while callable(held) and (inner := held()) is not model:
         model, held = inner, getattr(inner, "get_base_model", None)

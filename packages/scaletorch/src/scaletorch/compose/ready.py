@@ -1,4 +1,4 @@
-"""Before a step: what each rank alone can know, heard of by all."""
+"""Prepare a step: check each rank's batch and model, and tell all ranks the outcome."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .own_loss import Number, OwnLoss
 from .samples import Samples, samples_of
 from .scaling import scalings
 
-_ASKS = 2**20  # what a rank that wants a rehearsal adds to the number of those with a loss_fn
+_ASKS = 2**20  # a rank that wants a rehearsal adds this to the count of ranks with a loss_fn
 _APART = (TOKENS, "labels")  # entries that are not passed on by name
 _OTHERWISE = (
     "{} counts its positions from behind its padding index, and where sequences are divided it has "
@@ -43,22 +43,22 @@ def ready(
     own: OwnLoss | None = None,
     trains: bool = True,
 ) -> tuple[list[Called], Number]:
-    """Return the micro-batches as the model is called with them, and the global batch's count.
+    """Return the micro-batches as the model is called with them, and the count of the global batch.
 
-    One all-reduce of 136 bytes over all ranks counts tokens, or a loss_fn's losses, and says if a
-    rank cannot go on: if one rank alone refused something (its batch, a new parameter, a gradient
-    that is not synchronised), the others would wait for it in the middle of the step. It also says
-    whether the sample of the last step was the same wherever ranks hold the same parameters, and
-    whether all ranks scaled their gradients by one factor. It goes from host to host; tokens whose
-    labels an accelerator has are counted there, by another one, since the host would wait for all
-    that is queued before: their count is a 0-d tensor.
-    Losses that a loss_fn counts later are estimated by the size of the batch.
+    One all-reduce of 136 bytes over all ranks does several things. It counts tokens, or the losses
+    of a loss_fn. It tells whether a rank cannot go on, for which the others would wait in the
+    middle of the step (its batch, a new parameter, a gradient that is not synchronised). It
+    compares last step's sample of replicated parameters, and the factors by which ranks scaled
+    their gradients.
+
+    It runs on host memory. Labels on an accelerator are counted there by a second all-reduce, since
+    reading their count would make the host wait for all queued work; the count is a 0-d tensor
+    then. If a loss_fn counts its losses later, the count is the size of the batch.
 
     Raises:
-        ScaletorchError: This rank has to refuse something.
-        MismatchError: Another rank cannot go on, or some ranks alone are within `no_sync`, or
-            have a loss_fn; or ranks no longer hold the same parameters, or scaled gradients by
-            different factors.
+        ScaletorchError: This rank's batch or model has an error.
+        MismatchError: Another rank cannot go on; only some ranks are within `no_sync`, or have a
+            loss_fn; replicated parameters differ; or ranks scaled gradients by different factors.
     """
     samples = samples_of(model, manager) if trains else None
     called, count, failed = _prepared(model, micro_batches, manager, terms, own, samples, trains)
@@ -85,7 +85,7 @@ def ready(
     terms.several = several > 0
     askers, owners = divmod(owners, _ASKS)
     terms.rehearses = askers == manager.world_size
-    if failures:  # taken out of the list, since a traceback has this frame
+    if failures:  # popped, since the error's traceback refers to this frame and thus to the list
         agree("this step", [], manager.world_group, error=failed.pop() if failed else None)
     _require_alike(unsynchronised, owners, later, manager, alone=alone, has_own=has_own)
     if scaling is not None:
@@ -105,20 +105,20 @@ def _prepared(
     samples: Samples | None,
     trains: bool,
 ) -> tuple[list[Called], float | Tensor, list[Exception]]:
-    """Return the micro-batches, the count of this rank, and what this rank has to refuse."""
+    """Return the micro-batches, this rank's count, and a list with this rank's error, if any."""
     called: list[Called] = []
     count: float | Tensor = 0.0
     try:
         called = _called(model, micro_batches, manager, terms, own, trains)
         if trains:
             if own is not None and own.counts_later and has_gradients(model):
-                own.counts_later = False  # a correction would be one of older gradients too
+                own.counts_later = False  # a later correction would scale older gradients too
             count = _counted(called, own, pipeline_of(model).is_last_stage)
         if samples is not None:
             samples.look()
         if samples is not None and model in scalings:
             scalings[model].require_own()
-    except Exception as error:  # the others would wait in the all-reduce
+    except Exception as error:  # raised after the all-reduce, in which the other ranks wait
         return called, count, [error]
     return called, count, []
 
@@ -126,7 +126,7 @@ def _prepared(
 def _sums(facts: Sequence[float], manager: ProcessGroupManager) -> list[float]:
     """Return the sums of numbers over all ranks.
 
-    Whole numbers are exact up to 2**53 in float64, and a loss_fn may count in fractions.
+    In float64, since integers are exact up to 2**53 and a loss_fn may count in fractions.
     """
     told = torch.tensor(facts, dtype=torch.float64)
     all_reduce(told, group=manager.world_group)
@@ -134,13 +134,13 @@ def _sums(facts: Sequence[float], manager: ProcessGroupManager) -> list[float]:
 
 
 def look_first(micro_batches: Sequence[Batch], manager: ProcessGroupManager, terms: Terms) -> None:
-    """Look, once, whether ranks hold the same batch.
+    """Compare, in the first step only, the batch over ranks that must hold the same one.
 
     Raises:
-        MismatchError: Ranks hold other batches than they must.
+        MismatchError: Batches differ between these ranks.
     """
     if not terms.looked:
-        if not rehearses():  # whose small batch every rank has made of a whole one
+        if not rehearses():  # a rehearsal has compared the batch already
             require_one_batch(micro_batches, manager)
         terms.looked = True
 
@@ -153,7 +153,7 @@ def _called(
     own: OwnLoss | None,
     trains: bool,
 ) -> list[Called]:
-    """Return the micro-batches as the model is called with them; refuse what does not fit it."""
+    """Return the micro-batches as the model is called with them; raise if one does not fit."""
     if own is not None:
         own.require_functions()
     first = TOKENS
@@ -180,7 +180,7 @@ def _called(
     if manager.cp_size > 1:
         cut = next((batch.cut for batch in batches if isinstance(batch, MicroBatch)), None)
         if cut is not None and cut.sequences is not None:
-            # Others may have been sharded since, for another model.
+            # Batches may have been sharded for another model since then.
             note_shards(pipeline.module, cut.sequences.layout)
         for batch in called:
             require_computable(pipeline.module, batch)
@@ -188,13 +188,13 @@ def _called(
 
 
 def as_called(batch: Batch, terms: Terms) -> Called:
-    """Return a micro-batch with the entries that the model is to be called with.
+    """Return a micro-batch with the entries that the model is called with.
 
-    The first argument of its forward, whatever that calls it, is `input_ids` of these.
+    The entry `input_ids` of the result is the first argument of forward, whatever its name there.
 
     Raises:
-        InvalidArgumentError: It was cut in another layout than the model's, or has entries that
-            the model's forward does not take, or lacks positions that nobody else knows.
+        InvalidArgumentError: The layout of its cut is not the model's, forward does not take one of
+            its entries, or it lacks positions that the model cannot count on shards.
     """
     cut = batch.cut if isinstance(batch, MicroBatch) else None
     if cut is not None and terms.cp_layout not in (None, cut.layout):
@@ -212,13 +212,13 @@ def as_called(batch: Batch, terms: Terms) -> Called:
             "do without it"
         )
     entries[TOKENS] = entries.pop(first_entry(batch, terms.arguments, terms.name))
-    if terms.keeps_cache:  # no use in training, and a layer that runs again would add to it again
+    if terms.keeps_cache:  # useless in training, and recomputation would add to the cache twice
         entries.setdefault("use_cache", False)
     given = POSITIONS in entries and not (cut is not None and cut.counted)
     if terms.counting is not None and not given:
         raise InvalidArgumentError(_OTHERWISE.format(terms.name))
     if not given and (terms.counts_of_ids or not terms.takes(POSITIONS)):
-        entries.pop(POSITIONS, None)  # whether it counts them itself is asked in the first step
+        entries.pop(POSITIONS, None)  # the first step checks whether the model counts them itself
     strangers = [name for name in entries if name not in _APART and not terms.takes(name)]
     if strangers:
         raise InvalidArgumentError(
@@ -226,7 +226,7 @@ def as_called(batch: Batch, terms: Terms) -> Called:
             f"argument of that name, only {', '.join(terms.arguments)}; leave it out of the batch, "
             f"or let forward take it; what a loss_fn alone is to see is named {OF_LOSS}..."
         )
-    # A model cannot count if it does not want to, or would count a shard's tokens.
+    # A model that takes positions must get them if it sees only a shard of the tokens.
     counts = not terms.shares_sequences or terms.counts_of_ids or not terms.takes(POSITIONS)
     if of_tokens and POSITIONS not in entries and (terms.needs(POSITIONS) or not counts):
         ids = entries[TOKENS]
@@ -235,7 +235,7 @@ def as_called(batch: Batch, terms: Terms) -> Called:
 
 
 def _with_counts(total: Number, count: float | Tensor, manager: ProcessGroupManager) -> Tensor:
-    """Return a number plus what all ranks have counted on their accelerators."""
+    """Return `total` plus the counts of all ranks' accelerators, a 0-d tensor."""
     device = get_comm_device(manager.world_group)
     counts = torch.zeros((), dtype=torch.int64, device=device)
     if isinstance(count, Tensor):
@@ -245,12 +245,13 @@ def _with_counts(total: Number, count: float | Tensor, manager: ProcessGroupMana
 
 
 def _counted(called: Sequence[Called], own: OwnLoss | None, computes: bool) -> float | Tensor:
-    """Return the count of all micro-batches, each of which notes its own.
+    """Return the count of all micro-batches, and record it in each of them.
 
     Args:
         called: The micro-batches.
-        own: Counts otherwise than by labels, or later.
-        computes: Whether this rank computes the loss: others need not have what that takes.
+        own: The user's loss; None counts labels.
+        computes: Whether this rank computes the loss. Other ranks may lack the entries that a
+            user's loss counts, and count 0.
     """
     for batch in called if own is None or computes else ():
         if own is None:
@@ -261,7 +262,7 @@ def _counted(called: Sequence[Called], own: OwnLoss | None, computes: bool) -> f
 
 
 def has_gradients(model: DataParallelBucket) -> bool:
-    """Return whether an optimizer of this rank would find any gradient."""
+    """Return whether any parameter or shard that this rank's optimizers update has a gradient."""
     return any(shard.tensor.grad is not None for shard in parameter_shards(model))
 
 
@@ -274,7 +275,7 @@ def _require_alike(
     alone: bool,
     has_own: bool,
 ) -> None:
-    """Refuse ranks of which some alone are within `no_sync`, have a loss_fn, or count later."""
+    """Raise if only some ranks are within `no_sync`, have a loss_fn, or count losses later."""
     if 0 < unsynchronised < manager.world_size:
         line = f"gradients {'stay on this rank (no_sync)' if alone else 'are summed over ranks'}"
         agree("no_sync(), which all enter and leave alike", [line], manager.world_group)

@@ -1,4 +1,4 @@
-"""Activations that layers do not keep on the device: made again in backward, or kept elsewhere."""
+"""Save device memory for activations: recompute them in backward, or offload them to the host."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ..parallel.pg_manager.building import Attributes, uncompiled
 from ..parallel.pipeline_parallel import Split, layers_of
 
 _Inner = Callable[..., Any]
-_Kept = tuple[torch.device | None, Tensor]  # where it was, if it is elsewhere, and what is kept
-# What selective recomputation keeps the results of. Batched products are those of attention written
-# out, whose [L, L] scores take the most memory.
+_Kept = tuple[torch.device | None, Tensor]  # the original device if offloaded, and the tensor
+# Selective recomputation keeps the results of these operations. Batched products are left out: they
+# are those of attention written out, whose [L, L] scores take the most memory.
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::convolution")
 _ATTENTION = "aten::_scaled_dot_product_"
-# Forwards of layers that changed plain attributes of their modules. The compiler traces no second
-# run that starts from other attributes, so these layers run uncompiled.
+# Forwards of layers that changed plain attributes of their modules. The compiler cannot trace a
+# second run that starts from the old attributes, so these layers run uncompiled.
 _CHANGING: set[_Inner] = set()
 
 
@@ -36,19 +36,19 @@ def recompute_layers(
 ) -> None:
     """Let every layer of `model` keep less on the device between forward and backward, in place.
 
-    With True a layer drops its activations and runs again in backward; it communicates again as it
-    did in forward, and random draws, such as dropout's, are the same both times. So are numbers and
-    texts that its modules keep as plain attributes, such as a count of calls: they are put back for
-    the second run, which leaves them as it found them.
+    True: a layer drops its activations and runs again in backward, including its communication.
+    Random draws, such as dropout's, are the same in both runs. Numbers and strings in plain
+    attributes of its modules, such as a call counter, start from the same values in both runs, and
+    the second run leaves them unchanged.
 
-    With "selective" the results of matrix products, convolutions and attention kernels are kept,
-    and all else runs again: norms, activation functions, attention written out, and what the layer
-    communicates, with attention over several cp ranks. Values are the same bits.
+    "selective": the results of matrix products, convolutions and attention kernels are kept.
+    Everything else runs again: norms, activation functions, attention written out, communication,
+    and attention over several cp ranks. Values are the same bits.
 
-    With "offload" activations are kept in the host's memory. Each is copied there as forward keeps
-    it, and back when backward wants it, in the order of the device's own work; the host's memory is
-    pinned where the device is CUDA. Parameters and buffers stay. Where the host is the device, the
-    copies cost time and save nothing.
+    "offload": activations are kept in host memory. Forward copies each one there, and backward
+    copies it back when it needs it, in the order of the device's own work; host memory is pinned on
+    CUDA. Parameters and buffers stay on the device. If the device is the host, the copies cost time
+    and save nothing.
 
     Args:
         model: A module that holds its layers in a list; already tensor and context parallel.
@@ -56,21 +56,21 @@ def recompute_layers(
         recompute: True, "selective" or "offload"; False changes nothing.
 
     Raises:
-        InvalidArgumentError: The list of layers cannot be found, or there is no such way.
+        InvalidArgumentError: The list of layers cannot be found, or `recompute` is invalid.
     """
     require_way(recompute)
     if not recompute:
         return
     for layer in dict.fromkeys(map(model.get_submodule, layers_of(model, split))):
-        # Bound to the layer, so that a deep copy of the model calls itself, not this one.
+        # Bound to the layer, so that a deep copy of the model calls its own layer.
         layer.forward = MethodType(_around(layer.forward, _WAYS[recompute]), layer)
 
 
 def require_way(recompute: object) -> None:
-    """Refuse what is no way to recompute.
+    """Require a valid value of `recompute`.
 
     Raises:
-        InvalidArgumentError: It is none.
+        InvalidArgumentError: The value is invalid.
     """
     if not isinstance(recompute, bool) and recompute not in (*_WAYS,):
         raise InvalidArgumentError(
@@ -126,14 +126,14 @@ def _repeatable(inner: _Inner, layer: nn.Module) -> _Inner:
         first[0].put_back()
         try:
             return inner(*args, **kwargs)
-        finally:  # torch ends the second run by an exception
+        finally:  # torch stops the second run early, by an exception
             now.put_back()
 
     return run
 
 
 def _selected(inner: _Inner, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # A compiler chooses itself what it keeps; a model's own checkpoint runs all of it again.
+    # A compiler chooses itself what it keeps; a model's own checkpoint runs everything again.
     if torch.compiler.is_compiling() or _in_checkpoint():
         return inner(layer, *args, **kwargs)
     contexts = partial(create_selective_checkpoint_contexts, _policy)
@@ -149,7 +149,8 @@ def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
 def is_selected(operation: Any) -> bool:
     """Return whether selective recomputation keeps an operation's results."""
     name = operation._schema.name
-    # An autograd function that attends over ranks has a kernel for each of them: too much to keep.
+    # Attention over cp ranks runs a kernel per rank in an autograd function (grad is off there);
+    # keeping all of their results would take too much memory.
     return name in _PRODUCTS or (name.startswith(_ATTENTION) and torch.is_grad_enabled())
 
 

@@ -1,4 +1,4 @@
-"""The check that replicas hold the same: weights, gradients, rates, batches."""
+"""Check that replicas hold the same weights, gradients, learning rates and batches."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .digests import (
 )
 from .forward import manager_of, wait_for_parameters
 
-SHOWN = 4  # tensors, and ranks of a side, that an error names
+SHOWN = 4  # tensors, and ranks per group, that an error names
 ADVICE = (
     "They were given other weights, batches, seeds or rates, made other calls, or a memory is "
     "faulty; go on from a checkpoint from before."
 )
 
-_agreed: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()  # last step that was well
+_agreed: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()  # last step that agreed
 
 
 def check_replicas(
@@ -45,30 +45,29 @@ def check_replicas(
 ) -> None:
     """Raise on every rank unless ranks that should hold the same tensors hold the same bits.
 
-    Over cp x dp these are every parameter, every gradient that is whole, and every buffer that is
-    saved; over tp parameters that are replicated there, over pp those that are tied. Call it on all
-    ranks between backward and `optimizer.step()`, when all ranks' gradients are the same. It reads
-    all of these once, and of each place on tp, pp and ep one rank sends 8 bytes for each, and a
-    hash of its name.
+    Compared are: over cp x dp every parameter, every whole gradient and every persistent buffer;
+    over tp replicated parameters; over pp tied ones. Call it on all ranks between backward and
+    `optimizer.step()`, when gradients are the same on all ranks. It reads all of these once, and
+    each rank sends 8 bytes and a hash of the name for each tensor.
 
-    Ranks that were given other weights, rates or seeds, swapped collectives, or have a faulty
-    memory, drift apart in silence: this says so. Other batches within tp or pp show in no tensor,
-    since their sums are the same on all ranks: pass the whole batch in `values`. It cannot see
-    errors that are the same on all ranks, nor shards that one rank alone has, except for parameters
-    that are not finite.
+    It finds ranks that drift apart because they have other weights, rates or seeds, swapped
+    collectives or faulty memory. Different batches within tp or pp show in no tensor, since ranks
+    share the sums of gradients: pass the whole batch in `values`. It cannot find errors that are
+    the same on all ranks, nor errors in shards that only one rank has, except for parameters that
+    are not finite.
 
     Args:
-        model: What `parallelize` returned.
+        model: The model that `parallelize` returned.
         manager: The grid; by default the model's.
-        optimizer: Its rates and other numbers are compared too, within a stage.
-        step: To be named in the error, and to be counted by `every`.
-        every: Compare at steps that this divides, and return at once at others.
-        values: What else must be the same on every rank: numbers, texts, or tensors such as the
-            whole batch, by the names that an error gives them.
+        optimizer: An optimizer, whose hyperparameters are compared within a stage.
+        step: The number of the step, for the error and for `every`.
+        every: Compare only at steps that are multiples of this.
+        values: Other values that must be the same on every rank, by name: numbers, strings, or
+            tensors such as the whole batch.
 
     Raises:
-        InvalidArgumentError: `every` is no number of steps.
-        MismatchError: Ranks differ; it names step, tensors and ranks, and who is in the minority.
+        InvalidArgumentError: `every` is not a positive integer.
+        MismatchError: Ranks differ; names the step, tensors and ranks, and the minority.
         NonFiniteError: A parameter is infinite or NaN on some rank.
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -95,7 +94,7 @@ def check_replicas(
 def _refuse_nonfinite(
     everyone: Sequence[Sequence[str]], manager: ProcessGroupManager, step: int | None
 ) -> NoReturn:
-    """Raise with the parameters that are not finite, and their ranks."""
+    """Raise an error that names the parameters that are not finite, and their ranks."""
     places: dict[str, list[int]] = {}
     for rank, theirs in enumerate(everyone):
         for name in theirs:
@@ -114,7 +113,7 @@ def refuse(
     what: str = "ranks that should hold the same do not",
     advice: str = ADVICE,
 ) -> NoReturn:
-    """Raise with the tensors that differ, and the ranks.
+    """Raise an error that names the tensors that differ, and their ranks; all ranks call it.
 
     Raises:
         MismatchError: Always.
@@ -137,7 +136,7 @@ def refuse(
 def _sides(
     sides: Sequence[Sequence[int]], said: Sequence[str | None], manager: ProcessGroupManager
 ) -> str:
-    """Write who has what; the ranks in the majority are only counted."""
+    """Describe which ranks differ; ranks in the majority are only counted."""
     most, *others = sides
     total = sum(map(len, sides))
     words = [f" ({text})" if text else "" for text in said]
@@ -150,7 +149,7 @@ def _sides(
 
 
 def _minority(parted: Iterable[Sides]) -> list[int]:
-    """Return the ranks that are most often outside a majority; none if there never is one."""
+    """Return the ranks that are most often outside a majority; [] if there is no majority."""
     counts: Counter[int] = Counter()
     for most, *others in parted:
         if len(most) > sum(map(len, others)):

@@ -1,4 +1,4 @@
-"""Balance of experts without a loss: choices are counted in a step, and biases moved behind it."""
+"""Balance experts without a loss: count their tokens in a step, then move the routers' biases."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from .forward import Terms, manager_of, pipeline_of, rehearses, terms_of
 def count_routing(
     model: nn.Module, bias: str = "gate.e_score_correction_bias", *, experts: str = "experts"
 ) -> dict[str, Tensor]:
-    """Count, from now on, the tokens of each `train_step` that choose each expert.
+    """Start counting the tokens that choose each expert in every `train_step`; all ranks call it.
 
-    All ranks call it. A token counts once, whatever is recomputed or evaluated; padding that fills
-    sequences up over cp ranks does not.
+    A token counts once: recomputation and evaluation do not count, nor does padding that fills up
+    sequences over cp ranks.
 
     Args:
-        model: What `parallelize` returned.
-        bias: The name of a block's bias for the choice of experts, [N], from the block on. By
-            default that of DeepSeek-V3 and GLM-4-MoE in transformers.
-        experts: The name of its experts, called with hidden states, indices and weights.
+        model: The model that `parallelize` returned.
+        bias: The name, within a block, of the bias for the choice of experts, [N]. The default is
+            that of DeepSeek-V3 and GLM-4-MoE in transformers.
+        experts: The name of the block's experts, called with hidden states, indices and weights.
 
     Returns:
-        The full name of each bias on this rank -> tokens of this rank that chose each expert since
-        `move_biases`, int64 [N], which goes on counting.
+        For each bias on this rank, by full name, the number of this rank's tokens that chose each
+        expert since `move_biases`, int64 [N]; these tensors go on counting.
 
     Raises:
         InvalidArgumentError: No rank has a block with both.
@@ -50,7 +50,7 @@ def count_routing(
         found, module = _tensor(block, bias), block._modules.get(experts)
         if found is None or module is None:
             continue
-        if type(module).forward is nn.Module.forward:  # torch's own raises
+        if type(module).forward is nn.Module.forward:  # torch's default raises
             raise InvalidArgumentError(
                 f"'{name}.{experts}' ({type(module).__name__}) has no forward, and is not called "
                 "with the indices of experts, which are to be counted: count them in the block "
@@ -58,7 +58,7 @@ def count_routing(
             )
         count = torch.zeros(len(found), dtype=torch.int64, device=found.device)
         counts[f"{name}.{bias}".lstrip(".")] = count
-        # In front of what other strategies do with the arguments.
+        # Run before the hooks of other strategies, which change the arguments.
         share = manager.tp_size, manager.tp_rank
         hook = partial(_count, count, terms, share)
         module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
@@ -76,26 +76,26 @@ def count_routing(
 def move_biases(
     model: nn.Module, counts: Mapping[str, Tensor], rate: float = 1e-3
 ) -> dict[str, RoutingStatistics]:
-    """Move each expert's bias towards balance, and count anew; all ranks call it after a step.
+    """Move each expert's bias towards balance, and reset counts; all ranks call it after a step.
 
-    b_i <- b_i + rate * sign(mean of c - c_i), where c_i are the tokens of the global batch that
-    chose expert i, whatever the layout and the micro-batches. Source: DeepSeek-V3 (arXiv
+    b_i <- b_i + rate * sign(mean of c - c_i), where c_i is the number of tokens of the global batch
+    that chose expert i, on any layout and with any micro-batches. Source: DeepSeek-V3 (arXiv
     2412.19437), section 2.1.2; arXiv 2408.15664, algorithm 1.
 
     Args:
-        model: What `parallelize` returned.
-        counts: What `count_routing` returned; zero behind this.
-        rate: The step of a bias.
+        model: The model that `parallelize` returned.
+        counts: The counts that `count_routing` returned; they are zero afterwards.
+        rate: The step size of a bias.
 
     Returns:
-        The name of each bias on this rank -> how the tokens of all ranks were routed.
+        Routing statistics of the tokens of all ranks, by the name of each bias on this rank.
     """
     if not counts:
         return {}
     manager, module = manager_of(model, None), pipeline_of(model).module
     flat = torch.cat([*counts.values()])
     all_reduce(flat, group=manager.cp_dp_group)
-    if terms_of(model).shares_sequences:  # each tp rank has counted its share
+    if terms_of(model).shares_sequences:  # each tp rank has counted its shard of the tokens
         all_reduce(flat, group=manager.tp_group)
     found = {}
     for name, total in zip(counts, flat.split([len(c) for c in counts.values()]), strict=True):
@@ -124,7 +124,7 @@ def _tensor(block: nn.Module, name: str) -> Tensor | None:
 def _count(
     count: Tensor, terms: Terms, share: tuple[int, int], module: nn.Module, args: Any, kwargs: Any
 ) -> None:
-    """Add a forward of a training step to the counts; what recomputes or evaluates is left out."""
+    """Count the tokens of a training forward; skip rehearsals, recomputation and evaluation."""
     in_backward = torch._C._current_graph_task_id() != -1
     if rehearses() or in_backward or not torch.is_grad_enabled():
         return

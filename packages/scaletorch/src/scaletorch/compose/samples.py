@@ -1,8 +1,8 @@
-"""A rotating sample of replicated parameters, compared in a message that each step sends anyway.
+"""A rotating sample of replicated parameters, compared in the all-reduce that begins each step.
 
-At the end of a step each rank digests some of its replicated parameters and multiplies the digests
-by weights that add up to 0 over the ranks that hold the same. So the next step's message, a sum
-over all ranks, has a 0 where these are equal, and no rank needs to know what the others hold.
+At the end of a step each rank digests some of its replicated parameters, and multiplies each digest
+by a weight; the weights of the ranks with the same parameter sum to 0. So equal parameters add 0 to
+the next step's all-reduce, and no rank needs the digests of the others.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .forward import wait_for_parameters
 from .replicas import SHOWN, refuse
 from .scaling import scalings
 
-PERIOD = 16  # steps within which every parameter has its turn
-MODULUS = 2**32  # of a rank's term in the message: sums over 2**21 ranks are exact in float64
-PIECE = 2**20  # elements that are measured at a time
-MEASURED = 2**26  # elements that are measured at most
-EXACT = ("cpu",)  # devices whose kernels sum in one order, so that equal inputs give equal bits
-ROUNDING = 1e-3  # of the largest value: how far kernels may part that sum in no fixed order
+PERIOD = 16  # steps in which every parameter is sampled once
+MODULUS = 2**32  # bounds a rank's term, so that sums over 2**21 ranks are exact in float64
+PIECE = 2**20  # elements that `_gaps` compares at a time
+MEASURED = 2**26  # elements that `_gaps` compares at most
+EXACT = ("cpu",)  # devices whose kernels sum in a fixed order, so that equal inputs give equal bits
+ROUNDING = 1e-3  # allowed gap / largest value on devices whose kernels sum in no fixed order
 ADVICE = (
     "Likely optimizers have other settings or left out a step, or values were changed or loaded on "
     "some ranks alone, or a memory is faulty; go on from a checkpoint from before."
@@ -41,8 +41,8 @@ class Held(NamedTuple):
     """A parameter of this rank, or a piece of one, that other ranks may hold too.
 
     Attributes:
-        key: The same on the ranks that hold the same.
-        parameter: Whose values are looked at whenever its turn comes.
+        key: The same on all ranks that hold a replica.
+        parameter: The parameter, sampled once in a period.
         cut: Dim, start and length of the piece; None is the whole parameter.
     """
 
@@ -51,7 +51,7 @@ class Held(NamedTuple):
     cut: tuple[int, int, int] | None
 
     def values(self) -> Tensor:
-        """Return the values of now."""
+        """Return a view of the current values."""
         whole = self.parameter.detach()
         return whole if self.cut is None else whole.narrow(*self.cut)
 
@@ -60,25 +60,25 @@ class Samples:
     """The replicated parameters of this rank, and the sample of the last step.
 
     Args:
-        model: What `parallelize` returned.
+        model: The model that `parallelize` returned.
         manager: The grid.
     """
 
     def __init__(self, model: DataParallelBucket, manager: ProcessGroupManager) -> None:
         self._model, self._manager = ref(model), manager
         self._held: list[Held] = []
-        # Of a period's steps: whose turn it is, and their weights, on the device of the first.
+        # For each step of a period: its sample, and the weights on the device of the first one.
         self._turns: list[tuple[list[Held], Tensor]] = []
         self._known: list[int] = []  # ids of the parameters when they were looked up
-        self._unseen: set[str] = set()  # no plain tensors
-        self._left: set[Key] = set()  # parted by rounding alone
+        self._unseen: set[str] = set()  # parameters that are no plain dense tensors
+        self._left: set[Key] = set()  # not compared any more, since rounding made them differ
         self._turn = 0
         self.settled = False
         self.taken: list[tuple[Key, Tensor]] = []  # digests
         self.residue: Tensor | None = None  # this rank's term of the message: 0-d int64, < 2**32
 
     def look(self) -> None:
-        """Look up the parameters, at first and wherever a period begins; nothing is sent."""
+        """Look up the parameters, at first and whenever a period begins; nothing is sent."""
         model = self._model()
         if model is None or (self.settled and self._turn % PERIOD):
             return
@@ -88,7 +88,7 @@ class Samples:
             self._held = list(self._look_up(model))
 
     def settle(self) -> None:
-        """Find out, with all ranks, which of them hold the same."""
+        """Exchange keys to find the ranks that share each parameter; all ranks call it."""
         held = [each for each in self._held if each.key not in self._left]
         hashes = [text_hash(repr(each.key)) for each in held]
         everyone = [set(each) for each in all_gather_object(hashes, self._manager.world_group)]
@@ -96,10 +96,10 @@ class Samples:
         turns: list[list[tuple[Held, int]]] = [[] for _ in range(PERIOD)]
         for key, each in sorted(zip(hashes, held, strict=True), key=lambda pair: pair[0]):
             ranks = [rank for rank, keys in enumerate(everyone) if key in keys]
-            if len(ranks) > 1:  # which all look at it in one step
+            if len(ranks) > 1:  # these ranks all sample it in the same step
                 weight = _weights(key, len(ranks))[ranks.index(own)]
                 turns[key % PERIOD].append((each, weight))
-        # All at once: what goes to the device later would let the host wait in a warm step.
+        # Move all weights to the device now: a later copy would make the host wait within a step.
         self._turns = [
             ([each for each, _ in turn], torch.tensor([w for _, w in turn]).to(_device(turn)))
             for turn in turns
@@ -107,11 +107,11 @@ class Samples:
         self._turn, self.settled = 0, True
 
     def take(self) -> None:
-        """Digest what has its turn, on its device; the next message has the result."""
+        """Digest this step's sample on its device; the next all-reduce sends the result."""
         model = self._model()
         if model is None or not self.settled:
             return
-        wait_for_parameters(model)  # those that no forward has waited for
+        wait_for_parameters(model)  # no forward may have waited for some of them
         try:
             self._take()
         except RuntimeError as error:  # a device without such a kernel, or without memory for it
@@ -130,18 +130,20 @@ class Samples:
             return
         self.taken = [(each.key, digest(each.values())) for each in held]
         numbers = torch.stack([number.to(weights.device) for _, number in self.taken])
-        folded = numbers ^ (numbers >> 32)  # the low half of a product is that of low halves
+        folded = numbers ^ (numbers >> 32)  # the product modulo 2**32 depends on low halves only
         self.residue = (folded * weights).sum() % MODULUS
 
     def compare(self, total: float, unsettled: float) -> None:
-        """Go on from what the message says; all ranks call it.
+        """Check the sum of the samples; compare all parameters if it shows a difference.
+
+        All ranks call it.
 
         Args:
-            total: The sum of the residues.
-            unsettled: How many ranks do not know yet what others hold, or no longer.
+            total: The sum of the residues of all ranks.
+            unsettled: The number of ranks that have to call `settle` first, or again.
 
         Raises:
-            MismatchError: Ranks that should hold the same do not; on every rank.
+            MismatchError: Replicas differ; on every rank.
         """
         model, parted = self._model(), total % MODULUS != 0
         taken, self.taken, self.residue = dict(self.taken), [], None
@@ -154,7 +156,7 @@ class Samples:
             self.settle()
 
     def _look_up(self, model: DataParallelBucket) -> Iterator[Held]:
-        """Yield the parameters with their keys; warn of those that are no plain tensors."""
+        """Yield the parameters with their keys; warn of those that are no plain dense tensors."""
         own = dict(model.named_parameters())
         values = {name: each.detach() for name, each in own.items() if not each.is_meta}
         strided = {name: each for name, each in values.items() if each.layout is torch.strided}
@@ -179,7 +181,7 @@ _samples: WeakKeyDictionary[nn.Module, Samples | None] = WeakKeyDictionary()
 
 
 def samples_of(model: DataParallelBucket, manager: ProcessGroupManager) -> Samples | None:
-    """Return the samples of a model that is about to train; None on one rank, or without any."""
+    """Return the samples of a model that is about to train; None on one rank or if switched off."""
     if manager.world_size == 1:
         return None
     if model not in _samples:
@@ -188,13 +190,13 @@ def samples_of(model: DataParallelBucket, manager: ProcessGroupManager) -> Sampl
 
 
 def train_unsampled(model: DataParallelBucket) -> None:
-    """Let a model train on though its ranks part, as when its faults are recorded; all call it."""
+    """Stop comparing a model's ranks, so that it trains on with a fault; all ranks call it."""
     _samples[model] = None
     scalings.pop(model, None)
 
 
 def take_sample(model: DataParallelBucket) -> None:
-    """Sample at the end of a step, unless gradients stay on this rank and parameters may part."""
+    """Sample at the end of a step, except in `no_sync`, where ranks may differ."""
     samples = _samples.get(model)
     if samples is not None and model.require_backward_grad_sync:
         samples.take()
@@ -205,14 +207,14 @@ def _device(turn: Sequence[tuple[Held, int]]) -> torch.device:
 
 
 def _weights(key: int, count: int) -> list[int]:
-    """Return a weight for each of several ranks; they add up to 0 modulo 2^32."""
+    """Return a weight for each of `count` ranks; they sum to 0 modulo 2^32."""
     generator = Random(key)
     weights = [generator.randrange(MODULUS) for _ in range(count - 1)]
     return [-sum(weights) % MODULUS, *weights]
 
 
 def _cut_of(piece: Tensor, whole: Tensor) -> tuple[int, int, int] | None:
-    """Return the dim, start and length of a piece; None if it is the whole."""
+    """Return the dim, start and length of a piece; None for the whole tensor."""
     pairs = zip(piece.shape, whole.shape, strict=True)
     dim = next((dim for dim, (part, full) in enumerate(pairs) if part != full), None)
     if dim is None:
@@ -230,14 +232,14 @@ def _refuse_parted(
 
     Args:
         values: This rank's parameters.
-        taken: Digests of an earlier sample, which count for these parameters.
+        taken: Digests of the last sample, used in place of new ones.
         manager: The grid.
 
     Returns:
-        Parameters that differ over tp within rounding alone, on an accelerator; it has warned.
+        Parameters that differ only over tp, within rounding, on an accelerator; with a warning.
 
     Raises:
-        MismatchError: Others differ.
+        MismatchError: Any other difference.
     """
     digests = [(key, taken[key] if key in taken else digest(x)) for key, x in values.items()]
     parted = parted_sides(digests, manager)
@@ -267,7 +269,10 @@ def _refuse_parted(
 def _gaps(
     keys: Sequence[Key], values: Mapping[Key, Tensor], manager: ProcessGroupManager
 ) -> dict[Key, float]:
-    """Return how far replicas are apart, in units of the largest value, the smallest first."""
+    """Return the largest gap between replicas / their largest value, for the smallest tensors.
+
+    It stops after `MEASURED` elements, but measures one tensor at least.
+    """
     group, device = manager.world_group, get_comm_device(manager.world_group)
     real = {k: torch.view_as_real(x) if x.is_complex() else x for k, x in values.items()}
     own = [real[key].numel() if key in real else 0 for key in keys]
@@ -296,7 +301,7 @@ def _gaps(
 
 
 def _over_tp(all_sides: Iterable[Sides], manager: ProcessGroupManager) -> bool:
-    """Return whether only ranks of different tp coordinates differ."""
+    """Return whether replicas differ only between tp coordinates."""
     coordinates = [manager.grid.coordinates(rank).tp for rank in group_ranks(manager.world_group)]
     for sides in all_sides:
         places = [{coordinates[rank] for rank in side} for side in sides]

@@ -1,11 +1,11 @@
 """Compare over ranks how a training loop changes gradients and weights between steps.
 
-A loop may clip the gradients of each rank by their own norm, or subtract the mean of a shard from
-it. Then each rank uses another number, and the parameters that ranks hold in common need not
-differ. So this module copies some elements of some tensors before the loop's code runs, and fits
-after = factor * before + offset behind it. A change that no such fit explains (clipping by value,
-weight decay by hand, noise, thresholds, statistics of rows) is not compared: by its values, what is
-right on shards cannot be told from what is wrong.
+A loop may wrongly clip each rank's gradients by their own norm, or subtract a shard's own mean from
+it. Ranks then use different numbers, even if the parameters that they share stay equal. So this
+module copies some elements of some tensors before the loop's code runs, and afterwards fits
+after = factor * before + offset. Changes that no such fit explains (clipping by value, weight decay
+by hand, noise, thresholds, statistics of rows) are not compared, since the values do not show
+whether they are right on shards.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ..parallel.data_parallel.building import is_sharded
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.tensor_parallel.building import find_cuts
 
-TENSORS = 8  # of a rank that are looked at in a step, others in the next one
-ELEMENTS = 256  # of each, at most
-FEWEST = 16  # elements of a tensor that is looked at
-LOOKS = 4  # comparisons over tp, which cost a message of their own, and find it at first or never
-SAME = 1e-6  # relative: what differs by less, or by an eighth of the dtype's epsilon, is the same
+TENSORS = 8  # tensors that a rank samples in a step; the next step samples others
+ELEMENTS = 256  # at most, from each tensor
+FEWEST = 16  # a tensor with fewer elements is not sampled
+LOOKS = 4  # comparisons over tp, since each costs a message, and faults show at first or never
+SAME = 1e-6  # relative tolerance; an eighth of the dtype's epsilon, if that is larger
 CLIPPED = (
     "gradients were scaled by different factors on different ranks between train_step and the "
     "optimizer's step: {}. Likely each rank clipped by the norm of its own shards, stage or "
@@ -61,10 +61,11 @@ class Fit(NamedTuple):
     """The change of a tensor: after = factor * before + offset.
 
     Attributes:
-        factor: NaN if it is not known.
-        offset: In the tensor's unit.
-        size: Root mean square of the elements afterwards.
-        known: 1; 0 if that does not explain the change; -1 if all is zero before and afterwards.
+        factor: The factor; NaN if it is not known.
+        offset: The offset, in the tensor's unit.
+        size: Root mean square of the elements after the change.
+        known: 1; 0 if the fit does not explain the change; -1 if all elements are zero before and
+            after.
     """
 
     factor: float
@@ -87,22 +88,22 @@ class Scaling:
         self._cut: Collection[str] = ()  # names of the parameters that tp divides
         self._rounding, self._count = 0.0, ELEMENTS
         self._turn, self._looks = 0, LOOKS
-        self._gradients: list[tuple[Shard, Tensor]] = []  # with elements from before
+        self._gradients: list[tuple[Shard, Tensor]] = []  # with their sampled elements
         self._weights: list[tuple[Shard, Tensor]] = []
         self._fitted: list[tuple[str, list[Shard], Tensor]] = []  # kind, tensors, fits [k, 4]
-        self._fits: dict[tuple[str, str], Fit] = {}  # those of this rank, by kind and name
-        # Gradients of parameters that nobody sums, and their versions.
+        self._fits: dict[tuple[str, str], Fit] = {}  # this rank's fits, by kind and name
+        # Gradients of parameters outside the model, which no rank sums, and their versions.
         self._beside: dict[int, tuple[ref[Tensor], int]] = {}
-        self._strange = ""  # the shape of one that was updated by that gradient
-        self._rates: WeakKeyDictionary[Optimizer, list[float]] = WeakKeyDictionary()  # at first
-        self._ratios: list[float] = []  # of the rates of now to those: the least, the most
-        self._steered: float | None = None  # the one ratio that this rank has told
+        self._strange = ""  # the shape of such a parameter that an optimizer has updated
+        self._rates: WeakKeyDictionary[Optimizer, list[float]] = WeakKeyDictionary()  # first rates
+        self._ratios: list[float] = []  # current rate / first rate: minimum and maximum
+        self._steered: float | None = None  # the common ratio that this rank has sent
 
     def sample(self, model: nn.Module, beside: Iterable[nn.Parameter]) -> None:
-        """Keep some of the gradients at the end of a step, where ranks have different ones.
+        """Copy elements of some gradients at the end of a step, if ranks hold different shards.
 
         Args:
-            model: What `parallelize` returned.
+            model: The model that `parallelize` returned.
             beside: Parameters of the loss that are not the model's.
         """
         grads = {id(p): p.grad for p in beside if p.grad is not None}
@@ -118,7 +119,7 @@ class Scaling:
         self._turn += 1
 
     def before_update(self, taken: Mapping[int, Tensor]) -> None:
-        """Fit what was done to the gradients that an optimizer takes. Nothing is read back.
+        """Fit the changes of an optimizer's gradients, without waiting for the device.
 
         Args:
             taken: The optimizer's parameters, by id.
@@ -132,9 +133,10 @@ class Scaling:
         self._fit("gradient", [pair for pair in mine if pair[0].tensor.grad is not None], _gradient)
 
     def note_rates(self, optimizer: Optimizer) -> None:
-        """Note how the learning rates of an optimizer's groups have changed since its first step.
+        """Record the ratios of an optimizer's learning rates to those of its first step.
 
-        Groups, layers and stages may have other rates, and those that begin at 0 a later first one.
+        Ratios, since groups, layers and stages may have different rates. The first rate of a group
+        is its first one other than 0.
         """
         rates = [group.get("lr") for group in optimizer.param_groups]
         numbers = [x if isinstance(x, int | float) else math.nan for x in rates]
@@ -145,21 +147,21 @@ class Scaling:
         self._ratios = [min(self._ratios), max(self._ratios)] if self._ratios else []
 
     def _ratio(self) -> float | None:
-        """Return the one ratio of all rates of this rank; None if there are others, or none."""
+        """Return the common ratio of all rates of this rank; None if they differ or are missing."""
         least, most = self._ratios or (math.nan, math.nan)
         return most if most - least <= SAME * most else None
 
     def require_own(self) -> None:
-        """Refuse what an optimizer has updated by the gradient of this rank alone.
+        """Refuse an update of a parameter outside the model by this rank's gradient alone.
 
         Raises:
-            InvalidArgumentError: It has.
+            InvalidArgumentError: An optimizer has made such an update.
         """
         if self._strange:
             raise InvalidArgumentError(f"{describe_rank()}: {OF_NOBODY.format(self._strange)}")
 
     def after_update(self, taken: Collection[int]) -> None:
-        """Keep some of the weights that an optimizer has updated, if tp divides them.
+        """Copy elements of some weights that an optimizer has updated and tp shards.
 
         Args:
             taken: Ids of the optimizer's parameters.
@@ -172,16 +174,15 @@ class Scaling:
             self._weights = others + self._kept(cut, _weight)
 
     def told(self, residue: Tensor | None) -> list[float]:
-        """Return this rank's share of the step's message.
+        """Return this rank's numbers for the step's all-reduce.
 
         Args:
-            residue: Another whole number of the device, 0-d, that is read in one transfer with all
-                that there is to read; None is 0.
+            residue: Another integer on the device, 0-d, read in the same transfer; None is 0.
 
         Returns:
-            The residue; whether there is one factor of all gradients, that factor, its square, the
-            tolerance; whether shards over tp were changed so that ranks have to compare how; and
-            whether there is one ratio of all learning rates, that ratio, its square.
+            Nine numbers: the residue; whether all gradients have one factor, this factor, its
+            square, the tolerance; whether shards over tp were changed, so that ranks must compare
+            the changes; whether all learning rates have one ratio, this ratio, its square.
         """
         self._fit("weight", self._weights, _weight)
         self._weights = []
@@ -204,7 +205,7 @@ class Scaling:
         """Refuse factors, offsets and rates that differ between ranks; all ranks call it.
 
         Args:
-            message: The sum of what all ranks have told.
+            message: The sum over all ranks of `told`, without the residue.
 
         Raises:
             MismatchError: They differ; on every rank.
@@ -223,13 +224,14 @@ class Scaling:
         """Refuse a number that differs between ranks; all ranks call it.
 
         Args:
-            words: What an error says.
-            own: This rank's; None if it has none.
-            sums: How many ranks have one, the sum of these, and of their squares.
-            tolerance: How far apart they may be, relatively.
+            words: The message of the error.
+            own: This rank's number; None if it has none.
+            sums: The count of ranks that have a number, the sum of the numbers and of their
+                squares.
+            tolerance: The allowed relative standard deviation.
 
         Raises:
-            MismatchError: They are further apart; on every rank.
+            MismatchError: The numbers vary more; on every rank.
         """
         count, total, squares = sums
         mean = total / max(count, 1)
@@ -262,7 +264,7 @@ class Scaling:
             self._fitted.append((kind, shards, _fits(before, after, self._rounding)))
 
     def _read(self, residue: Tensor | None) -> float:
-        """Read the fits, and a residue, which is returned."""
+        """Read the fits from the device, and return the residue."""
         tensors = [fits.flatten() for *_, fits in self._fitted]
         if residue is not None:
             exact = tensors[0] if tensors else residue
@@ -278,19 +280,19 @@ class Scaling:
     def _kept(
         self, shards: Iterable[Shard], read: Callable[[Shard], Tensor]
     ) -> list[tuple[Shard, Tensor]]:
-        """Return copies of as many elements of each tensor, spread over its rows and columns."""
+        """Return copies of `_count` elements of each tensor, spread over its rows and columns."""
         found = []
         for shard in shards:
             tensor = read(shard)
             stride = tensor.numel() // self._count
             if tensor.ndim > 1 and stride > 1 and stride % tensor.shape[-1] == 0:
-                stride -= 1  # else all are of one column
+                stride -= 1  # this stride would take all elements from one column
             flat = tensor.flatten()[::stride][: self._count].clone()
             found.append((shard, torch.view_as_real(flat).flatten() if flat.is_complex() else flat))
         return found
 
     def _factor(self) -> float | None:
-        """Return the one factor of all gradients of this rank; None if there is none."""
+        """Return the common factor of all gradients of this rank; None if there is none."""
         of_gradients = [fit for (kind, _), fit in self._fits.items() if kind == "gradient"]
         fits = [fit for fit in of_gradients if fit.known >= 0]
         if not fits or not all(fit.known for fit in fits):
@@ -305,7 +307,7 @@ class Scaling:
         return max(SAME, self._rounding / 8)
 
     def _compare_shards(self) -> None:
-        """Compare the fits of shards over tp; all ranks call it.
+        """Compare the fits of a parameter's shards over tp; all ranks call it.
 
         Raises:
             MismatchError: They differ; on every rank.
@@ -332,13 +334,13 @@ scalings: WeakKeyDictionary[nn.Module, Scaling] = WeakKeyDictionary()  # of para
 
 
 def sample_gradients(model: nn.Module, beside: Iterable[nn.Parameter] = ()) -> None:
-    """Keep some of a model's gradients at the end of a step, and those of nobody's parameters."""
+    """Sample the gradients of a model, and of parameters outside it, at the end of a step."""
     if model in scalings:
         scalings[model].sample(model, beside)
 
 
 def _is_kept(shard: Shard) -> bool:
-    """Return whether a shard's gradient is an ordinary tensor of some elements."""
+    """Return whether a shard's gradient is a plain strided tensor with enough elements."""
     grad = shard.tensor.grad
     return type(grad) is Tensor and grad.layout is torch.strided and grad.numel() >= FEWEST
 
@@ -355,8 +357,8 @@ def _fits(before: Tensor, after: Tensor, rounding: float) -> Tensor:
     """Fit after = factor * before + offset in each row.
 
     Args:
-        before: [k, n].
-        after: [k, n].
+        before: Elements before the change, [k, n].
+        after: Elements after the change, [k, n].
         rounding: Epsilon of the dtype in which the change was computed.
 
     Returns:

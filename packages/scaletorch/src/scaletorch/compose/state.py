@@ -1,4 +1,4 @@
-"""Whole tensors of the plain model, gathered from any layout; and its own ways to load and save."""
+"""Gather whole tensors of the plain model from any layout; load and save whole state dicts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .forward import manager_of
 def gather_full(
     model: nn.Module, tensors: Mapping[str, Tensor], manager: ProcessGroupManager | None = None
 ) -> dict[str, Tensor]:
-    """Return whole tensors of all stages from this rank's shards, by plain names, on every rank."""
+    """Gather whole tensors of all stages from shards; CPU tensors by plain name, on every rank."""
     manager = manager_of(model, manager)
     stage = gather_stage(model, tensors, manager)
     stages = all_gather_object({name: t.cpu() for name, t in stage.items()}, manager.pp_group)
@@ -33,15 +33,17 @@ def gather_full(
 def gather_stage(
     model: nn.Module, tensors: Mapping[str, Tensor], manager: ProcessGroupManager
 ) -> dict[str, Tensor]:
-    """Return whole tensors of this stage from shards, on their device."""
+    """Gather whole tensors of this stage from shards, on their device."""
     return gather_experts(model, gather_tensors(model, tensors, manager.tp_group))
 
 
 def of_all_stages(tensors: Mapping[str, Tensor], manager: ProcessGroupManager) -> dict[str, Tensor]:
-    """Return tensors of all stages on every rank of a pipeline, on their device.
+    """Return the tensors of all stages on every rank of a pipeline, on the communication device.
+
+    With one stage they are returned as they are.
 
     Args:
-        tensors: This stage's; what several have is taken from the first of them.
+        tensors: This stage's tensors; if several stages have one, the first stage's is used.
         manager: The grid.
     """
     if manager.pp_size == 1:
@@ -73,12 +75,12 @@ def full_state_dict(
     *,
     only: Callable[[str], bool] | None = None,
 ) -> dict[str, Tensor]:
-    """Return the plain one-process `state_dict` (CPU tensors) on every rank, which all call it.
+    """Return the plain model's `state_dict` (CPU tensors) on every rank; all ranks call it.
 
     Args:
-        model: What `parallelize` returned.
+        model: The model that `parallelize` returned.
         manager: The grid; by default the model's.
-        only: Whether the tensor of a name is wanted, such as an adapter's; None takes all.
+        only: Returns True for the names to gather, such as an adapter's; None gathers all.
     """
     state = model.state_dict().items()
     wanted = {k: v.detach() for k, v in state if only is None or only(k)}
@@ -88,11 +90,11 @@ def full_state_dict(
 def local_gradients(model: nn.Module, names: Collection[str] | None = None) -> dict[str, Tensor]:
     """Return the gradients of this rank's parameters under all their names.
 
-    Those that lie in shards are gathered: all ranks of the data-parallel group call it.
+    Gradients sharded over the data-parallel group are gathered, so all its ranks call it.
 
     Args:
-        model: What `parallelize` returned.
-        names: Of the parameters that are wanted; None takes all.
+        model: The model that `parallelize` returned.
+        names: The parameters to return; None returns all.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     wanted = {name: p for name, p in named.items() if names is None or name in names}
@@ -105,10 +107,10 @@ def local_gradients(model: nn.Module, names: Collection[str] | None = None) -> d
 def full_gradients(
     model: nn.Module, manager: ProcessGroupManager | None = None
 ) -> dict[str, Tensor]:
-    """Return every parameter's whole gradient (CPU tensors), by plain names, on every rank.
+    """Return every parameter's whole gradient (CPU tensors), by plain name; all ranks call it.
 
     Args:
-        model: What `parallelize` returned.
+        model: The model that `parallelize` returned.
         manager: The grid; by default the model's.
     """
     return gather_full(model, local_gradients(model), manager)
@@ -124,11 +126,11 @@ def whole_shapes(model: nn.Module) -> Shapes:
 
 
 def keep_whole_state(model: nn.Module, shapes: Shapes, manager: ProcessGroupManager) -> None:
-    """Let a divided model load whole state dicts, and not save its shards for the whole; in place.
+    """Let a sharded model load whole state dicts, and refuse to save shards as a whole; in place.
 
     Args:
         model: The module within the wrappers.
-        shapes: Of the plain model's parameters.
+        shapes: The shapes of the plain model's parameters.
         manager: The grid.
     """
     if manager.tp_size * manager.pp_size * manager.ep_size == 1:
@@ -144,13 +146,13 @@ def keep_whole_state(model: nn.Module, shapes: Shapes, manager: ProcessGroupMana
 def _take_own(
     shapes: Shapes, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 ) -> None:
-    """Leave of a whole model's state what this rank has; other states stay as they are.
+    """Reduce a whole model's state to this rank's shards; leave a state of shards as it is.
 
     Args:
-        shapes: Of the plain model's parameters.
-        module: The module that loads, as torch calls such a hook.
-        state: Is torch's own copy, and changed.
-        prefix: Of the module's names in it.
+        shapes: The shapes of the plain model's parameters.
+        module: The module that loads; torch calls this as its hook.
+        state: Torch's own copy of the state, changed in place.
+        prefix: The prefix of the module's names in `state`.
     """
     own, cuts = module.state_dict(keep_vars=True), find_cuts(module)
     for name in [name for name in shapes if isinstance(state.get(prefix + name), Tensor)]:
@@ -162,10 +164,10 @@ def _take_own(
 
 
 def _save(kind: type[Any], module: nn.Module, shapes: Shapes, *args: Any, **kwargs: Any) -> Any:
-    """Save a whole state that is given; refuse to take this rank's for it.
+    """Call `save_pretrained` if a whole `state_dict` is given.
 
     Raises:
-        StateError: There is no such state among the arguments.
+        StateError: None is given, so this rank's shards would be saved as the whole model.
     """
     given = kwargs.get("state_dict")
     if isinstance(given, Mapping) and all(

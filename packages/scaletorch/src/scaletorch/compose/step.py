@@ -1,7 +1,7 @@
-"""One training step under the one loss rule, whatever the layout.
+"""Train one step; the loss is the same on every layout.
 
-Each rank checks what it alone can know, and all hear of it in the message that counts the tokens;
-then the pipeline runs. The first step looks further.
+Before the pipeline runs, each rank checks its own inputs, and the all-reduce that counts the tokens
+tells all ranks whether one has failed. The first step checks more; see `train_step`.
 """
 
 from __future__ import annotations
@@ -45,37 +45,46 @@ def train_step(
     count_fn: CountFunction | None = None,
     scaler: GradScaler | None = None,
 ) -> Tensor:
-    """Run forward and backward of one global batch; gradients are complete when it returns.
+    """Run forward and backward of one global batch; all ranks call it.
 
-    If a rank has to refuse its batch or model, all ranks hear of it before the step begins. The
-    first step, and the first with another loss_fn, begins with a rehearsal. The first step looks
-    whether ranks hold the same batch, and, as does the first of several micro-batches, whether the
-    model changes itself otherwise than in one process.
+    Gradients are complete when it returns, except within `no_sync`; then call `optimizer.step()`.
+
+    Every step, before forward: each rank checks its batch and model, and all ranks raise together
+    if one of them fails. The same all-reduce compares a sample of the parameters that ranks share,
+    and how the training loop scaled gradients since the last step.
+
+    First step: a rehearsal (see `rehearse`) comes first, unless `parallelize` got `rehearse=False`
+    or the model has gradients; it also comes before the first step with another loss_fn. Then the
+    ranks compare their batches. At the end of the step they check that forward changed no
+    parameter, and no buffer in a way that depends on the layout. If the first step has one
+    micro-batch, the first step with several checks these changes again.
 
     Args:
-        model: What `parallelize` returned.
-        micro_batches: This rank's, from `shard_global_batch`.
+        model: The model that `parallelize` returned.
+        micro_batches: This rank's micro-batches, from `shard_global_batch`.
         manager: The grid; by default the model's.
         loss_fn: `loss_fn(output, micro_batch)` returns the sum of the losses of this rank's rows
-            and positions, a 0-d tensor, and their number; ranks that differ in tp alone return the
-            same. It is called on the last stage. None is the cross entropy of tokens.
-        count_fn: `count_fn(micro_batch)` returns the same count from the micro-batch alone. It is
-            needed only where gradients of several steps add up, or a router's auxiliary loss is
-            added, and None counts labels other than -100 there. Elsewhere gradients are divided by
-            an estimate, and corrected by the count that loss_fn has returned.
-        scaler: Multiplies all gradients by its scale, but not the loss that is returned; for
-            float16, see `scaletorch.parallel.data_parallel.GradScaler`.
+            and positions, a 0-d tensor, and their number. Ranks that differ in tp alone return the
+            same values. It is called on the last stage. None is the cross entropy of tokens.
+        count_fn: `count_fn(micro_batch)` returns the same number from the micro-batch alone. It
+            matters only if gradients of several steps accumulate, or a router's auxiliary loss is
+            added; None then counts labels other than -100. In all other cases gradients are divided
+            by an estimate, and corrected by the number that loss_fn returned.
+        scaler: Multiplies all gradients by its scale, but not the returned loss; for float16, see
+            `scaletorch.parallel.data_parallel.GradScaler`.
 
     Returns:
-        The global loss, sum of token losses / number of valid tokens over the whole global batch,
-        or sum / count of a loss_fn, and the routers' auxiliary loss of that batch if the model's
-        config asks for it; equal on every rank; a 0-d tensor, in float32 at least.
+        The loss of the whole global batch: sum of token losses / number of valid tokens, or the sum
+        of a loss_fn / its count; plus the routers' auxiliary loss if the model's config asks for
+        it. A 0-d tensor, in float32 at least, equal on every rank.
 
     Raises:
-        InvalidArgumentError: The model and the layout, or the batch, do not go together; or a
-            loss_fn returned no such pair, or another count than count_fn.
-        RehearsalError: The layout computes something else than one process, see `rehearse`.
-        MismatchError: Ranks hold other batches than they must, or another rank has failed.
+        InvalidArgumentError: The model or the batch does not fit the layout; a loss_fn did not
+            return a sum and a number, or its number differs from that of count_fn; or forward
+            changed a parameter, or a buffer in a way that depends on the layout.
+        RehearsalError: The layout does not compute what one process computes; see `rehearse`.
+        MismatchError: Batches, shared parameters, gradient scales or losses differ between ranks
+            that must have the same, or another rank has failed.
         NonFiniteError: A gradient is not finite, and the model checks them (`check_finite`).
     """
     manager = manager_of(model, manager)
@@ -103,32 +112,32 @@ def rehearse(
     loss_fn: LossFunction | None = None,
     count_fn: CountFunction | None = None,
 ) -> None:
-    """Train a small batch, and compare all that the layout computes with the plain model.
+    """Train a small batch, and compare everything that the layout computes with the plain model.
 
-    The small batch is two rows of each micro-batch, of which there may be fewer, and at most
-    512 positions of these. Its training step is a real one, with buckets, schedules and ZeRO.
-    Then each rank runs the plain model once more, whole, on the weights of one layer at a time:
-    each layer is given the hidden states that the ranks gave to theirs, and what it returns,
-    the gradient of its input and those of its weights are compared with the ranks', as are the
-    loss and all that lies outside of layers. What trains in 16 bits runs in float32 meanwhile,
-    if that fits in memory, since small errors drown in the rounding of 16 bits. Gradients,
-    buffers, random generators and plain attributes of modules are as before afterwards; dropout
-    is off meanwhile.
+    The small batch has up to two rows of each micro-batch, perhaps of fewer micro-batches, and at
+    most 512 positions. It trains in a real step, with buckets, schedules and ZeRO. Then each rank
+    runs the whole plain model, holding the weights of one layer at a time. Each layer gets the same
+    hidden states as in the layout's step. Its output, the gradient of its input and those of its
+    weights are compared with the layout's; so are the loss and the modules outside of layers.
 
-    One line on rank 0 says what was compared, and what could not be: a layer that draws at random,
-    a loss that communicates. All ranks call it, before a step whose gradients begin at zero.
+    A model that trains in 16 bits is rehearsed in float32 if memory allows, since 16-bit rounding
+    hides small errors. Dropout is off. Afterwards gradients, buffers, random generators and plain
+    attributes of modules are as they were before.
+
+    Rank 0 prints one line that says what was compared, and what could not be: a layer that draws at
+    random, a loss that communicates. All ranks call it, while the model has no gradients.
 
     Args:
-        model: What `parallelize` returned; not with `rehearse=False`, which keeps no plain model.
-        micro_batches: This rank's, from `shard_global_batch`.
+        model: The model that `parallelize` returned, with `rehearse=True`.
+        micro_batches: This rank's micro-batches, from `shard_global_batch`.
         manager: The grid; by default the model's.
         loss_fn: As in `train_step`.
         count_fn: As in `train_step`.
 
     Raises:
-        RehearsalError: The layout computes something else than one process, beyond rounding; on
-            every rank, with the first layer and tensor that differ.
-        StateError: The model's structure was not kept, or it has gradients.
+        RehearsalError: The layout differs from the plain model by more than rounding; on every
+            rank, with the first layer and tensor that differ.
+        StateError: `parallelize` kept no plain model, or the model has gradients.
     """
     manager, terms = manager_of(model, manager), terms_of(model)
     if manager.world_size * len(micro_batches) == 1:
@@ -158,9 +167,10 @@ def _proven(
     loss_fn: LossFunction | None,
     proof: Callable[[], None],
 ) -> tuple[list[Called], Number]:
-    """Return what `ready` does, after a rehearsal if this is the first step with a loss_fn.
+    """Return the result of `ready`, after a rehearsal if this is the first step with a loss_fn.
 
-    Not all ranks need to have a new one: but for the very first, they hear of it in `ready`.
+    On the very first step all ranks rehearse. Later a loss_fn may be new on some ranks only, so
+    `ready` tells whether it is new on all of them, and only then they rehearse.
     """
     terms = terms_of(model)
     terms.rehearses = _is_new(loss_fn, terms) and not has_gradients(model)
@@ -174,12 +184,12 @@ def _proven(
 
 
 def _is_new(loss_fn: LossFunction | None, terms: Terms) -> bool:
-    """Return whether a plain model is there, and was not rehearsed with this loss."""
+    """Return whether a plain model was kept, and was not rehearsed with this loss."""
     return terms.plain is not None and not rehearses() and _code_of(loss_fn) not in terms.rehearsed
 
 
 def _code_of(function: Any) -> object:
-    """Return the code of a function, which closures, partial and bound ones share; else a type."""
+    """Return the code object of a function, closure, `partial` or method; else the type."""
     while isinstance(function, partial):
         function = function.func
     return getattr(getattr(function, "__func__", function), "__code__", type(function))
@@ -191,13 +201,13 @@ def _own_loss(
     loss_fn: LossFunction | None,
     count_fn: CountFunction | None,
 ) -> OwnLoss | None:
-    """Return a user's loss; None is that of tokens."""
+    """Return the user's loss; None for the cross entropy of tokens."""
     if loss_fn is None:
         if count_fn is None:
             return None
         raise InvalidArgumentError("count_fn counts what a loss_fn sums: pass that too")
     own = OwnLoss(loss_fn, count_fn, model, manager, trains=True)
-    # Gradients of a router's auxiliary loss are not divided by the count, nor may be corrected.
+    # The count does not divide gradients of a router's auxiliary loss, so no correction fits these.
     alone = terms_of(model).router_loss is None and model.require_backward_grad_sync
     own.counts_later = count_fn is None and alone
     return own
@@ -229,7 +239,7 @@ def _step(
             shares = terms.shares_sequences
             loss = loss + router_loss(output, balance, manager, shares_sequences=shares, real=real)
         if scaler is not None and loss.requires_grad:
-            loss.register_hook(scaler.scale)  # of the gradient with which backward begins
+            loss.register_hook(scaler.scale)  # scales the gradient with which backward begins
         return loss
 
     terms.correction, is_first = 1.0, terms.counted is None
@@ -249,7 +259,7 @@ def _step(
 
 
 def _from_last_stage(value: float | None, manager: ProcessGroupManager) -> float:
-    """Return a number that the last stage of a pipeline knows; the other stages have None."""
+    """Return a number of the last pipeline stage on every stage; the others pass None."""
     known = torch.tensor(value or 0.0, dtype=torch.float32).to(get_comm_device(manager.pp_group))
     all_reduce(known, group=manager.pp_group)
     return float(known)
@@ -258,7 +268,7 @@ def _from_last_stage(value: float | None, manager: ProcessGroupManager) -> float
 def _corrected(
     model: DataParallelBucket, divisor: float, own: OwnLoss, manager: ProcessGroupManager
 ) -> tuple[float, Tensor]:
-    """Divide gradients by the count of all losses instead of its estimate; return both."""
+    """Divide gradients by the true count of losses, not the estimate `divisor`; return both."""
     counted = _summed(own.counted(get_comm_device(manager.world_group)), manager)
     scale_gradients(model, divisor / counted)
     for parameter, is_new in own.beside.values():
@@ -268,12 +278,12 @@ def _corrected(
 
 
 def _note_count(divisor: float, counted: Tensor, terms: Terms) -> float:
-    """Return by what the estimate of the count was off; the next step estimates by this one's.
+    """Return estimate / true count, and keep this step's count for the next estimate.
 
     Raises:
-        InvalidArgumentError: Nothing counts.
+        InvalidArgumentError: The count is 0.
     """
-    found = float(counted)  # when the host has waited for the loss anyway
+    found = float(counted)  # no extra wait: the host has already waited for the loss
     if not found:
         raise InvalidArgumentError(NOTHING_COUNTS)
     terms.correction = divisor / found
@@ -291,7 +301,7 @@ def _mean(total: Tensor, count: Number) -> Tensor:
 def _of_tokens(
     model: DataParallelBucket, tp_size: int, output: Any, batch: Mapping[str, Any]
 ) -> tuple[Tensor, Number]:
-    """Return the token losses of a first step, in which the form of the output is looked at."""
+    """Return the sum and the number of token losses in a first step, after checking the output."""
     require_logits_alone(output, with_router_loss=terms_of(model).router_loss is not None)
     labels = require_labels_fit(getattr(output, "logits", output), batch["labels"], tp_size)
     return token_loss_sum(output, labels, find_sharded_head(model)), token_count(batch)
@@ -299,10 +309,10 @@ def _of_tokens(
 
 @contextmanager
 def _refused_together(model: DataParallelBucket, manager: ProcessGroupManager) -> Iterator[None]:
-    """Let a step end before gradients are refused that are not finite; then all ranks raise.
+    """Raise for non-finite gradients only after the step, on all ranks together.
 
-    Only the ranks that sum a gradient can see that it is not finite: those of an expert, of a
-    stage, of a tp rank. The others would wait for them in the middle of the step.
+    Only the ranks that sum a gradient (those of an expert, a stage or a tp rank) see that it is not
+    finite. If they raised at once, the others would wait for them in the middle of the step.
 
     Raises:
         NonFiniteError: On every rank, if the model checks gradients and any is not finite.
@@ -319,14 +329,14 @@ def _refused_together(model: DataParallelBucket, manager: ProcessGroupManager) -
     texts = all_gather_object([str(error) for error in found], manager.world_group)
     model.reset()
     if found:
-        raise found.pop(0)  # and not of the list: its traceback has this frame
+        raise found.pop(0)  # popped, since its traceback refers to this frame and thus to the list
     first = next(text for each in texts for text in each)
     raise NonFiniteError(f"{describe_rank()}: gradients of other ranks are not finite. {first}")
 
 
 def _summed(loss: Tensor, manager: ProcessGroupManager) -> Tensor:
-    """Sum a rank's part of the loss over all ranks that have another part."""
-    # A loss_fn may return other dtypes elsewhere, and all ranks have to sum in one.
+    """Sum the ranks' shares of the loss over cp, dp and pp."""
+    # A loss_fn may return different dtypes on different ranks, and a sum needs one dtype.
     total = loss.double() if loss.device.type != "mps" else loss
     all_reduce(total, group=manager.cp_dp_group)
     all_reduce(total, group=manager.pp_group)  # zero on ranks without the last stage
@@ -340,7 +350,7 @@ def _first_step(
     manager: ProcessGroupManager,
     terms: Terms,
 ) -> Iterator[None]:
-    """Look at the model after the first step."""
+    """Check what the first step changes in the model, and note that this was checked."""
     with changes_followed(model, len(micro_batches), manager):
         yield
     terms.seen = 1 + terms.several

@@ -1,4 +1,4 @@
-"""Bounds for the rounding of sums, from the number of additions and the size of tensors."""
+"""Bounds for rounding errors, from the number of additions and the size of tensors."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-ROOM = 4.0  # epsilon x root of additions that are allowed; 0.1 to 0.3 are seen
+ROOM = 4.0  # allowed error / (epsilon x sqrt(additions)); real runs have 0.1 to 0.3
 
 
 def chain_length(model: nn.Module, tokens: Tensor) -> int:
-    """Return how many additions stand, at most, between the inputs and any number compared.
+    """Return an upper bound of the additions between the inputs and any number compared.
 
-    Each weight matrix adds its two sizes (the sums of forward and of backward), attention and the
-    loss add the tokens of the batch.
+    Each weight matrix adds its two sizes (for the sums of forward and backward); attention and the
+    loss each add the number of tokens in the batch.
 
     Args:
         model: The plain module.
-        tokens: Input_ids of a global batch, [B, L].
+        tokens: `input_ids` of a global batch, [B, L].
     """
     matrices = sum(sum(p.shape) for p in model.parameters() if p.ndim > 1)
     return matrices + 2 * tokens.numel()
 
 
 def widest(tensor: Tensor) -> Tensor:
-    """Return a tensor, dense, in the widest dtype of its kind."""
+    """Return a tensor as dense float64 or complex128."""
     dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
     return dense.to(torch.complex128) if dense.is_complex() else dense.double()
 
 
 def root_mean_square(tensors: Iterable[Tensor]) -> float:
-    """Return the size of a typical element of all tensors together."""
+    """Return the root mean square of the elements of all tensors together."""
     total, count = 0.0, 0
     for tensor in tensors:
         total += float(torch.linalg.vector_norm(widest(tensor))) ** 2
@@ -41,11 +41,11 @@ def root_mean_square(tensors: Iterable[Tensor]) -> float:
 
 
 def scale_of(whole: Tensor, typical: float) -> float:
-    """Return what a difference from one process's tensor is measured by.
+    """Return the scale by which a difference from one process's tensor is divided.
 
-    It is the tensor's 2-norm, but at least that of as many typical elements: what is smaller is
-    what remains of terms that cancel (a key's bias without rotation, whose gradient is zero), and
-    rounding goes by the terms.
+    It is the tensor's 2-norm, but at least that of as many elements of size `typical`. A smaller
+    tensor is the rest of terms that cancel (the gradient of a key's bias without rotary embedding
+    is zero), and rounding depends on the size of the terms.
     """
     norm = float(torch.linalg.vector_norm(widest(whole)))
     return max(norm, typical * math.sqrt(whole.numel()))

@@ -1,7 +1,8 @@
-"""Checks of what an optimizer updates by: gradients of the whole model, not of a shard or a stage.
+"""Check optimizers: refuse those that need more than a rank's shards; compare changes by the loop.
 
-An optimizer that needs more than a rank has is refused before its first step. What a loop does to
-gradients before each step of an optimizer, and to weights after it, is compared over ranks.
+An optimizer that needs more than a rank has is refused before its first step. Changes that the
+training loop makes to gradients before, and to weights after an optimizer's step, are sampled here
+and compared over ranks in the next `train_step`.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from ..parallel.pg_manager.building import Scope, update_scope
 from .forward import terms_of
 from .scaling import Scaling, scalings
 
-_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # and how many parameters it had
+_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # -> its number of parameters
 _hooks: list[Any] = []
 
 
 def watch(model: nn.Module, manager: ProcessGroupManager) -> None:
-    """Check optimizers of a model's parameters before their steps, where ranks have others.
+    """Check optimizers of a model's parameters at their steps, if there are several ranks.
 
-    Shards of tensor parallelism and of sharded optimizers are checked by these.
+    Tensor parallelism and sharded optimizers check their own shards.
 
     Args:
-        model: What `parallelize` returns.
+        model: The model that `parallelize` returns.
         manager: The grid.
     """
     if manager.world_size == 1:
@@ -47,7 +48,7 @@ def watch(model: nn.Module, manager: ProcessGroupManager) -> None:
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    """Check an optimizer that is new, or has got further parameters; look at its step."""
+    """Check an optimizer that is new or has more parameters; sample its gradients and rates."""
     taken = _taken(optimizer)
     for model, scaling in list(scalings.items()):
         if _checked.get(optimizer) != len(taken):
@@ -59,7 +60,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    """Note weights as an optimizer leaves them."""
+    """Sample the weights after an optimizer's step."""
     for scaling in list(scalings.values()):
         scaling.after_update(_taken(optimizer))
 
@@ -69,10 +70,10 @@ def _taken(optimizer: Optimizer) -> dict[int, Tensor]:
 
 
 def _require_own_parameters(optimizer: Optimizer, taken: Container[int], model: nn.Module) -> None:
-    """Refuse an optimizer of parameters that are no longer the model's.
+    """Refuse an optimizer whose parameters are no longer the model's.
 
     Raises:
-        InvalidArgumentError: It was made before the model was cut, and would not train the shards.
+        InvalidArgumentError: It was made before `parallelize`, and would not train the shards.
     """
     now = dict(model.named_parameters(remove_duplicate=False))
     before = {name: each() for name, each in terms_of(model).originals.items() if name in now}
@@ -90,10 +91,11 @@ def _require_own_parameters(optimizer: Optimizer, taken: Container[int], model: 
 def _check(
     optimizer: Optimizer, taken: Container[int], model: nn.Module, manager: ProcessGroupManager
 ) -> None:
-    """Refuse an optimizer of a model that would need more than it has on this rank.
+    """Refuse an optimizer that needs parameters or experts that this rank does not have.
 
     Raises:
-        InvalidArgumentError: It does.
+        InvalidArgumentError: It looks at several parameters in a pipeline, or at whole stacks of
+            experts with ep.
     """
     names = [shard.name for shard in parameter_shards(model) if id(shard.tensor) in taken]
     if not names:

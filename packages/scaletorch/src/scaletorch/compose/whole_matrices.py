@@ -1,4 +1,4 @@
-"""Optimizers that look at whole parameters, on a model whose parameters are cut over tp."""
+"""Let optimizers such as Muon update whole matrices of a model that is cut over tp."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ _exchanges: weakref.WeakKeyDictionary[Optimizer, list[Exchange]] = weakref.WeakK
 def whole_matrices(
     optimizer: Optimizer, model: nn.Module, manager: ProcessGroupManager | None = None
 ) -> Optimizer:
-    """Let an optimizer that looks at whole parameters update them whole, in place.
+    """Let an optimizer that needs whole parameters update them whole, in place; all ranks call it.
 
-    Of each parameter that is cut over tp one of the tp ranks is the owner, and its optimizer has
-    the whole in the shard's place, with all of its state; that of the others has nothing for it.
-    In `optimizer.step()` the shards of gradients go to the owners, all of a dtype in one
-    all-to-all, and the shards of the new weights come back in another. Owners are chosen so that
-    each has about as many elements. Schedulers and clipping work as ever, and
-    `scaletorch.checkpoint` saves and loads the state on any layout.
+    One tp rank owns each parameter that is cut over tp. The owner's optimizer has the whole
+    parameter in place of the shard, with all of its state; the other ranks' optimizers drop it. In
+    `optimizer.step()` gradient shards go to the owners in one all-to-all per dtype, and shards of
+    the new weights come back in another. Owners are chosen so that each has about the same number
+    of elements. Schedulers and clipping work as before, and `scaletorch.checkpoint` saves and loads
+    the state on any layout.
 
     With ZeRO call `shard_optimizer` first: then state and work are divided over dp and tp. An
-    optimizer that treats all elements the same way is left as it is, as where nothing is cut.
+    optimizer that treats all elements the same way stays as it is; so does any without tp.
 
     Args:
-        optimizer: Any that updates each parameter by itself, which is tried on small matrices; it
-            has made no step yet. Other parameters may have other optimizers.
-        model: What `parallelize` returned.
-        manager: The grid; by default the model's. All its ranks call.
+        optimizer: An optimizer that updates each parameter independently (tried on small matrices)
+            and has made no step. Other parameters may have other optimizers.
+        model: The model that `parallelize` returned.
+        manager: The grid; by default the model's.
 
     Returns:
         The optimizer.
 
     Raises:
-        InvalidArgumentError: It looks at several parameters at once, or has no parameter here.
-        StateError: It has made steps, or has `train` and `eval`.
+        InvalidArgumentError: The optimizer looks at several parameters at once.
+        StateError: The optimizer has made steps, has whole matrices already, or has an `eval`.
         MismatchError: The ranks' optimizers differ.
 
     Source: Muon, https://kellerjordan.github.io/posts/muon/; an owner for each matrix, as in
@@ -82,7 +82,7 @@ def whole_matrices(
 
 
 def whole_shards(optimizer: Optimizer | None) -> list[tuple[Shard, nn.Parameter]]:
-    """Return what this rank's optimizer has whole in the place of a parameter's shard."""
+    """Return the whole parameters in this rank's optimizer, each with the shard it replaces."""
     exchanges = [] if optimizer is None else _exchanges.get(optimizer, [])
     return [(m.shard, whole) for exchange in exchanges for m, whole in exchange.wholes]
 
@@ -111,10 +111,10 @@ def _check(optimizer: Optimizer, scope: Scope) -> None:
 def _of_each_dtype(
     optimizer: Optimizer, model: nn.Module, manager: ProcessGroupManager
 ) -> Iterator[tuple[Held, torch.dtype, ProcessGroup | None]]:
-    """Yield the cut parameters of a dtype that an optimizer has, and the ranks among which they go.
+    """Yield an optimizer's cut parameters by dtype, each time with the group that exchanges them.
 
-    Those that every dp rank updates go among tp ranks, and so do those of a sharded optimizer, if
-    these ranks have the same ones.
+    Parameters that every dp rank updates are exchanged in the tp group. So are those of a sharded
+    optimizer, if the tp ranks have the same ones; see `exchanging_group`.
     """
     taken = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
     cuts = find_cuts(model)
@@ -133,7 +133,7 @@ def _of_each_dtype(
 
 
 def _replace(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
-    """Put wholes in the place of shards on their owners, and nothing on the other ranks."""
+    """Replace shards by whole parameters on their owners; remove them on the other ranks."""
     instead: dict[int, list[Tensor]] = {}
     for exchange in exchanges:
         instead |= {id(matrix.shard.tensor): [] for matrix in exchange.matrices}
@@ -142,14 +142,14 @@ def _replace(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
     for group in optimizer.param_groups:
         for tensor in group["params"]:
             if id(tensor) not in instead and hasattr(tensor, "stands_for"):
-                del tensor.stands_for  # of a sharded optimizer: it is whole, and is taken as such
+                del tensor.stands_for  # a sharded optimizer's whole parameter counts as whole
         found = [instead.get(id(tensor), [tensor]) for tensor in group["params"]]
         group["params"] = [tensor for tensors in found for tensor in tensors]
         group.pop("param_names", None)
 
 
 def _follow(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
-    """Let the optimizer's steps, `zero_grad` and state go by its matrices."""
+    """Make the optimizer's `step`, `zero_grad` and state dict handle its whole matrices."""
 
     def before(this: Optimizer, args: Any, kwargs: Any) -> None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -172,11 +172,11 @@ def _follow(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
 
     optimizer.register_step_pre_hook(before)
     handle = optimizer.register_step_post_hook(after)
-    # Before a sharded optimizer fetches what shards have got.
+    # Run before a sharded optimizer sends the updated shards to other ranks.
     order: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
     order.move_to_end(handle.id, last=False)
     optimizer.register_step_post_hook(settled)
-    # So that torch's scaler leaves gradients, which are not where it looks, to a step that refuses.
+    # Torch's scaler would look for gradients on the shards: let it call step, which then raises.
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     optimizer.register_state_dict_post_hook(partial(_name, exchanges))
     optimizer.register_load_state_dict_pre_hook(partial(_refuse_others, exchanges))
@@ -193,7 +193,7 @@ def _own_zero_grad(optimizer: weakref.ref[Optimizer], set_to_none: bool = True) 
 def _zero_grad(
     inner: Callable[[bool], None], exchanges: list[Exchange], set_to_none: bool = True
 ) -> None:
-    """Forget the gradients of the model's shards as well."""
+    """Clear the gradients of the model's shards as well."""
     inner(set_to_none)
     for exchange in exchanges:
         for shard in (matrix.shard.tensor for matrix in exchange.matrices):

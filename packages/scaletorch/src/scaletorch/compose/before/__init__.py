@@ -1,1 +1,1 @@
-"""Refusals of what would train wrongly: in `parallelize`, before each step, in the first one."""
+"""Checks that refuse wrong training: in `parallelize`, before each step, and in the first step."""

@@ -1,4 +1,4 @@
-"""Batch normalisation: over the rows of all data-parallel ranks, as one process has them."""
+"""Batch normalisation over the rows of all data-parallel ranks, as in one process."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ...dist import functional
 from ...dist.errors import InvalidArgumentError
 from ...parallel.pg_manager import ProcessGroupManager
 
-_GROUP = "_scaletorch_rows"  # of a norm: the ranks whose rows it takes statistics of
+_GROUP = "_scaletorch_rows"  # attribute of a norm: the group whose rows its statistics cover
 _KNOWN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 def synchronise_batch_norms(model: nn.Module, manager: ProcessGroupManager) -> None:
-    """Let batch norms take their statistics of the rows of all dp ranks, in place.
+    """Make batch norms compute their statistics over the rows of all dp ranks, in place.
 
-    A norm with a forward of its own stays as it is.
+    A norm with a custom forward stays as it is.
 
     Args:
         model: The plain model.
@@ -42,13 +42,13 @@ def require_whole_batches(
     recompute: bool,
     shares: bool,
 ) -> None:
-    """Refuse batch norms whose statistics would not be of the whole batch.
+    """Refuse batch norms whose statistics would not cover the whole batch.
 
-    Those in eval mode, which have running statistics, change nothing and pass.
+    Norms in eval mode that have running statistics pass, since they use only these.
 
     Args:
         model: The model that trains.
-        num_micro_batches: Of one step.
+        num_micro_batches: The number of micro-batches in a step.
         manager: The grid.
         recompute: Layers run again in backward.
         shares: Each tp rank holds a shard of every sequence.
@@ -99,7 +99,7 @@ def _of_batch(norm: _BatchNorm) -> bool:
 
 
 def _forward(self: _BatchNorm, x: Tensor) -> Tensor:
-    """Normalise as `torch.nn.functional.batch_norm` would normalise all ranks' rows together."""
+    """Normalise as `torch.nn.functional.batch_norm` would on the rows of all ranks."""
     self._check_input_dim(x)
     if not _of_batch(self):
         own: Tensor = type(self).forward(self, x)
@@ -117,7 +117,7 @@ def _forward(self: _BatchNorm, x: Tensor) -> Tensor:
 
 
 def _statistics(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean and variance of each channel over all ranks' rows, and of how many elements."""
+    """Return the mean, variance and element count of each channel over all ranks' rows."""
     dims = [dim for dim in range(x.ndim) if dim != 1]
     count = x.new_tensor([x.numel() / x.shape[1]])
     sums = functional.all_reduce(torch.cat((x.sum(dims), count)), group)
@@ -129,7 +129,7 @@ def _statistics(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor, 
 
 
 def _follow(norm: _BatchNorm, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-    """Update running statistics as torch does: by the variance without bias."""
+    """Update running statistics as torch does, with the unbiased variance."""
     held: Any = norm.num_batches_tracked, norm.running_mean, norm.running_var
     batches, running_mean, running_var = held
     batches.add_(1)

@@ -1,7 +1,7 @@
-"""Refuse changes that a forward makes to parameters, or to buffers otherwise than one process.
+"""Refuse forwards that change parameters, or change buffers in a way that depends on the layout.
 
-Numbers and texts that a module keeps as plain attributes are left to the rehearsal, which shows
-whether forwards compute otherwise by them. What counts forwards may be asked later: it is told.
+Numbers and strings in plain attributes are not compared: the rehearsal shows if they change the
+results. Attributes that count forwards may matter only in later steps, so they cause a warning.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _PARAMETER = (
     "Change it after optimizer.step(), on all ranks alike, or let forward use what it makes of it "
     "(weight.clamp(...), torch.nn.utils.parametrize)"
 )
-# Axes whose ranks should hold the same values -> in what these ranks differ.
+# Axes whose ranks should hold the same values -> the difference between these ranks.
 _ALIKE = {
     ("dp", "cp"): "other rows or positions",
     ("tp",): "other shards of features or tokens",
     ("pp",): "other stages, which share it,",
 }
-Looks = dict[str, int]  # digests of values, by names
+Looks = dict[str, int]  # digests of values, by name
 
 
 class _Changes:
@@ -57,14 +57,14 @@ class _Changes:
         return _looks(self._model.named_buffers())
 
     def around(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a forward, and note how buffers look after it."""
+        """Run a forward, and record the digests of buffers and the integer attributes after it."""
         output = forward(*args, **kwargs)
         self._after_each.append(self._buffers())
         self._numbers.append(self._whole_numbers())
         return output
 
     def _whole_numbers(self) -> Looks:
-        """Return the attributes of modules that are whole numbers."""
+        """Return the integer attributes of modules, by full name."""
         return {
             f"{name}.{own}".lstrip("."): value
             for name, module in self._model.named_modules()
@@ -73,14 +73,14 @@ class _Changes:
         }
 
     def counters(self) -> list[str]:
-        """Return the attributes that each of several forwards has changed by the same number."""
+        """Return the attributes that every one of several forwards changed by the same number."""
         found, pairs = self._numbers[0], [*itertools.pairwise(self._numbers)]
         steps = [{n: b[n] - a[n] for n in found if n in a and n in b} for a, b in pairs]
         moves = [name for name in found if len(steps) > 1 and steps[0].get(name)]
         return [name for name in moves if {each.get(name) for each in steps} == {steps[0][name]}]
 
     def of_buffers(self) -> tuple[Looks, list[str]]:
-        """Return the digests of buffers that changed, and the names of those that changed again."""
+        """Return the digests of changed buffers, and the names of those that changed again."""
         last, first = self._buffers(), Looks()
         for looks in (*self._after_each, last):
             first = {name: x for name, x in looks.items() if self._before.get(name) != x} | first
@@ -88,13 +88,13 @@ class _Changes:
         return changed, [name for name, look in changed.items() if first[name] != look]
 
     def of_parameters(self) -> list[str]:
-        """Return the parameters that have other values now."""
+        """Return the names of parameters whose values have changed."""
         now = _looks(self._model.named_parameters())
         return [name for name, look in now.items() if self._parameters.get(name) != look]
 
 
 def _looks(named: Iterable[tuple[str, Tensor]]) -> Looks:
-    """Return the digest of every plain tensor that has values."""
+    """Return the digests of tensors, except meta tensors, tensor subclasses and sparse ones."""
     plain = {
         name: x.detach()
         for name, x in named
@@ -107,19 +107,19 @@ def _looks(named: Iterable[tuple[str, Tensor]]) -> Looks:
 def changes_followed(
     model: nn.Module, num_micro_batches: int, manager: ProcessGroupManager
 ) -> Iterator[None]:
-    """Find out in a step whether forwards change parameters, or buffers otherwise than one process.
+    """Check, around a step, that forwards change no parameter, and buffers as in one process.
 
-    Reads the model before and after the step, its buffers after each forward too, and exchanges the
-    digests of buffers that have changed.
+    It reads the model before and after the step and the buffers after each forward, and exchanges
+    the digests of changed buffers.
 
     Raises:
-        InvalidArgumentError: A parameter has changed; or ranks that should hold the same buffer
-            hold others, or it depends on the number of micro-batches; on every rank, at the end of
-            the step.
+        InvalidArgumentError: A parameter has changed, or a changed buffer differs between ranks
+            that should hold the same, or depends on the number of micro-batches; on every rank, at
+            the end of the step.
     """
-    wait_for_parameters(model)  # which are read as they come
+    wait_for_parameters(model)  # a sharded optimizer may still be fetching them
     changes = _Changes(model)
-    # Not a hook, which would be the plain model's own.
+    # Not a hook: the wrapper would register it on the wrapped module.
     model.forward = partial(changes.around, model.forward)
     try:
         with eagerly():
@@ -158,7 +158,7 @@ def changes_followed(
 def _unlike(
     looks: Looks, shards: Set[str], experts: Set[str], manager: ProcessGroupManager
 ) -> dict[str, str]:
-    """Return buffers that differ between ranks that should have the same, and which ranks."""
+    """Return the buffers that differ between ranks that should agree, and those ranks in words."""
     everyone = all_gather_object((looks, {*shards}, {*experts}), manager.world_group)
     names = dict.fromkeys(name for theirs, *_ in everyone for name in theirs)
     found: dict[str, str] = {}
@@ -177,7 +177,7 @@ def _unlike(
 
 
 def _buffers_of_shards(model: nn.Module) -> Iterator[str]:
-    """Yield the buffers of modules that each tp rank has a shard of."""
+    """Yield the names of buffers in modules that tp shards."""
     divided = {*divided_modules(model)}
     for name, module in model.named_modules():
         if isinstance(module, TensorParallelLayer) or module in divided:
@@ -185,7 +185,7 @@ def _buffers_of_shards(model: nn.Module) -> Iterator[str]:
 
 
 def _runs(model: nn.Module, num_micro_batches: int) -> str:
-    """Return what runs a forward several times."""
+    """Return the reason why a forward runs several times, for a message."""
     if num_micro_batches > 1:
         return f"{num_micro_batches} micro-batches run"
     if len(pipeline_of(model).stages) > 1:

@@ -1,4 +1,4 @@
-"""Errors of a model's own code in its first step on a layout, with the module and the reason."""
+"""Explain errors of a model's own code in its first step: the module and the likely reason."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ...parallel.pg_manager import ProcessGroupManager, describe_rank
 from ...parallel.pipeline_parallel import StageError
 from ..forward import pipeline_of
 
-# What code raises that meets a shape, a type or an attribute that it does not expect.
+# Errors that code raises for an unexpected shape, type or attribute.
 _OF_CODE = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
 _NOT_OF_CODE = (ScaletorchError, torch.OutOfMemoryError, NotImplementedError, RecursionError)
-_COMMUNICATION = ("torch.distributed", ".dist.")  # in names of modules of Python
+_COMMUNICATION = ("torch.distributed", ".dist.")  # substrings of Python module names
 _WAYS_OUT = {
     "dp": (
         "dp and micro-batches leave each forward some of the batch's rows, and a number of rows "
@@ -49,16 +49,16 @@ _WAYS_OUT = {
 def failures_named(
     model: nn.Module, manager: ProcessGroupManager, num_micro_batches: int
 ) -> Iterator[None]:
-    """Say of an error of the model's own code in which module it is, and what the layout did.
+    """Replace an error of the model's own code by one that names the module and the likely reason.
 
     Args:
-        model: What `parallelize` returned.
-        manager: The grid. Pipelines alone change nothing within a layer.
-        num_micro_batches: How many this rank has.
+        model: The model that `parallelize` returned.
+        manager: The grid. pp gives no reason: it changes nothing within a layer.
+        num_micro_batches: The number of this rank's micro-batches.
 
     Raises:
-        InvalidArgumentError: In the place of that error, which is its cause.
-        StageError: Another stage has failed; the message says the same of it.
+        InvalidArgumentError: In place of the error, which is its cause.
+        StageError: Another stage has failed; the message gives the reasons too.
     """
     sizes = {axis: getattr(manager, f"{axis}_size") for axis in _WAYS_OUT}
     sizes["dp"] *= num_micro_batches
@@ -92,9 +92,10 @@ def failures_named(
 
 
 def _innermost(model: nn.Module, trace: TracebackType | None) -> str | None:
-    """Return what to call the last of a model's modules that a traceback enters.
+    """Return a name for the innermost module of a model that a traceback enters.
 
-    None if it ends in communication: then not the module has failed, but perhaps another rank.
+    None if there is none, or if the traceback ends in communication: then another rank may have
+    failed, not the module.
     """
     names = {module: name for name, module in model.named_modules()}
     found: str | None = None

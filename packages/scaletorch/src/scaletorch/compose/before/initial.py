@@ -1,4 +1,4 @@
-"""Refusing ranks that begin differently: by the call, the whole model, or the first batch."""
+"""Check that ranks begin with the same arguments, the same plain model and the same batch."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ def require_one_model(
     init_sync: str,
     error: Exception | None,
 ) -> None:
-    """Compare the arguments of `parallelize`, before anything is sharded.
+    """Compare the arguments of `parallelize`, and the plain model, before sharding.
 
-    Arguments are compared over all ranks, parameters and buffers over tp and pp; over cp and dp
-    `DataParallelBucket` compares them, once each rank has but its shards. It reads the whole model
-    once, as fast as memory gives it, and sends 24 bytes a rank and axis.
+    Arguments are compared over all ranks, parameters and buffers over tp and pp. Over cp and dp
+    `DataParallelBucket` compares them later, when each rank has only its shards. This reads the
+    whole model once, at memory speed, and sends 24 bytes per rank and axis.
 
     Args:
         model: The plain model.
-        arguments: How it is to be put on the grid.
+        arguments: Arguments of `parallelize`.
         manager: The grid.
         init_sync: "none" compares no values.
-        error: A mistake that this rank has found.
+        error: An error that this rank has found; it is raised here.
 
     Raises:
-        MismatchError: Ranks differ, or another one has found a mistake; on every rank.
+        MismatchError: Ranks differ, or another rank has found an error; on every rank.
     """
     lines = [f"{name}={value}" for name, value in arguments.items()]
     agree("the arguments given to parallelize", lines, manager.world_group, error=error)
     if manager.tp_size * manager.pp_size == 1 or init_sync == "none":
         return
-    # A model that is built of sharded layers has one shard of each of their weights on each rank.
+    # A model may be built from sharded layers, whose weights already differ between tp ranks.
     sharded = divided_modules(model)
     sharded |= {m for m in model.modules() if isinstance(m, TensorParallelLayer)}
     tp = caught(agree, _SUBJECT, _values(model, sharded), manager.tp_group)
@@ -59,7 +59,7 @@ def require_one_model(
 
 
 def _values(model: nn.Module, without: Container[nn.Module]) -> list[str]:
-    """Return a line for each parameter and buffer that is not of the modules left out."""
+    """Return a line for each parameter and buffer, except those of the modules in `without`."""
     sharded = {
         id(x)
         for module in model.modules()
@@ -77,12 +77,12 @@ def _values(model: nn.Module, without: Container[nn.Module]) -> list[str]:
 
 
 def require_one_batch(micro_batches: Sequence[Batch], manager: ProcessGroupManager) -> None:
-    """Compare the first batch over the ranks that have to hold the same one.
+    """Compare the first batch over the ranks that must hold the same one.
 
-    The batch that `shard_global_batch` was given is the same on all ranks, or on those of a place
-    on dp, if these have read its rows; the micro-batches, which may have been changed since, on
-    ranks that differ in tp and pp alone. Entries for a loss that were put into them, and what one
-    stage alone has left out, are the caller's.
+    The batch passed to `shard_global_batch` must be the same on all ranks, or, if each dp rank has
+    read its own rows, on the ranks of one dp coordinate. The micro-batches, which may have been
+    changed since, must be the same on ranks that differ in tp and pp alone; but their `loss_...`
+    entries are not compared, and a rank may have removed entries from them.
 
     Raises:
         MismatchError: Ranks differ; on every rank, with the entry and the ranks.
@@ -95,7 +95,7 @@ def require_one_batch(micro_batches: Sequence[Batch], manager: ProcessGroupManag
     if cuts:
         called = [{n: x for n, x in b.items() if not n.startswith(OF_LOSS)} for b in micro_batches]
     looks = [*_looks(read, [cut.whole for cut in cuts.values()]), *_looks(place, called)]
-    whole = read if cuts else place  # of which no rank may leave out an entry
+    whole = read if cuts else place  # all ranks must have the same entries of this one
     names = [key.name for key, _ in looks if key.kind == whole]
     looks.append((Key(whole, "the list of entries"), text_hash(str(names))))
     parted = parted_sides(looks, manager)
@@ -110,7 +110,7 @@ def require_one_batch(micro_batches: Sequence[Batch], manager: ProcessGroupManag
 
 
 def _looks(where: str, batches: Sequence[Batch]) -> list[tuple[Key, int]]:
-    """Return the digest of each entry of some batches."""
+    """Return a digest of each entry over all batches."""
     names = sorted({name for batch in batches for name in batch})
     return [
         (Key(where, name), text_hash(str([_text(b[name]) for b in batches if name in b])))
@@ -119,7 +119,10 @@ def _looks(where: str, batches: Sequence[Batch]) -> list[tuple[Key, int]]:
 
 
 def _text(entry: Any) -> str:
-    """Return the digests of an entry's tensors, and all else that has the same text everywhere."""
+    """Return an entry as text that is equal on ranks with equal entries; tensors as digests.
+
+    Objects whose text may differ between ranks are shown by their type.
+    """
     found = map_tensors(digest_text, entry)
     plain = isinstance(found, str | int | float | complex | Mapping | list | tuple | None)
     return repr(found) if plain else type(found).__name__

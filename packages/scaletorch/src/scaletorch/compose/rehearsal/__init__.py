@@ -1,1 +1,1 @@
-"""A run proves itself: its first step, small, beside the plain module, one unit at a time."""
+"""The rehearsal: compare a small first step with the plain module, one unit at a time."""

@@ -1,4 +1,4 @@
-"""A small batch of a step's own rows: the ranks' micro-batches of it, and one process's."""
+"""Make a small batch from a step's own rows, as micro-batches and as a batch of one process."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from ..one_process import OneProcess
 from ..ready import as_called
 from .quiet import is_narrow
 
-ROWS, LENGTH, TOKENS = 2, 512, 8192  # of a micro-batch, of a row, and at most of all rows
-_SHARE, _FEW = 2, 64  # of a rank's tokens of the step, one in two; but rows are not cut further
+ROWS, LENGTH, TOKENS = 2, 512, 8192  # at most: rows per micro-batch, positions per row, tokens
+_SHARE, _FEW = 2, 64  # take 1 in 2 of a rank's tokens in the step, but at least 64 per row
 
 
 @dataclass(frozen=True, slots=True)
 class SmallBatch:
-    """Rows of a step, cut short.
+    """Some rows of a step, with fewer positions.
 
     Attributes:
-        whole: All rows that ranks have of it, in the order of one process.
-        micro_batches: This rank's.
-        called: The whole as one process's model is called with it.
-        alone: What stands for the grid of one process.
+        whole: The rows of all ranks, in the order of one process.
+        micro_batches: This rank's micro-batches.
+        called: The whole batch, as the model of one process is called with it.
+        alone: A stand-in for the grid, with one process.
         is_short: Whether the step has more positions.
-        rows: The number of rows, over all ranks.
+        rows: The number of rows over all ranks.
         sequences: The positions that this rank holds; None if they are not known.
     """
 
@@ -50,9 +50,9 @@ class SmallBatch:
 
 
 def entries_added(micro_batches: Sequence[Batch]) -> set[str] | None:
-    """Return which entries were put into micro-batches that `shard_global_batch` made.
+    """Return the names of entries that were added to micro-batches after `shard_global_batch`.
 
-    None if it did not make them, or if the model itself is called with such an entry.
+    None if it did not make the micro-batches, or if the model is called with an added entry.
     """
     cuts = [batch.cut for batch in micro_batches if isinstance(batch, MicroBatch)]
     if len(cuts) < len(micro_batches) or not cuts:
@@ -75,12 +75,12 @@ def small_batch(
     """Return a small batch of a step's rows.
 
     Args:
-        micro_batches: This rank's, of the step, which are all `of_whole`.
-        model: What `parallelize` returned.
-        terms: Its terms.
+        micro_batches: This rank's micro-batches of the step, all made by `shard_global_batch`.
+        model: The model that `parallelize` returned.
+        terms: The model's terms.
         manager: The grid.
-        shortens: Whether its rows have few positions, if it is known what has positions.
-        wide: Whether entries of 16 bits become float32.
+        shortens: Whether to cut rows to few positions, if it is known which entries have positions.
+        wide: Whether 16-bit entries become float32.
     """
     cut, count = cast(MicroBatch, micro_batches[0]).cut, len(micro_batches)
     kept = count if manager.pp_size > 1 else min(count, 2)
@@ -112,9 +112,9 @@ def small_batch(
 
 
 def _unequal(few: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rows of which the first has fewer labels, if there are such rows in the step.
+    """Return the rows with fewer labels in the first one, if labels are missing anywhere in a step.
 
-    A loss that counts rows in place of labels is right where all have as many.
+    If all rows had as many labels, a loss that counts rows instead of labels would look right.
     """
     labels, every = few.get("labels"), whole.get("labels")
     if not isinstance(labels, Tensor) or not isinstance(every, Tensor) or labels.ndim != 2:
@@ -147,7 +147,7 @@ def _rows_of(cut: Cut, count: int, kept: int, manager: ProcessGroupManager) -> d
         for name, dim in dims.items():
             own = cut.whole[name]
             picked[name] = torch.cat([each[name] for each in everyone], dim).to(own.device)
-    # Rows come again until every micro-batch has as many.
+    # Repeat rows until every micro-batch has the same number.
     have, shares = row_count(picked, cut.row_dims), manager.dp_size * kept
     filled = [index % have for index in range(-(-have // shares) * shares)]
     return picked | {name: _pick(picked[name], dim, filled) for name, dim in dims.items()}
@@ -169,7 +169,7 @@ def _short(
     row_dims: Mapping[str, int | None],
     manager: ProcessGroupManager,
 ) -> dict[str, Any]:
-    """Return a batch with the first positions alone, if it is known what has positions."""
+    """Return a batch cut to its first positions; the whole batch if an entry is unclear."""
     unit = 2 * manager.cp_size * manager.tp_size
     wanted = max(min(LENGTH, tokens // len(whole["input_ids"])), _FEW)
     most = _most(length, max(wanted // unit, 2), unit)
@@ -184,17 +184,17 @@ def _short(
         elif sequences and (x.shape == shape or name == POSITIONS):
             short[name] = x[..., :most]
         elif isinstance(x, Tensor) and length in x.shape:
-            return dict(whole)  # a mask, perhaps
+            return dict(whole)  # this entry, perhaps a mask, may have positions in any dim
         else:
             short[name] = x
     return short
 
 
 def _most(length: int, units: int, unit: int) -> int:
-    """Return how many positions to take: many units, of which the length has whole numbers.
+    """Return the number of positions to take: up to `units` units, if possible dividing the length.
 
-    What a model divides into blocks then has its borders where the ranks' shares have theirs only
-    if that is so in the step; if the length has no such divisor, the numbers of positions differ.
+    If it divides the length, blocks that a model makes of positions end at the borders of ranks'
+    shards only if they do so in the step.
     """
     whole = (n for n in range(units, max(units // 2, 2) - 1, -1) if length % (n * unit) == 0)
     return next(whole, units) * unit

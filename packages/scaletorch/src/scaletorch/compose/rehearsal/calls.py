@@ -1,4 +1,4 @@
-"""One call of a unit by the plain root, on what the ranks had of it."""
+"""One call of a unit in the plain model, run on the ranks' hidden states."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .recording import hidden_of
 
 
 class Handover(torch.autograd.Function):
-    """Connects the output of a replayed unit to the autograd graph of the root."""
+    """The link from the output of a replayed unit to the autograd graph of the root."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, _anchor: Tensor, *_inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return what the call hands on."""
+        """Return the tensors that the call passes on to the root."""
         ctx.call = call
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach().clone() for tensor in call.handed)
@@ -36,8 +36,8 @@ class Handover(torch.autograd.Function):
         """Return the gradients of the call's inputs.
 
         Raises:
-            RuntimeError: They are to have gradients of their own, as where a model returns forces,
-                the gradient of an energy. Then the whole model has to run as one unit.
+            RuntimeError: A second derivative is wanted, as in a model that returns forces, the
+                gradient of an energy. Then the whole model has to run as one unit.
         """
         if torch.is_grad_enabled():
             raise RuntimeError(f"the model takes gradients through {ctx.call.name} in its forward")
@@ -46,13 +46,13 @@ class Handover(torch.autograd.Function):
 
 @dataclass(slots=True)
 class Both:
-    """The plain model, and what the layout's ranks had.
+    """The plain model, with the tensors of the layout's ranks.
 
     Attributes:
-        plain: The model.
-        ranks: What the ranks had.
-        judge: Compares.
-        random: Units that give another answer each time.
+        plain: The plain model.
+        ranks: Access to the ranks' tensors.
+        judge: Compares tensors.
+        random: Units that return another result in each run.
     """
 
     plain: Plain
@@ -62,13 +62,12 @@ class Both:
     _held: tuple[str, dict[str, Tensor]] | None = None
 
     def weights(self, owner: str, wide: torch.dtype | None = None) -> dict[str, nn.Parameter]:
-        """Return the whole weights of a unit or of the root, from all ranks.
+        """Return the whole weights of a unit or of the root, gathered from all ranks.
 
-        Those of the owner that was asked for last are kept, so that a rank can ask for them again
-        without the others.
+        The weights of the last owner are kept, so a rank can get them again without communication.
         """
         if self._held is None or self._held[0] != owner:
-            self._held = None  # before there are others
+            self._held = None  # free these before others are gathered
             self._held = owner, self.ranks.weights(self.plain.owners[owner])
         found = self._held[1]
         made = {
@@ -85,7 +84,7 @@ class Both:
         return made
 
     def keep(self, owner: str, weights: dict[str, Tensor]) -> None:
-        """Keep a unit's whole weights, which `weights` then returns without the other ranks."""
+        """Keep a unit's whole weights, so that `weights` returns them without communication."""
         self._held = owner, weights
 
 
@@ -95,9 +94,9 @@ class Made:
 
     Attributes:
         inputs: Leaves: the hidden states first, then other tensors that require a gradient.
-        weights: By first name.
+        weights: Weights by first name.
         outputs: The hidden states first, then other tensors that require a gradient.
-        result: All that the unit returned.
+        result: Everything that the unit returned.
     """
 
     inputs: list[Tensor]
@@ -106,7 +105,7 @@ class Made:
     result: Any
 
 
-# Of inputs, and of weights by name.
+# Gradients of inputs, and gradients of weights by name.
 Gradients = tuple[list[Tensor | None], dict[str, Tensor | None]]
 
 
@@ -115,20 +114,20 @@ class Call:
     """One call of a unit by the plain root.
 
     Attributes:
-        both: The plain model, and what the ranks had.
+        both: The plain model, with the ranks' tensors.
         done: Takes the call and its gradients of weights.
-        name: The unit.
+        name: The unit's name.
         run: The unit's own call.
-        args: Its arguments; the hidden states in them are the ranks'.
-        kwargs: Those by name.
-        hidden: The hidden states among them, None if there are none.
-        turn: Which call of the unit it is, from 0 on.
-        before: The unit's buffers and attributes before it.
-        handed: What is handed on to the root and requires a gradient, the hidden states first.
-        came: Gradients that were given for `handed`.
-        given_out: Whether one rank compares all that the unit makes of it.
-        beside: Gradients of `trained_inputs` from what the root took of the unit otherwise than
-            from its result, such as an attribute or what a hook has kept.
+        args: Its arguments; the hidden states among them are the ranks'.
+        kwargs: Its keyword arguments.
+        hidden: The hidden states among the arguments; None if there are none.
+        turn: The index of this call of the unit, from 0.
+        before: The unit's buffers and attributes before the call.
+        handed: The hidden states passed on to the root, then other tensors that require a gradient.
+        came: The gradients that arrived for `handed`.
+        given_out: Whether a single rank runs this call and compares its output and gradients.
+        beside: Gradients of `trained_inputs` that do not come through the unit's result, but
+            through an attribute or a tensor that a hook kept.
     """
 
     both: Both
@@ -147,7 +146,7 @@ class Call:
     _others: dict[int, Gradients] = field(default_factory=dict)
 
     def again(self, way: int | None = None) -> Made:
-        """Run the unit once more, from what it was before the call; for `way` see `make`."""
+        """Run the unit once more, from its state before the call; for `way` see `make`."""
         now = ModuleState(self.both.plain.units[self.name].modules())
         self.before.put_back()
         try:
@@ -159,8 +158,8 @@ class Call:
         """Run the unit with a graph of its own.
 
         Args:
-            way: 0 is in a wider dtype; another number shakes the hidden states by their rounding,
-                each otherwise; None is as the ranks had them.
+            way: 0 uses a wider dtype; another number is a seed that changes the hidden states by
+                their rounding; None uses the ranks' hidden states unchanged.
         """
         leaves: dict[int, Tensor] = {}
         wide = self._wider() if way == 0 else None
@@ -182,7 +181,7 @@ class Call:
         with (
             self.both.plain.lent(self.name, weights),
             buffers_in(unit, wide),
-            saved_tensors_hooks(_itself, _itself),  # not those of a checkpoint around the call
+            saved_tensors_hooks(_itself, _itself),  # override hooks of a checkpoint around the call
             self.both.judge.casts(),
         ):
             result = self.run(*args, **kwargs)
@@ -213,7 +212,7 @@ class Call:
             "made_gradient", f"gradient that comes back to {self.name}", theirs
         )
         if self.given_out:
-            hidden = self.handed[0]  # the shape of what was given is the same
+            hidden = self.handed[0]  # the unit's input has the same shape
             return [
                 self.both.ranks.join(self.name, self.turn, "given_gradient", hidden.shape).tensor
             ]
@@ -236,7 +235,7 @@ class Call:
         *,
         other: Callable[[int], Tensor] | None = None,
     ) -> Tensor | None:
-        """Compare what ranks had of this call with one process's; return theirs if it is known."""
+        """Compare the ranks' tensor with `theirs`; return the ranks', or `theirs` if not known."""
         of = self.handed[0] if kind.startswith("made") or self.hidden is None else self.hidden
         ours, known = self.both.ranks.join(self.name, self.turn, kind, of.shape)
         if not known:
@@ -261,26 +260,26 @@ class Call:
         return [x.grad for x in made.inputs], {name: w.grad for name, w in trained.items()}
 
     def other_input(self, way: int) -> Tensor:
-        """Return the gradient of the hidden states made in another way."""
+        """Return the gradient of the hidden states, computed in another way; see `make`."""
         found = self._otherwise(way)[0][0]
         return torch.zeros(()) if found is None else found
 
     def other_output(self, way: int) -> Tensor:
-        """Return the output made in another way."""
+        """Return the output, computed in another way; see `make`."""
         with torch.no_grad(), self._precision(way):
             return self.again(way).outputs[0]
 
     def output_again(self) -> Tensor:
-        """Return the output of the same call, made again."""
+        """Return the output of a second run of the same call."""
         with torch.no_grad():
             return self.again().outputs[0]
 
     def other_weight(self, name: str, way: int) -> Tensor | None:
-        """Return the gradient of a weight made in another way."""
+        """Return the gradient of a weight, computed in another way; see `make`."""
         return self._otherwise(way)[1][name]
 
     def _otherwise(self, way: int) -> Gradients:
-        """Return the gradients of a run made in another way, kept."""
+        """Return the gradients of a run in another way, cached."""
         if way not in self._others:
             with torch.enable_grad(), self._precision(way):
                 self._others[way] = self.gradients(self.again(way))
@@ -290,7 +289,7 @@ class Call:
         return nullcontext() if way else without_autocast(self.args)
 
     def forget(self) -> None:
-        """Drop what was made in other ways."""
+        """Drop the cached gradients of runs in other ways."""
         self._others.clear()
 
     def _wider(self) -> torch.dtype:
@@ -308,13 +307,13 @@ def _sum_of_both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def sum_of(name: str, calls: Sequence[Call], way: int) -> Tensor:
-    """Return the gradient of a weight over all calls of a unit, made in another way."""
+    """Return the gradient of a weight, summed over all calls of a unit, in another way."""
     found = [g for call in calls if (g := call.other_weight(name, way)) is not None]
     return torch.stack(found).sum(0)
 
 
 def _shaken(x: Tensor, way: int) -> Tensor:
-    """Return a tensor whose elements are larger or smaller by about their rounding, at random."""
+    """Return a tensor with each element changed by one epsilon, up or down at random."""
     generator = torch.Generator().manual_seed(way)
     signs = torch.randint(2, x.shape, generator=generator).mul_(2).sub_(1).to(x.device, x.dtype)
     return x * signs.mul_(torch.finfo(x.dtype).eps).add_(1)

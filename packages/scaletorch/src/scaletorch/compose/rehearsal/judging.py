@@ -16,22 +16,22 @@ from ..naming import listed, ranges
 from ..summation import ROOM, scale_of, widest
 
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
-_DOUBTFUL = 30.0  # limits by which a dtype may be off from a wider one before it is looked into
-_SHAKEN = 4  # times that hidden states are rounded otherwise
-_SMALL_SHARE = 1e-3  # of the largest difference; what differs by less may be rounding
-_FINEST = 1e-10  # float64 has no wider dtype to ask; faults are far larger
-_COARSE = 8.0  # epsilons of 16 bits that code around the units may be off by, each tensor
+_DOUBTFUL = 30.0  # a result this many limits off a wider dtype's is computed again: is it random?
+_SHAKEN = 4  # number of runs with differently rounded hidden states
+_SMALL_SHARE = 1e-3  # of the largest difference; smaller differences may be rounding
+_FINEST = 1e-10  # least limit: float64 has no wider dtype to compare with; faults are far larger
+_COARSE = 8.0  # limit in 16-bit epsilons for any tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One tensor of the layout that is not what one process has.
+    """One tensor that differs between the layout and one process.
 
     Attributes:
-        order: Its place in the run; what comes first is the cause of what follows.
-        what: The tensor, and of which unit.
+        order: Its place in the run; the first difference causes the later ones.
+        what: The tensor and its unit, in words.
         error: 2-norm of the difference over the tensor's scale; infinite if one is missing.
-        note: What is known of the difference.
+        note: The form of the difference, such as a factor or its rows.
     """
 
     order: int
@@ -42,14 +42,14 @@ class Finding:
 
 @dataclass(slots=True)
 class Judge:
-    """Compares tensors, and keeps what differs.
+    """A comparison of tensors that records the differences.
 
     Attributes:
-        chain: Additions between the inputs and any tensor, at most.
-        findings: What differs.
-        compared: How many tensors were compared.
-        worst: The largest error that is within its bound.
-        coarsest: The narrowest dtype that one process's code has cast to.
+        chain: Upper bound of the number of additions between the inputs and any tensor.
+        findings: The differences.
+        compared: The number of tensors compared.
+        worst: The largest error within its bound.
+        coarsest: The narrowest dtype that the plain model's code has cast to.
     """
 
     chain: int
@@ -60,7 +60,7 @@ class Judge:
 
     @contextmanager
     def casts(self) -> Iterator[None]:
-        """Note to which dtypes code casts here, as norms do that compute in float32."""
+        """Record the dtypes that code in this context casts to, as norms in float32 do."""
         with _Casts(self):
             yield
 
@@ -78,18 +78,18 @@ class Judge:
         """Compare a layout's tensor with one process's; a missing one is zero.
 
         Args:
-            what: Its kind, and of which unit.
-            ours: The layout's, whole.
-            theirs: One process's, in the model's dtype.
+            what: The tensor's kind and unit, in words.
+            ours: The layout's whole tensor.
+            theirs: The tensor of one process, in the model's dtype.
             typical: Size of a typical element of its kind.
-            is_hidden: Whether it is of rows, positions and features.
-            other: Returns one process's made in another way: by 0 in a wider dtype, by other
-                numbers from hidden states that are rounded otherwise. Asked where rounding, or too
-                simple a bound, may explain the difference, as of routers that choose by little.
-            again: Returns one process's once more; asked if the two differ.
+            is_hidden: Whether it has rows, positions and features, as hidden states do.
+            other: Returns the tensor of one process, computed again: for 0 in a wider dtype, for
+                other numbers from differently rounded hidden states. Called if the difference
+                exceeds the limit, since rounding may explain it (a router with close scores).
+            again: Computes the tensor of one process once more; called if the two differ.
 
         Returns:
-            Whether it could be compared: not if one process gives another answer each time.
+            False if it cannot be compared, since each run of one process gives another result.
         """
         self.compared += 1
         if ours is None or theirs is None:
@@ -124,11 +124,11 @@ class Judge:
         return True
 
     def missing(self, why: str) -> None:
-        """Note that something could not be compared, which is no difference yet."""
+        """Record that something could not be compared on this rank, so that all units run again."""
         self._find(why, math.inf, "")
 
     def limit(self, dtype: torch.dtype) -> float:
-        """Return the largest error that rounding explains, without a wider dtype's answer."""
+        """Return the largest error that rounding explains, from the dtype and `chain` alone."""
         dtype = max(dtype, self.coarsest, key=lambda each: torch.finfo(each).eps)
         eps = torch.finfo(dtype).eps
         if dtype in (torch.float16, torch.bfloat16):
@@ -140,7 +140,7 @@ class Judge:
 
 
 class _Casts(TorchDispatchMode):
-    """Tells a judge of casts to a narrower dtype."""
+    """A dispatch mode that records casts to a narrower dtype in a judge."""
 
     def __init__(self, judge: Judge) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -159,7 +159,7 @@ class _Casts(TorchDispatchMode):
 def relative(ours: Tensor, theirs: Tensor, typical: float = 0.0) -> float:
     """Return the 2-norm of a difference divided by the tensor's scale; see `scale_of`.
 
-    What is infinite, or no number, in both is no difference.
+    Elements that are the same infinity, or NaN, in both do not differ.
     """
     a, b = widest(ours), widest(theirs)
     same = (a == b) | (a.isnan() & b.isnan())
@@ -169,7 +169,7 @@ def relative(ours: Tensor, theirs: Tensor, typical: float = 0.0) -> float:
 
 
 def _where(ours: Tensor, theirs: Tensor) -> str:
-    """Say in which rows, at which positions and in which features tensors differ, if not in all."""
+    """Describe the rows, positions and features in which tensors differ, if not in all."""
     gap = (widest(ours) - widest(theirs)).abs()
     off, found = gap > _SMALL_SHARE * gap.max(), []
     for dim, name in zip((0, 1, -1), ("rows", "positions", "features"), strict=True):
@@ -180,7 +180,7 @@ def _where(ours: Tensor, theirs: Tensor) -> str:
 
 
 def _ratio(ours: Tensor, theirs: Tensor) -> str:
-    """Say by which whole number a tensor is too large or too small, if by one."""
+    """Describe the integer by which a tensor is too large or too small; "" if there is none."""
     a, b = widest(ours).flatten(), widest(theirs).flatten()
     size = float(torch.vdot(b, b).real)
     if not size:

@@ -19,7 +19,7 @@ _OWNERS: tuple[Any, ...] = (torch._VF, torch)
 
 
 class _AttendWithoutDropout(TorchFunctionMode):
-    """Lets attention drop nothing; a backward that recomputes is beyond its reach."""
+    """A mode that turns dropout of attention off, except in a backward that recomputes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -31,10 +31,10 @@ class _AttendWithoutDropout(TorchFunctionMode):
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
-    """Let dropout keep everything, whatever calls it: modules, functions, or attention.
+    """Turn dropout off for a while, in modules, functions and attention.
 
-    What the functions of `torch.nn.functional` call is replaced, since code may have imported them
-    by name, and a mode of torch's is off while a backward recomputes.
+    This replaces the kernels that `torch.nn.functional` calls: code may have imported its functions
+    by name, and torch's function modes are off while a backward recomputes.
     """
     places = [
         (place, each) for name in _DROPPING for each in (name, f"{name}_") for place in _OWNERS
@@ -54,7 +54,7 @@ def without_dropout() -> Iterator[None]:
 def buffers_in(
     unit: nn.Module, dtype: torch.dtype | None, of: Collection[torch.dtype] = ()
 ) -> Iterator[None]:
-    """Give a unit's floating buffers, or those of some dtypes, another dtype for a while."""
+    """Convert a unit's floating buffers, or those of the dtypes in `of`, to `dtype` for a while."""
     before = [
         (module, name, buffer)
         for module in unit.modules()
@@ -72,12 +72,12 @@ def buffers_in(
 
 
 def is_narrow(x: Any) -> bool:
-    """Return whether this is a tensor of 16 bits."""
+    """Return whether this is a 16-bit tensor."""
     return isinstance(x, Tensor) and x.dtype in NARROW
 
 
 def without_autocast(args: Any) -> Any:
-    """Return a context in which nothing is cast, on the device of a call's arguments."""
+    """Return a context without autocast, on the device of a call's arguments."""
     device = next((x.device.type for x in tensors_in(args)), "cpu")
     on = torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if on else nullcontext()

@@ -1,4 +1,4 @@
-"""Join whole hidden states, weights and gradients of the small step from what ranks hold."""
+"""Gather whole hidden states, weights and gradients of the small step from all ranks."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _KINDS = ("given", "made", "given_gradient", "made_gradient")
 
 
 class PartedError(Exception):
-    """Ranks cannot go on with a rehearsal together."""
+    """An error of ranks that cannot go on with a rehearsal together."""
 
 
 class Joined(NamedTuple):
-    """A whole tensor that ranks had.
+    """A whole tensor, joined from the ranks' shards.
 
     Attributes:
-        tensor: None if they had none, or it is not known.
-        known: Whether it could be joined, or is missing on all ranks.
+        tensor: None if ranks have none, or if it could not be joined.
+        known: True if it could be joined, or if it is missing on the ranks.
     """
 
     tensor: Tensor | None
@@ -43,9 +43,9 @@ class _Form(NamedTuple):
 
     Attributes:
         rows: The dim of rows.
-        positions: That of positions; None if it has none, or if they are in the dim of rows.
-        flat: Tokens of all rows in one dim, the positions of each row together.
-        shared: Each tp rank has a share of the positions.
+        positions: The dim of positions; None if there is none, or if `flat`.
+        flat: Rows and positions are one dim of tokens, the positions of each row together.
+        shared: Each tp rank has a shard of the positions.
     """
 
     rows: int
@@ -56,18 +56,18 @@ class _Form(NamedTuple):
 
 @dataclass(slots=True)
 class Ranks:
-    """Gathers tensors from the ranks; every rank calls its methods in the same order.
+    """Access to the tensors of all ranks; every rank calls its methods in the same order.
 
     Attributes:
-        model: What `parallelize` returned, with the gradients of the small step.
+        model: The model that `parallelize` returned, with the gradients of the small step.
         manager: The grid.
         plain: The plain model.
         small: The small batch.
         records: This rank's calls of units.
-        device: Where whole tensors are to be.
+        device: The device of whole tensors.
         compared: Weights whose gradients have been compared.
         apart: Units whose calls differ between ranks, or whose tensors cannot be joined.
-        dtype: The coarsest of weights.
+        dtype: The coarsest dtype of weights.
     """
 
     model: nn.Module
@@ -79,7 +79,7 @@ class Ranks:
     compared: set[str] = field(default_factory=set)
     apart: dict[str, None] = field(default_factory=dict)
     dtype: torch.dtype = torch.float64
-    _with_gradient: set[str] = field(default_factory=set)  # on any rank
+    _with_gradient: set[str] = field(default_factory=set)  # names with a gradient on any rank
     _parameters: dict[str, Tensor] = field(default_factory=dict)
     _turns: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     _have: set[tuple[str, int, int, str]] = field(default_factory=set)
@@ -88,7 +88,7 @@ class Ranks:
     _alone: dict[str, bool] = field(default_factory=dict)
 
     def exchange(self) -> None:
-        """Let all ranks know which calls, tensors and gradients there are."""
+        """Exchange between all ranks which calls, tensors and gradients they have."""
         self._parameters = dict(self.model.named_parameters(remove_duplicate=False))
         self._first = {n: first for first, names in self.plain.names.items() for n in names}
         calls = {
@@ -113,7 +113,7 @@ class Ranks:
             self._alone[name] = self._alone.get(name, True) and holds
 
     def _settle_calls(self, everyone: Sequence[Mapping[tuple[str, int], list[list[str]]]]) -> None:
-        """Note which calls a unit has in one forward, and which tensors all ranks have of each."""
+        """Record each unit's calls in one forward, and the tensors of each that all ranks have."""
         micro_batches = self._micro_batches
         for name, stage in sorted({key for calls in everyone for key in calls}, key=lambda k: k[1]):
             held = [calls[name, stage] for calls in everyone if (name, stage) in calls]
@@ -129,9 +129,10 @@ class Ranks:
                         self._have.add((name, stage, turn, kind))
 
     def returns_alone(self, name: str) -> bool:
-        """Return whether hidden states are all that a unit returns, on all ranks.
+        """Return whether a unit returns hidden states and nothing else, on all ranks.
 
-        It is not if it is called several times, has hooks, keeps anything, or shares weights.
+        False as well if it is called several times, has hooks, changes attributes or shares
+        weights.
         """
         weights, owners = {*self.plain.owners[name]}, self.plain.owners.items()
         shares = any(weights & {*theirs} for other, theirs in owners if other != name)
@@ -139,14 +140,14 @@ class Ranks:
         return called_once and self._alone.get(name, False)
 
     def meet(self, where: str, *, failed: bool = False) -> None:
-        """Let ranks wait for each other, before they send anything.
+        """Check that all ranks are at the same place before they communicate.
 
         Args:
-            where: What a rank is about to do.
-            failed: It cannot go on.
+            where: The operation that this rank is about to do.
+            failed: This rank cannot go on.
 
         Raises:
-            PartedError: A rank cannot go on, or they are about to do different things; on all.
+            PartedError: A rank cannot go on, or ranks are at different places; on all ranks.
         """
         place = zlib.crc32(where.encode())
         told = torch.tensor(
@@ -158,17 +159,17 @@ class Ranks:
             raise PartedError("it ran otherwise on other ranks")
 
     def turns(self, name: str) -> int:
-        """Return how often the layout calls a unit in one forward."""
+        """Return the number of calls of a unit in one forward of the layout."""
         return len(self._turns.get(name, ()))
 
     def runs(self, name: str) -> bool:
-        """Return whether this rank runs a unit; no rank may, and then all of them compare it."""
+        """Return whether this rank compares a unit: it runs the unit, or no rank does."""
         if name not in self._turns:
             return True
         return any(unit == name for unit, _ in self.records)
 
     def trained_here(self) -> dict[str, Tensor]:
-        """Return this rank's trained parameters, by first names."""
+        """Return this rank's trained parameters, by first name."""
         named = self._parameters.items()
         return {self._first[n]: p for n, p in named if p.requires_grad and n in self._first}
 
@@ -179,13 +180,13 @@ class Ranks:
     def join(self, unit: str, turn: int, kind: str, shape: torch.Size) -> Joined:
         """Return a whole tensor of a unit's call, rows and positions in the order of one process.
 
-        It is not known if no dims of rows and positions lead to its shape.
+        It is not known if no choice of dims for rows and positions gives the wanted shape.
 
         Args:
-            unit: Its first name.
-            turn: Which call of it in one forward.
+            unit: The unit's first name.
+            turn: The index of the call in one forward.
             kind: An attribute of `Record`.
-            shape: Of one process's.
+            shape: The tensor's shape in one process.
         """
         self.meet(f"{unit} {turn} {kind}")
         turns = self._turns.get(unit, [])
@@ -209,9 +210,9 @@ class Ranks:
         return Joined(self._joined(found, form, shape), known=True)
 
     def _form(self, part: torch.Size, whole: torch.Size) -> _Form | None:
-        """Return how parts make up a whole of this shape."""
+        """Return the dims in which pieces of shape `part` join to shape `whole`, or None."""
         dims = range(len(whole))
-        # One shard, if positions are not known.
+        # If positions are not known, one shard holds all of them.
         layout = contiguous(whole[1] if len(whole) > 2 else 1, 1)
         if self.small.sequences is not None:
             layout = self.small.sequences.layout
@@ -260,28 +261,28 @@ class Ranks:
         return whole.reshape(shape)
 
     def weights(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return whole weights by their first names."""
+        """Return whole weights by first name."""
         names = [*names]
         self.meet(f"weights {names[:1]}")
         wanted = self._parameters.keys() & self._named(names)
         return self._whole({n: self._parameters[n].detach() for n in wanted}, names)
 
     def gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return whole gradients by the first name of each parameter."""
+        """Return whole gradients by first name."""
         names = [*names]
         self.meet(f"gradients {names[:1]}")
         wanted = self._named(names).keys() & self._with_gradient & self._parameters.keys()
-        held = {n: torch.zeros_like(self._parameters[n]) for n in wanted}  # if others have one
+        held = {n: torch.zeros_like(self._parameters[n]) for n in wanted}  # None here counts as 0
         for name, gradient in local_gradients(self.model, wanted).items():
             held[name] = gradient if gradient.layout is torch.strided else gradient.to_dense()
         return self._whole(held, names)
 
     def _named(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the first name of each name that some weights have."""
+        """Map every name of these weights to its first name."""
         return {name: first for first in names for name in self.plain.names[first]}
 
     def _whole(self, held: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-        """Return whole tensors by first names, from what ranks hold of them."""
+        """Gather whole tensors from the ranks' shards, by first name."""
         first, names = self._named(names), [n for n in self._parameters if n in held]
         stage = gather_stage(self.model, {n: held[n] for n in names}, self.manager)
         whole = of_all_stages(stage, self.manager)

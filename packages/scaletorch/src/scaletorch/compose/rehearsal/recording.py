@@ -22,13 +22,13 @@ class Record:
     """One call of a unit on this rank.
 
     Attributes:
-        given: Its hidden states; None if it was given no floating tensor.
-        made: The hidden states that its caller got.
-        given_gradient: Of what it was given, as far as it went through the unit.
-        made_gradient: Of what it made, from all that used it.
-        again: Whether its graph is made in backward, when it runs again.
-        alone: Whether it returned nothing but hidden states of the shape of those given, left no
-            other trace and has no hooks of users.
+        given: The hidden states passed in; None if no argument is a floating tensor.
+        made: The hidden states returned to the caller.
+        given_gradient: The gradient of `given` that came through the unit.
+        made_gradient: The gradient of `made`, from everything that used it.
+        again: Whether the graph is built in backward, when the unit runs again.
+        alone: Whether the unit returned only hidden states of the shape of `given`, changed no
+            attributes and has no hooks of users.
     """
 
     given: Tensor | None = None
@@ -49,12 +49,12 @@ Records = dict[tuple[str, int], list[Record]]  # unit and stage -> its calls in 
 
 
 class Recorder:
-    """Records the calls of one module, within all else that surrounds them.
+    """A recorder of one module's calls, innermost among the wrappers of these calls.
 
     Args:
-        name: Of the unit.
+        name: The unit's name.
         pipeline: The stages that it belongs to.
-        records: Where its calls are recorded.
+        records: The dict in which its calls are recorded.
     """
 
     def __init__(self, name: str, pipeline: PipelineParallel, records: Records) -> None:
@@ -62,11 +62,11 @@ class Recorder:
         self._open: list[tuple[Record | None, set[Any]]] = []
 
     def takes_forward(self) -> bool:
-        """Return whether a call of the module's `forward`, outside its `__call__`, is one."""
+        """Return whether to record direct calls of the module's `forward` too."""
         return True
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note what the module is given; the gradient is that of a view of its own."""
+        """Record the input, and its gradient by a hook on a view that only this call uses."""
         x = hidden_of((args, kwargs))
         record = self._record(x) if rehearses() else None
         self._open.append((record, _traces(module)))
@@ -80,27 +80,27 @@ class Recorder:
         return map_tensors(lambda tensor: view if tensor is x else tensor, (args, kwargs))
 
     def after(self, module: nn.Module, output: Any) -> Any:
-        """Note what the caller gets; the gradient is that of a copy of its own."""
+        """Record the output, and its gradient by a hook on a copy that only the caller uses."""
         (record, traces), y = self._open.pop(), hidden_of(output)
         if record is None or y is None:
             return output
         shaped = output is y and record.given is not None and record.given.shape == y.shape
         record.alone = shaped and _traces(module) <= traces and not _has_hooks(module)
-        if record.made is None:  # else it runs again in backward, and may count that
+        if record.made is None:  # keep the first run's: a layer may count its runs
             record.made = y.detach().clone()
         if not (torch.is_grad_enabled() and y.requires_grad):
             return output
-        # What is made of `y` within the call is no use of its caller's, who may write to what it
-        # gets: the hook of a view would be lost then.
+        # Uses of `y` within the call must not count. A copy, since the caller may write to its
+        # tensor in place, and a view would then lose the hook.
         own = y.clone()
         own.register_hook(lambda gradient: _note(record, "made_gradient", gradient))
         return map_tensors(lambda tensor: own if tensor is y else tensor, output)
 
     def _record(self, x: Tensor | None) -> Record | None:
-        """Return the record of a call that begins; that of its forward if it is run again.
+        """Return a new record for a call; for a second run in backward, the record of the first.
 
-        A checkpoint that runs a forward without gradients first has its graph in backward; others
-        have it in forward, and are not recorded again.
+        A checkpoint whose first run has no gradients builds the graph in backward. Others build it
+        in forward; their second run is not recorded, and this returns None.
         """
         stage = self._pipeline.stages[self._pipeline.runtime.chunks.selected]
         calls = self._records.setdefault((self._name, stage), [])
@@ -117,7 +117,7 @@ def recorded(pipeline: PipelineParallel, units: Mapping[str, Iterable[str]]) -> 
 
     Args:
         pipeline: This rank's stages.
-        units: All names of each unit, by its first one.
+        units: All names of each unit, by its first name.
     """
     records: Records = {}
     placed: list[tuple[nn.Module, Recorder]] = []
@@ -139,8 +139,8 @@ def recorded(pipeline: PipelineParallel, units: Mapping[str, Iterable[str]]) -> 
 def hidden_of(value: Any) -> Tensor | None:
     """Return the hidden states among a call's arguments, or in its result.
 
-    They are the first floating tensor of two dims or more that requires a gradient, or else the
-    first that does not.
+    These are the first floating tensor of two dims or more that requires a gradient; if none does,
+    the first such tensor; None if there is none.
     """
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
         args, kwargs = value
@@ -156,7 +156,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _traces(module: nn.Module) -> set[Any]:
-    """Return what tells whether a call has set attributes, or put anything into them."""
+    """Return a fingerprint of modules' attributes that shows what a call set, or added to lists."""
     return {
         (each, name, id(value), len(value) if isinstance(value, list | dict | set) else 0)
         for each in module.modules()
@@ -165,7 +165,7 @@ def _traces(module: nn.Module) -> set[Any]:
 
 
 def is_same(given: Tensor | None, x: Tensor | None) -> bool:
-    """Return whether two calls were given the same."""
+    """Return whether two calls had equal inputs."""
     return given is not None and x is not None and torch.equal(given, x)
 
 

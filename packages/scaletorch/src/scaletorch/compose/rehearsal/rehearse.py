@@ -1,4 +1,4 @@
-"""Rehearse a step: train a small batch on the layout, and beside it the plain model, whole."""
+"""Rehearse a step: train a small batch on the layout, and compare it with the plain model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .ranks import PartedError, Ranks
 from .replay import Replay
 from .training import as_for_a_rehearsal, trained, wish_for_float32
 
-_ADVICE = {  # what may be wrong where an axis divides
+_ADVICE = {  # axis -> the likely mistake if results differ
     "tp": "tp divides features: a weight that packs several parts is cut by Fused(style, parts); "
     "what is computed from a share of features has to be named in the plan, or all that it is "
     "computed from left out of it",
@@ -47,7 +47,7 @@ _ADVICE = {  # what may be wrong where an axis divides
     "pp": "pp hands hidden states and their gradients from stage to stage: what changes them "
     "between layers, as a hook does, has to be in a layer",
 }
-_ALL_AT_ONCE = 2**28  # bytes of weights that a rank may hold beside its own, if need be
+_ALL_AT_ONCE = 2**28  # bytes of a whole model that a rank may hold in addition to its shards
 
 Step = Callable[..., Tensor]
 
@@ -63,15 +63,15 @@ def rehearse_step(
     """Train a small batch of a step's rows, and compare everything with the plain model.
 
     Args:
-        model: What `parallelize` returned.
-        micro_batches: This rank's, of the step.
-        terms: The model's, with its plain model.
+        model: The model that `parallelize` returned.
+        micro_batches: This rank's micro-batches of the step.
+        terms: The model's terms, with its plain model.
         manager: The grid.
-        step: `train_step` of the model, but for its micro-batches.
-        loss_fn: The user's, as in `train_step`.
+        step: `train_step` with all arguments except the micro-batches.
+        loss_fn: The user's loss, as in `train_step`.
 
     Raises:
-        RehearsalError: The layout computes something else than one process; on every rank.
+        RehearsalError: The layout does not compute what one process computes; on every rank.
     """
     began, plain = time.perf_counter(), cast(Plain, terms.plain)
     require_one_batch(micro_batches, manager)
@@ -80,7 +80,7 @@ def rehearse_step(
     added, narrow = _agreed(micro_batches, model, device, terms, manager)
     if added is None:
         return
-    if added:  # a rank has its own rows, positions and words of them; all else is as with any loss
+    if added:  # the plain run lacks these entries for the whole batch: use the loss of tokens
         loss_fn, step = None, partial(step, loss_fn=None, count_fn=None)
     cut = partial(small_batch, micro_batches, model, terms, manager)
     expect_attention(pipeline.module, False)
@@ -113,11 +113,12 @@ def rehearse_step(
 def _widest(
     compared: Callable[..., tuple[Replay, _Found]], narrow: str | None
 ) -> tuple[Replay, _Found]:
-    """Compare in float32, or, if code is made for the run's dtype alone, in that, and say so.
+    """Compare in float32; if that is not possible or fails, in the run's own dtype.
 
     Args:
-        compared: Compares.
-        narrow: Why not in float32: "" if the run is not narrower; None if nothing speaks against.
+        compared: Runs the comparison.
+        narrow: The reason not to use float32, which is reported: "" if the run is not narrower;
+            None if float32 is possible.
     """
     if narrow is not None:
         replay, found = compared(wide=False)
@@ -130,7 +131,7 @@ def _widest(
             return replay, found
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # which the run's dtype may not raise
+    except Exception as error:  # the run's own dtype may still work
         problem = f"{type(error).__name__}: {error}"
     replay, found = compared(wide=False)
     replay.unasked.append(f"anything in float32, which fails ({problem})")
@@ -144,9 +145,10 @@ def _agreed(
     terms: Terms,
     manager: ProcessGroupManager,
 ) -> tuple[list[str] | None, str | None]:
-    """Return entries that ranks have added for a loss, and why not in float32, as for `_widest`.
+    """Return the entries that ranks added for a loss, and `narrow` of `_widest`; all ranks agree.
 
-    The entries are None, and that is said, if there are others.
+    The entries are None, with a warning, if `shard_global_batch` did not make the micro-batches or
+    the model is called with an added entry.
     """
     own = entries_added(micro_batches), *wish_for_float32(model, device)
     added, wished, problems = zip(*all_gather_object(own, manager.world_group), strict=True)
@@ -167,10 +169,10 @@ def _replayed(
     loss_of: Callable[[Any], Tensor | None],
     loss: Tensor,
 ) -> tuple[Replay, _Found]:
-    """Run the plain model; return also what all ranks found.
+    """Run the plain model, and return the replay and the findings of all ranks.
 
-    Its units are given out to the ranks first. If anything differs, or fails, every rank runs all
-    of them; then all of the model is one unit, if its root may use weights of others.
+    First the ranks share the units. If anything differs or fails, every rank runs all units. If
+    that fails, a small model runs as a whole, since its root may use the weights of units.
     """
     additions = chain_length(plain.model, batch["input_ids"])
 
@@ -188,7 +190,7 @@ def _replayed(
 
 
 def _ran(replay: Replay, run: Callable[[], None]) -> _Found:
-    """Run a replay; return what all ranks found."""
+    """Run a replay, and return the findings of all ranks."""
     ranks, problem = replay.ranks, None
     ranks.compared.clear()
     try:
@@ -209,7 +211,7 @@ def _size(plain: Plain) -> int:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes whether anything is sent or received."""
+    """A dispatch mode that records whether any collective runs."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -226,7 +228,7 @@ def _loss(
     loss_fn: Callable[[Any, Any], Any] | None,
     output: Any,
 ) -> Tensor | None:
-    """Return the loss of one process; None if it communicates, as if there were ranks."""
+    """Return the loss of one process; None if loss_fn runs a collective."""
     batch, one = small.called.micro_batch, cast(Any, small.alone)
     if loss_fn is None:
         labels = batch["labels"].to(getattr(output, "logits", output).device)
@@ -247,10 +249,10 @@ class _Found(NamedTuple):
     """The differences that the ranks found.
 
     Attributes:
-        first: The first difference of any rank.
-        then: What else differs.
-        right: Ranks that have found nothing.
-        problem: Why the plain model could not run.
+        first: The first difference on any rank.
+        then: The names of other tensors that differ.
+        right: Ranks that found no difference.
+        problem: The reason why the plain model could not run, if it could not.
         worst: The largest error within its bound.
     """
 
@@ -281,9 +283,9 @@ def _report(
     stage: nn.Module,
     seconds: float,
 ) -> None:
-    """Say that the layout agrees with one process, or what could not be asked."""
+    """Report that the layout agrees with one process, and what could not be compared."""
     if found.problem is not None:
-        terms.seen = 0  # so that the step itself looks
+        terms.seen = 0  # the step itself makes the checks of a first step
         expect_attention(stage, replay.ranks.manager.pp_size == 1)
         _say(f"{terms.name} could not be rehearsed: its plain module failed ({found.problem})")
         return

@@ -1,10 +1,11 @@
-"""The plain model runs once more, whole: its units on what ranks had, the weights of one at a time.
+"""Run the whole plain model on the hidden states that ranks had, one unit's weights at a time.
 
-The root, all that is in no unit, runs as it is. Each call of a unit takes the ranks' hidden states,
-and hands on theirs, so that errors do not travel; in backward likewise.
+Units are the layers; the root is everything outside of them, and runs normally. Each call of a unit
+takes the ranks' hidden states as its input and passes the ranks' output on to the root, so that an
+error in one unit does not reach the next; backward does the same with gradients.
 
-So nothing waits for what a unit returns, and units that return hidden states alone are given out:
-each rank runs another one, forward and backward at once, as soon as there is one for every rank.
+So no unit needs another's result, and units that return only hidden states are given out: as soon
+as there is one for every rank, each rank runs a different one, forward and backward.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Replay(Both):
     """One run of the plain model.
 
     Attributes:
-        unasked: What could not be compared, and why.
-        gives_out: Whether ranks run different units; if not, each runs all of them.
+        unasked: Things that could not be compared, with the reason.
+        gives_out: Whether ranks run different units; if not, each rank runs all of them.
     """
 
     unasked: list[str] = field(default_factory=list)
@@ -39,10 +40,10 @@ class Replay(Both):
     _given_out: int = 0
     _own: Callable[[], None] | None = None
     _turns: dict[str, int] = field(default_factory=dict)
-    _earlier: list[tuple[str, Tensor, int]] = field(default_factory=list)  # within checkpoints
+    _earlier: list[tuple[str, Tensor, int]] = field(default_factory=list)  # calls in checkpoints
     _done: dict[str, list[Call]] = field(default_factory=dict)
     _found: dict[str, Tensor] = field(default_factory=dict)  # gradients
-    _beside: set[str] = field(default_factory=set)  # weights that have gradients otherwise
+    _beside: set[str] = field(default_factory=set)  # weights with gradients from outside calls
     _leaves: list[tuple[Call, int, str, ref[Tensor]]] = field(default_factory=list)
     _anchor: Tensor = field(default_factory=lambda: torch.zeros(1, requires_grad=True))
 
@@ -52,9 +53,9 @@ class Replay(Both):
         """Run the model forward and backward, and compare everything on the way.
 
         Args:
-            batch: What one process's model is called with.
-            loss_of: Returns the loss of an output; None if it cannot be asked.
-            loss: The layout's.
+            batch: The entries that the model of one process is called with.
+            loss_of: Returns the loss of an output, or None if the loss communicates.
+            loss: The layout's loss.
         """
         entries = {n: x for n, x in batch.items() if n not in ("input_ids", "labels")}
         weights = self.weights("")
@@ -78,9 +79,12 @@ class Replay(Both):
             self._compare_gradients(owner, [*self._done.get(owner, [])], last=True)
 
     def _add_penalties(self, loss: Tensor) -> bool:
-        """Add gradients of weights that a loss has read itself, of the layout's model, if any."""
+        """Add gradients of weights that the loss reads directly; return whether there are any.
+
+        Such a loss reads the parameters of the layout's model, not of the plain one.
+        """
         held = self.ranks.trained_here()
-        if not held:  # of a stage that is frozen
+        if not held:  # a frozen stage
             return False
         found = torch.autograd.grad(loss, [*held.values()], retain_graph=True, allow_unused=True)
         for name, gradient in zip(held, found, strict=True):
@@ -89,7 +93,7 @@ class Replay(Both):
         return any(gradient is not None for gradient in found)
 
     def _add_beside(self, loss: Tensor) -> None:
-        """Add gradients that reach units otherwise than by what their calls returned."""
+        """Add gradients that reach units by other ways than the results of their calls."""
         held = [
             (call, index, name) for call, index, name, there in self._leaves if there() is not None
         ]
@@ -108,7 +112,7 @@ class Replay(Both):
                 call.beside[index] = gradient
 
     def _answer(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Answer a call of a unit: the ranks' hidden states in place of its own."""
+        """Run a call of a unit, compare it, and return its result with the ranks' hidden states."""
         x = hidden_of((args, kwargs))
         turn = self._turn_of(name, x)
         before = ModuleState(self.plain.units[name].modules())
@@ -133,7 +137,7 @@ class Replay(Both):
             self.unasked.append(f"{name}, which returns no floating tensor")
             return made.result
         ours, known = self.ranks.join(name, turn, "made", y.shape)
-        runs_again = torch._C._current_graph_task_id() != -1  # and may count that
+        runs_again = torch._C._current_graph_task_id() != -1  # a layer may count its runs
         if known and self.ranks.runs(name) and not runs_again:
             same = self.judge.compare(
                 f"output of {name}", ours, y.detach(),
@@ -156,10 +160,10 @@ class Replay(Both):
         return map_tensors(lambda t: swapped.get(id(t), t.detach()), made.result)
 
     def _give_out(self, call: Call, x: Tensor) -> Tensor | None:
-        """Let the next rank run a call, forward and backward; return what all hand on.
+        """Let the next rank run a call forward and backward.
 
         Args:
-            call: With the hidden states that the ranks had.
+            call: The call, on the hidden states that the ranks had.
             x: The hidden states that the plain root passed to the unit.
 
         Returns:
@@ -179,7 +183,7 @@ class Replay(Both):
             own = replace(call, came=[came.tensor])
             self._own = partial(self._run_given, own, went.tensor, weights, theirs)
         call.args, call.kwargs, call.hidden = (), {}, None
-        if torch._C._current_graph_task_id() == -1:  # else it runs again in backward
+        if torch._C._current_graph_task_id() == -1:  # not a second run in backward
             self._given_out += 1
         if self._given_out == ranks.manager.world_size:
             self._run_own()
@@ -190,13 +194,13 @@ class Replay(Both):
         return cast(Tensor, handed)
 
     def _run_own(self) -> None:
-        """Run the unit that was given to this rank, when all ranks run theirs."""
+        """Run the unit that was given to this rank, while the other ranks run theirs."""
         self._given_out, own, self._own = 0, self._own, None
         if own is None:
             return
         try:
             own()
-        except Exception as error:  # others wait, and all units will be run by every rank
+        except Exception as error:  # other ranks go on; afterwards every rank runs all units
             self.judge.missing(f"{type(error).__name__}: {error}")
 
     def _run_given(
@@ -206,13 +210,13 @@ class Replay(Both):
         weights: dict[str, Tensor],
         theirs: Mapping[str, Tensor],
     ) -> None:
-        """Run a unit, and compare all that it makes.
+        """Run a unit, and compare its output and gradients.
 
         Args:
-            call: With the gradient of its output.
+            call: The call, with the gradient of its output.
             went: The ranks' gradient of its input.
-            weights: The unit's.
-            theirs: The ranks' gradients of these.
+            weights: The unit's weights.
+            theirs: The ranks' gradients of the weights.
         """
         name, compare = call.name, self.judge.compare
         self.keep(name, weights)
@@ -235,7 +239,7 @@ class Replay(Both):
             compare(what, theirs.get(each), gradient, typical=typical, other=other)
 
     def _turn_of(self, name: str, x: Tensor | None) -> int:
-        """Return which call of a unit this is; that of its forward if it runs again in backward."""
+        """Return the index of this call of a unit; a second run in backward keeps its index."""
         if torch._C._current_graph_task_id() != -1:
             again = (turn for of, given, turn in self._earlier if of == name and is_same(given, x))
             found = next(again, None)
@@ -248,7 +252,7 @@ class Replay(Both):
         return turn
 
     def _add_call(self, call: Call, gradients: Mapping[str, Tensor | None]) -> None:
-        """Add a call's gradients of weights; compare them when they are all there."""
+        """Add a call's gradients of weights; compare them after the unit's last call."""
         for name, gradient in gradients.items():
             if gradient is not None:
                 self._add(name, gradient)

@@ -1,4 +1,4 @@
-"""The ranks' own step of a rehearsal: a real one, in float32 if that fits, but nothing counts."""
+"""The training step of a rehearsal: a real one, in float32 if it fits, that leaves no trace."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ Step = Callable[..., Tensor]
 def as_for_a_rehearsal(
     model: DataParallelBucket, plain: Plain, terms: Terms, *, wide: bool
 ) -> Iterator[None]:
-    """Let a step be a rehearsal, in float32 or not, and all be as before it in the end.
+    """Run a step as a rehearsal, in float32 or not, and restore the model afterwards.
 
-    It counts no tokens, sums gradients, also in `no_sync`, and drops nothing; no parameter is zero,
-    as a gate or a branch's last projection may be, behind which nothing would show.
+    Routing counts stay as they are, gradients are summed even in `no_sync`, and dropout is off.
+    Parameters that are zero, such as a gate or a branch's last projection, get other values, since
+    they would hide errors in the values that they multiply.
     """
     before, model.require_backward_grad_sync = model.require_backward_grad_sync, True
     stage = pipeline_of(model).module
@@ -56,10 +57,10 @@ def trained(
     plain: Plain,
     step: Step,
 ) -> tuple[SmallBatch, Tensor, Records]:
-    """Train a small batch, on all positions if few of them fail.
+    """Train a small batch with few positions; if that fails, with all positions.
 
     Returns:
-        The batch, the loss, and the calls of units.
+        The batch, the loss, and the recorded calls of units.
     """
 
     def train(small: SmallBatch) -> tuple[SmallBatch, Tensor, Records]:
@@ -73,22 +74,22 @@ def trained(
     small = cut(shortens=True)
     try:
         return train(small)
-    except Exception as error:  # it may be made for one length
+    except Exception as error:  # the model may accept one length only
         if not small.is_short or isinstance(error, torch.OutOfMemoryError):
             raise
         model.reset()
     return train(cut(shortens=False))
 
 
-# Below this a parameter may hide what it multiplies: a branch that begins as zero, a scale of 1e-6.
+# Smaller parameters may hide what they multiply: a branch that starts at zero, a scale of 1e-6.
 _SMALL = 1e-3
 
 
 @contextmanager
 def without_zeros(model: nn.Module) -> Iterator[None]:
-    """Let parameters that are nearly zero have other values, so that nothing hides behind them.
+    """Replace parameters that are nearly zero for a while, since they would hide errors.
 
-    A parameter of one shape gets the same ones on every rank.
+    Parameters of the same shape get the same values on every rank.
     """
     with torch.no_grad():
         before = [(each, each.clone(), values) for each, values in _other_values(model)]
@@ -103,7 +104,7 @@ def without_zeros(model: nn.Module) -> Iterator[None]:
 
 
 def _other_values(model: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield parameters that are nearly zero, each with values that are not."""
+    """Yield each parameter that is nearly zero, with values to replace it."""
     for parameter in model.parameters():
         if not parameter.is_floating_point() or not parameter.numel() or parameter.is_meta:
             continue
@@ -113,16 +114,16 @@ def _other_values(model: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
             yield parameter, pattern.to(parameter.dtype).view_as(parameter)
 
 
-_BYTES = 8  # of each parameter: its value in float32, and its gradient
+_BYTES = 8  # per parameter: its value and its gradient in float32
 
 
 def wish_for_float32(model: DataParallelBucket, device: torch.device) -> tuple[bool, str]:
-    """Return whether a model runs in 16 bits, and why it cannot run in float32, if it cannot."""
+    """Return whether a model runs in 16 bits, and the reason why float32 is impossible, or ""."""
     narrow = [p for p in model.parameters() if is_narrow(p)]
     travels = any(manager.reduction.dtype in NARROW for manager in model.bucket_managers)
     casts = torch.is_autocast_enabled(device.type)
     fits = _BYTES * sum(p.numel() for p in narrow) <= _free(device) // 2
-    plain = all(type(p) is nn.Parameter for p in narrow)  # no class may say what its memory is
+    plain = all(type(p) is nn.Parameter for p in narrow)  # a subclass may store values its own way
     problem = "" if fits else "for which a rank has too little memory"
     if not plain:
         problem = "which the class of its parameters may not be"
@@ -130,7 +131,7 @@ def wish_for_float32(model: DataParallelBucket, device: torch.device) -> tuple[b
 
 
 def _free(device: torch.device) -> int:
-    """Return how many bytes of a device, or of this rank's share of its host, are free."""
+    """Return the free bytes of a device; on a CPU, the host's free memory / its local ranks."""
     if device.type == "cpu":
         free: int = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return free // get_local_size()
@@ -141,13 +142,14 @@ def _free(device: torch.device) -> int:
 
 @contextmanager
 def in_float32(model: DataParallelBucket, plain: nn.Module) -> Iterator[None]:
-    """Let parameters, gradients, buffers and what travels be float32 for a while, without autocast.
+    """Use float32 for parameters, gradients, buffers and messages for a while, without autocast.
 
-    So are the forms of what other stages have, of whose dtype a model's code makes rotations.
+    The stand-ins for other stages' modules change dtype too, since a model's code may take the
+    dtype of its rotary embedding from them.
 
     Args:
-        model: What `parallelize` returned.
-        plain: The plain model, of which the buffers are widened.
+        model: The model that `parallelize` returned.
+        plain: The plain model, whose buffers are widened.
     """
     device = next(model.parameters(), torch.empty(0)).detach()
     pipeline = pipeline_of(model)
