@@ -49,8 +49,8 @@ def apply_tensor_parallel(
     FSDP2, so names, hooks and references to them stay valid, also those of the root. Their
     parameters are replaced: create the optimizer afterwards. Tied parameters stay tied. Low-rank
     adapters of peft are sharded like their layers, which the plan names as in the plain model.
-    The graph of a trial forward tells which gradients of replicated parameters must be summed over
-    the ranks; the plan does not say it.
+    The autograd graph of a forward shows which gradients of replicated parameters are partial and
+    need a sum over the ranks; the plan does not say it.
 
     Args:
         model: The whole model, the same on every rank.
