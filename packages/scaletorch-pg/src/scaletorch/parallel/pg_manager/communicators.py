@@ -34,6 +34,7 @@ def count_communicators(grid: Grid) -> int:
         return len(found | {whole} if whole else found)
     # Groups across stages: pp, pp_dp and WORLD, some of which may have the same ranks.
     across = {(), _strides(stage, {"dp"}), whole}
+    # With one rank per stage, pp contains all ranks and has a communicator apart from WORLD's.
     return len(found) + len(across) + (not whole)
 
 

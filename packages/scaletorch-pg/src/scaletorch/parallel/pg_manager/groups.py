@@ -269,7 +269,7 @@ def connect(group: ProcessGroup | None, pairs: Iterable[tuple[int, int]] = ()) -
     own = ranks.index(get_rank())
     # The first call on a communicator must not be a batch of messages between only some ranks.
     all_reduce(torch.zeros(1, device=device), group=group)
-    for low, high in sorted(pairs, key=lambda pair: (pair[0] % 2, pair)):  # even pairs, then odd
+    for low, high in sorted(pairs, key=lambda pair: (pair[0] % 2, pair)):  # disjoint pairs first
         if own in (low, high):
             peer = ranks[low + high - own]
             sent, received = torch.zeros(1, device=device), torch.empty(1, device=device)

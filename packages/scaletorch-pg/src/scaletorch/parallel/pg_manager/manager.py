@@ -46,7 +46,7 @@ class ProcessGroupManager(AxisAttributes):
     Attributes:
         grid: The layout, with its expert axes.
         global_rank: This process's rank in the world.
-        local_rank: This process' rank on its machine.
+        local_rank: This process's rank on its host.
         cp_send_rank: Global rank of the next rank in the cp ring.
         cp_recv_rank: Global rank of the previous rank in the cp ring.
         pp_is_first_stage: Whether this rank holds the first pipeline stage.

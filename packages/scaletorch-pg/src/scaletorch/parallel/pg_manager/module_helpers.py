@@ -126,7 +126,7 @@ def mark_divided(module: nn.Module, group: ProcessGroup | None = None) -> None:
 
     Args:
         module: The module.
-        group: The ranks that hold the other parameters; None if not specified.
+        group: The ranks that the parameters are divided over; None if not specified.
     """
     vars(module)[_MARK] = () if group is None else tuple(group_ranks(group))
 
@@ -193,7 +193,7 @@ def refuse_generate(model: nn.Module, why: str) -> None:
 
     Args:
         model: Its `generate`, if it has one, calls its forward for every token.
-        why: The reason, for the error message.
+        why: The clause of the error message that says what each rank holds.
     """
     for module in model.modules():
         kind = type(module)

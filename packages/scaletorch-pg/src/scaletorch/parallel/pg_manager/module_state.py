@@ -65,9 +65,7 @@ class ModuleState:
         self._attributes.put_back()
         with torch.no_grad():
             for module, name, buffer, values in self._buffers:
-                if not torch.equal(
-                    buffer, values
-                ):  # a write would invalidate buffers saved for backward
+                if not torch.equal(buffer, values):  # a write would break a later backward
                     buffer.copy_(values)
                 module._buffers[name] = buffer
 

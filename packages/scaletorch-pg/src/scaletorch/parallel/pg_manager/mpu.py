@@ -36,7 +36,7 @@ def as_mpu(manager: ProcessGroupManager | None = None) -> SimpleNamespace:
     - `get_<name>_parallel_group_ranks()`, the global ranks of all.
 
     Args:
-        manager: The grid; None is the current one.
+        manager: The manager; None means the current one.
 
     Raises:
         StateError: There is no manager, or it has no process groups.

@@ -30,7 +30,7 @@ Halves = tuple[Tensor, ...]
 
 
 class Scope(IntEnum):
-    """The elements that the update of one element depends on."""
+    """The elements that the update of one depends on, apart from the step and the settings."""
 
     ELEMENT = 0
     PARAMETER = 1
@@ -139,6 +139,7 @@ class _Trial:
         step = getattr(self._kind.step, "__wrapped__", self._kind.step)
         for number in range(STEPS):
             for parameter, gradient in zip(parameters, gradients, strict=True):
+                # A new gradient at every step, computed element by element.
                 parameter.grad = gradient * torch.cos(number * gradient)
             step(optimizer)
         found = zip(parameters, weights, strict=True)
@@ -151,7 +152,7 @@ class _Trial:
 
 
 def _compare(trial: _Trial, device: torch.device) -> Scope:
-    """Return the scope of an optimizer, from the first shape that reveals one beyond elements."""
+    """Return the scope of an optimizer, trying shapes until one shows more than `ELEMENT`."""
     for shape in SHAPES:
         matrices = _matrices(shape, device)
         alone = trial.apart(matrices[:2], matrices[2:])

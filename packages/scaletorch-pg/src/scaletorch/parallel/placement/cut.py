@@ -91,7 +91,7 @@ class Cut:
         if self.in_order:
             return joined
         pieces = [*chain.from_iterable(self.ranges)]
-        held: dict[tuple[int, int], Tensor] = {}
+        held: dict[tuple[int, int], Tensor] = {}  # the first replica of each range
         for piece, tensor in zip(pieces, joined.split([*map(len, pieces)], dim), strict=True):
             held.setdefault((piece.start, piece.stop), tensor)
         return torch.cat([tensor for _, tensor in sorted(held.items(), key=lambda e: e[0])], dim)

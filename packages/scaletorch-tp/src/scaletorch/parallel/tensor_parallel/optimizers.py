@@ -39,9 +39,8 @@ def _check(optimizer: Optimizer) -> None:
     Raises:
         InvalidArgumentError: The update depends on more than the element, or cannot be tried.
     """
-    longest = sorted(
-        _parameters(), key=lambda each: len(each[0])
-    )  # a model's names win over a layer's own
+    # Longest names last, so that a model's names win over those of a layer alone.
+    longest = sorted(_parameters(), key=lambda each: len(each[0]))
     known = {id(p): (name, shard) for name, p, shard in longest}
     for tensor in (each for group in optimizer.param_groups for each in group["params"]):
         # A sharded optimizer holds stand-ins of parameters, and which stand for shards differs

@@ -55,9 +55,7 @@ class ParallelExperts(OwnParameters):
             return super().forward(*args, **kwargs)
         sequence = self.sequence
         sizes = None if sequence is None else self._rows(sequence, args, kwargs)
-        leading = next(
-            (x.shape[:-1] for x in tensors_in((args, kwargs))), ()
-        )  # leading dims of the hidden states
+        leading = next((x.shape[:-1] for x in tensors_in((args, kwargs))), ())  # of hidden states
         args = tuple(self._enter(each, sizes) for each in args)
         kwargs = {name: self._enter(each, sizes) for name, each in kwargs.items()}
         own = self._parameters

@@ -57,7 +57,7 @@ class HeadParameters(OwnParameters):
 
     @classmethod
     def misfit(cls, module: nn.Module) -> str | None:
-        """Return a name of `module` that collides with one a shard needs, as text, or None."""
+        """Return why `module` cannot become one (a name of it collides with a shard's), or None."""
         bases = type(module).__mro__
         own = {name for kind in bases[: bases.index(nn.Module)] for name in vars(kind)}
         own |= {*vars(module), *module._modules, *module._buffers}

@@ -27,9 +27,7 @@ _NAMES = frozenset(
     {"attn", "attention", "self_attn", "self_attention", "cross_attn", "linear_attn"}
 )
 _OF_CLASSES = ("attention", "attn")
-_OF_LAYERS = (
-    "attentionresidual"  # attends over earlier layers' outputs of the same token, not over tokens
-)
+_OF_LAYERS = "attentionresidual"  # attends over earlier layers' outputs of the same token
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ def _local(parameter: ExplainedParameter) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a text table; equal rows are merged into one with their number."""
+    """Return a text table; equal rows are merged into one with a count."""
     counted = Counter(map(tuple, rows))
     cells = [(*head, "times"), *((*row, str(times)) for row, times in counted.items())]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

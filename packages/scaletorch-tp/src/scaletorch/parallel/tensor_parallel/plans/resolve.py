@@ -92,7 +92,7 @@ def resolve(
     Raises:
         UnplannedError: No plan was given, and none is known for the model.
         InvalidArgumentError: The plan does not match the model, a style does not fit its module,
-            a size is smaller than tp, an attribute cannot be divided, a tied parameter would be
+            a size or an attribute cannot be divided over the ranks, a tied parameter would be
             sharded in two ways, or the model would be wrong on shards of sequences.
     """
     view = ModelView(model)

@@ -159,9 +159,7 @@ def _suggest(unit: Unit, tp_size: int) -> dict[str, Style]:
                 styles |= {**proposal, **divided}
                 if not divided and min(heads) < features(unit.linears[row])[0]:
                     around = _around(row, columns)
-                    styles |= (
-                        {around: "sharded"} if around else {}
-                    )  # dropout acts on this rank's heads
+                    styles |= {around: "sharded"} if around else {}  # its dropout acts on shards
                 break
     return styles
 

@@ -174,14 +174,9 @@ def _match(plan: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> dict[
         if pattern is None or style is None:
             continue
         match = look_up(name, module, pattern, style)
-        whole = style in (
-            "vocab",
-            "column_gather",
-        )  # their outputs are full, so replication is safe
+        whole = style in ("vocab", "column_gather")  # these return full outputs
         if whole and match.layer is not None and not match.layer.takes(module):
-            match = look_up(
-                name, module, pattern, "replicate"
-            )  # its forward does more than the style's layer
+            match = look_up(name, module, pattern, "replicate")  # it does more than its style
         matches.setdefault(module, match)
     return matches
 

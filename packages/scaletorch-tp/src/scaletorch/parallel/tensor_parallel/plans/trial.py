@@ -97,6 +97,7 @@ def stand_in(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
                 continue
             key = generic(f"{name}.{own}"), parameter.shape
             if key not in drawn:
+                # A variance of 1 / fan_in, so that activations keep their scale.
                 bound = (3 / max(1, parameter.shape[-1])) ** 0.5 if parameter.dim() > 1 else 1
                 drawn[key] = _repeated((pool * bound).to(parameter.dtype), parameter.shape)
             memo[id(parameter)] = nn.Parameter(drawn[key])

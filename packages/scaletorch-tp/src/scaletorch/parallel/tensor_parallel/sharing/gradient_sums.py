@@ -61,7 +61,7 @@ class GradientSums:
         return GradientSums(self.group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse pickling here, since hooks are pickled before the layers, whose error is later."""
+        """Refuse pickling, with the error of the layers, which would be pickled after the hooks."""
         raise not_pickled("model")
 
     @uncompiled
