@@ -1,4 +1,4 @@
-"""The 4D grid [DP, PP, CP, TP], its process groups, and the one loss rule over them."""
+"""The 4D grid [DP, PP, CP, TP], its process groups, and the global token-mean loss."""
 
 from typing import TYPE_CHECKING
 

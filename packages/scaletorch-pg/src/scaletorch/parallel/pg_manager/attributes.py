@@ -1,4 +1,4 @@
-"""The flat names under which programs read a manager, declared for editors and type checkers."""
+"""The flat attributes of a manager, declared for editors and type checkers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from .grid import Grid
 
 
 class AxisAttributes:
-    """For each axis: group, size, rank in the group, and the group's global ranks.
+    """Attributes of each axis: group, size, rank in the group, and the group's global ranks.
 
-    `{axis}_size` and `{axis}_world_size` are the same number, `{axis}_rank` counts from 0
-    in the group, while `{axis}_first_rank`, `{axis}_last_rank` and `{axis}_group_ids` are
-    global ranks. Groups are None in a process without torch.distributed.
+    `{axis}_size` and `{axis}_world_size` are the same number. `{axis}_rank` counts from 0 in the
+    group; `{axis}_first_rank`, `{axis}_last_rank` and `{axis}_group_ids` are global ranks. Groups
+    are None without torch.distributed.
     """
 
     tp_group: ProcessGroup | None
@@ -95,7 +95,7 @@ class AxisAttributes:
     world_group_ids: list[int]
 
     def _set_axis(self, axis: str, grid: Grid, rank: int) -> None:
-        """Fill the attributes of one axis, but for the group, for a global rank."""
+        """Set the attributes of one axis, except the group, for a global rank."""
         members = list(grid.group(axis, rank))
         values = {
             "size": len(members),

@@ -1,4 +1,4 @@
-"""The strategies' rule for `group=None`, and the rank's name in error messages."""
+"""The default group of each strategy for `group=None`, and the rank's name in error messages."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .manager import get_process_group_manager
 def axis_group(axis: str, group: ProcessGroup | None = None) -> ProcessGroup | None:
     """Return the group a strategy communicates over.
 
-    An explicit `group` is returned as given. Otherwise it is the `axis` of the current
-    `ProcessGroupManager`, and without a manager it is None if there is one process.
+    An explicit `group` is returned as it is. Otherwise return the `axis` group of the current
+    `ProcessGroupManager`, or None in a single process without a manager.
 
     Args:
         axis: `"tp"`, `"cp"`, `"pp"`, `"dp"`, `"cp_dp"`, `"pp_dp"`, `"ep"`, `"edp"`, `"etp"` or
@@ -25,8 +25,9 @@ def axis_group(axis: str, group: ProcessGroup | None = None) -> ProcessGroup | N
 
     Raises:
         NotInGroupError: This rank is not in `group`.
-        InvalidArgumentError: Not an axis, or one that has no process group.
-        StateError: Several ranks, no group and no manager: WORLD is never meant silently.
+        InvalidArgumentError: `axis` is unknown or has no process group.
+        StateError: There are several ranks, but no group and no manager; WORLD is never a silent
+            default.
     """
     name = grouped_axis(axis)
     if group is not None:
@@ -48,9 +49,9 @@ def axis_group(axis: str, group: ProcessGroup | None = None) -> ProcessGroup | N
 
 
 def describe_rank() -> str:
-    """Name this rank for messages: `rank 5 (dp0 pp1 cp0 tp1)`, or `rank 5` with no manager.
+    """Return this rank's name for messages: `rank 5 (dp0 pp1 cp0 tp1)`; `rank 5` without a manager.
 
-    Where experts have a view of their own, it says the place in it too:
+    If the grid is not plain, it includes the expert coordinates:
     `rank 5 (dp0 pp1 cp0 tp1 edp0 ep1 etp0)`.
     """
     manager = get_process_group_manager()

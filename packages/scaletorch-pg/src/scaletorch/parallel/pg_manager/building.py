@@ -1,6 +1,6 @@
-"""Names that the strategies take of this package beside its users', for whoever builds another.
+"""Names for authors of strategies, in addition to the package's public names.
 
-Recorded and versioned like the rest: a patch release changes nothing here.
+They are recorded and versioned like the public ones: a patch release changes none of them.
 """
 
 from .digests import digest, digest_text

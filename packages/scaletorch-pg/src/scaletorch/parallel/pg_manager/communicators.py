@@ -1,19 +1,19 @@
-"""The communicators that the groups of a layout need on a device, counted without making any."""
+"""The number of communicators that a layout needs on a device, computed without creating any."""
 
 from __future__ import annotations
 
 from .grid import Grid
 
-# The axes a manager has groups for, in the order in which every rank makes them.
+# The axes that have groups in a manager, in the order in which every rank creates them.
 AXES = ("tp", "cp", "pp", "dp", "cp_dp", "pp_dp", "ep", "edp", "etp", "world")
 
 
 def count_communicators(grid: Grid) -> int:
-    """Return how many communicators of a device each rank has by the groups of its grid.
+    """Return the number of device communicators that each rank has for the groups of its grid.
 
-    Equal groups share one, and a group of one rank has none. A pipeline of all ranks has one beside
-    WORLD's. Those that a model asks for are not counted: of tied parameters' owners, of whoever
-    makes groups of its own.
+    Equal groups share one, and a group of one rank has none. A pipeline of all ranks has one in
+    addition to WORLD's. Groups created for a model are not counted, such as those of the owners of
+    tied parameters.
 
     Example:
         >>> count_communicators(Grid(tp=2, dp=2))
@@ -32,15 +32,16 @@ def count_communicators(grid: Grid) -> int:
     whole = _strides(stage, set(stage))
     if grid.pp == 1:
         return len(found | {whole} if whole else found)
-    # Groups that stages share: pp itself, pp_dp and WORLD, of which some are the same ranks.
+    # Groups across stages: pp, pp_dp and WORLD, some of which may have the same ranks.
     across = {(), _strides(stage, {"dp"}), whole}
+    # With one rank per stage, pp contains all ranks and has a communicator apart from WORLD's.
     return len(found) + len(across) + (not whole)
 
 
 def _strides(sizes: dict[str, int], names: set[str]) -> tuple[tuple[int, int], ...]:
-    """Return stride and size of each run of axes, the fastest first; neighbours are one run.
+    """Return the stride and size of each run of adjacent axes, fastest first.
 
-    Two groups of a stage are the same ranks if these are the same.
+    Two groups of a stage contain the same ranks if their strides and sizes are equal.
     """
     runs: list[tuple[int, int]] = []
     stride = 1

@@ -1,4 +1,4 @@
-"""Digests of tensors, which tell different bits apart."""
+"""Digests of tensors, which differ if the bits differ."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-WIDTH = 1021  # sums that a tensor is folded into; a prime, so that no shape falls in step with it
+WIDTH = 1021  # number of sums that a tensor is folded into; a prime, so no shape aligns with it
 
 
 @torch.no_grad()
 def digest(tensor: Tensor) -> Tensor:
-    """Return a number that differs if the bits differ, always if they do in one element alone.
+    """Return a number that differs if the bits differ; this is certain for one changed element.
 
-    Reads the tensor once, on its device. Many differences cancel by chance alone, or if words
-    of 8 bytes have only changed places, a multiple of 1021 apart.
+    Reads the tensor once, on its device. Several changes cancel only by chance, or if words of 8
+    bytes swapped places at a distance that is a multiple of 1021.
 
     Args:
         tensor: Any shape and dtype.
@@ -36,7 +36,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def digest_text(tensor: Tensor) -> str:
-    """Return a tensor's digest as text; one on the meta device has no values yet."""
+    """Return a tensor's digest as text; "none" for a meta tensor, which has no values."""
     if tensor.is_meta:
         return "none"
     dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
@@ -44,7 +44,7 @@ def digest_text(tensor: Tensor) -> str:
 
 
 def _words(flat: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor as words of 8, filled up with zeros."""
+    """Return the bytes of a contiguous tensor as 8-byte words, padded with zeros."""
     size = flat.element_size()
     if flat.numel() * size % 8:
         flat = nn.functional.pad(flat.view(torch.uint8), (0, -flat.numel() * size % 8))
@@ -55,7 +55,7 @@ def _words(flat: Tensor) -> Tensor:
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    """Return odd numbers: a product with one is never 0 modulo 2^64, but for 0."""
+    """Return odd numbers: no nonzero number times one of them is 0 modulo 2^64."""
     generator = torch.Generator().manual_seed(WIDTH)
     drawn = torch.randint(-(2**62), 2**62, (WIDTH,), generator=generator)
     return (drawn * 2 + 1).to(device)

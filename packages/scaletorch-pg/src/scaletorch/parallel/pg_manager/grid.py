@@ -11,18 +11,18 @@ from ...dist.errors import InvalidArgumentError
 
 
 def exchange(number: int, width: int, *, fast: int, slow: int) -> int:
-    """Count in the order (fast, slow, width) what is `number` in the order (slow, fast, width)."""
+    """Convert an index in (slow, fast, width) order to one in (fast, slow, width) order."""
     block, rest = divmod(number, width)
     slower, faster = divmod(block, fast)
     return (faster * slow + slower) * width + rest
 
 
-# Slowest first: neighbours on the line differ in etp.
+# Slowest axis first: neighbouring ranks differ in etp.
 EXPERT_AXES = ("edp", "ep", "etp")
 
 
 class ExpertCoordinates(NamedTuple):
-    """The place of a rank among the experts of its stage, slowest axis first."""
+    """A rank's coordinates on the expert axes of its stage, slowest axis first."""
 
     edp: int
     ep: int
@@ -34,15 +34,15 @@ class ExpertCoordinates(NamedTuple):
 
 
 def default_etp(ep: int, tp: int) -> int:
-    """Return the expert tensor parallel size of a grid for which none was said.
+    """Return the default expert tensor parallel size.
 
-    Without expert parallelism experts are cut as all other layers are; with it they are whole.
+    Without expert parallelism experts are sharded over tp like other layers; with it, not.
     """
     return tp if ep == 1 else 1
 
 
 def wrong_fold(ep: int, etp: int, *, tp: int, cp: int, dp: int) -> str | None:
-    """Return the message for sizes that do not fold the ranks of a stage; None if they do."""
+    """Return an error message if `ep` and `etp` do not divide the ranks of a stage, else None."""
     if etp not in (1, tp):
         legal = "1" if tp == 1 else f"1 (whole experts) or the tp size {tp}"
         return f"etp size must be {legal}, got {etp}"
@@ -57,7 +57,7 @@ def wrong_fold(ep: int, etp: int, *, tp: int, cp: int, dp: int) -> str | None:
 
 
 def nearest_divisors(wanted: int, number: int, count: int = 3) -> list[int]:
-    """Return the divisors of `number` that are `wanted` times the smallest factor, best first."""
+    """Return the divisors of `number` nearest to `wanted` by ratio, best first."""
     return sorted(divisors(number), key=lambda size: abs(math.log(size / wanted)))[:count]
 
 
@@ -69,14 +69,14 @@ def divisors(number: int) -> list[int]:
 
 # Slowest axis first: neighbouring ranks differ in tp.
 ORDER = ("dp", "pp", "cp", "tp")
-# The view of experts, which counts the ranks stage by stage.
+# The axes of experts, which number the ranks stage by stage.
 EXPERT_ORDER = ("pp", *EXPERT_AXES)
 # Other names for all four axes joined.
 WHOLE = ("world", "all")
 
 
 class Coordinates(NamedTuple):
-    """The place of a rank in the grid, slowest axis first."""
+    """A rank's coordinates in the grid, slowest axis first."""
 
     dp: int
     pp: int
@@ -89,14 +89,14 @@ class Coordinates(NamedTuple):
 
 
 class RingNeighbours(NamedTuple):
-    """Global ranks that a rank sends to and receives from when data goes round its group."""
+    """Global ranks that a rank sends to and receives from in its group's ring."""
 
     send: int
     recv: int
 
 
 class PipelineNeighbours(NamedTuple):
-    """Global ranks of the stages before and after a rank's; None at the ends."""
+    """Global ranks of the previous and next pipeline stage; None at the ends."""
 
     prev: int | None
     next: int | None
@@ -104,29 +104,29 @@ class PipelineNeighbours(NamedTuple):
 
 @dataclass(frozen=True, slots=True, init=False)
 class Grid:
-    """The layout of `tp * cp * pp * dp` ranks, TP fastest, and the view that experts have of it.
+    """The layout of `tp * cp * pp * dp` ranks, TP fastest, with a second set of axes for experts.
 
     Every method that takes an `axis` accepts `"tp"`, `"cp"`, `"pp"`, `"dp"`, any of
     them joined in any order (`"cp_dp"`, `"dp_cp"`, `"pp_cp_tp"`), and `"world"` or
     `"all"`; and `"ep"`, `"edp"`, `"etp"` or a join of these. The ranks of a group ascend,
-    whatever order the axes were spelled in.
+    whatever the order of the axes in the name.
 
-    Experts are no fifth axis: the ranks of a stage, in the order (dp, cp, tp), are folded anew as
-    (edp, ep, etp), etp fastest. In the plain view, `ep` 1 and `etp` as `tp`, the edp groups are
-    those of cp_dp and the etp groups those of tp.
+    Expert parallelism is not a fifth axis: the ranks of a stage, in the order (dp, cp, tp), are
+    reshaped to (edp, ep, etp), etp fastest. A plain grid has `ep` 1 and `etp` equal to `tp`: its
+    edp groups are its cp_dp groups and its etp groups are its tp groups.
 
     Args:
         tp: Tensor parallel size.
         cp: Context parallel size.
         pp: Pipeline parallel size (number of stages).
         dp: Data parallel size.
-        ep: Expert parallel size: over how many ranks the experts of a layer are shared out.
-        etp: Expert tensor parallel size, 1 or `tp`; None is `tp` if `ep` is 1, and else 1.
-            `ep * etp` divides the `tp * cp * dp` ranks of a stage.
+        ep: Expert parallel size: the number of ranks that a layer's experts are divided over.
+        etp: Expert tensor parallel size, 1 or `tp`; None means `tp` if `ep` is 1, else 1.
+            `ep * etp` must divide the `tp * cp * dp` ranks of a stage.
 
     Raises:
-        InvalidArgumentError: A size that is not a positive int, or sizes of experts that do not
-            fold; the message names the nearest legal ones.
+        InvalidArgumentError: A size is not a positive int, or `ep * etp` does not divide the ranks
+            of a stage; the message names the nearest legal sizes.
 
     Example:
         >>> grid = Grid(tp=2, pp=2)
@@ -164,7 +164,7 @@ class Grid:
             raise InvalidArgumentError(problem)
 
     def __str__(self) -> str:
-        """Short form, such as `TP(2)-CP(1)-PP(2)-DP(1)`, and `-EP(2)` where experts are shared."""
+        """Short form, such as `TP(2)-CP(1)-PP(2)-DP(1)`, plus `-EP(2)` if it is not plain."""
         text = f"TP({self.tp})-CP({self.cp})-PP({self.pp})-DP({self.dp})"
         if not self.is_plain:
             text += f"-EP({self.ep})"
@@ -179,12 +179,12 @@ class Grid:
 
     @property
     def edp(self) -> int:
-        """Expert data parallel size: how many copies a stage has of each of its experts."""
+        """Expert data parallel size: the number of copies of each expert in a stage."""
         return self.tp * self.cp * self.dp // (self.ep * self.etp)
 
     @property
     def is_plain(self) -> bool:
-        """True if experts lie as all other layers do: `ep` is 1 and `etp` is `tp`."""
+        """True if experts are laid out like other layers: `ep` is 1 and `etp` is `tp`."""
         return self.ep == 1 and self.etp == self.tp
 
     def size(self, axis: str) -> int:
@@ -195,15 +195,15 @@ class Grid:
         """Return the coordinates of a global rank.
 
         Raises:
-            InvalidArgumentError: `rank` outside `0 .. world_size - 1`.
+            InvalidArgumentError: `rank` is outside `0 .. world_size - 1`.
         """
         return Coordinates(*self._place(ORDER, rank))
 
     def rank(self, *, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 0) -> int:
-        """Return the global rank at the coordinates; those left out are 0.
+        """Return the global rank at the coordinates; omitted ones are 0.
 
         Raises:
-            InvalidArgumentError: A coordinate outside its axis.
+            InvalidArgumentError: A coordinate is outside its axis.
         """
         total = 0
         for axis, index in zip(ORDER, (dp, pp, cp, tp), strict=True):
@@ -215,10 +215,10 @@ class Grid:
         return total
 
     def expert_coordinates(self, rank: int) -> ExpertCoordinates:
-        """Return the place of a global rank among the experts of its stage.
+        """Return the coordinates of a global rank on the expert axes of its stage.
 
         Raises:
-            InvalidArgumentError: `rank` outside `0 .. world_size - 1`.
+            InvalidArgumentError: `rank` is outside `0 .. world_size - 1`.
         """
         return ExpertCoordinates(*self._place(EXPERT_ORDER, rank)[1:])
 
@@ -228,13 +228,13 @@ class Grid:
         Time and memory grow with the group, not with the world.
 
         Raises:
-            InvalidArgumentError: Unknown `axis`, or `rank` outside the grid.
+            InvalidArgumentError: `axis` is unknown, or `rank` is outside the grid.
         """
         order, names = _view(axis)
         return tuple(self._ranks(order, names, self._place(order, rank)))
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """Return all groups of `axis`, by first rank; together they hold every rank once."""
+        """Return all groups of `axis`, sorted by first rank; each rank is in exactly one."""
         order, names = _view(axis)
         firsts = self._ranks(order, frozenset(order) - names, [0] * len(order))
         return [self.group(axis, first) for first in sorted(firsts)]
@@ -244,7 +244,7 @@ class Grid:
         return self.group(axis, rank).index(rank)
 
     def ring_neighbours(self, axis: str, rank: int) -> RingNeighbours:
-        """Return the next and previous rank round the `axis` group; `rank` if it is alone."""
+        """Return the next and previous rank in the ring of the `axis` group; `rank` if alone."""
         group = self.group(axis, rank)
         position = group.index(rank)
         return RingNeighbours(group[(position + 1) % len(group)], group[position - 1])
@@ -259,7 +259,7 @@ class Grid:
         )
 
     def _place(self, order: tuple[str, ...], rank: int) -> list[int]:
-        """Return the coordinates of a rank on the axes of `order`."""
+        """Return a rank's coordinates on the axes of `order`."""
         self._check_rank(rank)
         number = rank
         if order is not ORDER:
@@ -290,10 +290,10 @@ class Grid:
 
 
 def axis_names(axis: str) -> frozenset[str]:
-    """Return the single axes that a spelling names: `"dp_cp"` is `{"cp", "dp"}`.
+    """Return the single axes in a name: `"dp_cp"` is `{"cp", "dp"}`.
 
     Raises:
-        InvalidArgumentError: A spelling that is not a join of distinct axes.
+        InvalidArgumentError: The name is not a join of distinct axes.
     """
     if axis in WHOLE:
         return frozenset(ORDER)
@@ -310,6 +310,6 @@ def axis_names(axis: str) -> frozenset[str]:
 
 
 def _view(axis: str) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Return the order of axes in which `axis` is a part, and the single axes it names."""
+    """Return the axis order that contains `axis`, and the single axes it names."""
     names = axis_names(axis)
     return (ORDER if names <= frozenset(ORDER) else EXPERT_ORDER), names

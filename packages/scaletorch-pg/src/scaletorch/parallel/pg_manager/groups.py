@@ -1,9 +1,9 @@
-"""The process groups of one rank: which ones it is in, how they are made, and connected.
+"""The process groups of one rank: creating, naming and connecting them.
 
-NCCL and its like open a group's communicator at its first call, which all members must make, and
-connect two ranks when they first exchange a message; both block the host. In the middle of a step
-one of them may be waiting for a third rank. So groups are opened and connected before. Gloo
-connects all members when a group is made.
+NCCL and similar backends open a group's communicator at its first call, which all members must
+make, and connect two ranks at their first message; both block the host. In the middle of a step
+this can deadlock, if one of them waits for a third rank. So groups are opened and connected up
+front. Gloo connects all members when it creates a group.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from ...dist.errors import InvalidArgumentError, StateError
 from .communicators import AXES
 from .grid import EXPERT_AXES, Grid, axis_names
 
-# Away from the numbers that the program's own groups get.
+# Distance from the numbers of groups that the program creates itself.
 MARGIN = 1000
 
 
 def first_unused_number() -> int:
-    """Return the lowest group number that this process can offer in a new set-up."""
+    """Return the lowest group number that this process has not used yet."""
     return max(_next_number()[0], len(_torch_names()) + MARGIN)
 
 
 @contextmanager
 def numbered_from(number: int) -> Iterator[None]:
-    """Let the groups made inside the block be number `number`, `number + 1` and so on.
+    """Number the groups created in the block `number`, `number + 1` and so on.
 
-    So they have names that are equal on all members and were never used before. torch names a group
-    made by local synchronisation after its ranks and the number of groups this process holds. Two
-    mistakes follow. Where a program has made a group of some ranks only, the numbers differ between
-    ranks, and members of one new group wait under different names for ever. And a group made again
+    Their names are then the same on all members and unused so far. torch names a group created by
+    local synchronisation after its ranks and the number of groups this process holds. This goes
+    wrong in two cases. If a program created a group of only some ranks, the numbers differ between
+    ranks, and members of a new group wait under different names for ever. And a group created again
     after it was destroyed gets its old name, under which the store still holds the old members'
-    addresses: the members connect to sockets that are gone. So a set-up agrees on a number that no
-    rank has used, and this fills torch's list up to it.
+    addresses, so members connect to closed sockets. Ranks therefore agree on a number that none of
+    them has used, and this function fills torch's list up to it.
     """
     names = _torch_names()
     fillers = [object() for _ in range(number - len(names))]
@@ -66,16 +66,16 @@ def numbered_from(number: int) -> Iterator[None]:
 
 
 def _next_number() -> list[int]:
-    """Return a list of the next unused number, which vendored copies of this package share."""
+    """Return a list with the next unused number, shared with vendored copies of this package."""
     return one_per_process("group_numbers", lambda: [0])
 
 
 def _torch_names() -> dict[Any, str]:
-    # A torch that keeps no such list names groups in another way: nothing to mend then.
+    # A torch without this list names groups in another way and needs no fix.
     return getattr(getattr(c10d, "_world", None), "pg_names", {})
 
 
-# As in GroupSet, torch alone holds the groups.
+# Weak references: torch owns the groups, as in `GroupSet`.
 _made: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ReferenceType[ProcessGroup]]]
 _made = WeakKeyDictionary()
 
@@ -83,12 +83,12 @@ _made = WeakKeyDictionary()
 def groups_within(
     parent: ProcessGroup, wanted: Iterable[tuple[int, ...]], number: int
 ) -> dict[tuple[int, ...], ProcessGroup]:
-    """Return this rank's groups among those wanted; each is made once for a parent.
+    """Return those of the wanted groups that contain this rank; create each once per parent.
 
     Args:
-        parent: Where all its ranks are wanted, it is that group itself.
-        wanted: Global ranks of each group, in one order on all ranks of the parent.
-        number: From where torch's group names count, agreed by all ranks of the parent.
+        parent: The group that contains all of them; a wanted group of all its ranks is the parent.
+        wanted: Global ranks of each group, in the same order on all ranks of the parent.
+        number: First number in torch's group names, agreed by all ranks of the parent.
     """
     rank, every = get_rank(), group_ranks(parent)
     known = _made.setdefault(parent, {})
@@ -113,7 +113,7 @@ def groups_within(
 
 
 def destroy_within(parent: ProcessGroup) -> None:
-    """Destroy the groups made within another one, newest first."""
+    """Destroy the groups created within a parent group, newest first."""
     for reference in reversed(_made.pop(parent, {}).values()):
         group = reference()
         if group is not None:
@@ -124,10 +124,10 @@ _AXIS_OF = {axis_names(axis): axis for axis in AXES}
 
 
 def grouped_axis(axis: str) -> str:
-    """Return the name in `AXES` that `axis` means, such as `"cp_dp"` for `"dp_cp"`.
+    """Return the name in `AXES` for `axis`, such as `"cp_dp"` for `"dp_cp"`.
 
     Raises:
-        InvalidArgumentError: Not an axis, or one that has no process group.
+        InvalidArgumentError: `axis` is unknown or has no process group.
     """
     if axis in AXES:
         return axis
@@ -139,24 +139,24 @@ def grouped_axis(axis: str) -> str:
 
 
 class GroupSet:
-    """One rank's process group for every axis; equal sets of ranks share one group.
+    """One rank's process group for every axis; axes with equal ranks share one group.
 
-    A pipeline of all ranks has a group beside WORLD on devices with streams: a stream runs the
-    calls of a group one after another, and a message that waits would hold up all of WORLD's.
+    If the pipeline contains all ranks, it still gets a group apart from WORLD on devices with
+    streams: a stream runs the calls of a group in order, so a waiting message would block WORLD.
 
-    torch holds the groups; here are weak references. Whoever destroys the default group thus
-    frees these too, and no thread of theirs lives on to abort the interpreter at its exit.
+    torch owns the groups; this class holds weak references. Destroying the default group thus
+    frees these groups too, and none of their threads can abort the interpreter at exit.
 
-    A rank that is alone in a group of experts' axes, as in `"ep"` of every plain layout, makes it
-    if it is asked for: it needs nobody else, and most programs have no experts.
+    A group of an expert axis that contains only this rank, such as `"ep"` in a plain layout, is
+    created on first access: it needs no other rank, and most programs have no experts.
 
     Args:
         grid: The layout of the world.
-        rank: This process' global rank.
-        first_number: From where torch's group names count, agreed by all ranks.
+        rank: This process's global rank.
+        first_number: First number in torch's group names, agreed by all ranks.
 
     Raises:
-        StateError: Another rank could not make its groups; that rank raises its own error.
+        StateError: Another rank could not create its groups; that rank raises its own error.
     """
 
     def __init__(self, grid: Grid, rank: int, first_number: int) -> None:
@@ -170,7 +170,7 @@ class GroupSet:
                 self._create_all()
         except Exception as error:
             problem = error
-        # Also holds everyone until all groups stand: one that went on and closed a group would
+        # Also a barrier until all groups exist: a rank that went on and destroyed a group would
         # cut off members that are still connecting.
         failed = max(agree("the process groups", [], note=-1 if problem is None else rank))
         if failed >= 0:
@@ -180,14 +180,14 @@ class GroupSet:
             connect(group)
 
     def get(self, axis: str) -> ProcessGroup | None:
-        """Return the group of one of the `AXES`; None once it was destroyed."""
+        """Return the group of one of the `AXES`; None after it was destroyed."""
         if axis in self._alone:
             self._create_alone()
         reference = self._by_axis.get(axis)
         return None if reference is None else reference()
 
     def destroy(self) -> None:
-        """Destroy the groups made here, newest first; WORLD stays."""
+        """Destroy the groups created here, newest first; WORLD stays."""
         self._by_axis.clear()
         self._alone.clear()
         while self._created:
@@ -197,9 +197,9 @@ class GroupSet:
                 torch_dist.destroy_process_group(group)
 
     def _create_all(self) -> None:
-        # Where a group of one axis is a group of another, all groups are: each is a stride within
-        # blocks. So all ranks take a group or all make one, and the order below is everyone's
-        # order, as local synchronisation needs it.
+        # If one group of an axis equals a group of another axis, all its groups do, because each is
+        # a stride within blocks. So all ranks either reuse a group or create one, and all create
+        # them in the same order, as local synchronisation requires.
         made = {group_ranks(): get_default_group()}
         for axis in AXES:
             members = self._grid.group(axis, self._rank)
@@ -216,7 +216,7 @@ class GroupSet:
             self._by_axis[axis] = ref(group)
 
     def _create_alone(self) -> None:
-        """Make the group of this rank alone, for all axes that want it."""
+        """Create the group of only this rank, for all axes that need it."""
         with numbered_from(first_unused_number()):
             group = _new_group(self._grid, self._alone[0], (self._rank,))
         self._created.append(ref(group))
@@ -232,7 +232,7 @@ def _failure(rank: int, failed: int) -> str:
 
 
 def _is_mpi() -> bool:
-    """Return whether all ranks must make each group together."""
+    """Return whether all ranks must take part in creating each group."""
     return get_backend() == "mpi"
 
 
@@ -242,7 +242,7 @@ def _new_group(grid: Grid, axis: str, members: tuple[int, ...]) -> ProcessGroup:
     if not _is_mpi():
         group = torch_dist.new_group(list(members), use_local_synchronization=True, **options)
         return group
-    for ranks in grid.groups(axis):  # MPI needs all ranks to make a group of some
+    for ranks in grid.groups(axis):  # with MPI all ranks take part in creating every group
         made = torch_dist.new_group(list(ranks), **options)
         if ranks == members:
             group = made
@@ -250,26 +250,26 @@ def _new_group(grid: Grid, axis: str, members: tuple[int, ...]) -> ProcessGroup:
 
 
 def has_streams(group: ProcessGroup | None = None) -> bool:
-    """Return whether streams of a device run the calls of a group, by default the default group."""
+    """Return whether device streams run the calls of `group` (default: the default group)."""
     return get_comm_device(group).type != "cpu"
 
 
 def connect(group: ProcessGroup | None, pairs: Iterable[tuple[int, int]] = ()) -> None:
-    """Open a group, and connect pairs of its ranks both ways; all ranks call it.
+    """Open a group's communicator and connect pairs of its ranks in both directions.
 
-    Every rank goes through the pairs in the same order, so none waits for a rank that waits for it.
+    All ranks call this. They visit the pairs in the same order, so it cannot deadlock.
 
     Args:
-        group: The ranks. Nothing happens on the CPU or for one rank.
-        pairs: Their places in the group, the lower one first; the same on every rank.
+        group: The ranks. Does nothing on the CPU or for one rank.
+        pairs: Pairs of group ranks, the lower one first; the same on every rank.
     """
     if group is None or group.size() == 1 or not has_streams(group):
         return
     ranks, device = group_ranks(group), get_comm_device(group)
     own = ranks.index(get_rank())
-    # A batch of messages between some of the ranks may not be the first call on a communicator.
+    # The first call on a communicator must not be a batch of messages between only some ranks.
     all_reduce(torch.zeros(1, device=device), group=group)
-    for low, high in sorted(pairs, key=lambda pair: (pair[0] % 2, pair)):  # every other at a time
+    for low, high in sorted(pairs, key=lambda pair: (pair[0] % 2, pair)):  # disjoint pairs first
         if own in (low, high):
             peer = ranks[low + high - own]
             sent, received = torch.zeros(1, device=device), torch.empty(1, device=device)
@@ -277,7 +277,7 @@ def connect(group: ProcessGroup | None, pairs: Iterable[tuple[int, int]] = ()) -
 
 
 def connect_all(group: ProcessGroup | None) -> None:
-    """Connect all pairs of a group's ranks, for its all-to-alls; all ranks call it."""
+    """Connect all pairs of a group's ranks, as all-to-all needs; all ranks call it."""
     if group is None or group.size() == 1 or not has_streams(group):
         return
     ones = [1] * group.size()

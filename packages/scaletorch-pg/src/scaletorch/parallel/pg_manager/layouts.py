@@ -1,4 +1,4 @@
-"""Layouts for people: those that fit a world, the nearest to a wrong one, their short names."""
+"""Layouts: their short names, all that fit a world size, and the nearest to one that does not."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from ...dist.errors import InvalidArgumentError
 from .grid import Grid, divisors, nearest_divisors
 
-# The cost of changing an axis to the program: more data parallelism changes nothing but speed,
-# another tensor parallel size reshapes every weight.
+# Cost to the program of changing an axis: dp changes only speed, tp reshapes every weight.
 _COST = {"dp": 1, "pp": 2, "cp": 2, "tp": 3, "ep": 2}
 _AXIS = r"(dp|pp|cp|tp|ep|etp)(\d+)"
 
 
 def layout_name(grid: Grid) -> str:
-    """Write a layout as `dp x pp x cp x tp`, such as `2x1x2x2`, `2x1x2x2-ep4` or `-ep2-etp2`."""
+    """Return a layout as `dp x pp x cp x tp`, such as `2x1x2x2`, `2x1x2x2-ep4` or `-ep2-etp2`."""
     name = f"{grid.dp}x{grid.pp}x{grid.cp}x{grid.tp}"
     name += "" if grid.ep == 1 else f"-ep{grid.ep}"
     usual = Grid(tp=grid.tp, cp=grid.cp, pp=grid.pp, dp=grid.dp, ep=grid.ep).etp
@@ -24,12 +23,11 @@ def layout_name(grid: Grid) -> str:
 
 
 def parse_layout(text: str) -> Grid:
-    """Read `2x1x2x2`, `2x1x2x2-ep4` or `2x1x2x2-ep2-etp2`, or axes by name: `dp2-tp2`, `dp4-ep2`.
+    """Parse `2x1x2x2`, `2x1x2x2-ep4` or `2x1x2x2-ep2-etp2`, or axes by name: `dp2-tp2`, `dp4-ep2`.
 
     Raises:
-        InvalidArgumentError: The text is not four positive numbers joined by x, with perhaps -ep
-            and -etp behind them, nor axes with their sizes; or these do not fold the ranks of a
-            stage.
+        InvalidArgumentError: The text has neither form, a size is 0, or `ep * etp` does not
+            divide the ranks of a stage.
     """
     named = re.sub(r"^(\d+)x(\d+)x(\d+)x(\d+)(?=-|$)", r"dp\1-pp\2-cp\3-tp\4", text, flags=re.ASCII)
     words = [re.fullmatch(_AXIS, word, re.ASCII) for word in named.split("-")]
@@ -44,10 +42,10 @@ def parse_layout(text: str) -> Grid:
 
 
 def legal_layouts(world_size: int) -> Iterator[Grid]:
-    """Return every layout of `world_size` ranks, each with the plain view of experts.
+    """Return every plain layout (`ep` 1) of `world_size` ranks.
 
     Raises:
-        InvalidArgumentError: Less than one rank.
+        InvalidArgumentError: `world_size` is less than 1.
     """
     _require_whole("world_size", world_size, 1)
     return _layouts(world_size)
@@ -61,13 +59,14 @@ def _layouts(world_size: int) -> Iterator[Grid]:
 
 
 def nearest_layouts(asked: Grid, world_size: int, count: int = 3) -> list[Grid]:
-    """Return layouts of `world_size` ranks that change `asked` least, best first.
+    """Return the layouts of `world_size` ranks that are nearest to `asked`, best first.
 
-    Fewest axes changed come first, then the smallest factors, with dp the cheapest to change
-    and tp the dearest. Each has the ep size nearest to the one asked for that folds its ranks.
+    Layouts are sorted by the number of axes that change, then by the factors of the changes; dp is
+    cheapest to change and tp dearest. Each has the legal ep size nearest to that of `asked`.
 
     Raises:
-        InvalidArgumentError: `asked` is no layout, less than one rank, or a negative count.
+        InvalidArgumentError: `asked` is not a `Grid`, `world_size` is less than 1, or `count` is
+            negative.
     """
     if not isinstance(asked, Grid):
         raise InvalidArgumentError(f"asked must be a Grid, got {type(asked).__name__}")
@@ -77,18 +76,18 @@ def nearest_layouts(asked: Grid, world_size: int, count: int = 3) -> list[Grid]:
 
 
 def _with_experts(grid: Grid, asked: Grid) -> Grid:
-    """Return a plain layout with a view of experts that is as near to `asked` as it allows."""
+    """Return the layout with the legal ep and etp sizes nearest to those of `asked`."""
     if asked.is_plain:
         return grid
     etp = 1 if asked.etp == 1 else grid.tp
     ep = nearest_divisors(asked.ep, grid.size("tp_cp_dp") // etp)[0]
     if ep == 1 != asked.ep:
-        return grid  # no experts to share out: their own view has no use
+        return grid  # experts are not divided: a plain grid is enough
     return Grid(tp=grid.tp, cp=grid.cp, pp=grid.pp, dp=grid.dp, ep=ep, etp=etp)
 
 
 def wrong_product(asked: Grid, world_size: int) -> str:
-    """Return the message for a layout whose product is not the number of ranks."""
+    """Return the error message for a layout whose size is not the world size."""
     near = ", ".join(_sizes(grid) for grid in nearest_layouts(asked, world_size))
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     return (
@@ -105,10 +104,10 @@ def _sizes(grid: Grid) -> str:
 
 
 def place_text(grid: Grid, rank: int) -> str:
-    """Write a rank's coordinates, with those among experts where these have a view of their own.
+    """Return a rank's coordinates as text, with the expert axes if the grid is not plain.
 
     Raises:
-        InvalidArgumentError: `rank` outside the grid.
+        InvalidArgumentError: `rank` is outside the grid.
     """
     place = str(grid.coordinates(rank))
     return place if grid.is_plain else f"{place} {grid.expert_coordinates(rank)}"
@@ -123,4 +122,4 @@ def _distance(asked: Grid, grid: Grid) -> tuple[int, float, tuple[int, ...]]:
     factors = {axis: getattr(grid, axis) / getattr(asked, axis) for axis in _COST}
     changed = sum(factor != 1 for factor in factors.values())
     effort = sum(_COST[axis] * abs(math.log2(factor)) for axis, factor in factors.items())
-    return changed, effort, (-grid.tp, -grid.cp, -grid.pp)  # the last one only settles ties
+    return changed, effort, (-grid.tp, -grid.cp, -grid.pp)  # the last entry only breaks ties

@@ -1,8 +1,8 @@
-"""The one loss rule: token losses are summed, and divided by the tokens of the global batch.
+"""The loss of all strategies: the sum of token losses divided by the tokens of the global batch.
 
-Every strategy, the pipeline's default loss and `scaletorch.compose` take it from here. The mean is
-the global one, the same on every rank; each rank's backward gives its own gradients, which are to
-be summed over the ranks.
+Every strategy, the pipeline's default loss and `scaletorch.compose` use it. The mean is global and
+the same on every rank. Each rank's backward gives only its own contribution to the gradients, which
+must be summed over the ranks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
     Args:
         logits: [B, L, V] floating point.
-        labels: [B, L] int64, aligned with the logits, -100 for tokens that do not count.
+        labels: [B, L] int64, aligned with the logits, -100 for ignored tokens.
 
     Raises:
-        InvalidArgumentError: Shapes that do not belong together.
+        InvalidArgumentError: The shapes do not match.
     """
     if logits.shape[:-1] != labels.shape:
         raise InvalidArgumentError(
@@ -52,16 +52,16 @@ def global_token_count(
     """Count the valid tokens of the global batch.
 
     Args:
-        labels: This rank's labels as the loss sees them, integers of any shape; or those of all
-            micro-batches of the step.
-        ignore_index: The label that does not count.
+        labels: This rank's labels as the loss sees them, integers of any shape; or an iterable of
+            those of all microbatches of the step.
+        ignore_index: The label of ignored tokens.
         group: The ranks that share the batch, by default the `cp_dp` axis.
 
     Returns:
         The number of labels other than `ignore_index` over all ranks of the group.
 
     Raises:
-        InvalidArgumentError: Labels that are not integer tensors.
+        InvalidArgumentError: Labels are not integer tensors.
     """
     count = 0
     if not isinstance(labels, Iterable):
@@ -81,8 +81,8 @@ def global_token_mean(
 ) -> Tensor:
     """Return the mean loss over the global batch, the same on every rank.
 
-    Each rank's backward gives its own gradients: they are to be summed over the ranks,
-    as wrappers of `op="sum"`, the default, do.
+    Each rank's backward gives only its own contribution to the gradients. Sum them over the ranks,
+    as wrappers with `op="sum"` (the default) do.
 
     Args:
         loss_sum: The sum of this rank's token losses, one floating-point element.
@@ -91,8 +91,8 @@ def global_token_mean(
         group: The ranks that share the batch, by default the `cp_dp` axis.
 
     Returns:
-        The sum of all ranks' `loss_sum` divided by the sum of all counts; 0 with zero gradients
-        if that is 0. Of the shape and dtype of `loss_sum`.
+        The sum of all ranks' `loss_sum` divided by the sum of all counts, or 0 with zero gradients
+        if all counts are 0. Same shape and dtype as `loss_sum`.
 
     Raises:
         InvalidArgumentError: `loss_sum` is not one floating-point element, or `count` is not
@@ -102,7 +102,7 @@ def global_token_mean(
 
 
 def mean_over(loss_sum: Tensor, count: int | float | Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return the mean as `global_token_mean` over exactly this group; None is one process."""
+    """Return the mean of `global_token_mean` over exactly this group; None means one process."""
     if (
         not isinstance(loss_sum, Tensor)
         or not loss_sum.is_floating_point()
@@ -117,7 +117,7 @@ def mean_over(loss_sum: Tensor, count: int | float | Tensor, group: ProcessGroup
         raise InvalidArgumentError(message)
     total = _sum_counts(number, group)
     if total == 0:
-        # The graph stays, so that backward reaches the parameters and their hooks on this rank.
+        # Keep the graph, so that backward reaches the parameters and their hooks on this rank.
         return loss_sum.nan_to_num(0.0, 0.0, 0.0) * 0.0
     if group is not None:
         wide = loss_sum.to(torch.promote_types(loss_sum.dtype, torch.float32))
@@ -126,12 +126,12 @@ def mean_over(loss_sum: Tensor, count: int | float | Tensor, group: ProcessGroup
 
 
 def _sum_counts(number: int | float, group: ProcessGroup | None) -> int | float:
-    """Sum a number over the group: whole ones exactly, others in float64."""
+    """Sum a number over the group: integers exactly, others in float64."""
     if group is None:
         return number
     whole = isinstance(number, int)
-    # A rank with a whole number must learn that another has a fraction: both are 8 bytes, and a
-    # reduction would add up the bits without a word.
+    # A rank with an integer must learn that another rank has a float: both have 8 bytes, and a
+    # reduction would silently add integer and float bits.
     parts = torch.tensor([number if whole else 0, 0 if whole else 1])
     all_reduce(parts, "sum", group=group)
     total, fractional = parts.tolist()

@@ -1,4 +1,4 @@
-"""The process group manager: one rank's place in the grid, with a group for every axis."""
+"""The process group manager: one rank's coordinates in the grid and a process group per axis."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ _current: ProcessGroupManager | None = None
 class ProcessGroupManager(AxisAttributes):
     """This rank's coordinates, process groups and neighbours in a `Grid`.
 
-    Every rank of the default group must make one, with the same sizes. Only the groups this rank
-    is in are made, each set of ranks once, with the timeout of the default group. In one process
-    without torch.distributed all groups are None. The attributes of the axes are listed at
-    `AxisAttributes`.
+    Every rank of the default group must create one, with the same sizes. It creates only the
+    groups that contain this rank, with the timeout of the default group; axes with equal ranks
+    share one group. Without torch.distributed all groups are None. `AxisAttributes` lists the
+    attributes of each axis.
 
     Args:
         tp_size: Tensor parallel size.
         cp_size: Context parallel size.
         pp_size: Pipeline parallel size.
         dp_size: Data parallel size; the product of the four is the world size.
-        ep_size: Expert parallel size: over how many ranks of a stage experts are shared out.
-        etp_size: Expert tensor parallel size, 1 or `tp_size`; None is `tp_size` if `ep_size` is
-            1, and else 1.
+        ep_size: Expert parallel size: the number of ranks that a layer's experts are divided over.
+        etp_size: Expert tensor parallel size, 1 or `tp_size`; None means `tp_size` if `ep_size`
+            is 1, else 1.
 
     Attributes:
-        grid: The layout, with its view of experts.
-        global_rank: This process' rank in the world.
-        local_rank: This process' rank on its machine.
-        cp_send_rank: Global rank that is next round the cp ring.
-        cp_recv_rank: Global rank that is before this one round the cp ring.
+        grid: The layout, with its expert axes.
+        global_rank: This process's rank in the world.
+        local_rank: This process's rank on its host.
+        cp_send_rank: Global rank of the next rank in the cp ring.
+        cp_recv_rank: Global rank of the previous rank in the cp ring.
         pp_is_first_stage: Whether this rank holds the first pipeline stage.
         pp_is_last_stage: Whether this rank holds the last pipeline stage.
         pp_prev_rank: Global rank of the previous stage, None at the first.
         pp_next_rank: Global rank of the next stage, None at the last.
 
     Raises:
-        InvalidArgumentError: Sizes that are no layout, or whose product is not the world size.
-        MismatchError: On every rank, if ranks were given different sizes.
-        StateError: Another rank could not make its groups.
+        InvalidArgumentError: The sizes are invalid, or their product is not the world size.
+        MismatchError: Ranks were given different sizes; raised on every rank.
+        StateError: Another rank could not create its groups.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ProcessGroupManager(AxisAttributes):
                 or `"world"`.
 
         Raises:
-            InvalidArgumentError: Not an axis, or one that has no process group.
+            InvalidArgumentError: `axis` is unknown or has no process group.
             StateError: The manager was destroyed, or its default group was.
         """
         name = grouped_axis(axis)
@@ -109,10 +109,10 @@ class ProcessGroupManager(AxisAttributes):
             raise StateError(message)
         return None if self._groups is None else self._groups.get(name)
 
-    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+    if not TYPE_CHECKING:  # else a type checker accepts any attribute name
 
         def __getattr__(self, name: str) -> ProcessGroup | None:
-            """Return the group of an axis by its flat name, `{axis}_group`."""
+            """Return the group of an axis for the attribute `{axis}_group`."""
             if name.endswith("_group") and name in AxisAttributes.__annotations__:
                 return self.group(name.removesuffix("_group"))
             message = f"{type(self).__name__!r} object has no attribute {name!r}"
@@ -120,7 +120,7 @@ class ProcessGroupManager(AxisAttributes):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """A DeviceMesh `("dp", "pp", "cp", "tp")` over the same groups, made when first asked.
+        """A DeviceMesh `("dp", "pp", "cp", "tp")` over the same groups, created on first access.
 
         Slice it for FSDP2, DTensor and torch.distributed.checkpoint: `device_mesh["dp"]`.
 
@@ -131,10 +131,10 @@ class ProcessGroupManager(AxisAttributes):
 
     @property
     def expert_mesh(self) -> DeviceMesh:
-        """A DeviceMesh `("edp", "pp", "ep", "etp")` over the same groups, made when first asked.
+        """A DeviceMesh `("edp", "pp", "ep", "etp")` over the same groups, created on first access.
 
-        It describes experts as `device_mesh` does the other layers: `expert_mesh["edp"]` shards
-        or replicates an expert's copies, and `Shard(0)` over `"ep"` is who holds which experts.
+        It is for experts what `device_mesh` is for other layers: shard or replicate the copies of
+        an expert over `expert_mesh["edp"]`; `Shard(0)` over `"ep"` divides experts among ranks.
 
         Raises:
             StateError: Without torch.distributed there are no groups to describe.
@@ -153,7 +153,7 @@ class ProcessGroupManager(AxisAttributes):
         return self._meshes[name]
 
     def get_info(self) -> dict[str, Any]:
-        """Layout, place and groups as plain data (ints, strings, lists, dicts)."""
+        """Return layout, coordinates and groups as plain data (ints, strings, lists, dicts)."""
         return {
             "layout": str(self.grid),
             "world_size": self.world_size,
@@ -169,14 +169,14 @@ class ProcessGroupManager(AxisAttributes):
         }
 
     def destroy(self) -> None:
-        """Destroy the groups made here; WORLD stays, and a second call does nothing."""
+        """Destroy the groups created here; WORLD stays, and a second call does nothing."""
         if self._groups is not None and self.is_alive():
             self._groups.destroy()
         self._meshes.clear()
         self._destroyed = True
 
     def is_alive(self) -> bool:
-        """Return True if the groups exist: neither they nor the default group were destroyed."""
+        """Return whether the groups exist: neither they nor the default group were destroyed."""
         if self._destroyed:
             return False
         if self._groups is None:
@@ -189,12 +189,12 @@ def setup_process_group_manager(
     tp_size: int = 1, cp_size: int = 1, pp_size: int = 1, dp_size: int = 1,
     ep_size: int = 1, etp_size: int | None = None,
 ) -> ProcessGroupManager:  # fmt: skip
-    """Make the current manager; all ranks call this, once.
+    """Create the current manager; all ranks call this, once.
 
     Raises:
-        StateError: There is one already.
-        InvalidArgumentError: Sizes that are no layout, or whose product is not the world size.
-        MismatchError: On every rank, if ranks were given different sizes.
+        StateError: A manager is set up already.
+        InvalidArgumentError: The sizes are invalid, or their product is not the world size.
+        MismatchError: Ranks were given different sizes; raised on every rank.
     """
     global _current
     old = get_process_group_manager()
@@ -211,18 +211,18 @@ def setup_process_group_manager(
 def get_process_group_manager() -> ProcessGroupManager | None:
     """Return the current manager, or None.
 
-    A manager ends with the default group it was made in: after `cleanup_dist` there is none.
+    A manager lives as long as its default group: after `cleanup_dist` there is none.
     """
     return _current if _current is not None and _current.is_alive() else None
 
 
 def __rank_state__() -> bool:
-    """Tell test ranks, which are used again, whether a manager was left set up."""
+    """Return whether a manager is set up, so that reused test ranks notice a leftover one."""
     return get_process_group_manager() is not None
 
 
 def destroy_process_group_manager() -> None:
-    """Destroy the current manager and the groups it made; does nothing if there is none.
+    """Destroy the current manager and the groups it created; do nothing if there is none.
 
     All ranks call this; the default group stays.
     """
@@ -233,17 +233,17 @@ def destroy_process_group_manager() -> None:
 
 
 def _agreed_grid(make: Callable[[], Grid]) -> tuple[Grid, int]:
-    """Compare the sizes over the ranks, and with the world's.
+    """Check that all ranks were given the same sizes and that they fit the world size.
 
     Returns:
-        The layout, and the number from which groups are named: the highest that any rank offers.
+        The layout, and the first number for group names: the highest of all ranks' unused numbers.
     """
     grid = Grid()
     problem: InvalidArgumentError | None = None
     try:
         grid = make()
     except InvalidArgumentError as error:
-        problem = error  # raised once the others know of it
+        problem = error  # raised after the other ranks know of it
     numbers = agree("the layout", [str(grid)], error=problem, note=first_unused_number())
     world_size = get_world_size()
     if grid.world_size != world_size:

@@ -1,4 +1,4 @@
-"""The grid described to the rest of PyTorch: a DeviceMesh over groups that exist already."""
+"""The grid as a PyTorch DeviceMesh, over process groups that exist already."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...dist import get_comm_device
 from .grid import ORDER, Grid
 
-# Dimensions of the view of experts; for FSDP2 the copies stand before what is shared out.
+# Mesh dims of experts; FSDP2 wants the replicating dim (edp) before the sharding one (ep).
 EXPERT_DIMS = ("edp", "pp", "ep", "etp")
 
 
@@ -28,7 +28,7 @@ def make_device_mesh(grid: Grid, group_of: Callable[[str], ProcessGroup | None])
 
 
 def make_expert_mesh(grid: Grid, group_of: Callable[[str], ProcessGroup | None]) -> DeviceMesh:
-    """Make a mesh of shape [EDP, PP, EP, ETP], whose ranks are those of the view of experts.
+    """Make a mesh of shape [EDP, PP, EP, ETP], the expert axes of the grid.
 
     Args:
         grid: The layout.

@@ -1,4 +1,4 @@
-"""Helpers of all strategies for modules: modes, classes, copies, names, marks, watchers."""
+"""Module helpers for all strategies: modes, classes, copies, names, marks, output watchers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .axis import describe_rank
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into eval mode; afterwards each module has the mode that it had."""
+    """Put a model into eval mode inside the block; then restore each module's mode."""
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
@@ -35,9 +35,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def eagerly() -> Iterator[None]:
-    """Run compiled modules as they are written, so that their operations and graphs can be seen.
+    """Run compiled modules eagerly, so that their operations and autograd graphs are visible.
 
-    The compiler skips for good what it first meets under a dispatch mode; here it meets nothing.
+    The compiler skips a function for good if it first sees it under a dispatch mode; inside this
+    block it sees none.
     """
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
         yield
@@ -52,13 +53,13 @@ _SUBCLASSES: dict[tuple[type[nn.Module], type[nn.Module], str], type[Any]] = {}
 
 
 def class_before(mixin: type[nn.Module], own: type[nn.Module], name: str) -> type[Any]:
-    """Return the class of that name of a mixin and then a module's own class.
+    """Return a class called `name` with the bases (`mixin`, `own`).
 
-    It is made once, so that modules of one class stay of one class.
+    It is created once, so that modules of the same class stay of the same class.
     """
     key = mixin, own, name
     if key not in _SUBCLASSES:
-        # Who asks where a class comes from means the module's own one.
+        # Report the origin and docstring of the module's own class.
         place = {"__module__": own.__module__, "__doc__": own.__doc__}
         _SUBCLASSES[key] = types.new_class(
             name, (mixin, own), exec_body=lambda namespace: namespace.update(place)
@@ -67,18 +68,18 @@ def class_before(mixin: type[nn.Module], own: type[nn.Module], name: str) -> typ
 
 
 def deep_copy(module: M, own: Callable[[Any], M] | None, memo: dict[int, Any]) -> M:
-    """Return a deep copy of a module that refuses to be pickled, which copies are made by.
+    """Return a deep copy of a module that refuses pickling, which `copy` relies on.
 
     Args:
-        module: Of a class that a strategy made.
-        own: The `__deepcopy__` of the module's own class, if it has one.
-        memo: What has been copied.
+        module: A module whose class a strategy created.
+        own: The `__deepcopy__` of the module's own class, or None.
+        memo: The memo of `copy.deepcopy`.
     """
     return own(memo) if own is not None else _twin(module, partial(copy.deepcopy, memo=memo), memo)
 
 
 def shallow_copy(module: M) -> M:
-    """Return a shallow copy of such a module."""
+    """Return a shallow copy of a module that refuses pickling."""
     return _twin(module, dict, {})
 
 
@@ -91,10 +92,10 @@ def _twin(module: M, copied: Callable[[Any], Any], memo: dict[int, Any]) -> M:
 
 
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the dotted names that a pattern matches as a whole.
+    """Return the dotted names that a pattern matches in full.
 
-    `*` and `?` stand for any text and one character inside one component, a component `**` for
-    any number of components, none included; "" is the root module.
+    `*` matches any text and `?` one character inside one component; a component `**` matches any
+    number of components, including none; "" is the root module.
     """
     wild = {"*": "[^.]*", "?": "[^.]"}
     compiled = re.compile(
@@ -109,7 +110,7 @@ def matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def no_match(pattern: str, names: Iterable[str]) -> str:
-    """Return the words for a pattern that matches nothing, with the names that are nearest."""
+    """Return the error message for a pattern that matches nothing, with the nearest names."""
     close = difflib.get_close_matches(pattern.replace("**.", ""), [n for n in names if n], n=3)
     hint = f"; nearest module names: {', '.join(close)}" if close else ""
     return f"pattern '{pattern}' of the plan matches no module{hint}"
@@ -119,23 +120,23 @@ _MARK = "_scaletorch_divided"
 
 
 def mark_divided(module: nn.Module, group: ProcessGroup | None = None) -> None:
-    """Say of a module that its parameters, and those of modules in it, are divided already.
+    """Mark the parameters of a module and its submodules as divided over ranks already.
 
-    Whoever does so sends what the module needs, and says over which ranks gradients are summed.
+    The caller is responsible for the module's communication and for its gradient sums.
 
     Args:
         module: The module.
-        group: The ranks that have the others; None leaves them unsaid.
+        group: The ranks that the parameters are divided over; None if not specified.
     """
     vars(module)[_MARK] = () if group is None else tuple(group_ranks(group))
 
 
 def divided_modules(model: nn.Module, over: ProcessGroup | None = None) -> set[nn.Module]:
-    """Return the modules that are marked so, and all in them.
+    """Return the modules marked by `mark_divided` and all their submodules.
 
     Args:
         model: Any module.
-        over: Leave out what is divided over ranks of which this group has this one alone.
+        over: Leave out modules divided over ranks of which this group contains only one.
     """
     ranks = None if over is None else {*group_ranks(over)}
     marked = [module for module in model.modules() if _is_divided(module, ranks)]
@@ -147,52 +148,52 @@ def _is_divided(module: nn.Module, ranks: set[int] | None) -> bool:
     return of is not None and (ranks is None or not of or len(ranks.intersection(of)) > 1)
 
 
-Watcher = Callable[[nn.Module, Any], None]  # called with the model and the output that goes on
+Watcher = Callable[[nn.Module, Any], None]  # called with the model and its stage's output
 
 _WATCHERS, _STAGED = "_output_watchers", "_runs_as_stages"
 
 
 def watch_outputs(model: nn.Module, watcher: Watcher) -> None:
-    """Let a function see the output of each of a model's stages, once it runs as stages."""
+    """Register a function that is called with the output of each stage of a staged model."""
     vars(model).setdefault(_WATCHERS, []).append(watcher)
 
 
 def forget_watchers(model: nn.Module, kind: type) -> None:
-    """Drop the watchers that are methods of objects of a class."""
+    """Remove the watchers that are bound methods of instances of `kind`."""
     known = vars(model).get(_WATCHERS, [])
     known[:] = [each for each in known if not isinstance(getattr(each, "__self__", None), kind)]
 
 
 def mark_staged(model: nn.Module) -> None:
-    """Note that a model runs as stages, so that its own output is not what goes on."""
+    """Mark a model as running in stages, so that its own forward output is not used."""
     vars(model)[_STAGED] = True
 
 
 def runs_as_stages(model: nn.Module) -> bool:
-    """Return whether a model runs as stages, each of which shows its output."""
+    """Return whether a model runs in stages, each of which reports its output to watchers."""
     return bool(vars(model).get(_STAGED, False))
 
 
 def show_output(model: nn.Module, output: Any) -> None:
-    """Show the output of a stage to all that watch.
+    """Call all watchers of a model with the output of a stage.
 
     Args:
-        model: The model that runs as stages.
-        output: What it passes on, or what the model returns.
+        model: The model that runs in stages.
+        output: The hidden states for the next stage, or the output of the last one.
     """
     for watcher in vars(model).get(_WATCHERS, ()):
         watcher(model, output)
 
 
-_STEP = "prepare_inputs_for_generation"  # by which models of transformers generate
+_STEP = "prepare_inputs_for_generation"  # the method that marks generating models of transformers
 
 
 def refuse_generate(model: nn.Module, why: str) -> None:
-    """Let `generate` of a model, and of models of transformers within it, raise; in place.
+    """Make `generate` of a model, and of transformers models inside it, raise; in place.
 
     Args:
-        model: Its own `generate`, if it has one, calls its forward for every token.
-        why: What each rank has, for the error.
+        model: Its `generate`, if it has one, calls its forward for every token.
+        why: The clause of the error message that says what each rank holds.
     """
     for module in model.modules():
         kind = type(module)
@@ -201,7 +202,7 @@ def refuse_generate(model: nn.Module, why: str) -> None:
 
 
 def _refuse(name: str, why: str, *_: Any, **__: Any) -> NoReturn:
-    """Raise whatever is asked for.
+    """Raise an error, whatever the arguments.
 
     Raises:
         StateError: Always.

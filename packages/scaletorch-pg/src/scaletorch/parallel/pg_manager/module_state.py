@@ -1,4 +1,4 @@
-"""State that forwards leave behind, and its restoration: generators, buffers, attributes."""
+"""Save and restore the state that a forward changes: random generators, buffers, attributes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _OF_TORCH = frozenset(vars(nn.Module())) | {"_is_hf_initialized"}
 
 
 class Attributes:
-    """Attributes of modules, as they are now.
+    """A snapshot of the attributes of modules.
 
     Args:
-        modules: Whose they are.
-        every: All attributes, torch's own among them; else only numbers, texts and tuples of them
-            that a module's code keeps.
+        modules: The modules.
+        every: Save all attributes, including torch's own; else only numbers, strings, None and
+            tuples of these that the module's own code sets.
     """
 
     def __init__(self, modules: Iterable[nn.Module], *, every: bool = False) -> None:
@@ -28,11 +28,11 @@ class Attributes:
         self._held = [(module, self._of(module)) for module in modules]
 
     def changed(self) -> bool:
-        """Return whether any has another value now, is new, or is gone."""
+        """Return whether any attribute was changed, added or deleted since."""
         return any(self._of(module) != held for module, held in self._held)
 
     def put_back(self) -> None:
-        """Let them be as they were; those made since go."""
+        """Restore all attributes and delete those added since."""
         for module, held in self._held:
             for name in self._of(module).keys() - held.keys():
                 del vars(module)[name]
@@ -48,7 +48,7 @@ def _is_plain(value: object) -> bool:
 
 
 class ModuleState:
-    """Buffers and attributes of modules, as they are now; see `Attributes`."""
+    """A snapshot of the buffers and attributes of modules; see `Attributes`."""
 
     def __init__(self, modules: Iterable[nn.Module], *, every: bool = False) -> None:
         modules = [*modules]
@@ -61,18 +61,18 @@ class ModuleState:
         ]
 
     def put_back(self) -> None:
-        """Let all be as it was."""
+        """Restore all buffers and attributes."""
         self._attributes.put_back()
         with torch.no_grad():
             for module, name, buffer, values in self._buffers:
-                if not torch.equal(buffer, values):  # what backward needs may be untouched
+                if not torch.equal(buffer, values):  # a write would break a later backward
                     buffer.copy_(values)
                 module._buffers[name] = buffer
 
 
 @contextmanager
 def restored(model: nn.Module, *, every: bool = False) -> Iterator[None]:
-    """Put back, in the end, random generators, buffers and attributes; see `Attributes`."""
+    """Restore random generators, buffers and attributes after the block; see `Attributes`."""
     before, state = ModuleState(model.modules(), every=every), random.getstate()
     devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
     try:

@@ -1,4 +1,4 @@
-"""A manager under the names by which DeepSpeed and Megatron-style code ask for groups."""
+"""A manager with the method names of DeepSpeed and Megatron-style code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from ...dist.errors import InvalidArgumentError, StateError
 from .manager import ProcessGroupManager, get_process_group_manager
 
-# The names that such code has for an axis.
+# Megatron-style name -> axis.
 NAMES = {
     "tensor_model": "tp",
     "model": "tp",
@@ -23,7 +23,7 @@ NAMES = {
 
 
 def as_mpu(manager: ProcessGroupManager | None = None) -> SimpleNamespace:
-    """Return a "model parallel unit", which `deepspeed.initialize(mpu=...)` asks for its groups.
+    """Return a "model parallel unit" for `deepspeed.initialize(mpu=...)`.
 
     For each of `tensor_model`, `model` (both tp), `sequence` (cp), `pipeline_model` (pp),
     `data` (dp), `sequence_data` (cp x dp), `expert_model` (ep), `expert_tensor` (etp) and
@@ -31,17 +31,17 @@ def as_mpu(manager: ProcessGroupManager | None = None) -> SimpleNamespace:
 
     - `get_<name>_parallel_group()`, the process group,
     - `get_<name>_parallel_world_size()`, its number of ranks,
-    - `get_<name>_parallel_rank()`, this rank's place in it,
+    - `get_<name>_parallel_rank()`, this rank's index in it,
     - `get_<name>_parallel_src_rank()`, the global rank of its first member,
     - `get_<name>_parallel_group_ranks()`, the global ranks of all.
 
     Args:
-        manager: The grid; None is the current one.
+        manager: The manager; None means the current one.
 
     Raises:
         StateError: There is no manager, or it has no process groups.
-        InvalidArgumentError: A pipeline: there "model" means tp x pp, which is no axis with a
-            group, and DeepSpeed's engine runs its own pipelines alone.
+        InvalidArgumentError: The grid has pipeline stages: "model" would mean tp x pp, which has
+            no group, and DeepSpeed's engine runs only its own pipelines.
 
     Example:
         >>> engine, *_ = deepspeed.initialize(model=model, config=config, mpu=as_mpu())

@@ -1,6 +1,6 @@
-"""Functions that `torch.compile` leaves to Python: they communicate, or draw from other streams.
+"""Functions that `torch.compile` must not trace: they communicate or use other random streams.
 
-The graph ends before a call of one and another begins behind it.
+Each call of such a function is a graph break.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_hides: list[Callable[[], None]] = []  # tell the compiler to leave what is decorated here alone
+_hides: list[Callable[[], None]] = []  # each hides one decorated function from the compiler
 
 
 def uncompiled(call: Callable[P, R]) -> Callable[P, R]:
-    """Decorate what is not compiled, nor anything that it calls."""
+    """Decorate a function so that neither it nor the functions it calls are compiled."""
     return _outside(call, recursive=True)
 
 
 def around_compiled(call: Callable[P, R]) -> Callable[P, R]:
-    """Decorate what is not compiled itself, while what it calls is."""
+    """Decorate a function so that it is not compiled, but the functions it calls are."""
     return _outside(call, recursive=False)
 
 
 def _outside(call: Callable[P, R], recursive: bool) -> Callable[P, R]:
-    # `torch.compiler.disable` imports the compiler when it decorates, which takes seconds of every
-    # program that never compiles. So decorating waits until the compiler is there: it traces the
-    # first call of `outside`, finds `is_compiling` true, and meets `_hide_all`, which it cannot
-    # trace. That frame then runs in Python, and hides every decorated function, since one that
-    # was not called yet would cost a graph and a break of its own.
+    # `torch.compiler.disable` imports the compiler at decoration, which takes seconds even in a
+    # program that never compiles. So decoration waits for the compiler: it traces the first call
+    # of `outside`, takes the `is_compiling` branch, and cannot trace `_hide_all`. That frame then
+    # runs in Python and hides every decorated function at once; otherwise each function would
+    # cost a graph and a graph break at its own first call.
     hidden: list[Callable[P, R]] = []
 
     def hide() -> None:
         dynamo = importlib.import_module("torch._dynamo.decorators")
-        dynamo.skip(outside)  # from now on this wrapper itself is not traced either
+        dynamo.skip(outside)  # from now on this wrapper is not traced either
         hidden[:] = [dynamo.disable(call) if recursive else dynamo.skip(call)]
 
     @functools.wraps(call)

@@ -1,8 +1,8 @@
 """The elements that an optimizer's update depends on, found by a trial on two small matrices.
 
-An update that treats all elements the same way gives the parts of a matrix what it gives the whole.
-One that looks at norms, rows or blocks does not, whatever its class is called. A new optimizer of
-the same class and settings is tried, so that nothing of the program's own changes.
+An element-wise update is the same on the shards of a matrix as on the full matrix. An update that
+uses norms, rows or blocks is not. The trial uses a new optimizer of the same class and settings,
+so it changes nothing in the program.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-STEPS = 3  # the state of the first counts in the second, and what that changed in the third
-# Shapes, and where they are cut. Parts are longer than 128, below which some do not factor. In the
-# first no blocks fit; the second and its parts consist of whole ones, as some want it (torchao).
+STEPS = 3  # step 2 shows the state that step 1 left; step 3, how step 2 changed it
+# Shape -> cut positions. Most shards are 128 or longer; some optimizers do not factor smaller ones.
+# The first shape fits no blocks; the second and its shards are whole blocks, as torchao needs.
 SHAPES = {(259, 263): (127, 130), (256, 384): (128, 192)}
 LEARNING_RATE = 0.1
-EXACT = 1e-5  # of an update in float32, what rounding explains: elements are computed alike
+EXACT = 1e-5  # relative rounding error of float32 between equal updates
 
-# What was found, by class, step, device and settings: several parts of a program ask.
+# Results by class, step, device and settings, since several callers ask.
 _TRIED: dict[tuple[object, ...], Scope] = {}
 
 Halves = tuple[Tensor, ...]
 
 
 class Scope(IntEnum):
-    """The elements that an update of one depends on, beside the step and the settings."""
+    """The elements that the update of one depends on, apart from the step and the settings."""
 
     ELEMENT = 0
     PARAMETER = 1
@@ -39,7 +39,7 @@ class Scope(IntEnum):
 
     @property
     def words(self) -> str:
-        """The words of messages for it."""
+        """Description for messages."""
         return _WORDS[self]
 
 
@@ -53,7 +53,7 @@ _WORDS = {
 }
 
 
-# Torch's own need no trial.
+# torch's own optimizers need no trial.
 _KNOWN = {
     **dict.fromkeys(
         ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop",
@@ -66,16 +66,16 @@ _SCOPES = {getattr(torch.optim, name): scope for name, scope in _KNOWN.items()}
 
 
 def known_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether this is one of torch's own that treat all elements the same way."""
+    """Return whether this is one of torch's own element-wise optimizers."""
     return _SCOPES.get(type(optimizer)) is Scope.ELEMENT
 
 
 def update_scope(optimizer: Optimizer) -> Scope:
-    """Return how far an optimizer's update looks, the furthest of its groups.
+    """Return the scope of an optimizer's update: the widest over its parameter groups.
 
     Args:
-        optimizer: Any; another one of its class is made and tried, on its first parameter's
-            device, and random generators are left as they were.
+        optimizer: Any optimizer. A new one of its class is tried on the device of its first
+            parameter; random generators are restored.
     """
     known = _SCOPES.get(type(optimizer))
     if known is not None:
@@ -92,23 +92,23 @@ def update_scope(optimizer: Optimizer) -> Scope:
 
 
 def _try(optimizer: Optimizer, group: Mapping[str, Any], device: torch.device) -> Scope:
-    """Return the scope of an optimizer's updates with the settings of a group."""
+    """Return the scope of an optimizer's updates with the settings of one group."""
     kind, defaults = type(optimizer), optimizer.defaults
     key = kind, kind.step, device, repr(defaults), repr(group)
     if key not in _TRIED:
         try:
             _TRIED[key] = _compare(_Trial(kind, defaults, group), device)
-        except Exception:  # of a program that is not ours: it cannot be made, or takes no matrix
+        except Exception:  # third-party code: it cannot be created or takes no matrix
             _TRIED[key] = Scope.UNKNOWN
     return _TRIED[key]
 
 
 class _Trial:
-    """Makes optimizers like one that is there, and returns what they do to matrices.
+    """Creates optimizers with the settings of an existing one and returns their updates.
 
     Args:
-        kind: The class.
-        defaults: What it was made with.
+        kind: The optimizer class.
+        defaults: The `defaults` of the existing optimizer.
         group: The settings of one of its groups.
     """
 
@@ -129,33 +129,34 @@ class _Trial:
         }
 
     def updates(self, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> Halves:
-        """Return what several steps of one optimizer add to matrices; they stay as they were."""
+        """Return the sum of the updates of `STEPS` steps for each matrix, from one optimizer."""
         parameters = [torch.nn.Parameter(each.clone()) for each in weights]
         optimizer = self._kind([{**self._group, "params": parameters}], **self._arguments)
         start = getattr(optimizer, "train", None)
-        if callable(start):  # as schedule-free ones want it
+        if callable(start):  # schedule-free optimizers need it
             start()
-        # Not through hooks, which are others' and this one's caller.
+        # Bypass step hooks: they belong to the program, and one of them calls this trial.
         step = getattr(self._kind.step, "__wrapped__", self._kind.step)
         for number in range(STEPS):
             for parameter, gradient in zip(parameters, gradients, strict=True):
+                # A new gradient at every step, computed element by element.
                 parameter.grad = gradient * torch.cos(number * gradient)
             step(optimizer)
         found = zip(parameters, weights, strict=True)
         return tuple(parameter.detach() - before for parameter, before in found)
 
     def apart(self, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> Halves:
-        """Return the same of one optimizer for each."""
+        """Return the updates of a separate optimizer for each matrix."""
         pairs = zip(weights, gradients, strict=True)
         return tuple(self.updates([weight], [gradient])[0] for weight, gradient in pairs)
 
 
 def _compare(trial: _Trial, device: torch.device) -> Scope:
-    """Return how far an optimizer looks in matrices of the first shape that shows it."""
+    """Return the scope of an optimizer, trying shapes until one shows more than `ELEMENT`."""
     for shape in SHAPES:
         matrices = _matrices(shape, device)
         alone = trial.apart(matrices[:2], matrices[2:])
-        if not alone[0].any():  # it shows nothing
+        if not alone[0].any():  # no update: the trial shows nothing
             return Scope.UNKNOWN
         if _parts_differ(trial, matrices, alone[0]):
             together = trial.updates(matrices[:2], matrices[2:])
@@ -165,7 +166,7 @@ def _compare(trial: _Trial, device: torch.device) -> Scope:
 
 
 def _parts_differ(trial: _Trial, matrices: Halves, whole: Tensor) -> bool:
-    """Return whether halves of the first matrix get another update than the whole of it."""
+    """Return whether the two halves of the first matrix get another update than the full one."""
     weight, _, gradient, _ = matrices
     for dim in range(2):
         parts = torch.cat(trial.apart(_cut(weight, dim), _cut(gradient, dim)), dim)
@@ -177,7 +178,7 @@ def _parts_differ(trial: _Trial, matrices: Halves, whole: Tensor) -> bool:
 def _matrices(shape: tuple[int, int], device: torch.device) -> Halves:
     generator = torch.Generator().manual_seed(0)
     drawn = (torch.randn(shape, generator=generator) for _ in range(4))
-    # Rows of other sizes, so that the norms of parts differ by far.
+    # Scale rows and columns, so that the norms of halves differ clearly.
     rows, columns = (torch.linspace(0.1, 2.0, size) for size in shape)
     return tuple((each * rows[:, None] * columns).to(device) for each in drawn)
 
@@ -188,6 +189,6 @@ def _cut(matrix: Tensor, dim: int) -> list[Tensor]:
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
-    """Return whether two updates are one; what is not finite is none."""
+    """Return whether two updates are equal up to rounding; False if any is not finite."""
     gap = float(torch.linalg.vector_norm(one.double() - other.double()))
     return gap <= EXACT * float(torch.linalg.vector_norm(other.double()))

@@ -1,4 +1,4 @@
-"""A module around a module that does not show in any name."""
+"""A module wrapper that adds no prefix to names."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ModuleWrapper(nn.Module):
-    """Base of strategies' wrappers: holds `module` and shows its names without a prefix.
+    """Base class of the strategies' wrappers: holds `module` and adds no prefix to its names.
 
-    `named_modules`, `named_parameters`, `named_buffers`, `state_dict` and
-    `load_state_dict` are those of `module`, also when wrappers nest or sit inside another
-    module, and attributes that the wrapper lacks are looked up in `module`. `forward` calls
-    `module`. Hooks on forward and backward that are registered with a wrapper are `module`'s, and
-    no global hook sees a wrapper.
+    `named_modules`, `named_parameters`, `named_buffers`, `state_dict` and `load_state_dict` act on
+    `module`, also if wrappers nest or sit inside another module. Attributes that the wrapper lacks
+    are looked up in `module`, and `forward` calls `module`. Forward and backward hooks registered
+    on a wrapper go to `module`, and global hooks do not see wrappers.
 
     Args:
-        module: The module to hold.
+        module: The module to wrap.
     """
 
     module: nn.Module
@@ -29,7 +28,7 @@ class ModuleWrapper(nn.Module):
         self.module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `forward` alone: hooks see the wrapped module."""
+        """Call `forward` without hooks: they run on the wrapped module."""
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -37,31 +36,31 @@ class ModuleWrapper(nn.Module):
         return self.module(*args, **kwargs)
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        """Register it with the wrapped module."""
+        """Register the hook on the wrapped module."""
         return self.module.register_forward_pre_hook(*args, **kwargs)
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        """Register it with the wrapped module."""
+        """Register the hook on the wrapped module."""
         return self.module.register_forward_hook(*args, **kwargs)
 
     def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        """Register it with the wrapped module."""
+        """Register the hook on the wrapped module."""
         return self.module.register_full_backward_pre_hook(*args, **kwargs)
 
     def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        """Register it with the wrapped module."""
+        """Register the hook on the wrapped module."""
         return self.module.register_full_backward_hook(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the wrapped module's forward, in place; what wrappers do stays outside."""
+        """Compile the wrapped module's forward in place; the wrappers' own code stays eager."""
         self.module.compile(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Look an attribute up in the wrapped module when the wrapper has none."""
+        """Return the wrapped module's attribute if the wrapper has none of this name."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":  # not built yet, as when unpickling
+            if name == "module":  # not initialised yet, as during unpickling
                 raise
         return getattr(self.module, name)
 
@@ -87,7 +86,7 @@ class ModuleWrapper(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # Only reached when a parent module loads: it hands plain names, while torch goes on to
+        # Runs only if a parent module loads. It passes names without the prefix, but torch loads
         # the child under its registered name. The dict is the parent's private copy.
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)

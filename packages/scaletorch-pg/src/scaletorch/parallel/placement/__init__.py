@@ -1,15 +1,15 @@
-"""Placements of a tensor on one axis of the grid, conversions between them, and a model's view.
+"""Placements of a tensor on one axis of the grid, conversions between them, and `ModelView`.
 
-| placement | a rank has | a rank's gradient is |
+| placement | each rank holds | its gradient on each rank is |
 | --- | --- | --- |
-| `Replicate()` | the same tensor as all others | a term of a sum: `Partial()` |
-| `Invariant()` | the same tensor as all others | the same on all: `Invariant()` |
-| `Shard(dim)` | its piece along a dim | its piece along that dim: `Shard(dim)` |
-| `Varying()` | a tensor of its own | its own: `Varying()` |
-| `Partial()` | a term of a sum | the same on all: `Replicate()` |
+| `Replicate()` | the same tensor | a term of a sum: `Partial()` |
+| `Invariant()` | the same tensor | the same: `Invariant()` |
+| `Shard(dim)` | its shard along a dim | its shard along that dim: `Shard(dim)` |
+| `Varying()` | its own tensor | its own: `Varying()` |
+| `Partial()` | a term of a sum | the same: `Replicate()` |
 
 `Replicate` and `Invariant` hold the same values and differ in their gradients, which decides
-where gradients are summed. The words are those of the package `spmd_types`.
+where gradients are summed. The terms are those of the package `spmd_types`.
 """
 
 from .conversion import (

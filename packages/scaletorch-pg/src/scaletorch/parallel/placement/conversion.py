@@ -18,21 +18,21 @@ from .cut import shard_sizes
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every rank has the same tensor, and its gradients are terms of a sum."""
+    """Every rank holds the same tensor; the ranks' gradients are terms of a sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Invariant:
-    """Every rank has the same tensor, and the same gradient of it."""
+    """Every rank holds the same tensor and has the same gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Every rank has its piece along a dim.
+    """Every rank holds its shard along a dim.
 
     Args:
         dim: The dim; may be negative.
-        sizes: Length of each rank's piece; None are equal ones.
+        sizes: Length of each rank's shard; None means equal shards.
     """
 
     dim: int
@@ -41,12 +41,12 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Varying:
-    """Every rank has a tensor of its own; how they belong together is not said."""
+    """Every rank holds its own tensor; their relation is not specified."""
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every rank has a term of a sum."""
+    """Every rank holds a term of a sum."""
 
 
 Placement = Replicate | Invariant | Shard | Varying | Partial
@@ -58,21 +58,21 @@ Group = ProcessGroup | None
 def convert(
     x: Tensor, src: Placement, dst: Placement, group: Group = None, *, where: str = "the tensor"
 ) -> Tensor:
-    """Return `x`, which lies as `src` says, as `dst` says; backward converts the gradient back.
+    """Convert `x` from placement `src` to `dst`; backward converts the gradient back.
 
-    The gradient of a `Replicate` is a `Partial`, and the other way round; that of another
-    placement has the same placement. So the backward of (src, dst) is another entry of the table.
-    `torch.compile` leaves it to Python.
+    The gradient of a `Replicate` is a `Partial` and vice versa; that of another placement has the
+    same placement. So the backward of (src, dst) is another entry of `CONVERSIONS`. `torch.compile`
+    breaks the graph here.
 
     Args:
         x: This rank's tensor.
         src: Its placement on the axis.
-        dst: The wanted one.
-        group: Ranks of the axis; None is the default group.
-        where: What messages call the tensor: its module and axis, such as "'layers.0.up' on tp".
+        dst: The wanted placement.
+        group: Ranks of the axis; None means the default group.
+        where: Name of the tensor in messages: its module and axis, such as "'layers.0.up' on tp".
 
     Raises:
-        InvalidArgumentError: No conversion leads from the one to the other, or sizes do not fit.
+        InvalidArgumentError: There is no conversion from `src` to `dst`, or sizes do not fit.
 
     Example:
         >>> hidden = convert(share, Shard(1), Replicate(), group)
@@ -90,7 +90,7 @@ def convert(
 
 
 def _own_piece(x: Tensor, _: Any, dst: Shard, group: Group) -> Tensor:
-    """Return this rank's piece; autograd fills the others' gradients with zeros: a term."""
+    """Return this rank's shard; its gradient, padded with zeros, is a term of a sum."""
     sizes = dst.sizes or shard_sizes(x.shape[dst.dim], get_world_size(group))
     rank = get_rank(group)
     return x.narrow(dst.dim, sum(sizes[:rank]), sizes[rank])
@@ -105,7 +105,7 @@ def _other_dim(x: Tensor, src: Shard, dst: Shard, group: Group) -> Tensor:
     return functional.all_to_all(x, dst.dim, src.dim, group)
 
 
-# How each conversion is done; the call of dist that does it knows the way back.
+# (src, dst) -> the conversion. The autograd functions of dist convert gradients back.
 CONVERSIONS: Mapping[tuple[type, type], Callable[[Tensor, Any, Any, Group], Tensor]] = {
     (Invariant, Replicate): lambda x, _, __, group: functional.copy(x, group),
     (Partial, Invariant): lambda x, _, __, group: functional.reduce(x, group),

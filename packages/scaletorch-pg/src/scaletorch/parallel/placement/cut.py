@@ -1,4 +1,4 @@
-"""Divide a length among ranks."""
+"""The division of a length among ranks."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The indices of a length that each rank holds.
+    """The index ranges of a length that each rank holds.
 
-    A rank holds one range, or one of each of several lengths that are packed into one, such as
+    A rank holds one range, or one range of each of several packed lengths, such as
     [query | key | value]. Ranks that hold the same range are replicas.
 
     Args:
-        ranges: Each rank's ranges, as many on every rank, in the order in which its shard holds
-            them.
+        ranges: Each rank's ranges, in the order of its shard; every rank has the same number.
     """
 
     ranges: tuple[tuple[range, ...], ...]
 
     @classmethod
     def of(cls, parts: Sequence[int], ranks: Sequence[int] | None = None) -> Cut:
-        """Cut a length into parts.
+        """Cut a length into consecutive slices.
 
         Args:
-            parts: Length of each part, in order.
-            ranks: Index of each rank's part, ascending; None gives each rank the part of its own.
+            parts: Length of each slice, in order.
+            ranks: Index of each rank's slice, ascending; None gives rank i slice i.
         """
         ends = [0, *accumulate(parts)]
         places = range(len(parts)) if ranks is None else ranks
@@ -38,7 +37,7 @@ class Cut:
 
     @property
     def whole(self) -> int:
-        """The length that was cut."""
+        """The full length."""
         return max(piece.stop for held in self.ranges for piece in held)
 
     @property
@@ -53,7 +52,7 @@ class Cut:
 
     @property
     def shared(self) -> dict[int, tuple[range, ...]]:
-        """Place in a shard -> the ranges there, if fewer than ranks, so that some are replicas."""
+        """Position in a shard -> its distinct ranges, for positions that some ranks replicate."""
         places = enumerate(zip(*self.ranges, strict=True))
         distinct = {place: tuple(dict.fromkeys(ranges)) for place, ranges in places}
         return {place: each for place, each in distinct.items() if len(each) < len(self.ranges)}
@@ -65,16 +64,16 @@ class Cut:
         return all(b.start == a.stop for a, b in pairwise(pieces))
 
     def start(self, rank: int) -> int:
-        """Return where the first range of `rank` begins."""
+        """Return the start of the first range of `rank`."""
         return self.ranges[rank][0].start
 
     def owners(self, rank: int) -> tuple[int, ...]:
-        """Return for each range of `rank` the first rank that holds it."""
+        """Return, for each range of `rank`, the first rank that holds it."""
         places = zip(*self.ranges, strict=True)
         return tuple(held.index(held[rank]) for held in places)
 
     def times(self, length: int) -> Cut:
-        """Return the cut of as many units of `length`, which stay whole."""
+        """Return the cut scaled by `length`: every index becomes a block that stays whole."""
         return Cut(
             tuple(
                 tuple(range(r.start * length, r.stop * length) for r in held)
@@ -88,29 +87,29 @@ class Cut:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
     def arrange(self, joined: Tensor, dim: int) -> Tensor:
-        """Return the whole, given all ranks' shards one after another."""
+        """Return the full tensor, given all ranks' shards concatenated in rank order."""
         if self.in_order:
             return joined
         pieces = [*chain.from_iterable(self.ranges)]
-        held: dict[tuple[int, int], Tensor] = {}
+        held: dict[tuple[int, int], Tensor] = {}  # the first replica of each range
         for piece, tensor in zip(pieces, joined.split([*map(len, pieces)], dim), strict=True):
             held.setdefault((piece.start, piece.stop), tensor)
         return torch.cat([tensor for _, tensor in sorted(held.items(), key=lambda e: e[0])], dim)
 
 
 def shard_sizes(length: int, size: int) -> tuple[int, ...]:
-    """Return each rank's share of `length`: equal, or one more on the first ranks."""
+    """Return each rank's shard size; if uneven, the first ranks get one more."""
     share, longer = divmod(length, size)
     return tuple(share + (rank < longer) for rank in range(size))
 
 
 def share_cut(length: int, size: int) -> Cut:
-    """Cut `length` into a share for each rank."""
+    """Return the cut of `length` into one shard for each of `size` ranks."""
     return Cut.of(shard_sizes(length, size))
 
 
 def fuse(cuts: Sequence[Cut]) -> Cut:
-    """Return the cut of several lengths packed into one, each cut as it says."""
+    """Return the cut of several packed lengths, given the cut of each."""
     starts = accumulate((cut.whole for cut in cuts), initial=0)
     moved = [
         [[range(start + r.start, start + r.stop) for r in held] for held in cut.ranges]

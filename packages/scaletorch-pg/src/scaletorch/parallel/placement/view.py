@@ -1,4 +1,4 @@
-"""The modules and parameters of a model, read once for all that look at them."""
+"""The modules and parameters of a model, read once."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import nn
 
 
 class ModelView:
-    """The modules of a model, and which of them own each parameter.
+    """The modules of a model, and the owners of each parameter.
 
-    It is read once and not kept up to date: take a new one after a change to the model.
+    It is not updated: create a new one after a change to the model.
 
     Args:
         model: Any module.
@@ -18,8 +18,8 @@ class ModelView:
     Attributes:
         model: The module.
         names: Each module of the model and its first name, in the model's order.
-        owners: Each parameter and its owners, as modules and names in these. A tied parameter has
-            several.
+        owners: Each parameter and its owners, as pairs of a module and the name in it. A tied
+            parameter has several.
 
     Example:
         >>> view = ModelView(model)
@@ -37,5 +37,5 @@ class ModelView:
 
 
 def modules_within(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """Return modules and all modules inside of them."""
+    """Return the modules and all their submodules."""
     return {inner for module in modules for inner in module.modules()}

@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers of which each rank holds a shard, and plans for whole models."""
+"""Tensor parallelism: sharded layers, and plans that shard whole models."""
 
 from ._version import __version__
 from .cross_entropy import vocab_parallel_cross_entropy

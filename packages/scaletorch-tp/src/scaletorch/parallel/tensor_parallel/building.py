@@ -1,6 +1,6 @@
-"""Names for checkpoints and composed models, beside those for users.
+"""Names for checkpoints and composed models, in addition to the public ones.
 
-Recorded and versioned like the rest: a patch release changes nothing here.
+They are recorded and versioned like the public ones: a patch release changes none of them.
 """
 
 from .regions.region import summed_outside

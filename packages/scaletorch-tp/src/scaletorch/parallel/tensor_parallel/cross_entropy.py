@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary of which each rank holds a shard: logits are never gathered."""
+"""Cross entropy over a sharded vocabulary, without gathering logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..pg_manager.building import uncompiled
 from ..placement import shard_sizes
 
 REDUCTIONS = ("none", "sum", "mean")
-BLOCK = 2**17  # logits worked on at a time on a CPU: as float32 they fit a core's cache
+BLOCK = 2**17  # logits per block on a CPU: as float32 they fit a core's cache
 
 
 @uncompiled
@@ -33,42 +33,42 @@ def vocab_parallel_cross_entropy(
     group: ProcessGroup | None = None,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """Return the cross entropy of logits whose last dim is divided over the ranks.
+    """Return the cross entropy of logits whose last dim is sharded over the ranks.
 
-    Each rank sends three numbers a token (four with smoothing), once, in forward; backward sends
-    nothing. Work is done in blocks of rows, in float32 at least (float64 for float64). What is
-    kept for backward is the logits themselves and two numbers a token.
+    Each rank sends three numbers per token (four with smoothing) in one collective in forward;
+    backward sends nothing. It computes blocks of rows, in float32 (float64 for float64 logits).
+    Saved for backward are the logits and two numbers per token.
 
     Args:
-        logits: [..., V_local], this rank's part of the vocabulary; parts follow one another in
-            the group's order and may differ in length.
-        targets: [...], int64 ids of the whole vocabulary, the same on every rank.
-        ignore_index: Tokens with this target count nowhere.
+        logits: [..., V_local], this rank's shard of the vocabulary; shards are in the group's
+            order and may differ in length.
+        targets: [...], int64 ids in the full vocabulary, the same on every rank.
+        ignore_index: Tokens with this target are ignored.
         reduction: "none" (zero for ignored tokens), "sum", or "mean" over the tokens that are
             not ignored (NaN if there are none).
-        label_smoothing: Share of each target, from 0 to 1, that is spread over the vocabulary.
+        label_smoothing: Weight of each target, from 0 to 1, that is spread over the vocabulary.
         z_loss: Adds `z_loss * logsumexp(logits) ** 2` for every token that is not ignored, which
             keeps logits from drifting (PaLM, arXiv:2204.02311).
-        group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
-        vocab_size: The whole vocabulary, if each part is its share by this package's division
-            (equal, or one more on the first ranks). Without it the ranks first exchange lengths,
-            which waits for the accelerator; with it nothing does.
+        group: Ranks of the tensor-parallel axis; None means that axis of the current manager.
+        vocab_size: Size of the full vocabulary, if it is divided as in this package (equal shards,
+            or one more on the first ranks). Without it the ranks first exchange the sizes of their
+            shards, which waits for the accelerator.
 
     Returns:
         The loss, the same on every rank: float64 for float64 logits, else float32. Its gradient
         has the logits' dtype and cannot be differentiated again.
 
     Raises:
-        InvalidArgumentError: Shapes, dtypes or options do not fit, or, if targets are on the
-            CPU, one of them is no id. Elsewhere such a target fails as an index does there.
-        StateError: In backward, with `create_graph=True`.
+        InvalidArgumentError: Shapes, dtypes or options do not fit, or a target on the CPU is out of
+            range. On other devices such a target fails like an index out of range.
+        StateError: Backward is called with `create_graph=True`.
     """
     _check_options(reduction, label_smoothing, z_loss)
     _check_tensors(logits, targets)
     group = axis_group("tp", group)
     lengths = _lengths(logits, group, vocab_size)
     ignored = targets == ignore_index
-    if targets.device.type == "cpu":  # elsewhere a look at them would wait for the device
+    if targets.device.type == "cpu":  # on other devices the check would wait for the device
         _check_targets(targets, ignored, sum(lengths), ignore_index)
     terms = _Terms(label_smoothing, z_loss, lengths, get_rank(group), group)
     function: type[torch.autograd.Function] = CrossEntropy
@@ -81,7 +81,7 @@ def vocab_parallel_cross_entropy(
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """The terms of the loss, and the division of the vocabulary."""
+    """The weights of the loss terms, and the division of the vocabulary."""
 
     smoothing: float
     z: float
@@ -90,9 +90,9 @@ class _Terms:
     group: ProcessGroup | None
 
     def place(self, targets: Tensor, ignored: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the targets' indices in this rank's part, and which of them are not in it.
+        """Return the targets' indices in this rank's shard, and a mask of those outside it.
 
-        Those stand at 0. A target that is no id is left out of range on every rank.
+        Targets of other ranks get index 0. An invalid target stays out of range on every rank.
         """
         first = sum(self.lengths[: self.rank])
         last = first + self.lengths[self.rank]
@@ -102,7 +102,7 @@ class _Terms:
 
 
 class CrossEntropy(torch.autograd.Function):
-    """The loss of every token; softmax is computed again in backward, into the gradient."""
+    """The loss of every token; backward recomputes softmax in the gradient's memory."""
 
     @staticmethod
     def forward(
@@ -125,7 +125,7 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of this rank's logits."""
-        if torch.is_grad_enabled():  # once_differentiable lets a constant `grad` pass in silence
+        if torch.is_grad_enabled():  # once_differentiable would not notice a constant `grad`
             raise StateError(
                 "the gradient of vocab_parallel_cross_entropy cannot be differentiated again; call "
                 "backward without create_graph=True"
@@ -134,7 +134,7 @@ class CrossEntropy(torch.autograd.Function):
         terms: _Terms = ctx.terms
         index, elsewhere = terms.place(targets, ignored)
         grad = grad.masked_fill(ignored, 0)
-        softmax = grad / total  # what exp(x - highest) is multiplied by
+        softmax = grad / total  # factor of exp(x - highest)
         if terms.z:
             softmax *= 1 + 2 * terms.z * (highest + total.log())
         hit = (grad * (terms.smoothing - 1)).masked_fill_(elsewhere, 0)
@@ -154,16 +154,16 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def _statistics(logits: Tensor, index: Tensor, elsewhere: Tensor, terms: _Terms) -> Tensor:
-    """Return the statistics of this rank's logits, for every token.
+    """Return the statistics of this rank's logits for every token, [3, ...] or [4, ...].
 
-    It is [3, ...]: the highest, the sum of exp(logit - highest), the target's (0 elsewhere), and
-    as a fourth, for smoothing, the sum of logit - highest.
+    They are the highest logit, the sum of exp(logit - highest), the target's logit (0 if on another
+    rank), and with smoothing the sum of logit - highest.
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     own = logits.new_zeros((4 if terms.smoothing else 3, *index.shape), dtype=dtype)
     own[0] = -math.inf
     for x, at, away, highest, total, target, *spread in _blocks(logits, index, elsewhere, *own):
-        x = x.to(dtype)  # of a 16-bit block a copy, which is then worked on in place
+        x = x.to(dtype)  # a copy for 16-bit logits, then changed in place
         highest.copy_(x.amax(-1))
         target.copy_(x.gather(-1, at.unsqueeze(-1)).squeeze(-1)).masked_fill_(away, 0)
         shift = _finite(highest).unsqueeze(-1)
@@ -175,10 +175,10 @@ def _statistics(logits: Tensor, index: Tensor, elsewhere: Tensor, terms: _Terms)
 
 
 def _combined(own: Tensor, terms: _Terms) -> list[Tensor]:
-    """Return the statistics of the whole vocabulary; the last ones relative to its highest logit.
+    """Return the statistics of the full vocabulary; the last ones relative to its highest logit.
 
-    One collective, in which every rank gets the parts in one order: so the bits are the same on
-    all, and a NaN reaches them all, which it need not in a maximum over ranks.
+    It uses one all-gather and combines in rank order, so the bits are the same on all ranks, and a
+    NaN reaches all of them, which a max all-reduce does not guarantee.
     """
     parts = all_gather(own, terms.group) if len(terms.lengths) > 1 else [own]
     highest = torch.stack([part[0] for part in parts]).amax(0)
@@ -194,14 +194,14 @@ def _combined(own: Tensor, terms: _Terms) -> list[Tensor]:
 
 
 def _finite(highest: Tensor) -> Tensor:
-    """Return the highest logits, with 0 for -inf, so that they can be subtracted from any."""
+    """Return the highest logits with 0 for -inf, so that they can be subtracted."""
     return highest.masked_fill(highest == -math.inf, 0)
 
 
 def _blocks(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cut tensors into blocks of whole rows (the last dim of `x`) without copying any.
+    """Yield blocks of full rows (the last dim of `x`) of all tensors, without copies.
 
-    What `x` has as its first dims the others have too, so that rows need no common stride.
+    All tensors have the leading dims of `x`, so rows need no common stride.
     """
     if x.numel() == 0:
         return
@@ -223,7 +223,7 @@ def _cut(tensors: tuple[Tensor, ...], limit: int) -> Iterator[tuple[Tensor, ...]
 
 
 def _lengths(logits: Tensor, group: ProcessGroup | None, vocab_size: int | None) -> tuple[int, ...]:
-    """Return the length of each rank's part."""
+    """Return the size of each rank's shard of the vocabulary."""
     size, own = get_world_size(group), logits.shape[-1]
     if vocab_size is not None:
         lengths = shard_sizes(vocab_size, size)

@@ -1,4 +1,4 @@
-"""Optimizers that look at more than an element: on a shard they would update otherwise."""
+"""Refuse optimizers that are not element-wise: on a shard their update would be wrong."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import Scope, update_scope
 
-_models: WeakSet[nn.Module] = WeakSet()  # with sharded layers, or these layers themselves
-_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # and how many parameters it had
+_models: WeakSet[nn.Module] = WeakSet()  # models with sharded layers, or the layers
+_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # and its parameter count then
 _hooks: list[Any] = []
 
 
 def watch(module: nn.Module) -> None:
-    """Check optimizers of this module's parameters before their first step."""
+    """Check every optimizer of this module's parameters before its first step."""
     _models.add(module)
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    """Check an optimizer that is new, or has got further parameters."""
+    """Check an optimizer that is new or has a new number of parameters."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _checked.get(optimizer) != count:
         _check(optimizer)
@@ -34,16 +34,17 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _check(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that looks at whole parameters, if it has shards of some.
+    """Refuse an optimizer with sharded parameters whose update is not element-wise.
 
     Raises:
-        InvalidArgumentError: It does.
+        InvalidArgumentError: The update depends on more than the element, or cannot be tried.
     """
-    longest = sorted(_parameters(), key=lambda each: len(each[0]))  # models have layers' names too
+    # Longest names last, so that a model's names win over those of a layer alone.
+    longest = sorted(_parameters(), key=lambda each: len(each[0]))
     known = {id(p): (name, shard) for name, p, shard in longest}
     for tensor in (each for group in optimizer.param_groups for each in group["params"]):
-        # What a sharded optimizer has in a parameter's place. Which of these are parts of shards is
-        # another question on each rank, so none is taken if any parameter is divided.
+        # A sharded optimizer holds stand-ins of parameters, and which stand for shards differs
+        # between ranks. So any stand-in counts: all ranks then give the same answer.
         origin = getattr(tensor, "stands_for", tensor)
         name, shard = known.get(id(origin), ("", False))
         if shard or (name and origin is not tensor):
@@ -65,7 +66,7 @@ def _require_elementwise(optimizer: Optimizer, name: str, tensor: Tensor) -> Non
 
 
 def _parameters() -> Iterator[tuple[str, nn.Parameter, bool]]:
-    """Yield the names and parameters of all that is watched, and whether each is a shard."""
+    """Yield the name of each watched parameter, the parameter, and whether it is a shard."""
     for model in _models:
         for name, module in model.named_modules():
             dims = getattr(module, "shard_dims", {})

@@ -1,4 +1,4 @@
-"""Rewrite a whole model into this rank's shard of it; the layers are importable from here too."""
+"""Shard a whole model in place; the layers can be imported from here too."""
 
 from __future__ import annotations
 
@@ -43,33 +43,34 @@ def apply_tensor_parallel(
     *,
     sequence_parallel: bool = False,
 ) -> M:
-    """Turn a model into this rank's shard of it, in place, without communication.
+    """Shard a model for this rank, in place and without communication.
 
-    The modules that the plan names become tensor-parallel layers themselves (their class changes,
-    as with FSDP2), so names, hooks and other references to them stay, the root's included. Their
-    parameters are replaced: make the optimizer afterwards. Tied parameters stay tied. Low-rank
-    adapters of peft are cut as their layers are, which the plan names as in the plain model.
-    Which gradients of whole parameters are summed over the ranks follows from the graph of a
-    forward; no plan says it.
+    The modules named by the plan become tensor-parallel layers by a change of their class, as with
+    FSDP2, so names, hooks and references to them stay valid, also those of the root. Their
+    parameters are replaced: create the optimizer afterwards. Tied parameters stay tied. Low-rank
+    adapters of peft are sharded like their layers, which the plan names as in the plain model.
+    The autograd graph of a forward shows which gradients of replicated parameters are partial and
+    need a sum over the ranks; the plan does not say it.
 
     Args:
-        model: The whole model, equal on every rank.
-        plan: Pattern of module names -> style. `*` stands for any text inside one component of a
-            name, a component `**` for any number of them; "" is the root. Styles are "column",
-            "column_gather", "row", "row_split", "vocab", "attention", "replicate", "sequence",
-            "sharded", "sequence_layer", "sequence_whole", `Fused`, `Stacked`, `PerHead`,
-            `SharedTail` and `Divide`. None is the model's own plan (transformers), its family's or
-            that of layers of `torch.nn`, but for experts divided already.
-        group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
-        sequence_parallel: Between sharded layers each rank holds its share of every sequence.
+        model: The whole model, the same on every rank.
+        plan: Pattern of module names -> style. `*` matches any text inside one component of a
+            name, a component `**` matches any number of components; "" is the root. Styles are
+            "column", "column_gather", "column_embedding", "row", "row_split", "vocab", "attention",
+            "replicate", "sequence", "sharded", "sequence_layer", "sequence_whole", `Fused`,
+            `Stacked`, `PerHead`, `SharedTail` and `Divide`. None takes the model's own plan
+            (transformers), that of layers of `torch.nn`, or one suggested by a trial forward; it
+            leaves out experts divided already.
+        group: Ranks of the tensor-parallel axis; None means that axis of the current manager.
+        sequence_parallel: Shard every sequence over the ranks between sharded layers.
 
     Returns:
         The model.
 
     Raises:
-        InvalidArgumentError: A pattern matches nothing, two match one module, a style does not
-            fit a module, a size leaves a rank no share, or an adapter cannot be cut. It is the
-            same error on every rank, and the model is as before.
+        InvalidArgumentError: A pattern matches nothing, two patterns match one module, a style
+            does not fit its module, a size leaves a rank without a shard, or an adapter cannot be
+            sharded. Every rank raises the same error, and the model is unchanged.
 
     Example:
         >>> apply_tensor_parallel(model, {"**.fc1": "column", "**.fc2": "row"})
@@ -90,8 +91,8 @@ def apply_tensor_parallel(
 
 
 def _shard(resolved: Resolved, group: ProcessGroup | None) -> Memo:
-    """Turn layers into this rank's shards and set attributes; return the shards."""
-    memo: Memo = WeakTensorKeyDictionary()  # holds no whole parameter that nobody else holds
+    """Convert layers to this rank's shards and set attributes; return the memo of shards."""
+    memo: Memo = WeakTensorKeyDictionary()  # keeps no full parameter alive
     for match in resolved.matches.values():
         if match.layer is not None:
             match.layer.convert(match.module, group, memo, match.cut, **match.options)
@@ -101,7 +102,7 @@ def _shard(resolved: Resolved, group: ProcessGroup | None) -> Memo:
 
 
 def _wrap(resolved: Resolved, group: ProcessGroup | None, *, sequence_parallel: bool) -> None:
-    """Let modules around the shards begin and end regions, draw apart, and share sequences."""
+    """Set up regions, random streams and sequence parallelism in modules around the shards."""
     view = resolved.view
     for match in resolved.matches.values():
         if match.mixin is not None:
@@ -110,7 +111,7 @@ def _wrap(resolved: Resolved, group: ProcessGroup | None, *, sequence_parallel: 
     watch(view.model)
     leave_fast_paths(view)
     for module in resolved.regions:
-        # A model is called with ids, not with a share of hidden states.
+        # A model takes token ids, not a shard of hidden states.
         if module is not view.model or not sequence_parallel:
             surround(module, Region, group)
     if sequence_parallel:

@@ -1,7 +1,7 @@
-"""The communication inside tensor-parallel layers, as differentiable functions.
+"""Differentiable communication functions of tensor-parallel layers.
 
-`group` is everywhere last and may be left out: it is then the tensor-parallel axis of the current
-`ProcessGroupManager`, or one process if nothing is distributed.
+The last argument `group` may be left out. It is then the tensor-parallel axis of the current
+`ProcessGroupManager`, or one process without torch.distributed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .regions.region import enter
 
 
 class CopyToModelParallelRegion(Copy):
-    """Pass a replicated tensor to every rank's shard; backward sums the ranks' gradients."""
+    """Identity on a replicated tensor; backward sums the gradient over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -32,7 +32,7 @@ class CopyToModelParallelRegion(Copy):
 
 
 class ReduceFromModelParallelRegion(Reduce):
-    """Sum the ranks' partial results; backward passes the gradient on to each."""
+    """Sum partial results over the ranks; backward is the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -41,11 +41,11 @@ class ReduceFromModelParallelRegion(Reduce):
 
 
 class GatherFromModelParallelRegion(torch.autograd.Function):
-    """Join shards of the last dim in rank order; backward keeps this rank's slice."""
+    """All-gather shards of the last dim; backward keeps this rank's slice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-        """Return the whole of which `x` [..., n / tp] is this rank's shard."""
+        """Return the full tensor [..., n], given this rank's shard `x` [..., n / tp]."""
         return Gather.forward(ctx, x, -1, axis_group("tp", group))
 
     @staticmethod
@@ -55,10 +55,10 @@ class GatherFromModelParallelRegion(torch.autograd.Function):
 
 
 def split_tensor_along_last_dim(tensor: Tensor, num_partitions: int) -> list[Tensor]:
-    """Cut `tensor` [..., n] into views [..., n / num_partitions].
+    """Return views [..., n / num_partitions] of `tensor` [..., n].
 
     Raises:
-        InvalidArgumentError: The last dim does not divide.
+        InvalidArgumentError: `num_partitions` does not divide the last dim.
     """
     if num_partitions < 1 or tensor.dim() == 0 or tensor.shape[-1] % num_partitions:
         raise InvalidArgumentError(
@@ -69,7 +69,7 @@ def split_tensor_along_last_dim(tensor: Tensor, num_partitions: int) -> list[Ten
 
 
 def merge_first_two_dims(grad_output: Tensor, input_: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both tensors with their first two dims as one: [B, S, ...] to [B * S, ...].
+    """Flatten the first two dims of both tensors: [B, S, ...] to [B * S, ...].
 
     Raises:
         InvalidArgumentError: A tensor has fewer than two dims.
@@ -85,7 +85,7 @@ def merge_first_two_dims(grad_output: Tensor, input_: Tensor) -> tuple[Tensor, T
 def linear_with_all_reduce(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, group: ProcessGroup | None = None
 ) -> Tensor:
-    """Multiply a replicated `x` by this rank's rows of the weight.
+    """Apply this rank's rows of a linear layer to a replicated `x`.
 
     Args:
         x: [..., in_features], the same on every rank.
@@ -103,10 +103,10 @@ def linear_with_all_reduce(
 def linear_with_async_all_reduce(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, group: ProcessGroup | None = None
 ) -> Tensor:
-    """`linear_with_all_reduce` whose backward overlaps communication and computation.
+    """A `linear_with_all_reduce` whose backward overlaps communication and computation.
 
-    The sum of the input's gradient travels while the weight's gradient is computed. Values are
-    those of `linear_with_all_reduce`, also under `torch.autocast`.
+    The input's gradient is all-reduced while the weight's gradient is computed. Values are those of
+    `linear_with_all_reduce`, also under `torch.autocast`.
     """
     group = axis_group("tp", group)
     if get_world_size(group) == 1 or not (torch.is_grad_enabled() and x.requires_grad):

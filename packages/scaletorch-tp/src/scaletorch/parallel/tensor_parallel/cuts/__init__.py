@@ -1,1 +1,1 @@
-"""Styles that say how parameters are cut."""
+"""Styles that say how parameters are sharded."""

@@ -1,4 +1,4 @@
-"""Styles that say how parameters are cut: packed parts, parameters of heads, stacks of experts."""
+"""Styles with arguments: packed projections, per-head parameters, stacked experts."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ FUSABLE = ("column", "column_gather", "row")
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A style for a linear layer whose divided features are several parts in one weight.
+    """A style for a linear layer that packs several projections into one weight.
 
-    Each part is cut over the ranks, and a rank's weight holds its share of every part in their
-    order; so the model's own `split` or `chunk` of the output still finds them. Parts that are
-    interleaved head by head (GPT-NeoX) are cut at head borders by plain "column".
+    Each packed part is sharded over the ranks, and a rank's weight holds its shard of every part,
+    in order. So the model's own `split` or `chunk` of the output still works. For parts that are
+    interleaved head by head (GPT-NeoX), use plain "column", which cuts at head boundaries.
 
     Args:
         style: "column", "column_gather" or "row".
-        parts: Length of each part in the whole, or a number of equal parts.
+        parts: Length of each packed part in the full weight, or the number of equal parts.
 
     Raises:
-        InvalidArgumentError: The style has no parts, or a length is not positive.
+        InvalidArgumentError: The style cannot be fused, or a length is not positive.
 
     Example:
         >>> plan = {"**.qkv": Fused("column", (512, 128, 128)), "**.gate_up": Fused("column", 2)}
@@ -48,7 +48,7 @@ class Fused:
             object.__setattr__(self, "parts", lengths)
 
     def misfit(self, length: int) -> str | None:
-        """Return why a length does not consist of these parts, or None if it does."""
+        """Return why a length cannot be split into these parts, or None if it can."""
         if isinstance(self.parts, int):
             uneven = length % self.parts
             return f"its {length} features are not {self.parts} equal parts" if uneven else None
@@ -58,7 +58,7 @@ class Fused:
         return f"its parts add up to {total} features, but it has {length}"
 
     def lengths(self, length: int) -> tuple[int, ...]:
-        """Return the length of each part of `length`, which consists of them."""
+        """Return the length of each part, for a `length` that fits."""
         if isinstance(self.parts, int):
             return (length // self.parts,) * self.parts
         return self.parts
@@ -66,17 +66,17 @@ class Fused:
 
 @dataclass(frozen=True, slots=True, init=False)
 class PerHead:
-    """A style for attention that has parameters [heads, ...] of its own, such as sinks.
+    """A style for an attention module with its own parameters [heads, ...], such as sinks.
 
-    They are cut as its query heads are, so the module must be one whose projections are sharded.
-    They may have several elements of each head, [heads * length, ...], such as scales of all
-    features; in an MLP they have one for each feature of its column-parallel layers.
+    They are sharded like its query heads, so its projections must be sharded too. They may have
+    several elements for each head, [heads * length, ...], such as a scale of every feature. In an
+    MLP they have one element for each output feature of its column-parallel layers.
 
     Args:
-        names: The module's own parameters; it has no others.
+        names: All parameters that the module itself owns.
 
     Raises:
-        InvalidArgumentError: None is named.
+        InvalidArgumentError: No parameter is named.
 
     Example:
         >>> plan = {"**.self_attn": PerHead("sinks"), "**.self_attn.q_proj": "column"}
@@ -90,24 +90,24 @@ class PerHead:
         object.__setattr__(self, "names", names)
 
     def __str__(self) -> str:
-        """Return what tables show."""
+        """Return the style's name in tables."""
         return "per head"
 
     @property
     def dims(self) -> dict[str, int]:
-        """The dim along which each parameter is cut."""
+        """The shard dim of each parameter."""
         return dict.fromkeys(self.names, 0)
 
     def length(self, module: nn.Module) -> int:
-        """Return how many heads, or features, the parameters of a module that fits are for."""
+        """Return the length of dim 0 of the parameters of a module that fits."""
         return int(module.get_parameter(self.names[0]).shape[0])
 
     def cut_of(self, name: str, heads: Cut) -> Cut:
-        """Return how a parameter is cut if the heads are cut so."""
+        """Return the cut of a parameter, given the cut of the heads."""
         return heads
 
     def misfit(self, module: nn.Module) -> str | None:
-        """Return why the parameters of a module cannot be cut so, or None if they can."""
+        """Return why a module does not fit this style, or None if it does."""
         return next(self._misfits(module), None)
 
     def _misfits(self, module: nn.Module) -> Iterator[str]:
@@ -123,16 +123,16 @@ class PerHead:
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """The place of the experts' width in one stacked parameter.
+    """The layout of the experts' width (intermediate size) in one stacked parameter.
 
     Args:
-        dim: The dim of the stack that is as long as `parts` times `unit` times the width.
-        parts: How many equal parts follow one another there: 2 for gate and up in one weight, of
-            each of which a rank has its share.
-        unit: How many features of one index follow one another: 2 for interleaved gate and up.
+        dim: The dim of the stack whose length is `parts` * `unit` * width.
+        parts: Number of equal packed parts along `dim`: 2 for [gate | up] in one weight. A rank
+            gets its shard of each.
+        unit: Number of adjacent features for one index of the width: 2 for interleaved gate and up.
 
     Raises:
-        InvalidArgumentError: `dim` is that of the experts, or a number is not positive.
+        InvalidArgumentError: `dim` is 0, the dim of the experts, or a number is not positive.
     """
 
     dim: int
@@ -147,25 +147,25 @@ class Slices:
             )
 
     def cut(self, width: Cut) -> Cut:
-        """Return how the dim is cut if the width is cut so."""
+        """Return the cut of `dim`, given the cut of the width."""
         return fuse([width.times(self.unit)] * self.parts)
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Stacked:
-    """A style for a module of stacked expert weights that is called with tokens and their routing.
+    """A style for a module of stacked expert weights, called with tokens and their routing.
 
     It is called as `experts(hidden, top_k_index, top_k_weights)`, [T, H], [T, K] and [T, K]. Every
-    rank keeps all experts, and of the width inside of each its share; the module's own forward
-    computes on these, and its results are summed over the ranks.
+    rank holds all experts, each sharded along its width (intermediate size). The module's own
+    forward runs on the shards, and its outputs are summed over the ranks.
 
     Args:
-        sharded: Parameter -> its `Slices`, or the dim alone.
-        added: Parameters that are added behind the last product: biases of the output. They are
-            whole on every rank, and are added by the first one alone.
+        sharded: Parameter -> its `Slices`, or only the dim.
+        added: Parameters added after the last matrix product: output biases. They are replicated,
+            but only the first rank adds them.
 
     Raises:
-        InvalidArgumentError: Nothing is sharded.
+        InvalidArgumentError: No parameter is sharded.
 
     Example:
         >>> plan = {"**.experts": Stacked({"gate_up_proj": Slices(1, parts=2), "down_proj": 2})}
@@ -182,25 +182,25 @@ class Stacked:
         object.__setattr__(self, "added", tuple(added))
 
     def __str__(self) -> str:
-        """Return what tables show."""
+        """Return the style's name in tables."""
         return "stacked experts"
 
     @property
     def dims(self) -> dict[str, int]:
-        """The dim along which each parameter is cut."""
+        """The shard dim of each parameter."""
         return {name: slices.dim for name, slices in self.sharded.items()}
 
     def length(self, module: nn.Module) -> int:
-        """Return the width inside of each of a module's experts, which fit this style."""
+        """Return the width of each expert of a module that fits."""
         name, slices = next(iter(self.sharded.items()))
         return int(module.get_parameter(name).shape[slices.dim]) // (slices.parts * slices.unit)
 
     def cut_of(self, name: str, width: Cut) -> Cut:
-        """Return how a parameter is cut if the width is cut so."""
+        """Return the cut of a parameter, given the cut of the width."""
         return self.sharded[name].cut(width)
 
     def misfit(self, module: nn.Module) -> str | None:
-        """Return why a module cannot be cut so, or None if it can."""
+        """Return why a module does not fit this style, or None if it does."""
         return next(self._misfits(module), None)
 
     def _misfits(self, module: nn.Module) -> Iterator[str]:
@@ -229,15 +229,16 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True)
 class SharedTail:
-    """A style for a layer that stays whole, of whose output each head uses the last features.
+    """A style for a replicated linear layer whose last output features are shared by all heads.
 
-    The gradient of these is summed over the ranks; the others enter a column-parallel layer.
+    The gradient of these features is summed over the ranks. The other features enter a
+    column-parallel layer.
 
     Args:
-        features: How many.
+        features: Number of shared features.
 
     Raises:
-        InvalidArgumentError: It is not a positive number.
+        InvalidArgumentError: `features` is not a positive int.
 
     Example:
         >>> plan = {"**.kv_a_proj_with_mqa": SharedTail(64), "**.kv_b_proj": "column"}
@@ -252,7 +253,7 @@ class SharedTail:
             )
 
     def misfit(self, module: nn.Module) -> str | None:
-        """Return why a module has no such tail, or None if it has."""
+        """Return why a module has no such features, or None if it has."""
         out = getattr(module, "out_features", None)
         if not isinstance(out, int) or out <= self.features:
             return f"it has no more than {self.features} output features ({out})"
@@ -260,7 +261,7 @@ class SharedTail:
 
 
 def misfits(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield why parameters of a module cannot be cut, whatever their names and shapes are."""
+    """Yield reasons, other than names and shapes, why a module's parameters cannot be sharded."""
     if "forward" in vars(module):
         yield "its forward was replaced on the instance"
     for name, parameter in parameters.items():

@@ -1,1 +1,1 @@
-"""Layers of which each rank holds one shard."""
+"""Layers that are sharded over the tensor-parallel ranks."""

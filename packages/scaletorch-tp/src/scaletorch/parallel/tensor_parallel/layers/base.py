@@ -1,4 +1,4 @@
-"""The base of the sharded layers: how one is made of a plain layer, and how it is cut."""
+"""The base class of the sharded layers: conversion from a plain layer, and sharding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..optimizers import watch
 from ..regions.sequence_shares import SequenceShares
 from ..regions.surround import not_pickled
 
-# A whole parameter -> the dim it was cut along, how, and this rank's shard: tied ones stay tied.
+# Full parameter -> its shard dim, its cut and this rank's shard, so that tied ones stay tied.
 Memo = MutableMapping[Tensor, tuple[int, Cut, nn.Parameter]]
 
 Group = ProcessGroup | None
@@ -29,7 +29,7 @@ _OWN = frozenset({"weight", "bias"})
 
 
 def require_shares(what: str, length: int, size: int) -> None:
-    """Refuse a length that leaves a rank with nothing.
+    """Refuse a length that leaves a rank without a shard.
 
     Raises:
         InvalidArgumentError: `length` is less than `size`.
@@ -42,22 +42,22 @@ def require_shares(what: str, length: int, size: int) -> None:
 
 
 class TensorParallelLayer(nn.Module):
-    """A layer of which every rank of `group` holds one shard.
+    """A layer that is sharded over the ranks of `group`.
 
     Attributes:
         group: Ranks of the tensor-parallel axis; None in one process.
-        tp_size: Number of these ranks; with 1 the layer is a plain one.
-        tp_rank: This rank's place among them.
-        cut: How the divided size is cut, and which part each rank has.
-        shard_sizes: Length of each rank's share of the divided size.
-        sequence: How sequences are shared out between regions; None if every rank has them whole.
+        tp_size: Number of these ranks; with 1 the layer works like a plain one.
+        tp_rank: This rank's index among them.
+        cut: The index ranges of the divided size that each rank holds.
+        shard_sizes: Each rank's share of the divided size.
+        sequence: The sharding of sequences between regions; None without sequence parallelism.
     """
 
-    plain_class: ClassVar[type[nn.Module]]  # what it is a shard of
-    sharded_size: ClassVar[str]  # the attribute of it that is divided over the ranks
-    shard_dims: ClassVar[Mapping[str, int]]  # parameter -> dim; others are whole on every rank
-    packed: ClassVar[Mapping[str, int]] = {}  # parameter -> its equal parts, if there are several
-    replicable: ClassVar[bool] = False  # whether several ranks may have one part
+    plain_class: ClassVar[type[nn.Module]]  # the class that it shards
+    sharded_size: ClassVar[str]  # the attribute of that class that is divided over the ranks
+    shard_dims: ClassVar[Mapping[str, int]]  # parameter -> shard dim; others are replicated
+    packed: ClassVar[Mapping[str, int]] = {}  # parameter -> number of equal packed parts, if > 1
+    replicable: ClassVar[bool] = False  # whether several ranks may hold the same shard
     options: ClassVar[Mapping[str, Any]]  # further attributes and their defaults
 
     group: ProcessGroup | None
@@ -77,23 +77,23 @@ class TensorParallelLayer(nn.Module):
         cut: Cut | None = None,
         **options: Any,
     ) -> Self:
-        """Build this rank's shard of a plain module, which stays as it is.
+        """Create this rank's shard of a plain module, which is not changed.
 
-        Dtype, device, `requires_grad`, training mode and hooks are the plain module's; what is
-        not sharded (a row-parallel bias; everything if tp is 1) is the same Parameter.
+        Dtype, device, `requires_grad`, training mode and hooks are taken over. Parameters that are
+        not sharded (a row-parallel bias; all if tp is 1) are shared with the plain module.
 
         Args:
-            module: An `nn.Linear` or `nn.Embedding`, equal on every rank.
-            group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
-            memo: One dict passed to all calls for a model keeps tied parameters tied.
-            cut: How to cut the divided size; None gives each rank a share, the first the longer.
-            options: The layer's own, such as `gather_output=True`.
+            module: An `nn.Linear` or `nn.Embedding`, the same on every rank.
+            group: Ranks of the tensor-parallel axis; None means that axis of the current manager.
+            memo: Pass one dict to all calls for a model to keep tied parameters tied.
+            cut: The cut of the divided size; None makes it even, longer on the first ranks.
+            options: Options of the layer, such as `gather_output=True`.
 
         Raises:
-            InvalidArgumentError: The module is of another kind, or leaves a rank no share.
+            InvalidArgumentError: The module is of another class, or leaves a rank without a shard.
         """
         twin = object.__new__(type(module))
-        # The containers are copied, what they contain is shared.
+        # Copy the dicts, share their values.
         state = {k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(module).items()}
         vars(twin).update(state)
         memo = {} if memo is None else memo
@@ -108,7 +108,7 @@ class TensorParallelLayer(nn.Module):
         cut: Cut | None = None,
         **options: Any,
     ) -> Self:
-        """Turn a plain module itself into this rank's shard: its owners and hooks keep it."""
+        """Convert a plain module to this rank's shard in place, so references and hooks stay."""
         layer, size = cls._taken(module, group, cut, options)
         layer._shard(group, memo, options, cut or share_cut(size, get_world_size(group)))
         return layer
@@ -117,10 +117,10 @@ class TensorParallelLayer(nn.Module):
     def _taken(
         cls, module: nn.Module, group: Group, cut: Cut | None, options: Options
     ) -> tuple[Self, int]:
-        """Return a plain module as one of this class, whole as yet, and the size to be divided.
+        """Change the class of a plain module, not yet sharded; return it and the divided size.
 
         Raises:
-            InvalidArgumentError: It cannot become one.
+            InvalidArgumentError: The module cannot become this layer.
         """
         cls._refuse(cls.misfit(module))
         size = getattr(module, cls.sharded_size)
@@ -136,7 +136,7 @@ class TensorParallelLayer(nn.Module):
 
     @classmethod
     def takes(cls, module: nn.Module) -> bool:
-        """Return whether `module` is of the kind that this is a shard of."""
+        """Return whether `module` is of the class that this layer shards."""
         return type(module) is cls.plain_class
 
     @classmethod
@@ -163,7 +163,7 @@ class TensorParallelLayer(nn.Module):
                 f"{cls.__name__} has no option {', '.join(unknown)}; it has {list(cls.options)}"
             )
         tp_size = get_world_size(group)
-        if cut is None:  # else a rank may have a part that others have too
+        if cut is None:  # else several ranks may hold the same shard
             require_shares(f"{cls.__name__}: {cls.sharded_size}", size, tp_size)
         if cut is not None and (cut.whole, len(cut.ranges)) != (size, tp_size):
             raise InvalidArgumentError(
@@ -181,13 +181,13 @@ class TensorParallelLayer(nn.Module):
     def _build(
         self, draw: Callable[[], nn.Module], size: int, group: Group, options: Options
     ) -> None:
-        """Become this rank's shard of a new layer.
+        """Initialise this rank's shard of a new layer.
 
         Args:
-            draw: Makes the whole layer, so that its values are those of one process.
+            draw: Creates the full layer, so that its values are those of one process.
             size: Its size that is divided over the ranks.
-            group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
-            options: The layer's own.
+            group: Ranks of the tensor-parallel axis; None means that axis of the current manager.
+            options: Options of the layer.
         """
         super().__init__()
         group = axis_group("tp", group)
@@ -200,7 +200,7 @@ class TensorParallelLayer(nn.Module):
         self.group, self.tp_size, self.tp_rank = group, get_world_size(group), get_rank(group)
         if self.tp_size > 1:
             watch(self)
-        # What every forward asks of the cut is worked out once.
+        # Computed once, since every forward needs them.
         self.cut, self.shard_sizes, self._first = cut, cut.sizes, cut.start(self.tp_rank)
         self._replicated, self._in_order = cut.replicated, cut.in_order
         for name, dim in self.shard_dims.items():
@@ -210,16 +210,16 @@ class TensorParallelLayer(nn.Module):
 
     @property
     def settled(self) -> Collection[str]:
-        """Names of the parameters whose gradients need no sum, whatever reaches them: shards."""
+        """Names of the parameters whose gradients never need a sum over the ranks: shards."""
         return self.shard_dims
 
     def cut_of(self, name: str) -> Cut:
-        """Return how the parameter of that name is cut along its dim."""
+        """Return the cut of the parameter `name` along its shard dim."""
         return self.cut_of_parts(self.cut, name)
 
     @classmethod
     def cut_of_parts(cls, cut: Cut, name: str) -> Cut:
-        """Return how the parameter of that name is cut, given how each of its parts is."""
+        """Return the cut of the parameter `name`, given the cut of each of its packed parts."""
         return fuse([cut] * cls.packed.get(name, 1))
 
     def _shard_parameter(
@@ -240,28 +240,28 @@ class TensorParallelLayer(nn.Module):
         return shard
 
     def _own(self, whole: Tensor, dim: int, cut: Cut) -> Tensor:
-        """Copy this rank's shard, so that the whole can be freed."""
+        """Return a copy of this rank's shard, so that the full tensor can be freed."""
         shard = cut.take(whole.detach(), dim, self.tp_rank)
         return shard.clone(memory_format=torch.contiguous_format)
 
     def _leave(self, partial: Tensor) -> Tensor:
-        """End the region: sum the ranks' partial results, whole on each rank or in shares."""
+        """End the region: sum the ranks' partial results, by all-reduce or reduce-scatter."""
         if self.sequence is None:
             return convert(partial, Partial(), Invariant(), self.group)
         return self.sequence.leave(partial)
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
-        """Return this rank's shard of a whole tensor, a view if it is contiguous there."""
+        """Return this rank's shard of a full tensor: a view if it is one range, else a copy."""
         return self.cut.take(whole, dim, self.tp_rank)
 
     def join(self, shard: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor:
-        """Return the whole tensor on every rank; all ranks call it."""
+        """Return the full tensor on every rank; all ranks call this."""
         group = self.group if group is None else group
         joined = convert(shard, Shard(dim, self.shard_sizes), Invariant(), group)
         return joined if self._in_order else self.cut.arrange(joined, dim)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self.group)] = self.group  # a process group cannot be copied, only shared
+        memo[id(self.group)] = self.group  # process groups cannot be copied: share it
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         vars(twin).update(copy.deepcopy(vars(self), memo))
@@ -270,13 +270,13 @@ class TensorParallelLayer(nn.Module):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled, which `torch.save(model)` does."""
+        """Refuse pickling, and so `torch.save(model)`."""
         raise not_pickled(type(self).__name__)
 
     def _check_parameters(self) -> None:
-        """Refuse a shard of which a parameter was replaced by what is computed from others.
+        """Refuse a shard with a parameter that is computed from others.
 
-        `weight_norm`, `spectral_norm` and pruning would take the norm of this rank's part.
+        `weight_norm`, `spectral_norm` and pruning would use the norm of this rank's shard only.
         """
         plain = self._knows_parameters() and "parametrizations" not in self._modules
         if not plain and self.tp_size > 1:

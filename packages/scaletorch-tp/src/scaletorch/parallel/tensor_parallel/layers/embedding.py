@@ -1,4 +1,4 @@
-"""The vocabulary-parallel embedding, and tables whose columns are of heads."""
+"""The vocabulary-parallel embedding, and embeddings sharded by columns."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ _OF_ROWS = ("scale_grad_by_freq", "sparse", "max_norm")
 
 
 class VocabParallelEmbedding(TensorParallelLayer):
-    """`nn.Embedding` whose rows are divided over the ranks; the output is whole.
+    """`nn.Embedding` with rows sharded over the ranks; the output is full.
 
-    A new layer holds the shard of what `nn.Embedding` would draw in one process from that seed.
+    A new layer holds its shard of the values that `nn.Embedding` draws in one process from that
+    seed.
 
     Args:
-        num_embeddings: Number of rows in the whole table; first ranks' shares may be longer by one.
+        num_embeddings: Number of rows of the full table; if uneven, first ranks get one more.
         embedding_dim: Length of a row.
         padding_idx: As in `nn.Embedding`: a row that gets no gradient, zero at first.
-        max_norm: As in `nn.Embedding`: a longer row is shortened to it, in place, when looked up.
+        max_norm: As in `nn.Embedding`: rows of a larger norm are rescaled in place when looked up.
         norm_type: The p of that norm.
-        group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
+        group: Ranks of the tensor-parallel axis; None means that axis of the current manager.
         device: Where the parameters live.
         dtype: The parameters' dtype.
 
     Raises:
-        InvalidArgumentError: `num_embeddings` is less than tp, or `padding_idx` no row.
+        InvalidArgumentError: `num_embeddings` is less than tp, or `padding_idx` is out of range.
     """
 
     plain_class = nn.Embedding
@@ -79,18 +80,18 @@ class VocabParallelEmbedding(TensorParallelLayer):
         return super().misfit(module)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up whole rows: ids of any shape to [..., embedding_dim]."""
+        """Look up full rows: ids of any shape to [..., embedding_dim]."""
         self._check_parameters()
         if self.tp_size == 1:
             norm = self.max_norm, self.norm_type
             return functional.embedding(ids, self.weight, self.padding_idx, *norm)
         first = self._first
         last = first + self.shard_sizes[self.tp_rank]
-        # Another rank's ids look up row 0 and count as zero. An id that is no rank's is left
-        # out of range on all of them, and fails as it does in one process.
+        # Ids of other ranks look up row 0, which is then zeroed. An id that belongs to no rank
+        # stays out of range on all of them and fails as in one process.
         elsewhere = ((ids >= 0) & (ids < first)) | ((ids >= last) & (ids < self.num_embeddings))
         if self.max_norm is not None:
-            # These rows of the shard and no others; each row is on one rank.
+            # Rescale only the rows that are looked up here; each row is on one rank.
             own = ids[(ids >= first) & (ids < last)] - first
             with torch.no_grad():
                 torch.embedding_renorm_(self.weight, own, self.max_norm, self.norm_type)
@@ -104,7 +105,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
         return self._leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
 
     def extra_repr(self) -> str:
-        """Describe the whole table and its division."""
+        """Return the full sizes and tp."""
         return (
             f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}, "
             f"tp={self.tp_size}"
@@ -118,22 +119,22 @@ class ScaledVocabParallelEmbedding(VocabParallelEmbedding):
 
     @classmethod
     def takes(cls, module: nn.Module) -> bool:
-        """Return whether `module` is one, by name and structure: its library may be absent."""
+        """Return whether `module` is one, by name and structure, as transformers may be absent."""
         kind = type(module)
         named = kind.__name__.endswith("ScaledWordEmbedding") and kind.__bases__ == (nn.Embedding,)
         return named and isinstance(getattr(module, "embed_scale", None), Tensor | float | int)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up whole rows and scale them: ids of any shape to [..., embedding_dim]."""
+        """Look up full rows and scale them: ids of any shape to [..., embedding_dim]."""
         scale = self.embed_scale
         rows = super().forward(ids)
         return rows * (scale.to(self.weight.dtype) if isinstance(scale, Tensor) else scale)
 
 
 class ColumnParallelEmbedding(ColumnParallelLinear):
-    """`nn.Embedding` whose columns are divided over the ranks; each looks up its own.
+    """`nn.Embedding` with columns sharded over the ranks; each rank looks up its own.
 
-    T5 has such a table of biases of attention, [buckets, heads].
+    An example is T5's table of relative attention biases, [buckets, heads].
     """
 
     plain_class = nn.Embedding  # type: ignore[assignment]
@@ -166,10 +167,10 @@ class ColumnParallelEmbedding(ColumnParallelLinear):
         return self.weight.t()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Look up this rank's columns of rows: ids of any shape to [..., embedding_dim / tp]."""
+        """Look up this rank's columns: ids of any shape to [..., embedding_dim / tp]."""
         self._check_parameters()
         return functional.embedding(x, self.operands()[0].t(), self.padding_idx)
 
     def extra_repr(self) -> str:
-        """Describe the whole table and its division."""
+        """Return the full sizes and tp."""
         return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.tp_size}"

@@ -1,4 +1,4 @@
-"""Experts whose stacked weights are divided over the ranks along the width inside of each."""
+"""Experts with stacked weights that are sharded along their width (intermediate size)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ..regions.sequence_shares import SequenceShares
 from ..regions.surround import own_class
 from .heads import OwnParameters
 
-# What names of attributes that hold the width of experts contain.
+# Substrings of the names of attributes that hold the width of experts.
 _OF_WIDTH = ("intermediate", "ffn", "expert_dim")
 
 
 class ParallelExperts(OwnParameters):
-    """A module of stacked expert weights, before whose own class this comes.
+    """Mixin put before the class of a module of stacked expert weights.
 
-    Hidden states and the router's weights enter, so the gradients of both are summed over the
-    ranks; results leave as a sum. With sequence parallelism the tokens of all ranks are gathered
-    at the entrance, each with its indices and weights, and every rank gets its tokens' results.
+    The gradients of hidden states and routing weights are summed over the ranks, and so are the
+    outputs. Under sequence parallelism the tokens of all ranks are all-gathered with their routing
+    indices and weights, and outputs are reduce-scattered back to the tokens' ranks.
     """
 
     sharded_size = "width"
@@ -37,7 +37,7 @@ class ParallelExperts(OwnParameters):
 
     @classmethod
     def convert(cls, module: nn.Module, *where: Any, **options: Any) -> Self:
-        """Turn a module itself into this rank's shard: see the base; it says its width here."""
+        """Convert a module in place, as the base does, and set its width to this rank's."""
         layer = super().convert(module, *where, **options)
         if layer.tp_size > 1:
             _set_widths(layer, layer.cut.whole, layer.shard_sizes[layer.tp_rank])
@@ -45,12 +45,12 @@ class ParallelExperts(OwnParameters):
 
     @property
     def settled(self) -> Collection[str]:
-        """Names of the shards, and of what one rank adds: each computes its whole gradient."""
+        """Names of the shards and of the `added` biases, whose gradient is full on each rank."""
         return {*self.shard_dims, *self.own_style.added}
 
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward on this rank's share of the width; return whole results."""
+        """Run the module's own forward on this rank's slice of the width; return summed outputs."""
         if self.tp_size == 1:
             return super().forward(*args, **kwargs)
         sequence = self.sequence
@@ -59,7 +59,7 @@ class ParallelExperts(OwnParameters):
         args = tuple(self._enter(each, sizes) for each in args)
         kwargs = {name: self._enter(each, sizes) for name, each in kwargs.items()}
         own = self._parameters
-        # Hooks and names stay on the parameters; only this call sees what they became.
+        # Replace parameters for this call only, so that their hooks and names stay.
         vars(self)["_parameters"] = own | self._added()
         try:
             with in_region():
@@ -79,10 +79,10 @@ class ParallelExperts(OwnParameters):
     def _enter(self, x: Any, sizes: tuple[int, ...] | None) -> Any:
         if not isinstance(x, Tensor):
             return x
-        if sizes is not None:  # all ranks' rows, one rank's behind another's
+        if sizes is not None:  # the rows of all ranks, concatenated
             entered = convert(x.flatten(0, -2), Shard(0, sizes), Replicate(), self.group)
             return entered if x.ndim == 2 else entered[None]  # as one sequence
-        # Indices have no gradient to be summed.
+        # Integer indices have no gradient.
         enters = x.is_floating_point()
         return convert(x, Invariant(), Replicate(), self.group) if enters else x
 
@@ -93,11 +93,11 @@ class ParallelExperts(OwnParameters):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> tuple[int, ...]:
-        """Return how many rows of tokens each rank has."""
+        """Return the number of token rows on each rank."""
         given = [*tensors_in((args, kwargs))]
         rows = [x.flatten(0, -2) if x.dim() in (2, 3) else x for x in given]
         hidden = rows[0] if rows else torch.empty(())
-        alone = len(given) == 1 and given[0].ndim == 2  # rows for each expert, as Llama 4 has
+        alone = len(given) == 1 and given[0].ndim == 2  # rows grouped by expert, as in Llama 4
         if hidden.dim() != 2 or alone or any(x.shape[:1] != hidden.shape[:1] for x in rows):
             shapes = ", ".join(str(tuple(x.shape)) for x in given) or "none"
             raise InvalidArgumentError(
@@ -108,20 +108,20 @@ class ParallelExperts(OwnParameters):
         return sequence.rows(hidden)
 
     def _added(self) -> dict[str, Any]:
-        """Return what is to be added once, as this rank adds it: zeros on ranks but the first.
+        """Return the `added` biases of the first rank, and zeros with gradients on other ranks.
 
-        Every rank sees the gradient of the whole result, so each computes the whole of theirs.
+        Every rank gets the gradient of the full output, so each computes the full bias gradient.
         """
         added = {name: self.get_parameter(name) for name in self.own_style.added}
         return {n: p - p.detach() for n, p in added.items()} if self.tp_rank else {**added}
 
     def extra_repr(self) -> str:
-        """Describe the division."""
+        """Return the full width and tp."""
         return f"width={self.cut.whole}, tp={self.tp_size}"
 
 
 def _set_widths(module: nn.Module, whole: int, own: int) -> None:
-    """Set the attributes that hold the width to this rank's share of it."""
+    """Set the attributes that hold the width to this rank's slice of it."""
     for name, value in vars(module).items():
         if type(value) is int and value == whole and any(part in name for part in _OF_WIDTH):
             vars(module)[name] = own

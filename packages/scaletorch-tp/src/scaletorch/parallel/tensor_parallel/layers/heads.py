@@ -1,4 +1,4 @@
-"""Modules that keep their class and forward, and whose own parameters become shards."""
+"""Modules that keep their class and forward but whose own parameters are sharded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SET = ("group", "tp_size", "tp_rank", "cut", "shard_sizes", "shard_dims")  # by
 
 
 class OwnParameters(TensorParallelLayer, Surrounded):
-    """A module, before whose own class this comes: its style says how its parameters are cut."""
+    """Mixin put before a module's own class; the style says how to shard its parameters."""
 
     plain_class = nn.Module
     shard_dims: ClassVar[Mapping[str, int]] = {}  # each module has its own
@@ -27,14 +27,14 @@ class OwnParameters(TensorParallelLayer, Surrounded):
 
     @classmethod
     def misfit(cls, module: nn.Module) -> str | None:
-        """Return why `module` cannot become one, whatever its style is, or None if it can."""
+        """Return why `module` cannot become one, whatever its style, or None if it can."""
         return None
 
     @classmethod
     def _taken(
         cls, module: nn.Module, group: Group, cut: Cut | None, options: Options
     ) -> tuple[Any, int]:
-        """Return a module, which stays an instance of its class, and the length that is cut."""
+        """Add this mixin to a module's class; return the module and the divided length."""
         style: PerHead | Stacked = options["own_style"]
         cls._refuse(style.misfit(module))
         length = style.length(module)
@@ -43,21 +43,21 @@ class OwnParameters(TensorParallelLayer, Surrounded):
         return surround(module, cls, group), length
 
     def cut_of(self, name: str) -> Cut:
-        """Return how a parameter is cut along its dim."""
+        """Return the cut of the parameter `name` along its shard dim."""
         return self.own_style.cut_of(name, self.cut)
 
 
 class HeadParameters(OwnParameters):
-    """An attention module whose parameters are of its heads.
+    """An attention module with per-head parameters.
 
-    Its forward stays its own; its projections are sharded by head elsewhere.
+    Its forward does not change; its projections are sharded at head boundaries by their own styles.
     """
 
     sharded_size = "heads"
 
     @classmethod
     def misfit(cls, module: nn.Module) -> str | None:
-        """Return why `module` cannot become one, or None: names of its own that shards need."""
+        """Return why `module` cannot become one (a name of it collides with a shard's), or None."""
         bases = type(module).__mro__
         own = {name for kind in bases[: bases.index(nn.Module)] for name in vars(kind)}
         own |= {*vars(module), *module._modules, *module._buffers}

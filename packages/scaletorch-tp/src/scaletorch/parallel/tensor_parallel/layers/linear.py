@@ -18,11 +18,11 @@ from ..regions.replicas import sum_replicas
 from .base import Group, Memo, Options, TensorParallelLayer
 
 _KINDS = (nn.Linear, NonDynamicallyQuantizableLinear)
-_KIN = ("FalconLinear",)  # by name: it computes as torch's, in other words
+_KIN = ("FalconLinear",)  # by name: its forward is equivalent to torch's
 
 
 class _Linear(TensorParallelLayer):
-    """The base of both layers."""
+    """The base of the column- and row-parallel layers."""
 
     plain_class = nn.Linear
 
@@ -38,23 +38,23 @@ class _Linear(TensorParallelLayer):
         return kind in _KINDS or (kind.__bases__ == (nn.Linear,) and kind.__name__ in _KIN)
 
     def _matrix(self) -> Tensor:
-        """Return the weight as [out_features, in_features], of which one is this rank's share."""
+        """Return this rank's weight as [out_features, in_features], one of them sharded."""
         return self.weight
 
 
 class ColumnParallelLinear(_Linear):
-    """`nn.Linear` whose output features are divided over the ranks.
+    """`nn.Linear` with output features sharded over the ranks.
 
-    A new layer holds the shard of what `nn.Linear` would draw in one process from the same seed.
+    A new layer holds its shard of the values that `nn.Linear` draws in one process from that seed.
 
     Args:
-        in_features: Size of the input's last dim; every rank gets the same whole input.
-        out_features: Size of the whole output's last dim; first ranks' shares may be longer by one.
-        bias: Whether there is a bias, sharded as the output is.
-        gather_output: Join the outputs, so that every rank returns the whole.
-        async_all_reduce: In backward, sum the input's gradient while computing the weight's;
+        in_features: Size of the input's last dim; every rank gets the same full input.
+        out_features: Full size of the output's last dim; if uneven, first ranks get one more.
+        bias: Whether there is a bias, sharded like the output.
+        gather_output: All-gather the outputs, so that every rank returns the full output.
+        async_all_reduce: In backward, all-reduce the input's gradient while computing the weight's;
             `apply_tensor_parallel` sets it. Compiled layers do not overlap.
-        group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
+        group: Ranks of the tensor-parallel axis; None means that axis of the current manager.
         device: Where the parameters live.
         dtype: The parameters' dtype.
 
@@ -87,7 +87,7 @@ class ColumnParallelLinear(_Linear):
         self._build(draw, out_features, group, options)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., in_features] to [..., out_features / tp], or to the whole if gathered."""
+        """Map [..., in_features] to [..., out_features / tp], or to the full output if gathered."""
         self._check_input(x, self.in_features, "every rank takes the whole input")
         if self.tp_size == 1:
             return functional.linear(x, self._matrix(), self.bias)
@@ -100,7 +100,7 @@ class ColumnParallelLinear(_Linear):
     def operands(self) -> tuple[Tensor, Tensor | None]:
         """Return this rank's weight [out_features / tp, in_features] and bias [out_features / tp].
 
-        The gradients of what other ranks have too are summed over these.
+        Gradients of replicated slices are summed over the ranks that hold them.
         """
         weight, bias = self._matrix(), self.bias
         if not self._replicated:
@@ -109,7 +109,7 @@ class ColumnParallelLinear(_Linear):
         return sum_replicas(weight, *where), None if bias is None else sum_replicas(bias, *where)
 
     def extra_repr(self) -> str:
-        """Describe the whole layer and its division."""
+        """Return the full sizes, the options and tp."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, gather_output={self.gather_output}, tp={self.tp_size}"
@@ -117,17 +117,17 @@ class ColumnParallelLinear(_Linear):
 
 
 class RowParallelLinear(_Linear):
-    """`nn.Linear` whose input features are divided over the ranks; the output is whole.
+    """`nn.Linear` with input features sharded over the ranks; the output is full.
 
-    A new layer holds the shard of what `nn.Linear` would draw in one process from the same seed.
+    A new layer holds its shard of the values that `nn.Linear` draws in one process from that seed.
 
     Args:
-        in_features: Size of the whole input's last dim; first ranks' shares may be longer by one.
+        in_features: Full size of the input's last dim; if uneven, first ranks get one more.
         out_features: Size of the output's last dim.
-        bias: Whether there is a bias: whole on every rank, added once.
-        input_is_parallel: The input is this rank's shard, as a column-parallel layer leaves it;
-            otherwise it is whole and cut here.
-        group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
+        bias: Whether there is a bias: replicated, added once.
+        input_is_parallel: Whether the input is this rank's shard, as from a column-parallel layer;
+            otherwise it is full and cut here.
+        group: Ranks of the tensor-parallel axis; None means that axis of the current manager.
         device: Where the parameters live.
         dtype: The parameters' dtype.
 
@@ -156,7 +156,7 @@ class RowParallelLinear(_Linear):
         self._build(draw, in_features, group, {"input_is_parallel": input_is_parallel})
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., in_features / tp], or the whole input, to the whole [..., out_features]."""
+        """Map [..., in_features / tp], or the full input, to [..., out_features]."""
         if self.input_is_parallel:
             length = self.shard_sizes[self.tp_rank]
             self._check_input(x, length, "input_is_parallel=False cuts a whole input")
@@ -169,12 +169,12 @@ class RowParallelLinear(_Linear):
         out = self._leave(functional.linear(x, self._matrix()))
         bias: Tensor | None = self.bias
         if self.sequence is None:
-            end_sharded_random()  # what follows works on whole activations
-        # Under autocast the output is narrower than the bias, and must stay so.
+            end_sharded_random()  # from here on activations are full
+        # Under autocast the output has a narrower dtype than the bias; keep it.
         return out if bias is None else out + bias.to(out.dtype)
 
     def extra_repr(self) -> str:
-        """Describe the whole layer and its division."""
+        """Return the full sizes, the options and tp."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, input_is_parallel={self.input_is_parallel}, "
@@ -183,9 +183,9 @@ class RowParallelLinear(_Linear):
 
 
 class Transposed(TensorParallelLayer):
-    """The base of shards of the layer that transformers calls Conv1D.
+    """Mixin for the Conv1D layer of transformers, whose weight is [in, out].
 
-    Its weight is [in, out]. It comes before the class of the layer for torch's own linear.
+    It comes before the column- or row-parallel class in the bases.
     """
 
     nx: int
@@ -194,7 +194,7 @@ class Transposed(TensorParallelLayer):
 
     @classmethod
     def takes(cls, module: nn.Module) -> bool:
-        """Return whether `module` is a Conv1D by name and structure: its library may be absent."""
+        """Return whether `module` is a Conv1D, by name and shape, as transformers may be absent."""
         sizes = getattr(module, "nx", None), getattr(module, "nf", None)
         weight = module._parameters.get("weight")
         return type(module).__name__ == "Conv1D" and weight is not None and weight.shape == sizes
@@ -208,14 +208,14 @@ class Transposed(TensorParallelLayer):
 
 
 class ColumnParallelConv1D(Transposed, ColumnParallelLinear):
-    """A column-parallel layer whose weight is [in_features, out_features / tp]."""
+    """A column-parallel Conv1D, with weight [in_features, out_features / tp]."""
 
     sharded_size = "nf"
     shard_dims: ClassVar[dict[str, int]] = {"weight": 1, "bias": 0}
 
 
 class RowParallelConv1D(Transposed, RowParallelLinear):
-    """A row-parallel layer whose weight is [in_features / tp, out_features]."""
+    """A row-parallel Conv1D, with weight [in_features / tp, out_features]."""
 
     sharded_size = "nx"
     shard_dims: ClassVar[dict[str, int]] = {"weight": 0}

@@ -1,4 +1,4 @@
-"""torch's `nn.MultiheadAttention`, of whose heads each rank has its share."""
+"""torch's `nn.MultiheadAttention` with heads sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .base import TensorParallelLayer
 
 
 class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
-    """`nn.MultiheadAttention` whose heads are divided over the ranks.
+    """`nn.MultiheadAttention` with heads sharded over the ranks.
 
-    Of its packed projection each rank has the rows of its heads of queries, of keys and of values.
-    Its `out_proj` becomes a row-parallel layer of its own. `embed_dim` and `num_heads` stay the
-    whole's; its own forward, unlike torch's, calls `out_proj`, and takes no fast path.
+    Each rank holds the rows of the packed projection for the queries, keys and values of its heads.
+    `out_proj` becomes a row-parallel layer. `embed_dim` and `num_heads` keep their full values.
+    Unlike torch's, this forward calls `out_proj` and has no fast path.
     """
 
     plain_class = nn.MultiheadAttention
@@ -63,22 +63,22 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend as torch's own forward does, given the same whole tensors on every rank.
+        """Compute torch's attention, given the same full tensors on every rank.
 
         Args:
             query: [B, L, E], or [L, B, E] without `batch_first`, or [L, E]; with sequence
-                parallelism this rank's share of the tokens.
-            key: [B, S, kdim], as `query`.
-            value: [B, S, vdim], as `query`.
+                parallelism this rank's shard of the tokens.
+            key: [B, S, kdim], laid out like `query`.
+            value: [B, S, vdim], laid out like `query`.
             key_padding_mask: [B, S], of the whole batch.
-            need_weights: Return the weights too, gathered from all ranks.
-            attn_mask: [L, S], or [B * num_heads, L, S] of all heads.
-            average_attn_weights: Return their mean over all heads.
-            is_causal: As of torch: a hint that `attn_mask` is causal.
+            need_weights: Also return the attention weights, gathered from all ranks.
+            attn_mask: [L, S], or [B * num_heads, L, S] for all heads.
+            average_attn_weights: Return the mean of the weights over all heads.
+            is_causal: As in torch: a hint that `attn_mask` is causal.
 
         Raises:
-            InvalidArgumentError: A mask of another shape, or a second sequence with sequence
-                parallelism.
+            InvalidArgumentError: A mask has another shape, `is_causal` comes without `attn_mask`,
+                or there is a second sequence under sequence parallelism.
         """
         if self.tp_size == 1:
             return nn.MultiheadAttention.forward(
@@ -110,7 +110,7 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
         return out, self._of_all_heads(weights, average_attn_weights, batched)
 
     def _projected(self, *given: Tensor) -> list[Tensor]:
-        """Return queries, keys and values of this rank's heads, each [B, heads, L, D]."""
+        """Return the queries, keys and values of this rank's heads, each [B, heads, L, D]."""
         entered = {id(x): x for x in given}
         if self.sequence is not None and len(entered) > 1:
             raise InvalidArgumentError(
@@ -143,7 +143,7 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
     def _mask(
         self, padding: Tensor | None, mask: Tensor | None, q: Tensor, keys: int
     ) -> Tensor | None:
-        """Return what is added to the scores of this rank's heads, [B or 1, heads or 1, L, S]."""
+        """Return the mask to add to the scores of this rank's heads, [B or 1, heads or 1, L, S]."""
         batch, _, length, _ = q.shape
         none_or_dtype = functional._none_or_dtype
         padding = functional._canonical_mask(
@@ -157,7 +157,7 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
                     f"{describe_rank()}: expected an attn_mask of shape {list(whole[1:])}, or "
                     f"{list(whole)} of all heads, got {list(added.shape)}"
                 )
-            if added.dim() == 3:  # a mask of each head
+            if added.dim() == 3:  # one mask for each head
                 first = self.cut.start(self.tp_rank) // self.head_dim
                 added = added.view(batch, -1, length, keys).narrow(1, first, q.shape[1])
         if padding is not None:
@@ -171,7 +171,7 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
         return functional.dropout(weights, dropout) if dropout else weights
 
     def _of_all_heads(self, weights: Tensor | None, average: bool, batched: bool) -> Tensor | None:
-        """Return the weights of all heads, [B, heads, L, S], or their mean, given this rank's."""
+        """Return the weights of all heads, [B, heads, L, S], or their mean [B, L, S]."""
         if weights is None:
             return None
         if average:
@@ -183,14 +183,14 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
         return weights if batched else weights[0]
 
     def extra_repr(self) -> str:
-        """Describe the whole layer and its division."""
+        """Return the full sizes and tp."""
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, tp={self.tp_size}"
 
 
 def leave_fast_paths(view: ModelView) -> None:
-    """Let torch's encoder layers call their sharded layers in eval mode too, in place.
+    """Disable the fast path of torch's encoder layers with sharded layers, in place.
 
-    Their fast path would multiply by this rank's weights and add up nothing.
+    In eval mode it would use this rank's weights without summing over the ranks.
     """
     for module in view.names:
         slow = {nn.TransformerEncoderLayer: "activation_relu_or_gelu",

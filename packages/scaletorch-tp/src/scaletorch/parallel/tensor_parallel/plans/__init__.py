@@ -1,1 +1,1 @@
-"""Plans as data: written, found, checked against a model, explained."""
+"""Plans: their styles, and how they are found, checked and explained."""

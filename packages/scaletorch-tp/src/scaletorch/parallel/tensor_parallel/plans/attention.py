@@ -1,6 +1,6 @@
-"""Attention modules, found by their layers and cut at the borders of heads.
+"""Recognise attention modules by their layers, and cut them at head boundaries.
 
-Each rank has the key/value heads that its queries use.
+Each rank gets the key/value heads that its query heads use.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from .plan import Matches, children_of
 
 _HEAD_LENGTHS = ("head_dim", "head_size")
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
-_GROUPS = "num_key_value_groups"  # query heads of each key/value head
+_GROUPS = "num_key_value_groups"  # query heads per key/value head
 _LATENT = "kv_lora_rank"
-SHARED_KEYS = "qk_rope_head_dim"  # of latent attention, which says how long all heads' keys are
+SHARED_KEYS = "qk_rope_head_dim"  # in latent attention: length of the key that all heads share
 
-# Names of attention modules, and what the names of their classes contain.
+# Names of attention modules, and substrings of their class names.
 _NAMES = frozenset(
     {"attn", "attention", "self_attn", "self_attention", "cross_attn", "linear_attn"}
 )
 _OF_CLASSES = ("attention", "attn")
-_OF_LAYERS = "attentionresidual"  # attends to what earlier layers returned for the same token
+_OF_LAYERS = "attentionresidual"  # attends over earlier layers' outputs of the same token
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """A module whose query, key and value projections are columns and whose output is a row.
+    """An attention module with column-parallel projections and a row-parallel output.
 
     Args:
         name: The module's name.
@@ -40,8 +40,8 @@ class Attention:
         head_dim: Length of a head.
         query: Number of query heads.
         key_value: Number of key/value heads.
-        lengths: Projection -> the length that is cut, of each packed part if it is fused.
-        gated: A projection as long as there are query heads has a feature for each of these.
+        lengths: Projection -> its divided length, or those of its packed parts if it is fused.
+        gated: Whether one projection is a gate with one feature for each query head.
     """
 
     name: str
@@ -53,11 +53,11 @@ class Attention:
     gated: bool = False
 
     def cuts(self, tp_size: int) -> dict[nn.Module, Cut]:
-        """Return how each projection, and what the module itself has of heads, is cut."""
+        """Return the cut of each projection, and of the module's own per-head parameters."""
         query, key_value = head_cuts(self.query, self.key_value, tp_size)
 
         def cut(length: int) -> Cut:
-            # Each projection may have a length of its own, or one feature for each query head.
+            # Head lengths may differ between projections; a gate has one feature per query head.
             gate = length % self.head_dim or (self.gated and length == self.query)
             if self.key_value == self.query or gate:
                 return query.times(length // self.query)
@@ -69,11 +69,11 @@ class Attention:
         return {**cuts, self.module: query}
 
     def share(self, attribute: str, value: int, tp_size: int) -> tuple[int, ...] | None:
-        """Return each rank's value of a counting attribute, or None if it counts no heads."""
+        """Return each rank's value of an integer attribute, or None if it counts no heads."""
         query, key_value = (cut.sizes for cut in head_cuts(self.query, self.key_value, tp_size))
         if attribute == _GROUPS:
             return tuple(q // kv for q, kv in zip(query, key_value, strict=True))
-        # A value may be a number of heads as well as their length together: the name tells.
+        # The value may be a number of heads or their total length; the name tells which.
         units = (1, self.head_dim) if "head" in attribute else (self.head_dim, 1)
         for unit in units:
             for count, shares in ((self.query, query), (self.key_value, key_value)):
@@ -82,16 +82,17 @@ class Attention:
         return None
 
     def groups(self, tp_size: int) -> dict[str, tuple[int, ...]]:
-        """Return each rank's query heads per key/value head, if the module says how many."""
+        """Return each rank's query heads per key/value head, if the module has that attribute."""
         own = vars(self.module).get(_GROUPS)
         return {_GROUPS: self.share(_GROUPS, own, tp_size) or ()} if type(own) is int else {}
 
 
 def head_cuts(query: int, key_value: int, size: int) -> tuple[Cut, Cut]:
-    """Cut query and key/value heads, so that each rank has the latter that its queries use.
+    """Cut query and key/value heads so that each rank gets the key/value heads it uses.
 
-    On every rank the query heads are a multiple of the key/value heads and use them in the same
-    grouping as in the whole. Fewer key/value heads than ranks are replicated: each rank has one.
+    On every rank the number of query heads is a multiple of that of key/value heads, and their
+    grouping is that of the full model. If there are fewer key/value heads than ranks, they are
+    replicated: each rank holds one.
 
     Args:
         query: Number of query heads, a multiple of `key_value` and at least `size`.
@@ -111,27 +112,27 @@ def head_cuts(query: int, key_value: int, size: int) -> tuple[Cut, Cut]:
 def find_attentions(
     view: ModelView, matches: Matches, named: Collection[nn.Module] = ()
 ) -> dict[nn.Module, Attention]:
-    """Return the modules whose sharded children fit together as projections of heads.
+    """Return the modules whose sharded children fit together as attention projections.
 
     Args:
         view: The whole model.
-        matches: What of it is sharded; every style fits its module.
-        named: Modules known to be attention, whose config may tell the head's length.
+        matches: The modules that the plan names; every style fits its module.
+        named: Modules known to be attention, whose config may give the head length.
     """
     found = (_attention(n, m, matches, m in named) for m, n in view.names.items())
     return {each.module: each for each in found if each is not None}
 
 
 def has_heads(module: nn.Module) -> bool:
-    """Return whether a module itself says that it works on heads."""
+    """Return whether a module has an attribute that is a head length or a number of heads."""
     return not vars(module).keys().isdisjoint((*_HEAD_LENGTHS, *_HEAD_COUNTS))
 
 
 def latent_heads(module: nn.Module) -> int:
-    """Return how many heads multi-head latent attention has, 0 if a module is none.
+    """Return the number of heads of multi-head latent attention; 0 for another module.
 
-    Keys and values of all heads come of one latent vector, and projections have lengths of heads
-    of their own.
+    There keys and values of all heads come from one latent vector, and each projection has its own
+    head length.
     """
     own = vars(module)
     counts = (own.get(name) for name in _HEAD_COUNTS)
@@ -140,12 +141,12 @@ def latent_heads(module: nn.Module) -> int:
 
 
 def head_length(attention: nn.Module, query_size: int, *, by_config: bool = True) -> int:
-    """Return the length of a head, or 0 if nothing tells it.
+    """Return the length of a head, or 0 if it is unknown.
 
     Args:
         attention: The module.
-        query_size: Length of all query heads together.
-        by_config: Ask the module's config if the module itself does not tell.
+        query_size: Total length of all query heads.
+        by_config: Use the module's config if the module itself does not give it.
     """
     for place in (attention, getattr(attention, "config", None) if by_config else None):
         for name in _HEAD_LENGTHS:
@@ -165,14 +166,14 @@ def out_features(module: nn.Module) -> int:
 
 
 def find_whole(view: ModelView, regions: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the attention modules that mix tokens and must see whole sequences.
+    """Return the modules that mix tokens and therefore need full sequences.
 
-    They are the outermost ones that are no regions, and neither hold nor are in one; modules with
-    convolutions over tokens are among them.
+    These are the outermost attention modules and modules with convolutions over tokens that neither
+    contain a region nor lie in one.
 
     Args:
         view: The whole model.
-        regions: Its regions, which gather for themselves.
+        regions: Its regions, which gather sequences themselves.
     """
     inside = modules_within(regions)
     found: list[nn.Module] = []
@@ -188,15 +189,15 @@ def find_whole(view: ModelView, regions: Collection[nn.Module]) -> list[nn.Modul
 
 
 def _attends(name: str, module: nn.Module) -> bool:
-    """Return whether a module is attention by its attributes, its place or its class.
+    """Return whether a module is attention by its attributes, its name or its class.
 
-    A norm or a dropout, which have no children or no parameters, is none.
+    Modules without children or parameters, such as norms and dropout, are not.
     """
     if isinstance(module, TensorParallelLayer) or not any(True for _ in module.children()):
         return False
     if not any(True for _ in module.parameters()):
         return False
-    if own_class(module).forward is nn.Module.forward:  # a list, which is not called
+    if own_class(module).forward is nn.Module.forward:  # a module list, which is never called
         return False
     kind = own_class(module).__name__.lower()
     if _OF_LAYERS in kind:
@@ -206,7 +207,7 @@ def _attends(name: str, module: nn.Module) -> bool:
 
 
 def _convolves(module: nn.Module) -> bool:
-    """Return whether a module has a convolution of each feature, as layers with states have."""
+    """Return whether a module has a depthwise Conv1d, as state-space layers have."""
     convolutions = (child for child in module.children() if isinstance(child, nn.Conv1d))
     return any(c.kernel_size[0] > 1 and c.groups == c.in_channels > 1 for c in convolutions)
 
@@ -231,14 +232,14 @@ def _attention(name: str, module: nn.Module, matches: Matches, by_config: bool) 
     if length < 1 or total < length or total % length or not all(sizes):
         return None
     query = total // length
-    if any(size % length and size != query for size in sizes):  # a gate has a feature for each
+    if any(size % length and size != query for size in sizes):  # a gate has one feature per head
         return None
-    # One as long as there are heads is a gate, and no key of few heads, if three are beside it.
+    # A projection with one feature per query head is a gate if it has three or more siblings.
     gated = sizes.count(query) == 1 and len(sizes) > 3
     counts = {size // length for size in sizes if not (size % length or (gated and size == query))}
-    # With grouped queries the shortest projection is that of the keys or values.
+    # With grouped queries the shortest projections are keys and values.
     key_value = min(counts | {query})
-    # All are queries (some of several vectors a head) or as many keys and values.
+    # All others are keys or values, or queries (possibly several vectors for each head).
     if query % key_value or any(c != key_value and c % query for c in counts):
         return None
     return Attention(name, module, length, query, key_value, lengths, gated)

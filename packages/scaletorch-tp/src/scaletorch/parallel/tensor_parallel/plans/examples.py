@@ -1,4 +1,4 @@
-"""Examples of what a model is called with, from its arguments' names and its configuration."""
+"""Guess example inputs of a model from its argument names and its config."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 
 def examples(model: nn.Module) -> Iterator[Any]:
-    """Yield what a forward may take by its arguments' names: ids of tokens, images, or sound."""
+    """Yield possible inputs of a forward, by argument names: token ids, images or audio."""
     names, config = signature(model.forward).parameters, getattr(model, "config", None)
     table = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
     ids = torch.arange(6, device="cpu")[None] % getattr(table, "num_embeddings", 1)
@@ -30,7 +30,7 @@ def examples(model: nn.Module) -> Iterator[Any]:
 
 
 def structure(model: nn.Module) -> tuple[Any, ...]:
-    """Return what a suggestion depends on: classes, numbers, shapes, and the configuration."""
+    """Return a cache key for suggestions: classes, int attributes, shapes, and the config."""
     numbers = (
         (name, type(module), *((n, v) for n, v in vars(module).items() if type(v) is int))
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""The shards that a plan gives each rank, before any starts; or a plan to complete."""
+"""Show the shards that a plan gives each rank, or a plan to complete if there is none."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .trial import generic
 
 @dataclass(frozen=True, slots=True)
 class ExplainedParameter:
-    """A parameter, and the shard of it on each rank.
+    """A parameter and its shard on each rank.
 
     Attributes:
-        name: The parameter's; every name of a tied one is listed.
-        style: Its module's style; "" if the plan does not name that.
-        shape: The whole's.
-        dim: The dim it is sharded along; None if every rank has the whole.
-        local_shapes: Each rank's.
+        name: Name of the parameter. A tied one has an entry for each name.
+        style: Style of its module; "" if the plan does not name the module.
+        shape: Full shape.
+        dim: Shard dim; None if it is replicated.
+        local_shapes: Shape on each rank.
     """
 
     name: str
@@ -43,13 +43,13 @@ class ExplainedParameter:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The shards of a model. `dataclasses.asdict` of it is plain data; `str` is a table.
+    """The shards of a model. `dataclasses.asdict` gives plain data, `str` a table.
 
     Attributes:
         tp: Number of ranks.
-        parameters: In the model's order.
-        skeleton: For a model without a plan, the text of a dict to complete and to pass as one;
-            there are no parameters then.
+        parameters: All parameters, in the model's order.
+        skeleton: For a model without a plan, the source text of a dict to complete and pass as
+            `plan`; `parameters` is empty then.
     """
 
     tp: int
@@ -68,10 +68,10 @@ class Explanation:
 def explain(
     model: nn.Module, tp: int, plan: Plan | None = None, *, sequence_parallel: bool = False
 ) -> Explanation:
-    """Return what `apply_tensor_parallel` would do; no process group is needed.
+    """Return the shards that `apply_tensor_parallel` would make; no process group is needed.
 
-    Of a model that has no plan, a plan to complete is explained: what `str` returns is Python, a
-    dict to be passed as `plan`. Low-rank adapters are left out.
+    For a model without a plan, `str` of the result is Python source: a dict to complete and pass
+    as `plan`. Low-rank adapters are left out.
 
     Args:
         model: The whole model; its parameters may be on the meta device. It is not changed.
@@ -129,7 +129,7 @@ def _local(parameter: ExplainedParameter) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return lines of columns; equal rows, as layers have, are one with their number."""
+    """Return a text table; equal rows are merged into one with a count."""
     counted = Counter(map(tuple, rows))
     cells = [(*head, "times"), *((*row, str(times)) for row, times in counted.items())]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -147,10 +147,10 @@ this as plan="""
 
 
 def _skeleton(model: nn.Module) -> str:
-    """Return a plan of the linear layers of a model, as a text that is a Python dict.
+    """Return a plan for the linear layers of a model, as the source text of a dict.
 
-    Layers in several blocks are one pattern if they are of one shape. torch's attention has its
-    style; what is within it has none.
+    Layers of several blocks share one pattern if they have the same shape. torch's attention gets
+    the style "attention", and its submodules none.
     """
     modules = dict(model.named_modules())
     inside = {m for a in modules.values() if _attends(a) for m in a.children()}
@@ -165,7 +165,7 @@ def _skeleton(model: nn.Module) -> str:
 
 
 def _pattern(name: str, layers: Mapping[str, Any]) -> str:
-    """Return the name with `*` for numbers, if all layers of that pattern are of one shape."""
+    """Return the name with `*` for numbers if all layers that match have the same shape."""
     pattern = re.sub(r"(?<![^.])\d+(?=\.)", "*", name)
     alike = all(layers[each] == layers[name] for each in matching(pattern, layers))
     return pattern if alike else name
@@ -176,7 +176,7 @@ def _attends(module: nn.Module) -> bool:
 
 
 def _shape(layer: nn.Module) -> str:
-    """Return what a layer takes and makes; "" of another module."""
+    """Return the sizes of a layer as text; "" for a module that is not shardable."""
     if _attends(layer):
         return f"{vars(layer)['num_heads']} heads of {vars(layer)['head_dim']}"
     if not ColumnParallelLinear.takes(layer) and not hasattr(layer, "nx"):

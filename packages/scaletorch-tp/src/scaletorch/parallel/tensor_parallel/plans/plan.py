@@ -1,4 +1,4 @@
-"""Plans as data: which modules are sharded in which style, and how names are matched."""
+"""Plans as data: the style of each module, and the matching of names."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ Plan = Mapping[str, Style]
 
 SEQUENCE_WHOLE = "sequence_whole"
 
-# Style -> the layer a plain module becomes and its options, or the mixin its class gets; None
-# leaves the module as it is.
+# Style -> the layer that a plain module becomes and its options, or the mixin added to its class;
+# None leaves the module as it is.
 STYLES: Mapping[
     str, tuple[type[TensorParallelLayer], Mapping[str, Any]] | type[Surrounded] | None
 ] = {
@@ -72,13 +72,13 @@ STYLES: Mapping[
     "vocab": (VocabParallelEmbedding, {}),
     "attention": (ParallelMultiheadAttention, {}),
     "replicate": None,
-    "sequence": None,  # what sequence parallelism makes of every module it is not told about
+    "sequence": None,  # the default of sequence parallelism
     "sequence_layer": SequenceLayer,
     SEQUENCE_WHOLE: None,  # with sequence parallelism it becomes a `WholeSequence`
     "sharded": ShardedRandom,
 }
 
-# A style's layer -> those it stands for if the plain module is of another class than torch's.
+# A style's layer -> its variants for plain modules of other classes than torch's.
 VARIANTS: Mapping[type[TensorParallelLayer], tuple[type[TensorParallelLayer], ...]] = {
     ColumnParallelLinear: (ColumnParallelConv1D,),
     RowParallelLinear: (RowParallelConv1D,),
@@ -88,7 +88,7 @@ VARIANTS: Mapping[type[TensorParallelLayer], tuple[type[TensorParallelLayer], ..
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A module of the model and all that the plan says of it, looked up once.
+    """A module of the model and everything that the plan says about it.
 
     Attributes:
         name: The module's first name.
@@ -96,12 +96,12 @@ class Match:
         pattern: The pattern of the plan that names it.
         style: Its style in the plan.
         layer: The class that the module becomes, or None if it keeps its own.
-        options: The options of that layer; attributes of the mixin.
-        mixin: The class that comes before the module's own, or None.
-        lengths: The lengths that are divided over the ranks: one, or of a fused layer one for
-            each packed part; none if there is no layer or a misfit.
-        misfit: Why the module cannot become that layer, or None if it can.
-        cut: How all of `lengths` are cut; None before `resolve` and without a layer.
+        options: The options of that layer, or the attributes of the mixin.
+        mixin: The class put before the module's own class, or None.
+        lengths: The lengths that are divided over the ranks: one, or one for each packed part of a
+            fused layer; empty if there is no layer or a misfit.
+        misfit: The reason why the module cannot become that layer, or None if it can.
+        cut: The cut of all `lengths`; None before `resolve` and without a layer.
     """
 
     name: str
@@ -117,7 +117,7 @@ class Match:
 
     @property
     def place(self) -> str:
-        """The words by which messages name it."""
+        """The description of the module in messages."""
         return f"module '{self.name}' (pattern '{self.pattern}', style {self.style!r})"
 
     @property
@@ -133,13 +133,13 @@ class Match:
 
     @property
     def dims(self) -> Mapping[str, int]:
-        """The dim along which each of its own parameters is cut; others stay whole."""
+        """The shard dim of each of its own parameters; others are replicated."""
         if isinstance(self.style, PerHead | Stacked):
             return self.style.dims
         return {} if self.layer is None else self.layer.shard_dims
 
     def cut_of(self, name: str) -> Cut | None:
-        """Return how its parameter of that name is cut; None if it is not, or not yet known."""
+        """Return the cut of its parameter `name`; None if it is replicated or not yet known."""
         if self.cut is None or self.layer is None or name not in self.dims:
             return None
         if isinstance(self.style, PerHead | Stacked):
@@ -155,11 +155,11 @@ Matches = Mapping[nn.Module, Match]
 
 
 class Recognised(NamedTuple):
-    """The plan that was found for a model, for which none was given.
+    """A plan that was found for a model without being given.
 
     Attributes:
-        matches: The modules that are sharded.
-        heads: Names of attention modules, whose projections are cut at head borders.
+        matches: The modules that the plan names.
+        heads: Names of attention modules, whose projections are sharded at head boundaries.
     """
 
     matches: list[Match]
@@ -167,7 +167,7 @@ class Recognised(NamedTuple):
 
 
 def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:
-    """Return the match of a module with all that its style, which is known, means for it."""
+    """Return the match of a module: the layer, options and mixin of its style, which is known."""
     match = partial(Match, name, module, pattern, style)
     if isinstance(style, Divide):
         return match()
@@ -194,7 +194,7 @@ def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:
 
 
 def _of_multihead(module: nn.Module) -> str | None:
-    """Return why a linear layer that torch's attention reads cannot be sharded by itself."""
+    """Return why the out_proj of torch's attention cannot be sharded by itself, else None."""
     if type(module) is not NonDynamicallyQuantizableLinear:
         return None
     return (
@@ -204,7 +204,7 @@ def _of_multihead(module: nn.Module) -> str | None:
 
 
 def with_outputs(matches: Mapping[nn.Module, Match]) -> dict[nn.Module, Match]:
-    """Return the matches, and beside each `nn.MultiheadAttention` its output as a row."""
+    """Return the matches plus a "row" match for the out_proj of each `nn.MultiheadAttention`."""
     found = dict(matches)
     for match in matches.values():
         if match.becomes(ParallelMultiheadAttention) and match.misfit is None:
@@ -224,7 +224,7 @@ def children_of(module: nn.Module, matches: Matches) -> list[Match]:
 
 
 def match_plan(model: nn.Module, plan: Plan) -> list[Match]:
-    """Find the modules a plan speaks for, in the model's order.
+    """Return the matches of the modules that a plan names, in the model's order.
 
     Raises:
         InvalidArgumentError: A style is unknown, a pattern matches no module, or two patterns
@@ -250,11 +250,12 @@ def match_plan(model: nn.Module, plan: Plan) -> list[Match]:
 
 
 def with_mixins(matches: Sequence[Match]) -> list[Match]:
-    """Return the matches with the mixins that follow from where modules are.
+    """Return the matches with the mixins that follow from the positions of modules.
 
-    A module named by `Divide` works on this rank's heads and draws as a sharded one does, unless
-    it holds sharded layers deeper than its children: then it is a block or a whole model, which
-    also works on whole activations. A replicated module inside a sharded one draws in common.
+    A module with `Divide` works on this rank's heads and draws its own random numbers, unless it
+    holds sharded layers deeper than its children: then it is a block or a whole model, which also
+    works on replicated activations. A replicated module inside such a module draws the same random
+    numbers on all ranks.
     """
     layers = {match.module for match in matches if match.layer is not None}
     mixins = {match.module: match.mixin for match in matches if match.mixin is not None}

@@ -1,6 +1,6 @@
-"""A plan resolved for a model: what it does, and all that can be wrong with it.
+"""Resolve a plan for a model: find its changes and check them.
 
-Nothing is changed or sent before everything has been found right.
+The model is not changed and nothing is sent before all checks have passed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ scaletorch.parallel.tensor_parallel), or leave tp_size at 1 and use the other ax
 
 
 class UnplannedError(InvalidArgumentError):
-    """A model for which no plan was given has none of its own."""
+    """No plan was given, and the model has none of its own."""
 
 
 class Resolved(NamedTuple):
@@ -57,10 +57,10 @@ class Resolved(NamedTuple):
 
     Attributes:
         view: The model.
-        matches: The modules it names, in the model's order.
+        matches: The modules that the plan names, in the model's order.
         attributes: Module -> attribute -> its value on each rank.
-        regions: The modules whose sharded layers take one input.
-        whole: The modules that see whole sequences with sequence parallelism.
+        regions: The modules whose column-parallel layers share one input.
+        whole: The modules that get full sequences under sequence parallelism.
     """
 
     view: ModelView
@@ -78,23 +78,22 @@ def resolve(
     sequence_parallel: bool = False,
     divided: Collection[nn.Module] = (),
 ) -> Resolved:
-    """Find what a plan, or else the model's own, does to it, and check that.
+    """Find and check the changes that a plan makes to a model.
 
     Args:
         model: The whole model; it is not changed.
-        plan: Pattern of module names -> style; None looks for a plan of the model's own
-            (transformers), then for the layers of `torch.nn`.
-        tp_size: Number of ranks it will be sharded over; none need exist.
-        sequence_parallel: Whether sequences will be sharded between the sharded layers.
-        divided: Modules that another strategy has divided over these ranks: no plan of the
-            model's own names them.
+        plan: Pattern of module names -> style; None takes the model's own plan (transformers),
+            else that of the layers of `torch.nn`.
+        tp_size: Number of ranks to shard over; they need not exist.
+        sequence_parallel: Whether sequences are sharded between the sharded layers.
+        divided: Modules that another strategy has divided over these ranks; left out of the
+            model's own plan.
 
     Raises:
         UnplannedError: No plan was given, and none is known for the model.
         InvalidArgumentError: The plan does not match the model, a style does not fit its module,
-            a size has no share for each rank, an attribute does not divide, a tied parameter
-            would be sharded in two ways, or the model would compute something else on shards of
-            its sequences.
+            a size or an attribute cannot be divided over the ranks, a tied parameter would be
+            sharded in two ways, or the model would be wrong on shards of sequences.
     """
     view = ModelView(model)
     found, heads = _match(view, plan, divided, tp_size, sequence_parallel=sequence_parallel)
@@ -132,7 +131,7 @@ def _match(
     *,
     sequence_parallel: bool,
 ) -> tuple[list[Match], dict[str, nn.Module]]:
-    """Return what is sharded, and the modules known to be attention."""
+    """Return the matches of the plan, and the modules known to be attention by name."""
     model = view.model
     if plan is not None:
         return match_plan(model, plan), {}
@@ -150,10 +149,10 @@ def _match(
 def find_regions(
     view: ModelView, matches: Matches, named: Collection[nn.Module] = ()
 ) -> list[nn.Module]:
-    """Return the modules that begin with column-parallel layers and end with one row-parallel.
+    """Return the modules that start with column-parallel and end with one row-parallel layer.
 
-    None of their other children has parameters as long as hidden states: a block with a norm of
-    these is none. Attention that is known may have its row-parallel layer elsewhere.
+    Their other children have no parameters of the hidden size, so a block with a norm of hidden
+    states is not a region. Known attention may have its row-parallel layer elsewhere.
     """
     return [
         module
@@ -167,7 +166,7 @@ def _is_region(module: nn.Module, matches: Matches, *, ends: bool) -> bool:
     columns = rows = 0
     hidden = _hidden_sizes(module)
     for child in module.children():
-        found: list[type[nn.Module]] = [type(child)]  # perhaps made parallel by hand, before
+        found: list[type[nn.Module]] = [type(child)]  # it may be a parallel layer already
         if child in matches:
             kinds = matches[child].layer, matches[child].mixin
             found += [kind for kind in kinds if kind is not None]
@@ -176,7 +175,7 @@ def _is_region(module: nn.Module, matches: Matches, *, ends: bool) -> bool:
         elif any(issubclass(kind, RowParallelLinear) for kind in found):
             rows += 1
         elif any(issubclass(kind, _ATTENTION) for kind in found):
-            return False  # attention, which has more within
+            return False  # it contains attention, so it is a block
         elif any(issubclass(kind, TensorParallelLayer) for kind in found):
             continue
         elif any(hidden.intersection(p.shape) for p in child.parameters()):
@@ -185,7 +184,7 @@ def _is_region(module: nn.Module, matches: Matches, *, ends: bool) -> bool:
 
 
 def _hidden_sizes(module: nn.Module) -> set[int]:
-    """Return how long the hidden states may be that a module takes or returns."""
+    """Return possible hidden sizes of a module: the features of its linear children."""
     sizes = {getattr(child, "in_features", None) for child in module.children()}
     sizes |= {getattr(child, "out_features", None) for child in module.children()}
     return {size for size in sizes if isinstance(size, int)}
@@ -223,14 +222,14 @@ def _check_divide(match: Match, style: Divide) -> None:
 
 
 def _check_heads(matches: Matches, attentions: Mapping[nn.Module, Attention]) -> None:
-    """Refuse to cut what is of heads if nothing tells how these are divided."""
+    """Refuse to shard per-head parameters if the head layout is unknown."""
     for match in matches.values():
         if not match.becomes(HeadParameters):
             continue
         attention = attentions.get(match.module)
         columns = [m.lengths for m in children_of(match.module, matches) if m.is_column]
         if attention is None and columns and {*columns} == {match.lengths}:
-            continue  # an MLP, of whose features they are
+            continue  # an MLP with one element for each feature
         if attention is None or _of(match) % attention.query:
             found = "none were understood" if attention is None else f"it has {attention.query}"
             raise InvalidArgumentError(

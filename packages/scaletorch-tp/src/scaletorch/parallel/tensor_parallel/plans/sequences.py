@@ -1,4 +1,4 @@
-"""Changes to a plan for sequence parallelism, and refusals of models that it would break."""
+"""Adapt a plan to sequence parallelism, and refuse models that it would break."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .plan import Match, look_up
 
 
 def heads_that_gather(model: nn.Module, matches: Sequence[Match]) -> list[Match]:
-    """Return the matches, with heads that divide their input as ones that divide their output.
+    """Return the matches, with "row_split" heads outside the base model as "column_gather".
 
-    Their input is whole sequences then, of shares that they gather themselves.
+    Such a head gathers its sequence shards itself.
     """
     base = getattr(model, "base_model", None)
     if not isinstance(base, nn.Module) or base is model:
@@ -36,13 +36,13 @@ def heads_that_gather(model: nn.Module, matches: Sequence[Match]) -> list[Match]
 def kept_whole_on_shares(
     matches: Mapping[nn.Module, Match], within: Collection[nn.Module]
 ) -> dict[nn.Module, Match]:
-    """Return the matches, of which layers that cut a whole input stay whole on shares of tokens.
+    """Return the matches, with "row_split" layers on sequence shards replicated instead.
 
-    Ranks would add up products of different tokens there.
+    Otherwise their all-reduce would add up outputs of different tokens.
 
     Args:
         matches: Module -> its match.
-        within: Modules inside of which sequences are whole.
+        within: Modules that work on full sequences inside.
     """
     inside = modules_within(within)
     return {
@@ -54,10 +54,10 @@ def kept_whole_on_shares(
 
 
 def layers_that_share(view: ModelView, matches: Sequence[Match]) -> list[Match]:
-    """Return the layers to which shares are confined, where what is before them needs the whole.
+    """Return "sequence_layer" matches if only the layers can work on sequence shards, else none.
 
-    That is a model of transformers whose layers are given something else of each token, which has
-    other parts (of images, of sound) beside its layers, or a head that takes whole sequences.
+    This is so for a transformers model whose layers get other per-token inputs, which has other
+    modules (for images, audio) outside its layers, or whose head needs full sequences.
     """
     model = view.model
     get_decoder = getattr(model, "get_decoder", None)
@@ -75,9 +75,9 @@ def layers_that_share(view: ModelView, matches: Sequence[Match]) -> list[Match]:
 
 
 def _has_other_head(model: nn.Module, matches: Sequence[Match]) -> bool:
-    """Return whether what is behind the model within a model gathers no shares itself."""
+    """Return whether the modules outside the base model do not gather sequence shards."""
     base = getattr(model, "base_model", None)
-    # Another's base, such as that of adapters around a model, says that it has a base itself.
+    # A base model's `base_model` is itself; that of an adapter wrapper is not.
     if base is model or getattr(base, "base_model", None) is not base or base is None:
         return False
     inside = {*base.modules()}
@@ -90,7 +90,7 @@ def _needs_whole(view: ModelView, decoder: nn.Module, layers: nn.ModuleList) -> 
         return True
     base = getattr(view.model, "base_model", None)
     if getattr(base, "config", None) is not getattr(decoder, "config", None):
-        return True  # of which the text is a part
+        return True  # the text model is only one module of it
     outside = {*view.names} - {*layers.modules()}
     return any(module._parameters and _reads_parameters_of(module) for module in outside)
 
@@ -98,7 +98,7 @@ def _needs_whole(view: ModelView, decoder: nn.Module, layers: nn.ModuleList) -> 
 def check_in_attention(
     matches: Iterable[Match], regions: Collection[nn.Module], whole: Collection[nn.Module]
 ) -> None:
-    """Refuse what belongs to heads, where their module would work on shares of sequences."""
+    """Refuse per-head parameters in modules that would work on sequence shards."""
     inside = modules_within(whole)
     for match in matches:
         of_heads = match.becomes(HeadParameters) and match.module not in regions
@@ -110,10 +110,11 @@ def check_in_attention(
 
 
 def check_sequences(view: ModelView, matches: Sequence[Match]) -> None:
-    """Refuse a model that would compute something else on shards of its sequences.
+    """Refuse a model whose result would be wrong on sequence shards.
 
     Raises:
-        InvalidArgumentError: Layers are of several lists, or are left out at random.
+        InvalidArgumentError: Sequence layers are in several lists, `nn.MultiheadAttention` is not
+            batch-first, or layers are dropped at random.
     """
     _check_layers([match for match in matches if match.style == "sequence_layer"])
     for match in (m for m in matches if m.becomes(ParallelMultiheadAttention)):
@@ -132,7 +133,7 @@ def check_sequences(view: ModelView, matches: Sequence[Match]) -> None:
 
 
 def _check_layers(layers: Sequence[Match]) -> None:
-    """Refuse layers that are not of one list, of which the last one would not join."""
+    """Refuse sequence layers of several lists: only the last layer of one list would gather."""
     first, *others = sorted({match.name.rpartition(".")[0] for match in layers}) or [""]
     if others:
         raise InvalidArgumentError(
@@ -143,7 +144,7 @@ def _check_layers(layers: Sequence[Match]) -> None:
 
 
 def _reads_parameters_of(module: nn.Module) -> bool:
-    """Return whether a module's parameters are used by others, past its forward."""
+    """Return whether other modules use this module's parameters without calling it."""
     kind = type(module).__name__
     read = isinstance(module, nn.ParameterList | nn.ParameterDict)
     return read or kind == "NonDynamicallyQuantizableLinear" or "forward" in vars(module)

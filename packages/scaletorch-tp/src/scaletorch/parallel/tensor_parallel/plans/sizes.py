@@ -1,4 +1,4 @@
-"""May these sizes be divided over the ranks, and how: the one place that answers."""
+"""Check that sizes can be divided over the ranks, and decide how."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ..layers.multihead import ParallelMultiheadAttention
 from .attention import SHARED_KEYS, Attention, has_heads, head_length, latent_heads
 from .plan import Divide, Match, Matches, children_of
 
-# A size that is divided over the ranks: where it is, and how long.
+# A size that is divided over the ranks: its description and its length.
 Length = tuple[str, int]
 Attentions = Mapping[nn.Module, Attention]
 
 
 class Lengths(NamedTuple):
-    """Lengths that tp must divide, and those of which each rank must get a share at least."""
+    """Lengths that tp must divide evenly, and lengths that must be at least tp."""
 
     divided: list[Length]
     shared: list[Length]
@@ -33,13 +33,13 @@ class Lengths(NamedTuple):
 def find_lengths(
     view: ModelView, matches: Matches, attentions: Attentions, named: Mapping[str, nn.Module]
 ) -> Lengths:
-    """Return what is divided: in attention that was understood the heads, else each size.
+    """Return the divided lengths: number of heads in recognised attention, else each size.
 
     Raises:
-        InvalidArgumentError: Nothing says where heads end in what is known to be attention.
+        InvalidArgumentError: The head length of a known attention module is unknown.
     """
     by_heads = {layer for attention in attentions.values() for layer in attention.lengths}
-    # Such a layer may cut a head in two if it is cut anywhere.
+    # Layers with heads of unknown length: an uneven division might split a head.
     whole = {
         match.module
         for module in view.names
@@ -60,10 +60,11 @@ def find_lengths(
 
 
 def check_lengths(lengths: Lengths, tp_size: int) -> None:
-    """Refuse a tp that does not fit the lengths, and name sizes that do.
+    """Refuse a tp size that does not fit the lengths, and name sizes that do.
 
     Raises:
-        InvalidArgumentError: tp does not divide what it must, or leaves a rank without a share.
+        InvalidArgumentError: tp does not divide a length that it must, or leaves a rank without a
+            shard.
     """
     uneven = [f"{where} = {length}" for where, length in lengths.divided if length % tp_size]
     short = [f"{where} = {length}" for where, length in lengths.shared if length < tp_size]
@@ -73,7 +74,7 @@ def check_lengths(lengths: Lengths, tp_size: int) -> None:
         return
     most = min((length for _, length in lengths.shared), default=None)
     common = math.gcd(*(length for _, length in lengths.divided))
-    # If nothing has to divide, all sizes up to the shortest length are legal.
+    # If no length must be divided evenly, all sizes up to the shortest length are legal.
     legal = legal_sizes(common, tp_size, most) if common else f"tp sizes up to {most} are legal"
     raise InvalidArgumentError(
         f"tp = {tp_size} {' and '.join(problems)}; for this model and plan {legal}"
@@ -81,9 +82,9 @@ def check_lengths(lengths: Lengths, tp_size: int) -> None:
 
 
 def nearest_divisors(length: int, size: int, most: int | None = None) -> tuple[int, ...]:
-    """Return the divisors of `length` next to `size`: the one below, and it or the one above.
+    """Return the largest divisor of `length` below `size` and the smallest one at or above it.
 
-    None is above `most`.
+    Divisors above `most` do not count.
     """
     limit = length if most is None else min(length, most)
     divisors = [d for d in range(1, limit + 1) if length % d == 0]
@@ -91,7 +92,7 @@ def nearest_divisors(length: int, size: int, most: int | None = None) -> tuple[i
 
 
 def legal_sizes(length: int, size: int, most: int | None = None) -> str:
-    """Return a text that names the tensor-parallel sizes near `size` that fit."""
+    """Return text that names the legal tensor-parallel sizes nearest to `size`."""
     numbers = [str(d) for d in nearest_divisors(length, size, most)]
     return f"the nearest legal tp sizes are {' and '.join(numbers)}" if numbers else "none is legal"
 
@@ -101,17 +102,17 @@ def _some(texts: Sequence[str]) -> str:
 
 
 def with_cuts(matches: Matches, attentions: Attentions, tp_size: int) -> dict[nn.Module, Match]:
-    """Return the matches with their cuts: at heads, or of each length a share for each rank.
+    """Return the matches with their cuts: at head boundaries, or as even as possible.
 
     Raises:
-        InvalidArgumentError: A layer that sums the ranks' shards would have replicated heads.
+        InvalidArgumentError: A layer that sums the ranks' outputs would have replicated heads.
     """
     cuts = {layer: cut for a in attentions.values() for layer, cut in a.cuts(tp_size).items()}
     result = dict(matches)
     for match in (m for m in matches.values() if m.layer is not None):
         cut = cuts.get(match.module) or fuse([share_cut(n, tp_size) for n in match.lengths])
         if match.becomes(HeadParameters) or match.becomes(ParallelMultiheadAttention):
-            # Of each head they may have several elements.
+            # Their parameters may have several elements for each head.
             cut = cut.times(match.lengths[0] // cut.whole)
         result[match.module] = replace(match, cut=cut)
         _check_replicas(result[match.module], cut)
@@ -119,7 +120,7 @@ def with_cuts(matches: Matches, attentions: Attentions, tp_size: int) -> dict[nn
 
 
 def _check_replicas(match: Match, cut: Cut) -> None:
-    """Refuse replicated heads in a layer that sums the ranks' shards: they would count twice."""
+    """Refuse replicated heads in a layer that sums the ranks' outputs: they would count twice."""
     short = [*map(len, cut.shared.values())]
     if short and match.layer is not None and not match.layer.replicable:
         most = min(short)
@@ -133,7 +134,7 @@ def _check_replicas(match: Match, cut: Cut) -> None:
 def local_attributes(
     matches: Iterable[Match], attentions: Attentions, tp_size: int
 ) -> tuple[dict[nn.Module, dict[str, tuple[int, ...]]], list[Length]]:
-    """Return the values on each rank of the attributes that change, and what tp must divide."""
+    """Return each rank's values of changed attributes, and the values that tp must divide."""
     found = {module: attention.groups(tp_size) for module, attention in attentions.items()}
     divided: list[Length] = []
     for match in matches:
@@ -143,13 +144,13 @@ def local_attributes(
             if name in own:
                 share = attention and attention.share(name, own[name], tp_size)
                 shares[name] = share or (own[name] // tp_size,) * tp_size
-                if share is None:  # it is not cut as heads are
+                if share is None:  # it counts no heads
                     divided.append((f"{match.name}.{name}".lstrip("."), own[name]))
     return found, divided
 
 
 def check_ties(view: ModelView, matches: Matches) -> None:
-    """Refuse a parameter that two modules share and the plan shards in two ways."""
+    """Refuse a tied parameter that the plan shards differently in its modules."""
     for owners in view.owners.values():
         names = [f"{view.names[module]}.{own}".lstrip(".") for module, own in owners]
         cuts = [_cut(matches.get(module), own) for module, own in owners]
@@ -172,10 +173,10 @@ def _sharding(dim: int | None, cut: Cut | None) -> str:
 
 
 def _heads(attention: nn.Module, name: str, matches: Matches) -> Iterator[Length]:
-    """Yield how many heads each projection of attention has, so that none is cut in two.
+    """Yield the number of heads of each projection of attention, so that no head is split.
 
     Raises:
-        InvalidArgumentError: Nothing says where the heads end.
+        InvalidArgumentError: The head length is unknown.
     """
     latent = latent_heads(attention)
     if latent:
@@ -187,7 +188,7 @@ def _heads(attention: nn.Module, name: str, matches: Matches) -> Iterator[Length
     length = head_length(attention, longest)
     query = longest // max(length, 1)
     for projection, size in sizes:
-        gate = length > 0 and size % length and size == query  # a feature of each head
+        gate = length > 0 and size % length and size == query  # one feature for each head
         if not gate and (length < 1 or size % length):
             raise InvalidArgumentError(
                 f"'{name}' does not say how the {size} output features of its {projection} are "
@@ -201,20 +202,20 @@ _HEAD_NORM = "(q|k|query|key)_?(layer)?norm"
 
 
 def check_of_heads(named: Mapping[str, nn.Module], matches: Matches) -> None:
-    """Refuse what stays whole in attention although it is of all heads, of which a rank has some.
+    """Refuse replicated parameters in attention that span several heads.
 
-    That is a norm over several of them, and a parameter with an element for each.
+    These are norms over several heads, and parameters with one element for each head.
 
     Args:
-        named: Modules known to be attention.
-        matches: What of the model is sharded.
+        named: Name -> module known to be attention.
+        matches: The modules that the plan names.
     """
     for attention, module in named.items():
         mine = children_of(module, matches)
         sizes = [length for match in mine if match.is_column for length in match.lengths]
         length = head_length(module, max(sizes, default=0))
         if not length:
-            continue  # refused where heads are counted
+            continue  # `_heads` refuses it
         counts = {size // length for size in sizes} - {0, 1}
         own = isinstance(getattr(matches.get(module), "style", None), PerHead)
         for name, parameter in module.named_parameters(recurse=False):
@@ -225,7 +226,7 @@ def check_of_heads(named: Mapping[str, nn.Module], matches: Matches) -> None:
                     "for the module"
                 )
         told = {m.module for m in matches.values() if m.style != "replicate"}
-        legal = (length, vars(module).get(SHARED_KEYS))  # the latter is normed once for all heads
+        legal = (length, vars(module).get(SHARED_KEYS))  # the latter is shared by all heads
         for child, norm in module.named_children():
             if not re.fullmatch(_HEAD_NORM, child) or norm in told:
                 continue

@@ -1,13 +1,13 @@
 """Suggest a tensor parallel plan for a model without one, from one forward.
 
-Two linear layers are divided together, the first over its output features ("column") and the
-second over its input features ("row"), where each half of the first one's outputs reaches only the
-same half of the second one's inputs. NaN shows what reaches what: half of the outputs are set to
-NaN, and the inputs of all other layers are looked at. No operation between them has to be known,
-whether it is an activation function, a gate, or attention over heads.
+Two linear layers are sharded together, the first over its output features ("column") and the
+second over its input features ("row"), if each half of the first one's outputs affects only the
+same half of the second one's inputs. NaN values show this: half of the outputs are set to NaN, and
+the inputs of all other layers are checked for NaN. The operations between the two layers need not
+be known, be they an activation function, a gate, or attention over heads.
 
-Each proposal is then tried in this process: a rank's shards, run on the same inputs, must give the
-second layer that rank's half of the inputs. What does not stays whole.
+Each proposal is then tried in this process: the shards of each rank, run on the same inputs, must
+give the second layer that rank's slice of its inputs. Layers that fail stay replicated.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ from .trial import (
 )
 from .vocabulary import vocabulary_styles
 
-_MOST_TRIALS = 64  # of integer attributes that may count heads or features
+_MOST_TRIALS = 64  # of subsets of integer attributes that may count heads or features
 
 
 def suggest_plan(
     model: nn.Module, example: Any, tp_size: int = 2, *, sequence_parallel: bool = False
 ) -> dict[str, Style]:
-    """Return a tensor parallel plan for a model, found by running it once and its layers in part.
+    """Return a tensor parallel plan for a model, found by running it and its layers.
 
-    Linear layers that fit together are divided, attention by heads; embeddings of the vocabulary
-    and the head are divided, too. Whatever is not understood stays whole on every rank. The first
-    step of a run compares the result with the plain model, as for any plan.
+    It shards pairs of linear layers that fit together (attention by heads), the vocabulary
+    embedding and the head. All other modules stay replicated. The first step of a run compares the
+    result with the plain model, as for any plan.
 
     Args:
-        model: The whole model, with values or on the meta device. It is not run: a copy with random
-            values is, on which hooks of the model run, too.
-        example: What one forward takes: a mapping of arguments by name, a tuple of positional ones,
-            or the only one. A short sequence will do.
-        tp_size: Number of ranks the plan is for; each must get whole heads.
-        sequence_parallel: Let layers of the model's lists that take and return hidden states
-            [B, L, H] share sequences out among the ranks.
+        model: The whole model, with values or on the meta device. Only a copy with random values
+            runs, with the model's hooks.
+        example: The input of one forward: a mapping of arguments by name, a tuple of positional
+            ones, or a single one. A short sequence is enough.
+        tp_size: Number of ranks; each must get whole heads.
+        sequence_parallel: Give the style "sequence_layer" to layers in the model's lists that take
+            and return hidden states [B, L, H].
 
     Returns:
-        Pattern of module names -> style; empty if nothing can be divided.
+        Pattern of module names -> style; empty if nothing can be sharded.
 
     Example:
         >>> plan = suggest_plan(model, {"input_ids": torch.arange(8)[None]}, tp_size=2)
@@ -82,7 +82,7 @@ def suggest_plan(
         restored(model, every=True),
         torch.no_grad(),
         eagerly(),
-        sdpa_kernel(SDPBackend.MATH),  # others may take NaN for what is masked
+        sdpa_kernel(SDPBackend.MATH),  # other backends may treat NaN as masked
     ):
         units = _record(model, example)
         found: dict[tuple[Any, ...], dict[str, Style]] = {}
@@ -100,7 +100,7 @@ def suggest_plan(
 
 
 def _record(model: nn.Module, example: Any) -> list[Unit]:
-    """Run the model; return its units, each with its linear layers and its first call."""
+    """Run the model; return its units with their linear layers and first calls."""
     modules = dict(model.named_modules())
     linears = {name: m for name, m in modules.items() if is_linear(name, m)}
     listed = [
@@ -110,7 +110,7 @@ def _record(model: nn.Module, example: Any) -> list[Unit]:
         for index, _ in enumerate(module)
     ]
     units = {name: Unit(name, modules[name]) for name in ["", *listed] if name in modules}
-    for unit in [*units.values()]:  # one with a single layer holds no pair
+    for unit in [*units.values()]:  # a single layer is no pair
         if unit.name and sum(name.startswith(f"{unit.name}.") for name in linears) < 2:
             del units[unit.name]
     for name, linear in linears.items():
@@ -152,20 +152,20 @@ def _suggest(unit: Unit, tp_size: int) -> dict[str, Style]:
         heads = _counts(unit, row, columns)
         of_heads = max(heads - {features(unit.linears[row])[0]}, default=tp_size)
         for divided in _trials(unit, proposal, heads):
-            # More ranks than heads are refused where the plan is resolved, with sizes that fit.
+            # `resolve` refuses more ranks than heads, with legal sizes in its message.
             if computes_the_same(
                 unit, {**proposal, **divided}, tp_size if tp_size <= of_heads else 2
             ):
                 styles |= {**proposal, **divided}
                 if not divided and min(heads) < features(unit.linears[row])[0]:
                     around = _around(row, columns)
-                    styles |= {around: "sharded"} if around else {}  # dropout is of its heads
+                    styles |= {around: "sharded"} if around else {}  # its dropout acts on shards
                 break
     return styles
 
 
 def _pairs(unit: Unit) -> dict[str, dict[str, Style]]:
-    """Return row layers, and the column layers whose features each of them takes in order."""
+    """Return row layers, each with the column layers whose features it takes in order."""
     found: dict[str, dict[str, Style]] = {}
     mixed: set[str] = set()
     for name in unit.linears:
@@ -184,7 +184,7 @@ def _pairs(unit: Unit) -> dict[str, dict[str, Style]]:
 
 
 def _forms(unit: Unit, name: str, row: str) -> Iterator[Style]:
-    """Yield the ways in which the output features of a layer that reach a row may be packed."""
+    """Yield the styles that fit the possible packings of a layer's output features."""
     yield "column"
     out, taken = features(unit.linears[name])[1], features(unit.linears[row])[0]
     yield from (Fused("column", parts) for parts in (2, 3) if out % (2 * parts) == 0)
@@ -208,10 +208,10 @@ def _is_second_half(mask: Tensor) -> bool:
 
 
 def _probe(unit: Unit, name: str, features: Tensor | slice) -> dict[str, Tensor]:
-    """Set outputs of a layer to NaN; return which inputs of others these reach, [features].
+    """Set output features of a layer to NaN; return the NaN masks [features] of others' inputs.
 
-    Layers that are reached go on with zeros, so that nothing behind them is reached through them.
-    What the unit returns is listed as "".
+    A layer with NaN inputs gets zeros instead, so that NaN does not spread beyond it. The key "" is
+    for the outputs of the unit.
     """
     reached: dict[str, Tensor] = {}
 
@@ -233,7 +233,7 @@ def _probe(unit: Unit, name: str, features: Tensor | slice) -> dict[str, Tensor]
         hooks.callback(unit.linears[name].register_forward_hook(spoil).remove)
         try:
             returned = unit.run()
-        except Exception:  # of code of the model's that looks for NaN
+        except Exception:  # raised by model code that checks for NaN
             returned = [torch.tensor(torch.nan)]
     if any(x.is_floating_point() and bool(x.isnan().any()) for x in returned):
         reached[""] = torch.ones(1, dtype=torch.bool)
@@ -241,10 +241,10 @@ def _probe(unit: Unit, name: str, features: Tensor | slice) -> dict[str, Tensor]
 
 
 def _counts(unit: Unit, row: str, columns: Mapping[str, Style]) -> set[int]:
-    """Return how many features or heads there are that an attribute of a module may count.
+    """Return the numbers of features or heads that an integer attribute may stand for.
 
-    One output feature of a column layer reaches the inputs of the row layer that are of its head,
-    or of all heads that share a key.
+    One output feature of a column layer affects only those inputs of the row layer that belong to
+    its head, or to all heads that share a key.
     """
     taken = features(unit.linears[row])[0]
     found = {taken}
@@ -258,7 +258,7 @@ def _counts(unit: Unit, row: str, columns: Mapping[str, Style]) -> set[int]:
 def _trials(
     unit: Unit, proposal: Mapping[str, Style], heads: set[int]
 ) -> Iterator[dict[str, Style]]:
-    """Yield which integer attributes of the modules around layers to divide, none at first."""
+    """Yield sets of integer attributes of enclosing modules to divide, the empty set first."""
     outs = {features(unit.linears[name])[1] for name in proposal}
     around = dict.fromkeys(place for name in proposal for place in _parents(name))
     attributes = [
@@ -279,14 +279,14 @@ def _trials(
 
 
 def _parents(name: str) -> Iterator[str]:
-    """Yield the names of the modules around a module, the innermost first."""
+    """Yield the names of the enclosing modules, innermost first."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
 def _around(row: str, columns: Mapping[str, Style]) -> str:
-    """Return the innermost module around all of these."""
+    """Return the name of the innermost module that contains all of these layers."""
     return next(
         place
         for place in _parents(row)
@@ -297,7 +297,7 @@ def _around(row: str, columns: Mapping[str, Style]) -> str:
 def _sequence_layers(
     model: nn.Module, units: Sequence[Unit], styles: Iterable[str]
 ) -> dict[str, Style]:
-    """Return the style of layers that share sequences out: those of lists with divided layers."""
+    """Return "sequence_layer" for the layers of module lists that contain sharded layers."""
     divided = {u.name.rpartition(".")[0] for u in units for n in styles if _is_in(n, u.name)}
     found: dict[str, Style] = {}
     for name in divided:
@@ -320,9 +320,9 @@ def resolve_or_suggest(
     sequence_parallel: bool = False,
     divided: Collection[nn.Module] = (),
 ) -> Resolved:
-    """Resolve a plan; for a model that has none, one that a forward of a few ids suggests.
+    """Resolve a plan, or one suggested by a forward of a few token ids if the model has none.
 
-    The first process writes a new suggestion to stderr, and which layers stay whole.
+    Rank 0 writes a new suggestion to stderr, with the layers that stay replicated.
 
     Args:
         model: As for `resolve`.
@@ -332,7 +332,7 @@ def resolve_or_suggest(
         divided: As for `resolve`.
 
     Raises:
-        UnplannedError: There is no plan, and no example is known, or nothing can be divided.
+        UnplannedError: There is no plan, and no example is known or nothing can be sharded.
         InvalidArgumentError: As for `resolve`.
     """
     options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "divided": divided}
@@ -360,15 +360,15 @@ def resolve_or_suggest(
     return resolve(model, found, tp_size, **options)
 
 
-_from_before: dict[Any, dict[str, Style]] = {}  # plans are asked for again, as for each layout
+_from_before: dict[Any, dict[str, Style]] = {}  # cache: a plan is requested for each layout
 
 
 def _unasked(model: nn.Module, tp_size: int, sequence_parallel: bool) -> dict[str, Style]:
-    """Return a plan that a forward of what a model seems to take suggests; empty if none does."""
+    """Return a plan from a forward of guessed inputs; empty if no guess gives one."""
     for example in examples(model):
         try:
             found = suggest_plan(model, example, tp_size, sequence_parallel=sequence_parallel)
-        except Exception:  # of whatever code of the model's takes no such thing
+        except Exception:  # raised by model code that does not take these inputs
             continue
         if found:
             return found
@@ -376,7 +376,7 @@ def _unasked(model: nn.Module, tp_size: int, sequence_parallel: bool) -> dict[st
 
 
 def _as_patterns(styles: Mapping[str, Style], model: nn.Module) -> dict[str, Style]:
-    """Replace numbers in names by `*` where all modules that match then have the same style."""
+    """Replace numbers in names by `*` if all modules that then match have the same style."""
     names = [name for name, _ in model.named_modules()]
     found: dict[str, Style] = {}
     for name, style in styles.items():

@@ -1,4 +1,4 @@
-"""The encoder and decoder layers of `torch.nn`, which need no plan wherever they are."""
+"""Built-in plans for the encoder and decoder layers of `torch.nn`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _STYLES: dict[str, Style] = {
 
 
 def find_torch_layers(model: nn.Module, divided: Collection[nn.Module] = ()) -> Recognised | None:
-    """Match the layers of `torch.nn` in a model; None if it has none.
+    """Match the encoder and decoder layers of `torch.nn` in a model; return None without any.
 
-    A subclass that computes otherwise is none of them. What is beside the layers stays whole.
+    A subclass with its own forward does not count. Modules outside these layers stay replicated.
 
     Args:
         model: The whole model.
@@ -42,7 +42,7 @@ def find_torch_layers(model: nn.Module, divided: Collection[nn.Module] = ()) -> 
 
 
 def computes_as_torch(layer: nn.Module) -> bool:
-    """Return whether a module is an encoder or decoder layer of `torch.nn`, with its forward."""
+    """Return whether a module is a `torch.nn` encoder or decoder layer with torch's forward."""
     kind = next((kind for kind in _KINDS if isinstance(layer, kind)), None)
     return kind is not None and all(
         getattr(type(layer), name, None) is getattr(kind, name, None) for name in _OWN
@@ -50,7 +50,7 @@ def computes_as_torch(layer: nn.Module) -> bool:
 
 
 def _parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module, Style]]:
-    """Yield what of a layer has a style; the layer itself shares sequences out."""
+    """Yield the relative name, module and style of a layer and its sharded submodules."""
     yield "", layer, "sequence_layer"
     for name, style in _STYLES.items():
         if name in layer._modules:

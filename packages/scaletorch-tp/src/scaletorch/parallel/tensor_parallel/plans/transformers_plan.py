@@ -1,7 +1,7 @@
-"""The tensor-parallel plan that a model of transformers brings along, read as it stands.
+"""Read the tensor-parallel plan of a transformers model.
 
-It says which modules are sharded; where heads end it does not say. That comes from the attention
-modules and their config, as for any plan.
+It names the modules to shard but not the head boundaries. As for any plan, these come from the
+attention modules and their config.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from ..cuts.styles import Fused, PerHead, SharedTail, Slices, Stacked
 from .attention import SHARED_KEYS, has_heads, latent_heads
 from .plan import Divide, Match, Matches, Recognised, Style, children_of, look_up
 
-PER_HEAD = "local_params"  # the style of a module of which single parameters have one
+PER_HEAD = "local_params"  # the style of a module whose single parameters have styles
 SHARED_TAIL = "mla_kv_a_proj"
 
-# What latent attention has beside projections that are cut: on every rank the same.
+# Replicated modules of latent attention.
 _WHOLE = ("indexer", "q_a_layernorm", "kv_a_layernorm")
 
-EXPERTS = "moe_tp_experts"  # the module's style
-SUMMED = "all_reduce"  # and that of shared experts that are stacked
-GATHERED = "gather"  # in transformers 5.0, experts whose parameters have one of `_LOCAL`
-ROUTER = "ep_router"  # until 5.2 in these plans, too: a router is whole on every rank
-APART = "grouped_gemm"  # in 5.0: a rank has whole experts, which is no tensor parallelism
+EXPERTS = "moe_tp_experts"  # a module of stacked experts
+SUMMED = "all_reduce"  # stacked shared experts
+GATHERED = "gather"  # transformers 5.0: experts whose parameters have a style of `_LOCAL`
+ROUTER = "ep_router"  # until 5.2 also in these plans; a router is replicated
+APART = "grouped_gemm"  # 5.0: expert parallelism, not tensor parallelism
 _LOCAL = ("local_colwise", "local_rowwise")  # these do not tell which dim is the width
 
-# A parameter's style -> the dim of [experts, out, in] that it cuts, and how many parts are packed.
-# Stacks that are transposed are given the style of the other dim.
+# A parameter's style -> its shard dim of [experts, out, in], and the number of packed parts.
+# Plans give transposed stacks the style of the other dim.
 _SLICES: Mapping[str, tuple[int, int]] = {
     "colwise": (1, 1),
     "packed_colwise": (1, 2),
@@ -38,7 +38,7 @@ _SLICES: Mapping[str, tuple[int, int]] = {
     "packed_rowwise": (2, 2),
 }
 
-# Their style -> ours; what is missing here cannot be done.
+# Style of transformers -> ours; others are unsupported.
 TRANSFORMERS_STYLES: Mapping[str, Style] = {
     "colwise": "column",
     "colwise_gather_output": "column_gather",
@@ -52,9 +52,9 @@ TRANSFORMERS_STYLES: Mapping[str, Style] = {
     "replicated_with_grad_allreduce": "replicate",
     "replicate": "replicate",
 }
-_OF_THE_HEAD = ("column_gather", "vocab", "replicate")  # alone, these shard no layer
+_OF_THE_HEAD = ("column_gather", "vocab", "replicate")  # a plan of only these shards no layer
 
-# Of T5's stacks. The first layer's bias of positions is one for each head, and the others share it.
+# T5's stacks. The first layer has a position bias for each head, which the other layers reuse.
 _T5_ATTENTION: Mapping[str, Style] = {
     "": Divide("n_heads", "inner_dim"),
     **{f".{name}": "colwise" for name in "qkv"},
@@ -71,7 +71,7 @@ _T5: Mapping[str, Style] = {
     "lm_head": "colwise_gather_output",
 }
 
-# Plans of base models, by `model_type`, that stand for a missing one of transformers.
+# `model_type` -> plan of the base model, used instead of that of transformers.
 _MISSING: Mapping[str, Mapping[str, Style]] = {
     **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
     "gpt_oss": {
@@ -81,7 +81,7 @@ _MISSING: Mapping[str, Mapping[str, Style]] = {
         "layers.*.self_attn": PerHead("sinks"),
         "layers.*.mlp.experts": Stacked(
             {
-                "gate_up_proj": Slices(2, unit=2),  # [experts, in, gate and up by turns]
+                "gate_up_proj": Slices(2, unit=2),  # [experts, in, interleaved gate and up]
                 "gate_up_proj_bias": Slices(1, unit=2),
                 "down_proj": 1,
             },
@@ -92,9 +92,9 @@ _MISSING: Mapping[str, Mapping[str, Style]] = {
 
 
 def own_plan(model: nn.Module) -> dict[str, Style]:
-    """Return the plan of a model, or of models inside it: generic module name -> their style.
+    """Return the plan of a model and of models inside it: name pattern -> style of transformers.
 
-    A missing one has styles of ours, too.
+    Plans of `_MISSING` contain our own styles too.
     """
     plan: dict[str, Style] = {}
     for name, module in model.named_modules():
@@ -111,15 +111,17 @@ def own_plan(model: nn.Module) -> dict[str, Style]:
 
 
 def find_own_plan(model: nn.Module, divided: Collection[nn.Module] = ()) -> Recognised | None:
-    """Match the model's own plan; None if it has none, or one for its head or for whole experts.
+    """Match the model's own plan; return None if it has none that shards layers.
+
+    A plan for only the head, or for expert parallelism (`APART`), does not count.
 
     Args:
         model: The whole model.
-        divided: Modules that another strategy has divided over these ranks, such as experts, and
-            that are left out.
+        divided: Modules that another strategy has divided over these ranks, such as experts; they
+            are left out.
 
     Raises:
-        InvalidArgumentError: It gives a module an unknown style, or shards a single parameter.
+        InvalidArgumentError: The plan has an unknown style, or shards a single parameter.
     """
     plan = own_plan(model)
     if APART in plan.values():
@@ -142,10 +144,10 @@ def find_own_plan(model: nn.Module, divided: Collection[nn.Module] = ()) -> Reco
     for name in (
         f"{each}.{own}" for each in heads if latent_heads(modules[each]) for own in _WHOLE
     ):
-        if name in modules:  # of latent attention, and whole on every rank
+        if name in modules:  # replicated in latent attention
             matches.setdefault(modules[name], look_up(name, modules[name], name, "replicate"))
     _add_tied(modules, matches)
-    for name in heads:  # dropout there is of this rank's heads
+    for name in heads:  # dropout there acts on this rank's heads
         matches.setdefault(modules[name], look_up(name, modules[name], name, "sharded"))
     ordered = [matches[module] for module in model.modules() if module in matches]
     return Recognised(ordered, heads)
@@ -159,7 +161,7 @@ def _parameters(modules: Mapping[str, nn.Module]) -> Iterator[tuple[nn.Module, s
 
 
 def _pattern(plan: Mapping[str, Style], name: str) -> str | None:
-    """Return the pattern that matches a name: `*` stands for a number, and for nothing else."""
+    """Return the pattern that matches a name; `*` in a pattern matches only a number."""
     generic = re.sub(r"\d+", "*", name)
     return next((pattern for pattern in (name, generic) if pattern in plan), None)
 
@@ -172,7 +174,7 @@ def _match(plan: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> dict[
         if pattern is None or style is None:
             continue
         match = look_up(name, module, pattern, style)
-        whole = style in ("vocab", "column_gather")  # what these return is whole, too
+        whole = style in ("vocab", "column_gather")  # these return full outputs
         if whole and match.layer is not None and not match.layer.takes(module):
             match = look_up(name, module, pattern, "replicate")  # it does more than its style
         matches.setdefault(module, match)
@@ -182,10 +184,10 @@ def _match(plan: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> dict[
 def _style(
     plan: Mapping[str, Style], pattern: str, name: str, modules: Mapping[str, nn.Module]
 ) -> Style | None:
-    """Return our style of a module that a pattern of a plan names; None if it has nothing to cut.
+    """Return our style for a module that the plan names; None if it has nothing to shard.
 
     Raises:
-        InvalidArgumentError: The plan's style of it is unknown.
+        InvalidArgumentError: The plan's style for it is unknown or unsupported.
     """
     theirs, module = plan[pattern], modules[name]
     if not isinstance(theirs, str):
@@ -206,11 +208,11 @@ def _style(
         )
     style = TRANSFORMERS_STYLES[theirs]
     rows = style == "row" and isinstance(module, nn.Embedding)
-    return "vocab" if rows else style  # rows of a table are its words
+    return "vocab" if rows else style  # the rows of an embedding are the vocabulary
 
 
 def _attentions(modules: Mapping[str, nn.Module], matches: Matches) -> Iterator[str]:
-    """Yield the modules that work on this rank's heads."""
+    """Yield the names of attention modules with sharded projections."""
     for name, module in modules.items():
         mine = children_of(module, matches)
         columns, rows = any(m.is_column for m in mine), any(m.is_row for m in mine)
@@ -221,9 +223,9 @@ def _attentions(modules: Mapping[str, nn.Module], matches: Matches) -> Iterator[
 
 
 def _leave_whole(modules: Mapping[str, nn.Module], matches: dict[nn.Module, Match]) -> None:
-    """Forget what a plan says of attention with two row layers, which stays whole.
+    """Drop the matches inside attention with two or more row layers, which stays replicated.
 
-    What the first of these returns is of all heads, while the rest would work on this rank's.
+    The output of the first row layer spans all heads, but the rest would work on this rank's.
     """
     for name in [*_attentions(modules, matches)]:
         children = modules[name].children()
@@ -233,10 +235,10 @@ def _leave_whole(modules: Mapping[str, nn.Module], matches: dict[nn.Module, Matc
 
 
 def _add_tied(modules: Mapping[str, nn.Module], matches: dict[nn.Module, Match]) -> None:
-    """Add the other side of a tied embedding and head of which the plan names one.
+    """If the plan names only one of a tied embedding and head, add the other.
 
-    If the other side is of a class that cannot be sharded (an embedding with a norm behind it),
-    both stay whole.
+    If the class of the other cannot be sharded (such as an embedding with its own norm), both stay
+    replicated.
     """
     sharded = {m.module._parameters.get("weight") for m in matches.values() if m.layer is not None}
     styles: dict[type[nn.Module], Style] = {nn.Embedding: "vocab", nn.Linear: "column_gather"}
@@ -253,15 +255,15 @@ def _add_tied(modules: Mapping[str, nn.Module], matches: dict[nn.Module, Match])
 
 
 def per_head_of(name: str, module: nn.Module, styles: Mapping[str, str]) -> PerHead | None:
-    """Return how a plan of transformers cuts the parameters of attention; None if it has none.
+    """Return the `PerHead` style of an attention module; None if it has no own parameters.
 
     Args:
-        name: The module's.
+        name: Name of the module.
         module: The module.
-        styles: Those of its parameters that the plan names -> their style there.
+        styles: Parameter -> its style in the plan of transformers.
 
     Raises:
-        InvalidArgumentError: A parameter has another style than that of heads, or none.
+        InvalidArgumentError: The style of a parameter is missing or not "colwise".
     """
     own = [n for n, parameter in module._parameters.items() if parameter is not None]
     wrong = [n for n in own if styles.get(n) != "colwise"]
@@ -274,10 +276,10 @@ def per_head_of(name: str, module: nn.Module, styles: Mapping[str, str]) -> PerH
 
 
 def shared_tail_of(name: str, modules: Mapping[str, nn.Module]) -> SharedTail:
-    """Return how many features of a layer's output its attention takes for keys of all heads.
+    """Return the style of a layer whose last features are the key that all heads share.
 
     Raises:
-        InvalidArgumentError: Its attention does not say.
+        InvalidArgumentError: The attention module around it does not give their number.
     """
     parent = name.rpartition(".")[0]
     features = vars(modules[parent]).get(SHARED_KEYS)
@@ -290,18 +292,19 @@ def shared_tail_of(name: str, modules: Mapping[str, nn.Module]) -> SharedTail:
 
 
 def stacked_of(name: str, module: nn.Module, styles: Mapping[str, str]) -> Stacked:
-    """Return how a plan of transformers cuts a module of experts.
+    """Return the `Stacked` style for a module of experts in a plan of transformers.
 
-    Gate and up in one weight follow one another, or are interleaved, as the module says; biases,
-    which plans do not name, are cut as the output of their weight, or added once.
+    The module's `is_concatenated` tells whether gate and up in one weight are concatenated or
+    interleaved. Biases, which plans do not name, are sharded like the output dim of their weight if
+    that is sharded, and else added once.
 
     Args:
-        name: The module's.
+        name: Name of the module.
         module: The module.
         styles: Parameter -> its style in the plan.
 
     Raises:
-        InvalidArgumentError: A parameter has no style, or one that cuts no stack.
+        InvalidArgumentError: No parameter has a style, or one has a style that shards no stack.
     """
     sharded: dict[str, Slices | int] = {}
     added: list[str] = []
@@ -333,9 +336,9 @@ def stacked_of(name: str, module: nn.Module, styles: Mapping[str, str]) -> Stack
 
 
 def _packed(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """Return the styles, of which that of gate and up in one weight says that they are two.
+    """Return the styles, with the packed style for a weight that holds both gate and up.
 
-    Plans that cut the weight as one would give a rank gates without the ups of the same features.
+    Otherwise a rank would get gate features without the up features that belong to them.
     """
     found = dict(styles)
     gate_up, down = (module._parameters.get(name) for name in ("gate_up_proj", "down_proj"))

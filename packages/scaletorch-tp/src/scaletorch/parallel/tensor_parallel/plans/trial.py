@@ -1,4 +1,4 @@
-"""Stand-ins for models, and trials of plans on one layer of them, a rank at a time."""
+"""Stand-ins for models, and trials of plans on one layer, rank by rank in one process."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ...pg_manager.building import restored
 from .plan import Match, Style, look_up
 from .resolve import Resolved, resolve
 
-_POOL = 999_983  # random numbers, of which parameters are made: a prime, so that no rows are equal
+_POOL = 999_983  # number of random values for parameters; a prime, so that rows differ
 
 
 @dataclass
 class Unit:
-    """A layer of the model, or the whole model for what is in no layer, and its first call."""
+    """A layer of the model, or the whole model for modules outside layers, and its first call."""
 
     name: str
     module: nn.Module
@@ -35,18 +35,18 @@ class Unit:
     args: tuple[Any, ...] | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     returned: Any = None
-    is_differentiated: bool = False  # within the model's forward, which takes gradients
+    is_differentiated: bool = False  # the model's forward computes gradients
 
     def again(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return a copy of what the first call returned, in place of an equal layer's call."""
+        """Return a copy of the first call's output, instead of calling a layer like it."""
         if self.is_differentiated:
             return forward(*args, **kwargs)
         return copy.deepcopy(self.returned)
 
     def run(self, module: nn.Module | None = None) -> list[Tensor]:
-        """Run the unit, or a copy of it, as it was called first; return the tensors it returns.
+        """Run the unit, or a copy of it, on the inputs of its first call; return its outputs.
 
-        Every run draws the same random numbers, and counts no call.
+        Every run draws the same random numbers and leaves buffers and attributes unchanged.
         """
         module = self.module if module is None else module
         args, kwargs = copy.deepcopy((self.args or (), dict(self.kwargs)))
@@ -56,7 +56,7 @@ class Unit:
             return [*tensors_in(module(*args, **kwargs))]
 
     def keeps_hidden_states(self) -> bool:
-        """Return whether it takes and returns hidden states [B, L, H], of a batch of one."""
+        """Return whether it takes and returns hidden states [1, L, H] of the same shape."""
         if self.args is None:
             return False
         given = next((x for x in tensors_in((self.args, dict(self.kwargs)))), None)
@@ -67,23 +67,23 @@ class Unit:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """A key that is equal for units of which one stands for all: names, classes, shapes."""
+        """A key that is equal for interchangeable units: names, classes and shapes."""
         kinds = [(name, type(m)) for name, m in self.module.named_modules()]
         shapes = [(name, p.shape) for name, p in self.module.named_parameters()]
         return generic(self.name), tuple(kinds), tuple(shapes)
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of what a call takes or returns, without graphs."""
+    """Return a copy of inputs or outputs, detached from autograd."""
     return copy.deepcopy(map_tensors(Tensor.detach, value))
 
 
 def stand_in(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
-    """Return a copy of a model with random parameters, and an example on its device.
+    """Return a copy of a model with random parameters, and the example on its device.
 
-    The model may be on the meta device, and its values may differ between ranks: its stand-in is
-    the same. Equal layers share values. Floating buffers are from 0.5 to 1.5, masks all True, and
-    whole numbers 0.
+    The copy is the same on all ranks, whatever the values of the model, which may be on the meta
+    device. Layers of the same kind share values. Floating-point buffers are between 0.5 and 1.5,
+    boolean ones True, and integer ones 0.
     """
     first = next(model.parameters())
     device = torch.device("cpu") if first.is_meta else first.device
@@ -97,6 +97,7 @@ def stand_in(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
                 continue
             key = generic(f"{name}.{own}"), parameter.shape
             if key not in drawn:
+                # A variance of 1 / fan_in, so that activations keep their scale.
                 bound = (3 / max(1, parameter.shape[-1])) ** 0.5 if parameter.dim() > 1 else 1
                 drawn[key] = _repeated((pool * bound).to(parameter.dtype), parameter.shape)
             memo[id(parameter)] = nn.Parameter(drawn[key])
@@ -115,17 +116,17 @@ def stand_in(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
 
 
 def _repeated(values: Tensor, shape: torch.Size) -> Tensor:
-    """Return a new tensor of a shape that repeats values in order."""
+    """Return a new tensor of the given shape, filled with repeated values."""
     return values.repeat(-(-shape.numel() // values.numel()))[: shape.numel()].view(shape)
 
 
 def generic(name: str, *, most: int = 0) -> str:
-    """Return a name with `*` for numbers: all of them, or as many of the first ones."""
+    """Return a name with `*` for its first `most` numbers; 0 means all."""
     return re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", name, count=most)
 
 
 def call(model: nn.Module, example: Any) -> None:
-    """Call a model with what `suggest_plan` takes."""
+    """Call a model with an example as `suggest_plan` takes it."""
     if isinstance(example, Mapping):
         model(**example)
     else:
@@ -138,18 +139,18 @@ def is_linear(name: str, module: nn.Module) -> bool:
 
 
 def features(linear: nn.Module) -> tuple[int, int]:
-    """Return how many features a linear layer takes and returns."""
+    """Return the numbers of input and output features of a linear layer."""
     row, column = (look_up("", linear, "", style) for style in ("row", "column"))
     return row.lengths[0], column.lengths[0]
 
 
 def computes_the_same(unit: Unit, plan: Mapping[str, Style], tp_size: int) -> bool:
-    """Return whether each rank's shards give its rows their inputs, and the unit its outputs.
+    """Return whether every rank's shards give the right inputs of row layers and unit outputs.
 
-    The outputs of column layers get noise, since equal tokens would hide which heads are whose.
-    Buffers have values that differ at first, which shows a slice of one that is the wrong one;
-    then ones. As a mask `w * b - 1e4 * (1 - b)` the former would leave one token to each other,
-    whichever the heads are.
+    Noise is added to the outputs of column layers, because equal tokens would hide a wrong order of
+    heads. A first run has distinct buffer values, which reveal a wrong slice of a buffer. A second
+    run has ones: in a mask such as `w * b - 1e4 * (1 - b)` distinct values would let each token
+    attend to one other only, whatever the heads are.
     """
     try:
         resolved = resolve(unit.module, plan, tp_size)
@@ -163,7 +164,7 @@ def computes_the_same(unit: Unit, plan: Mapping[str, Style], tp_size: int) -> bo
 
 @contextmanager
 def _ones(module: nn.Module) -> Iterator[None]:
-    """Set the floating tensors of modules that are no parameters to 1 for a while."""
+    """Set all floating-point tensors of modules except parameters to 1 inside the block."""
     kept = [each for m in module.modules() for each in [*m._buffers.values(), *vars(m).values()]]
     floating = [x for x in kept if isinstance(x, Tensor) and torch.can_cast(torch.float32, x.dtype)]
     held = [(x, x.clone()) for x in floating]
@@ -201,7 +202,7 @@ def _rank_agrees(
 ) -> bool:
     shard, agree = _shard_of(unit.module, resolved, rank), [True]
     rows = [match for match in resolved.matches.values() if match.is_row]
-    left = {match.name: [*calls[match.name]] for match in rows}  # calls that are still to come
+    left = {match.name: [*calls[match.name]] for match in rows}  # remaining calls
 
     def compare(match: Match, _: nn.Module, args: tuple[Any, ...]) -> None:
         (x, _output), cut = left[match.name][0], match.cut
@@ -219,16 +220,16 @@ def _rank_agrees(
             hooks.callback(row.register_forward_hook(partial(give, match)).remove)
         try:
             returned = unit.run(shard)
-        except Exception:  # of whatever code of the model's met shapes that it cannot take
+        except Exception:  # raised by model code for a shape it cannot take
             return False
-    # A row that was never called, or less often than in the whole, has not been compared.
+    # A row layer that was never called, or less often than in the full unit, was not compared.
     looked = all(calls[name] and not coming for name, coming in left.items())
     same = len(returned) == len(expected) and all(map(_is_close, returned, expected))
     return looked and agree[0] and same
 
 
 def _add_noise(module: nn.Module, resolved: Resolved, rank: int | None, hooks: ExitStack) -> None:
-    """Let column layers of a rank, or of the whole model, add the same noise to their outputs."""
+    """Add the same noise to column outputs of the full unit (`rank` None) and of a rank's shard."""
 
     def add(match: Match, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         generator = torch.Generator("cpu").manual_seed(crc32(match.name.encode()))
@@ -245,7 +246,7 @@ def _add_noise(module: nn.Module, resolved: Resolved, rank: int | None, hooks: E
 
 
 def _shard_of(module: nn.Module, resolved: Resolved, rank: int) -> nn.Module:
-    """Return a copy of a module with plain layers that hold a rank's shards; the rest is shared."""
+    """Return a copy of a module whose plain layers hold a rank's shards; others are shared."""
     memo: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
     for match in resolved.matches.values():
         for name, dim in match.dims.items():

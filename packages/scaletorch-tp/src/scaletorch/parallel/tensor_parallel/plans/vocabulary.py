@@ -1,4 +1,4 @@
-"""Find the embedding of the vocabulary and the head that can be divided with it."""
+"""Find the vocabulary embedding and the heads that can be sharded with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .trial import call, features, is_linear
 
 
 class _Reads(TorchFunctionMode):
-    """Counts the functions that take each tensor, such as a weight."""
+    """Counts the function calls that take each parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class _Reads(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if getattr(func, "__name__", "") != "__get__":  # of its dtype or shape
+        if getattr(func, "__name__", "") != "__get__":  # not a read of an attribute such as dtype
             given = (*args, *(kwargs or {}).values())
             self.counts.update(id(x) for x in given if isinstance(x, nn.Parameter))
         return func(*args, **(kwargs or {}))
@@ -34,8 +34,7 @@ class _Reads(TorchFunctionMode):
 def vocabulary_styles(model: nn.Module, inside: set[nn.Module], example: Any) -> dict[str, Style]:
     """Return the styles of embeddings outside of layers and of heads with as many outputs.
 
-    What is read by anything but calls of these modules stays whole, such as the weight in
-    `F.linear(x, table.weight)`.
+    Both stay replicated if other code reads their parameters, as in `F.linear(x, table.weight)`.
     """
     outside = {name: module for name, module in model.named_modules() if module not in inside}
     fits = VocabParallelEmbedding.misfit

@@ -1,1 +1,1 @@
-"""Modules around the sharded layers: communication, replicas, random draws."""
+"""Code around the sharded layers: regions, sequence shards, replicas, random streams."""

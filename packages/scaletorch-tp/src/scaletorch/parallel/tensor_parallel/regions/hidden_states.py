@@ -1,4 +1,4 @@
-"""Find the hidden states among the arguments of a module: this rank's shards of sequences."""
+"""Find and convert the hidden states, a sequence shard, among the arguments of a module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WAY_OUT = "do without sequence parallelism"
 
 
 def argument_names(module: nn.Module, args: Sequence[Any]) -> list[str]:
-    """Return how the module's own forward names its positional arguments; "" behind the last."""
+    """Return the names of positional arguments in the module's own forward; "" for surplus ones."""
     names = [*inspect.signature(own_class(module).forward).parameters][1:]
     return [names[place] if place < len(names) else "" for place in range(len(args))]
 
@@ -38,21 +38,21 @@ def convert_hidden(
 ) -> tuple[tuple[Any, ...], dict[str, Any], int]:
     """Convert the hidden states among the arguments of a module.
 
-    An argument called "residual" is another share of the same sequence, which the module adds to
-    what it makes of the hidden states. Any other sequence is refused, since its shape does not
-    tell whether it is whole or a share.
+    An argument called "residual" is another shard of the same sequence, which the module adds to
+    its output. Any other sequence is refused, since its shape does not tell whether it is full or
+    a shard.
 
     Args:
         module: The module.
-        shares: How sequences are shared out.
+        shares: The sharding of sequences.
         change: Converts hidden states.
         args: The module's positional arguments.
-        kwargs: Its arguments by name.
-        widths: Last dims that hidden states may have; none takes any.
-        join_residuals: Convert residuals, too.
+        kwargs: Its keyword arguments.
+        widths: Allowed last dims of hidden states; empty allows any.
+        join_residuals: Convert residuals too.
 
     Returns:
-        The arguments, and the number of tokens in the whole sequence.
+        The positional and keyword arguments, and the number of tokens in the full sequence.
 
     Raises:
         InvalidArgumentError: There are no hidden states, or there is a second sequence.
@@ -102,9 +102,9 @@ def _without(
 def _refuse_second(
     kind: str, other: Tensor, hidden: Tensor, widths: Collection[int], length: int
 ) -> None:
-    """Refuse what a projection might take for a second sequence."""
+    """Refuse a tensor that may be a second sequence."""
     alike = other.is_floating_point() and other.ndim == hidden.ndim
-    # A table (of positions) that no gradient reaches and that is whole harms nobody.
+    # A full table (such as positions) without a gradient is safe.
     harmless = alike and other.shape[-2] == length and not other.requires_grad
     if alike and other.shape[-1] in widths and not harmless:
         raise InvalidArgumentError(

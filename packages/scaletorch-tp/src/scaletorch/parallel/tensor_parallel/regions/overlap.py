@@ -1,8 +1,7 @@
-"""Linear layers whose backward communicates and computes at once.
+"""Linear layers whose backward overlaps communication and computation.
 
-The gradient of what layers take in is a sum over the ranks, and can leave as soon as every layer
-has given its part. So the products give only that part; the gradients of weights are computed
-where the input entered, while the sum travels.
+The gradient of a shared input is summed over the ranks as soon as all layers have added theirs. So
+`Multiply` computes only input gradients; `Enter` computes weight gradients during that sum.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from ....dist import all_reduce, get_rank, reduce_scatter
 from ...placement import Invariant, Partial, Replicate, Shard, convert
 
 Operands = tuple[Tensor, Tensor | None]  # weight [out, in] and bias [out]
-# Of each call of a layer: the gradient of its output [..., out], and its input [..., in].
+# For each call of a layer: the gradient of its output [..., out] and its input [..., in].
 Products = Sequence[tuple[Tensor, Tensor]]
 
-DIM = -2  # of tokens in [..., L, H]
+DIM = -2  # the dim of tokens in [..., L, H]
 
 
 class Entrance:
-    """An input of several layers, with their weights and biases.
+    """The shared input of several layers, with their weights and biases.
 
     Args:
-        x: [..., in]; what every rank has, or with `sizes` this rank's share of a sequence.
+        x: [..., in]; replicated, or with `sizes` this rank's sequence shard.
         operands: Weight [out, in] and bias [out] of each layer.
         group: Ranks over which the gradient of `x` is summed.
-        sizes: How many tokens each rank has, if `x` is a shard of a sequence.
+        sizes: Number of tokens on each rank if `x` is a sequence shard, else None.
 
     Attributes:
-        x: The whole, which the layers multiply.
+        x: The full input of the layers.
     """
 
     __slots__ = ("_operands", "_waiting", "x")
@@ -54,16 +53,16 @@ class Entrance:
         self.x: Tensor = enter.apply(x, list(self._waiting.values()), group, sizes, *flat)
 
     def linear(self, key: Hashable) -> Tensor:
-        """Return the whole input times a layer's weight, plus its bias: [..., out]."""
+        """Return a layer's output [..., out] for the full input."""
         multiply: Any = Multiply
         out: Tensor = multiply.apply(self.x, *self._operands[key], self._waiting[key])
         return out
 
 
 class Enter(torch.autograd.Function):
-    """Identity or all-gather forward; sum or reduce-scatter backward, and the weights' gradients.
+    """Identity or all-gather; backward does the sum or reduce-scatter, and weight gradients.
 
-    Weights are inputs only so that autograd takes their gradients from here.
+    Weights are inputs only so that their gradients can be returned here.
     """
 
     @staticmethod
@@ -75,7 +74,7 @@ class Enter(torch.autograd.Function):
         sizes: Sequence[int] | None,
         *operands: Tensor | None,
     ) -> Tensor:
-        """Return the whole `x`."""
+        """Return the full `x`."""
         ctx.waiting, ctx.group, ctx.sizes = waiting, group, sizes
         if sizes is None:
             return x.view_as(x)
@@ -83,26 +82,26 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Sum the gradient of `x`, and compute those of the weights meanwhile."""
+        """Sum the gradient of `x`, and compute the weight gradients meanwhile."""
         (grad,) = grads
         x_needed, _, _, _, *needed = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # with create_graph the products gave their weights' gradients
+        if torch.is_grad_enabled():  # with create_graph `Multiply` returned the weight gradients
             wanted = Invariant() if ctx.sizes is None else Shard(DIM, tuple(ctx.sizes))
             summed = convert(grad, Partial(), wanted, ctx.group) if x_needed else None
             return summed, None, None, None, *(None for _ in needed)
-        # All products have run, since each gave its part of `grad`: the sum can leave now, and the
-        # weights' gradients are computed while it travels.
+        # All `Multiply` nodes have run, since `grad` is the sum of theirs: start its sum over the
+        # ranks now and compute the weight gradients meanwhile.
         arrive = send(grad, ctx.group, ctx.sizes) if x_needed else None
         found: list[Tensor | None] = []
         for products in ctx.waiting:
             for compute in (weight_grad, bias_grad):
                 found.append(compute(products) if needed[len(found)] else None)
-            products.clear()  # a second backward of a retained graph begins anew
+            products.clear()  # for a second backward of a retained graph
         return None if arrive is None else arrive(), None, None, None, *found
 
 
 class Multiply(torch.autograd.Function):
-    """A linear layer that leaves the gradients of its weight and bias to the entrance."""
+    """A linear layer that leaves the gradients of its weight and bias to `Enter`."""
 
     @staticmethod
     def forward(
@@ -112,24 +111,24 @@ class Multiply(torch.autograd.Function):
         bias: Tensor | None,
         waiting: list[tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """Return `x` times the weight, plus the bias."""
+        """Return the output of the linear layer."""
         ctx.waiting = waiting
         ctx.save_for_backward(x, weight)
         return functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Hand the products on to the entrance."""
+        """Return the gradient of `x`; keep the factors of the weight gradient for `Enter`."""
         (grad,) = grads
         x, weight = ctx.saved_tensors
-        if not x.dtype == weight.dtype == grad.dtype:  # autocast computed in the output's dtype
+        if not x.dtype == weight.dtype == grad.dtype:  # autocast used the output's dtype
             x, weight = x.to(grad.dtype), weight.to(grad.dtype)
         weight_needed, bias_needed = ctx.needs_input_grad[1:3]
         if not torch.is_grad_enabled():
             if weight_needed or bias_needed:
                 ctx.waiting.append((grad, x))
             return grad.matmul(weight), None, None, None
-        # With create_graph these are differentiated again: they belong where their graph is.
+        # With create_graph these gradients are differentiated again, so they need a graph here.
         products: Products = [(grad, x)]
         return (
             grad.matmul(weight),
@@ -140,7 +139,7 @@ class Multiply(torch.autograd.Function):
 
 
 def weight_grad(products: Products) -> Tensor | None:
-    """Return the sum of the products' gradients of the weight [out, in], None without any."""
+    """Return the gradient of the weight [out, in] over all calls, or None without calls."""
     total: Tensor | None = None
     for grad, x in products:
         rows, columns = _rows(grad).t(), _rows(x)
@@ -149,7 +148,7 @@ def weight_grad(products: Products) -> Tensor | None:
 
 
 def bias_grad(products: Products) -> Tensor | None:
-    """Return the sum of the products' gradients of the bias [out], None without any."""
+    """Return the gradient of the bias [out] over all calls, or None without calls."""
     total: Tensor | None = None
     for grad, _ in products:
         own = _rows(grad).sum(0)
@@ -164,9 +163,9 @@ def _rows(tensor: Tensor) -> Tensor:
 def send(
     grad: Tensor, group: ProcessGroup | None, sizes: Sequence[int] | None
 ) -> Callable[[], Tensor]:
-    """Send the gradient of the whole input; return what waits for this rank's sum."""
+    """Start the sum of the input's gradient; return a function that waits for the result."""
     if sizes is None:
-        # In place: it comes from products alone, and nobody else has it.
+        # In place: only `Multiply` nodes made it, so nothing else uses it.
         work = all_reduce(grad, group=group, async_op=True)
         return lambda: work.wait() or grad
     parts = grad.split(list(sizes), DIM)

@@ -1,7 +1,7 @@
-"""Random draws under tensor parallelism: the same on whole activations, each rank's own on shards.
+"""Random numbers under tensor parallelism: common for replicated activations, own for shards.
 
 Ranks of the axis share a seed, so their default generators are one common stream. A module that
-works on shards (attention over this rank's heads) must draw from a stream of this rank's own.
+works on shards (attention over this rank's heads) must draw from a stream of its own rank.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from ...pg_manager import axis_group, describe_rank
 from ...pg_manager.building import around_compiled, uncompiled
 from .surround import Surrounded
 
-States = tuple[Tensor, Tensor | None]  # of the CPU's generator and of the accelerator's
+States = tuple[Tensor, Tensor | None]  # of the CPU generator and the accelerator's
 
-_NO_BACKWARD = -1  # torch's number for it
+_NO_BACKWARD = -1  # torch's graph task id outside backward
 
-# Where the common stream was left, while a rank's own is in use.
+# State of the common stream while a rank's own stream is in use, else None.
 _common: ContextVar[States | None] = ContextVar("_common", default=None)
 
 
 @contextmanager
 @around_compiled
 def sharded_random(group: ProcessGroup | None = None) -> Iterator[None]:
-    """Let the body draw from a random stream of this rank's own, on the CPU and the accelerator.
+    """Run the body with this rank's own random stream, on the CPU and the accelerator.
 
-    Its seed is drawn from torch's default CPU generator, which advances equally on all ranks; so
-    recomputation by `torch.utils.checkpoint`, which restores that, draws the same again. A
-    row-parallel layer in the body ends it early, since it makes activations whole. With one rank
-    nothing is drawn and nothing changes.
+    Its seed is drawn from torch's default CPU generator, which advances equally on all ranks. So
+    recomputation by `torch.utils.checkpoint`, which restores that generator, draws the same numbers
+    again. A row-parallel layer in the body ends the stream early, since its output is replicated.
+    With one rank nothing is drawn and nothing changes.
 
     Args:
-        group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
+        group: Ranks of the tensor-parallel axis; None means that axis of the current manager.
 
     Example:
         >>> with sharded_random():
@@ -67,7 +67,7 @@ def sharded_random(group: ProcessGroup | None = None) -> Iterator[None]:
 @contextmanager
 @around_compiled
 def common_random() -> Iterator[None]:
-    """Let the body draw from the common stream, also within `sharded_random`."""
+    """Run the body with the common random stream, also inside `sharded_random`."""
     common = _common.get()
     if common is None:
         yield
@@ -84,22 +84,22 @@ def common_random() -> Iterator[None]:
 @contextmanager
 @around_compiled
 def refused_again(name: str) -> Iterator[None]:
-    """Refuse a body that draws in common where a layer is computed again in backward.
+    """Refuse draws from the common stream during activation recomputation.
 
-    The ranks' own streams, in which the model ran, were put back for that, and the common one has
-    gone on since: it would draw something else than in forward.
+    Recomputation restores only the ranks' own streams, in which the model ran. The common stream
+    has advanced since, so its draws would differ from those in forward.
 
     Args:
-        name: What the body computes.
+        name: Name of the module that the body runs.
 
     Raises:
-        StateError: It has drawn.
+        StateError: The body drew random numbers.
     """
     again = torch._C._current_graph_task_id() != _NO_BACKWARD and _common.get() is None
     before = _states() if again else None
     try:
         yield
-    finally:  # also if the checkpoint has all it wants, and ends the body by an error of its own
+    finally:  # the checkpoint may stop the body early by its own exception
         if before is not None and not all(map(_equal, before, _states())):
             raise StateError(
                 f"{describe_rank()}: {name} sees whole sequences, which sequence parallelism "
@@ -111,7 +111,7 @@ def refused_again(name: str) -> Iterator[None]:
 
 @uncompiled
 def end_sharded_random() -> None:
-    """Go on with the common stream from its last state; do nothing if it is in use."""
+    """Switch back to the common stream; do nothing if it is in use."""
     common = _common.get()
     if common is not None:
         _set_states(common)
@@ -119,7 +119,7 @@ def end_sharded_random() -> None:
 
 
 class ShardedRandom(Surrounded):
-    """A module that works on shards: in training it draws from this rank's own stream."""
+    """A module that works on shards: in training it uses this rank's own random stream."""
 
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,7 +131,7 @@ class ShardedRandom(Surrounded):
 
 
 class CommonRandom(Surrounded):
-    """A module inside a `ShardedRandom` one that works on whole activations."""
+    """A module inside a `ShardedRandom` one that works on replicated activations."""
 
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,10 +141,10 @@ class CommonRandom(Surrounded):
 
 
 def _accelerator() -> Any:
-    """Return torch's module of the accelerator in use, or None if there is the CPU alone."""
+    """Return torch's module of the accelerator in use, or None if there is only the CPU."""
     device = torch.accelerator.current_accelerator()
     module = None if device is None else torch.get_device_module(device)
-    # One that this process never used is left asleep: what runs here draws nothing on it.
+    # Do not initialise an unused accelerator: nothing draws on it.
     return module if getattr(module, "is_initialized", lambda: True)() else None
 
 

@@ -1,7 +1,7 @@
-"""Parallel regions: modules whose sharded layers take one input, which enters once.
+"""Parallel regions: modules whose column-parallel layers share one input.
 
-Query, key and value projections share one input, and so do the gate and the up projection: its
-gradient is summed over the ranks once, after the layers' shares have been added.
+Query, key and value projections share one input, and so do gate and up projections. Autograd first
+adds the gradients of these layers, so that one sum over the ranks is enough.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from .surround import Surrounded, own_class
 
 T = TypeVar("T")
 
-ADAPTED = "base_layer"  # what an adapter that stands in a layer's place calls it
+ADAPTED = "base_layer"  # an adapter's attribute for the layer that it wraps
 
 
 @dataclass(slots=True)
 class _Running:
-    """A module whose forward is running.
+    """A region whose forward is running.
 
     Attributes:
-        overlapping: Its layers whose weights' gradients are computed while the inputs' travel.
-        entries: Each input that entered, and the tensor or entrance that it became.
-        gathered: The entrance of the sequence, with sequence parallelism.
+        overlapping: Its layers that compute weight gradients during the sum of input gradients.
+        entries: Each input that entered, with the tensor or `Entrance` that it became.
+        gathered: The `Entrance` of the gathered sequence under sequence parallelism.
     """
 
     overlapping: Sequence[Any]
@@ -44,9 +44,9 @@ class _Running:
     gathered: Entrance | None = None
 
     def once(self, x: Tensor, call: Callable[..., T], *args: Any) -> T:
-        """Return `call(x, *args)`, made for the first layer that takes in `x`."""
-        # An input changed in place, or seen again under no_grad, is another one. The entry keeps
-        # `x` alive, so that no other tensor can get its id while the region runs.
+        """Return `call(x, *args)`, computed once for all layers with the input `x`."""
+        # An input changed in place, or used again under no_grad, counts as a new one. The entry
+        # keeps `x` alive, so that no other tensor can get its id while the region runs.
         key = call, id(x), x._version, torch.is_grad_enabled()
         if key not in self.entries:
             self.entries[key] = x, call(x, *args)
@@ -54,21 +54,22 @@ class _Running:
         return entered
 
 
-# The `Region` that runs; None outside of any.
+# The running region; None outside regions.
 _running: ContextVar[_Running | None] = ContextVar("_running", default=None)
 
 
 @uncompiled
 def enter(x: Tensor, group: ProcessGroup | None, sequence: SequenceShares | None = None) -> Tensor:
-    """Return the whole `x` for this rank's shards; in backward its gradient is summed.
+    """Return the full input for this rank's shards; backward sums its gradient over the ranks.
 
     Args:
-        x: What every rank has; or a share of a sequence, or what a `Region` made of it.
+        x: A replicated tensor; under sequence parallelism a sequence shard, or the sequence that a
+            `Region` gathered.
         group: Ranks of the tensor-parallel axis.
-        sequence: How sequences are shared out; None if every rank has the whole.
+        sequence: The sharding of sequences; None without sequence parallelism.
     """
     running = _running.get()
-    if sequence is not None:  # a region gathers at its beginning, and sums there in backward
+    if sequence is not None:  # a region gathers before its forward, and sums there in backward
         return sequence.enter(x) if running is None else sequence.require_whole(x)
     return _copy(x, group) if running is None else running.once(x, _copy, group)
 
@@ -79,9 +80,9 @@ def _copy(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 @uncompiled
 def overlapped_linear(layer: Any, x: Tensor) -> Tensor | None:
-    """Return a column-parallel layer's output [..., out / tp], made to overlap in backward.
+    """Return a column-parallel layer's output [..., out / tp] that overlaps in backward, or None.
 
-    None if its input is not what entered, or needs no gradient: there is nothing to overlap.
+    It is None if nothing can overlap: the input needs no gradient or is not the region's input.
     """
     if not _needs_grad(x):
         return None
@@ -90,10 +91,10 @@ def overlapped_linear(layer: Any, x: Tensor) -> Tensor | None:
         return None
     if running is None:
         entrance: Entrance | None = _entrance(x, [layer])
-    elif layer not in running.overlapping:  # another module's, called from here
+    elif layer not in running.overlapping:  # a layer of another module, called from this region
         entrance = None
     elif layer.sequence is not None:
-        # The region gathered one tensor; a layer called with another has nothing to overlap with.
+        # The region gathered one tensor; a layer with another input cannot overlap.
         entrance = running.gathered if running.gathered and running.gathered.x is x else None
     else:
         entrance = running.once(x, _entrance, running.overlapping)
@@ -103,7 +104,7 @@ def overlapped_linear(layer: Any, x: Tensor) -> Tensor | None:
 @contextmanager
 @around_compiled
 def in_region(overlapping: Sequence[Any] = ()) -> Iterator[_Running]:
-    """Run the body in a region, which the caller enters and leaves, with layers that overlap."""
+    """Run the body as a region with the given overlapping layers."""
     running = _Running(overlapping)
     token = _running.set(running)
     try:
@@ -113,11 +114,11 @@ def in_region(overlapping: Sequence[Any] = ()) -> Iterator[_Running]:
 
 
 class Region(Surrounded):
-    """A module that holds column-parallel layers: what they take enters once.
+    """A module with column-parallel children, whose common input enters once.
 
-    With sequence parallelism the hidden states are this rank's share, and are gathered before the
-    module sees them: modules take sizes from their input. They are the first floating tensor that
-    its column-parallel layers can take in.
+    Under sequence parallelism its hidden states are this rank's shard and are gathered before its
+    own forward, because modules read sizes from their input. The hidden states are the first
+    floating-point argument of a width that the column-parallel children take.
     """
 
     _sequence: SequenceShares | None = None
@@ -131,7 +132,7 @@ class Region(Surrounded):
             if self._sequence is None:
                 return super().forward(*args, **kwargs)
             columns = [each for each in children if hasattr(each, "gather_output")]
-            # Widths tell the hidden states from a mask or from positions.
+            # Widths distinguish hidden states from masks and positions.
             widths = {int(getattr(each, "in_features", 0)) for each in columns}
             gather = partial(_gather, running, self._sequence)
             args, kwargs, _ = convert_hidden(
@@ -142,9 +143,9 @@ class Region(Surrounded):
 
 
 def summed_outside(model: nn.Module) -> Iterator[str]:
-    """Yield the layers whose input's gradient is this rank's term of a sum, by name.
+    """Yield the names of layers whose input gradient is only this rank's term of a sum.
 
-    They take a sequence that the region they lie in has gathered, and sums in backward.
+    Their region gathered the input sequence and sums the gradient in its own backward.
     """
     for name, module in model.named_modules():
         if isinstance(module, Region) and module._sequence is not None:
@@ -154,7 +155,7 @@ def summed_outside(model: nn.Module) -> Iterator[str]:
 
 
 def layer_of(module: Any) -> Any:
-    """Return a child, or the layer within it if it is an adapter, also one around another."""
+    """Return a child, or the layer inside if it is an adapter, even a nested one."""
     while module is not None and ADAPTED in module._modules:
         module = module._modules[ADAPTED]
     return module
@@ -162,7 +163,7 @@ def layer_of(module: Any) -> Any:
 
 @uncompiled
 def _gather(running: _Running, sequence: SequenceShares, x: Tensor) -> Tensor:
-    """Return the whole sequence, entered for the overlapping layers if there are any."""
+    """Return the gathered sequence; set up an `Entrance` if there are overlapping layers."""
     if not running.overlapping or not _needs_grad(x) or sequence.in_rows(x, sequence.own):
         return sequence.enter(x)
     running.gathered = _entrance(x, running.overlapping)
@@ -170,7 +171,7 @@ def _gather(running: _Running, sequence: SequenceShares, x: Tensor) -> Tensor:
 
 
 def _entrance(x: Tensor, layers: Sequence[Any]) -> Entrance:
-    """Let `x` enter for column-parallel layers of one group."""
+    """Return the `Entrance` of `x` for column-parallel layers of one group."""
     first = layers[0]
     sizes = None if first.sequence is None else first.sequence.sizes(x)
     return Entrance(x, {layer: layer.operands() for layer in layers}, first.group, sizes)

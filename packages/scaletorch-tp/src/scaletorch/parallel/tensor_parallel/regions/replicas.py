@@ -1,9 +1,8 @@
-"""Tensors whose gradient is summed over ranks that hold the same shard.
+"""Tensors whose gradient is summed over the ranks that hold the same shard.
 
-Key/value heads are an example, if there are fewer of them than ranks: each replica computes the
-term of the gradient that its own queries make. So are keys that all heads share: multi-head latent
-attention (DeepSeek-V2) projects hidden states to what keys and values of each head are made of,
-whose gradient is whole, and to such a key.
+One example are key/value heads if there are fewer than ranks: each replica computes only the
+gradient from its own queries. Another is the key that all heads share in multi-head latent
+attention (DeepSeek-V2), one slice of a projection whose other features have a full gradient.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ from .surround import Surrounded
 
 
 class SumGradient(Function):
-    """Identity forward; backward sums the gradient, or a part of it, over ranks.
+    """Identity; backward sums the gradient, or a slice of it, over ranks.
 
-    Behind it the gradient is the same on all ranks that hold the same shard.
+    The resulting gradient is the same on all ranks that hold the same shard.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return `x`; `total` returns the sum of its gradient."""
+        """Return `x`; `total` maps its gradient to the sum over ranks."""
         ctx.total = total
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Sum the gradient."""
+        """Return the summed gradient."""
         return ctx.total(grads[0]), None
 
 
 @uncompiled
 def sum_gradient(x: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `x`, whose gradient is summed by `total`."""
+    """Return `x` with a backward that applies `total` to its gradient."""
     function: Any = SumGradient
     result: Tensor = function.apply(x, total) if torch.is_grad_enabled() else x
     return result
@@ -53,12 +52,12 @@ def sum_gradient(x: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
 
 @uncompiled
 def sum_replicas(x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> Tensor:
-    """Return `x`, whose gradient is summed over the ranks that hold the same shard of it.
+    """Return `x` with a gradient that is summed over the ranks that hold the same shard.
 
     Args:
-        x: [shard, ...], cut along the first dim; each of packed lengths has its own replicas.
-        cut: The shard of each rank.
-        rank: This rank's place in the group.
+        x: [shard, ...], cut along dim 0; each packed length has its own replicas.
+        cut: The index ranges of each rank.
+        rank: This rank's index in the group.
         group: The ranks.
     """
     return sum_gradient(x, lambda grad: sum_parts(grad, cut, rank, group))
@@ -67,10 +66,9 @@ def sum_replicas(x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> 
 def sum_parts(x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> Tensor:
     """Return the sum of `x` over the ranks that hold the same shard.
 
-    All ranks of the group add up all replicated shards, with zeros for those that a rank does not
-    hold: this needs no groups of fewer ranks, replicas get the same bits, and what is replicated
-    is small. Packed lengths that are not replicated are not sent. 16-bit floats are summed in
-    float32.
+    One all-reduce of the whole group sums all replicated shards, with zeros for those that a rank
+    does not hold. This needs no subgroups, replicas get the same bits, and the tensors are small.
+    Packed lengths without replicas are not sent. 16-bit floats are summed in float32.
     """
     shares = list(x.split([*map(len, cut.ranges[rank])]))
     lengths = [sum(map(len, ranges)) for ranges in cut.shared.values()]
@@ -85,7 +83,7 @@ def sum_parts(x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> Ten
 
 
 class TailShared(Surrounded):
-    """A layer that stays whole, of whose output this rank's heads use the last features."""
+    """A replicated layer whose last output features are used by all heads (`SharedTail`)."""
 
     shared_features: int
 

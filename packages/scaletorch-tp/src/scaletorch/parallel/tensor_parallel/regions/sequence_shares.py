@@ -1,4 +1,4 @@
-"""Shares of a model's sequences on the tensor-parallel ranks."""
+"""Shards of a model's sequences on the tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _OF_SHAPES = re.compile(
 
 @dataclass(slots=True)
 class SequenceShares:
-    """The division of one model's sequences; its layers hold one and the same object.
+    """The sharding of one model's sequences; all its layers hold the same object.
 
     Attributes:
         group: Ranks of the tensor-parallel axis.
-        length: Tokens of the whole sequence in the last forward; None takes shares for equal.
-        batch: How many sequences there were; 0 if not known.
-        sharing: Whether hidden states are shares where the model's forward is; they are whole
-            before and behind layers that share them out.
+        length: Tokens of the full sequence in the last forward; None assumes equal shards.
+        batch: Number of sequences in the last forward; 0 if not known.
+        sharing: Whether hidden states are shards at the current point of the model's forward; they
+            are full before and after layers of style "sequence_layer".
     """
 
     group: ProcessGroup | None
@@ -43,7 +43,7 @@ class SequenceShares:
     sharing: bool = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceShares:
-        return replace(self)  # a process group cannot be copied, only shared
+        return replace(self)  # process groups cannot be copied: share it
 
     @property
     def own(self) -> int | None:
@@ -52,32 +52,32 @@ class SequenceShares:
 
     @property
     def rank(self) -> int:
-        """This rank's place on the axis."""
+        """This rank's index on the axis."""
         return get_rank(self.group)
 
     @uncompiled
     def enter(self, x: Tensor) -> Tensor:
-        """Return the whole sequence of a share; in backward the ranks' gradients are summed."""
+        """All-gather a sequence shard for sharded layers; backward reduce-scatters the gradient."""
         if self.in_rows(x, self.own):
             return self.enter(x.unflatten(0, (self.batch, -1))).flatten(0, 1)
         return convert(x, Shard(DIM, self.sizes(x)), Replicate(), self.group)
 
     @uncompiled
     def join(self, x: Tensor) -> Tensor:
-        """Return the whole sequence of a share, for what every rank then computes in full."""
-        end_sharded_random()  # what follows draws for whole activations
+        """All-gather a sequence shard for code that runs replicated; use the common generator."""
+        end_sharded_random()  # from here on activations are full
         return self.whole(x)
 
     @uncompiled
     def whole(self, x: Tensor) -> Tensor:
-        """Return the whole sequence of a share; every rank has the same gradient of it."""
+        """All-gather a sequence shard whose gradient is the same on every rank."""
         return convert(x, Shard(DIM, self.sizes(x)), Invariant(), self.group)
 
     def sizes(self, x: Tensor) -> tuple[int, ...]:
-        """Return how many tokens each rank has of the sequence of which `x` is a share.
+        """Return the number of tokens on each rank, given this rank's shard `x`.
 
         Raises:
-            InvalidArgumentError: It is not this rank's share.
+            InvalidArgumentError: `x` is not this rank's shard.
         """
         sizes = self.sizes_of(self.length or x.shape[DIM] * get_world_size(self.group))
         own = sizes[self.rank]
@@ -103,7 +103,7 @@ class SequenceShares:
         return sizes
 
     def is_share(self, x: Tensor) -> bool:
-        """Return whether `x` [..., L, H], which a stage has received, is a share of sequences."""
+        """Return whether `x` [..., L, H], received by a pipeline stage, is a sequence shard."""
         own, length = self.own, self.length
         if own is None or own == length or not x.is_floating_point() or x.ndim < 2:
             return False
@@ -111,10 +111,10 @@ class SequenceShares:
         return own in dims or self.in_rows(x, own)
 
     def require_whole(self, x: Tensor) -> Tensor:
-        """Return `x`, which a region has gathered.
+        """Return `x` if it is not a shard: the region has gathered the sequence.
 
         Raises:
-            InvalidArgumentError: It is a share.
+            InvalidArgumentError: `x` is a shard.
         """
         if self.length not in (None, self.own) and x.shape[DIM:-1] == (self.own,):
             raise InvalidArgumentError(
@@ -126,22 +126,22 @@ class SequenceShares:
 
     @uncompiled
     def leave(self, x: Tensor) -> Tensor:
-        """Return this rank's share of the sum of the ranks' partial results."""
+        """Reduce-scatter partial results to this rank's sequence shard."""
         if self.in_rows(x, self.length):
-            # A view of what is returned there could not be added to in place, as Llama 4 does.
+            # Llama 4 adds to it in place, which a view of a custom function's output forbids.
             return self.leave(x.unflatten(0, (self.batch, -1))).flatten(0, 1).clone()
         sizes = self.sizes_of(x.shape[DIM])
         return convert(x, Partial(), Shard(DIM, sizes), self.group)
 
     def in_rows(self, x: Tensor, tokens: int | None) -> bool:
-        """Return whether `x` [rows, H] has that many tokens of each of several sequences."""
+        """Return whether `x` [rows, H] has `tokens` rows for each of several sequences."""
         return tokens is not None and self.batch > 1 and x.shape[:-1] == (self.batch * tokens,)
 
     def rows(self, x: Tensor) -> tuple[int, ...]:
-        """Return how many rows each rank has of its tokens of all sequences, as `x` [rows, ...].
+        """Return the number of token rows on each rank, given this rank's `x` [rows, ...].
 
         Raises:
-            InvalidArgumentError: They are not of this rank's share of a number of sequences.
+            InvalidArgumentError: The rows are no multiple of this rank's tokens per sequence.
         """
         if self.length is None:
             return (x.shape[0],) * get_world_size(self.group)
@@ -157,15 +157,15 @@ class SequenceShares:
 
     @uncompiled
     def split(self, x: Tensor) -> Tensor:
-        """Return this rank's share of what every rank has whole."""
+        """Return this rank's sequence shard of a replicated tensor."""
         sizes = self.sizes_of(x.shape[DIM])
         return convert(x, Invariant(), Shard(DIM, sizes), self.group)
 
     def sizes_of(self, length: int) -> tuple[int, ...]:
-        """Return how many of so many tokens each rank has.
+        """Return the number of tokens on each rank for a sequence of `length` tokens.
 
         Raises:
-            InvalidArgumentError: Some rank has none.
+            InvalidArgumentError: A rank would have none.
         """
         size = get_world_size(self.group)
         if length < size:
@@ -177,7 +177,7 @@ class SequenceShares:
 
 
 def find_shares(model: nn.Module) -> SequenceShares | None:
-    """Return how the sequences of a model are shared out; None without sequence parallelism."""
+    """Return the sharding of a model's sequences; None without sequence parallelism."""
     held = (vars(module).get("_sequence") for module in model.modules())
     return next((each for each in held if isinstance(each, SequenceShares)), None)
 
@@ -185,14 +185,14 @@ def find_shares(model: nn.Module) -> SequenceShares | None:
 @contextmanager
 @around_compiled
 def shapes_explained(where: str, shares: SequenceShares) -> Iterator[None]:
-    """Add to an error of torch about shapes what sequence parallelism has to do with it.
+    """Explain shape errors of torch that sequence parallelism may have caused.
 
     Args:
-        where: What the body runs.
-        shares: How sequences are shared out.
+        where: Name of the module that the body runs.
+        shares: The sharding of sequences.
 
     Raises:
-        InvalidArgumentError: In place of torch's error.
+        InvalidArgumentError: The body raised a shape error of torch, which this replaces.
     """
     try:
         yield
@@ -210,5 +210,5 @@ def shapes_explained(where: str, shares: SequenceShares) -> Iterator[None]:
 
 
 def _in_backward() -> bool:
-    """Return whether autograd runs this: a recomputation."""
+    """Return whether autograd is running, as in activation recomputation."""
     return torch._C._current_graph_task_id() != -1

@@ -1,4 +1,4 @@
-"""A module's class replaced by a subclass of it whose forward surrounds the module's own."""
+"""Replace a module's class by a subclass whose forward wraps the module's own."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Surrounded(nn.Module):
-    """Base of the mixins that come before a module's own class, for `super().forward`."""
+    """Base of the mixins put before a module's own class, which they call by `super().forward`."""
 
     _tp_group: ProcessGroup | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self._tp_group)] = self._tp_group  # a process group cannot be copied, only shared
+        memo[id(self._tp_group)] = self._tp_group  # process groups cannot be copied: share it
         return deep_copy(self, getattr(super(), "__deepcopy__", None), memo)
 
     def __copy__(self) -> Self:
         return shallow_copy(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled, which `torch.save(model)` does."""
+        """Refuse pickling, and so `torch.save(model)`."""
         raise not_pickled(type(self).__name__)
 
 
 def surround(module: M, mixin: type[Surrounded], group: ProcessGroup | None) -> M:
-    """Put `mixin` before the class of `module`, in place; it stays an instance of that class."""
+    """Put `mixin` before the class of `module`, in place; it stays an instance of its class."""
     vars(module)["_tp_group"] = group
     own = type(module)
     module.__class__ = class_before(mixin, own, f"{mixin.__name__}{own.__name__}")
@@ -41,7 +41,7 @@ def surround(module: M, mixin: type[Surrounded], group: ProcessGroup | None) -> 
 
 @uncompiled
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a module had before anything surrounded its forward."""
+    """Return the class that a module had before any mixin."""
     kinds: tuple[Any, ...] = type(module).__mro__
     own: type[nn.Module] = kinds[kinds.index(Surrounded) + 1] if Surrounded in kinds else kinds[0]
     return own
@@ -57,7 +57,7 @@ def cannot_surround(module: nn.Module, mixin: type[Surrounded]) -> str | None:
 
 
 def not_pickled(name: str) -> StateError:
-    """Return the error of a module that `pickle`, or `torch.save`, was asked to write down."""
+    """Return the error for a module that cannot be pickled."""
     return StateError(
         f"{describe_rank()}: a {name} cannot be pickled, as tensor parallelism "
         "ties it to this rank's process group: save a state_dict, gather_state_dict(model) for "

@@ -1,1 +1,1 @@
-"""Sequences that ranks share between regions, and gradients that they sum."""
+"""Sequence parallelism, gradient sums over the ranks, and adapters."""

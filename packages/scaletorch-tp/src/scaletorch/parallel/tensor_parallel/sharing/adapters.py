@@ -1,8 +1,9 @@
-"""Low-rank adapters as peft puts them around a layer: base(x) + B(A(x)), cut as that layer is.
+"""Low-rank adapters of peft, base(x) + B(A(x)), sharded like the layers that they wrap.
 
-A plan sees the model without them, so that the plan of a plain model does. Afterwards the two
-matrices follow their layer: of a column-parallel one, B [out, r] is cut as its outputs and A is
-whole; of a row-parallel one, A [r, in] is cut as its inputs, and its r outputs are summed.
+A plan is matched without the adapters, so the plan of the plain model works. Then the matrices
+follow their layer: for a column-parallel one, B [out, r] is sharded like its outputs and A is
+replicated; for a row-parallel one, A [r, in] is sharded like its inputs, and its r outputs are
+summed.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from ..regions.surround import Surrounded, surround
 
 _A, _B, _DROPOUT = "lora_A", "lora_B", "lora_dropout"
 
-# A layer -> the matrix of its adapters that is cut as the layer is, the option that both share, and
-# how dropout draws: inputs of column-parallel layers are the same on all ranks, others are shards.
+# Layer -> the adapter matrix that is sharded like it, the option that both share, and the mixin of
+# dropout: the inputs of column-parallel layers are replicated, those of row-parallel ones shards.
 _FOLLOWED: Mapping[type[TensorParallelLayer], tuple[str, str, type[Surrounded]]] = {
     ColumnParallelLinear: (_B, "gather_output", CommonRandom),
     RowParallelLinear: (_A, "input_is_parallel", ShardedRandom),
@@ -32,7 +33,7 @@ _FOLLOWED: Mapping[type[TensorParallelLayer], tuple[str, str, type[Surrounded]]]
 
 
 class Adapter(NamedTuple):
-    """A module that stands in a layer's place, and holds it as its `base_layer`, or within that."""
+    """A module that replaces a layer and holds it as its `base_layer`, perhaps nested."""
 
     name: str
     module: nn.Module
@@ -41,14 +42,14 @@ class Adapter(NamedTuple):
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[list[Adapter]]:
-    """Let layers stand where their adapters do, for as long as this lasts; yield the adapters."""
+    """Replace adapters by their layers inside the block; yield the adapters."""
     found: list[Adapter] = []
     places: list[tuple[nn.Module, str, nn.Module]] = []
     for name, owner in [*model.named_modules()]:
         for own, child in owner._modules.items():
             layer = layer_of(child)
             if child is not None and layer is not child:
-                if own != ADAPTED:  # else it is within another one, which keeps it
+                if own != ADAPTED:  # else it is nested in another adapter
                     places.append((owner, own, child))
                 if all(each.module is not child for each in found):
                     found.append(Adapter(f"{name}.{own}".lstrip("."), child, layer))
@@ -67,20 +68,20 @@ def check_adapters(
     *,
     sequence_parallel: bool,
 ) -> None:
-    """Refuse adapters that cannot be cut as their layers are.
+    """Refuse adapters that cannot be sharded like their layers.
 
     Args:
-        adapters: All of the model's.
-        layers: What each module becomes.
-        sequence_parallel: Sequences are shared out.
+        adapters: All adapters of the model.
+        layers: Module -> the layer that it becomes.
+        sequence_parallel: Whether sequences are sharded.
 
     Raises:
-        InvalidArgumentError: There is one.
+        InvalidArgumentError: An adapter cannot be sharded.
     """
     for each in adapters:
         kind = layers.get(each.layer)
         if kind is None and not sequence_parallel:
-            continue  # whole on every rank, as its layer
+            continue  # replicated like its layer
         reason = _why_not(each, kind)
         if reason is not None:
             raise InvalidArgumentError(
@@ -108,7 +109,7 @@ def _why_not(adapter: Adapter, kind: type[TensorParallelLayer] | None) -> str | 
 def shard_adapters(
     adapters: list[Adapter], group: ProcessGroup | None, memo: Memo, *, sequence_parallel: bool
 ) -> None:
-    """Cut adapters as their layers were, in place."""
+    """Shard adapters like their layers, in place."""
     for each in adapters:
         layer: Any = each.layer
         kind = next((kind for kind in _FOLLOWED if isinstance(layer, kind)), None)
@@ -123,6 +124,6 @@ def shard_adapters(
 
 
 def _parts(adapter: Adapter, *names: str) -> list[nn.Module]:
-    """Return one matrix, or both, of all adapters that stand here under their own names."""
+    """Return the named submodules of all adapters that a peft layer holds by name."""
     held = [adapter.module._modules.get(name) for name in names]
     return [part for each in held if each is not None for part in each.children()]

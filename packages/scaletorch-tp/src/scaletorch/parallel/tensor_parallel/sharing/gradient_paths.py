@@ -1,4 +1,4 @@
-"""Follow autograd graphs and tell which leaves get partial gradients on tensor-parallel ranks."""
+"""Follow autograd graphs to find the leaves with partial gradients on tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..regions.surround import own_class
 
 
 class Reach(Flag):
-    """The kinds of gradients that reach a parameter: whole ones or partial ones."""
+    """The kinds of gradients that reach a parameter: full or partial ones."""
 
     NOT = 0
     WHOLE = auto()  # the same on every rank
@@ -33,7 +33,7 @@ class Reach(Flag):
     BOTH = WHOLE | PARTIAL
 
 
-# What one of the collectives of dist does to a gradient -> what the gradient is behind it.
+# The collective that a backward of dist applies to a gradient -> the kind of its result.
 _WAYS: Mapping[type, Reach] = {
     Reduce: Reach.WHOLE,
     AllReduce: Reach.WHOLE,
@@ -49,9 +49,9 @@ class Leaves:
     """The trainable leaves of a model's graphs.
 
     Attributes:
-        whole: Leaves that are replicated on every rank, by `id`.
-        names: The name of each leaf, shards included.
-        shards: `id` of the leaves that layers, or other strategies, have sharded.
+        whole: `id` -> leaf that is replicated on every rank.
+        names: `id` -> name of each leaf, including shards.
+        shards: `id` of the leaves that layers or other strategies have sharded.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -74,11 +74,11 @@ class Leaves:
 
 
 class Walk:
-    """One walk through graphs, from outputs back to the leaves.
+    """One walk through autograd graphs, from outputs back to the leaves.
 
     Args:
         model: The model that made the graphs.
-        sums: The `GradientSums` that notes how gradients reach its leaves, in all walks.
+        sums: The `GradientSums` that records the kinds of gradients over all walks.
 
     Attributes:
         leaves: The model's trainable leaves.
@@ -90,10 +90,10 @@ class Walk:
         self._seen: set[tuple[Node, Reach]] = set()
         self._found: dict[int, tuple[Tensor, Reach]] = {}
         self._returns_parts = False
-        self._outer: dict[int, Node] = {}  # where gradients of a checkpoint's inputs go
+        self._outer: dict[int, Node] = {}  # a checkpoint's input -> its node in the outer graph
 
     def reach_of(self, output: Node) -> Reach:
-        """Return what the gradient of an output is: partial if ranks have other values of it."""
+        """Return the kind of an output's gradient: partial if its values differ between ranks."""
         seen: set[Node] = set()
         todo: list[Node | None] = [output]
         while todo:
@@ -108,23 +108,23 @@ class Walk:
             if _kind(node) is CrossEntropy:
                 continue
             if group is self._group:
-                if way in (AllGather, Gather):  # forward cut it
+                if way in (AllGather, Gather):  # forward split it
                     return Reach.PARTIAL
-                if way in (Copy, AllReduce, Split):  # forward was a sum, or joined
+                if way in (Copy, AllReduce, Split):  # forward summed or gathered
                     continue
             todo += [following for following, _ in node.next_functions]
         return Reach.WHOLE
 
     def _is_share(self, leaf: Tensor) -> bool:
-        """Return whether a leaf is a share of sequences that the model, or a stage, was given."""
+        """Return whether a leaf is a sequence shard that the model, or a stage, was called with."""
         if id(leaf) in self.leaves.names or leaf.ndim < 2 or not leaf.numel():
             return False
-        # A model that is called without ids is called with shares.
+        # A model that is called without token ids is called with sequence shards.
         sequence = find_shares(self._model)
         return sequence is not None and (sequence.length is None or sequence.is_share(leaf))
 
     def follow(self, roots: Iterable[tuple[Node, Reach]]) -> None:
-        """Follow gradients from nodes back to the leaves, and note how they reach each.
+        """Follow gradients from nodes back to the leaves, and record their kind at each.
 
         Raises:
             InvalidArgumentError: See `GradientSums.look`.
@@ -153,7 +153,7 @@ class Walk:
         self._settle()
 
     def _after(self, node: Node, reach: Reach) -> Reach:
-        """Return what the gradients are that a node gives, given what those are that it gets."""
+        """Return the kind of the gradients that a node returns, given the kind that it gets."""
         kind = _kind(node)
         if kind is None:
             return reach
@@ -176,7 +176,7 @@ class Walk:
         return reach
 
     def _follow_later(self, node: Any, reach: Reach) -> None:
-        """Follow a reentrant checkpoint when it runs again, in backward: its graph is made then."""
+        """Follow a reentrant checkpoint during backward, when its recomputation makes the graph."""
         run: Callable[..., Any] = node.run_function
 
         def run_and_follow(*args: Any) -> Any:
@@ -191,10 +191,11 @@ class Walk:
         node.run_function = run_and_follow
 
     def _settle(self) -> None:
-        """Note what was found.
+        """Record the kinds that were found.
 
         Raises:
-            InvalidArgumentError: A leaf is reached both ways, or is partial and no parameter.
+            InvalidArgumentError: A leaf gets both kinds of gradients, or an input that is no
+                sequence shard gets a partial one.
         """
         both: list[str] = []
         given: list[Tensor] = []
@@ -210,9 +211,9 @@ class Walk:
             raise InvalidArgumentError(self._message(both, given))
 
     def _is_given(self, leaf: Tensor) -> bool:
-        """Return whether a leaf is neither the model's nor a share of sequences."""
+        """Return whether a leaf is an input that is no sequence shard."""
         own = id(leaf) in self.leaves.names or self._is_share(leaf)
-        return not own and leaf.numel() > 0  # else a mere placeholder
+        return not own and leaf.numel() > 0  # an empty one is only a placeholder
 
     def _message(self, both: Sequence[str], given: Sequence[Tensor]) -> str:
         name = f"{describe_rank()}: {own_class(self._model).__name__}"
@@ -242,18 +243,18 @@ class Walk:
 
 
 def _kind(node: Node) -> type | None:
-    """Return the autograd function of a node that is one's own, in Python; None for torch's."""
+    """Return the Python autograd function of a node, or None for a built-in one."""
     kind: type | None = getattr(type(node), "_forward_cls", None)
     return kind
 
 
 def _is_ours(function: type) -> bool:
-    """Return whether a function is of this library: it leaves gradients whole, or partial."""
+    """Return whether a function is of this library, which keeps the kind of gradients."""
     return function.__module__.startswith(f"{__name__.rpartition('.parallel.')[0]}.")
 
 
 def _way_of(node: Node) -> tuple[type | None, ProcessGroup | None]:
-    """Return what a collective does to gradients, as a function of dist, and over which ranks."""
+    """Return the collective of dist that a node applies to gradients, and its group."""
     way = getattr(node, "way", None)
     if isinstance(way, tuple) and way and way[0] in _WAYS:
         return way[0], (way[1] if len(way) == 2 else way[2])
@@ -265,7 +266,7 @@ def _way_of(node: Node) -> tuple[type | None, ProcessGroup | None]:
 
 
 def _holds(node: Node, group: ProcessGroup | None) -> bool:
-    """Return whether a function keeps a process group, so that it may communicate over it."""
+    """Return whether a node stores the process group, so that it may communicate over it."""
     kept = vars(node).values() if hasattr(node, "__dict__") else ()
     return group is not None and any(
         each is group or (isinstance(each, tuple | list) and any(x is group for x in each))
@@ -274,7 +275,7 @@ def _holds(node: Node, group: ProcessGroup | None) -> bool:
 
 
 def _leaves_of(node: Node) -> Iterator[Tensor]:
-    """Yield the leaf of a node, and those whose gradients a function makes by itself, later."""
+    """Yield the leaf of a node, and leaves whose gradients its function computes later itself."""
     leaf = getattr(node, "variable", None)
     if leaf is not None:
         yield leaf
@@ -282,7 +283,7 @@ def _leaves_of(node: Node) -> Iterator[Tensor]:
 
 
 def _gathered(model: nn.Module) -> dict[Tensor, Tensor]:
-    """Return what FSDP2 has in a forward for each of its sharded parameters: the whole one."""
+    """Return sharded parameter -> its unsharded tensor in a forward, for FSDP2 modules."""
     found: dict[Tensor, Tensor] = {}
     for module in model.modules():
         state = getattr(module, "_get_fsdp_state", lambda: None)()
@@ -294,7 +295,7 @@ def _gathered(model: nn.Module) -> dict[Tensor, Tensor]:
 
 
 def trainable(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the trainable leaves of a model, shared ones again and again."""
+    """Yield the trainable parameters of a model; tied ones appear more than once."""
     modules = [model]
     for module in modules:
         for leaf in module._parameters.values():

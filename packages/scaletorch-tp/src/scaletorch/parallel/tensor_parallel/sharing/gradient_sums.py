@@ -1,9 +1,9 @@
-"""Sum gradients over the tensor-parallel ranks where autograd's graph shows that they are partial.
+"""Sum partial gradients over the tensor-parallel ranks, as found in the autograd graph.
 
-Nothing declares it: it follows from the autograd graph of a forward. Inside a parallel region, or
-on this rank's share of the tokens, a gradient is partial; before the region begins and after it
-ends it is whole. A whole parameter that the graph reaches with partial gradients only is summed,
-one that it reaches with whole gradients only is not, and one that it reaches both ways is refused.
+The plan need not say which gradients are partial. Inside a parallel region, or on a sequence shard,
+the gradient of a replicated parameter is partial; outside it is full. A parameter with only
+partial gradients in the graph of a forward is summed over the ranks, one with only full gradients
+is not, and one with both is refused.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from .gradient_paths import Leaves, Reach, Walk, trainable
 
 
 class GradientSums:
-    """Infers which gradients of whole parameters are partial, and sums them.
+    """Forward hook that finds the partial gradients of replicated parameters and sums them.
 
-    It is a forward hook of the model. It looks at the graph of every forward until it has seen
-    how gradients reach each trainable parameter, and again when other parameters are trained.
+    It inspects the graph of every forward until it knows the kind of gradient of every trainable
+    parameter, and again if other parameters become trainable.
 
     Args:
         group: Ranks of the tensor-parallel axis.
 
     Attributes:
         group: The ranks.
-        deferred: Whether gradients are summed later, once for several backward passes.
+        deferred: Whether the caller sums gradients, once for several backward passes.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
@@ -50,36 +50,36 @@ class GradientSums:
         self.deferred = False
         self._reached: MutableMapping[Tensor, Reach] = WeakTensorKeyDictionary()
         self._hooked: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
-        self._looked: dict[int, ref[Tensor]] = {}  # trained leaves of models that it has looked at
-        self._unseen = False  # whether some of these were not reached
-        self._opaque: set[str] = set()  # functions that may hide parameters
+        self._looked: dict[int, ref[Tensor]] = {}  # trainable leaves of inspected models
+        self._unseen = False  # whether some of them got no gradient
+        self._opaque: set[str] = set()  # functions that may use parameters unseen
         self._seen_once = False
-        self._later: list[tuple[nn.Module, list[Node]]] = []  # outputs to look at if needed
+        self._later: list[tuple[nn.Module, list[Node]]] = []  # outputs to inspect if needed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientSums:
-        """Return the hook of a copy, which looks at that: groups are not copied."""
+        """Return a fresh hook for the copied model, with the same group."""
         return GradientSums(self.group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled: a module's hooks are, before the layers that it contains."""
+        """Refuse pickling, with the error of the layers, which would be pickled after the hooks."""
         raise not_pickled("model")
 
     @uncompiled
     def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Look at the graph of what a model returned, if it runs as a whole."""
+        """Inspect the graph of a model's output, unless the model runs in stages."""
         if not runs_as_stages(model):
             self.look(model, output)
 
     def look(self, model: nn.Module, output: Any) -> None:
-        """Look at the graph of an output, unless all of it is known.
+        """Inspect the graph of an output, unless all parameters are known.
 
         Args:
             model: The model.
-            output: What it, or a stage of it, has made.
+            output: Its output, or that of one of its stages.
 
         Raises:
-            InvalidArgumentError: A gradient would be whole in one place and partial in another,
-                or cannot be followed; on every rank.
+            InvalidArgumentError: A gradient is full in one place and partial in another, or cannot
+                be followed; raised on every rank.
         """
         later = self.deferred and self._seen_once
         if not torch.is_grad_enabled() or (later and not self._unseen):
@@ -91,24 +91,24 @@ class GradientSums:
         if not made:
             return
         if later:
-            self._later.append((model, made))  # looked at if a parameter comes that has not yet
+            self._later.append((model, made))  # inspected if an unknown parameter gets a gradient
         elif self._unseen or not all(self._has_looked_at(leaf) for leaf in trainable(model)):
             self._looked.update((id(leaf), ref(leaf)) for leaf in trainable(model))
             self._follow(model, made)
 
     def look_again(self) -> None:
-        """Look at the next forwards, whatever was seen before."""
+        """Inspect the next forwards again, whatever is known."""
         self._looked, self._seen_once = {}, False
 
     def remove(self) -> None:
-        """Take the hooks off the parameters: something else looks at them from now on."""
+        """Remove the hooks of the parameters; another `GradientSums` takes over."""
         for handle in self._hooked.values():
             handle.remove()
         self._hooked.clear()
 
     def _has_looked_at(self, leaf: Tensor) -> bool:
         known = self._looked.get(id(leaf))
-        return known is not None and known() is leaf  # and not another with the id of one that died
+        return known is not None and known() is leaf  # not a new leaf with the id of a freed one
 
     def _follow(self, model: nn.Module, made: Iterable[Node]) -> None:
         walk = Walk(model, self)
@@ -123,11 +123,11 @@ class GradientSums:
             self._hooked[leaf] = leaf.register_hook(partial(self._arrived, TensorWeakRef(leaf)))
 
     def reach(self, parameter: Tensor) -> Reach:
-        """Return how gradients reach a parameter, as far as it was seen."""
+        """Return the kinds of gradients of a parameter seen so far."""
         return self._reached.get(parameter, Reach.NOT)
 
     def note(self, parameter: Tensor, reach: Reach) -> None:
-        """Note how gradients reach a parameter, here or on another rank."""
+        """Record the kind of a parameter's gradient, found here or on another rank."""
         self._reached[parameter] = reach = self.reach(parameter) | reach
         if reach is Reach.PARTIAL:
             self._hook(parameter)
@@ -135,17 +135,19 @@ class GradientSums:
             self._hooked.pop(parameter).remove()
 
     def note_opaque(self, function: type) -> None:
-        """Note that a graph has a function which may use parameters that are none of its inputs."""
+        """Record a third-party function, which may use parameters that are not its inputs."""
         self._opaque.add(f"{function.__module__}.{function.__qualname__}")
 
     def refuse_hidden(self, parameter: str) -> None:
-        """Refuse a gradient that no graph has shown; one of a loss that reads parameters is whole.
+        """Refuse a gradient that no inspected graph contains, if a function may hide parameters.
+
+        Without such a function it comes from a loss that reads parameters, and is full.
 
         Args:
-            parameter: What messages call the parameter.
+            parameter: The parameter's name in messages.
 
         Raises:
-            InvalidArgumentError: A graph had functions that may use a parameter unseen.
+            InvalidArgumentError: A graph had functions that may use parameters unseen.
         """
         if self._opaque:
             raise InvalidArgumentError(
@@ -157,7 +159,7 @@ class GradientSums:
 
     @contextmanager
     def summed_later(self) -> Iterator[None]:
-        """Leave the sums of backward passes in this context to the caller."""
+        """Leave gradient sums of backward passes in this context to the caller."""
         self.deferred = True
         try:
             yield
@@ -167,7 +169,7 @@ class GradientSums:
             self._later.clear()
 
     def _arrived(self, parameter: TensorWeakRef, gradient: Tensor) -> Tensor | None:
-        """Sum the gradient of one backward pass, if it is partial and not summed later.
+        """Return the gradient summed over ranks if it is partial and not deferred, else None.
 
         Raises:
             InvalidArgumentError: The graph did not show whether it is partial.
@@ -183,20 +185,20 @@ class GradientSums:
             self.refuse_hidden(f"shape {tuple(gradient.shape)}")
         if self.deferred or reach is not Reach.PARTIAL:
             return None
-        dtype = sum_dtype(gradient.dtype)  # backends may round a sum of 16 bits at each rank
+        dtype = sum_dtype(gradient.dtype)  # backends may round 16-bit sums at every rank
         total = gradient.to(dtype, copy=True, memory_format=torch.contiguous_format)
         all_reduce(total, group=self.group)
         return total.to(gradient.dtype)
 
 
 def infer_sums(view: ModelView, group: ProcessGroup | None) -> None:
-    """Sum the partial gradients of a model's whole parameters.
+    """Set up the sums of partial gradients of a model's replicated parameters.
 
     Args:
         view: The model, with its sharded layers.
         group: Ranks of the tensor-parallel axis.
     """
-    for module in view.names:  # of parts that were divided before: the whole knows more
+    for module in view.names:  # replace hooks of submodules sharded before
         for key, hook in [*module._forward_hooks.items()]:
             if isinstance(hook, GradientSums):
                 hook.remove()
@@ -208,12 +210,12 @@ def infer_sums(view: ModelView, group: ProcessGroup | None) -> None:
 
 
 def find_sums(model: nn.Module) -> GradientSums | None:
-    """Return what infers the sums of a model, or of the one that it wraps; None without any."""
+    """Return the `GradientSums` of a model, or of the model that it wraps; None without any."""
     hooks = (hook for module in model.modules() for hook in module._forward_hooks.values())
     return next((hook for hook in hooks if isinstance(hook, GradientSums)), None)
 
 
 def whole_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters of a model that every rank has whole, by name."""
+    """Return name -> trainable parameter that is replicated on every rank."""
     whole = Leaves(model).whole
     return {name: each for name, each in model.named_parameters() if id(each) in whole}

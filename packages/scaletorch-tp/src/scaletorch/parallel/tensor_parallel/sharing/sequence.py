@@ -1,7 +1,7 @@
-"""Sequence parallelism: between sharded regions each rank holds its share of every sequence.
+"""Sequence parallelism: between regions each rank holds a shard of every sequence.
 
-A region begins with an all-gather and ends with a reduce-scatter, in place of the all-reduces:
-the same bytes, while norms, dropout and residuals work on 1/tp of the tokens, and keep 1/tp of
+A region begins with an all-gather and ends with a reduce-scatter instead of an all-reduce. They
+send the same bytes, but norms, dropout and residuals work on 1/tp of the tokens and save 1/tp of
 the activations. Source: https://arxiv.org/abs/2205.05198.
 """
 
@@ -33,41 +33,41 @@ from .whole_sequence import WholeSequence, mask_configs, whole_masks
 
 
 class SequenceRoot(Surrounded):
-    """The model: it learns how long sequences are, and draws as on shards."""
+    """Mixin of the model: records sequence lengths and uses this rank's random stream."""
 
     _sequence: SequenceShares | None = None  # a slice of an nn.Sequential has none
-    _configs: Sequence[Any] = ()  # of models of transformers
-    _layered: bool = False  # sequences are whole before and behind the layers
+    _configs: Sequence[Any] = ()  # configs of transformers models
+    _layered: bool = False  # sequences are full before and after the layers
 
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward."""
         if self._sequence is None:
             return super().forward(*args, **kwargs)
-        # The ids are whole: only they say how long the sequence is of which layers see shards.
+        # Only the ids are full, so only they give the length of the sequence.
         ids = _find_ids(args, kwargs)
         self._sequence.length = None if ids is None else ids.shape[-1]
         self._sequence.batch = 0 if ids is None else ids.shape[0]
         self._sequence.sharing = not self._layered
         if ids is not None and not self._layered and _lacks_positions(self, args, kwargs):
-            # Left to count its tokens, it would count those of its share.
+            # The model itself would count only the tokens of its shard.
             kwargs["position_ids"] = torch.arange(ids.shape[-1], device=ids.device)[None]
         with ExitStack() as stack:
             stack.enter_context(shapes_explained(own_class(self).__name__, self._sequence))
             stack.enter_context(whole_masks(self._configs, self._sequence))
-            if self.training and not self._layered:  # else layers do
+            if self.training and not self._layered:  # else the layers do this
                 stack.enter_context(sharded_random(self._tp_group))
             return super().forward(*args, **kwargs)
 
 
 class SplitSequence(Surrounded):
-    """A module that makes whole sequences out of whole inputs: an embedding on every rank."""
+    """Mixin of a replicated embedding: keeps only this rank's shard of its output sequence."""
 
     _sequence: SequenceShares
 
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward, and keep this rank's share."""
+        """Run the module's own forward and return this rank's shard."""
         out, length = super().forward(*args, **kwargs), self._sequence.length
         if length is not None and out.shape[DIM] != length:
             raise InvalidArgumentError(
@@ -84,17 +84,17 @@ def share_sequences(
 ) -> None:
     """Make a model with tensor-parallel layers sequence parallel, in place.
 
-    Its sharded layers gather and scatter, and embeddings that every rank holds keep their share.
-    Modules that are `whole` become `WholeSequence`. What is inside of these stays as it is, since
-    it works on whole sequences. Where a plan names layers as `SequenceLayer`, what is outside of
-    these does.
+    Its regions all-gather and reduce-scatter, and replicated embeddings return shards. Modules in
+    `whole` become `WholeSequence`; modules inside them do not change, since they work on full
+    sequences. If the plan has `SequenceLayer` modules, all modules outside them work on full
+    sequences too.
     """
     shares, model = SequenceShares(group), view.model
     layers = [module for module in view.names if isinstance(module, SequenceLayer)]
     tables = [module for module in view.names if isinstance(module, nn.Embedding)]
     kept = modules_within(whole) - {*whole} | modules_within(tables) - {*tables}
     for module in modules_within(layers or [model]) - kept:
-        # A module that sees whole sequences is one, whatever else it is: it shields its layers.
+        # `whole` comes first: such a module gathers for all of its layers.
         if module in whole:
             surround(module, WholeSequence, group)
         elif isinstance(module, nn.Embedding):
@@ -111,10 +111,10 @@ def share_sequences(
 
 
 def sequence_share(model: nn.Module, length: int) -> int:
-    """Return how many of `length` tokens the hidden states between layers have on this rank.
+    """Return the number of tokens in this rank's hidden states between layers.
 
     Args:
-        model: A model, wrapped or not; without sequence parallelism all tokens are there.
+        model: A model, wrapped or not; without sequence parallelism the result is `length`.
         length: Tokens of the sequence that the model is called with.
     """
     shares = find_shares(model)
@@ -125,12 +125,12 @@ def sequence_share(model: nn.Module, length: int) -> int:
 
 
 def shares_in_layers(model: nn.Module) -> bool:
-    """Return whether a plan names the layers between which alone sequences are shared out."""
+    """Return whether only layers of style "sequence_layer" work on sequence shards."""
     return any(isinstance(module, SequenceLayer) for module in model.modules())
 
 
 def _find_ids(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the token ids or positions, [B, L], that a model is called with."""
+    """Return the token ids or positions, [B, L], among a model's arguments, or None."""
     for value in (*args[:1], kwargs.get("input_ids"), kwargs.get("position_ids")):
         if isinstance(value, Tensor) and value.ndim > 1 and not value.is_floating_point():
             return value
@@ -138,13 +138,13 @@ def _find_ids(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
 
 
 def counts_of_ids(model: nn.Module) -> bool:
-    """Return whether a model counts positions behind padding, of the ids, as RoBERTa does."""
+    """Return whether a model derives positions from non-padding ids, as RoBERTa does."""
     tables = (module._modules.get("position_embeddings") for module in model.modules())
     return any(isinstance(t, nn.Embedding) and t.padding_idx is not None for t in tables)
 
 
 def _lacks_positions(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a model takes `position_ids` and is called without."""
+    """Return whether a model takes `position_ids` and is called without them."""
     if counts_of_ids(model):
         return False
     signature = inspect.signature(own_class(model).forward)

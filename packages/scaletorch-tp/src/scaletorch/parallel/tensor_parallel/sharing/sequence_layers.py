@@ -1,7 +1,7 @@
-"""Layers between whose first and last one sequences are shared out, and nowhere else.
+"""Layers that alone work on sequence shards, from the first to the last of a list.
 
-What a model computes before its layers (masks, positions, biases of attention, embeddings of each
-layer, images) and behind them it computes of whole sequences then, as in one process.
+Code of the model before and after these layers (masks, positions, attention biases, per-layer
+embeddings, images) works on full sequences, as in one process.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from ..regions.random import sharded_random
 from ..regions.sequence_shares import SequenceShares
 from ..regions.surround import Surrounded, own_class
 
-# What layers are given of each token beside hidden states, by the names of their arguments.
+# Names of layer arguments with per-token values other than hidden states.
 OF_TOKENS = ("input_ids", "per_layer_input", "per_layer_inputs")
-WHOLE_IDS = ("ple_input_ids",)  # ids of which a token's neighbours count
+WHOLE_IDS = ("ple_input_ids",)  # ids that stay full, since neighbours of a token count
 
 
 class SequenceLayer(Surrounded):
-    """A layer that works on its rank's share of whole sequences.
+    """Mixin of a layer that works on this rank's shard of sequences.
 
-    The first one of a list takes that of what it is given, and the last one joins what it returns;
-    between them hidden states travel as shares.
+    The first layer of a list splits its inputs, and the last one gathers its output; between them
+    hidden states are shards.
     """
 
-    _sequence: SequenceShares | None = None  # without sequence parallelism nothing is shared out
+    _sequence: SequenceShares | None = None  # None without sequence parallelism
     _first: bool = False
     _last: bool = False
 
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's own forward on shares."""
+        """Run the layer's own forward on sequence shards."""
         shares = self._sequence
         if shares is None:
             return super().forward(*args, **kwargs)
@@ -63,10 +63,10 @@ def _joined(out: Any, shares: SequenceShares) -> Any:
 
 
 def _rows(x: Tensor, shares: SequenceShares) -> Tensor:
-    """Return hidden states [..., L, H]; of several streams, [B, L, S, H], they are [B, L, S * H].
+    """Return hidden states as [..., L, H]; several streams, [B, L, S, H], become [B, L, S * H].
 
     Raises:
-        InvalidArgumentError: It cannot be told from the shape which of both they are.
+        InvalidArgumentError: The shape does not tell whether there are several streams.
     """
     lengths = (shares.length, shares.own)
     if x.ndim != 4 or x.shape[1] not in lengths:
@@ -85,7 +85,7 @@ def _rows(x: Tensor, shares: SequenceShares) -> Tensor:
 def _shared_out(
     layer: SequenceLayer, shares: SequenceShares, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a layer with this rank's share of what is of each token."""
+    """Return the arguments of a layer, with this rank's shard of per-token ones."""
     name, again = own_class(layer).__name__, torch._C._current_graph_task_id() != -1
     given = (*args, *kwargs.values())
     hidden = next((x for x in given if _is_hidden(x)), None)
@@ -104,7 +104,7 @@ def _shared_out(
     if not again:
         shares.sharing = True
     shared = shares.split(rows) if whole else rows
-    shares.sizes(shared)  # refuses what is no share
+    shares.sizes(shared)  # raises if it is not this rank's shard
     own = shared if rows is hidden else shared.unflatten(-1, hidden.shape[DIM:])
 
     def share(key: str, x: Any) -> Any:
@@ -126,7 +126,7 @@ def _is_hidden(x: Any) -> bool:
 
 
 def _of_tokens(x: Tensor, shares: SequenceShares) -> Tensor:
-    """Return this rank's share of ids [..., L] or of what was made of them, [..., L, H]."""
+    """Return this rank's shard of ids [..., L] or of embeddings [..., L, H]."""
     if x.is_floating_point():
         return shares.split(x) if x.shape[DIM] == shares.length else x
     if x.shape[-1] != shares.length:
@@ -136,7 +136,7 @@ def _of_tokens(x: Tensor, shares: SequenceShares) -> Tensor:
 
 
 def _require_none(name: str, key: str, x: Tensor, hidden: Tensor, shares: SequenceShares) -> None:
-    """Refuse what might be a second sequence: it would stay whole."""
+    """Refuse an argument that may be a second sequence, since it would stay full."""
     whole = (*hidden.shape[:DIM], shares.length)
     if x.requires_grad and x.ndim == hidden.ndim and x.shape[:-1] == whole:
         raise InvalidArgumentError(

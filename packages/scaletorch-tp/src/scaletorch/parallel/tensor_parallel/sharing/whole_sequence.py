@@ -1,7 +1,7 @@
-"""Attention that is no region sees whole sequences between shards of them, and so do its masks.
+"""Full sequences, and full masks, for attention that is not a region.
 
-Models of `transformers` make masks from the length of their hidden states, which with sequence
-parallelism is that of a shard, while attention sees the whole sequence.
+Models of `transformers` make masks from the length of their hidden states. Under sequence
+parallelism this is the length of a shard, but attention works on the full sequence.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _LIBRARY = "transformers.masking_utils"
 
 
 class WholeSequence(Surrounded):
-    """An attention that the plan leaves whole, or shards in another way than as a region.
+    """Mixin of attention that is replicated, or sharded in another way than as a region.
 
-    It sees whole sequences, the same on every rank, and keeps this rank's share of what it
-    returns. So its parameters' gradients are whole, and its layers are as without shares.
+    It gathers its input, runs on the full sequence on every rank, and returns this rank's shard of
+    the output. So its parameters have full gradients, and its layers need no sequence parallelism.
     """
 
     _sequence: SequenceShares
 
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward on whole sequences."""
+        """Run the module's own forward on full sequences."""
         name, shares = own_class(self).__name__, self._sequence
         args, kwargs, length = convert_hidden(
             self, shares, shares.whole, args, kwargs, join_residuals=True
@@ -56,7 +56,7 @@ class WholeSequence(Surrounded):
 
 @uncompiled
 def _shared(out: Any, length: int, shares: SequenceShares) -> tuple[Any, bool]:
-    """Return what a module returned with this rank's share of hidden states in it, if any."""
+    """Split the hidden states in an output; return it and whether it had any."""
     if isinstance(out, Tensor):
         is_hidden = out.is_floating_point() and 1 < out.ndim < 4 and out.shape[DIM] == length
         return (shares.split(out), True) if is_hidden else (out, False)
@@ -67,7 +67,7 @@ def _shared(out: Any, length: int, shares: SequenceShares) -> tuple[Any, bool]:
 
 
 def mask_configs(model: nn.Module) -> list[Any]:
-    """Return the configs in which a model and those inside it say how they attend."""
+    """Return the distinct configs of a model and its submodules that set the attention function."""
     found = (getattr(module, "config", None) for module in model.modules())
     configs = {id(config): config for config in found if hasattr(config, "_attn_implementation")}
     return list(configs.values())
@@ -76,14 +76,13 @@ def mask_configs(model: nn.Module) -> list[Any]:
 @contextmanager
 @around_compiled
 def whole_masks(configs: Sequence[Any], shares: SequenceShares) -> Iterator[None]:
-    """Let the body's models make their masks for whole sequences.
+    """Make transformers models in the body create masks for full sequences.
 
-    The functions by which they make them are replaced for as long, in the mapping from which they
-    take them.
+    Inside the block it replaces the mask functions in the registry of transformers.
 
     Args:
-        configs: What `mask_configs` found.
-        shares: How sequences are shared out; nothing changes if their length is not known.
+        configs: The result of `mask_configs`.
+        shares: The sharding of sequences; nothing changes if their length is not known.
     """
     library = sys.modules.get(_LIBRARY)
     if library is None or not configs or shares.length is None:
@@ -97,16 +96,16 @@ def whole_masks(configs: Sequence[Any], shares: SequenceShares) -> Iterator[None
         yield
     finally:
         for name, make in before.items():
-            del table[name]  # ours; what all have of that name shows again
+            del table[name]  # drop our local entry; the global one shows again
             if table[name] is not make:
                 table[name] = make
 
 
 def _whole_padding(mask: Any, shares: SequenceShares) -> Any:
-    """Return a padding mask [B, L] for whole sequences; models make one of ones for a share.
+    """Return a padding mask [B, L] for full sequences, also for a shard's mask of ones.
 
     Raises:
-        InvalidArgumentError: It has padding, and is for a share.
+        InvalidArgumentError: The mask of a shard has padding, or its length is of neither.
     """
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[-1] == shares.length:
         return mask
@@ -121,10 +120,11 @@ def _whole_padding(mask: Any, shares: SequenceShares) -> Any:
 
 @uncompiled
 def _whole_mask(make: Callable[..., Any], shares: SequenceShares, **options: Any) -> Any:
-    """Make a mask as the model asked for it, but of whole sequences.
+    """Make the mask that the model asked for, but for full sequences.
 
     Raises:
-        InvalidArgumentError: It is for other keys than the queries'.
+        InvalidArgumentError: The keys are not the queries' sequence (as with a cache), or the
+            number of queries is neither that of a shard nor that of the full sequence.
     """
     whole, own = shares.length, shares.own
     queries, keys = options.get("q_length"), options.get("kv_length")

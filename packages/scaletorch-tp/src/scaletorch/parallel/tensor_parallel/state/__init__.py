@@ -1,1 +1,1 @@
-"""Whole tensors from shards and back; checkpoints."""
+"""Full tensors from shards and back; checkpoints."""

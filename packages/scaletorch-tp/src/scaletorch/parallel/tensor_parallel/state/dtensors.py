@@ -1,4 +1,4 @@
-"""A model's state described to torch.distributed.checkpoint, which then saves and reshards it."""
+"""A model's state as tensors that torch.distributed.checkpoint can save and reshard."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 def as_dtensors(model: nn.Module, mesh: DeviceMesh | None = None) -> dict[str, Any]:
-    """Return the model's state as torch.distributed.checkpoint saves and loads it at any tp.
+    """Return the model's state for torch.distributed.checkpoint, which can load it at any tp.
 
-    The plain model's names and sizes, over the model's own memory: loading into the dict loads
-    into the model. A tensor that `placements` calls `Shard` or `Replicate` is a DTensor, one it
-    calls `Pieces` a `PiecesTensor`; both are saved once, as parts of one whole tensor, so that a
-    plain model loads them as well. In one process tensors are plain; entries of the state that
-    are no tensors are as they are.
+    It has the plain model's names and sizes and shares the model's memory: loading into the dict
+    loads into the model. A tensor that `placements` calls `Shard` or `Replicate` is a DTensor, one
+    that it calls `Pieces` a `PiecesTensor`. Both are saved once, as chunks of one full tensor, so a
+    plain model can load them too. In one process tensors are plain. Entries that are not tensors
+    do not change.
 
     Args:
         model: A model with tensor-parallel layers, all on one axis.
-        mesh: The tensor-parallel axis, such as `manager.device_mesh["tp"]`; None is one made of
-            the group that the layers were made with.
+        mesh: The tensor-parallel axis, such as `manager.device_mesh["tp"]`; None creates one from
+            the layers' group.
 
     Raises:
         InvalidArgumentError: The mesh is not the axis that the model was sharded over.
@@ -51,10 +51,10 @@ def as_dtensors(model: nn.Module, mesh: DeviceMesh | None = None) -> dict[str, A
 
 
 class PiecesTensor(Tensor):
-    """A whole tensor of which this rank has pieces along one dim, for checkpoints alone.
+    """A full tensor of which this rank holds pieces along one dim, only for checkpoints.
 
-    It has the whole's shape and takes no memory, and answers what torch.distributed.checkpoint
-    asks a tensor: which parts of the whole are here, and where each is kept.
+    It has the full shape but takes no memory. It tells torch.distributed.checkpoint which chunks of
+    the full tensor this rank holds, and returns their data.
     """
 
     _local: Tensor
@@ -64,7 +64,7 @@ class PiecesTensor(Tensor):
     def __new__(
         cls, local: Tensor, shape: Sequence[int], dim: int, ranges: tuple[range, ...]
     ) -> PiecesTensor:
-        """Describe `local`, which is `ranges` of the whole along `dim`, one after another."""
+        """Wrap `local`, the concatenated `ranges` of the full tensor along `dim`."""
         whole: PiecesTensor = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=local.dtype, device=local.device
         )
@@ -72,7 +72,7 @@ class PiecesTensor(Tensor):
         return whole
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """Describe what is here of what."""
+        """Show the index ranges of the full tensor that this rank holds."""
         pieces = ", ".join(f"{r.start}:{r.stop}" for r in self._ranges)
         return f"PiecesTensor({pieces} along dim {self._dim} of {tuple(self.shape)})"
 
@@ -80,10 +80,10 @@ class PiecesTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> PiecesTensor:
-        """Refuse to compute: nobody has the whole."""
+        """Refuse to compute: no rank holds the full tensor."""
         whole: PiecesTensor = args[0]
         if func is torch.ops.aten.new_empty.default and tuple(args[1]) == whole.shape:
-            # What async_save begins a copy with; then it copies the attributes.
+            # async_save starts a copy with this call, then copies the attributes.
             local = torch.empty_like(whole._local, device=(kwargs or {}).get("device"))
             return cls(local, whole.shape, whole._dim, whole._ranges)
         raise InvalidArgumentError(
@@ -148,7 +148,7 @@ def _describe(local: Tensor, cut: ParameterCut | None, mesh: DeviceMesh) -> Tens
 
 
 def _axis_mesh(cuts: Collection[ParameterCut]) -> DeviceMesh | None:
-    """Make a mesh of the layers' group, without communication; None in one process."""
+    """Make a mesh from the layers' group, without communication; None in one process."""
     from torch.distributed.device_mesh import DeviceMesh
 
     group = next((cut.layer.group for cut in cuts if cut.layer.tp_size > 1), None)

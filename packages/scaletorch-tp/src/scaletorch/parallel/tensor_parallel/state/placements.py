@@ -1,4 +1,4 @@
-"""Placements of parameters in torch's terms, if it has any, and the first owner of each piece."""
+"""Placements of parameters, in DTensor's terms if possible, and the owner of each piece."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ Owned = tuple[int, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A placement that torch has no word for: shards of several pieces, shared, or cut elsewhere.
+    """A placement that DTensor lacks: packed, replicated or unevenly divided shards.
 
     Args:
-        dim: The dim that is cut.
-        ranks: For each rank which indices of the whole it holds along `dim`, in their order there.
+        dim: The shard dim.
+        ranks: For each rank, the index ranges of the full tensor along `dim` that it holds, in the
+            order of its shard.
     """
 
     dim: int
@@ -32,12 +33,12 @@ class Pieces:
 
 
 def placements(model: nn.Module) -> dict[str, Shard | Replicate | Pieces]:
-    """Return parameter name -> how it lies over the tensor-parallel axis, on every rank the same.
+    """Return parameter name -> its placement on the tensor-parallel axis, the same on every rank.
 
-    `Replicate()` is what every rank has the whole of, `Shard(dim)` what is cut as DTensor cuts:
-    in shares of ceil(length / tp), of which the last may be shorter. `Pieces` is the rest: packed
-    parts, heads that several ranks hold, and lengths whose shares are not DTensor's (10 over 4
-    ranks is 3 3 2 2 here, and 3 3 3 1 there).
+    `Shard(dim)` is used if the division is DTensor's: shards of ceil(length / tp), of which the
+    last may be shorter. `Pieces` is used for packed projections, for heads that several ranks hold,
+    and for other divisions (10 over 4 ranks is 3 3 2 2 here, but 3 3 3 1 in DTensor). All other
+    parameters are `Replicate()`.
 
     Args:
         model: A model with tensor-parallel layers. Every name of a tied parameter is listed.
@@ -48,7 +49,7 @@ def placements(model: nn.Module) -> dict[str, Shard | Replicate | Pieces]:
 
 
 def place(cut: ParameterCut | None) -> Shard | Replicate | Pieces:
-    """Return the placement of what is cut so, or not at all."""
+    """Return the placement of a parameter with this cut, `Replicate()` for None."""
     from torch.distributed.tensor import Replicate, Shard  # a slow import
 
     if cut is None or cut.layer.tp_size == 1:
@@ -59,29 +60,28 @@ def place(cut: ParameterCut | None) -> Shard | Replicate | Pieces:
 
 
 def _chunks(length: int, size: int) -> tuple[tuple[range, ...], ...]:
-    """Return the indices that DTensor gives each rank of a length."""
+    """Return the index ranges that DTensor gives each rank of a length."""
     share = -(-length // size)
     starts = [min(share * rank, length) for rank in range(size + 1)]
     return tuple((range(*pair),) for pair in pairwise(starts))
 
 
 def split_by_owner(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Owned, ...]]:
-    """Cut this rank's tensors into pieces, each with the first tp rank that holds the same piece.
+    """Split this rank's tensors into pieces, each with its owner: the first tp rank that holds it.
 
-    That rank is 0 for what every rank has the whole of and this rank for what no other has. A
-    shard is one piece, or one for each part of a fused weight, of which some may be replicated.
-    Count a piece on its owner, and each element of the model is counted once.
+    The owner is 0 for replicated tensors, and this rank for a piece that no other rank holds. A
+    shard is one piece, or one for each packed part of a fused weight, some of which may be
+    replicated. If each piece is counted only on its owner, each element is counted once.
 
     Args:
         model: A model with tensor-parallel layers.
-        tensors: Name of a parameter (or buffer) -> this rank's shard of it, of its gradient or
-            the like.
+        tensors: Name of a parameter (or buffer) -> this rank's shard, or its gradient or similar.
 
     Returns:
-        The same names with pieces that are views of the tensors, in their order.
+        Name -> (owner, piece) pairs, in order; pieces are views of the tensors.
 
     Raises:
-        InvalidArgumentError: A name is not the model's, or a tensor is not of its shard's shape.
+        InvalidArgumentError: A name is not the model's, or a tensor has not its shard's shape.
     """
     check_shards(model, tensors)
     cuts = find_cuts(model)

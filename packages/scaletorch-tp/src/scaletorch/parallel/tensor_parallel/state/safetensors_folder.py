@@ -1,4 +1,4 @@
-"""Checkpoints in safetensors, of which each rank reads its own part straight into its shards."""
+"""Load safetensors checkpoints; each rank reads only its shards."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ INDEX = "model.safetensors.index.json"
 
 
 def load_safetensors(model: nn.Module, folder: str | Path, *, strict: bool = True) -> None:
-    """Load a checkpoint of the plain model, of which each rank reads its part and no more.
+    """Load a checkpoint of the plain model; each rank reads only its shards.
 
-    Rows and columns that other ranks have are never read; the largest tensor in memory, beside the
+    Rows and columns of other ranks are never read; the largest tensor in memory, apart from the
     model, is one piece of one shard. Values are cast to the model's dtypes. There is no
-    communication: every rank opens the files. A model made on the meta device is first given
-    memory by `model.to_empty(device=...)`, which unties parameters: tie them again before this,
-    and fill buffers that are not part of the state (`transformers` keeps rotary ones so).
+    communication: every rank opens the files. If the model is on the meta device, first call
+    `model.to_empty(device=...)`. As this unties parameters, tie them again before loading, and fill
+    buffers that are not in the state dict (such as rotary ones in `transformers`).
 
     Args:
         model: A model with tensor-parallel layers.
-        folder: Holds `model.safetensors`, or `model.safetensors.index.json` with the files that
-            it names, as `save_pretrained` of `transformers` leaves it. Names are the plain
-            model's; of a tied parameter one is enough.
+        folder: Contains `model.safetensors`, or `model.safetensors.index.json` and the files that
+            it names, as written by `save_pretrained` of `transformers`. Names are the plain
+            model's; one name of a tied parameter is enough.
         strict: Refuse missing and unknown names.
 
     Raises:
-        InvalidArgumentError: Names or shapes are not the plain model's, the folder has no such
-            files, one is broken, or the model is on the meta device; nothing was loaded.
+        InvalidArgumentError: Names or shapes are not the plain model's, the files are missing or
+            broken, or the model is on the meta device; nothing was loaded.
         StateError: The safetensors library is not installed.
 
     Example:
@@ -65,10 +65,10 @@ def load_safetensors(model: nn.Module, folder: str | Path, *, strict: bool = Tru
 
 
 def _find_files(folder: Path) -> dict[Path, list[str]]:
-    """Return the files of a checkpoint, each with the names of the tensors to take from it.
+    """Return file -> names of the tensors to read from it.
 
     Raises:
-        InvalidArgumentError: There are none, or the index is broken.
+        InvalidArgumentError: There are no files, or the index is broken.
     """
     whole, index = folder / WHOLE, folder / INDEX
     if whole.is_file():
@@ -89,7 +89,7 @@ def _find_files(folder: Path) -> dict[Path, list[str]]:
 
 
 def _shapes(file: Path, names: list[str]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that a file's header tells."""
+    """Return the shapes of tensors from a file's header."""
     with _open(file) as handle:
         check_names(f"the index places in {file} what it lacks:", set(names) - set(handle.keys()))
         return {name: tuple(handle.get_slice(name).get_shape()) for name in names}
@@ -105,7 +105,7 @@ def _check_shape(name: str, own: Tensor, cut: ParameterCut | None, shape: tuple[
 
 
 def _read(source: Any, target: Tensor, cut: ParameterCut | None) -> None:
-    """Fill this rank's tensor with its part of the file's, piece by piece."""
+    """Fill this rank's tensor from the file, piece by piece."""
     if cut is None or cut.layer.tp_size == 1:
         target.copy_(source[...])
         return

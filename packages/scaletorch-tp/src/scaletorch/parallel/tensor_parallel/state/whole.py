@@ -1,4 +1,4 @@
-"""Whole tensors from shards and shards from whole tensors."""
+"""Full tensors from shards, and shards from full tensors."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from ..layers.base import TensorParallelLayer
 
 
 class ParameterCut(NamedTuple):
-    """The layer a parameter belongs to, the dim it is sharded along, and how that is cut."""
+    """The layer of a parameter, its shard dim, and the cut of that dim."""
 
     layer: TensorParallelLayer
     dim: int
     cut: Cut
 
     def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the whole from that of a shard."""
+        """Return the full shape, given that of a shard."""
         return (*shape[: self.dim], self.cut.whole, *shape[self.dim + 1 :])
 
     def take(self, whole: Tensor) -> Tensor:
-        """Return this rank's shard of a whole tensor, a view if it is contiguous there."""
+        """Return this rank's shard of a full tensor: a view if it is one range, else a copy."""
         return self.cut.take(whole, self.dim, self.layer.tp_rank)
 
     def join(self, shard: Tensor, group: ProcessGroup | None = None) -> Tensor:
-        """Return the whole tensor on every rank; all ranks call it."""
+        """Return the full tensor on every rank; all ranks call this."""
         group = self.layer.group if group is None else group
         joined = convert(shard, Shard(self.dim, self.cut.sizes), Invariant(), group)
         return self.cut.arrange(joined, self.dim)
 
 
 def shard_dims(model: nn.Module) -> dict[str, int | None]:
-    """Return parameter name -> the dim it is sharded along, None if every rank has the whole.
+    """Return parameter name -> its shard dim, or None if it is replicated.
 
     Every name of a tied parameter is listed.
     """
@@ -51,17 +51,17 @@ def shard_dims(model: nn.Module) -> dict[str, int | None]:
 
 
 def take_own(model: nn.Module, name: str, whole: Tensor) -> Tensor:
-    """Return this rank's shard of a whole tensor, as a view if it can be one.
+    """Return this rank's shard of a full tensor, as a view if possible.
 
     Args:
         model: A model with tensor-parallel layers.
-        name: A parameter's or buffer's; what is not sharded, or lies on another pipeline stage,
-            comes back as it is.
-        whole: The plain model's tensor of that name, or its gradient or an optimizer's state.
+        name: Name of a parameter or buffer. If it is replicated, or on another pipeline stage,
+            `whole` is returned as it is.
+        whole: The plain model's tensor of that name, or its gradient or optimizer state.
 
     Raises:
-        InvalidArgumentError: `whole` is not of the plain parameter's length, or a module of the
-            model has other names than this.
+        InvalidArgumentError: `whole` has another length than the plain parameter, or the module
+            that the name leads to has no such entry.
     """
     layer, rest = _deepest(model, name)
     _refuse_misspelt(model, name, layer, rest[0])
@@ -81,9 +81,9 @@ def take_own(model: nn.Module, name: str, whole: Tensor) -> Tensor:
 
 
 def _deepest(model: nn.Module, name: str) -> tuple[nn.Module, Sequence[str]]:
-    """Return the last module on the way to a name that is here, and the parts of the name below it.
+    """Return the deepest existing module on the path of a name, and the rest of the name.
 
-    It goes down once: wrappers look long for what they hold, and this is asked for every name.
+    It descends once per name, since attribute look-up in wrappers is slow.
     """
     parts = name.split(".")
     for depth, part in enumerate(parts[:-1]):
@@ -95,7 +95,7 @@ def _deepest(model: nn.Module, name: str) -> tuple[nn.Module, Sequence[str]]:
 
 
 def _refuse_misspelt(model: nn.Module, name: str, module: nn.Module, part: str) -> None:
-    """Refuse a name of which a module here, that has names, has the beginning but not the rest."""
+    """Refuse a name whose next component a module with entries of its own does not have."""
     known = {**module._modules, **module._parameters, **module._buffers}
     if known and part not in known and not hasattr(module, part) and part != "_extra_state":
         names = (n for n, _ in model.named_parameters(remove_duplicate=False))
@@ -108,24 +108,24 @@ def _refuse_misspelt(model: nn.Module, name: str, module: nn.Module, part: str) 
 def gather_tensors(
     model: nn.Module, tensors: Mapping[str, Tensor], group: ProcessGroup | None = None
 ) -> dict[str, Tensor]:
-    """Return whole tensors from every rank's shards; all ranks of the tp axis call it.
+    """Return full tensors from every rank's shards; all ranks of the tp axis call this.
 
     Args:
         model: A model with tensor-parallel layers.
-        tensors: Name of a parameter (or buffer) -> a tensor that is sharded as it is, such as
-            its value, its gradient or an optimizer's state for it.
-        group: Ranks of the tensor-parallel axis; None is the group each layer was made with.
+        tensors: Name of a parameter (or buffer) -> a tensor that is sharded like it, such as its
+            value, its gradient or its optimizer state.
+        group: Ranks of the tensor-parallel axis; None means each layer's own group.
 
     Returns:
-        The same names with whole tensors on every rank, sharing no memory with those given.
+        Name -> full tensor on every rank, which shares no memory with the given one.
 
     Raises:
-        InvalidArgumentError: A name is not the model's, or a tensor is not of its shard's shape.
+        InvalidArgumentError: A name is not the model's, or a tensor has not its shard's shape.
         MismatchError: The ranks passed different names.
     """
     cuts, known = find_cuts(model), check_shards(model, tensors)
     _check_agreement(cuts, tensors, group)
-    # A tied parameter is gathered once: the same tensor under two names stays one.
+    # Gather a tied parameter once: the same tensor under two names stays one.
     whole: dict[int, Tensor] = {}
     with torch.no_grad():
         for name in (n for n in known if n in tensors):
@@ -140,11 +140,13 @@ def gather_tensors(
 
 
 def gather_state_dict(model: nn.Module, group: ProcessGroup | None = None) -> dict[str, Any]:
-    """Return the plain, one-process model's state dict on every rank, as a copy.
+    """Return a copy of the plain, one-process model's state dict on every rank.
+
+    All ranks of the tp axis call this.
 
     Args:
         model: A model with tensor-parallel layers.
-        group: Ranks of the tensor-parallel axis; None is the group each layer was made with.
+        group: Ranks of the tensor-parallel axis; None means each layer's own group.
     """
     state = dict(model.state_dict(keep_vars=True))
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -158,12 +160,12 @@ def load_full_state_dict(
     *,
     strict: bool = True,
 ) -> None:
-    """Load this rank's shards out of the plain model's state dict, without communication.
+    """Load this rank's shards from the plain model's state dict, without communication.
 
     Args:
         model: A model with tensor-parallel layers.
-        state: What the plain model's `state_dict()` holds. Of a tied parameter one name is enough.
-        group: Ranks of the tensor-parallel axis; None is the group each layer was made with.
+        state: The plain model's `state_dict()`. One name of a tied parameter is enough.
+        group: Ranks of the tensor-parallel axis; None means each layer's own group.
         strict: Refuse missing and unknown names.
 
     Raises:
@@ -188,11 +190,11 @@ def load_full_state_dict(
 
 
 def find_cuts(model: nn.Module) -> dict[str, ParameterCut]:
-    """Map the name of every sharded parameter to its layer and dim.
+    """Return name -> layer, shard dim and cut of every sharded parameter.
 
     Raises:
-        InvalidArgumentError: Another copy of this package sharded a layer; its shards would pass
-            for whole tensors here.
+        InvalidArgumentError: Another copy of this package sharded a layer; its shards would be
+            taken for full tensors here.
     """
     cuts = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -210,14 +212,14 @@ def find_cuts(model: nn.Module) -> dict[str, ParameterCut]:
 
 
 def check_names(problem: str, names: Iterable[str]) -> None:
-    """Refuse names if there are any."""
+    """Raise an error that lists the names, if there are any."""
     names = sorted(names)
     if names:
         raise InvalidArgumentError(f"{describe_rank()}: {problem} {', '.join(names)}")
 
 
 def check_shards(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Refuse tensors that are not of this rank's shapes; return the model's own, in its order."""
+    """Check that tensors have this rank's shapes; return the model's own, in the model's order."""
     known = dict(model.named_parameters(remove_duplicate=False)) | dict(
         model.named_buffers(remove_duplicate=False)
     )
@@ -250,7 +252,7 @@ def _check_group(layer: TensorParallelLayer, group: ProcessGroup | None) -> None
 def _check_agreement(
     cuts: Mapping[str, ParameterCut], tensors: Mapping[str, Tensor], group: ProcessGroup | None
 ) -> None:
-    """Compare the tensors across ranks, which would otherwise wait for one another."""
+    """Check that all ranks gather the same tensors; otherwise they would wait for ever."""
     layer = next((cut.layer for cut in cuts.values() if cut.layer.tp_size > 1), None)
     if layer is None:
         return
