@@ -1,4 +1,4 @@
-"""`python -m scaletorch.bisect run --layout 1x1x1x2`: where does a layout leave one process?
+"""`python -m scaletorch.bisect run --layout 1x1x1x2`: how does a layout differ from one process?
 
 `python -m scaletorch.bisect compare ONE OTHER` compares two recorded runs, and
 `python -m scaletorch.bisect doctor train.py --nproc 2` a script in one process and on ranks.
@@ -57,7 +57,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    """Compare what the command line asks for."""
+    """Run the command's comparison and return its report."""
     if arguments.command == "compare":
         return compare(arguments.reference, arguments.run, noise=arguments.noise)
     if arguments.command == "doctor":

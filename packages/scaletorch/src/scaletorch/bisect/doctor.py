@@ -115,7 +115,7 @@ class _FirstStep:
 
     Args:
         folder: Folder for the recordings.
-        optimizers: All optimizers that the script has made, filled as it makes them.
+        optimizers: The script's optimizers; the collection grows as it makes them.
         perturbed: Whether to change the weights by up to an epsilon before the step.
     """
 

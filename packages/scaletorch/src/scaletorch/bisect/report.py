@@ -21,7 +21,7 @@ class Found:
     """The place where a fault begins, with an explanation.
 
     Attributes:
-        birth: The first wrong tensor, and the tensors that it was computed from.
+        birth: The wrong tensor, and the tensors that it was computed from.
         how: Sentences that say in which way it is wrong, surest first.
     """
 
@@ -90,7 +90,7 @@ class Report:
         return [f"{each.key}: {each.why}" for each in results if each.state == UNSEEN]
 
     def count(self, state: str) -> int:
-        """Return how many tensors are in a state."""
+        """Return the number of tensors in a state: GOOD, BAD or UNSEEN."""
         return sum(each.state == state for each in self.judged.values())
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ class Report:
         return "\n".join([*lines, self.summary(), *self.notes, self.command]).rstrip()
 
     def summary(self) -> str:
-        """Return one line about the number of tensors that were compared, and that are wrong."""
+        """Return one line with the numbers of tensors that were compared and that are wrong."""
         total, unseen = len(self.judged), self.count(UNSEEN)
         text = f"{total - unseen} tensors compared"
         if unseen:

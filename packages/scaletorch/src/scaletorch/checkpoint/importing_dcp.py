@@ -180,6 +180,7 @@ class _Reader(Reader):
 
 
 def _find_prefix(root: Path, saved: Entries, firsts: Mapping[str, str]) -> str:
+    # Every start of a name within a key is a candidate; the prefix with most names wins.
     found: dict[str, set[str]] = defaultdict(set)
     for key in saved:
         for match in re.finditer(r"^|\.", key):

@@ -98,13 +98,11 @@ def load(
         fall_back: Whether a damaged checkpoint is skipped; False raises instead.
 
     Returns:
-        The step, extra and folder; None if the folder holds no checkpoint, apart from unfinished
-        saves and logs.
+        The step, extra and folder; None if the folder has only unfinished saves and logs.
 
     Raises:
         CheckpointError: The checkpoint is of another model, or has no optimizer or scheduler for
-            the one given; or the folder has no checkpoint, but files of another library or of an
-            unknown kind.
+            the one given; or the folder has no checkpoint, but files of another or unknown kind.
         DamagedCheckpointError: The checkpoint, and every one before it, is incomplete or changed.
     """
     group, root = control_group(), Path(folder).absolute()

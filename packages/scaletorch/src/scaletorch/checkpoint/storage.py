@@ -146,6 +146,7 @@ class Reader:
 
 
 def _overlaps(entry: Entry, saved: Saved) -> Iterator[Read]:
+    # Intersect each rectangle of this rank with each saved chunk.
     for part in entry.parts:
         for chunk in saved.chunks:
             low = [max(*pair) for pair in zip(part.offsets, chunk.at, strict=True)]

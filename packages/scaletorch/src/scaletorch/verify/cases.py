@@ -110,7 +110,7 @@ def every_layout(world_size: int, ep: Iterable[int] = (1,)) -> list[Grid]:
         Grid(tp=grid.tp, cp=grid.cp, pp=grid.pp, dp=grid.dp, ep=size, etp=etp)
         for grid in plain
         for size in sizes
-        for etp in sorted({1, grid.tp}, reverse=size == 1)  # the usual one first
+        for etp in sorted({1, grid.tp}, reverse=size == 1)  # the default etp first
         if _folds(grid, size, etp)
     ]
 

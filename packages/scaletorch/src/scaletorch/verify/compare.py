@@ -183,7 +183,7 @@ def unlike(
     Args:
         kind: Kind of the tensors, such as 'gradient'.
         step: 0-based.
-        model: What `parallelize` returned.
+        model: The model that `parallelize` returned.
         tensors: This rank's, by plain names.
         manager: The grid.
         bound: Bound to report.

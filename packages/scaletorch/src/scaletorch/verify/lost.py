@@ -3,8 +3,7 @@
 A bound from the number of additions would let every fault pass there. So one process trains in
 bfloat16 and another in float64, from the same weights; their difference is the rounding loss. The
 float64 process and the ranks send tokens to the experts that the bfloat16 process chose; see
-`routing`. For a single tensor the loss is a matter of chance, so all tensors of a kind are compared
-together.
+`routing`. For a single tensor this loss is up to chance, so tensors of a kind are taken together.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def compare_number(
 ) -> Difference:
     """Compare a loss or a norm with one process's, or in bfloat16 the rounding losses of both.
 
-    One process may lose nothing by chance, so its loss counts as bfloat16's epsilon at least.
+    By chance one process may lose nothing, so bfloat16's epsilon is always allowed.
     """
     if exact is None:
         return compare_tensor(what, step, ours, theirs, limit)

@@ -72,8 +72,8 @@ class Chosen:
             return [kind(matrices, **self.options), torch.optim.AdamW(rest, **_ADAMW)]
 
 
-# Unclipped SGD first: Adam and clipping hide scale errors. Two steps of each, since the first does
-# not depend on earlier moments and the second does.
+# Unclipped SGD first: Adam and clipping hide scale errors. Each makes two steps: only the second
+# depends on the moments of the first.
 _ADAMW: Mapping[str, Any] = {"lr": LEARNING_RATE / 10, "eps": ADAM_EPS}
 PHASES = (
     Phase(2, Chosen(torch.optim.SGD, {"lr": LEARNING_RATE, "momentum": 0.9}), clips=False),

@@ -97,13 +97,11 @@ def verify(
         optimizer_args: Its arguments besides the parameters.
         timeout: Seconds for one case.
         device: 'cpu', or the kind of this machine's accelerator; None is the latter if it exists.
-        backend: Backend of the ranks; None is the device's own. Ranks share devices if there are
-            too few.
+        backend: Of the ranks; None is the device's own. Ranks share devices if they are too few.
         progress: Called with each case's result.
 
     Returns:
-        The report. A refused case fails if `layouts` name it; a case whose dtype would hide faults
-        is reported as not judged.
+        The report. A refused case fails if `layouts` name it. Dtypes that hide faults do not run.
 
     Raises:
         InvalidArgumentError: No layouts, unknown options, a wrong ep, no such optimizer or device.

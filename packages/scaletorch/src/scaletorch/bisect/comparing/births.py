@@ -25,8 +25,8 @@ from .judge import BAD, NEAR, UNSEEN, Judged, adds_up, meet
 from .places import assemble
 from .runs import Run
 
-JUMP = 8.0  # times the inputs' error: a computation may amplify errors by less
-ABSORBED = 1e3  # times the error of the tensors computed from it: more, and it does not matter
+JUMP = 8.0  # times the sources' error: up to this, a computation may have amplified it
+ABSORBED = 1e3  # times the users' error: beyond this, the users do not depend on the wrong values
 SYNCHRONISATION, UPDATE = "synchronisation", "update"
 MOST = 0.5  # if more than this share of gradients is born wrong, modules are not to blame
 

@@ -21,7 +21,7 @@ DROPPED = ": was that left out of the loss?"
 
 
 def how(birth: Birth, run: Run, reference: Run) -> list[str]:
-    """Say in which way a tensor is wrong, surest first."""
+    """Return sentences that say in which way a tensor is wrong, surest first."""
     key, bound = birth.judged.key, birth.judged.bound
     met = _met(key, run, reference)
     if met is None:

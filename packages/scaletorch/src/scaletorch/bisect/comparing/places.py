@@ -114,6 +114,7 @@ def _index(held: Held, dim: int, way: Way) -> Tensor:
         return known[0][1] if way.unit == 1 else known[0][1][:: way.unit] // way.unit
     rest = way.total // known[0][0]  # length of the other axis, if only one is described
     (_, rows), (length, inner) = (part or (rest, torch.arange(rest)) for part in parts)
+    # Row-major index of (row, position). Padding positions get an index from `total` on.
     return (rows[:, None] * length + inner.where(inner < length, way.total)).flatten()
 
 
@@ -144,7 +145,7 @@ def _distinct(held: Sequence[Held], dim: int) -> list[Way]:
 
 def _fitting(held: Sequence[Held], dim: int) -> Iterator[Way]:
     given = [place for each in held if (place := _given(each, dim)) is not None]
-    if given:
+    if given:  # a recorded place leaves no choice: it fits all shards, or nothing does
         total = int(given[0][0])
         if all(
             each.line.shape[dim] == (total if place is None else len(_indices(place[1:])))

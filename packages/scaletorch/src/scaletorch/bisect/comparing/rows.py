@@ -79,6 +79,7 @@ def _infer(
     ours: Sequence[Recording],
 ) -> list[str]:
     whole, found, others = torch.cat(theirs), {}, []
+    # A rank's rows are sure if they are found, each once, for exactly one choice of positions.
     for rank, own in calls.items():
         ways = [(cut, [_rows(t, whole, cut) for t in own]) for cut in _cuts(whole, own[0])]
         sure = [(cut, rows) for cut, rows in ways if min(chain(*rows)) >= 0]

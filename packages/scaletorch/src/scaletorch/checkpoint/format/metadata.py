@@ -62,7 +62,7 @@ def to_json(saved: Mapping[str, Saved]) -> dict[str, Any]:
 
 
 def from_json(entries: Mapping[str, Any]) -> dict[str, Saved]:
-    """Return the description that `to_json` was given."""
+    """Return the tensors that `to_json` was given."""
     return {
         name: Saved(
             tuple(entry["shape"]),

@@ -58,7 +58,7 @@ def rectangles(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
 
 
 def _within(index: int, start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
-    before = index * prod(shape[1:])
+    before = index * prod(shape[1:])  # elements of earlier rows
     for offsets, sizes in rectangles(start - before, stop - before, shape[1:]):
         yield (index, *offsets), (1, *sizes)
 
