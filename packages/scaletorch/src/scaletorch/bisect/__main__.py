@@ -1,7 +1,7 @@
-"""`python -m scaletorch.bisect run --layout 1x1x1x2`: where does a layout part from one process?
+"""`python -m scaletorch.bisect run --layout 1x1x1x2`: how does a layout differ from one process?
 
-`python -m scaletorch.bisect compare ONE OTHER` asks it of two recorded runs, and
-`python -m scaletorch.bisect doctor train.py --nproc 2` of a script alone and on ranks.
+`python -m scaletorch.bisect compare ONE OTHER` compares two recorded runs, and
+`python -m scaletorch.bisect doctor train.py --nproc 2` a script in one process and on ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    """Compare what the command line asks for."""
+    """Run the command's comparison and return its report."""
     if arguments.command == "compare":
         return compare(arguments.reference, arguments.run, noise=arguments.noise)
     if arguments.command == "doctor":
@@ -82,8 +82,8 @@ def run(arguments: argparse.Namespace) -> Report:
 def main(given: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status.
 
-    0: the runs agree. 1: they part. 2: they cannot be compared. 3: not judged, since results of the
-    training could not be compared, and the others agree.
+    0: the runs agree. 1: they differ. 2: they cannot be compared. 3: not judged, since some results
+    of the training could not be compared and the others agree.
     """
     words = sys.argv[1:] if given is None else given
     arguments = parse(words)

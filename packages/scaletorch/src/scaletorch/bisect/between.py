@@ -1,4 +1,4 @@
-"""A model on a layout beside one process: both are run and recorded, and compared."""
+"""Run and record a model on a layout and in one process, and compare the two."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ EXACT, LOW = "float64", "float32"
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One process's run of a model, with which layouts are compared.
+    """One process's run of a model, to compare layouts with.
 
     Attributes:
         path: A file with weights and batches.
         reference: The run in float64.
-        lost: What rounding does to each tensor, measured in the layouts' dtype, or in float32 if
-            that is float64.
-        steps: How many were recorded.
+        lost: Rounding error of each tensor, measured in the layouts' dtype, or in float32 if that
+            is float64.
+        steps: Number of recorded steps.
     """
 
     path: str
@@ -79,33 +79,33 @@ def bisect(
     steps: int = STEPS, folder: str | Path | None = None,
     timeout: float = 120.0, device: str | None = None, backend: str | None = None,
 ) -> Report:  # fmt: skip
-    """Train a plain module in one process and on a layout, and find the tensor at which they part.
+    """Train a plain module in one process and on a layout, and find the first tensor that differs.
 
     Args:
         model_fn: Module-level function that makes the plain module, on the CPU.
         batch_fn: Returns the global batch of a step, as for `verify`.
-        layout: The grid, or as text: "2x1x1x2".
+        layout: The grid, or its name such as "2x1x1x2".
         dtype: 'float64', 'float32' or 'bfloat16'.
         options: Values of `verify.OPTIONS`, such as `{"schedule": "zb_h1"}`.
         plan: As for `parallelize`.
-        split: As there.
+        split: As for `parallelize`.
         row_dims: As for `shard_global_batch`.
         sequence_dims: As for `shard_global_batch`.
         loss_fn: Module-level function, as for `train_step`; None is the cross entropy of tokens.
         optimizer: Module-level class or function of parameters; None is those of `verify`.
-        optimizer_args: What it is made with beside them.
-        steps: How many are compared, 1 to 4.
-        folder: Where recordings are kept; None keeps none.
+        optimizer_args: Its arguments besides the parameters.
+        steps: Number of steps to compare, 1 to 4.
+        folder: Folder to keep the recordings in; None keeps none.
         timeout: Seconds for the layout's run.
         device: As for `verify`: None is this machine's accelerator, or the CPU if it has none.
-        backend: As there.
+        backend: As for `verify`.
 
     Returns:
         The report; `report.sound` if no result differs by more than rounding explains.
 
     Raises:
-        RankFailedError: The layout does not run at all.
-        InvalidArgumentError: No such layout, option, device or backend.
+        RankFailedError: The layout's run fails.
+        InvalidArgumentError: The layout, option, device or backend does not exist.
 
     Example:
         >>> bisect(layout="1x1x1x2").sound
@@ -129,7 +129,7 @@ def bisect(
 def prepare(
     folder: Path, subject: Subject, batch_fn: BatchFn, dtype: str, steps: int = STEPS
 ) -> Prepared:
-    """Run and record a model in one process, in float64 and in a lower dtype."""
+    """Run and record a model in one process twice: in float64 and in a lower dtype."""
     _, saved = begin(subject, batch_fn, dtype, steps)
     low = LOW if dtype == EXACT else dtype
     rounded = one_process(subject, saved, low, watch=recording(folder / "noise"))
@@ -154,13 +154,13 @@ def locate(
     """Run and record a case on the ranks of a pool, and compare it with one process.
 
     Args:
-        case: What to run.
-        subject: What to run it with.
+        case: The layout and options.
+        subject: The model and its training.
         prepared: One process's run.
         pool: The ranks.
-        folder: Where their recording goes.
-        run: `run(case, subject, file, folder, steps, *arguments)` records it.
-        arguments: Further ones of `run`.
+        folder: Folder for the ranks' recording.
+        run: Called on each rank to record: `run(case, subject, file, folder, steps, *arguments)`.
+        arguments: Further arguments of `run`.
     """
     given = prepared.path, str(folder), prepared.steps, *arguments
     ran: list[Ran] = pool.run(run, case, subject, *given)
@@ -179,9 +179,9 @@ def locate(
 
 
 def _drawn(name: str, why: str, case: Case, step: int) -> Birth:
-    """Return what is wrong with a dropout module, which one process cannot be asked about.
+    """Return the birth for a dropout module that drops wrong elements, see `Ran.dropped`.
 
-    Where no other rank has its inputs, equal ones are those of a layer that was run again.
+    Without tp no other rank has the same input, so equal inputs are those of a recomputed layer.
     """
     again = case.grid.tp == 1 and why.startswith("an equal input")
     judged = Judged(Key(step, FORWARD, name, "out"), BAD, INFINITE, why=why)

@@ -1,4 +1,4 @@
-"""Two recorded runs compared."""
+"""Comparison of two recorded runs."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def compare(
     *,
     noise: str | Path | None = None,
 ) -> Report:
-    """Say where two recorded runs of the same model and batch part.
+    """Find the first tensor that differs between two recorded runs of the same model and batch.
 
     Args:
-        reference: The folder of what is right: one process in float64, or another layout, another
-            version of the code or of torch.
+        reference: The folder of the run that is right: one process in float64, or another layout,
+            version of the code or version of torch.
         run: The folder of the run in question.
-        noise: The reference in the run's dtype, or another lower one than float64, which shows
-            what rounding does to each tensor; needed for bfloat16.
+        noise: The folder of the reference in the run's dtype, or in another dtype below float64. It
+            shows the rounding error of each tensor; needed for bfloat16.
 
     Returns:
         The report; `report.sound` if no result differs by more than rounding explains.
 
     Raises:
-        InvalidArgumentError: A folder has no recording, or a torn one, or not all ranks'; the
-            runs are of unlike models; or rounding alone would hide faults.
+        InvalidArgumentError: A folder has no recording, an incomplete one, or lacks some ranks; the
+            runs are of different models; or rounding alone would hide faults.
 
     Example:
         >>> print(compare("one", "two"))
@@ -60,7 +60,7 @@ def compare(
 
 
 def compare_runs(reference: Run, run: Run, lost: Mapping[Key, float]) -> Report:
-    """Say where two loaded runs part, given what rounding does; see `judge_all`."""
+    """Find the first tensor that differs between two loaded runs; `lost` is as for `judge_all`."""
     chain = chain_of(reference)
     eps = max(coarsest(run), coarsest(reference))
     if not lost and eps * ROOM * math.sqrt(chain) > LARGEST:
@@ -78,9 +78,10 @@ def compare_runs(reference: Run, run: Run, lost: Mapping[Key, float]) -> Report:
 
 
 def chain_of(run: Run) -> int:
-    """Return how many additions stand, at most, between the inputs and any number compared.
+    """Return the largest number of additions between the inputs and any number compared.
 
-    Each weight matrix adds its two sizes, attention and the loss the tokens of the batch.
+    Each weight matrix contributes its two sizes; attention and the loss contribute the number of
+    tokens in the batch.
     """
     sizes = tokens = 0
     for key, held in run.held.items():

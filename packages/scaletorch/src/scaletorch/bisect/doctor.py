@@ -1,8 +1,8 @@
-"""A training script on ranks beside itself alone, without a line of it changed.
+"""Compare an unchanged training script on several ranks with the same script in one process.
 
-The script runs in a process of its own, with hooks around its first step: that is recorded from the
-first call of the model that its optimizer trains until the optimizer has made a step. Then the
-process ends.
+The script runs in its own process, with hooks around its first step. Recording starts at the first
+call of the model that its optimizer trains, and ends after the optimizer's step. Then the process
+ends.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from .recording.stages import Stages
 from .recording.tape import record
 from .report import Report
 
-SHOWN = 25  # lines of a script's output that an error has
-PATIENCE = 60.0  # seconds for which a rank waits for the recordings of others
+SHOWN = 25  # lines of a script's output in an error
+PATIENCE = 60.0  # seconds that a rank waits for the recordings of others
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_DRAWS = "draws"  # a file of this name says that the step drew random numbers
+_DRAWS = "draws"  # name of an empty file that says that the step drew random numbers
 
 
 def doctor(script: Path, arguments: Sequence[str], nproc: int, folder: Path) -> Report:
-    """Compare the first step of a script on ranks with that of the script alone.
+    """Compare the first step of a script on ranks with that of the script in one process.
 
     Args:
-        script: A training script that `python` and `torchrun` start.
-        arguments: What it is called with.
+        script: A training script that both `python` and `torchrun` can start.
+        arguments: Its command line arguments.
         nproc: Number of ranks.
-        folder: Where recordings and outputs go.
+        folder: Folder for recordings and outputs.
 
     Raises:
-        InvalidArgumentError: The script fails, makes no step, or differs from itself when it runs
-            alone twice.
+        InvalidArgumentError: The script fails, makes no step, or two runs of it in one process
+            differ.
     """
     words = [str(script), *arguments]
     alone, again, ranks = (folder / name for name in ("alone", "again", "ranks"))
     failure = _run(alone, words, 0)
-    launched = 1 if failure else 0  # torchrun has to start some scripts
+    launched = 1 if failure else 0  # some scripts run under torchrun only
     _require_run("alone", failure and _run(alone, words, 1) and failure)
     _require_run(f"on {nproc} ranks", _run(ranks, words, nproc))
     _require_run("alone again", _run(again, words, launched, perturbed=True))
@@ -74,7 +74,7 @@ def doctor(script: Path, arguments: Sequence[str], nproc: int, folder: Path) -> 
 
 
 def _run(folder: Path, words: Sequence[str], ranks: int, *, perturbed: bool = False) -> str:
-    """Run a script with hooks, alone or by torchrun; return what it said if it fails."""
+    """Run a script with hooks, by torchrun if `ranks` is not 0; return its output if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("step0.rank*"), *folder.glob(_DRAWS)):
         old.unlink()
@@ -96,7 +96,7 @@ def _require_run(how: str, failure: str) -> None:
 
 
 def _require_the_same(alone: Path, again: Path) -> None:
-    """Refuse scripts of which two runs alone differ by more than what their weights did."""
+    """Refuse a script if two runs of it alone differ by more than perturbed weights explain."""
     reference, other = load(alone), load(again)
     eps, lost = coarsest(other), measure(other, reference)
     for key, error in lost.items():
@@ -114,9 +114,9 @@ class _FirstStep:
     """Records a script's first step, then ends the process.
 
     Args:
-        folder: Of the recordings.
-        optimizers: All that the script has made.
-        perturbed: Change the weights by an epsilon before the step.
+        folder: Folder for the recordings.
+        optimizers: The script's optimizers; the collection grows as it makes them.
+        perturbed: Whether to change the weights by up to an epsilon before the step.
     """
 
     def __init__(self, folder: Path, optimizers: Iterable[Optimizer], *, perturbed: bool) -> None:
@@ -126,7 +126,7 @@ class _FirstStep:
         self._random = torch.get_rng_state()
 
     def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kw: Any) -> Any:
-        """Begin at the first call of the model that is trained."""
+        """Start recording at the first call of the model that is trained."""
         waits = not self._known and not self._calls and torch.is_grad_enabled()
         if waits and (model := _trained_model(module, self._trained())) is not None:
             self._begin(model)
@@ -159,7 +159,7 @@ class _FirstStep:
     def _behind(self, *_: Any) -> None:
         self._steps -= 1
         if self._steps:
-            return  # an optimizer within another
+            return  # an optimizer called by another
         self._stack.close()
         others = (p for p in chain(*self._trained()) if id(p) not in self._known)
         if any(parameter.grad is not None for parameter in others):
@@ -171,19 +171,19 @@ class _FirstStep:
             (self._folder / _DRAWS).touch()
         ranks, until = int(os.environ.get("WORLD_SIZE", "1")), time.monotonic() + PATIENCE
         while len(list(self._folder.glob("step0.rank*.json"))) < ranks and time.monotonic() < until:
-            time.sleep(0.02)  # a rank that leaves early breaks what others still send
+            time.sleep(0.02)  # a rank that exits early breaks communication of the others
         leave()
 
 
 def leave() -> None:
-    """End the process, whatever the script would still do."""
+    """End the process at once, without the rest of the script."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def _trained_model(called: nn.Module, by_optimizer: Sequence[Sequence[Tensor]]) -> nn.Module | None:
-    """Return the model, or stages, that optimizers train through this call; None if none do."""
+    """Return the model or stages that optimizers train through this call; None if there is none."""
     if "torch.distributed.pipelining" in sys.modules:
         stages = [each for each in gc.get_objects() if hasattr(type(each), "forward_one_chunk")]
         if any(called in stage.submod.modules() for stage in stages):
@@ -199,7 +199,7 @@ def _trained_model(called: nn.Module, by_optimizer: Sequence[Sequence[Tensor]]) 
 
 @contextmanager
 def _noting_optimizers() -> Iterator[Iterable[Optimizer]]:
-    """Yield the optimizers that are made from now on, as long as they live."""
+    """Yield a set to which every optimizer made within the context is added, by weak reference."""
     made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
     kind: Any = Optimizer
     original = kind.__init__
@@ -217,7 +217,7 @@ def _noting_optimizers() -> Iterator[Iterable[Optimizer]]:
 
 @torch.no_grad()
 def _perturb(model: nn.Module) -> None:
-    """Change weights by up to an epsilon of their dtype, as rounding would."""
+    """Change weights by up to an epsilon of their dtype, like rounding."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -230,7 +230,7 @@ def follow(folder: Path, script: str, arguments: Sequence[str], *, perturbed: bo
     """Run a script as `python script` would, and record its first step.
 
     Raises:
-        SystemExit: It ended, and no optimizer made a step.
+        SystemExit: The script ended before an optimizer made a step.
     """
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
     with (

@@ -1,4 +1,4 @@
-"""Keys of the tensors to compare: names that are the same in every run, on every rank."""
+"""Keys of the tensors to compare, the same in every run and on every rank."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import NamedTuple
 FORWARD, BACKWARD = "forward", "backward"
 GRADIENT, NORM, WEIGHT, LOSS = "gradient", "norm", "weight", "loss"
 START, DATA, TERM, SHARE = "start", "data", "term", "share"
-FINAL = (START, LOSS, GRADIENT, NORM, WEIGHT)  # what training comes to, and what it began with
-UNGRADED = " under no_grad"  # behind the items of calls that nothing is learned from
+FINAL = (START, LOSS, GRADIENT, NORM, WEIGHT)  # the results of training, and its initial weights
+UNGRADED = " under no_grad"  # suffix of items in calls without gradients
 
 
 class Key(NamedTuple):
-    """A tensor of a step, whichever ranks hold parts of it.
+    """A tensor of a step, independent of the ranks that hold shards of it.
 
     Attributes:
         step: 0-based.
-        kind: FORWARD for what goes into a module or comes out of it, BACKWARD for the gradient of
-            that, GRADIENT and WEIGHT of a parameter, START for its value before the step,
-            NORM and LOSS, DATA for an entry of the batch, TERM for what a module adds to a rank's
-            gradient of a parameter, SHARE for what it adds to that of a tensor: the user is in
-            `item`, behind a blank.
+        kind: FORWARD for an input or output of a module, BACKWARD for its gradient, GRADIENT and
+            WEIGHT of a parameter, START for the parameter's value before the step, NORM and LOSS,
+            DATA for an entry of the batch, TERM for a module's contribution to a rank's gradient
+            of a parameter, SHARE for its contribution to the gradient of an input or output. For
+            SHARE, `item` has the name of the contributing module at its end, after a blank.
         name: The module's or the parameter's; '' is the model.
-        item: Which of a module's tensors: 'in.0', 'in.mask', 'out'.
-        call: Which call of the module in one forward.
+        item: The module's tensor: 'in.0', 'in.mask', 'out'. For TERM the contributing module.
+        call: Number of the module's call in one forward, 0-based.
     """
 
     step: int
@@ -33,7 +33,7 @@ class Key(NamedTuple):
     call: int = 0
 
     def __str__(self) -> str:
-        """Say it in words."""
+        """Return the key in words."""
         if self.kind in (NORM, LOSS):
             return f"the {self.kind}"
         if self.kind == DATA:

@@ -18,18 +18,18 @@ SHOWN = 3  # births and inputs that the text names
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A birth in words.
+    """The place where a fault begins, with an explanation.
 
     Attributes:
-        birth: The tensor, and what it was computed from.
-        how: In which way it is wrong, surest first.
+        birth: The wrong tensor, and the tensors that it was computed from.
+        how: Sentences that say in which way it is wrong, surest first.
     """
 
     birth: Birth
     how: list[str]
 
     def __str__(self) -> str:
-        """Say it in a few lines."""
+        """Return the finding in a few lines."""
         own, birth = self.birth.judged, self.birth
         where = ", ".join(name or "the model itself" for name in birth.modules[:SHOWN])
         more = f" and {len(birth.modules) - SHOWN} more" if len(birth.modules) > SHOWN else ""
@@ -65,9 +65,10 @@ class Report:
     """The result of comparing two runs.
 
     Attributes:
-        found: Where faults were born, in the order of the computation; none on a sound run.
-        judged: Every tensor.
-        command: Repeats it.
+        found: The places where faults begin, in the order of the computation; none if it is sound.
+        judged: The verdict on each tensor.
+        command: The command that repeats the comparison.
+        notes: Further remarks, one a line.
     """
 
     found: list[Found]
@@ -77,7 +78,7 @@ class Report:
 
     @property
     def sound(self) -> bool:
-        """True if every result of the training was compared and agrees up to rounding errors."""
+        """True if every result of the training was compared and agrees up to rounding."""
         return not self.found and not self.unjudged
 
     @property
@@ -89,11 +90,11 @@ class Report:
         return [f"{each.key}: {each.why}" for each in results if each.state == UNSEEN]
 
     def count(self, state: str) -> int:
-        """Return how many tensors are in a state."""
+        """Return the number of tensors in a state: GOOD, BAD or UNSEEN."""
         return sum(each.state == state for each in self.judged.values())
 
     def __str__(self) -> str:
-        """Say where the fault was born."""
+        """Return the findings, the summary, the notes and the command."""
         lines = [f"{number + 1}. {each}" for number, each in enumerate(self.found[:SHOWN])]
         if len(self.found) > SHOWN:
             lines.append(f"and {len(self.found) - SHOWN} more in the same step")
@@ -103,7 +104,7 @@ class Report:
         return "\n".join([*lines, self.summary(), *self.notes, self.command]).rstrip()
 
     def summary(self) -> str:
-        """Return one line: what was compared."""
+        """Return one line with the numbers of tensors that were compared and that are wrong."""
         total, unseen = len(self.judged), self.count(UNSEEN)
         text = f"{total - unseen} tensors compared"
         if unseen:

@@ -1,4 +1,4 @@
-"""A model in one process and on a layout, both recorded."""
+"""Recorded training of a model, in one process and on a layout."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from .recording.tape import record
 
 
 def recording(folder: Path) -> Watch:
-    """Return what records the steps of a plain model in one process, whole batches at once."""
+    """Return a `Watch` that records one process's steps of a plain model into a folder."""
 
     @contextmanager
     def watch(model: nn.Module, step: int, batch: Batch) -> Iterator[Put]:
         if step == 0:
-            with record(folder, model, step=-1):  # the weights as they were made
+            with record(folder, model, step=-1):  # the initial weights
                 pass
         with record(folder, model, step=step) as tape:
             tape.batch(_with_positions(batch))
@@ -42,13 +42,13 @@ def recording(folder: Path) -> Watch:
 
 
 class Ran(NamedTuple):
-    """The facts that a rank returns beside its recording.
+    """The facts that a rank returns in addition to its recording.
 
     Attributes:
-        dropped: Names of dropout modules that drop what they must not, which no other run can
-            tell, each with the reason.
-        sent: Of each token that rounding would have sent to other experts than in one process, how
-            far its scores are apart.
+        dropped: Names of dropout modules that drop wrong elements, each with the reason; a
+            comparison with one process cannot show this.
+        sent: Margins of the tokens that went to one process's experts, since rounding would have
+            chosen others; see `verify.routing`.
     """
 
     dropped: list[tuple[str, str]]
@@ -58,14 +58,14 @@ class Ran(NamedTuple):
 def record_case(case: Case, subject: Subject, reference: str, folder: str, steps: int) -> Ran:
     """Record steps of a case as one of its ranks.
 
-    Tokens go to the experts that they went to in one process, where rounding would choose others.
+    Tokens go to the experts of one process if rounding would choose others.
 
     Args:
-        case: What to run.
-        subject: What to run it with.
+        case: The layout and options.
+        subject: The model and its training.
         reference: A file with weights and batches.
-        folder: One for all ranks.
-        steps: How many.
+        folder: The recording's folder, the same for all ranks.
+        steps: Number of steps.
     """
     grid, ran, device = case.grid, Ran([], []), rank_device(subject.device)
     saved = moved(runner.load_reference(reference), device)
@@ -77,7 +77,7 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
             pass
         load_full_state_dict(plain, saved["state"])
         model = runner.build(case, plain, subject, manager)
-        train_unsampled(model)  # a fault may part replicas, and is to be seen
+        train_unsampled(model)  # skip sampled checks, so that a fault in replicas gets recorded
         dropout.switch(model, on=False)
         stage = pipeline_of(model).module
         for step in range(steps):
@@ -108,7 +108,7 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
 
 
 def _with_positions(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return a batch with the positions that a model takes where nobody says them."""
+    """Return a batch with the default position ids added, unless the batch has its own."""
     tokens = batch.get(TOKENS)
     if tokens is None:
         return batch
@@ -116,6 +116,6 @@ def _with_positions(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights as they are once all updates are here."""
+    """Return the parameters as `state_dict` has them, with all updates gathered."""
     named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: value for name, value in model.state_dict().items() if name in named}

@@ -1,4 +1,4 @@
-"""Weights and adapters out, as `save_pretrained` of transformers and of peft leaves them."""
+"""Export of weights and adapters, in the formats of transformers' and peft's `save_pretrained`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_FILE = 5 * 10**9  # bytes
 ADAPTER = "adapter_model.safetensors"
-_PREFIX = "base_model.model."  # of a PeftModel, which the files' names are of
+_PREFIX = "base_model.model."  # names in peft's files are those in a PeftModel
 _BESIDE = ("modules_to_save", "bias", "trainable_token_indices")  # peft would write these too
 
-Listing = list[list[tuple[str, int]]]  # for each file the names and bytes of its tensors
+Listing = list[list[tuple[str, int]]]  # for each file, name and number of bytes of each tensor
 
 
 def export_safetensors(
@@ -41,16 +41,16 @@ def export_safetensors(
 ) -> None:
     """Write the plain model's weights for other programs; all ranks call it.
 
-    One `model.safetensors`, or `model-00001-of-0000n.safetensors` and an index if there are
-    several: each stage of a pipeline writes its own. Names are the plain model's; a tied parameter
-    has its first one. Tensors are gathered one by one, so that no rank has more than one whole
-    tensor beside its shards.
+    Writes `model.safetensors`, or several `model-00001-of-0000n.safetensors` and an index: each
+    pipeline stage writes its own files. Names are the plain model's; a tied parameter is written
+    under its first name. Tensors are gathered one by one, so that no rank holds more than one whole
+    tensor in addition to its shards.
 
     Args:
-        model: What `parallelize` returned, or any module.
-        folder: Where to; made if need be.
+        model: The module that `parallelize` returned, or any other.
+        folder: Destination; created if missing.
         manager: The grid; None is the current one, or one process.
-        max_file_bytes: Begin another file rather than exceed this.
+        max_file_bytes: Begin another file rather than exceed this; a larger tensor gets its own.
 
     Raises:
         CheckpointError: `folder` has weights already, or a rank could not write; the same on
@@ -90,7 +90,7 @@ def _start(root: Path) -> None:
 
 
 def _not_earlier(held: list[Held], grid: ProcessGroupManager) -> list[Held]:
-    """Leave out what an earlier stage has as well, such as a buffer of the whole model."""
+    """Leave out tensors that an earlier stage has too, such as a buffer of the whole model."""
     stages = all_gather_object([each.name for each in held], grid.pp_group)
     earlier = {name for names in stages[: grid.pp_rank] for name in names}
     return [each for each in held if each.name not in earlier]
@@ -114,9 +114,9 @@ def _file_name(number: int, total: int) -> str:
 def _write(path: Path | None, file: list[Held]) -> Exception | None:
     """Gather a file's tensors one by one, and write them if there is a path.
 
-    An error is returned: other ranks are to gather with this one until the end.
+    Errors are returned, not raised, since other ranks still gather with this one.
     """
-    held = sorted(file, key=lambda each: -each.tensor.dtype.itemsize)  # aligned
+    held = sorted(file, key=lambda each: -each.tensor.dtype.itemsize)  # keeps tensors aligned
     slots = [(each.name, each.tensor.dtype, each.shape) for each in held]
     tensors = map(_gather, held)
     failed: Exception | None = None
@@ -127,7 +127,7 @@ def _write(path: Path | None, file: list[Held]) -> Exception | None:
                 for tensor in tensors:
                     write_tensor(out, tensor)
                 flush(out)
-        except (OSError, CheckpointError) as error:  # the latter of a dtype that it does not hold
+        except (OSError, CheckpointError) as error:  # the latter for an unsupported dtype
             failed = error
     for _ in tensors:
         pass
@@ -136,7 +136,7 @@ def _write(path: Path | None, file: list[Held]) -> Exception | None:
 
 @torch.no_grad()
 def _gather(held: Held) -> Tensor:
-    """Return the whole tensor; the ranks that have parts of it call this for one after another."""
+    """Return the whole tensor; ranks with shards of it call this for all tensors in one order."""
     tensor = held.tensor.detach()
     if held.cut is not None:
         tensor = held.cut.join(tensor)
@@ -152,7 +152,7 @@ def _raise(error: Exception | None) -> None:
 
 
 def _finish(root: Path, stages: list[Listing]) -> None:
-    """Give the files their names, and write the index if there are several."""
+    """Give the files their final names, and write the index if there are several."""
     files = [file for stage in stages for file in stage]
     names = [_file_name(number, len(files)) for number in range(1, len(files) + 1)]
     for name in names:
@@ -176,12 +176,12 @@ def export_adapter(
 ) -> None:
     """Write a LoRA adapter as peft's `save_pretrained` does; all ranks call it.
 
-    The adapter alone is gathered, on every rank, and rank 0 writes `adapter_model.safetensors` and
-    `adapter_config.json`.
+    Every rank gathers the adapter's tensors, and no others. Rank 0 writes
+    `adapter_model.safetensors` and `adapter_config.json`.
 
     Args:
-        model: What `parallelize` returned.
-        folder: Where to; made if need be.
+        model: The module that `parallelize` returned.
+        folder: Destination; created if missing.
         manager: The grid; by default the model's.
         adapter: The adapter's name.
 
@@ -198,12 +198,12 @@ def export_adapter(
 
 
 def _saved_as(name: str, adapter: str) -> str | None:
-    """Return the name in peft's file of a tensor of an adapter; None for any other tensor."""
+    """Return the name of an adapter's tensor in peft's file; None for any other tensor."""
     found = re.fullmatch(rf"(.*\blora_\w+)\.{re.escape(adapter)}(\..+)?", name)
     if found is None:
         return None
     where, last = found.groups(default="")
-    # A vector of DoRA is a module in peft, and was a parameter when its files got their names.
+    # DoRA's vector is a module in peft today, but a parameter in the names of peft's files.
     last = "" if where.endswith("lora_magnitude_vector") else last
     return _PREFIX + where.removeprefix(_PREFIX) + last
 
@@ -212,7 +212,7 @@ def _config(model: nn.Module, adapter: str) -> Any:
     """Return peft's config of an adapter.
 
     Raises:
-        InvalidArgumentError: There is none, or peft would write more than low-rank matrices.
+        InvalidArgumentError: It is missing, or peft would write more than low-rank matrices.
     """
     found = [getattr(module, "peft_config", None) for module in model.modules()]
     held = [configs for configs in found if isinstance(configs, dict)]
@@ -239,7 +239,7 @@ def _write_adapter(root: Path, tensors: dict[str, Tensor], config: Any) -> None:
     root.mkdir(parents=True, exist_ok=True)
     if (root / ADAPTER).exists():
         raise CheckpointError(f"{root} has an adapter already; export to another folder")
-    ordered = sorted(tensors.items(), key=lambda entry: -entry[1].dtype.itemsize)  # aligned
+    ordered = sorted(tensors.items(), key=lambda entry: -entry[1].dtype.itemsize)  # keeps alignment
     slots = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered]
     unfinished = root / f"{ADAPTER}{UNFINISHED}"
     with unfinished.open("wb") as file:
@@ -247,7 +247,7 @@ def _write_adapter(root: Path, tensors: dict[str, Tensor], config: Any) -> None:
         for _, tensor in ordered:
             write_tensor(file, tensor)
         flush(file)
-    trains, config.inference_mode = config.inference_mode, True  # as peft writes it
+    trains, config.inference_mode = config.inference_mode, True  # peft writes True, too
     try:
         config.save_pretrained(str(root))
     finally:

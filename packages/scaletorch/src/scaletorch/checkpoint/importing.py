@@ -1,4 +1,4 @@
-"""Weights in: folders of other programs, of which each rank reads its own part."""
+"""Import of weights from other programs' folders; each rank reads only its own shards."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from .together import (
 
 
 class Whole(NamedTuple):
-    """The whole model, as all ranks have it together.
+    """Names in the whole model, of all ranks together.
 
     Attributes:
-        firsts: Each of its names -> the one that the tensor is saved by.
-        ties: The name that a tied tensor is saved by -> all its names.
-        optimizer: The program's own, if it is to get its state.
-        groups: The names of what each of its groups updates.
+        firsts: Each name -> the name that its tensor is saved under.
+        ties: The name that a tied tensor is saved under -> all its names.
+        optimizer: The program's optimizer, if its state is to be loaded too.
+        groups: For each of the optimizer's groups, the names of its parameters.
     """
 
     firsts: dict[str, str]
@@ -48,15 +48,15 @@ class Whole(NamedTuple):
 def import_safetensors(
     model: nn.Module, folder: str | Path, manager: ProcessGroupManager | None = None
 ) -> None:
-    """Load the plain model's weights, as `save_pretrained` leaves them; all ranks call it.
+    """Load the plain model's weights from the files of `save_pretrained`; all ranks call it.
 
-    Each rank reads its own part. Values are cast to the model's dtypes; an optimizer's masters get
-    them uncast, and its other state stays as it is.
+    Each rank reads only its own shards. Values are cast to the model's dtypes. An optimizer's
+    master weights get the values uncast; its other state stays unchanged.
 
     Args:
-        model: What `parallelize` returned, or any module.
+        model: The module that `parallelize` returned, or any other.
         folder: Has `model.safetensors`, or several files and their index. Names are the plain
-            model's; of a tied parameter there is one.
+            model's, with one name for a tied parameter.
         manager: The grid; None is the current one, or one process.
 
     Raises:
@@ -79,11 +79,11 @@ def read_folder(
 
     Args:
         root: The folder.
-        model: What `parallelize` returned, or any module.
-        optimizer: Gets its state too.
+        model: The module that `parallelize` returned, or any other.
+        optimizer: Its state is loaded too; None loads weights only.
         manager: The grid; None is the current one, or one process.
-        find: Describes the folder as `metadata.json` does; runs on rank 0.
-        reader: Reads its files.
+        find: Returns a description of the folder like `metadata.json`; runs on rank 0.
+        reader: Class that reads the folder's files.
 
     Raises:
         CheckpointError: On every rank, with nothing changed.
@@ -107,7 +107,7 @@ def _all_ties(program: Program) -> dict[str, list[str]]:
 
 
 def _group_names(program: Program) -> list[set[str]]:
-    """Return the names of what each group of the optimizer updates, on any rank."""
+    """Return the names of each optimizer group's parameters, over all ranks."""
     if program.optimizer is None:
         return []
     names = {id(shard.tensor): own.name for shard, own in program.shards}
@@ -121,8 +121,8 @@ def _describe_files(root: Path, whole: Whole) -> dict[str, Any]:
     """Read the headers of all files, and describe each tensor as one chunk.
 
     Raises:
-        CheckpointError: Two tensors are one in the model.
-        DamagedCheckpointError: There are none, or they are not as they should be.
+        CheckpointError: The files have two tensors that are tied in the model.
+        DamagedCheckpointError: Files are missing or broken.
     """
     entries: dict[str, Any] = {}
     sizes = {}
@@ -149,7 +149,7 @@ def _describe_files(root: Path, whole: Whole) -> dict[str, Any]:
 
 
 def _files(root: Path) -> dict[str, list[str] | None]:
-    """Return the files, each with the tensors to take from it; None is all."""
+    """Return the files, each with the names of the tensors to read; None reads all."""
     if (root / WHOLE).is_file():
         return {WHOLE: None}
     try:

@@ -1,4 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint in: FSDP2's and DTensor's, into any layout."""
+"""Import of torch.distributed.checkpoint's files (FSDP2's and DTensor's) into any layout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .state.optimizer import KNOBS
 from .storage import Read, Reader
 from .together import CheckpointError, DamagedCheckpointError
 
-_CLASSES = {  # of which torch makes a description, beside dtypes
+_CLASSES = {  # that torch pickles in a `.metadata`, in addition to dtypes
     "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "StorageMeta",
     "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "_StorageInfo", "Size",
     "_get_layout", "OrderedDict", "PosixPath",
@@ -44,19 +44,20 @@ def import_dcp(
     optimizer: torch.optim.Optimizer | None = None,
     manager: ProcessGroupManager | None = None,
 ) -> None:
-    """Load what `torch.distributed.checkpoint.save` wrote of FSDP2 or DTensors; all ranks call it.
+    """Load a folder of `torch.distributed.checkpoint.save` with FSDP2 or DTensor state.
 
-    Each rank reads its own part, on any layout. Values are cast to the model's dtypes; masters get
-    them uncast. The optimizer gets its state and its groups' hyperparameters by parameters' names,
-    nested or flattened, as `get_state_dict` of torch gives them; all else stays as it is.
+    All ranks call it, on any layout, and each reads only its own shards. Values are cast to the
+    model's dtypes; master weights get them uncast. The optimizer's state and its groups'
+    hyperparameters are found by parameter names, nested or flattened, as torch's `get_state_dict`
+    returns them. All other state stays unchanged.
 
-    `.metadata` is a pickle, read with the classes that torch writes there and no others, and values
-    are read as by `torch.load(weights_only=True)`: nothing in the folder is run.
+    `.metadata` is a pickle; only the classes that torch writes there are allowed. Values are read
+    with `torch.load(weights_only=True)`. So no code in the folder runs.
 
     Args:
-        model: What `parallelize` returned, or any module.
+        model: The module that `parallelize` returned, or any other.
         folder: Has `.metadata` and `*.distcp`, and the model once, under any prefix.
-        optimizer: One of the model's parameters, or of their shards; its state is replaced.
+        optimizer: Optimizer of the model's parameters, or of their shards; its state is replaced.
         manager: The grid; None is the current one, or one process.
 
     Raises:
@@ -68,7 +69,7 @@ def import_dcp(
 
 
 def _describe(root: Path, whole: Whole) -> dict[str, Any]:
-    """Return a description like a checkpoint's own, by the model's names."""
+    """Return a description like `metadata.json`, under the model's names."""
     saved = _entries(root)
     prefix = _find_prefix(root, saved, whole.firsts)
     entries: Entries = {}
@@ -100,7 +101,7 @@ class _Unpickler(pickle.Unpickler):
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if dtype or (module in _MODULES and name in _CLASSES):
             return super().find_class(module, name)
-        if (module, name) == ("builtins", "getattr"):  # of an enum, until Python 3.11.4
+        if (module, name) == ("builtins", "getattr"):  # pickles enum members until Python 3.11.4
             return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}, as no description does")
 
@@ -117,7 +118,7 @@ def _are_equal(root: Path, one: Mapping[str, Any], other: Mapping[str, Any]) -> 
 
 
 def _entries(root: Path) -> Entries:
-    """Return what a folder holds; a value that is no tensor has no dtype."""
+    """Return the entries of a folder; values that are not tensors have the dtype ''."""
     try:
         with (root / ".metadata").open("rb") as file:
             found = _Unpickler(file).load()
@@ -131,7 +132,7 @@ def _entries(root: Path) -> Entries:
                 chunks = [_chunk(name, each, found.storage_data) for each in entry.chunks]
                 tensors[name] = Saved(tuple(entry.size), entry.properties.dtype, chunks)
         return values | to_json(tensors)
-    except Exception as error:  # of whatever kind a broken pickle raises
+    except Exception as error:  # a broken pickle may raise any kind
         raise DamagedCheckpointError(
             f"{root / '.metadata'} cannot be read, pass the folder of one finished checkpoint: "
             f"{type(error).__name__}: {error}"
@@ -145,7 +146,7 @@ def _chunk(name: str, chunk: Any, stored: Mapping[MetadataIndex, Any]) -> Chunk:
 
 
 def _read(root: Path, file: str, offset: int, length: int, **_: Any) -> Any:
-    """Return a chunk or a value; its checksums are compared, which torch does not."""
+    """Return a chunk or a value, after checking its checksums, which torch does not do."""
     try:
         with (root / file).open("rb") as opened:
             opened.seek(offset)
@@ -154,13 +155,13 @@ def _read(root: Path, file: str, offset: int, length: int, **_: Any) -> Any:
             raise ValueError("its checksum is another")
         data.seek(0)
         return torch.load(data, map_location="cpu", weights_only=True)
-    except Exception as error:  # of whatever kind broken files raise
+    except Exception as error:  # broken files may raise any kind
         message = f"{root / file} cannot be read at byte {offset}: {error}"
         raise DamagedCheckpointError(message) from error
 
 
 class _Reader(Reader):
-    """Reads the files, checked before anything is copied."""
+    """Reads the files; loads each chunk once before any copy, to check it."""
 
     def check(self, read: Read, checked: set[tuple[str, int]]) -> None:
         if (read.chunk.file, read.chunk.offset) not in checked:
@@ -179,6 +180,7 @@ class _Reader(Reader):
 
 
 def _find_prefix(root: Path, saved: Entries, firsts: Mapping[str, str]) -> str:
+    # Every start of a name within a key is a candidate; the prefix with most names wins.
     found: dict[str, set[str]] = defaultdict(set)
     for key in saved:
         for match in re.finditer(r"^|\.", key):
@@ -193,7 +195,7 @@ def _find_prefix(root: Path, saved: Entries, firsts: Mapping[str, str]) -> str:
 
 
 def _by_parameter(saved: Entries, mark: str, names: Mapping[str, str]) -> dict[str, Entries]:
-    """Return a parameter's name, or a number -> what the optimizer has of it."""
+    """Return a parameter's name, or a number -> its optimizer entries of a kind (`mark`)."""
     found: dict[str, Entries] = defaultdict(dict)
     for key, entry in saved.items():
         for match in _OPTIMIZER.finditer(key):
@@ -226,7 +228,7 @@ def _add_state(
 def _groups(
     root: Path, saved: Mapping[str, Entries], whole: Whole, optimizer: torch.optim.Optimizer
 ) -> list[dict[str, Any]] | None:
-    """Return the hyperparameters of the optimizer's groups; None if none are saved."""
+    """Return the saved hyperparameters of each optimizer group; None if none are saved."""
     values: dict[str, Any] = {}
     for name, items in saved.items():
         kept = items.keys() - (set(KNOBS) - {"params"})

@@ -1,4 +1,4 @@
-"""Loading: find a good checkpoint, check all of it, then fill the model, on whatever layout."""
+"""Loading: find a good checkpoint, check it, then fill the model, whatever layout saved it."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Loaded:
 
     Attributes:
         step: The number of steps done.
-        extra: What `save` was given as extra.
-        folder: The checkpoint.
+        extra: The values that were passed to `save` as `extra`.
+        folder: The folder of the checkpoint.
     """
 
     step: int
@@ -78,32 +78,32 @@ def load(
     check: Callable[[dict[str, Any]], None] | None = None,
     fall_back: bool = True,
 ) -> Loaded | None:
-    """Load the newest checkpoint, saved on whatever layout; all ranks call it.
+    """Load the newest checkpoint, saved on any layout; all ranks call it.
 
-    Everything is checked on all ranks before anything changes: the description, the sizes of the
-    files, the checksum of every block that is read. A damaged checkpoint is passed over for the
-    one before, with a warning on every rank. Nothing is unpickled.
+    All ranks check everything before anything changes: the description, the sizes of the files,
+    and the checksum of every block that is read. If a checkpoint is damaged, the one before it is
+    loaded, with a warning on every rank. Nothing is unpickled.
 
-    On the layout that saved, each rank's random generators go on as they were; on another one they
-    are seeded anew (`seed_ranks`) from what was saved.
+    If the layout is the one that saved, each rank's random generators continue from their saved
+    state. On another layout they are seeded anew (`seed_ranks`) from a saved seed.
 
     Args:
-        folder: Holds the checkpoints, or is one itself (`step-00000012`), and then no other will
-            do. A link to one or a copy of another name will do too.
-        model: What `parallelize` returned, or any module.
-        optimizer: One of the model's parameters, or of their shards; its state is replaced.
+        folder: Holds the checkpoints, or is itself the one to load (`step-00000012`, a link to a
+            checkpoint, or a copy under another name).
+        model: The module that `parallelize` returned, or any other.
+        optimizer: Optimizer of the model's parameters, or of their shards; its state is replaced.
         manager: The grid; None is the current one, or one process.
-        scheduler: Anything with `load_state_dict`.
-        check: Gets `extra` before anything changes, and raises what is to be raised.
-        fall_back: Pass over a damaged checkpoint; False raises in its place.
+        scheduler: Any object with `load_state_dict`.
+        check: Called with `extra` before anything changes; may raise to refuse the checkpoint.
+        fall_back: Whether a damaged checkpoint is skipped; False raises instead.
 
     Returns:
-        What it was; None if there is nothing but what killed saves left and a run's logs.
+        The step, extra and folder; None if the folder has only unfinished saves and logs.
 
     Raises:
-        CheckpointError: The checkpoint is of another model, or lacks what is asked for; or the
-            folder has files of another library, or unknown ones, and no checkpoint.
-        DamagedCheckpointError: It is not what was saved, nor is any before it.
+        CheckpointError: The checkpoint is of another model, or has no optimizer or scheduler for
+            the one given; or the folder has no checkpoint, but files of another or unknown kind.
+        DamagedCheckpointError: The checkpoint, and every one before it, is incomplete or changed.
     """
     group, root = control_group(), Path(folder).absolute()
     program = all_or_none(
@@ -136,7 +136,7 @@ def describe(
     manager: ProcessGroupManager | None,
     group: ProcessGroup | None,
 ) -> Program:
-    """Return what a checkpoint is loaded into, without asking other ranks."""
+    """Return the program that a checkpoint is loaded into, without communication."""
     wait_for_last()
     manager = find_manager(manager)
     held = find_held(model, manager)
@@ -147,7 +147,7 @@ def describe(
 def _load_one(
     folder: Path, program: Program, check: Callable[[dict[str, Any]], None] | None
 ) -> Loaded:
-    """Load one checkpoint, or raise with nothing changed."""
+    """Load one checkpoint; if this raises, nothing has changed."""
     group, what = program.group, f"{folder}"
     document = on_first_rank(lambda: read_document(folder), group)
     extra = decode(document["extra"])
@@ -161,10 +161,10 @@ def _load_one(
 
 
 def read_document(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's description, compared with its digest.
+    """Read a checkpoint's description, and check its digest.
 
     Raises:
-        DamagedCheckpointError: It is not what `save` writes.
+        DamagedCheckpointError: The description is missing, changed or not one of `save`.
     """
     if folder.name.endswith(UNFINISHED):
         raise DamagedCheckpointError(f"{folder} was never finished")
@@ -209,7 +209,7 @@ class Plan:
             self._random = find_random(saved, program.manager, self._random_targets)
 
     def read(self, reader: Reader, what: str) -> None:
-        """Read everything, and set it.
+        """Read everything, and install it in the program.
 
         Raises:
             CheckpointError: On every rank, with the model and the optimizer unchanged.
@@ -222,7 +222,7 @@ class Plan:
         self._install()
 
     def _install(self) -> None:
-        """Set what is not read in place: masters' copies, state and rates."""
+        """Install what is not read in place: parameter copies, optimizer state, groups, seeds."""
         program = self._program
         refresh_shards(program.shards)
         if program.optimizer is not None:
@@ -235,17 +235,17 @@ class Plan:
             seed_anew(self._document["seed"], program.manager)
 
     def _install_states(self) -> None:
-        """Set the scheduler and the generators, which may refuse their state, before all else.
+        """Restore the scheduler and the generators first, since they may refuse their state.
 
         Raises:
-            CheckpointError: One does.
+            CheckpointError: One of them refuses.
         """
         try:
             if self._schedule is not None:
                 self._program.scheduler.load_state_dict(self._schedule)
             if self._random is not None:
                 restore_random(self._random, self._device)
-        except Exception as error:  # of whatever kind a scheduler raises
+        except Exception as error:  # schedulers may raise any kind
             raise CheckpointError(
                 "its generators or its scheduler cannot be given their state here: "
                 f"{type(error).__name__}: {error}"

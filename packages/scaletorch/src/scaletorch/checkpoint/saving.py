@@ -1,4 +1,4 @@
-"""Saving: describe the state, share it out, write it now or in the background."""
+"""Saving: describe the state, assign it to ranks, and write it now or in the background."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _last: Saving | None = None
 
 
 class Saving:
-    """A checkpoint that is being written, or is.
+    """A checkpoint that is being written, or is finished.
 
     Attributes:
-        folder: Where it is once it is finished.
+        folder: Its final folder, which exists once the checkpoint is finished.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,7 +46,7 @@ class Saving:
         self._written = Future[None]()
 
     def _run(self, write: Callable[[], None]) -> None:
-        """Write, and keep the error for those who wait."""
+        """Call `write`, and keep its error for `wait`."""
         try:
             write()
         except Exception as error:
@@ -55,14 +55,14 @@ class Saving:
             self._written.set_result(None)
 
     def done(self) -> bool:
-        """Return whether the writing has ended on this rank, well or not."""
+        """Return whether writing has ended on this rank, with or without an error."""
         return self._written.done()
 
     def wait(self) -> Path:
-        """Wait until it is finished on every rank; return its folder.
+        """Wait until the checkpoint is finished on every rank; return its folder.
 
         Raises:
-            CheckpointError: It could not be written; the same on every rank, and every time.
+            CheckpointError: It could not be written; the same on every rank and in every call.
         """
         global _last
         error = self._written.exception()
@@ -74,7 +74,7 @@ class Saving:
 
 
 def wait_for_last() -> None:
-    """Wait for the save in the background, if there is one, and raise its error."""
+    """Wait for the background save, if there is one, and raise its error."""
     if _last is not None:
         _last.wait()
 
@@ -93,29 +93,30 @@ def save(
 ) -> Saving:
     """Write a checkpoint that any other layout can load; all ranks call it.
 
-    It becomes `folder/step-<step>` once everything is on the disk; until then nothing is there
-    by that name. A second save waits for a first one in the background, and raises its error.
-    From the first save until this job ends, no other job can save into the folder.
+    The folder `step-<zero-padded step>` appears once everything is on the disk, and not before. A
+    save waits for an earlier one in the background, and raises its error. From the first save
+    until this job ends, no other job can save into `folder`.
 
     Args:
         folder: Holds the checkpoints; shared by all machines.
-        model: What `parallelize` returned, or any module.
-        optimizer: One of the model's parameters, or of their shards.
+        model: The module that `parallelize` returned, or any other.
+        optimizer: Optimizer of the model's parameters, or of their shards.
         manager: The grid; None is the current one, or one process.
         step: The number of steps done.
-        scheduler: Anything whose `state_dict` is of plain values.
+        scheduler: Any object whose `state_dict` has plain values only.
         extra: Plain values to get back, such as the position in the data; equal on all ranks.
         keep: Remove finished checkpoints before the last `keep`; None keeps all.
-        asynchronous: Copy the state, and write it while training goes on.
+        asynchronous: Copy the state, and write the copy while training goes on.
 
     Returns:
-        The checkpoint, which `wait` waits for; finished already unless asynchronous.
+        The checkpoint; call `wait` if `asynchronous`, otherwise it is finished already.
 
     Raises:
         InvalidArgumentError: State that a checkpoint cannot hold.
         MismatchError: Ranks were given different steps, extra or hyperparameters, or another rank
-            cannot take part.
-        CheckpointError: A rank could not write, or another job does; the same on every rank.
+            failed before it could write.
+        CheckpointError: A rank could not write, or another job writes into the folder; the same on
+            every rank.
     """
     group, root = control_group(), Path(folder).absolute()
     lines: list[str] = []
@@ -130,7 +131,7 @@ def save(
         entries = share_out(record, manager)
         if asynchronous:
             entries = stage(entries, _buffers.setdefault(model, {}))
-    except Exception as error:  # of whatever kind: the others must know
+    except Exception as error:  # any kind: the other ranks must know
         failed = error
     agree("the checkpoint to save", lines, group, error=failed)
     on_first_rank(lambda: hold(root, next(model.parameters(), model), get_default_group()), group)
@@ -139,7 +140,7 @@ def save(
 
 
 def _started(saving: Saving, write: Callable[[], None], asynchronous: bool) -> Saving:
-    """Write now, or in a thread. It is no daemon's and no executor's: programs and ranks wait."""
+    """Write now, or in a thread: no daemon and no executor, so that programs and ranks wait."""
     global _last
     if asynchronous:
         name = f"checkpoint {saving.folder.name}"
@@ -159,7 +160,7 @@ def _write(
     document: Mapping[str, Any],
     group: ProcessGroup | None,
 ) -> None:
-    """Write a file of each rank, then describe them all, and give the checkpoint its name."""
+    """Write one file per rank, then the description of all, and give the folder its final name."""
     step = document["step"]
     final = folders.step_folder(root, step)
     folder = final.with_name(final.name + folders.UNFINISHED)
@@ -174,7 +175,7 @@ def _write(
         for written, noted in ranks:
             for name, entry in from_json(written).items():
                 known = saved.setdefault(name, entry._replace(chunks=[])).chunks
-                places = {chunk.at for chunk in known}  # of ranks that hold and write the same
+                places = {chunk.at for chunk in known}  # several ranks may write the same chunk
                 known += [chunk for chunk in entry.chunks if chunk.at not in places]
             for kind, note in noted.items():
                 joined.setdefault(kind, {}).update(note)
@@ -195,7 +196,7 @@ def _sizes(folder: Path, saved: Mapping[str, Saved]) -> dict[str, int]:
     """Return the sizes of all ranks' files.
 
     Raises:
-        CheckpointError: One is not to be seen from here.
+        CheckpointError: A file cannot be seen from this rank.
     """
     sizes = {}
     for name in sorted({chunk.file for entry in saved.values() for chunk in entry.chunks}):
@@ -210,7 +211,7 @@ def _sizes(folder: Path, saved: Mapping[str, Saved]) -> dict[str, int]:
 
 
 def _told(document: Mapping[str, Any], **options: Any) -> list[str]:
-    """Return what all ranks must have been told the same."""
+    """Return lines that must be the same on all ranks, for `agree` to compare."""
     lines = [f"{key}: {canonical(value)}" for key, value in document.items() if key != "seed"]
     return lines + [f"{name}: {value}" for name, value in options.items()]
 
@@ -245,7 +246,7 @@ def _document(
 def _record(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, manager: ProcessGroupManager
 ) -> Record:
-    """Describe all that this rank has."""
+    """Describe all state on this rank: model, masters, optimizer and random generators."""
     record = Record()
     held = find_held(model, manager)
     record.ties = find_ties(held)
@@ -259,7 +260,7 @@ def _record(
             state = {} if optimizer is None else optimizer.state.get(shard.tensor, {})
             owns = manager.tp_rank == 0 or shard.tensor is own.tensor
             writes = owns and (manager.cp_dp_rank == 0 or not shard.replicated)
-            writes = writes or own.experts is not None  # ranks that all say the same do no harm
+            writes = writes or own.experts is not None  # several ranks may write equal scalars
             record_shard(record, shard, own, state, writes=writes)
     device = next((each.tensor.device for each in held.values()), torch.device("cpu"))
     record_random(record, manager, device)

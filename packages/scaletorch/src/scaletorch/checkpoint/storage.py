@@ -1,4 +1,4 @@
-"""Chunks of tensors in files: a rank's are written into one, and read from those that have them."""
+"""Chunks of tensors in files: each rank writes one file, and reads from any that it needs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from .together import DamagedCheckpointError
 
 
 def write_chunks(path: Path, entries: Mapping[str, Entry], step: int) -> dict[str, Saved]:
-    """Write this rank's parts of tensors into a file of its own; return the chunks it then has."""
+    """Write this rank's entries into one new file; return a description of its chunks."""
     parts = [(name, part) for name, entry in entries.items() for part in entry.parts]
     if not parts:
         return {}
-    parts.sort(key=lambda each: (-each[1].tensor.itemsize, each[0], each[1].offsets))  # aligned
+    # The largest items first, which keeps all tensors aligned.
+    parts.sort(key=lambda each: (-each[1].tensor.itemsize, each[0], each[1].offsets))
     slots = [
         (_slot_name(name, part, entries[name].shape), part.tensor.dtype, part.tensor.shape)
         for name, part in parts
@@ -43,7 +44,7 @@ def write_chunks(path: Path, entries: Mapping[str, Entry], step: int) -> dict[st
 
 
 def _slot_name(name: str, part: Part, shape: tuple[int, ...]) -> str:
-    """Name a chunk: as its entry if it is the whole, else with its offsets."""
+    """Return a chunk's name: its entry's if it is the whole tensor, else with its offsets."""
     whole = tuple(part.tensor.shape) == shape
     return name if whole else f"{name}@{','.join(map(str, part.offsets))}"
 
@@ -52,10 +53,10 @@ class Read(NamedTuple):
     """A rectangle to copy.
 
     Attributes:
-        name: The tensor.
-        saved: What was saved of it.
-        chunk: The chunk that has it.
-        begin: Where it begins in the chunk.
+        name: The tensor's.
+        saved: The saved tensor.
+        chunk: The chunk that holds the rectangle.
+        begin: Its first index in the chunk, per dim.
         target: The memory to fill.
     """
 
@@ -70,9 +71,9 @@ class Reader:
     """Reads a checkpoint's files.
 
     Args:
-        folder: The checkpoint.
+        folder: The checkpoint's.
         saved: The tensors in it.
-        sizes: Of its files.
+        sizes: Bytes of each file.
     """
 
     def __init__(self, folder: Path, saved: Mapping[str, Saved], sizes: Mapping[str, int]) -> None:
@@ -80,10 +81,10 @@ class Reader:
         self._files: dict[str, Tensor] = {}
 
     def plan(self, entries: Mapping[str, Entry]) -> list[Read]:
-        """Find this rank's parts of tensors in the chunks, and check all that will be read.
+        """Find this rank's rectangles in the chunks, and check everything that will be read.
 
         Raises:
-            DamagedCheckpointError: They are not all there, or not what was written.
+            DamagedCheckpointError: Some are missing, or have changed since they were written.
         """
         reads: list[Read] = []
         for entry in entries.values():
@@ -102,10 +103,10 @@ class Reader:
         return reads
 
     def check(self, read: Read, checked: set[tuple[str, int]]) -> None:
-        """Compare the checksums of the blocks that a copy reads.
+        """Check the checksums of the blocks that a copy reads, unless they are in `checked`.
 
         Raises:
-            DamagedCheckpointError: They are not what was written.
+            DamagedCheckpointError: A block has changed since it was written.
         """
         chunk, memory = read.chunk, self._bytes(read.chunk)
         for block in _blocks(read) if chunk.crc32 is not None else ():
@@ -121,7 +122,7 @@ class Reader:
                 )
 
     def copy(self, reads: list[Read]) -> None:
-        """Fill the memory."""
+        """Fill the targets."""
         for read in reads:
             source = self.tensor(read)
             for dim, (start, size) in enumerate(zip(read.begin, read.target.shape, strict=True)):
@@ -130,7 +131,7 @@ class Reader:
         self._files.clear()
 
     def tensor(self, read: Read) -> Tensor:
-        """Return the chunk that has a rectangle."""
+        """Return the whole chunk that holds a rectangle."""
         return view_as(self._bytes(read.chunk), read.saved.dtype, read.chunk.shape)
 
     def _bytes(self, chunk: Chunk) -> Tensor:
@@ -145,6 +146,7 @@ class Reader:
 
 
 def _overlaps(entry: Entry, saved: Saved) -> Iterator[Read]:
+    # Intersect each rectangle of this rank with each saved chunk.
     for part in entry.parts:
         for chunk in saved.chunks:
             low = [max(*pair) for pair in zip(part.offsets, chunk.at, strict=True)]
@@ -163,7 +165,7 @@ def _overlaps(entry: Entry, saved: Saved) -> Iterator[Read]:
 
 
 def _blocks(read: Read) -> range:
-    """Return the numbers of the blocks of a chunk that hold a rectangle."""
+    """Return the numbers of the chunk's blocks that a rectangle spans."""
     shape, size = read.chunk.shape, read.saved.dtype.itemsize
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     low = sum(at * stride for at, stride in zip(read.begin, strides, strict=True))

@@ -30,7 +30,7 @@ class CheckpointError(ScaletorchError, RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is not, or no longer, what was saved."""
+    """A checkpoint is incomplete, or has changed since it was saved."""
 
 
 class Failure(NamedTuple):
@@ -44,16 +44,17 @@ def on_first_rank(task: Callable[[], T], group: ProcessGroup | None) -> T:
     """Run a task on rank 0, and return its result on every rank.
 
     Raises:
-        CheckpointError: On every rank, where rank 0 fails.
+        CheckpointError: On every rank, if rank 0 fails.
     """
     return collect("", lambda: None, lambda _: task(), group)
 
 
 def all_or_none(what: str, task: Callable[[], T], group: ProcessGroup | None) -> T:
-    """Run a task that needs no other rank, and raise on all ranks if it fails on one.
+    """Run a task without communication on every rank, and raise on all ranks if it fails on one.
 
     Raises:
-        CheckpointError: On every rank; but a bad argument stays one on the rank that has it.
+        CheckpointError: On every rank; but a rank whose own error is of another kind, such as a bad
+            argument, raises that one.
     """
     own: list[T] = []
     collect(what, lambda: own.append(task()), lambda _: None, group)
@@ -66,12 +67,12 @@ def collect(
     conclude: Callable[[list[Any]], T],
     group: ProcessGroup | None,
 ) -> T:
-    """Run a task on every rank, and conclude on rank 0; return that on every rank.
+    """Run a task on every rank, combine the values on rank 0, and return the result on every rank.
 
     Args:
-        what: Begins the error of ranks that fail.
+        what: Beginning of the error message.
         task: Returns a plain value.
-        conclude: Gets the values of all ranks.
+        conclude: Combines the values of all ranks, on rank 0.
         group: All ranks; None is one process.
 
     Raises:
@@ -80,7 +81,7 @@ def collect(
     value, failed = None, None
     try:
         value = task()
-    except Exception as error:  # of whatever kind: the others must know
+    except Exception as error:  # any kind: the other ranks must know
         failed = error
     told = None if failed is None else tuple(_describe(failed))  # a plain tuple needs no pickle
     reports = gather_object((value, told), 0, group)
@@ -103,7 +104,7 @@ def _conclude(what: str, reports: list[Any], conclude: Callable[[list[Any]], Any
         return None, _join(what, failures)
     try:
         return conclude([value for value, _ in reports]), None
-    except Exception as error:  # of whatever kind: the others must know
+    except Exception as error:  # any kind: the other ranks must know
         text, damaged = _describe(error)
         return None, (f"{what}: {text}" if what else text, damaged)
 
@@ -115,7 +116,7 @@ def _describe(error: BaseException) -> Failure:
 
 
 def _join(what: str, failures: Mapping[int, Failure]) -> tuple[str, bool]:
-    """Return the one error of all ranks: damage only where all that failed found damage."""
+    """Merge the ranks' errors into one; it means damage only if all of them do."""
     said: dict[str, list[int]] = {}
     for rank, failure in failures.items():
         said.setdefault(failure.text, []).append(rank)
@@ -125,29 +126,29 @@ def _join(what: str, failures: Mapping[int, Failure]) -> tuple[str, bool]:
 
 
 def find_manager(manager: ProcessGroupManager | None) -> ProcessGroupManager:
-    """Return a manager; None is the current one, or one of this process alone.
+    """Return the given manager; for None the current one, or one for this process alone.
 
     Raises:
-        StateError: Several ranks and no manager.
+        StateError: There are several ranks and no manager, or the manager is destroyed.
     """
     found = get_process_group_manager() if manager is None else manager
     if found is None:
-        axis_group("cp_dp")  # refuses several ranks
+        axis_group("cp_dp")  # raises if there are several ranks
         found = ProcessGroupManager()
-    found.group("cp_dp")  # refuses one that is destroyed
+    found.group("cp_dp")  # raises if the manager is destroyed
     return found
 
 
 def control_group() -> ProcessGroup | None:
-    """Return a gloo group of all ranks for checkpoints alone, made once; None in one process.
+    """Return the gloo group of all ranks for checkpoints only, made once; None in one process.
 
-    A save in the background then shares no group with training.
+    With its own group, a save in the background does not interfere with training's collectives.
     """
     world = get_default_group()
     if world is None:
         return None
     if world not in _control:
         group = c10d.new_group(backend="gloo", timeout=get_timeout())
-        all_reduce(torch.zeros(1), group=group)  # connects it before any rank goes on
+        all_reduce(torch.zeros(1), group=group)  # connects all ranks before any goes on
         _control[world] = group
     return _control[world]

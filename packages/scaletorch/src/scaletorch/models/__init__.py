@@ -1,4 +1,4 @@
-"""Plain models that know nothing of parallelism."""
+"""Plain models without any parallelism of their own."""
 
 from .llama import Llama, LlamaConfig
 from .mixture import Mixture, MixtureConfig

@@ -23,7 +23,7 @@ class LlamaConfig:
     """Sizes of the model.
 
     Raises:
-        InvalidArgumentError: Sizes that make no model.
+        InvalidArgumentError: Sizes that do not fit together.
     """
 
     vocab_size: int = 256
@@ -103,7 +103,7 @@ class Attention(nn.Module):
         """Attend within `x_BLH`; returns the same shape."""
         batch, length, _ = x_BLH.shape
 
-        def heads(x: Tensor) -> Tensor:  # as many as the projection here has
+        def heads(x: Tensor) -> Tensor:  # under tp the projection has fewer heads
             return x.view(batch, length, -1, self.head_dim).transpose(1, 2)
 
         q_BNLD = rotate(heads(self.q_proj(x_BLH)), cos, sin)
@@ -151,7 +151,7 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Decoder-only language model; weights are drawn from N(0, 0.02²) with the default generator.
 
-    It says how layers are divided over tp as models of transformers do.
+    `_tp_plan` says how tp shards the layers, as in models of transformers.
 
     Example:
         >>> model = Llama(LlamaConfig(num_layers=2))
@@ -188,7 +188,7 @@ class Llama(nn.Module):
 
         Args:
             input_ids: [B, L] int64 tokens.
-            position_ids: [B, L] int64 positions in the whole sequence; 0..L-1 when absent.
+            position_ids: [B, L] int64 positions in the whole sequence; None is 0..L-1.
 
         Returns:
             [B, L, vocab_size] logits.

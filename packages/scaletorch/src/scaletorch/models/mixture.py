@@ -1,6 +1,6 @@
-"""A Llama with a mixture of experts in each layer, as Mixtral has it. Plain PyTorch.
+"""A Llama with a mixture of experts in each layer, like Mixtral. Plain PyTorch.
 
-Shape suffixes: T tokens, E experts, K experts of a token, H hidden, I inside an expert.
+Shape suffixes: T tokens, E experts, K experts of a token, H hidden.
 Source: https://arxiv.org/abs/2401.04088.
 """
 
@@ -23,7 +23,7 @@ class MixtureConfig(LlamaConfig):
     """Sizes of the model; `intermediate_size` is that of one expert.
 
     Raises:
-        InvalidArgumentError: Sizes that make no model.
+        InvalidArgumentError: Sizes that do not fit together.
     """
 
     num_experts: int = 8
@@ -40,7 +40,7 @@ class MixtureConfig(LlamaConfig):
 
 
 class Router(nn.Module):
-    """Chooses each token's experts: the top-k of a softmax, weighted to a sum of 1."""
+    """Chooses each token's experts: the top-k of a softmax, with weights that add up to 1."""
 
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return indices and weights, [T, K], of the experts of each token."""
+        """Return the indices and weights, each [T, K], of the experts of tokens [T, H]."""
         scores_TE = F.linear(x_TH, self.weight).float().softmax(dim=-1)
         weights_TK, index_TK = torch.topk(scores_TE, self.top_k, dim=-1)
         weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
@@ -56,7 +56,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU experts with stacked weights; a token's results are weighted and added up."""
+    """SwiGLU experts with stacked weights; a token's output is the weighted sum of its experts'."""
 
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Experts(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """A router and its experts, in the place of an MLP."""
+    """A router and its experts, in place of an MLP."""
 
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
@@ -93,9 +93,10 @@ class SparseMLP(nn.Module):
 
 
 class Mixture(Llama):
-    """Decoder-only language model with experts; all else is as `Llama` has it.
+    """Decoder-only language model with experts, otherwise the same as `Llama`.
 
-    It says how it can be divided as models of transformers do: heads over tp, experts over ep.
+    `_tp_plan` and `_ep_plan` say how it is sharded, as in models of transformers: heads over tp,
+    experts over ep.
 
     Example:
         >>> model = Mixture(MixtureConfig(num_layers=2, num_experts=4))

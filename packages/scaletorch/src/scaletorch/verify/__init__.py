@@ -1,4 +1,4 @@
-"""One call, or one command, that shows that every layout trains like one process."""
+"""One call, or one command, to show that every layout trains like one process."""
 
 from ..compose.naming import layout_name, parse_layout
 from .asserting import assert_trains_alike

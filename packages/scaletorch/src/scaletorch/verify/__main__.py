@@ -61,7 +61,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say what is trained, and where; see `training_of`."""
+    """Add the arguments for the model, its training and the device; see `training_of`."""
     add = parser.add_argument
     add("--model", help="package.module:function that makes the plain module")
     add("--batch", help="package.module:function of a step, the global batch")
@@ -77,23 +77,23 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Sequence[str | int]]:
-    """Return the values of each option to try."""
+    """Return the values to try of each option."""
     defaults = {n: v if arguments.every_option else v[:1] for n, v in OPTIONS.items()}
     return {name: getattr(arguments, name) or values for name, values in defaults.items()}
 
 
 def optimizer_of(arguments: argparse.Namespace) -> Any:
-    """Return the optimizer's class that is named, or None.
+    """Return the optimizer class named on the command line, or None.
 
     Raises:
-        InvalidArgumentError: There is no such class.
+        InvalidArgumentError: The class does not exist.
     """
     name = arguments.optimizer
     return None if name is None else load(name if ":" in name else f"torch.optim:{name}")
 
 
 def problem_of(arguments: argparse.Namespace, layouts: list[Grid]) -> tuple[ModelFn, BatchFn]:
-    """Return the model and the batches that are named, or the built-in ones that fit."""
+    """Return the model and batch functions named, or built-in ones large enough for `layouts`."""
     model = load(arguments.model) if arguments.model else None
     batch = load(arguments.batch) if arguments.batch else None
     named = arguments.schedule or [OPTIONS["schedule"][0]]
@@ -108,7 +108,7 @@ def problem_of(arguments: argparse.Namespace, layouts: list[Grid]) -> tuple[Mode
 
 
 def training_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return how a model is trained, as `verify` and `bisect` take it."""
+    """Return the keyword arguments about training that `verify` and `bisect` share."""
     return {
         "plan": load(arguments.plan) if arguments.plan else None,
         "row_dims": dict(map(read_argument, arguments.row_dims)),
@@ -123,7 +123,7 @@ def training_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    """Verify what the command line asks for, with a progress line on a terminal."""
+    """Run `verify` with the command line's arguments; show progress if stderr is a terminal."""
     layouts = [parse_layout(text) for text in arguments.layout]
     if not layouts and arguments.world_size is None:
         raise InvalidArgumentError("say --world-size N, or --layout DPxPPxCPxTP")
@@ -151,7 +151,7 @@ def run(arguments: argparse.Namespace) -> Report:
 
 
 def report_of(run: Callable[[argparse.Namespace], R], arguments: argparse.Namespace) -> R | None:
-    """Return what a command finds; None if the library refuses it, which is said on stderr."""
+    """Return a command's report; if the library raises, print the error on stderr, return None."""
     try:
         return run(arguments)
     except ScaletorchError as error:
@@ -160,9 +160,10 @@ def report_of(run: Callable[[argparse.Namespace], R], arguments: argparse.Namesp
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run the command; 1 where a layout trains otherwise than one process, 2 for wrong usage.
+    """Run the command and return its exit status.
 
-    What the library refuses is wrong too, if it was named or nothing else was tried.
+    0: all is well. 1: a layout trains differently from one process. 2: wrong usage, a refused
+    layout that was named, or nothing but refused layouts.
     """
     arguments = parse(given)
     report = report_of(run, arguments)
@@ -172,7 +173,7 @@ def main(given: Sequence[str] | None = None) -> int:
     values = {name.replace("_", "-"): getattr(arguments, name)
               for name in ("optimizer_args", "row_dims", "sequence_dims")}  # fmt: skip
     model = arguments.model
-    if model is None and arguments.ep is not None:  # the one with experts
+    if model is None and arguments.ep is not None:  # the built-in model with experts
         model = problem_of(arguments, [result.case.grid for result in report.results])[0]
     command = report.command + named({"model": model, **things}, values)
     report = replace(report, command=command)

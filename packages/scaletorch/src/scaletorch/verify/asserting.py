@@ -43,32 +43,32 @@ def assert_trains_alike(
     Args:
         model: Module-level function, or class without arguments, that makes the plain module.
         batch: The global batch of every step, or a function of the step that returns it; see
-            `verify`. Each dp rank needs two rows or more, its micro-batches.
+            `verify`. Each dp rank needs at least two rows, one for each micro-batch.
         layouts: Such as "dp2", "dp2-tp2", "1x1x1x2" (DPxPPxCPxTP), a `Grid`, or several of them.
         dtype: 'float64', 'float32', 'bfloat16', or several of them.
-        options: Values to try of `OPTIONS`, such as `{"schedule": ["1f1b", "zb_h1"]}`.
+        options: Values of `OPTIONS` to try, such as `{"schedule": ["1f1b", "zb_h1"]}`.
         plan: As for `parallelize`; None recognises the model's family.
         split: Pipeline split; None infers it from the module.
         row_dims: As for `shard_global_batch`.
         sequence_dims: As for `shard_global_batch`.
         loss_fn: As for `verify`.
         optimizer: Module-level class or function of parameters; None is SGD, then AdamW.
-        optimizer_args: What it is made with beside them.
+        optimizer_args: Its arguments besides the parameters.
         timeout: Seconds for one layout.
         device: As for `verify`: None is this machine's accelerator, or the CPU if it has none.
-        backend: As there.
+        backend: As for `verify`.
 
     Returns:
         The report.
 
     Raises:
-        AssertionError: A layout trains otherwise, fails or is refused, as the report says.
+        AssertionError: A layout trains differently, fails or is refused; the text is the report.
 
     Example:
         >>> def test_my_model():
         ...     assert_trains_alike(MyModel, my_batch, ["dp2", "tp2", "dp2-tp2"])
     """
-    __tracebackhide__ = True  # of pytest: the report tells
+    __tracebackhide__ = True  # pytest leaves this frame out: the report says everything
     _require_maker(model)
     report = verify(
         model,

@@ -1,4 +1,4 @@
-"""The cases of a proof: layouts, crossed with options that change the arithmetic."""
+"""The cases of a proof: layouts crossed with the options that change the arithmetic."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import Grid, legal_layouts
 from ..parallel.pipeline_parallel import SCHEDULES
 
-DTYPES = ("float64", "float32")  # that are tried if none is named
+DTYPES = ("float64", "float32")  # the default
 KNOWN_DTYPES = (*DTYPES, "bfloat16")
 
-# Each option's values, its default first. Values that cannot matter to a layout are left out.
+# Each option's values, its default first. A layout gets only the values that can matter to it.
 OPTIONS: Mapping[str, tuple[str | int, ...]] = {
     "schedule": ("1f1b", *(n for n in SCHEDULES if n not in ("1f1b", "forward_only"))),
     "micro_batches": (2, 1),
@@ -33,20 +33,20 @@ class Case:
     """One training run to compare.
 
     Attributes:
-        grid: The layout; `ep` above 1 divides experts, `etp` says whether each is cut over tp.
+        grid: The layout; `ep` above 1 divides the experts, `etp` above 1 shards each over tp.
         dtype: 'float64', 'float32' or 'bfloat16'.
         schedule: Pipeline schedule.
         micro_batches: Micro-batches per data-parallel rank.
         bucket_size: Elements per gradient bucket.
-        recompute: 'layers' drop their activations and run again in backward, drop what is cheap to
-            make again ('selective'), keep them in the host's memory ('offload'), or none ('none').
-        loss_parallel: 'on' leaves logits divided over tp.
-        sequence_parallel: 'on' shares sequences out over tp between sharded layers.
-        cp_layout: Which positions each cp rank has.
-        cp_method: How cp ranks attend.
+        recompute: 'layers' recomputes whole layers in backward, 'selective' only cheap activations;
+            'offload' keeps activations in host memory, and 'none' keeps them all on the device.
+        loss_parallel: 'on' keeps logits sharded over tp.
+        sequence_parallel: 'on' shards sequences over tp between sharded layers.
+        cp_layout: Assignment of positions to cp ranks.
+        cp_method: Attention algorithm over cp ranks.
         data_parallel: Gradients are summed in 'buckets', in 'rank_order', in 'float64', or each
-            on the rank that updates it ('zero1', 'zero2', whose updates are fetched behind the
-            next forward, and 'zero1_waiting', whose updates are fetched within the step).
+            on the rank that updates it ('zero1' and 'zero2' fetch the updated weights during the
+            next forward, 'zero1_waiting' within the step).
     """
 
     grid: Grid
@@ -72,7 +72,7 @@ class Case:
 
     @property
     def num_stages(self) -> int:
-        """Stages of its pipeline: some schedules have several on each rank."""
+        """Number of pipeline stages; some schedules have several on each rank."""
         return SCHEDULES[self.schedule](self.grid.pp, 1).num_stages
 
     @property
@@ -91,11 +91,11 @@ def every_layout(world_size: int, ep: Iterable[int] = (1,)) -> list[Grid]:
 
     Args:
         world_size: Number of ranks.
-        ep: Expert parallel sizes, each tried on every layout whose stages it folds; with experts
-            whole on their ranks, and with each of them cut over tp. (1,) alone is no such size.
+        ep: Expert parallel sizes. Each is tried on every layout whose stages it divides: with whole
+            experts (etp 1), and with experts sharded over tp (etp = tp). (1,) means no experts.
 
     Raises:
-        InvalidArgumentError: A size folds none.
+        InvalidArgumentError: A size divides no layout's stages.
     """
     plain = sorted(legal_layouts(world_size), key=lambda g: (g.dp, g.pp, g.cp, g.tp))
     sizes = list(ep)
@@ -110,7 +110,7 @@ def every_layout(world_size: int, ep: Iterable[int] = (1,)) -> list[Grid]:
         Grid(tp=grid.tp, cp=grid.cp, pp=grid.pp, dp=grid.dp, ep=size, etp=etp)
         for grid in plain
         for size in sizes
-        for etp in sorted({1, grid.tp}, reverse=size == 1)  # the usual one first
+        for etp in sorted({1, grid.tp}, reverse=size == 1)  # the default etp first
         if _folds(grid, size, etp)
     ]
 
@@ -121,13 +121,13 @@ def choose_layouts(
     """Return the layouts to try; see `verify`.
 
     Args:
-        layouts: Those that were named; None is every one of the world.
-        world_size: Ranks, where `layouts` is None.
-        ep: Expert parallel sizes to cross them with; None is what `layouts` say, or every one.
-        experts: Experts of the model, 1 if it has none.
+        layouts: The layouts that were named; None is every layout of the world.
+        world_size: Number of ranks, if `layouts` is None.
+        ep: Expert parallel sizes to cross them with; None is that of `layouts`, or all that fit.
+        experts: Number of experts of the model, 1 if it has none.
 
     Raises:
-        InvalidArgumentError: Neither layouts nor a world size, or a size that does not fold.
+        InvalidArgumentError: Neither layouts nor a world size, or an ep that fits no layout.
     """
     sizes = None if ep is None else list(ep)
     if layouts is not None:
@@ -140,10 +140,10 @@ def choose_layouts(
 
 
 def with_experts(grid: Grid, ep: int) -> Grid:
-    """Return a layout with an expert parallel size, and whole experts if it is above 1.
+    """Return a layout with another expert parallel size, and whole experts if it is above 1.
 
     Raises:
-        InvalidArgumentError: It does not fold the ranks of a stage.
+        InvalidArgumentError: The size does not divide the ranks of a stage.
     """
     return Grid(tp=grid.tp, cp=grid.cp, pp=grid.pp, dp=grid.dp, ep=ep)
 
@@ -158,7 +158,7 @@ def enumerate_cases(
     """Yield every layout x dtype x option value that can make a difference.
 
     Raises:
-        InvalidArgumentError: an unknown option, value or dtype.
+        InvalidArgumentError: An unknown option, value or dtype.
     """
     _check(dtypes, options)
     chosen = {name: options.get(name, values[:1]) for name, values in OPTIONS.items()}

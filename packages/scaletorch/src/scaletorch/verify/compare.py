@@ -1,10 +1,10 @@
-"""Two numbers that should be one: how far apart they are, and how far rounding may take them.
+"""Comparison of tensors that should be equal, and a bound on the error that rounding explains.
 
-An addition is off by at most half an epsilon of the sum so far, up or down. Errors of either sign
-add up as a random walk does: n additions of like terms come to about epsilon x sqrt(n) of the sum,
-and parts of a computation that follow one another add their squares, the steps of a training too.
-So the root of all additions between inputs and result counts, not their number (N. J. Higham,
-T. Mary, A new approach to probabilistic rounding error analysis, 2019).
+An addition is off by at most half an epsilon of the sum so far, up or down. Errors of both signs
+add up like a random walk: n additions of similar terms are off by about epsilon x sqrt(n) of the
+sum. Errors of consecutive computations, or training steps, add in squares. So the bound grows with
+the root of the number of additions between inputs and result (N. J. Higham, T. Mary, A new approach
+to probabilistic rounding error analysis, 2019).
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pg_manager.building import digest
 from ..parallel.tensor_parallel import take_own
 
-LARGEST = 1e-3  # a larger bound would let bfloat16 pass for float32: its rounding is 1e-3 and more
+LARGEST = 1e-3  # a larger bound would let bfloat16 pass for float32: it rounds by 1e-3 or more
 
 
 def bound(dtype: torch.dtype, chain: int, step: int) -> float:
     """Return the largest relative error that rounding explains.
 
     Args:
-        dtype: Of the model.
-        chain: Additions, see `chain_length`.
-        step: 0-based; what a step's weights are off by enters the next.
+        dtype: The model's.
+        chain: Number of additions, see `chain_length`.
+        step: 0-based; errors of the weights carry over from step to step.
     """
     return torch.finfo(dtype).eps * ROOM * math.sqrt(chain * (step + 1))
 
 
 def blind(dtype: torch.dtype, chain: int, steps: int) -> str:
-    """Say why no fault could be told from rounding in a dtype, or '' if one can.
+    """Say why rounding in a dtype would hide faults, or return '' if it would not.
 
-    bfloat16 goes by what one process loses instead; see `lost`.
+    bfloat16 has its own limit, measured in one process; see `lost`.
     """
     if dtype == torch.bfloat16:
         return ""
@@ -66,11 +66,11 @@ class Difference:
     Attributes:
         what: 'loss', 'norm', 'gradient NAME', 'weight NAME' and the like.
         step: 0-based.
-        error: 2-norm of the difference over the tensor's scale, see `scale_of`; infinite where
-            there is nothing to compare.
+        error: 2-norm of the difference over the tensor's scale, see `scale_of`; infinite if there
+            is nothing to compare.
         bound: The largest error that rounding explains.
-        note: Both values at their largest difference, or why there is nothing to compare.
-        rank: Global rank that holds it.
+        note: Both values at the largest difference, or why there is nothing to compare.
+        rank: Global rank that holds the tensor.
     """
 
     what: str
@@ -82,19 +82,19 @@ class Difference:
 
     @property
     def failed(self) -> bool:
-        """True if rounding does not explain it; a NaN fails."""
+        """True if the error is beyond the bound; a NaN fails."""
         return not self.error <= self.bound
 
     @property
     def severity(self) -> float:
-        """Error in units of the bound, for sorting; NaN, of either, is worst."""
+        """Error in units of the bound, for sorting; a NaN in either is worst."""
         if self.failed:
             return self.error / self.bound if self.error < INFINITE and self.bound > 0 else INFINITE
         return self.error / self.bound if self.bound else 0.0
 
 
 def whole(_name: str, tensor: Tensor) -> Tensor:
-    """Return the tensor itself: nothing is sharded."""
+    """Return the tensor itself; a `Shard` for tensors that are not sharded."""
     return tensor
 
 
@@ -104,13 +104,12 @@ def compare_tensor(
     """Compare a tensor with one process's.
 
     Args:
-        what: Its kind and name.
+        what: Kind and name of the tensor.
         step: 0-based.
-        ours: What this rank holds.
-        theirs: The same part of one process's.
+        ours: This rank's shard.
+        theirs: The same shard of one process's tensor.
         bound: The largest error that rounding explains.
-        scale: Of one process's whole tensor, see `scale_of`; None if `theirs` is whole and
-            its own norm is meant.
+        scale: Scale of one process's whole tensor, see `scale_of`; None takes the norm of `theirs`.
     """
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         note = f"{tuple(ours.shape)} {ours.dtype}, one process {tuple(theirs.shape)} {theirs.dtype}"
@@ -132,7 +131,7 @@ def compare_named(
     bound: float,
     shard: Shard = whole,
 ) -> Iterator[Difference]:
-    """Compare what this rank holds with its part of one process's tensors, by plain names."""
+    """Compare this rank's tensors with the same shards of one process's, by plain names."""
     typical = root_mean_square(theirs.values())
     for name, tensor in ours.items():
         what = f"{kind} {name}"
@@ -154,7 +153,7 @@ def _largest_gap(gap: Tensor, ours: Tensor, theirs: Tensor) -> str:
 def missing(
     kind: str, step: int, held: Iterable[str], theirs: Iterable[str], bound: float
 ) -> Iterator[Difference]:
-    """Report tensors of one process that are not among those held."""
+    """Report tensors of one process that this layout lacks."""
     for name in sorted(set(theirs) - set(held)):
         yield Difference(f"{kind} {name}", step, INFINITE, bound, note="missing on this layout")
 
@@ -162,7 +161,7 @@ def missing(
 def doubled(
     stages: Iterable[Iterable[str]], tied: Iterable[str], bound: float
 ) -> Iterator[Difference]:
-    """Report parameters that several stages hold without being tied: they would count twice."""
+    """Report parameters that several stages hold though they are not tied: they count twice."""
     stages = list(stages)
     for name in sorted({name for names in stages for name in names} - set(tied)):
         owners = [stage for stage, names in enumerate(stages) if name in names]
@@ -179,15 +178,15 @@ def unlike(
     manager: ProcessGroupManager,
     bound: float,
 ) -> Iterator[Difference]:
-    """Report tensors of which another rank that holds the same part has other bits.
+    """Report tensors whose bits differ from those of another rank with the same shard.
 
     Args:
-        kind: What they are.
+        kind: Kind of the tensors, such as 'gradient'.
         step: 0-based.
-        model: What `parallelize` returned.
+        model: The model that `parallelize` returned.
         tensors: This rank's, by plain names.
         manager: The grid.
-        bound: What to report as the bound.
+        bound: Bound to report.
     """
     held = {key: digest(piece) for _, key, piece in keyed_pieces(model, tensors, manager)}
     for key, sides in parted_sides([*held.items()], manager).items():
@@ -198,12 +197,12 @@ def unlike(
 
 
 def own_part(model: nn.Module) -> Shard:
-    """Return what takes this rank's part of one process's tensor, by its plain name."""
+    """Return a function that takes this rank's shard of a whole tensor, by its plain name."""
     cuts = find_expert_cuts(model)
 
     def take(name: str, whole: Tensor) -> Tensor:
         cut = cuts.get(name)
-        own = take_own(model, name, whole)  # an expert may be cut over tp, too
+        own = take_own(model, name, whole)  # experts may also be sharded over tp
         return own if cut is None else own[cut.own.start : cut.own.stop]
 
     return take

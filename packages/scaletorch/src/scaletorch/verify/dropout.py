@@ -1,6 +1,6 @@
-"""Dropout cannot equal one process's; what it must be on every layout is checked instead.
+"""Checks of dropout: it cannot equal one process's, but every layout must meet two conditions.
 
-Equal inputs of one module must lose the same elements: replicas over tp, and a layer that is
+Equal inputs of one module must lose the same elements: on tp replicas, and in a layer that is
 recomputed. Different inputs must not: other rows, positions, layers, shards and micro-batches.
 """
 
@@ -19,13 +19,13 @@ from .compare import INFINITE, Difference
 
 
 class Draw(NamedTuple):
-    """One call of a dropout module: digests of what it was given and of what it dropped."""
+    """One call of a dropout module: digests of its input and of the dropped elements."""
 
     name: str
-    place: tuple[int, int]  # dp and cp: ranks of a tp group have one
+    place: tuple[int, int]  # dp rank and cp rank: the same in a tp group
     given: int
     dropped: int
-    telling: bool  # whether another draw would hardly drop the same by chance
+    telling: bool  # whether another draw is unlikely to drop the same by chance
 
 
 def dropouts(model: nn.Module) -> dict[str, nn.Module]:
@@ -45,7 +45,7 @@ def switch(model: nn.Module, *, on: bool) -> None:
 
 @contextmanager
 def recorded(model: nn.Module, place: tuple[int, int]) -> Iterator[list[Draw]]:
-    """Yield a list that gets every draw of the model's dropout modules."""
+    """Yield a list to which every draw of the model's dropout modules is added."""
     draws: list[Draw] = []
 
     def note(name: str, given: Tensor, out: Tensor) -> None:
@@ -90,6 +90,6 @@ def _contradiction(mine: Draw, everyone: list[Draw]) -> str:
 
 
 def _tells(dropped: Tensor) -> bool:
-    """Return whether two draws with this share of dropped elements agree once in 10^9, or less."""
+    """Return whether two draws with this drop rate agree at most once in 10^9 times."""
     share = float(dropped.double().mean()) if dropped.numel() else 0.0
     return dropped.numel() * math.log(share**2 + (1 - share) ** 2) < -9 * math.log(10)

@@ -1,9 +1,9 @@
-"""bfloat16: a layout may lose 1.25 times what one process loses by rounding, and no more.
+"""The limit for bfloat16: a layout may lose at most 1.25 times what one process loses by rounding.
 
 A bound from the number of additions would let every fault pass there. So one process trains in
-bfloat16 and another in float64, from the same weights; what lies between the two is what rounding
-loses. The second one and the ranks send tokens where the first does; see `replay`. Of single
-tensors it is a matter of chance, so all of a kind are taken together.
+bfloat16 and another in float64, from the same weights; their difference is the rounding loss. The
+float64 process and the ranks send tokens to the experts that the bfloat16 process chose; see
+`routing`. For a single tensor this loss is up to chance, so tensors of a kind are taken together.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from .routing import Choice, sizes
 
 DTYPE = "bfloat16"
 FACTOR = 1.25
-ROOM = 4.0  # times the median of what scores are off by
+ROOM = 4.0  # times the median error of scores
 
-Exact = Mapping[str, Any] | None  # a step of the float64 process; None if no bfloat16 is judged
+Exact = Mapping[str, Any] | None  # a step of the float64 process; None unless judging bfloat16
 
 
 def compare_number(
     what: str, step: int, ours: Tensor, theirs: Tensor, limit: float, exact: Exact
 ) -> Difference:
-    """Compare a loss or a norm with one process's, or what both lost; see `compare_tensor`.
+    """Compare a loss or a norm with one process's, or in bfloat16 the rounding losses of both.
 
-    A single number may lose nothing by chance: it may always be off by bfloat16's epsilon.
+    By chance one process may lose nothing, so bfloat16's epsilon is always allowed.
     """
     if exact is None:
         return compare_tensor(what, step, ours, theirs, limit)
@@ -57,16 +57,16 @@ def compare_all(
     exact: Exact,
     shard: Shard = whole,
 ) -> Iterator[Difference]:
-    """Compare tensors with one process's, each; or all together, what they and those lost.
+    """Compare each tensor with one process's, or in bfloat16 the total rounding losses of both.
 
     Args:
-        kind: What they are: "gradient", "weight" or "whole weight".
+        kind: Kind of the tensors: "gradient", "weight" or "whole weight".
         step: 0-based.
-        ours: What this rank holds, by plain names.
+        ours: This rank's tensors, by plain names.
         theirs: One process's step.
-        limit: The largest error that rounding explains, where each is compared.
-        exact: The float64 process's step; None compares each.
-        shard: Takes this rank's part of a whole tensor.
+        limit: The largest error of a tensor that rounding explains, if `exact` is None.
+        exact: The float64 process's step; None compares each tensor on its own.
+        shard: Takes this rank's shard of a whole tensor.
     """
     plural = f"{kind.split()[-1]}s"
     theirs = theirs[plural]
@@ -95,11 +95,11 @@ def _distance(tensor: Tensor, true: Tensor, scale: float) -> float:
 
 
 def off(choices: Sequence[Choice], exact: Sequence[Choice]) -> float:
-    """Return how far rounding takes the scores of nearly all tokens, of the largest in the row.
+    """Return the error of nearly all tokens' scores, relative to the largest score in the row.
 
     Args:
-        choices: Of one bfloat16 process, in a step.
-        exact: Of the float64 process in it, the same calls.
+        choices: Choices of the bfloat16 process in a step.
+        exact: Choices of the float64 process in the same calls.
     """
     gaps = [
         (a.scores.double() - b.scores).abs().nan_to_num(nan=0.0).amax(1) / sizes(b.scores)

@@ -1,7 +1,7 @@
-"""Precision during a proof: float64 is not cast to float32, and a device computes in all digits.
+"""Precision during a proof: float64 is not cast to float32, and devices use full precision.
 
-Many norms cast to float32 and back. Kept, such a cast would round there, and hide in float64 what
-float64 is to show: gradients would agree to 1e-7 at best.
+Many norms cast to float32 and back. In a float64 model these casts would round and hide the faults
+that float64 is to show: gradients would agree to 1e-7 at best.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ CASTS = ("float", "to", "type", "softmax", "log_softmax", "mean", "sum")  # meth
 def model_precision(
     dtype: torch.dtype, unless: Callable[[], bool] = lambda: False
 ) -> Iterator[None]:
-    """Leave out a float64 model's casts to float32; other models compute as they say.
+    """Skip a float64 model's casts to float32; models of other dtypes are unchanged.
 
-    What this library casts is left alone: it must be right in float64 by itself. Methods are
-    replaced, since a mode of torch's is off while a backward recomputes.
+    Casts in this library's own code stay: it must be right in float64 by itself. Methods of
+    `Tensor` are replaced, since a torch function mode is off while a backward recomputes.
 
     Args:
         dtype: The model's.
-        unless: Says of a cast whether it is to be made, as where weights are in float32.
+        unless: Returns whether the current cast is to be made, e.g. because weights are float32.
     """
-    if dtype != torch.float64 or hasattr(Tensor.float, "__wrapped__"):  # or it is so already
+    if dtype != torch.float64 or hasattr(Tensor.float, "__wrapped__"):  # or already replaced
         yield
         return
     own = {name: vars(Tensor).get(name) for name in CASTS}
@@ -51,7 +51,7 @@ def model_precision(
 
 
 def _keeping(method: Callable[..., Any], unless: Callable[[], bool]) -> Callable[..., Any]:
-    """Return a method of tensors that keeps float64 if torch would make float32."""
+    """Wrap a method of `Tensor` so that it returns float64 instead of casting it to float32."""
     always = method.__name__ == "float"
 
     @functools.wraps(method)
@@ -73,9 +73,9 @@ def _names_float32(values: Iterable[Any]) -> bool:
 
 
 def _called_by_library() -> bool:
-    """Return whether the call came from this library's own code, through torch's or directly.
+    """Return whether the call came from this library's code, directly or through torch.
 
-    A mode that looks at all calls hands on those of others.
+    Frames of torch and of `__torch_function__` modes are skipped: they only pass calls on.
     """
     frame: FrameType | None = sys._getframe(2)  # past this function and the method
     while frame is not None:
@@ -86,7 +86,7 @@ def _called_by_library() -> bool:
     return False
 
 
-# Of `torch.backends.cuda.matmul`, as far as a release has them; off in a proof.
+# Flags of `torch.backends.cuda.matmul`, if the release has them; off in a proof.
 REDUCED = (
     "allow_bf16_reduced_precision_reduction",
     "allow_fp16_reduced_precision_reduction",
@@ -96,15 +96,15 @@ REDUCED = (
 
 @contextmanager
 def full_precision(device: str) -> Iterator[dict[str, bool]]:
-    """Switch TF32 and reductions in 16 bits off for a while, where a kind of device has them.
+    """Switch off TF32 and 16-bit reductions within the context, on CUDA.
 
-    Other devices than CUDA have no such settings that torch knows.
+    Torch has no such settings for other devices.
 
     Args:
-        device: Its kind, as in `torch.device`.
+        device: Kind of device, as in `torch.device`.
 
     Yields:
-        What holds meanwhile, by name; empty for other devices.
+        The settings in force, by name; empty for devices other than CUDA.
     """
     if device != "cuda":
         yield {}
@@ -124,7 +124,7 @@ def full_precision(device: str) -> Iterator[dict[str, bool]]:
 
 
 def in_words(settings: dict[str, bool]) -> str:
-    """Return what a report says of the settings; nothing if it has none."""
+    """Return the settings as words for a report; '' if there are none."""
     if not settings:
         return ""
     deterministic = "on" if settings["deterministic"] else "off"
@@ -135,7 +135,7 @@ def _switch_tf32_off(undo: ExitStack) -> None:
     cudnn: Any = torch.backends.cudnn
     try:
         before = torch.get_float32_matmul_precision(), cudnn.allow_tf32
-    except RuntimeError:  # set by their newer names, after which torch refuses the older ones
+    except RuntimeError:  # once the newer names were set, torch refuses the older ones
         for each in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn):
             _set(undo, each, "fp32_precision", "ieee")
         return

@@ -1,4 +1,4 @@
-"""The problem that every layout must solve the same: a model, batches, and one process's run."""
+"""The problem for all layouts: a model, batches, optimizers, and one process's run of them."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ STEPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Steps in a row that the same optimizers make.
+    """Consecutive steps with the same optimizers.
 
     Attributes:
-        steps: How many.
-        make: Returns the optimizers of parameters.
-        clips: Whether gradients are clipped to `MAX_NORM` first.
+        steps: Number of steps.
+        make: Returns the optimizers for given parameters.
+        clips: Whether gradients are clipped to `MAX_NORM` before the optimizer step.
     """
 
     steps: int
@@ -46,20 +46,20 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Makes an optimizer of all parameters, or of the matrices if it takes no others.
+    """Makes an optimizer for all parameters.
 
-    Then AdamW has the rest, as with Muon.
+    If it takes only matrices, as Muon does, AdamW gets the other parameters.
 
     Attributes:
-        kind: Its class, or where a program has that, or a function of parameters.
-        options: What it is made with.
+        kind: Its class, a function of parameters, or the locator of either.
+        options: Its keyword arguments.
     """
 
     kind: Locator | Callable[..., Optimizer]
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, parameters: Iterable[Any]) -> list[Optimizer]:
-        """Return the optimizers of parameters."""
+        """Return the optimizers for parameters."""
         every = list(parameters)
         kind = self.kind.find() if isinstance(self.kind, Locator) else self.kind
         try:
@@ -72,8 +72,8 @@ class Chosen:
             return [kind(matrices, **self.options), torch.optim.AdamW(rest, **_ADAMW)]
 
 
-# Unclipped SGD first: Adam and clipping hide scale errors. The first step of each is its plain
-# form, the second needs the moments of the first.
+# Unclipped SGD first: Adam and clipping hide scale errors. Each makes two steps: only the second
+# depends on the moments of the first.
 _ADAMW: Mapping[str, Any] = {"lr": LEARNING_RATE / 10, "eps": ADAM_EPS}
 PHASES = (
     Phase(2, Chosen(torch.optim.SGD, {"lr": LEARNING_RATE, "momentum": 0.9}), clips=False),
@@ -82,7 +82,7 @@ PHASES = (
 
 
 def phases_of(chosen: Chosen) -> tuple[Phase, ...]:
-    """Return the phases of a proof with an optimizer of the program's own."""
+    """Return the phases of a proof with an optimizer chosen by the user."""
     return (Phase(STEPS, chosen, clips=False),)
 
 
@@ -97,7 +97,7 @@ def phase_at(step: int, phases: Sequence[Phase] = PHASES) -> tuple[Phase, bool]:
 
 Batch = Mapping[str, Any]
 ModelFn = Callable[[], nn.Module]
-Put = Callable[[str, Tensor], None]  # hears of 'loss' and 'norm'
+Put = Callable[[str, Tensor], None]  # is called with 'loss' and 'norm'
 Watch = Callable[[nn.Module, int, Batch], AbstractContextManager[Put]]  # surrounds a step
 BatchFn = Callable[[int], Any]
 
@@ -110,16 +110,16 @@ TORCH_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The model and data to train, as ranks need them.
+    """The model and its training, in a form that can be sent to ranks.
 
     Attributes:
         model_fn: Makes the plain model.
-        plan: Of tensor parallelism and of experts; None recognises the model's family.
+        plan: Tensor and expert parallel plan; None recognises the model's family.
         split: Pipeline split; None infers it.
         phases: The optimizers.
         device: The kind of device that computes, such as 'cuda'.
         row_dims: As for `shard_global_batch`.
-        sequence_dims: As there.
+        sequence_dims: As for `shard_global_batch`.
         loss_fn: As for `train_step`; None is the cross entropy of tokens.
     """
 
@@ -134,11 +134,11 @@ class Subject:
 
     @property
     def loss(self) -> LossFunction | None:
-        """The function itself."""
+        """The loss function itself, or None."""
         return None if self.loss_fn is None else self.loss_fn.find()
 
     def model(self, dtype: str, device: torch.device | None = None) -> nn.Module:
-        """Return the plain model in a dtype, on a device or one of the subject's kind."""
+        """Return the plain model in a dtype, on `device` or the subject's kind of device."""
         return placed(self.model_fn.find()(), device or self.device, TORCH_DTYPES[dtype])
 
 
@@ -147,8 +147,8 @@ class Step(NamedTuple):
 
     Attributes:
         saved: The global "loss", the "norm" of the whole gradient, "gradients" by plain names
-            (shared parameters under each of theirs), and the new "weights", by `state_dict`.
-        choices: Which scores were chosen, where the model called `topk`.
+            (shared parameters under each of their names), and the new "weights", by `state_dict`.
+        choices: The scores of each `topk` call of the model, and which of them it chose.
     """
 
     saved: dict[str, Any]
@@ -156,22 +156,22 @@ class Step(NamedTuple):
 
 
 def default_model() -> nn.Module:
-    """Return a small Llama that splits up to 8 ways on each axis; grouped heads, tied head."""
+    """Return a small Llama that splits up to 8 ways on each axis; grouped queries, tied head."""
     return sharpened(Llama(LlamaConfig(**_small(8))))
 
 
 def wide_model() -> nn.Module:
-    """Return a small Llama that splits up to 16 ways on each axis; grouped heads, tied head."""
+    """Return a small Llama that splits up to 16 ways on each axis; grouped queries, tied head."""
     return sharpened(Llama(LlamaConfig(**_small(16))))
 
 
 def default_mixture() -> nn.Module:
-    """Return the same with 8 experts in each layer, of which each token goes to two."""
+    """Return the default model with 8 experts per layer, two for each token."""
     return sharpened(Mixture(MixtureConfig(**_small(8), num_experts=8)))
 
 
 def wide_mixture() -> nn.Module:
-    """Return the wide one with 16 experts in each layer, of which each token goes to two."""
+    """Return the wide model with 16 experts per layer, two for each token."""
     return sharpened(Mixture(MixtureConfig(**_small(16), num_experts=16)))
 
 
@@ -183,7 +183,7 @@ def _small(ways: int) -> dict[str, Any]:
 
 
 def sharpened(model: nn.Module) -> nn.Module:
-    """Return a model with larger weights: the usual ones leave attention nearly uniform."""
+    """Scale up the matrices of a model and return it: usual weights leave attention uniform."""
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(4.0)
@@ -191,10 +191,10 @@ def sharpened(model: nn.Module) -> nn.Module:
 
 
 def default_batch(step: int, *, vocab_size: int = 64, rows: int = 16, length: int = 16) -> Batch:
-    """Return random tokens with ragged labels: half of the rows have no valid one at all.
+    """Return random tokens with ragged labels: half of the rows have no valid label at all.
 
-    Which rows these are moves on by a quarter with each step: the same ones would leave ranks
-    that have them without a gradient for ever, and nobody could tell them from idle ones.
+    These rows move on by a quarter of the batch each step. If they stayed, the ranks that hold
+    them would never have a gradient, and would look like idle ranks.
     """
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(vocab_size, (rows, length + 1), generator=generator)
@@ -202,7 +202,7 @@ def default_batch(step: int, *, vocab_size: int = 64, rows: int = 16, length: in
 
 
 def labelled(tokens: Tensor, step: int, generator: torch.Generator) -> Batch:
-    """Return the batch of tokens [B, L + 1], as `default_batch` says."""
+    """Return the batch made of tokens [B, L + 1], with labels as `default_batch` describes."""
     labels = tokens[:, 1:].clone()
     masked = torch.rand(labels.shape, generator=generator) < 0.25
     rows, length = labels.shape
@@ -213,16 +213,16 @@ def labelled(tokens: Tensor, step: int, generator: torch.Generator) -> Batch:
 
 
 def wide_batch(step: int) -> Batch:
-    """Return as many rows as 16 data-parallel ranks with two micro-batches need."""
+    """Return a batch with enough rows for 16 data-parallel ranks with two micro-batches each."""
     return default_batch(step, rows=32)
 
 
 def mean_loss(logits: Any, labels: Tensor) -> Tensor:
-    """Return the mean of the token losses that count, and zero if none does.
+    """Return the mean loss of the tokens that have a label, or zero if none has.
 
     Args:
-        logits: [B, L, vocabulary], or what has them as `logits`, as outputs of transformers do.
-        labels: [B, L], aligned with them; -100 for none.
+        logits: [B, L, vocabulary], or an object that has them as `logits`, as transformers returns.
+        labels: [B, L], aligned with the logits; -100 for none.
     """
     flat = getattr(logits, "logits", logits).flatten(0, 1)
     loss = F.cross_entropy(flat, labels.flatten(), ignore_index=-100, reduction="sum")
@@ -232,7 +232,7 @@ def mean_loss(logits: Any, labels: Tensor) -> Tensor:
 def begin(
     subject: Subject, batch_fn: BatchFn, dtype: str, steps: int = STEPS
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the plain model, made from a seed, and its weights and batches as they are saved."""
+    """Return the plain model, made from a fixed seed, and a dict of its weights and the batches."""
     torch.manual_seed(0)
     model = subject.model(dtype)
     batches = (entries_for(model, batch_fn(step)) for step in range(steps))
@@ -244,12 +244,12 @@ def begin(
 
 
 def doubts(steps: Sequence[Step], limits: Sequence[float], dtype: str) -> dict[str, Any]:
-    """Return how far rounding takes scores in steps, and the tokens that it may send elsewhere.
+    """Return, for each step, the limit on score errors and the tokens rounding may reroute.
 
-    In float64 no choice is taken for rounding.
+    In float64 there are no such tokens.
     """
-    near = [
-        doubtful(step.choices, 4 * limit) if dtype != "float64" else []  # `by_scores` looks around
+    near = [  # `by_scores` allows margins of 2 limits on ranks, and both scores may be off by one
+        doubtful(step.choices, 4 * limit) if dtype != "float64" else []
         for step, limit in zip(steps, limits, strict=True)
     ]
     return {"limits": limits, "doubtful": [[tuple(each) for each in found] for found in near]}
@@ -265,11 +265,11 @@ def one_process(
     """Train the plain model in plain PyTorch, whole batches at once, dropout switched off.
 
     Args:
-        subject: What to train.
-        saved: What `begin` returned.
-        dtype: In which it computes.
-        choices: Of experts, those of all calls; none lets the model choose.
-        watch: Surrounds each step.
+        subject: The model and its training.
+        saved: The dict that `begin` returned.
+        dtype: The model's.
+        choices: Expert choices to use, one for each `topk` call; empty lets the model choose.
+        watch: Makes a context manager around each step.
     """
     torch.manual_seed(0)
     model = subject.model(dtype)
@@ -321,17 +321,17 @@ def _one_step(
 
 
 def router_loss(model: nn.Module, output: Any, mask: Tensor | None = None) -> Tensor | float:
-    """Return the loss of a whole batch that comes to that of tokens; 0 if none is asked for.
+    """Return the router's auxiliary loss for a whole batch; 0 if no config asks for it.
 
-    With N experts and the tokens of all layers in one: coefficient x N x the sum over experts of
+    With N experts and the tokens of all layers together: coefficient x N x the sum over experts of
     (choices / tokens) x (mean probability). Source: Switch Transformers (arXiv 2101.03961),
-    equations 4 to 6, as transformers has it.
+    equations 4 to 6, as transformers implements it.
 
     Args:
-        model: The plain module; a config of it or of a part says output_router_logits=True and
-            router_aux_loss_coef.
+        model: The plain module; its config, or that of a submodule, has output_router_logits=True
+            and router_aux_loss_coef.
         output: The model's, with [T, N] of every layer in `router_logits`.
-        mask: Tokens that count, [B, L], not 0; None is all.
+        mask: [B, L], nonzero for tokens that count; None counts all.
     """
     config = next(filter(_asks, (getattr(part, "config", None) for part in model.modules())), None)
     if config is None:

@@ -1,4 +1,4 @@
-"""The report of a verification: as a table, as Markdown for a pull request, as JSON."""
+"""The report of a proof: as a table, as Markdown for a pull request, or as JSON."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class CaseResult:
     """One case's outcome.
 
     Attributes:
-        case: What ran.
-        seconds: How long it took.
-        ranks: What each rank found; empty where the case did not run to its end.
+        case: The layout and options that ran.
+        seconds: Duration of the run.
+        ranks: The findings of each rank; empty if the case did not run to its end.
         error: The ranks' tracebacks, if one failed.
-        refused: What the library said, if it refuses such a layout or option on every rank.
-        unjudged: Why no result could tell a fault from rounding; the case did not run then.
+        refused: The library's message, if it refuses this layout or option on every rank.
+        unjudged: Why rounding in this dtype would hide faults; the case did not run then.
     """
 
     case: Case
@@ -48,17 +48,17 @@ class CaseResult:
 
     @property
     def replayed(self) -> list[Difference]:
-        """The choices taken over from one process, because rounding chose other experts."""
+        """The expert choices taken from one process, because rounding would change them."""
         return [each for rank in self.ranks for each in rank.replayed]
 
     @property
     def failed(self) -> bool:
-        """True if a fault showed, or could not have been seen."""
+        """True if a fault was found, or the case could not be judged."""
         return not self.passed and not self.refused
 
     @property
     def worst(self) -> Difference | None:
-        """The comparison nearest to its bound, or beyond it."""
+        """The comparison nearest to its bound, or furthest beyond it."""
         found = [rank.worst for rank in self.ranks]
         return max(found, key=lambda difference: difference.severity) if found else None
 
@@ -74,7 +74,7 @@ class CaseResult:
         return (str(self.case), verdict, error, bound, f"{worst.what} (step {worst.step})")
 
     def explanation(self, command: str) -> str:
-        """Say where a failed case differs, and how to repeat it alone."""
+        """Say where a failed case differs, with the commands that repeat and bisect it."""
         if self.unjudged:
             return f"{self.case}: NOT JUDGED: {self.unjudged}"
         lines = [f"{self.case}: FAILED"]
@@ -106,9 +106,9 @@ class Report:
 
     Attributes:
         results: One for each case.
-        chain: The longest chain of additions, on which bounds rest; see `chain_length`.
+        chain: The longest chain of additions, from which bounds follow; see `chain_length`.
         named: Whether layouts were asked for by name: then none may be refused.
-        command: What repeats a case when its own options are added.
+        command: The command that repeats a case once its own options are added.
         where: The kind of device and the backend.
         numbers: The device's numeric settings during the proof, if it has any.
     """
@@ -122,23 +122,23 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """True if every case passed, but for refused layouts that nobody named, and one did."""
+        """True if a case passed, none failed, and no layout that was named was refused."""
         if self.failures or (self.named and self.refusals):
             return False
         return any(result.passed for result in self.results)
 
     @property
     def failures(self) -> list[CaseResult]:
-        """The cases that showed a fault, or could not have shown one."""
+        """The cases that have a fault, or could not be judged."""
         return [result for result in self.results if result.failed]
 
     @property
     def refusals(self) -> list[CaseResult]:
-        """The cases that the library refuses in words."""
+        """The cases that the library refuses with an error message."""
         return [result for result in self.results if result.refused]
 
     def __str__(self) -> str:
-        """Return the table, what failed, and the closing line."""
+        """Return the table, an explanation of each failure, and the summary."""
         rows = [HEADER, *(result.row() for result in self.results)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
         lines = [
@@ -148,7 +148,7 @@ class Report:
         return "\n".join([*lines, self.summary()])
 
     def summary(self) -> str:
-        """Return the closing line."""
+        """Return the last line of the report: counts, time and the bound."""
         passed = sum(result.passed for result in self.results)
         asked = len(self.results) - len(self.refusals)
         refused = f" ({len(self.refusals)} refused)" if self.refusals else ""
@@ -162,7 +162,7 @@ class Report:
         )
 
     def _lost(self) -> str:
-        """Say what bounds are in bfloat16, and where choices of experts were one process's."""
+        """Say what the bfloat16 bound is, and how many cases took experts from one process."""
         low = any(result.case.dtype == DTYPE for result in self.results)
         sent = sum(bool(result.replayed) for result in self.results)
         return (
@@ -205,7 +205,7 @@ class Report:
 
 
 def plain(difference: Difference) -> dict[str, Any]:
-    """Return a difference as JSON can hold it."""
+    """Return a difference as a dict that JSON can hold."""
     return {name: _finite(value) for name, value in asdict(difference).items()}
 
 
@@ -214,7 +214,7 @@ def _finite(value: Any) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Return what the figures depend on."""
+    """Return the versions that the figures depend on."""
     return {
         "scaletorch": __version__,
         "torch": str(torch.__version__),

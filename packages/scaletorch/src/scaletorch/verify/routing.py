@@ -1,8 +1,8 @@
-"""The experts that tokens go to: if rounding would choose others, the choice of one process holds.
+"""Replay of one process's expert choices for tokens that rounding might send to other experts.
 
-Top-k is a discontinuity: where the k-th and the next score are nearer to each other than rounding
-tells them apart, a token may go to another expert than in one process, and nothing after that could
-be compared. So such calls of `topk` are answered as in one process. float64 needs none of it.
+Top-k is discontinuous: if rounding can swap the k-th and the next score, a token may go to another
+expert than in one process, and nothing after that can be compared. For these tokens, calls of
+`topk` return one process's choice. float64 needs no replay.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .compare import Difference
 
-REPLAYED = "routing"  # the name of a difference that says so
+REPLAYED = "routing"  # name of the difference that reports replayed choices
 
 
 class Choice(NamedTuple):
@@ -30,7 +30,7 @@ class Choice(NamedTuple):
 def choice_of(
     index: Tensor, input: Tensor, k: int, dim: int = -1, largest: bool = True, *_: Any, **__: Any
 ) -> Choice | None:
-    """Return what a call of `topk` chose; None unless it left out scores of the last dim."""
+    """Return the choice of a `topk` call; None unless it chose some scores of the last dim."""
     last = dim in (-1, input.ndim - 1)
     if not (last and largest and input.ndim > 1 and k < input.shape[-1]):
         return None
@@ -40,35 +40,35 @@ def choice_of(
 
 
 def margins(choice: Choice) -> Tensor:
-    """Return how far the last chosen score is above the next, [T], of the largest in the row."""
+    """Return last chosen score minus the next, relative to the largest in the row, [T]."""
     scores, chosen = choice
     last = scores.masked_fill(~chosen, torch.inf).amin(1)
     following = scores.masked_fill(chosen, -torch.inf).amax(1)
     found = (last - following) / sizes(scores)
-    return found.nan_to_num(nan=torch.inf)  # both minus infinity: neither was to be chosen
+    return found.nan_to_num(nan=torch.inf)  # both are minus infinity: masked, so not in doubt
 
 
 def sizes(scores: Tensor) -> Tensor:
-    """Return the largest finite score of each row, [T]: what distances are measured by."""
+    """Return the largest finite absolute score of each row, [T], the unit of score differences."""
     size = scores.abs().masked_fill(scores.isinf(), 0).amax(1)
     return size.clamp(min=torch.finfo(scores.dtype).tiny)
 
 
 def doubtful(choices: Sequence[Choice], limit: float) -> list[Choice]:
-    """Return the tokens whose margin is at most `limit`: rounding may choose otherwise."""
+    """Return the tokens whose margin is at most `limit`: rounding may change their choice."""
     near = [(each, margins(each) <= limit) for each in choices]
     return [Choice(each.scores[rows], each.chosen[rows]) for each, rows in near if rows.any()]
 
 
 NAME = "topk"
-Decide = Callable[[Choice], Tensor | None]  # what was chosen -> what to choose instead, if anything
+Decide = Callable[[Choice], Tensor | None]  # a choice -> another mask to use instead, or None
 
 
 @contextmanager
 def decided(decide: Decide | None) -> Iterator[None]:
-    """Ask `decide`, if there is one, about every choice of `torch.topk` or a tensor's own.
+    """Ask `decide`, unless it is None, about every choice of `torch.topk` and `Tensor.topk`.
 
-    In a backward that recomputes, too, where a mode of torch's would be off.
+    The functions are replaced, since a torch function mode is off while a backward recomputes.
     """
     if decide is None:
         yield
@@ -89,7 +89,7 @@ def decided(decide: Decide | None) -> Iterator[None]:
 
 @contextmanager
 def watched() -> Iterator[list[Choice]]:
-    """Yield a list that gets the choices of what runs."""
+    """Yield a list to which every choice within the context is added."""
     choices: list[Choice] = []
     with decided(choices.append):
         yield choices
@@ -111,18 +111,18 @@ def _asking(original: Callable[..., Any], decide: Decide) -> Callable[..., Any]:
 
 
 def in_order(choices: Sequence[Choice]) -> Decide:
-    """Return what chooses as these calls did, one after another."""
+    """Return a `Decide` that repeats the choices of these calls, one after another."""
     calls = iter(choices)
     return lambda choice: next(calls).chosen
 
 
 def by_scores(choices: Sequence[Choice], limit: float, sent: list[float]) -> Decide:
-    """Return what chooses for a token as one process did for the token of the same scores.
+    """Return a `Decide` that chooses as one process did for the token with the same scores.
 
     Args:
         choices: One process's tokens in a step whose margins are at most four times `limit`.
-        limit: How far scores may be off by rounding, of the largest in their row.
-        sent: Gets the margin, in one process, of each token that would have gone elsewhere.
+        limit: Largest rounding error of scores, relative to the largest in their row.
+        sent: Gets one process's margin of each token whose choice is replaced.
     """
 
     def decide(ours: Choice) -> Tensor | None:
@@ -147,7 +147,7 @@ def by_scores(choices: Sequence[Choice], limit: float, sent: list[float]) -> Dec
 
 
 def replayed(sent: Sequence[float], step: int, limit: float) -> Iterator[Difference]:
-    """Yield how many choices were made as in one process, if any were."""
+    """Yield a difference that reports the number of replayed choices, if there are any."""
     if sent:
         note = (
             f"{len(sent)} choices were made as in one process, where rounding chose other experts: "

@@ -1,4 +1,4 @@
-"""One case on its ranks, each of which trains and compares what it holds with one process's run."""
+"""One case on its ranks: each trains, and compares its shards with one process's run."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class RankReport:
     """The findings of one rank.
 
     Attributes:
-        compared: How many tensors it compared.
-        worst: The one nearest to its bound, or beyond it.
-        failures: The first and furthest off that rounding does not explain.
-        replayed: Steps in which rounding would have sent a token to other experts than in one
-            process.
+        compared: Number of tensors that it compared.
+        worst: The comparison nearest to its bound, or furthest beyond it.
+        failures: Differences that rounding does not explain, the first and largest `SHOWN` of them.
+        replayed: One entry for each step in which tokens were sent to one process's experts, since
+            rounding would have chosen others.
     """
 
     compared: int
@@ -79,8 +79,8 @@ def run_case(case: Case, subject: Subject, reference: str) -> RankReport:
     """Train as one rank of `case` and compare every step with one process's.
 
     Args:
-        case: What to run.
-        subject: What to run it with.
+        case: The layout and options.
+        subject: The model and its training.
         reference: File with the plain checkpoint, the batches and one process's steps.
     """
     grid = case.grid
@@ -93,7 +93,7 @@ def run_case(case: Case, subject: Subject, reference: str) -> RankReport:
     finally:
         destroy_process_group_manager()
     found = [replace(difference, rank=get_rank()) for difference in found]
-    # What went wrong first tells most: a loss before gradients, and the furthest off of these.
+    # The earliest failure tells most: the loss before gradients, then the largest difference.
     failures = sorted(
         (difference for difference in found if difference.failed),
         key=lambda difference: (difference.step, difference.what != "loss", -difference.severity),
@@ -114,7 +114,7 @@ def load_reference(path: str) -> Mapping[str, Any]:
 def compare_case(
     case: Case, subject: Subject, saved: Mapping[str, Any], manager: ProcessGroupManager
 ) -> Iterator[Difference]:
-    """Build the model, compare its initial weights, its training and its dropout."""
+    """Build the model, and compare its initial weights, its training and its dropout."""
     device = device_of(saved["batches"][0])
     model = subject.model(case.dtype, device)
     part = own_part(model)
@@ -130,11 +130,11 @@ def compare_case(
 
 
 class RefusedError(ScaletorchError):
-    """The library refuses a case, before its first step is done.
+    """The library refuses a case before its first step is done.
 
     Args:
-        heard: Whether this rank only heard of it from another one.
-        words: What it said.
+        heard: Whether another rank found the reason and this one was only told.
+        words: The library's message.
     """
 
     def __init__(self, heard: bool, words: str) -> None:
@@ -142,13 +142,13 @@ class RefusedError(ScaletorchError):
         self.heard, self.words = heard, words
 
     def __str__(self) -> str:
-        """Return what was said."""
+        """Return the library's message."""
         return self.words
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Raise a `RefusedError` in the place of what says that arguments cannot work together."""
+    """Raise a `RefusedError` in place of errors about arguments that do not work together."""
     try:
         yield
     except (InvalidArgumentError, MismatchError) as error:
@@ -156,10 +156,10 @@ def refusing() -> Iterator[None]:
 
 
 def refusal(error: RankFailedError, world_size: int) -> str:
-    """Return in one line why the library refuses a case, or '' where something else happened.
+    """Return in one line why the library refuses a case, or '' if something else went wrong.
 
-    Every rank must have refused it, and one by its own finding: mismatches alone are ranks that
-    disagree, which is a fault.
+    Every rank must have refused it, and at least one must have found the reason itself: mismatches
+    alone mean that ranks disagree, which is a fault.
     """
     found = [each for each in error.exceptions.values() if isinstance(each, RefusedError)]
     own = [each.words for each in found if not each.heard]
@@ -183,7 +183,7 @@ def build(
         cp_layout=case.cp_layout,
         cp_method=case.cp_method,
         data_parallel=WRAPPER.get(case.data_parallel),
-        rehearse=False,  # all is compared anyway
+        rehearse=False,  # the proof compares everything anyway
     )
     expect_attention(parallel, False)
     return parallel
@@ -192,7 +192,7 @@ def build(
 def divide(
     case: Case, subject: Subject, batch: Mapping[str, Any], model: DataParallelBucket
 ) -> list[Mapping[str, Tensor]]:
-    """Return this rank's micro-batches of a whole batch."""
+    """Return this rank's micro-batches of a global batch."""
     batch = in_dtype(batch, TORCH_DTYPES[case.dtype])
     return shard_global_batch(
         batch, case.micro_batches, model=model,
@@ -207,10 +207,10 @@ def train_and_compare(
     saved: Mapping[str, Any],
     subject: Subject,
 ) -> Generator[Difference, None, bool]:
-    """Train; compare this rank's part after each step, and the whole at the end.
+    """Train; compare this rank's shards after each step, and the whole weights at the end.
 
-    Ends with the first step in which a rank finds a fault: what follows from it tells nothing new.
-    Returns whether none was found in a step.
+    Stops after the first step in which a rank finds a fault, since later steps tell nothing new.
+    Returns False then, else True.
     """
     stages = names_of_stages(model, manager)
     dtype = TORCH_DTYPES[case.dtype]
@@ -247,25 +247,25 @@ def train_and_compare(
 def choosing(
     saved: Mapping[str, Any], step: int, sent: list[float]
 ) -> AbstractContextManager[None]:
-    """Choose experts as one process did in a step, where rounding would choose others.
+    """Choose experts as one process did in a step, if rounding would choose others.
 
     Args:
-        saved: What one process has left.
+        saved: One process's reference.
         step: 0-based.
-        sent: Gets how far the scores of each such token are apart; see `by_scores`.
+        sent: Gets the margin of each token whose choice is replaced; see `by_scores`.
     """
     near = [Choice(*each) for each in saved["doubtful"][step]]
     return decided(by_scores(near, saved["limits"][step], sent) if near else None)
 
 
 def names_of_stages(model: nn.Module, manager: ProcessGroupManager) -> list[set[str]]:
-    """Return the names of the parameters of each stage of this rank's pipeline."""
+    """Return the parameter names of each stage of this rank's pipeline."""
     mine = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return all_gather_object(mine, manager.pp_group)
 
 
 def optimizers_of(case: Case, phase: Phase, model: DataParallelBucket) -> Sequence[Optimizer]:
-    """Return a phase's optimizers of this rank's parameters, sharded where the case says so."""
+    """Return a phase's optimizers of this rank's parameters, sharded if the case says so."""
     optimizers = phase.make(model.parameters())
     for optimizer in optimizers:
         if options := SHARDED.get(case.data_parallel):
@@ -275,14 +275,14 @@ def optimizers_of(case: Case, phase: Phase, model: DataParallelBucket) -> Sequen
 
 
 def update(optimizers: Iterable[Optimizer]) -> None:
-    """Let optimizers make their step, and forget the gradients."""
+    """Make one step with each optimizer, and drop the gradients."""
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
 
 
 def norm_of(model: DataParallelBucket, manager: ProcessGroupManager, *, clips: bool) -> Tensor:
-    """Return the norm of the whole gradient, which is clipped then where `clips` says so."""
+    """Return the norm of the whole gradient; clip the gradient if `clips` is set."""
     if clips:
         return clip_grad_norm_(model, MAX_NORM, manager)
     return global_grad_norm(model, manager)
@@ -297,7 +297,7 @@ def compare_gradients(
     manager: ProcessGroupManager,
     exact: Exact,
 ) -> Iterator[Difference]:
-    """Compare this rank's gradients with one process's, and with those of ranks that have them."""
+    """Compare this rank's gradients with one process's, and with those of its replicas."""
     gradients, expected = local_gradients(model), set(theirs["gradients"])
     mine = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     yield from missing("gradient", step, set().union(*stages), expected, limit)
@@ -313,7 +313,7 @@ def compare_dropout(
     saved: Mapping[str, Any],
     subject: Subject,
 ) -> Iterator[Difference]:
-    """Run one more step with dropout and compare what the ranks drop."""
+    """Run one more step with dropout on, and compare the elements that ranks drop."""
     dropout.switch(model, on=True)
     seed_ranks(0, manager)
     with dropout.recorded(model, (manager.dp_rank, manager.cp_rank)) as draws:

@@ -1,4 +1,4 @@
-"""The proof: every case trains like one process, or the report names what does not."""
+"""The proof: train every case on its layout, and report each difference from one process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Progress = Callable[[CaseResult], None]
 
 
 class Task(NamedTuple):
-    """A case, and the function that runs it on its ranks: `run(case, *arguments)`."""
+    """A case and the function that each of its ranks runs: `run(case, *arguments)`."""
 
     case: Case
     run: Callable[..., RankReport]
@@ -76,35 +76,35 @@ def verify(
     timeout: float = 120.0, device: str | None = None, backend: str | None = None,
     progress: Progress | None = None,
 ) -> Report:  # fmt: skip
-    """Train a plain module on many layouts and compare everything with one process.
+    """Train a plain module on many layouts and compare each with one process.
 
-    Loss, gradients, their norm and all weights are compared on every rank after each of four steps.
+    Every rank compares the loss, gradients, gradient norm and weights after each of four steps.
 
     Args:
         model_fn: Module-level function that makes the plain module, on the CPU.
         batch_fn: Returns a step's batch, as `shard_global_batch` takes it; labels are aligned.
         layouts: The grids to try; None is every layout of `world_size`.
-        world_size: Ranks, where `layouts` is None.
-        ep: Expert parallel sizes to cross the layouts with; None is what `layouts` say, or all.
+        world_size: Number of ranks, if `layouts` is None.
+        ep: Expert parallel sizes to cross the layouts with; None is that of `layouts`, or all.
         dtype: 'float64', 'float32' (both by default), 'bfloat16', or several of them.
-        options: Values to try of `cases.OPTIONS`; what is absent keeps its default.
+        options: Values of `cases.OPTIONS` to try; options left out keep their defaults.
         plan: As for `parallelize`; None recognises the model's family and its experts.
         split: Pipeline split; None infers it from the module.
         row_dims: As for `shard_global_batch`.
         sequence_dims: As for `shard_global_batch`.
         loss_fn: Module-level function, as for `train_step`; None is the cross entropy of tokens.
-        optimizer: Module-level, see `phases.Chosen`; None is SGD for two steps, then AdamW.
-        optimizer_args: What it is made with beside them.
+        optimizer: Module-level, see `problem.Chosen`; None is SGD for two steps, then AdamW.
+        optimizer_args: Its arguments besides the parameters.
         timeout: Seconds for one case.
-        device: 'cpu', or the kind of this machine's accelerator, which None takes if there is one.
-        backend: Of the ranks; None is the device's own, with devices shared if they are too few.
+        device: 'cpu', or the kind of this machine's accelerator; None is the latter if it exists.
+        backend: Of the ranks; None is the device's own. Ranks share devices if they are too few.
         progress: Called with each case's result.
 
     Returns:
-        The report. A refused case fails if `layouts` name it; dtypes that hide faults are left out.
+        The report. A refused case fails if `layouts` name it. Dtypes that hide faults do not run.
 
     Raises:
-        InvalidArgumentError: no layouts, unknown options, a wrong ep, no such optimizer or device.
+        InvalidArgumentError: No layouts, unknown options, a wrong ep, no such optimizer or device.
     """
     where, model = choose_where(device, backend), model_fn()
     preload(*heavy_modules(model))
@@ -132,7 +132,7 @@ def _shown(results: Iterable[CaseResult], progress: Progress | None) -> Iterator
 def _phases(
     optimizer: Callable[..., Optimizer] | None, options: Mapping[str, Any] | None, model: nn.Module
 ) -> tuple[Phase, ...]:
-    """Return the phases of a proof with an optimizer, which can be made and needs no closure."""
+    """Return the phases for an optimizer; refuse one that cannot be made or needs a closure."""
     if optimizer is None:
         return PHASES
     chosen = Chosen(locate(optimizer), dict(options or {}))
@@ -156,7 +156,7 @@ def _judged(
     timeout: float,
     backend: str,
 ) -> Iterator[CaseResult]:
-    """Yield each case's result; those of dtypes that hide faults are not run."""
+    """Yield each case's result; cases whose dtype would hide faults are not run."""
     why = {case.dtype: blind(TORCH_DTYPES[case.dtype], chain, STEPS) for case in cases}
     judged = [case for case in cases if not why[case.dtype]]
     with tempfile.TemporaryDirectory(prefix="scaletorch-verify-") as folder:
@@ -173,7 +173,7 @@ def _judged(
 
 
 def heavy_modules(model: nn.Module) -> list[str]:
-    """Return the modules that ranks would import one by one, slowly: the server can, once."""
+    """Return modules that are slow to import, for the rank server to import once for all ranks."""
     known = {type(module).__module__ for module in model.modules()}
     return ["torch._dynamo", *sorted(n for n in known if n.startswith("transformers."))]
 
@@ -181,7 +181,7 @@ def heavy_modules(model: nn.Module) -> list[str]:
 def save_reference(path: Path, subject: Subject, batch_fn: BatchFn, dtype: str) -> str:
     """Write the plain checkpoint, the batches and one process's steps; return the file's name.
 
-    The steps are computed on a device of the kind that ranks compute on, whose rounding counts.
+    One process runs on the same kind of device as the ranks, since rounding depends on it.
     """
     model, saved = begin(subject, batch_fn, dtype)
     chain = chain_length(model, _first(saved["batches"][0]))
@@ -203,11 +203,11 @@ def _first(entries: Mapping[str, Any]) -> Tensor:
 
 
 class Ranks:
-    """Ranks for one case after another: the same ones as long as they last and their number fits.
+    """Ranks for one case after another: reused while they are healthy and their number fits.
 
     Args:
         timeout: Seconds for one case.
-        backend: Of the ranks.
+        backend: Backend of the ranks.
     """
 
     def __init__(self, timeout: float, backend: str = "gloo") -> None:
@@ -215,7 +215,7 @@ class Ranks:
         self._pool: RankPool | None = None
 
     def of(self, size: int) -> RankPool:
-        """Return so many ranks."""
+        """Return a pool of `size` ranks."""
         if self._pool is None or not self._pool.reusable or self._pool.world_size != size:
             self.__exit__()
             self._pool = RankPool(size, backend=self._backend, timeout=self._timeout, seed=0)
@@ -230,7 +230,7 @@ class Ranks:
 
 
 def run_all(tasks: Iterable[Task], timeout: float, backend: str = "gloo") -> Iterator[CaseResult]:
-    """Run tasks one after another, on the same ranks as long as they last."""
+    """Run tasks one after another, and yield each result; ranks are reused, see `Ranks`."""
     with Ranks(timeout, backend) as ranks:
         for case, run, arguments in tasks:
             pool, start = ranks.of(case.grid.world_size), time.perf_counter()

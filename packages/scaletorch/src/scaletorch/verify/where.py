@@ -1,4 +1,4 @@
-"""The place of a proof: the kind of device that computes, and the backend that connects ranks."""
+"""The kind of device on which a proof runs, and the backend that connects its ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Where(NamedTuple):
     backend: str = "gloo"
 
     def __str__(self) -> str:
-        """Return what a report says of it; nothing for gloo on the CPU."""
+        """Return the words for a report; '' for gloo on the CPU."""
         return "" if self == HERE else f" on {self.device} over {self.backend}"
 
 
@@ -29,15 +29,15 @@ HERE = Where()
 
 
 def choose_where(device: str | None, backend: str | None) -> Where:
-    """Return where to run, by default on this machine's accelerator if it has one.
+    """Return the device and backend to run on, by default this machine's accelerator if any.
 
     Args:
         device: 'cpu', or the kind of this machine's accelerator, such as 'cuda'; None takes the
             accelerator, or the CPU if there is none.
-        backend: As for `launch`; None takes the device's own, and gloo for the CPU.
+        backend: As for `launch`; None takes the device's own, which is gloo for the CPU.
 
     Raises:
-        InvalidArgumentError: This machine has no such device, or cannot use the backend.
+        InvalidArgumentError: This machine lacks the device, or cannot use the backend.
     """
     own = devices.default_entry().device
     if device not in (None, "cpu", own):
@@ -53,17 +53,17 @@ def choose_where(device: str | None, backend: str | None) -> Where:
 
 
 def repeating(device: str | None, backend: str | None) -> str:
-    """Return the command of the proof with the device and backend that were given."""
+    """Return the command of the proof with the given device and backend."""
     words = [f"--device {device}"] * bool(device) + [f"--backend {backend}"] * bool(backend)
     return " ".join([f"python -m {__package__}", *words])
 
 
 def named(things: Mapping[str, Any], values: Mapping[str, Any]) -> str:
-    """Return the options of a command that repeats a run.
+    """Return the command line options that repeat a run.
 
     Args:
-        things: Option -> a function or class at module level, its name, or None.
-        values: Option -> names and values, as a mapping or as words, or None.
+        things: Option -> a module-level function or class, its name, or None.
+        values: Option -> names and values, as a mapping or as 'name=value' words, or None.
     """
     words = [f" --{option} {name_of(each)}" for option, each in things.items() if each is not None]
     for option, given in values.items():
@@ -73,7 +73,7 @@ def named(things: Mapping[str, Any], values: Mapping[str, Any]) -> str:
 
 
 def name_of(thing: Any) -> str:
-    """Return how a command names something, or where to put the name of what has none."""
+    """Return the 'module:name' of an object for a command, or a placeholder if it has no name."""
     if isinstance(thing, str):
         return thing
     name = getattr(thing, "__qualname__", "<")
@@ -81,7 +81,7 @@ def name_of(thing: Any) -> str:
 
 
 def rank_device(device: str) -> torch.device:
-    """Return the device of this rank, of a kind, and make it the current one."""
+    """Make this rank's device of a kind the current one, and return it."""
     return torch.device("cpu") if device == "cpu" else devices.set_device(get_local_rank())
 
 
@@ -91,12 +91,12 @@ def device_of(batch: Mapping[str, Any]) -> torch.device:
 
 
 def in_dtype(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return a batch whose floating entries have the model's dtype; complex ones as precise."""
+    """Cast a batch's floating entries to the model's dtype, complex ones to its precision."""
     return {n: _cast(x, dtype) if isinstance(x, Tensor) else x for n, x in batch.items()}
 
 
 def placed(model: nn.Module, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-    """Return a model on a device and in a dtype; complex weights, which stay so, as precise."""
+    """Move a model to a device and a dtype; complex weights stay complex, in its precision."""
     model._apply(lambda x: _cast(x, dtype).to(device))
     return model
 
@@ -108,5 +108,5 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def moved(data: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
-    """Return data with all tensors inside it on a device."""
+    """Return a copy of data in which all tensors, nested ones too, are on a device."""
     return {name: map_tensors(lambda tensor: tensor.to(device), x) for name, x in data.items()}

@@ -1,1 +1,1 @@
-"""Two recordings beside one another: places, wholes, bounds, and where faults begin."""
+"""Comparison of two recordings: places of shards, full tensors, bounds, and births of faults."""

@@ -1,4 +1,4 @@
-"""The ancestors of each tensor of a run."""
+"""The tensors that each tensor of a run is computed from."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .runs import Run
 
 
 def ancestors(run: Run) -> dict[Key, list[Key]]:
-    """Return what each tensor of a run is computed from, forward, backward and in the update."""
+    """Return the direct sources of each tensor of a run, in forward, backward and the update."""
     users: dict[tuple[int, str], list[Key]] = defaultdict(list)
     for key, names in run.uses.items():
         for name in names:
             users[key.step, name].append(key)
     _link(run)
-    for key in run.held:  # a parameter that its module alone knows, as where it is put together
+    for key in run.held:  # if a parameter has no recorded use, its module's outputs count as uses
         if key.kind == FORWARD and key.item.startswith("out"):
             users[key.step, key.name].append(key)
     found = {key: list(dict.fromkeys(_sources(key, run, users))) for key in run.held}
@@ -30,7 +30,7 @@ def ancestors(run: Run) -> dict[Key, list[Key]]:
 
 
 def _link(run: Run) -> None:
-    """Note what is computed from tensors that leave a rank's graph: the next stage, the loss."""
+    """Link tensors that leave a rank's autograd graph to the next stage's inputs, or the loss."""
     for key, held in run.held.items():
         if (
             key.kind not in (FORWARD, LOSS)
@@ -44,7 +44,7 @@ def _link(run: Run) -> None:
 
 
 def _last(run: Run, key: Key) -> list[Key]:
-    """Return the outputs of a step that nothing is known to be computed from."""
+    """Return a step's module outputs from which nothing but a loss is known to be computed."""
     return [
         each
         for each in run.held
@@ -56,7 +56,7 @@ def _last(run: Run, key: Key) -> list[Key]:
 
 
 def _arrives(sent: Sequence[Held], come: Sequence[Held]) -> bool:
-    """Return whether tensors of some ranks are those that others had."""
+    """Return whether the received tensors are those that other ranks sent, by value."""
     apart = not {h.recording.rank for h in sent} & {h.recording.rank for h in come}
     first = next((h for h in sent if h.micro_batch == come[0].micro_batch), None)
     same = apart and first is not None and first.line.shape == come[0].line.shape
@@ -64,7 +64,7 @@ def _arrives(sent: Sequence[Held], come: Sequence[Held]) -> bool:
 
 
 def _beside(run: Run) -> Iterator[tuple[Key, list[Key]]]:
-    """Yield tensors that have no gradient, so that autograd does not tell what is made of them."""
+    """Yield (source, results) for sources that may have no gradient, which autograd misses."""
     made: dict[tuple[int, str, int], list[Key]] = defaultdict(list)
     for key in run.held:
         if key.kind == FORWARD and key.item.startswith("out"):
@@ -77,7 +77,7 @@ def _beside(run: Run) -> Iterator[tuple[Key, list[Key]]]:
 
 
 def _sees(kind: str, entry: str) -> bool:
-    """Return whether tensors of a kind may depend on an entry of the batch."""
+    """Return whether tensors of a kind may depend on an entry of the batch, by its name."""
     of_loss = entry == "labels" or entry.startswith("loss_")
     return kind == LOSS or (kind == FORWARD and not of_loss)
 
@@ -105,7 +105,7 @@ def _sources(key: Key, run: Run, users: Mapping[tuple[int, str], list[Key]]) -> 
 
 
 def _passed_back(results: Iterable[Key], run: Run) -> Iterator[Key]:
-    """Yield what a gradient is computed from, given what its tensor was used for."""
+    """Yield the sources of a tensor's gradient, given the tensors computed from that tensor."""
     for result in results:
         yield result
         yield from run.parents.get(result, ())

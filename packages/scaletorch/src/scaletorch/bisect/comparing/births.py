@@ -1,4 +1,4 @@
-"""Births of faults: tensors that are wrong although all their inputs are right."""
+"""Births of faults: wrong tensors whose sources are all right."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from .judge import BAD, NEAR, UNSEEN, Judged, adds_up, meet
 from .places import assemble
 from .runs import Run
 
-JUMP = 8.0  # times what the inputs are off by: less is what a computation makes of them
-ABSORBED = 1e3  # times as far off as what is computed from it
+JUMP = 8.0  # times the sources' error: up to this, a computation may have amplified it
+ABSORBED = 1e3  # times the users' error: beyond this, the users do not depend on the wrong values
 SYNCHRONISATION, UPDATE = "synchronisation", "update"
-MOST = 0.5  # if more of all gradients are born wrong, it is not the modules
+MOST = 0.5  # if more than this share of gradients is born wrong, modules are not to blame
 
 
 @dataclass(slots=True)
 class Birth:
-    """A tensor that is wrong, of which all that it was computed from is right.
+    """A wrong tensor that was computed from tensors which are all right.
 
     Attributes:
-        judged: How it compares.
+        judged: The verdict on it.
         direction: START, FORWARD, BACKWARD, SYNCHRONISATION of gradients, UPDATE or DATA.
-        modules: Whose code lies between it and what it was computed from, innermost.
-        inputs: What it was computed from, as it compares.
-        others: Further tensors that were born wrong the same way.
+        modules: The innermost modules whose code computed it.
+        inputs: The verdicts on the tensors that it was computed from.
+        others: Further tensors that were born wrong in the same way.
     """
 
     judged: Judged
@@ -53,11 +53,11 @@ class Birth:
 def find_births(
     judged: Mapping[Key, Judged], run: Run, reference: Run, ancestry: Mapping[Key, list[Key]]
 ) -> list[Birth]:
-    """Return the tensors at which faults begin, of the first step that has any, in its order.
+    """Return the tensors at which faults begin, in the first step that has any, in its order.
 
-    There are none if no result of the training is wrong: what differs then is meant to, such as
-    the terms of a sum that ranks have before they add them up. Where there is one, what was meant
-    so is not blamed either: see `_absorbed`.
+    There are none if no result of the training is wrong: then the differences are intended, such
+    as the terms of a sum before ranks add them up. If a result is wrong, intended differences are
+    not blamed either, see `_absorbed`.
     """
     sources = _seen_sources(ancestry, judged)
     wrong = {key for key, each in judged.items() if each.state == BAD}
@@ -68,7 +68,7 @@ def find_births(
     wrong -= meant
     mattering = _mattering(sources, wrong)
     born = [key for key in judged if key in mattering and not wrong.intersection(sources[key])]
-    born = born or [key for key in judged if key in mattering][:1]  # each is a source of another
+    born = born or [key for key in judged if key in mattering][:1]  # sources form a cycle
     clear = [key for key in born if _jumps(judged[key], sources[key], judged)] or born
     first = [key for key in clear if key.step == min(each.step for each in clear)]
     births = []
@@ -85,11 +85,11 @@ def _jumps(own: Judged, sources: Iterable[Key], judged: Mapping[Key, Judged]) ->
 def _seen_sources(
     sources: Mapping[Key, list[Key]], judged: Mapping[Key, Judged]
 ) -> dict[Key, list[Key]]:
-    """Return the nearest tensors that were compared, in place of those that were not."""
+    """Return each tensor's sources; those that were not compared are replaced by their sources."""
     found: dict[Key, list[Key]] = {}
     for key in judged:
         waiting, visited, found[key] = list(sources.get(key, ())), {key}, []
-        for source in waiting:  # which grows meanwhile
+        for source in waiting:  # grows during the loop
             if source in visited:
                 continue
             visited.add(source)
@@ -103,10 +103,10 @@ def _seen_sources(
 def _absorbed(
     wrong: set[Key], sources: Mapping[Key, list[Key]], judged: Mapping[Key, Judged]
 ) -> set[Key]:
-    """Return the wrong tensors of a forward from which nothing but right ones are computed.
+    """Return the wrong tensors of a forward whose users are all right.
 
-    Such are scores that each rank masks for the experts that it has. What a residual makes smaller
-    is none.
+    For example, each rank masks the router's scores for its own experts. The users' error must be
+    much smaller (`ABSORBED`): a residual, which only dilutes an error, is not enough.
     """
     users: dict[Key, list[Key]] = {}
     for key, own in sources.items():
@@ -123,7 +123,7 @@ def _absorbed(
 
 
 def _mattering(sources: Mapping[Key, list[Key]], wrong: set[Key]) -> set[Key]:
-    """Return what is wrong and makes a result of the training wrong."""
+    """Return the wrong tensors that make a result of the training wrong."""
     waiting = [key for key in sources if key in wrong and key.kind in FINAL]
     found = set(waiting)
     while waiting:
@@ -165,7 +165,7 @@ def _blame(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]:
 
 
 def _blame_gradient(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]:
-    """Return whose use of a parameter adds what is wrong; if none does, they are summed wrongly."""
+    """Return the modules that add wrong terms to a gradient; if none does, blame the summation."""
     tied = reference.steps[key.step][0].header["tied"]
     name = tied.get(key.name, key.name)
     terms = [k for k in reference.held if k[:3] == (key.step, TERM, name)]
@@ -181,7 +181,7 @@ def _blame_gradient(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]
 
 
 def untied(key: Key, run: Run, reference: Run) -> list[str]:
-    """Return the names of a weight whose gradients, each on its own, add up to the tied one."""
+    """Return the names of a tied weight if its separate gradients add up to the right one."""
     tied = reference.steps[key.step][0].header["tied"]
     first = tied.get(key.name, key.name)
     names = [first, *(other for other, same in tied.items() if same == first)]
@@ -198,14 +198,14 @@ def untied(key: Key, run: Run, reference: Run) -> list[str]:
 
 
 def _travels(key: Key, run: Run, reference: Run) -> bool:
-    """Return whether what is one tensor in the reference is handed over from rank to rank."""
+    """Return whether a key is a second name of a tensor in the reference, and received in `run`."""
     return all(h.recording.lines[h.number].same >= 0 for h in reference.held[key]) and any(
         held.recording.lines[held.number].same < 0 for held in run.held.get(key, ())
     )
 
 
 def _wrong_shares(first: Key, run: Run, reference: Run) -> list[str]:
-    """Return the modules that add what is wrong to the gradient of a tensor of several users."""
+    """Return the modules that add a wrong share to the gradient of a tensor with several users."""
     names = {k[2:] for k in (first, *(k for k, f in reference.first.items() if f == first))}
     shares = [
         key
@@ -223,7 +223,7 @@ def _wrong_shares(first: Key, run: Run, reference: Run) -> list[str]:
 
 
 def _innermost(names: Sequence[str]) -> list[str]:
-    """Return names without those of modules that another one lies in."""
+    """Return the names of the modules that contain no other module of the list."""
     return [
         name
         for name in dict.fromkeys(names)
@@ -236,10 +236,10 @@ def _lies_in(inner: str, outer: str) -> bool:
 
 
 def _gathered(births: list[Birth], judged: Mapping[Key, Judged]) -> list[Birth]:
-    """Return births, those of one cause together, those of several modules last.
+    """Merge births that have one cause; births in backward of several modules come last.
 
-    Names of one tensor are one. Gradients of parameters that are wrong while those of activations
-    are right were summed wrongly, if they are more than modules would explain.
+    Births of one kind and direction with equal errors are names of one tensor. If most gradients of
+    parameters are born wrong, although those of activations are right, their summation is blamed.
     """
     step = births[0].judged.key.step if births else 0
     every = sum(key.kind == GRADIENT and key.step == step for key in judged)

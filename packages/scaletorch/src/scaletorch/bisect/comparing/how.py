@@ -1,4 +1,4 @@
-"""Describe in words how a tensor is wrong, from its own values and from related tensors."""
+"""Explanations of a wrong tensor, from its own values and from related tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DROPPED = ": was that left out of the loss?"
 
 
 def how(birth: Birth, run: Run, reference: Run) -> list[str]:
-    """Say in which way a tensor is wrong, surest first."""
+    """Return sentences that say in which way a tensor is wrong, surest first."""
     key, bound = birth.judged.key, birth.judged.bound
     met = _met(key, run, reference)
     if met is None:
@@ -70,7 +70,7 @@ def _explained(
 
 
 def _word(way: Way) -> str:
-    """Return a reader's name for the indices of a dim, such as rows; '' if there is none."""
+    """Return the plural name of a dim's indices for a sentence, such as rows; '' for no name."""
     if way.name in (ALIKE, GIVEN, WHOLE):
         return ""
     if " x " in way.name:
@@ -79,7 +79,7 @@ def _word(way: Way) -> str:
 
 
 def _named(names: Sequence[str], key: Key, run: Run) -> Iterator[str]:
-    """Yield 'embed.weight on rank 0' for the names of a tied weight."""
+    """Yield text such as 'embed.weight on rank 0' for each name of a tied weight."""
     for name in names:
         ranks = {held.recording.rank for held in run.held[key._replace(name=name)]}
         yield f"{name} on rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"

@@ -1,4 +1,4 @@
-"""Every tensor of a run beside the same one of a reference: how far off, and how far it may be."""
+"""Verdicts: the error of each tensor of a run against a reference, and the bound on it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .places import Held, Piece, Way, assemble, in_terms, part_of, pieces_of, wa
 from .runs import Run, calling
 
 GOOD, BAD, UNSEEN = "good", "bad", "unseen"
-MEASURED = 4.0  # how much more than one process's rounding a layout's may come to
-NEAR = 1e-6  # parts so near to what they should be are in their places
+MEASURED = 4.0  # a layout's rounding error may be this many times that of one process
+NEAR = 1e-6  # shards with a smaller error are in the right places
 INFINITE = math.inf
 EXTRA = "the reference has no gradient of it"
-BEYOND = 1e30  # no results are so large
+BEYOND = 1e30  # larger values are masks, not results
 
 
 @dataclass(slots=True)
@@ -27,13 +27,13 @@ class Judged:
     """The verdict on one tensor.
 
     Attributes:
-        key: Which.
+        key: The tensor's.
         state: GOOD, BAD or UNSEEN.
-        error: 2-norm of the largest difference of a rank's part, over the size of such a part.
-        bound: What rounding explains.
-        wrong: (rank, micro-batch) of the parts that are beyond it.
-        derived: Several places fitted the parts, and values decided.
-        why: Why it could not be compared.
+        error: The largest relative difference of a rank's shard, in the 2-norm.
+        bound: The largest error that rounding explains.
+        wrong: (rank, micro-batch) of the shards beyond the bound.
+        derived: Whether several places fitted the shards, so that values decided.
+        why: Why it could not be compared, or why it is wrong without a comparison.
     """
 
     key: Key
@@ -50,8 +50,8 @@ class Measured:
     """The measured effect of rounding.
 
     Attributes:
-        lost: To each tensor of one process in a lower dtype, in epsilons of that, see `measure`.
-        eps: Of the dtype of the run in question.
+        lost: Rounding error of each tensor in one process, in epsilons of a dtype, see `measure`.
+        eps: Epsilon of the coarsest dtype of the run in question.
     """
 
     lost: Mapping[Key, float]
@@ -59,20 +59,20 @@ class Measured:
 
     @property
     def chooses(self) -> bool:
-        """True if it changes whole numbers, as it does not in float64."""
+        """True if rounding changes integers, such as expert indices; never in float64."""
         return self.eps > torch.finfo(torch.float64).eps and INFINITE in self.lost.values()
 
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """A tensor of two runs put together.
+    """A tensor of two runs, assembled.
 
     Attributes:
-        pieces: What ranks of the run in question have.
-        whole: What it should be.
-        ways: How its dims are divided.
-        errors: Of each piece, see `Judged.error`.
-        derived: See there.
+        pieces: The shards of the run in question.
+        whole: The full tensor of the reference.
+        ways: The sharding of its dims.
+        errors: The error of each piece, see `Judged.error`.
+        derived: As in `Judged`.
     """
 
     pieces: list[Piece]
@@ -83,14 +83,14 @@ class Met:
 
     @property
     def error(self) -> float:
-        """The largest; a NaN is."""
+        """The largest error; a NaN counts as infinite."""
         return max((INFINITE if math.isnan(e) else e for e in self.errors), default=0.0)
 
 
 def measure(noise: Run, reference: Run) -> dict[Key, float]:
-    """Return what each tensor loses by rounding in a lower dtype, in epsilons of that.
+    """Return each tensor's rounding error in a lower dtype, in epsilons of that dtype.
 
-    Whole numbers that rounding decides, such as which expert is first, lose all.
+    It is infinite for integers that rounding changes, such as expert indices.
     """
     found, eps = {}, coarsest(noise)
     for key, theirs in reference.held.items():
@@ -111,12 +111,12 @@ def judge_all(
     """Compare all tensors that the reference has, up to the first step with a wrong result.
 
     Args:
-        run: The one in question.
-        reference: What is right.
-        sources: See `ancestors`.
-        lost: What rounding does to each tensor, see `measure`; bounds of others go by the
-            number of additions alone.
-        chain: Additions between inputs and results.
+        run: The run in question.
+        reference: The run that is right.
+        sources: The result of `ancestors`.
+        lost: Rounding error of each tensor, see `measure`; the bounds of tensors without one follow
+            from the number of additions alone.
+        chain: Number of additions between inputs and results.
     """
     found: dict[Key, Judged] = {}
     measured = Measured(lost, coarsest(run))
@@ -131,12 +131,12 @@ def judge_all(
             key: Judged(key, BAD, INFINITE, why=EXTRA) for key in _extra(step, run, reference)
         }
         if any(each.state == BAD and key.kind in FINAL for key, each in found.items()):
-            break  # what follows from it tells nothing new
+            break  # later steps tell nothing new
     return found
 
 
 def _extra(step: int, run: Run, reference: Run) -> list[Key]:
-    """Return gradients that are not zero, of parameters that the reference does not train."""
+    """Return nonzero gradients of parameters that the reference does not train."""
     return [
         key
         for key, held in run.held.items()
@@ -149,13 +149,13 @@ def _extra(step: int, run: Run, reference: Run) -> list[Key]:
 def meet(
     ours: Sequence[Held], theirs: Sequence[Held], typical: float = 0.0, *, weighed: bool = False
 ) -> Met | None:
-    """Put a tensor of two runs together; None if their parts fit no whole.
+    """Assemble a tensor of two runs and compare them; None if the shards fit no full tensor.
 
     Args:
-        ours: The parts of the run in question.
-        theirs: Those of what is right.
-        typical: Size of an element that a difference is measured by at least.
-        weighed: They are gradients of what each rank's loss is, see `Description.weight`.
+        ours: The shards of the run in question.
+        theirs: The shards of the reference.
+        typical: Smallest size of an element by which differences are divided.
+        weighed: Whether they are gradients of each rank's own loss, see `Description.weight`.
     """
     best: Met | None = None
     tried = 0
@@ -213,7 +213,7 @@ def _judge(
         and _is_of_all_rows(met, ours)
         and adds_up(ours, theirs, limit)
     ):
-        return Judged(key, GOOD, 0.0, limit)  # one for all rows, of whose gradient ranks have terms
+        return Judged(key, GOOD, 0.0, limit)  # a tensor without rows: ranks hold gradient terms
     if wrong and not limit and key.kind == FORWARD and measured.chooses:
         return Judged(key, UNSEEN, why="whole numbers, and rounding alone chose others")
     state = GOOD if met.error <= limit else BAD
@@ -221,7 +221,7 @@ def _judge(
 
 
 def _without(key: Key, run: Run) -> list[int]:
-    """Return the ranks that have a parameter's weight behind the step, and no gradient of it."""
+    """Return the ranks that have a parameter's weight after the step, but no gradient of it."""
     have, trained = (
         {held.recording.rank for held in run.held.get(each, ())}
         for each in (key, key._replace(kind=WEIGHT))
@@ -237,17 +237,17 @@ def _is_of_all_rows(met: Met, ours: Sequence[Held]) -> bool:
 
 
 def _bound(key: Key, eps: float, measured: Measured, chain: int) -> float:
-    """Return the largest error that rounding explains; 0 for whole numbers."""
+    """Return the largest error that rounding explains; 0 for integers."""
     by_length, lost = eps * ROOM * math.sqrt(chain * (key.step + 1)), measured.lost.get(key)
     if lost is None or not eps:
         return by_length
-    # A tensor may be of a finer dtype than what it was computed from, as losses are.
+    # A tensor, such as the loss, may have a finer dtype than its sources.
     floor = by_length if by_length < NEAR else measured.eps * ROOM
     return max(MEASURED * lost * measured.eps, floor)
 
 
 def rounding(run: Run, reference: Run, sources: Mapping[Key, list[Key]]) -> dict[Key, float]:
-    """Return the largest epsilon of the dtypes of each tensor and of all it is computed from."""
+    """Return, for each tensor, the largest epsilon among its dtypes and those of its ancestors."""
     own = {
         key: max(eps_of(each) for each in (*held, *run.held.get(key, ())))
         for key, held in reference.held.items()
@@ -257,7 +257,7 @@ def rounding(run: Run, reference: Run, sources: Mapping[Key, list[Key]]) -> dict
     for key, from_which in sources.items():
         for source in from_which:
             users.setdefault(source, []).append(key)
-    for eps in sorted(set(own.values()), reverse=True):  # what is coarser reaches further
+    for eps in sorted(set(own.values()), reverse=True):  # coarser dtypes override finer ones
         waiting = [key for key in own if own[key] == eps]
         for key in waiting:
             for user in users.get(key, ()):
@@ -268,18 +268,18 @@ def rounding(run: Run, reference: Run, sources: Mapping[Key, list[Key]]) -> dict
 
 
 def coarsest(run: Run) -> float:
-    """Return the largest epsilon of a run's dtypes, which is what its numbers lose by."""
+    """Return the largest epsilon of a run's dtypes, the unit of its rounding errors."""
     return max((eps_of(held) for each in run.held.values() for held in each), default=0.0)
 
 
 def eps_of(held: Held) -> float:
-    """Return the epsilon of a tensor's dtype; 0 for whole numbers."""
+    """Return the epsilon of a tensor's dtype; 0 for integers."""
     dtype = getattr(torch, held.line.dtype)
     return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
 def _error(ours: Tensor, theirs: Tensor, whole: Tensor, typical: float) -> float:
-    """Return the 2-norm of a difference, over that of as much of the whole or of the part."""
+    """Return the 2-norm of the difference, over the shard's norm or its share of the whole's."""
     if ours.shape != theirs.shape:
         return INFINITE
     if not theirs.is_floating_point() and not ours.is_floating_point():
@@ -298,14 +298,14 @@ def _error(ours: Tensor, theirs: Tensor, whole: Tensor, typical: float) -> float
 
 
 def _finite(tensor: Tensor) -> Tensor:
-    """Return it in float64; masks have the least number of their dtype, which is all one."""
+    """Return a tensor in float64, clamped to `BEYOND`, so that masks of any dtype are equal."""
     return tensor.to(torch.float64).clamp(-BEYOND, BEYOND)
 
 
 def adds_up(ours: Sequence[Held], theirs: Sequence[Held], limit: float) -> bool:
-    """Return whether what a module's uses of a parameter added on all ranks is what it should be.
+    """Return whether terms add up, over all ranks, to the reference's sum.
 
-    Ranks of tensor parallelism have other parts, or each the whole, which is not summed over them.
+    If not, try each tp rank by itself: tp ranks may each hold the whole sum, or another shard.
     """
     way = next(iter(ways([*theirs, *ours])), None)
     if way is None:

@@ -1,4 +1,4 @@
-"""A wrong tensor as its ranks have it, beside what it should be; its parts in words."""
+"""A wrong tensor's shards together with the right values, and words for them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from torch import Tensor
 from ...compose.naming import ranges
 from .places import Piece
 
-ROOM = 2.0  # times the bound that a guess may miss by: its own rounding, and that of the right one
-MOST = 0.3  # of the difference that a guess may leave unexplained
-HUGE = 1e140  # what is larger has no square, and counts as infinite
-CLEAR = 6.0  # times its bound by which an element is off if that cannot be rounding
-CHANCE = math.log(1e-4)  # that a guess fits by accident
-DENSE = 0.3  # of the elements of a box wrong: then the whole box is said to be
+ROOM = 2.0  # times the bound, for the rounding of a guess and of the right values
+MOST = 0.3  # share of the difference that a guess may leave unexplained
+HUGE = 1e140  # the square of a larger number overflows; it counts as infinite
+CLEAR = 6.0  # times its bound: an element with a larger error is wrong for sure
+CHANCE = math.log(1e-4)  # largest probability that a guess fits by accident
+DENSE = 0.3  # if a larger share of a box is wrong, the whole box is called wrong
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece beside what it should be; everything is float64 and finite, but `raw`.
+    """A piece with its right values; everything is float64, and finite except for `raw`.
 
     Attributes:
-        piece: Where it comes from.
-        place: The values of its index, which two parts of the same place share.
-        raw: Its values as they are.
-        have: Its values; as `want` if either is not finite.
+        piece: The rank's piece.
+        place: The values of its index; equal for pieces in the same place.
+        raw: The rank's values.
+        have: The rank's values; those of `want` if either is not finite.
         want: The right values; 0 for those that are not finite.
-        odd: Whether an element is not finite while the right one is, or the other way round.
-        mask: Whether an element is wrong (of those that are finite).
+        odd: Mask of elements that are not finite while the right ones are, or the reverse.
+        mask: Mask of wrong elements, among the finite ones.
         had: Values of the wrong elements, 1-d.
-        due: The right values of these.
+        due: Right values of the wrong elements, 1-d.
     """
 
     piece: Piece
@@ -49,15 +49,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A wrong tensor: all that the guesses about it are made from.
+    """A wrong tensor, with everything that guesses about it are made from.
 
     Attributes:
-        parts: Of all ranks.
-        wrong: Those that differ by more than rounding explains.
+        parts: The pieces of all ranks.
+        wrong: The pieces that differ by more than rounding explains.
         whole: The right tensor, float64, finite.
-        bound: Relative, of the 2-norm.
-        scale: 2-norm by which differences are measured.
-        axes: Names of the whole's dims, in the plural; "" for a dim without a name.
+        bound: Relative bound on the 2-norm of a difference.
+        scale: The 2-norm that differences are divided by.
+        axes: Names of the dims of `whole`, in the plural; "" for a dim without a name.
         groups: For each axis of the grid its groups of ranks.
     """
 
@@ -70,7 +70,7 @@ class Case:
     groups: Mapping[str, Sequence[tuple[int, ...]]]
 
     def allowed(self, elements: int, *norms: float) -> float:
-        """Return how far so many elements may be off, given the 2-norms of their values."""
+        """Return the largest 2-norm of the error of `elements` elements with values of `norms`."""
         share = self.scale * math.sqrt(elements / max(self.whole.numel(), 1))
         return self.bound * max([share, *norms])
 
@@ -80,13 +80,13 @@ class Case:
         """Return whether a guess explains the values, and not by accident.
 
         Args:
-            have: The values.
-            guess: What they would be, of the same shape.
-            want: What they should be; the guess has to explain most of the difference.
-            fitted: How many numbers of the guess were fitted to the values.
-            ways: Logarithm of how many guesses of this kind were possible.
+            have: The rank's values.
+            guess: The values by the guess, of the same shape.
+            want: The right values; the guess has to explain most of the difference from them.
+            fitted: Number of parameters of the guess that were fitted to the values.
+            ways: Logarithm of the number of possible guesses of this kind.
         """
-        each = math.log(min(max(4 * self.bound, 1e-8), 0.9))  # of one number
+        each = math.log(min(max(4 * self.bound, 1e-8), 0.9))  # chance that one number fits
         if (have.numel() - fitted) * each + ways > CHANCE:
             return False
         room = ROOM * self.allowed(have.numel(), norm(want), norm(guess))
@@ -98,8 +98,8 @@ class Finding:
     """A guess that holds.
 
     Attributes:
-        covers: Which of the wrong parts it explains, by their places in `Case.wrong`.
-        sentence: In words.
+        covers: Indices in `Case.wrong` of the pieces that it explains.
+        sentence: The guess in words.
     """
 
     covers: frozenset[int]
@@ -107,7 +107,7 @@ class Finding:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return a tensor in float64, infinite where its square would be."""
+    """Return a tensor in float64 on the CPU; elements whose square overflows become infinite."""
     tensor = tensor.detach().cpu().double()
     return torch.where(tensor.abs() > HUGE, tensor.sign() * math.inf, tensor)
 
@@ -118,24 +118,24 @@ def norm(tensor: Tensor) -> float:
 
 
 def pick(tensor: Tensor, index: Sequence[Tensor]) -> Tensor:
-    """Return the elements of a tensor at an index for each dim."""
+    """Return the elements of a tensor at the given indices of each dim."""
     for dim, at in enumerate(index):
         tensor = tensor.index_select(dim, at)
     return tensor
 
 
 def slices(tensor: Tensor, dim: int) -> Tensor:
-    """Return the slices of a dim, [its size, elements of one]."""
+    """Return the slices along a dim, flattened: [size of the dim, elements of a slice]."""
     return tensor.movedim(dim, 0).unsqueeze(-1).flatten(1)
 
 
 def box_of(mask: Tensor) -> tuple[Tensor, ...]:
-    """Return for each dim the indices that have an element of a mask."""
+    """Return, for each dim, the indices whose slice has a True element of a mask."""
     return tuple(slices(mask, dim).any(1).nonzero()[:, 0] for dim in range(mask.ndim))
 
 
 def beside(piece: Piece, case: Case, right: Tensor) -> Part:
-    """Return a piece beside its part of the right tensor, which may have NaN and infinity."""
+    """Return a piece with its right values, taken from `right`, which may have NaN and infinity."""
     raw, want = plain(piece.tensor), pick(right, piece.index)
     finite = raw.isfinite() & want.isfinite()
     odd = ~finite & (raw != want) & ~(raw.isnan() & want.isnan())
@@ -147,7 +147,7 @@ def beside(piece: Piece, case: Case, right: Tensor) -> Part:
 
 
 def _wrong(case: Case, gap: Tensor, want: Tensor) -> Tensor:
-    """Return which elements are wrong; the others together are within their bound."""
+    """Return the mask of wrong elements; all others together are within their bound."""
     allowed = case.allowed(gap.numel(), norm(want))
     if norm(gap) <= allowed:
         return torch.zeros_like(gap, dtype=torch.bool)
@@ -155,30 +155,30 @@ def _wrong(case: Case, gap: Tensor, want: Tensor) -> Tensor:
     wrong = gap.abs() > CLEAR * case.bound * size
     if norm(gap[~wrong]) <= allowed:
         return wrong
-    return gap != 0  # many are a little wrong
+    return gap != 0  # many elements are slightly wrong
 
 
 def plural(case: Case, dim: int) -> str:
-    """Return the name of the slices of a dim: 'rows'."""
+    """Return the name of a dim's slices, such as 'rows'."""
     name = case.axes[dim] if dim < len(case.axes) else ""
     return name or f"slices of dim {dim}"
 
 
 def some(case: Case, dim: int, numbers: Iterable[int]) -> str:
-    """Return 'row 3' or 'rows 0-15'."""
+    """Return slices of a dim as words, such as 'row 3' or 'rows 0-15'."""
     name, of, tail = plural(case, dim).partition(" of ")
     return f"{numbered(name.removesuffix('s'), numbers)}{of}{tail}"
 
 
 def numbered(name: str, numbers: Iterable[int]) -> str:
-    """Return 'rank 0', 'ranks 0 and 1' or 'micro-batches 0-3'."""
+    """Return a name with numbers, such as 'rank 0', 'ranks 0 and 1' or 'micro-batches 0-3'."""
     numbers = set(numbers)
     ending = "es" if name.endswith("ch") else "s"
     return f"{name}{ending if len(numbers) > 1 else ''} {ranges(numbers)}"
 
 
 def who(case: Case, parts: Sequence[Part]) -> str:
-    """Return the ranks that have parts, and the micro-batches if not all of theirs: 'rank 1'."""
+    """Return the ranks of parts as words, with the micro-batches unless all are meant."""
     held, meant = (
         {(p.piece.rank, p.piece.micro_batch) for p in each} for each in (case.parts, parts)
     )
@@ -194,12 +194,12 @@ def who(case: Case, parts: Sequence[Part]) -> str:
 
 
 def has(subject: str) -> str:
-    """Return a subject with its 'has' or 'have'."""
+    """Return a subject followed by 'has' or 'have'."""
     return f"{subject} {'has' if subject.startswith(('every rank', 'rank ')) else 'have'}"
 
 
 def where(case: Case, parts: Sequence[Part], masks: Sequence[Tensor] = ()) -> str:
-    """Return ' at positions 8-11 of rows 0-15', or '' if all of the whole or of several parts.
+    """Return text such as ' at positions 8-11 of rows 0-15'; '' if all elements are meant.
 
     The masks select elements of each part; without masks the wrong elements are selected.
     """
@@ -220,7 +220,7 @@ def where(case: Case, parts: Sequence[Part], masks: Sequence[Tensor] = ()) -> st
 
 
 def told(case: Case, what: str, test: Callable[[Part], bool]) -> Iterator[Finding]:
-    """Yield a finding of the wrong parts that pass a test, if there are any."""
+    """Yield one finding for the wrong parts that pass a test, if there are any."""
     covers = [i for i, part in enumerate(case.wrong) if test(part)]
     if covers:
         parts = [case.wrong[i] for i in covers]

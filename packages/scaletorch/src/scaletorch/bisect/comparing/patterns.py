@@ -1,4 +1,4 @@
-"""Explain a tensor that is known to be wrong: by a factor, in another place, or not summed."""
+"""Explanations of a wrong tensor: a wrong factor, slices in other places, or a missing sum."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from .parts import (
 from .places import Piece
 
 SENTENCES = 3
-FINEST = 1e-14  # bound below which float64 itself rounds
-CANDIDATES = 8  # factors that are tried
-NEAR = 0.05  # relative: how near a fit is to a whole number that is tried before it
-EXACT = 1e-6  # how near a factor is to 1/k if it is said to be that
-LARGEST = 2**20  # pairs of slices that are compared
-WIDTH = 16  # numbers that stand for a slice while the nearest is looked for
-SHOWN = 3  # runs of a new order in a sentence
+FINEST = 1e-14  # smallest bound: float64 itself rounds
+CANDIDATES = 8  # largest number of factors to try
+NEAR = 0.05  # relative distance within which an integer, or 1/k, is tried before the fit itself
+EXACT = 1e-6  # relative distance within which a factor is called 1/k
+LARGEST = 2**20  # largest number of pairs of slices to compare
+WIDTH = 16  # size of the random projection of slices, to find the nearest one
+SHOWN = 3  # ranges of a new order to name in a sentence
 BATCHES = "micro-batches"
 ODD = {
     "NaN": torch.isnan,
@@ -59,16 +59,16 @@ def explain(
     groups: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
     scale: float | None = None,
 ) -> list[str]:
-    """Say how a tensor that is known to be wrong is wrong.
+    """Return sentences that say in which way a wrong tensor is wrong.
 
     Args:
-        pieces: What the ranks have of it; several may hold the same index.
+        pieces: The ranks' pieces of it; several may hold the same index.
         whole: The right tensor, of a real dtype.
-        bound: The largest relative difference, of the 2-norm, that rounding explains.
+        bound: The largest relative difference, in the 2-norm, that rounding explains.
         axes: Names of the slices of each dim, in the plural: 'rows', 'positions', 'heads'; '' for
             a dim without a name.
         groups: For each axis of the grid its groups of ranks, `{"tp": [(0, 1), (2, 3)]}`.
-        scale: 2-norm by which differences are measured; None for the norm of `whole`.
+        scale: The 2-norm that differences are divided by; None for the norm of `whole`.
 
     Returns:
         Three sentences at most, surest first, each without a full stop; none if nothing differs.
@@ -78,7 +78,7 @@ def explain(
     bound = min(max(bound, FINEST), 1.0) if bound > 0 else FINEST
     scale = scale if scale is not None and 0 < scale < HUGE else norm(finite)
     case = Case((), (), finite, bound, scale, axes, groups or {})
-    # If no part is beyond its bound, together they were: then a part beyond half of it.
+    # If no piece is beyond the bound, only their sum was: then look for pieces beyond half of it.
     for each in (case, replace(case, bound=bound / 2)):
         parts = [beside(piece, each, right) for piece in pieces]
         if any(bool(p.mask.any() or p.odd.any()) for p in parts):
@@ -88,7 +88,7 @@ def explain(
 
 
 def _guessed(case: Case) -> Iterator[str]:
-    """Say what explains most parts, then what explains most of the others, then what is left."""
+    """Yield the guess that covers most pieces, then most of the rest, then what none explains."""
     left = set(range(len(case.wrong)))
     found = [finding for guess in GUESSES if left for finding in guess(case)]
     while left:
@@ -101,7 +101,7 @@ def _guessed(case: Case) -> Iterator[str]:
 
 
 def _not_finite(case: Case) -> Iterator[str]:
-    """Say which ranks have NaN or infinity that the right tensor has not, or the reverse."""
+    """Yield the ranks that have NaN or infinity where the right tensor has not, or the reverse."""
     for kind, test in ODD.items():
         parts = [p for p in case.parts if bool((p.odd & test(p.raw)).any())]
         if parts:
@@ -110,7 +110,7 @@ def _not_finite(case: Case) -> Iterator[str]:
 
 
 def _unexplained(case: Case, parts: Sequence[Part]) -> str:
-    """Say where parts differ, by how much, and the largest difference."""
+    """Return a sentence with the place and size of a difference, and its largest element."""
     had, due = torch.cat([p.had for p in parts]), torch.cat([p.due for p in parts])
     text = f"{has(who(case, parts))} values that differ{where(case, parts)}"
     if norm(due):
@@ -127,12 +127,12 @@ def _unexplained(case: Case, parts: Sequence[Part]) -> str:
 
 
 def zeros(case: Case) -> Iterator[Finding]:
-    """Find zeros."""
+    """Find pieces that are all zeros."""
     yield from told(case, "all zeros", lambda part: not bool(part.had.any()))
 
 
 def scaled(case: Case) -> Iterator[Finding]:
-    """Find one factor for all elements, a whole number or one over such first."""
+    """Find one factor for all elements; integers and their inverses are tried first."""
     fits = [_factor(part) for part in case.wrong]
     plain = [each for fit in fits for each in _plain_factors(fit)]
     for each in list(dict.fromkeys([*plain, *fits]))[:CANDIDATES]:
@@ -140,7 +140,7 @@ def scaled(case: Case) -> Iterator[Finding]:
 
 
 def each_scaled(case: Case) -> Iterator[Finding]:
-    """Find factors that differ from part to part, as where each is divided by a size of its own."""
+    """Find a different factor for each piece, e.g. because each was divided by its own size."""
     fits = {i: _factor(part) for i, part in enumerate(case.wrong)}
     covers = [i for i, fit in fits.items() if _is_scaled(case, fit, case.wrong[i])]
     said: dict[str, list[Part]] = {}
@@ -163,7 +163,7 @@ def _factor(part: Part) -> float:
 
 
 def _plain_factors(fit: float) -> list[float]:
-    """Return the nearest whole number, and the nearest one over such, if they are near."""
+    """Return the nearest integer and the nearest inverse of one, if they are within `NEAR`."""
     inverse = round(1 / fit) if fit else 0
     found = [float(round(fit)), 1 / inverse if inverse else 0.0]
     return [each for each in found if each not in (0.0, 1.0) and abs(each - fit) < NEAR * abs(each)]
@@ -190,7 +190,7 @@ def _times(factor: float, bound: float) -> str:
 
 
 def moved(case: Case) -> Iterator[Finding]:
-    """Find slices that each belong in another place."""
+    """Find slices that are in the wrong places."""
     for dim in range(case.whole.ndim):
         found: dict[str, list[int]] = {}
         for i, part in enumerate(case.wrong):
@@ -206,9 +206,9 @@ def moved(case: Case) -> Iterator[Finding]:
 
 
 def _sources(case: Case, part: Part, dim: int) -> Tensor | None:
-    """Return the places [2, n] of wrong slices and those they belong in, or None.
+    """Return the indices of wrong slices and their right indices, [2, n], or None.
 
-    A third of them may belong nowhere, such as what was shifted over an edge.
+    Up to a third of the wrong slices may belong nowhere, e.g. after a shift over an edge.
     """
     box = box_of(part.mask)
     at, size = part.piece.index[dim][box[dim]], case.whole.shape[dim]
@@ -228,19 +228,19 @@ def _sources(case: Case, part: Part, dim: int) -> Tensor | None:
 
 
 def _nearest(have: Tensor, pool: Tensor, at: Tensor) -> Tensor:
-    """Return for each slice [n, elements] the nearest of a pool, but that of its own place [n]."""
+    """Return, for each slice of [n, elements], the nearest slice of a pool, except at its place."""
     if have.shape[1] > WIDTH:
         generator = torch.Generator().manual_seed(0)
         sketch = torch.randn(have.shape[1], WIDTH, generator=generator, dtype=have.dtype)
         have, pool = have @ sketch, pool @ sketch
-    mode = "donot_use_mm_for_euclid_dist"  # which cancels
+    mode = "donot_use_mm_for_euclid_dist"  # matmul would lose digits by cancellation
     apart = torch.cdist(have, pool, compute_mode=mode)
-    apart[torch.arange(len(at)), at] = torch.inf  # it is wrong there
+    apart[torch.arange(len(at)), at] = torch.inf  # known to be wrong at its own place
     return apart.argmin(1)
 
 
 def _runs(pairs: list[tuple[int, int]]) -> str:
-    """Return 'at 0-3 is what 4-7 should have, at 4-7 what 0-3 should have'."""
+    """Return text such as 'at 0-3 is what 4-7 should have, at 4-7 what 0-3 should have'."""
     said: list[str] = []
     for _, run in groupby(pairs, key=lambda pair: pair[0] - pair[1]):
         here, there = zip(*run, strict=True)
@@ -253,7 +253,7 @@ def _runs(pairs: list[tuple[int, int]]) -> str:
 
 
 def sums(case: Case) -> Iterator[Finding]:
-    """Find parts of ranks, or of micro-batches, that add up to the right one or have it as mean."""
+    """Find pieces of ranks, or of micro-batches, whose sum or mean is the right piece."""
     for over, clusters in _clusters(case):
         found: dict[str, list[list[int]]] = {}
         for cluster in clusters:
@@ -273,7 +273,7 @@ def sums(case: Case) -> Iterator[Finding]:
 
 
 def _clusters(case: Case) -> Iterator[tuple[str, list[list[int]]]]:
-    """Yield for each axis the wrong parts that its sum would add."""
+    """Yield, for each axis, the lists of wrong pieces that a sum over it would add."""
     for name, groups in _axes(case).items():
         found: dict[object, list[int]] = {}
         for i, part in enumerate(case.wrong):
@@ -285,7 +285,7 @@ def _clusters(case: Case) -> Iterator[tuple[str, list[list[int]]]]:
 
 
 def _axes(case: Case) -> dict[str, list[set[int]]]:
-    """Return the groups of each axis, of all ranks, and of each rank for its micro-batches."""
+    """Return the groups of each axis, one of all ranks, and one of each rank for micro-batches."""
     axes = {n: [set(g) for g in gs] for n, gs in case.groups.items() if any(len(g) > 1 for g in gs)}
     ranks = {p.piece.rank for p in case.parts}
     if [ranks] not in axes.values():
@@ -294,7 +294,7 @@ def _axes(case: Case) -> dict[str, list[set[int]]]:
 
 
 def _owners(case: Case, clusters: Sequence[Sequence[int]], over: str) -> str:
-    """Return 'ranks 0 and 1 (tp) have', or the ranks of several groups."""
+    """Return text such as 'ranks 0 and 1 (tp) have', or the ranks of several groups."""
     ranks = [[case.wrong[i].piece.rank for i in cluster] for cluster in clusters]
     if over == BATCHES:
         ranks = [[rank for each in ranks for rank in each]]
@@ -303,9 +303,9 @@ def _owners(case: Case, clusters: Sequence[Sequence[int]], over: str) -> str:
     return has(f"{'; '.join(groups[:RUNS])}{more} ({over})")
 
 
-# Of two that explain as many parts the first is said: it leaves less to chance, or says more. A
-# mean in place of a sum is 1/n of the right one, and n of it add up. Parts that add up may be zeros
-# where another rank's are not (a sharded embedding).
+# If two guesses explain the same number of pieces, the first of this list is chosen: it leaves less
+# to chance, or says more. A mean in place of a sum is 1/n of the right values, and n of them also
+# add up to these. Pieces that add up may be zeros if another rank's are not (a sharded embedding).
 GUESSES: Sequence[Callable[[Case], Iterator[Finding]]] = (
     scaled, each_scaled, sums, zeros, moved,
 )  # fmt: skip

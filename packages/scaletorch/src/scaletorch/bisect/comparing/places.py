@@ -1,6 +1,7 @@
-"""Places of ranks' tensors in the whole, and the whole joined from them.
+"""Places of ranks' shards in the full tensor, and the full tensor assembled from them.
 
-Ranks say it; where that leaves it open sizes are compared, and if several places fit, values.
+Recordings describe the places. If they leave a place open, sizes decide; if several places fit,
+values decide.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from ..recording.folder import Line, Recording, first_name
 
 GIVEN, WHOLE, ALIKE = "given", "whole", "all alike"
-INNER, OUTER = "equal shards of near ranks", "equal shards of far ranks"  # if nobody says how
+INNER, OUTER = "equal shards of near ranks", "equal shards of far ranks"  # without description
 _PAIRS = (("rows", "positions"), ("rows", "shares"))
 _TRIED = 16  # combinations of places that are tried by value
 _COLUMNS = "columns"
@@ -32,25 +33,25 @@ class Held:
 
     @property
     def line(self) -> Line:
-        """Its line, or that of which it is another name."""
+        """Its line in the recording, or the line that it is another name of."""
         lines = self.recording.lines
         return lines[first_name(lines, self.number)]
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """All that its place depends on."""
+        """Everything that its place depends on, as a key for caches."""
         line = self.line
         return self.recording.number, self.micro_batch, tuple(line.shape), repr(line.place)
 
     @property
     def tensor(self) -> Tensor:
-        """Its values."""
+        """Its values, read from the recording."""
         return self.recording.tensor(self.number)
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A dim of a tensor is divided so: the name of an axis, in units of `unit`, and the whole."""
+    """The sharding of a tensor's dim: along an axis, in blocks of `unit`; `total` blocks in all."""
 
     name: str
     total: int
@@ -58,12 +59,12 @@ class Way:
 
 
 def ways(held: Sequence[Held]) -> list[tuple[Way, ...]]:
-    """Return what the dims of tensors may be in the whole, likeliest first.
+    """Return the possible shardings of the dims of a tensor, likeliest first.
 
-    Nothing if they are not parts of one whole.
+    The list is empty if the tensors are not shards of one full tensor.
 
     Args:
-        held: Of both runs.
+        held: The tensors of both runs.
     """
     alike = ("ways", *(each.form for each in held))
     known = held[0].recording.known
@@ -82,13 +83,13 @@ def _ways(held: Sequence[Held]) -> list[tuple[Way, ...]]:
 
 
 def _reused(found: tuple[Way, ...]) -> int:
-    """Return how many dims go by the axis of another one, which few tensors have."""
+    """Return the number of dims on an axis that another dim has already; rare in practice."""
     named = [way.name for way in found if way.name not in (GIVEN, WHOLE, ALIKE)]
     return len(named) - len(set(named))
 
 
 def index(held: Held, dim: int, way: Way) -> Tensor:
-    """Return which indices of the whole a rank has along a dim; from `way.total` on is padding."""
+    """Return a rank's indices in the full tensor along a dim; from `way.total` on is padding."""
     asked = "index", held.form, dim, way
     known = held.recording.known
     if asked not in known:
@@ -111,13 +112,14 @@ def _index(held: Held, dim: int, way: Way) -> Tensor:
         return torch.arange(way.total)
     if len(parts) == 1:
         return known[0][1] if way.unit == 1 else known[0][1][:: way.unit] // way.unit
-    rest = way.total // known[0][0]  # the length of the other axis, if only one is spoken of
+    rest = way.total // known[0][0]  # length of the other axis, if only one is described
     (_, rows), (length, inner) = (part or (rest, torch.arange(rest)) for part in parts)
+    # Row-major index of (row, position). Padding positions get an index from `total` on.
     return (rows[:, None] * length + inner.where(inner < length, way.total)).flatten()
 
 
 def _shard(held: Held, length: int, way: Way) -> Tensor:
-    """Return a rank's equal share of a dim, in the order of ranks; all of it if it has all."""
+    """Return the indices of a rank's equal shard of a dim, in rank order; all if it has all."""
     shares, ranks = way.total // length if length else 1, int(held.recording.header["world_size"])
     if shares * length != way.total or ranks % shares:
         return torch.empty(0, dtype=torch.int64)
@@ -127,13 +129,13 @@ def _shard(held: Held, length: int, way: Way) -> Tensor:
 
 
 def in_terms(held: Sequence[Held], found: Sequence[Way]) -> bool:
-    """Return whether gradients that lie so are terms on several ranks, which add up to them."""
+    """Return whether gradients with this sharding are terms, which add up over several ranks."""
     named = {way.name for way in found}
     return any(named & set(each.recording.header["shared"]) for each in held)
 
 
 def _distinct(held: Sequence[Held], dim: int) -> list[Way]:
-    """Return the ways of a dim that differ in what they say."""
+    """Return the shardings of a dim that differ in the indices of some rank."""
     found: dict[tuple[Any, ...], Way] = {}
     for way in _fitting(held, dim):
         said = tuple(tuple(index(each, dim, way).tolist()) for each in held)
@@ -143,7 +145,7 @@ def _distinct(held: Sequence[Held], dim: int) -> list[Way]:
 
 def _fitting(held: Sequence[Held], dim: int) -> Iterator[Way]:
     given = [place for each in held if (place := _given(each, dim)) is not None]
-    if given:
+    if given:  # a recorded place leaves no choice: it fits all shards, or nothing does
         total = int(given[0][0])
         if all(
             each.line.shape[dim] == (total if place is None else len(_indices(place[1:])))
@@ -158,7 +160,7 @@ def _fitting(held: Sequence[Held], dim: int) -> Iterator[Way]:
 
 
 def _named(held: Sequence[Held], dim: int) -> Iterator[Way]:
-    """Yield the ways of all axes that a rank speaks of, and the whole."""
+    """Yield a dim's shardings by all axes that a rank describes, and without a description."""
     axes: dict[str, int] = {}
     for each in held:
         axes |= {name: total for name, (total, _) in each.recording.header["axes"].items()}
@@ -180,7 +182,7 @@ def _named(held: Sequence[Held], dim: int) -> Iterator[Way]:
 
 
 def _units(held: Sequence[Held], name: str, total: int, largest: int) -> Iterator[int]:
-    """Yield in units of what a size may be divided, such as the heads of its columns."""
+    """Yield the block sizes in which an axis may be sharded along a dim, such as the head size."""
     if largest and total % largest == 0:
         unit = total // largest
         parts = [part[1] for each in held if (part := _part(each, name)) is not None]
@@ -221,8 +223,8 @@ class Piece:
     Attributes:
         rank: Global rank.
         micro_batch: 0-based.
-        tensor: The piece.
-        index: For each of its dims which indices of the whole it holds, int64 [size].
+        tensor: The shard's values.
+        index: For each dim its indices in the full tensor, int64 [size].
     """
 
     rank: int
@@ -232,7 +234,7 @@ class Piece:
 
 
 def pieces_of(held: Sequence[Held], dims: Sequence[Way], *, weighed: bool = False) -> list[Piece]:
-    """Return what ranks have, with its place; without the padding."""
+    """Return the ranks' shards with their indices, without padding; weighted if `weighed`."""
     found = []
     for each in held:
         tensor, places = each.tensor, []
@@ -249,7 +251,10 @@ def pieces_of(held: Sequence[Held], dims: Sequence[Way], *, weighed: bool = Fals
 
 
 def assemble(pieces: Sequence[Piece], dims: Sequence[Way], *, sums: bool = False) -> Tensor:
-    """Return the whole, in float64 if it is of numbers that round; NaN where no rank has it."""
+    """Return the full tensor, in float64 if its dtype is floating; NaN where no rank has it.
+
+    With `sums`, shards of the same place are added up.
+    """
     shape = [way.total for way in dims]
     first = pieces[0].tensor
     dtype = torch.float64 if first.is_floating_point() else first.dtype
@@ -272,7 +277,7 @@ def assemble(pieces: Sequence[Piece], dims: Sequence[Way], *, sums: bool = False
 
 
 def part_of(whole: Tensor, piece: Piece) -> Tensor:
-    """Return what a piece should be."""
+    """Return the values of the full tensor in the place of a piece."""
     grid = _grid(piece)
     return whole[grid] if grid else whole
 

@@ -1,6 +1,6 @@
-"""Infer the rows and positions of each rank where the program does not describe them.
+"""Inference of each rank's rows and positions, if the program does not describe them.
 
-They are told by value: what a rank's model takes are rows of what the model of the reference takes.
+Values decide: the inputs of a rank's model are rows of the inputs of the reference's model.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ..recording.described import as_ranges
 from ..recording.folder import Recording
 
 Steps = Mapping[int, Sequence[Recording]]
-_ABSENT, _SEVERAL = -1, -2  # of rows: the reference has none like it, or several
+_ABSENT, _SEVERAL = -1, -2  # in place of a row number: the reference has no such row, or several
 
 
 def infer_rows(reference: Steps, run: Steps) -> list[str]:
-    """Note in the headers of recordings which rows each call of the model had, and where.
+    """Note in the headers of recordings the rows and positions of each call of the model.
 
-    Calls are micro-batches. Nothing is noted where a program has described its ranks, where every
-    call had what that of the reference had, and where the reference has equal rows.
+    Calls count as micro-batches. Nothing is noted if a program has described its ranks, if every
+    call has the same inputs as the reference's, or if equal rows in the reference leave it open.
 
     Returns:
-        Which rows no rank has.
+        Remarks for the report: the rows of the batch that no rank has.
 
     Raises:
         InvalidArgumentError: Ranks have rows that are not in the reference.
@@ -50,7 +50,7 @@ def infer_rows(reference: Steps, run: Steps) -> list[str]:
 
 
 def take_rows(reference: Steps, noise: Steps) -> Steps:
-    """Return recordings of one process in a lower dtype with what was noted in the reference."""
+    """Copy the reference's notes into a run of one process in a lower dtype, and return that."""
     for step in set(reference) & set(noise):
         for theirs, other in zip(reference[step], noise[step], strict=False):
             other.header.update({name: theirs.header[name] for name in ("axes", "micro_batches")})
@@ -58,7 +58,7 @@ def take_rows(reference: Steps, noise: Steps) -> Steps:
 
 
 def _fed(recording: Recording) -> dict[str, list[Tensor]]:
-    """Return what the model took in each call by input, whole numbers first."""
+    """Return the model's inputs in each call, by item; integer inputs first."""
     found: dict[str, list[Tensor]] = {}
     for number, line in enumerate(recording.lines):
         whose = line.kind, line.name, line.stage
@@ -79,6 +79,7 @@ def _infer(
     ours: Sequence[Recording],
 ) -> list[str]:
     whole, found, others = torch.cat(theirs), {}, []
+    # A rank's rows are sure if they are found, each once, for exactly one choice of positions.
     for rank, own in calls.items():
         ways = [(cut, [_rows(t, whole, cut) for t in own]) for cut in _cuts(whole, own[0])]
         sure = [(cut, rows) for cut, rows in ways if min(chain(*rows)) >= 0]
@@ -95,7 +96,7 @@ def _infer(
         )
     if len(found) < len(calls):
         return []
-    for recording in ours:  # later stages of a pipeline have what the first has
+    for recording in ours:  # later pipeline stages have the rows of the first
         peers = [recording.rank, *recording.header.get("pipeline", ())]
         for cut, rows in [found[peer] for peer in peers if peer in found][:1]:
             _note(recording, len(whole), rows)
@@ -127,7 +128,7 @@ def _cuts(whole: Tensor, own: Tensor) -> Iterator[Sequence[int]]:
 
 
 def _rows(own: Tensor, whole: Tensor, cut: Sequence[int]) -> list[int]:
-    """Return which row of the whole each row is, `_ABSENT` or `_SEVERAL`."""
+    """Return the number in `whole` of each row of `own`, or `_ABSENT` or `_SEVERAL`."""
     known: dict[tuple[float, ...], int] = {}
     for number, row in enumerate(whole[:, list(cut)].flatten(1).tolist()):
         known[tuple(row)] = _SEVERAL if tuple(row) in known else number

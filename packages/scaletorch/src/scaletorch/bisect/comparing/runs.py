@@ -1,4 +1,4 @@
-"""A run as it was recorded: its tensors by name, and what each was computed from."""
+"""A recorded run: its tensors by key, and the tensors that each was computed from."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ class Run:
     """All ranks' recordings of all steps.
 
     Attributes:
-        folder: Where they are.
-        held: What ranks have of each tensor, in the order in which tensors were met.
-        parents: What each was computed from, as far as autograd told.
-        children: What was computed from each: the reverse of `parents`.
-        uses: The parameters that it was computed with.
+        folder: Folder of the recordings.
+        steps: The recordings of each step, in rank order.
+        held: The ranks' shards of each tensor, in the order in which tensors were recorded.
+        parents: The tensors that each was computed from, as far as autograd knows.
+        children: The tensors computed from each, the reverse of `parents`.
+        uses: The parameters that each was computed with.
         inside: The module whose code was running.
-        first: Of a tensor that goes by several names the first one, by the others.
-        uncounted: Modules whose calls are not as many in each micro-batch, by name.
+        first: For a tensor with several names, each other name -> the first one.
+        uncounted: Modules whose number of calls differs between micro-batches -> the reason.
     """
 
     folder: Path
@@ -57,11 +58,11 @@ class Run:
         self.children.setdefault(parent, {})[key] = None
 
     def used_by(self, key: Key, is_use: Callable[[Key], bool] = lambda _: False) -> Iterator[Key]:
-        """Yield what a tensor was used for under all of its names, which share one gradient.
+        """Yield the tensors computed from a tensor under any of its names; these share a gradient.
 
         Args:
             key: The tensor.
-            is_use: Whether another name of the tensor is a use of it, see `births`.
+            is_use: Returns whether another name of the tensor counts as a use, see `births`.
         """
         first = self.first.get(key, key)
         names = [first]
@@ -74,10 +75,14 @@ class Run:
 
 
 def load(folder: str | Path, steps: Mapping[int, Sequence[Recording]] | None = None) -> Run:
-    """Return a run that was recorded into a folder, of which `read` may have read the steps.
+    """Load the run that was recorded into a folder.
+
+    Args:
+        folder: Folder of the recordings.
+        steps: The result of `read`, if it was called already.
 
     Raises:
-        InvalidArgumentError: See `folder.read`.
+        InvalidArgumentError: As for `folder.read`.
     """
     run = Run(Path(folder), read(Path(folder)) if steps is None else steps)
     for step, recordings in run.steps.items():
@@ -88,14 +93,14 @@ def load(folder: str | Path, steps: Mapping[int, Sequence[Recording]] | None = N
 
 
 def _turn(key: Key, held: Held) -> tuple[int, int, int]:
-    """Return when in a step a tensor has its turn; stages run from the last to the first back."""
+    """Return a sort key for the order of a step; backward runs from the last stage to the first."""
     turns = (DATA, START, FORWARD, LOSS, BACKWARD, SHARE, TERM, GRADIENT, NORM, WEIGHT)
     rank = held.recording.rank
     return turns.index(key.kind), -rank if key.kind == BACKWARD else rank, held.number
 
 
 def _keyed(run: Run, step: int, recording: Recording) -> Iterator[tuple[Key, Held]]:
-    """Yield a rank's tensors by name, those under other names too."""
+    """Yield a rank's tensors with their keys, also those that are other names of a tensor."""
     keys = _keys(run, step, recording)
     gradients: dict[int, int] = {}
     for number, (line, key) in enumerate(zip(recording.lines, keys, strict=True)):
@@ -117,7 +122,7 @@ def _keyed(run: Run, step: int, recording: Recording) -> Iterator[tuple[Key, Hel
 
 
 def _keys(run: Run, step: int, recording: Recording) -> list[tuple[Key, int] | None]:
-    """Return of each line which tensor it is, and of which micro-batch; None if nobody knows."""
+    """Return the key and micro-batch of each line; None if they are unknown."""
     per, cut = _calls(run, recording), _cut(run.steps[step])
     found: list[tuple[Key, int] | None] = []
     for line in recording.lines:
@@ -136,7 +141,7 @@ def _keys(run: Run, step: int, recording: Recording) -> list[tuple[Key, int] | N
 
 
 def _cut(recordings: Sequence[Recording]) -> dict[str, set[int]]:
-    """Return the stages of a pipeline in which a module runs, for those of several."""
+    """Return the pipeline stages of each module that runs in several of them."""
     found: dict[str, set[int]] = {}
     for recording in recordings:
         for line in recording.lines if "pipeline" in recording.header else ():
@@ -146,13 +151,13 @@ def _cut(recordings: Sequence[Recording]) -> dict[str, set[int]]:
 
 
 def _is_between(line: Line, cut: Mapping[str, set[int]]) -> bool:
-    """Return whether a tensor of a module that was cut is what its stages exchange."""
+    """Return whether a tensor is sent between stages within a module that spans several."""
     stages = cut.get(line.name, {line.stage})
     return line.stage != (min if line.item.startswith("in") else max)(stages)
 
 
 def _calls(run: Run, recording: Recording) -> dict[str, int]:
-    """Return how often each module was called in a micro-batch; note those that differ in it."""
+    """Return each module's calls per micro-batch; note modules whose number of calls varies."""
     calls: Counter[str] = Counter()
     for line in recording.lines:
         if line.kind == FORWARD:
@@ -166,7 +171,7 @@ def _calls(run: Run, recording: Recording) -> dict[str, int]:
 
 
 def calling(line: Line | Key) -> str:
-    """Return a module's name; calls under no_grad are counted apart."""
+    """Return a module's name, with a suffix for calls under no_grad, which are counted apart."""
     return line.name + UNGRADED * (UNGRADED in line.item)
 
 
@@ -180,10 +185,11 @@ def _note(run: Run, key: Key, parents: Sequence[Key], line: Line) -> None:
 
 
 def require_comparable(ours: Run, theirs: Run) -> None:
-    """Refuse two runs of unlike models.
+    """Refuse two runs of different models.
 
     Raises:
-        InvalidArgumentError: They have no step, or no parameter, in common.
+        InvalidArgumentError: They have no step in common, or different names or shapes of
+            parameters.
     """
     if not set(ours.steps) & set(theirs.steps):
         raise InvalidArgumentError(

@@ -1,8 +1,8 @@
-"""Weights of ranks' losses and gradients in the whole, if no program says them.
+"""Weights of ranks' losses and gradients in the global ones, if the program does not say them.
 
-Losses that ranks go back from are means or shares. DDP and FSDP2 average gradients over ranks, so
-programs multiply the loss by the number of ranks: gradients of activations are as many times the
-whole's, and those of parameters are not.
+Ranks call backward on a mean or on a share of the global loss. DDP and FSDP2 average gradients over
+ranks, so some programs multiply the loss by the number of ranks. Gradients of activations are then
+larger by that factor, and those of parameters are not.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from .judge import NEAR
 from .places import Held, assemble, part_of, pieces_of, ways
 from .runs import Run
 
-ROUGH = 0.05  # a loss so near to a multiple is meant to be that one; the bound decides if it is
+ROUGH = 0.05  # relative distance within which a loss is taken for a multiple; the bound judges it
 
 
 def settle_losses(run: Run, reference: Run) -> None:
-    """Put in the place of ranks' own losses what they come to.
+    """Replace ranks' own losses by the global loss that they amount to.
 
-    That is the mean of all ranks that have one, times a divisor of the number of ranks and
-    micro-batches, or over one: they may be sums, or means that are added up later.
+    That is their mean over ranks, times or over a divisor of ranks x micro-batches: they may be
+    sums, or means that are added up later.
     """
     for key, theirs in reference.held.items():
         if key.kind != LOSS:
@@ -44,7 +44,7 @@ def _value(held: Held) -> float:
 
 
 def _settle(held: list[Held], factor: float) -> float:
-    """Let each be the mean times a factor, if all are ranks' own; return it."""
+    """Return the mean of losses times a factor; if all are ranks' own, set each to that."""
     mean = sum(map(_value, held)) / len(held) * factor
     if all(h.recording.header.get("own_loss") and not h.line.sums for h in held):
         for each in held:
@@ -53,15 +53,15 @@ def _settle(held: list[Held], factor: float) -> float:
     return mean
 
 
-OFF = 1e-6  # by which a loss may differ that is taken for right here
+OFF = 1e-6  # a loss with a smaller relative error counts as right here
 
 
 def settle_weight(run: Run, reference: Run) -> None:
-    """Note, as `Description.weight`, by what number all gradients of activations differ.
+    """Note the factor by which all gradients of activations differ, as `Description.weight`.
 
-    It is read off the gradient nearest to the loss: the same on all ranks, a whole number or one
-    over such. Nothing is noted if the loss itself is wrong, if ranks say it, or if no rank says
-    that it has a part of the batch.
+    It is found from the gradient nearest to the loss, as an integer or its inverse, the same on all
+    ranks. Nothing is noted if the loss itself is wrong, if all ranks describe their weights, or if
+    no rank has described axes, i.e. a shard of the batch.
     """
     for step, recordings in run.steps.items():
         said = all(each.header["weight"] is not None for each in recordings)
@@ -85,11 +85,11 @@ def _loss_is_right(run: Run, reference: Run, step: int) -> bool:
 
 
 def _factor(key: Key, run: Run, reference: Run) -> float:
-    """Return the integer factor, or its inverse, by which all parts differ; 1 if there is none."""
+    """Return the integer factor, or its inverse, by which all shards differ; 1 if there is none."""
     ours, theirs = run.held[key], reference.held[key]
     for way in ways([*theirs, *ours]):
         whole = assemble(pieces_of(theirs, way), way)
-        pieces = [p for p in pieces_of(ours, way) if p.tensor.any()]  # what was dropped is none
+        pieces = [p for p in pieces_of(ours, way) if p.tensor.any()]  # zeros have no factor
         found = {_multiple(p.tensor, part_of(whole, p)) for p in pieces} - {1.0}
         if len(found) == 1 and (factor := found.pop()) is not None:
             return factor
@@ -97,7 +97,7 @@ def _factor(key: Key, run: Run, reference: Run) -> float:
 
 
 def _multiple(ours: Tensor, theirs: Tensor) -> float | None:
-    """Return the factor between tensors, an integer or one over one; 1 of zeros, or None."""
+    """Return `ours` over `theirs` if it is an integer or its inverse, else None; 1 for zeros."""
     ours, theirs = ours.double(), theirs.double()
     size = torch.linalg.vector_norm(theirs)
     if not size:

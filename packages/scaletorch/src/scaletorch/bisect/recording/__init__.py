@@ -1,1 +1,1 @@
-"""A step as ranks write it down, and what each says that it has of the whole."""
+"""Recordings of a step by ranks, with descriptions of their shards of batch and model."""

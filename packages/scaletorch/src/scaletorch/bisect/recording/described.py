@@ -1,4 +1,4 @@
-"""Descriptions of a rank's share of the batch and model, as data."""
+"""Descriptions of a rank's shard of the batch and the model, as data."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from ...dist.errors import InvalidArgumentError
 
-Ranges = list[tuple[int, int]]  # of indices, [start, stop), in the order of the tensor's own
+Ranges = list[tuple[int, int]]  # index ranges [start, stop), in the order of the shard's indices
 Place = list[Any]  # per dim None, or [whole size, *ranges]
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A length of which ranks have parts: rows of the batch, positions, columns of a layer.
+    """A length that is divided over ranks: rows of the batch, positions, columns of a layer.
 
     Attributes:
         total: The whole length.
-        parts: For each micro-batch which indices a rank has; one entry if they have the same.
+        parts: A rank's indices in each micro-batch; one entry if these are the same.
     """
 
     total: int
@@ -33,20 +33,20 @@ class Axis:
 
 @dataclass(slots=True)
 class Description:
-    """A description of one rank's share.
+    """A description of one rank's shards.
 
     Attributes:
         axes: By name: 'rows', 'positions', and others.
-        groups: Ranks of each axis of the grid, for words: 'tp' -> [[0, 1], [2, 3]].
-        micro_batches: How many there are in a step.
-        weight: What this rank's loss counts in the whole one, by which its gradients of
-            activations are multiplied: 1/2 for the mean of two ranks' means. None if it is to
-            be found out.
-        places: Of parameters by name; others are whole.
-        shared: Axes of which several ranks have the same part, and each a term of its gradient.
-        unseen: (module, 'in' or 'out', chunk) whose tensors are no part of the whole's.
-        chunk: Says which of the rank's stages of a pipeline is running.
-        terms: Modules whose inputs' gradients here have to be added up over ranks.
+        groups: Groups of ranks of each axis of the grid, for messages: 'tp' -> [[0, 1], [2, 3]].
+        micro_batches: Number of micro-batches in a step.
+        weight: Weight of this rank's loss in the global loss, by which its gradients of activations
+            are multiplied: 1/2 for the mean of two ranks' means. None if it is to be inferred.
+        places: Places of sharded parameters, by name; other parameters are whole.
+        shared: Axes along which several ranks hold the same shard, each with a term of its
+            gradient.
+        unseen: (module, 'in' or 'out', chunk) whose tensors do not exist in the full model.
+        chunk: Returns the index of the rank's pipeline stage that is running.
+        terms: Modules whose input gradients on this rank have to be added up over ranks.
     """
 
     axes: dict[str, Axis] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Description:
 
 
 def as_ranges(indices: Iterable[int]) -> Ranges:
-    """Return indices as ranges, in their order."""
+    """Return indices as ranges of consecutive ones, in their order."""
     found: Ranges = []
     for index in indices:
         if found and found[-1][1] == index:
@@ -72,15 +72,16 @@ def as_ranges(indices: Iterable[int]) -> Ranges:
 
 
 def description_of(given: Mapping[str, Any] | Description | None) -> Description:
-    """Return what a program says of its rank.
+    """Return a `Description` from what a program passes as `describe`.
 
     Args:
         given: Name of an axis -> (indices, total): `{"rows": (range(4, 8), 8)}` are the last four
-            of eight rows. A list of such indices says what each micro-batch has. `"weight"`
-            is a number, see `Description`.
+            of eight rows. For several micro-batches, the indices are a list with one entry each.
+            `"weight"` is a number, see `Description`.
 
     Raises:
-        InvalidArgumentError: It is no such mapping, or numbers of micro-batches differ.
+        InvalidArgumentError: It is not a mapping of this form, or axes differ in the number of
+            micro-batches.
     """
     if isinstance(given, Description):
         return given
@@ -109,10 +110,10 @@ def description_of(given: Mapping[str, Any] | Description | None) -> Description
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, Place | None, bool]:
-    """Return what a rank has of a tensor, and what a DTensor says of it.
+    """Return a tensor's local shard, its place, and whether it is a term of a sum over ranks.
 
-    That is its place, and whether it is one of several that have to be added up. A dim that the
-    DTensor does not divide has no place: it may be the rows of this rank.
+    Only a DTensor has a place and may be a term. A dim that it does not shard has no place, since
+    it may consist of this rank's rows.
     """
     module = sys.modules.get("torch.distributed.tensor")
     if module is None or not isinstance(tensor, module.DTensor):
@@ -130,7 +131,7 @@ def local_part(tensor: Tensor) -> tuple[Tensor, Place | None, bool]:
 
 
 def _share(held: Tensor, placement: Any, mesh: Any, axis: int) -> Tensor:
-    """Return which of the indices of a divided dim a rank has; packed weights are strided."""
+    """Return a rank's indices of a sharded dim; packed weights have strided shards."""
     factor = getattr(placement, "split_factor", 1)
     groups = held.chunk(factor) if factor > 1 else (held,)
     ranks, own = mesh.size(axis), mesh.get_local_rank(axis)
@@ -142,18 +143,18 @@ def _flat(ranges: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def _settled(tensor: Tensor) -> Tensor:
-    """Return a plain tensor in place of one that a collective may still be bringing."""
+    """Return a plain tensor in place of an asynchronous collective's result, after waiting."""
     return tensor if type(tensor) in (Tensor, nn.Parameter) else tensor.clone()
 
 
 def is_seen(tensor: Tensor) -> bool:
-    """Return whether a tensor has values here: a plain one, a DTensor or a collective's result."""
+    """Return whether a tensor has values: plain ones, DTensors and results of collectives do."""
     plain = type(tensor) in (Tensor, nn.Parameter)
     return plain or hasattr(tensor, "placements") or hasattr(tensor, "trigger_wait")
 
 
 def tensors_of(value: Any, label: str) -> Iterable[tuple[str, Tensor]]:
-    """Yield the tensors of a module's input or output, by names that every run gives them."""
+    """Yield the tensors of a module's input or output, under names that are equal in all runs."""
     if isinstance(value, Tensor):
         yield label, value
     elif isinstance(value, Mapping):
@@ -166,7 +167,7 @@ def tensors_of(value: Any, label: str) -> Iterable[tuple[str, Tensor]]:
 
 
 def arguments_of(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that a module is called with; by place, however they are passed."""
+    """Yield the tensors that a module is called with; keywords that have a position use that."""
     kind: Any = type(module)
     places = _places(kind)
     for place, value in enumerate(args):
@@ -178,7 +179,7 @@ def arguments_of(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[st
 @lru_cache(maxsize=256)
 def _places(kind: Any) -> Mapping[str, int]:
     positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    for own in kind.__mro__:  # one that surrounds another's forward takes what that takes
+    for own in kind.__mro__:  # a forward(*args) that wraps another one takes that one's arguments
         if "forward" in vars(own):
             named = list(inspect.signature(own.forward).parameters.values())[1:]
             if not named or named[0].kind == positional:

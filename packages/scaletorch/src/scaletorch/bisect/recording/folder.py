@@ -1,7 +1,7 @@
 """A recording on disk: a file of tensors and a file of lines for each rank and step.
 
-Tensors are written as they are met. The lines, of JSON, are written when the recording ends: one
-that was cut off has none, and is told.
+Tensors are written as they come. The lines are written as JSON when the recording ends; a recording
+that was interrupted lacks them, and `read` refuses it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from ...dist.errors import InvalidArgumentError
 
 VERSION = 4
-_ALIGNED = 64  # bytes, so that any dtype may be looked at where it lies
+_ALIGNED = 64  # bytes; any dtype can be viewed in place
 
 
 @dataclass(slots=True)
@@ -28,21 +28,22 @@ class Line:
     """A tensor of a recording.
 
     Attributes:
-        kind: See `keys.Key`; `name` and `item` too.
-        name: As there.
-        item: As there.
-        call: How often the module had been called in this step; the model, for a TERM.
+        kind: As in `keys.Key`.
+        name: As in `keys.Key`.
+        item: As in `keys.Key`.
+        call: Number of earlier calls of the module in this step, or of the model for a TERM. For
+            DATA, the micro-batch.
         dtype: Without 'torch.'.
-        shape: Of this rank's tensor.
-        offset: Where its bytes begin; -1 if it is the tensor of line `same`.
+        shape: Shape of this rank's tensor.
+        offset: Its first byte in the file; -1 if it is the tensor of line `same`.
         same: A line of the same tensor, or -1.
         parents: Lines of the tensors that it was computed from.
         uses: Parameters that it was computed with.
         inside: The module whose code was running.
-        place: Per dim, the indices of the whole as [whole size, [start, stop], ...], or None if
-            the description of the rank has to say it.
-        sums: Ranks' tensors have to be added up.
-        stage: Whose code was running, of a pipeline.
+        place: Per dim, its indices in the full tensor as [whole size, [start, stop], ...], or None
+            if the rank's description has to say it.
+        sums: Whether ranks' tensors have to be added up.
+        stage: The pipeline stage whose code was running.
     """
 
     kind: str
@@ -62,7 +63,7 @@ class Line:
 
 
 def first_name(lines: Sequence[Line], number: int) -> int:
-    """Return the line that has the tensor of which this one may be another name."""
+    """Return the line that has the tensor of line `number`, which may be another name of it."""
     while lines[number].same >= 0:
         number = lines[number].same
     return number
@@ -72,9 +73,9 @@ class Writer:
     """Writes a rank's recording of a step.
 
     Args:
-        folder: Made if it is missing.
+        folder: Created if missing.
         rank: The global rank.
-        header: What is the same for all tensors.
+        header: Facts about the step that are the same for all tensors.
     """
 
     def __init__(self, folder: Path, rank: int, header: Mapping[str, Any]) -> None:
@@ -87,7 +88,7 @@ class Writer:
         self._end = 0
 
     def add(self, line: Line, tensor: Tensor | None) -> int:
-        """Append a line, and the tensor of it if there is one; return the line's number."""
+        """Append a line, and its tensor if there is one; return the line's number."""
         if tensor is not None:
             line.offset = self._end
             data = tensor.detach().cpu().contiguous()
@@ -115,12 +116,12 @@ class Recording:
     """The recording of one step on one rank.
 
     Attributes:
-        header: What is the same for all tensors.
-        lines: A tensor each.
+        header: Facts about the step that are the same for all tensors.
+        lines: One for each tensor.
         path: The file of the tensors.
-        number: No other recording of this process has it.
-        known: What others have worked out of it.
-        settled: Tensors of lines that stand for more than this rank's.
+        number: Unique among the recordings of this process.
+        known: Cache of places and indices worked out from it.
+        settled: Values that replace the recorded ones, by line, such as the global loss.
     """
 
     header: dict[str, Any]
@@ -136,7 +137,7 @@ class Recording:
         return int(self.header["rank"])
 
     def tensor(self, number: int) -> Tensor:
-        """Return the tensor of a line, read from the file."""
+        """Return the tensor of a line, from `settled` or the file."""
         if number in self.settled:
             return self.settled[number]
         line = self.lines[first_name(self.lines, number)]
@@ -149,11 +150,11 @@ class Recording:
 
 
 def read(folder: Path) -> dict[int, list[Recording]]:
-    """Return the recordings of a folder by step, each of all ranks in their order.
+    """Return the recordings of a folder by step, for each step those of all ranks in order.
 
     Raises:
-        InvalidArgumentError: There are none, or one is torn, of another version or failed, or a
-            rank's is missing.
+        InvalidArgumentError: There are none, or one is incomplete, failed or of another version, or
+            a rank's is missing, or they are of several runs.
     """
     steps: dict[int, list[Recording]] = {}
     found = sorted(folder.glob("step*.rank*.bin")) if folder.is_dir() else []

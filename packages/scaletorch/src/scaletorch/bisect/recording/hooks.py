@@ -1,4 +1,4 @@
-"""Hooks of a program that is recorded: at calls, gradients, clipping and optimizers."""
+"""Hooks into a program that is recorded: calls, gradients, clipping and optimizer steps."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ...compose.forward import rehearses
 
 @contextmanager
 def calls_to(called: Callable[..., Any]) -> Iterator[None]:
-    """Let every call of a module go by `called(original, module, *args, **kwargs)`."""
+    """Replace every call of a module by `called(original, module, *args, **kwargs)`."""
     kind: Any = nn.Module
     original = kind.__call__
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # What is compiled is one step, and a rehearsal is none.
+        # Compiled code is one unit, and a rehearsal is not part of the training.
         if torch.compiler.is_compiling() or rehearses():
             return original(self, *args, **kwargs)
         return called(original, self, *args, **kwargs)
@@ -36,7 +36,7 @@ def calls_to(called: Callable[..., Any]) -> Iterator[None]:
 
 
 def follow_gradient(tensor: Tensor, came: Callable[[Tensor | None], None]) -> None:
-    """Hear of a tensor's gradient; a tensor of the graph gets no hook itself, but its node does."""
+    """Call `came` with a tensor's gradient, by a hook on the leaf or on the node that made it."""
     node, number = tensor.grad_fn, tensor.output_nr
     if node is None:
         tensor.register_hook(came)
@@ -46,7 +46,7 @@ def follow_gradient(tensor: Tensor, came: Callable[[Tensor | None], None]) -> No
 
 @contextmanager
 def backward_to(backwarded: Callable[[Tensor], None]) -> Iterator[None]:
-    """Tell of each number that a program goes back from; `Tensor.backward` comes by here too."""
+    """Call `backwarded` with each scalar that backward starts from, also by `Tensor.backward`."""
     original = torch.autograd.backward
 
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -67,7 +67,7 @@ def backward_to(backwarded: Callable[[Tensor], None]) -> Iterator[None]:
 
 @contextmanager
 def followed(tape: Any) -> Iterator[None]:
-    """Tell a `Tape` of gradients before torch clips or uses them, and of updated weights."""
+    """Let a `Tape` record gradients before clipping and optimizer steps, and the new weights."""
     stepped = False
     clip = torch.nn.utils.clip_grad_norm_
 

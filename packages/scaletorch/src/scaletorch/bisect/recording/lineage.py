@@ -1,4 +1,4 @@
-"""Lineage of tensors: the earlier ones from which one was computed, by autograd's graph."""
+"""Lineage of tensors: the earlier tensors from which each was computed, by autograd's graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Source = tuple[Any, ...]
 
 
 class Use(NamedTuple):
-    """A parameter, or a noted tensor, goes into a node of the graph as one of its inputs."""
+    """The use of a parameter, or of a noted tensor's line, as input `place` of a graph node."""
 
     of: Any
     node: Any
@@ -20,23 +20,23 @@ class Use(NamedTuple):
 
 
 class Lineage:
-    """Knows tensors by their place in autograd's graph, or by their memory.
+    """Maps tensors, identified by their place in autograd's graph or their memory, to lines.
 
-    A tensor that is passed on is the same one under another name: within the module that it went
-    into it goes by that name, so that a graph of names follows the modules.
+    A tensor that is passed into a module gets another name, which it has within the module's call.
+    So the graph of names follows the nesting of modules.
     """
 
     def __init__(self) -> None:
         self._lines: dict[_Source, int] = {}
-        self._kept: list[Tensor] = []  # memory of a tensor that was met is not another's
+        self._kept: list[Tensor] = []  # keeps noted tensors alive, so their memory is not reused
         self._hidden: list[list[tuple[_Source, int]]] = []
 
     def line_of(self, tensor: Tensor) -> int:
-        """Return the line that a tensor was last noted as; -1 if it is new."""
+        """Return the line under which a tensor was last noted; -1 if it is new."""
         return self._lines.get(_source(tensor), -1)
 
     def note(self, tensor: Tensor, line: int) -> None:
-        """Note a tensor; within a call, until it ends if it was known before."""
+        """Note a tensor; within a call, a tensor known before gets its old line back at the end."""
         source = _source(tensor)
         if source in self._lines:
             if self._hidden:
@@ -47,7 +47,7 @@ class Lineage:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Forget, at the end of a module's call, the names that tensors had within it."""
+        """Restore, at the end of a module's call, the names that tensors had before it."""
         self._hidden.append([])
         try:
             yield
@@ -56,7 +56,7 @@ class Lineage:
                 self._lines[source] = line
 
     def parents(self, tensor: Tensor) -> tuple[list[Use], list[Use]]:
-        """Return the nearest noted tensors that one was computed from, and the leaves."""
+        """Return the uses of the nearest noted tensors, and of leaves, in computing a tensor."""
         lines: list[Use] = []
         used: list[Use] = []
         waiting: list[Any] = [tensor.grad_fn]

@@ -1,4 +1,4 @@
-"""The description of a rank of a grid, from how this library has divided the model."""
+"""The description of a rank of a grid, from this library's own sharding of the model."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .described import Axis, Description, Place, as_ranges
 def describe_grid(
     model: DataParallelBucket, micro_batches: Sequence[Any], manager: ProcessGroupManager
 ) -> Description:
-    """Return what this rank has of a step.
+    """Return the description of this rank's shards in a step.
 
     Args:
-        model: What `parallelize` returned.
-        micro_batches: What `shard_global_batch` returned.
+        model: The model that `parallelize` returned.
+        micro_batches: The micro-batches that `shard_global_batch` returned.
         manager: The grid.
     """
     pipeline = pipeline_of(model)
@@ -35,7 +35,7 @@ def describe_grid(
         raise TypeError(type(micro_batches[0]).__name__)
     found = Description(micro_batches=len(micro_batches))
     rows, count = row_count(cut.whole, cut.row_dims), len(micro_batches)
-    if cut.own:  # every rank has read as many
+    if cut.own:  # each dp rank has read its own rows, the same number
         (own,) = rows_of_ranks(rows, 1, count)
         first, rows = manager.dp_rank * rows, rows * manager.dp_size
     else:
@@ -65,12 +65,12 @@ def describe_grid(
 
 
 def places_of(stage: nn.Module) -> dict[str, Place]:
-    """Return where in the whole the parameters lie of which this rank has a part."""
+    """Return the places of this rank's sharded parameters in the full ones, by name."""
     return {name: place for name, (_, place) in _divided(stage).items()}
 
 
 def _divided(stage: nn.Module) -> dict[str, tuple[Mapping[str, Axis], Place]]:
-    """Return of each divided parameter the axis of its divided size, and its place."""
+    """Return, for each sharded parameter, the axis of its tp dim (if any) and its place."""
     found: dict[str, tuple[Mapping[str, Axis], Place]] = {}
     shapes = {name: p.shape for name, p in stage.named_parameters(remove_duplicate=False)}
     for name, cut in find_cuts(stage).items():
@@ -90,7 +90,7 @@ def _divided(stage: nn.Module) -> dict[str, tuple[Mapping[str, Axis], Place]]:
 
 
 def _name(cut: ParameterCut) -> str:
-    """Return a name of how a size is cut, the same on every rank."""
+    """Return a name for the sharding of a dim over tp, the same on every rank."""
     places = zip(*cut.cut.ranges, strict=True)
     return f"columns {[[*map(len, dict.fromkeys(ranges))] for ranges in places]}"
 

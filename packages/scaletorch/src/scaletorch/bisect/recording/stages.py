@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Stages(nn.Module):
-    """The modules of a rank's stages, each by the name that it has in its stage's module.
+    """The modules of a rank's stages, each under its name in its stage's module.
 
     Attributes:
-        running: Index of the stage whose forward runs; -1 if none does, as while torch finds out
-            the shapes of what stages exchange.
+        running: Index of the stage whose forward runs; -1 if none does, e.g. while torch infers the
+            shapes that stages exchange.
     """
 
     def __init__(self, stages: list[Any]) -> None:
@@ -29,7 +29,7 @@ class Stages(nn.Module):
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of the pipeline."""
+        """The global ranks of the pipeline."""
         return sorted(dist.get_process_group_ranks(self._stages[0].group or dist.group.WORLD))
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -42,7 +42,7 @@ class Stages(nn.Module):
 
     @contextmanager
     def followed(self, backwarded: Callable[[Tensor], None]) -> Iterator[None]:
-        """Know the stage that runs, and hear of the losses that the last one goes back from."""
+        """Track the running stage, and call `backwarded` with the last stage's losses."""
 
         def forward(stage: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             self.running = int(stage.stage_index)
@@ -67,7 +67,7 @@ class Stages(nn.Module):
 
 
 def stages_of(model: Any) -> Any:
-    """Return a module as it is; for stages of a pipeline, or its schedule, a module of all."""
+    """Return a module unchanged; for pipeline stages, or a schedule, return `Stages` of all."""
     if isinstance(model, nn.Module):
         return model
     found = getattr(model, "_stages", None) or getattr(model, "_stage", None) or model

@@ -1,7 +1,7 @@
-"""Recording a step: what goes into modules and comes out of them, and the gradients of it.
+"""Recording of a step: inputs and outputs of modules, and their gradients.
 
-While it records, `nn.Module.__call__` is another function and tensors have hooks; otherwise
-nothing is different, and nothing costs.
+While it records, `nn.Module.__call__` is replaced and tensors have hooks. At other times nothing
+is changed, and there is no overhead.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from .stages import Stages, stages_of
 
 
 class Tape:
-    """Takes down what a rank has of a step; made by `record`."""
+    """Records a rank's tensors of a step; made by `record`."""
 
     def __init__(
         self, writer: Writer, model: nn.Module | None, said: Description, patches: ExitStack
@@ -62,19 +62,19 @@ class Tape:
         self._calls: Counter[tuple[str, int]] = Counter()
         self._stack: list[str] = []
         self._ungraded = ""  # see `keys.UNGRADED`
-        self._unlinked: list[list[int]] = [[]]  # of each running call, see `_unlinked`
+        self._unlinked: list[list[int]] = [[]]  # for each running call, see `_unlinked`
         self._owned: dict[str, list[str]] = {}
-        self._seen: set[int] = set()  # lines whose gradient came
+        self._seen: set[int] = set()  # lines whose gradient was recorded
         self._lineage = Lineage()
         self._done: set[str] = set()
         self._followed: set[tuple[Any, int]] = set()
-        self._uses = Counter[int]({-1: 2})  # of each tensor; of parameters all count
-        self._losses: list[tuple[Tensor, list[int]]] = []  # gone back from, with their parents
+        self._uses = Counter[int]({-1: 2})  # of each tensor's line; -1, for parameters, always > 1
+        self._losses: list[tuple[Tensor, list[int]]] = []  # roots of backward, with their parents
         if model is not None:
             self._know(model)
 
     def _know(self, model: nn.Module) -> None:
-        while isinstance(model, DistributedDataParallel):  # which names nothing of its own
+        while isinstance(model, DistributedDataParallel):  # which only adds a prefix to names
             model = model.module
         self._model, self._names = model, {m: name for name, m in model.named_modules()}
         self._parameters = {id(p): name for name, p in model.named_parameters()}
@@ -87,19 +87,18 @@ class Tape:
         self.put_all(START, dict(model.named_parameters(remove_duplicate=False)))
 
     def _computes_narrow(self) -> bool:
-        """Return whether the code that runs has weights that are shorter than float64."""
+        """Return whether the running module has weights in a dtype below float64."""
         return bool(self._stack) and self._stack[-1] in self._narrow
 
     def put(self, kind: str, tensor: Tensor) -> None:
-        """Take down the loss or the norm of all gradients; the same on every rank.
+        """Record the loss or the norm of all gradients; it must be the same on every rank.
 
         Args:
             kind: `"loss"` or `"norm"`.
-            tensor: A number. A loss that ranks have parts of is the global one here, however
-                they add it up.
+            tensor: A scalar. If each rank computes a share of the loss, pass the global loss.
 
         Raises:
-            InvalidArgumentError: Another kind, or no tensor.
+            InvalidArgumentError: Another kind, or not a tensor.
         """
         if kind not in (LOSS, NORM):
             raise InvalidArgumentError(f'put takes "{LOSS}" or "{NORM}", not {kind!r}')
@@ -112,7 +111,7 @@ class Tape:
         self._add(Line(kind, "", "", 0, "", []), tensor)
 
     def batch(self, entries: Mapping[str, Any], micro_batch: int = 0) -> None:
-        """Take down a micro-batch, as this rank has it, so that a fault of the data is told."""
+        """Record this rank's micro-batch, so that faults in the data are found."""
         for name, entry in entries.items():
             if isinstance(entry, Tensor):
                 line = Line(DATA, name, "", micro_batch, "", [])
@@ -125,23 +124,23 @@ class Tape:
             self._add(Line(kind, name, "", 0, "", []), tensor, self._said.places.get(name))
 
     def gradients(self) -> None:
-        """Take down all gradients as they are now; done by itself before an optimizer's step."""
+        """Record all gradients as they are now; called automatically before an optimizer step."""
         if self._model is not None and GRADIENT not in self._done:
             named = self._model.named_parameters(remove_duplicate=False)
             self.put_all(GRADIENT, {n: p.grad for n, p in named if p.grad is not None})
 
     def weights(self) -> None:
-        """Take down all weights as they are now; done by itself at the end, after a step."""
+        """Record all weights as they are now; called at the end if an optimizer made a step."""
         if self._model is not None and WEIGHT not in self._done:
             self.put_all(WEIGHT, dict(self._model.named_parameters(remove_duplicate=False)))
 
     def backwarded(self, loss: Tensor) -> None:
-        """Add to the loss of this rank, see `hooks.backward_to`."""
+        """Add a loss to those of this rank, see `hooks.backward_to`."""
         parents = [*(use.of for use in self._lineage.parents(loss)[0]), *self._unlinked[0]]
         self._losses.append((loss.detach().clone(), parents))
 
     def own_loss(self) -> bool:
-        """Take down the loss of this rank, unless the program has put one; say whether."""
+        """Record this rank's loss, unless the program has put one; return True if recorded."""
         losses, parents = zip(*self._losses, strict=True) if self._losses else ((), ())
         if own := bool(losses) and LOSS not in self._done:
             line = Line(LOSS, "", "", 0, "", [], parents=sorted({p for e in parents for p in e}))
@@ -149,29 +148,29 @@ class Tape:
         return own
 
     def tied(self) -> dict[str, str]:
-        """Return name -> first name, for parameters that have several."""
+        """Return other name -> first name, for parameters that have several names."""
         model = self._model or nn.Module()
         named = model.named_parameters(remove_duplicate=False)
         return {n: first for n, p in named if (first := self._parameters.get(id(p), n)) != n}
 
     def norm(self, total: Tensor) -> None:
-        """Take down the norm of all gradients, once."""
+        """Record the norm of all gradients, unless it has been recorded."""
         if NORM not in self._done:
             self.put(NORM, total)
 
     def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kw: Any) -> Any:
-        """Make a call of a module, and take down what goes in and comes out."""
+        """Call a module, and record its inputs and outputs."""
         if not self._stack and self._model is None and module not in self._names:
             self._know(module)
         name = self._names.get(module)
         if name is None or self._said.chunk() < 0 or torch._C._current_graph_task_id() != -1:
-            return original(module, *args, **kw)  # of no name, or run again in backward
+            return original(module, *args, **kw)  # without a name, or recomputed in backward
         if not self._stack:
             self._ungraded = "" if torch.is_grad_enabled() else UNGRADED
         chunk = self._said.chunk()
         call = self._calls[name + self._ungraded, chunk]
         self._calls[name + self._ungraded, chunk] += 1
-        for own, parameter in module._parameters.items():  # FSDP2's are others during a call
+        for own, parameter in module._parameters.items():  # FSDP2 swaps them during a call
             self._parameters.setdefault(id(parameter), f"{name}.{own}".lstrip("."))
         with self._lineage.call():
             inputs: list[tuple[Tensor, int]] = []
@@ -188,14 +187,14 @@ class Tape:
                 return output
             results = self._see(name, call, tensors_of(output, "out"), inside)
         for tensor, number in results:
-            self._lineage.note(tensor, number)  # it goes by this name behind the call
+            self._lineage.note(tensor, number)  # its name after the call
         self._unlinked[-1] += _unlinked(results)
         return output
 
     def _see(
         self, name: str, call: int, tensors: Any, unlinked: list[int]
     ) -> list[tuple[Tensor, int]]:
-        """Take down tensors, those first that others of them are computed from."""
+        """Record tensors, in the order in which they were computed."""
         seen = [(i, t) for i, t in tensors if t.dtype != torch.bool and is_seen(t)]
         seen.sort(key=lambda each: getattr(each[1].grad_fn, "_sequence_nr", int)())
         lines = [Line(FORWARD, name, item + self._ungraded, call, "", []) for item, _ in seen]
@@ -208,14 +207,14 @@ class Tape:
         line.inside = self._stack[-1] if self._stack else None
         line.stage = self._said.chunk()
         received = line.stage > 0 and not self._stack and line.item.startswith("in")
-        # Another rank's tensor is new, though it may come into the same memory each time.
+        # A tensor received from another rank is new, though it may reuse the same memory.
         line.same = -1 if received else self._lineage.line_of(tensor)
         if line.same >= 0:
             line.parents = [line.same]
             number = self._add(line, None)
         else:
             self._follow_uses(line, tensor)
-            if tensor.grad_fn is not None or not tensor.requires_grad:  # else it came to this rank
+            if tensor.grad_fn is not None or not tensor.requires_grad:  # else another rank sent it
                 line.parents = list(dict.fromkeys([*line.parents, *unlinked]))
             number = self._add(line, tensor)
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
@@ -224,7 +223,7 @@ class Tape:
         return number
 
     def _follow_uses(self, line: Line, tensor: Tensor) -> None:
-        """Note what a tensor was computed from, and take down what its use adds to gradients."""
+        """Note a tensor's sources, and hook its nodes to record its share of their gradients."""
         user = line.name if line.item.startswith("out") else line.inside or ""
         lines, parameters = self._lineage.parents(tensor)
         line.parents = list(dict.fromkeys(use.of for use in lines))
@@ -246,17 +245,17 @@ class Tape:
         self._followed.add((use.node, use.place))
         tensor = first_name(self._writer.lines, use.of) if line.kind == SHARE else -1
         self._uses[tensor] += 1
-        at = use.place  # and not the use, by which the node's hook would hold the node
+        at = use.place  # not `use` itself: the node's hook would then hold a reference to the node
 
         def came(gradients: tuple[Tensor | None, ...], _: Any) -> None:
             added = gradients[at]
-            if added is not None and self._uses[tensor] > 1:  # else it is the whole gradient
+            if added is not None and self._uses[tensor] > 1:  # a single use has the whole gradient
                 self._add(replace(line), added, place)
 
         use.node.register_hook(came)
 
     def _forget(self) -> None:
-        """Let go of the graph. Its hooks hold this, and no collector would see the circle."""
+        """Drop the graph: its hooks hold this tape, a cycle that garbage collection cannot see."""
         self._lineage = Lineage()
         self._followed.clear()
 
@@ -286,14 +285,14 @@ class Tape:
 
 
 def _is_narrow(module: nn.Module) -> bool:
-    """Return whether a module, or one right below it, has weights that are not in float64."""
+    """Return whether a module, or a direct child, has floating weights not in float64."""
     near = (module, *module.children())
     own = [t for m in near for t in (*m._parameters.values(), *m._buffers.values())]
     return any(t.is_floating_point() and t.dtype != torch.float64 for t in own if t is not None)
 
 
 def _unlinked(seen: Iterable[tuple[Tensor, int]]) -> list[int]:
-    """Return the lines of tensors that autograd does not know, so that anything may use them."""
+    """Return the lines of floating tensors without gradient: autograd does not know their users."""
     return [n for t, n in seen if t.is_floating_point() and not t.requires_grad]
 
 
@@ -305,27 +304,27 @@ def record(
     describe: Mapping[str, Any] | Description | None = None,
     step: int = 0,
 ) -> Iterator[Tape]:
-    """Write down a training step of this rank.
+    """Record a training step of this rank.
 
-    That is the weights before the step, every tensor that enters or leaves a module, the gradients
-    of these and of the parameters, and what an optimizer makes of them. While it lasts a model
-    in float64 computes in float64 what it casts to float32 for precision.
+    Records the weights before the step, the inputs and outputs of every module, their gradients,
+    the parameters' gradients, and the weights after an optimizer's step. Meanwhile, a float64 model
+    skips its casts to float32.
 
     Args:
-        folder: One for all ranks of a run; made if it is missing.
-        model: The module whose names count, wrapped or not; None is the first that is called.
-            For `torch.distributed.pipelining` this rank's stage, a list of its stages, or the
+        folder: The same for all ranks of a run; created if missing.
+        model: The module whose names are recorded, wrapped or not; None is the first one called.
+            For `torch.distributed.pipelining` pass this rank's stage, a list of its stages, or the
             schedule that has them.
-        describe: Which part of the whole batch this rank has, if it has not all: name of an axis
-            -> (indices, total), such as `{"rows": (range(4, 8), 8)}`; for several
-            micro-batches a list of such indices. DTensors say their places themselves.
+        describe: This rank's shard of the global batch, if it has not all of it: name of an axis
+            -> (indices, total), such as `{"rows": (range(4, 8), 8)}`; for several micro-batches,
+            a list of indices. DTensors describe themselves.
         step: Number of the step, if several are recorded.
 
     Yields:
-        What takes down more: `tape.put("loss", loss)`.
+        The tape, which can record more: `tape.put("loss", loss)`.
 
     Raises:
-        InvalidArgumentError: `describe` is no such mapping.
+        InvalidArgumentError: `describe` is not a mapping of this form.
     """
     said, model = description_of(describe), stages_of(model)
     header: dict[str, Any] = {
@@ -357,10 +356,10 @@ def record(
 def trainer_callback(folder: str | Path) -> Any:
     """Return a callback that records the first step of a `transformers.Trainer`.
 
-    That is all micro-batches of its first update, on each rank.
+    It records all micro-batches of the first update, on each rank.
 
     Args:
-        folder: One for all ranks of a run; made if it is missing.
+        folder: The same for all ranks of a run; created if missing.
 
     Example:
         >>> trainer.add_callback(trainer_callback("runs/one"))

@@ -1,1 +1,1 @@
-"""Files of a checkpoint: what is written, in which folders, and what is taken of it."""
+"""The files of a checkpoint: folders, locks, tensors, description and plain values."""

@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: their names, how one is finished, and which are removed."""
+"""Folders of checkpoints: names, finishing and removal, and detection of other libraries'."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REMOVED = ".removed"
 _FINISHED = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(r"step-(\d{8,})(-\d+)?\.(unfinished|removed)")
 
-# Pattern of a name in the folder, or below -> what has written it, and what loads it.
+# Pattern of a file name in the folder or below -> what the file is, and what loads it.
 _KNOWN = {
     ".metadata": ("a checkpoint of torch.distributed.checkpoint", "import_dcp"),
     "*.distcp": ("a checkpoint of torch.distributed.checkpoint", "import_dcp"),
@@ -45,17 +45,17 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def is_step(folder: Path) -> bool:
-    """Return whether a folder has the name of one checkpoint, not of a place for several."""
+    """Return whether a folder's name is that of one checkpoint, finished or not."""
     return _FINISHED.fullmatch(folder.name.removesuffix(UNFINISHED)) is not None
 
 
 def finished(root: Path) -> list[Path]:
-    """Return the folders in `root` that have a finished checkpoint's name, the newest first."""
+    """Return the folders in `root` with the name of a finished checkpoint, newest first."""
     return [path for _, path in sorted(_find(root, _FINISHED), reverse=True)]
 
 
 def _find(root: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
-    """Return the steps and paths of the folders in `root` that have a name."""
+    """Return the steps and paths of the folders in `root` whose name matches a pattern."""
     return [
         (int(match[1]), path)
         for path in (root.iterdir() if root.is_dir() else ())
@@ -64,13 +64,13 @@ def _find(root: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
 
 
 def candidates(root: Path) -> list[Path]:
-    """Return the checkpoints to load: `root` itself if it is one, else those in it.
+    """Return the checkpoints to load: `root` itself if it is one, else those in it, newest first.
 
-    A save of a step that was there already may have been killed after it moved the old one aside
-    and before it named the new one; it is named now.
+    A save that replaces a checkpoint of the same step may have been killed after it moved the old
+    one aside and before it named the new one. This function names it.
 
     Raises:
-        CheckpointError: It is a file, or holds no checkpoint and what may be another library's.
+        CheckpointError: `root` is a file, or holds no checkpoint but maybe another library's.
     """
     if root.is_file():
         raise CheckpointError(f"{root} is a file; pass the folder of a checkpoint, or of several")
@@ -78,7 +78,7 @@ def candidates(root: Path) -> list[Path]:
         final = path.with_name(path.name.removesuffix(UNFINISHED))
         moved = any(other != path for other in final.parent.glob(f"{final.name}[.-]*"))
         if path != final and moved and not final.exists() and _is_ours(path):
-            with suppress(OSError):  # who only may read goes on without it
+            with suppress(OSError):  # without write permission it stays unfinished
                 os.replace(path, final)
     found = [root] if is_step(root) or (root / METADATA).is_file() else finished(root)
     if not found:
@@ -89,16 +89,16 @@ def candidates(root: Path) -> list[Path]:
 def latest(folder: str | Path) -> Path | None:
     """Return the newest finished checkpoint in `folder`; None if there is none.
 
-    It may be damaged: `load` finds that, and takes the one before.
+    It may be damaged; `load` finds out, and takes the one before.
     """
     return next((path for path in finished(Path(folder)) if (path / METADATA).is_file()), None)
 
 
 def start(root: Path, step: int) -> None:
-    """Make the folder that a checkpoint is written into, empty of what an earlier try left.
+    """Create the unfinished folder of a step, and remove the files of an earlier attempt from it.
 
     Raises:
-        CheckpointError: The step's own folder is there, and is nothing that this library wrote.
+        CheckpointError: The step's folder exists, and this library did not write it.
     """
     final = step_folder(root, step)
     if final.exists() and not (final / METADATA).exists() and not _own_files(final):
@@ -112,9 +112,9 @@ def start(root: Path, step: int) -> None:
 
 
 def finish(root: Path, step: int, keep: int | None) -> None:
-    """Give a written checkpoint its name, and remove those before the last `keep`.
+    """Give a written checkpoint its final name, and remove those before the last `keep`.
 
-    Newer ones count for nothing: a run that went back to an earlier step leaves them.
+    Checkpoints of later steps stay and are not counted: a run may have gone back to this step.
     """
     final = step_folder(root, step)
     unfinished = final.with_name(final.name + UNFINISHED)
@@ -123,7 +123,7 @@ def finish(root: Path, step: int, keep: int | None) -> None:
     try:
         os.replace(unfinished, final)
     except FileNotFoundError:
-        if not final.exists():  # else a `load` of another program has done it: see `candidates`
+        if not final.exists():  # another program's `load` may have renamed it, see `candidates`
             raise
     flush_folder(root)
     if aside is not None and aside.name.endswith(_REMOVED):
@@ -132,13 +132,13 @@ def finish(root: Path, step: int, keep: int | None) -> None:
         found = finished(root)
         for old in [path for path in found[found.index(final) :] if _is_ours(path)][keep:]:
             _remove(old)
-        for left_at, left in _find(root, _LEFT):  # by programs that were killed
+        for left_at, left in _find(root, _LEFT):  # left by programs that were killed
             if left_at <= step:
                 _remove(left)
 
 
 def check_keep(keep: int | None) -> None:
-    """Refuse to keep none."""
+    """Refuse a `keep` that is not None or a positive integer."""
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise InvalidArgumentError(f"keep must be a number of checkpoints, at least 1, got {keep}")
 
@@ -156,7 +156,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _move_aside(folder: Path) -> Path:
-    """Take an older checkpoint of the same step out of the way; a damaged one is kept."""
+    """Rename an older checkpoint to `.removed`, or to `.damaged` if it is damaged, to keep it."""
     kind = _REMOVED if _is_ours(folder) else ".damaged"
     names = (folder.with_name(f"{folder.name}{f'-{n}' if n else ''}{kind}") for n in count())
     aside = next(path for path in names if not path.exists())
@@ -165,7 +165,7 @@ def _move_aside(folder: Path) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint, finished or not; what is not ours in it is left, with the folder."""
+    """Remove a checkpoint, finished or not; files that are not ours stay, with the folder."""
     try:
         _delete(_move_aside(folder) if _FINISHED.fullmatch(folder.name) else folder)
     except OSError as error:
@@ -175,17 +175,17 @@ def _remove(folder: Path) -> None:
 def _delete(folder: Path) -> None:
     for path in _own_files(folder):
         path.unlink()
-    with suppress(OSError):  # something that is not ours is in it
+    with suppress(OSError):  # it holds files that are not ours
         folder.rmdir()
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Refuse a folder with a checkpoint of another library, or with files that may be one.
+    """Refuse a folder, at any depth, with files that are or may be another library's checkpoint.
 
-    What killed saves left, text, logs and pictures are none, in folders of any depth.
+    Unfinished saves, text, logs and pictures are allowed.
 
     Raises:
-        CheckpointError: It has, with the file, what it is and how that is loaded.
+        CheckpointError: There is such a file; the text says what it is and how to load it.
     """
     paths = sorted(folder.rglob("*")) if folder.is_dir() else []
     paths = [path for path in paths if not _matches(path.relative_to(folder).parts[0], _OURS)]

@@ -1,4 +1,4 @@
-"""One job writes into a folder: a file in it says which, and any other job is refused."""
+"""A lock file, so that only one job at a time saves into a folder."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _held: set[tuple[int, Path]] = set()  # process and folder
 
 
 def hold(root: Path, *owners: object) -> None:
-    """Keep other jobs from writing into a folder, until an owner or this process is gone.
+    """Lock a folder against other jobs until one of the owners is collected or this process ends.
 
-    The system's lock on the file ends with the process, however that ends. On a disk that locks
-    nothing nobody is kept away.
+    The operating system releases the lock when the process ends, even if it is killed. On a file
+    system without locks other jobs are not kept out.
 
     Raises:
-        CheckpointError: Another job writes there, with its process, host and start.
+        CheckpointError: Another job writes there; the text has its process, host and start.
     """
     key = os.getpid(), root.resolve()
     if key in _held:
         return
-    with suppress(OSError):  # that nothing can be written there is the writer's to say
+    with suppress(OSError):  # if nothing can be written there, the save itself says so
         key[1].mkdir(parents=True, exist_ok=True)
         if (descriptor := _take(key[1])) is None:
             return
@@ -37,7 +37,7 @@ def hold(root: Path, *owners: object) -> None:
 
 
 def _take(root: Path) -> int | None:
-    """Return the file whose lock this process has, or None if the system locks no files."""
+    """Lock the file and return its descriptor, or None if the system does not lock files."""
     try:
         import fcntl
     except ImportError:
@@ -56,7 +56,7 @@ def _take(root: Path) -> int | None:
     except OSError:
         os.close(descriptor)
         return None
-    if not os.fstat(descriptor).st_nlink:  # its job has ended and removed it meanwhile
+    if not os.fstat(descriptor).st_nlink:  # its job ended meanwhile and removed the file
         os.close(descriptor)
         return _take(root)
     os.ftruncate(descriptor, 0)
@@ -66,7 +66,7 @@ def _take(root: Path) -> int | None:
 
 
 def _release(key: tuple[int, Path], descriptor: int) -> None:
-    if key in _held and key[0] == os.getpid():  # no child of the process that holds it
+    if key in _held and key[0] == os.getpid():  # a forked child does not hold its parent's lock
         _held.discard(key)
         with suppress(OSError):
             (key[1] / LOCK).unlink()

@@ -1,4 +1,4 @@
-"""The one file that describes a checkpoint: which chunk of which tensor is where, as JSON."""
+"""The JSON file that describes a checkpoint, with the place of every chunk of every tensor."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Chunk(NamedTuple):
     """A rectangle of a saved tensor.
 
     Attributes:
-        at: Where it begins in the whole.
+        at: Its first index in the whole tensor, per dim.
         shape: Its sizes.
         file: Name of the file, in the checkpoint's folder.
-        offset: Its first byte there.
+        offset: Its first byte in the file.
         length: Number of bytes.
-        crc32: Checksum of every block of them; None if none was saved.
+        crc32: Checksum of each block of these bytes; None if none was saved.
     """
 
     at: tuple[int, ...]
@@ -42,7 +42,7 @@ class Chunk(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """A saved tensor."""
+    """A saved tensor: shape and dtype of the whole, and the chunks that it is stored in."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class Saved(NamedTuple):
 
 
 def to_json(saved: Mapping[str, Saved]) -> dict[str, Any]:
-    """Return the tensors of a checkpoint as JSON."""
+    """Return the description of a checkpoint's tensors as plain values for JSON."""
     return {
         name: {
             "shape": list(entry.shape),
@@ -62,7 +62,7 @@ def to_json(saved: Mapping[str, Saved]) -> dict[str, Any]:
 
 
 def from_json(entries: Mapping[str, Any]) -> dict[str, Saved]:
-    """Return the tensors of a checkpoint."""
+    """Return the tensors that `to_json` was given."""
     return {
         name: Saved(
             tuple(entry["shape"]),
@@ -77,10 +77,10 @@ def from_json(entries: Mapping[str, Any]) -> dict[str, Saved]:
 
 
 def require_whole(saved: Mapping[str, Saved]) -> None:
-    """Refuse tensors that their chunks do not make up.
+    """Refuse tensors whose chunks do not cover them exactly.
 
     Raises:
-        CheckpointError: The first of them.
+        CheckpointError: For the first of them.
     """
     for name, entry in saved.items():
         filled = [chunk for chunk in entry.chunks if prod(chunk.shape)]
@@ -97,10 +97,10 @@ def require_whole(saved: Mapping[str, Saved]) -> None:
 
 
 def seal(document: dict[str, Any]) -> str:
-    """Return the text of a description, marked as ours and with a digest of itself."""
+    """Return a description as JSON text, with format, version and a digest of its content."""
     marked = {"format": FORMAT, "version": VERSION, **document}
     digest = sha256(canonical(marked).encode()).hexdigest()
-    # Not indented: Python's own encoder, which is slow, would write it then.
+    # Not indented: for indents `json` falls back on its slow encoder in Python.
     return json.dumps(marked | {"digest": digest}, separators=(",", ":"))
 
 
@@ -108,7 +108,7 @@ def unseal(path: Path) -> dict[str, Any]:
     """Read and check a description.
 
     Raises:
-        DamagedCheckpointError: There is none, it is not ours, or it has changed.
+        DamagedCheckpointError: It is missing, not ours, of another version, or has changed.
     """
     try:
         document: dict[str, Any] = json.loads(path.read_bytes())

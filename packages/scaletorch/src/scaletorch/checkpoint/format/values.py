@@ -1,4 +1,4 @@
-"""Plain values as JSON and back: what optimizers, schedulers and users keep beside tensors."""
+"""Plain values as JSON and back: those that optimizers, schedulers and users keep."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MARKS = {"tuple", "pairs", "tensor"}
 
 
 def encode(value: Any, where: str) -> Any:
-    """Return a value as JSON: tuples, keys that are no strings, and 0-d tensors too.
+    """Return a value as JSON can hold it, with marks for tuples, other keys and 0-d tensors.
 
     Raises:
-        InvalidArgumentError: It is something else; `where` says whose.
+        InvalidArgumentError: A value of another type; the text begins with `where`.
     """
     if type(value) in _PLAIN:
         return value
@@ -58,7 +58,7 @@ def decode(value: Any) -> Any:
 
 
 def like(current: Any, value: Any) -> Any:
-    """Return a decoded value with the containers and devices of the one that it replaces."""
+    """Return a decoded value with the container types and devices of the value it replaces."""
     if isinstance(current, Counter):
         return Counter(value)
     if isinstance(current, dict) and isinstance(value, dict):
@@ -76,12 +76,12 @@ def like(current: Any, value: Any) -> Any:
 
 
 def kind_of(value: Any) -> str | None:
-    """Return the name of an optimizer's or a scheduler's class; None if there is none."""
+    """Return the class name of an optimizer or a scheduler; None for None."""
     return None if value is None else type(value).__name__
 
 
 def canonical(value: Any) -> str:
-    """Return the one JSON text of a value."""
+    """Return a value's canonical JSON text, the same for equal values."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
@@ -91,10 +91,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def named_dtype(name: str) -> torch.dtype:
-    """Return the dtype of a name.
+    """Return the dtype with a name such as `float32`.
 
     Raises:
-        TypeError: There is none.
+        TypeError: No dtype has this name.
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):

@@ -1,1 +1,1 @@
-"""The state to save: this rank's tensors, and their places in the whole."""
+"""The state to save: this rank's tensors, and their places in the whole tensors."""

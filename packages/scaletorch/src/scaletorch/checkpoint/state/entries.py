@@ -1,4 +1,4 @@
-"""A checkpoint's entries: whole tensors by name, and the parts of them on this rank."""
+"""A checkpoint's entries: whole tensors by name, and this rank's rectangles of them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 from ...parallel.pg_manager import ProcessGroupManager
 from .held import Part
 
-Index = tuple[str, tuple[int, ...]]  # an entry's name, and where a part begins
+Index = tuple[str, tuple[int, ...]]  # an entry's name, and the offsets of a rectangle
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A whole tensor of which this rank has parts.
+    """A whole tensor, and the rectangles of it that this rank holds.
 
     Attributes:
-        shape: The whole's.
+        shape: Shape of the whole tensor.
         dtype: Its dtype.
-        parts: What is here.
+        parts: The rectangles on this rank.
         source: The saved entry to load from, which may have another dtype.
     """
 
@@ -38,10 +38,10 @@ class Record:
 
     Attributes:
         tensors: Entries by name.
-        replicated: Names of those that all replicas of the rank (cp x dp) have the same of.
-        experts: Those of them that are experts', whose replicas are others (edp).
+        replicated: Names of entries of which all replicas of the rank (cp x dp) hold the same.
+        experts: Names of experts' entries, whose replicas are the edp group instead.
         scalars: Numbers of the optimizer, by entry name, as JSON.
-        ties: The name that a tied parameter is saved by -> all its names.
+        ties: The name that a tied parameter is saved under -> all its names.
     """
 
     tensors: dict[str, Entry] = field(default_factory=dict)
@@ -52,11 +52,11 @@ class Record:
 
     @property
     def notes(self) -> dict[str, Mapping[str, Any]]:
-        """Facts about this rank for the first rank, beside tensors."""
+        """Facts other than tensors that rank 0 collects from every rank."""
         return {"scalars": self.scalars, "ties": self.ties}
 
     def add(self, name: str, entry: Entry, *, replicated: bool, experts: bool = False) -> None:
-        """Add an entry, or its parts to the one of that name."""
+        """Add an entry; if the name exists, add its rectangles to that entry."""
         self.tensors.setdefault(name, replace(entry, parts=[])).parts.extend(entry.parts)
         if replicated:
             self.replicated.add(name)
@@ -65,10 +65,11 @@ class Record:
 
 
 def share_out(record: Record, manager: ProcessGroupManager) -> dict[str, Entry]:
-    """Return the parts that this rank is to write, of each that several ranks have one.
+    """Return the entries that this rank writes, so that only one rank writes each rectangle.
 
-    What is replicated over tp is its first owner's; what all replicas have is dealt out, the
-    largest first, always to the one with least. Every rank finds that alone.
+    The first tp rank that has a rectangle (`Part.owner`) writes it. Rectangles that all replicas
+    have are assigned largest first, each to the replica with the fewest bytes so far. Every rank
+    computes this without communication.
     """
     loads, of_experts = [0] * manager.cp_dp_size, [0] * manager.edp_size
     ours: dict[str, Entry] = {}
@@ -93,11 +94,11 @@ def share_out(record: Record, manager: ProcessGroupManager) -> dict[str, Entry]:
 
 
 def stage(entries: dict[str, Entry], buffers: dict[Index, Tensor]) -> dict[str, Entry]:
-    """Return the entries with parts in memory of their own on the CPU.
+    """Copy the entries into separate CPU memory, and return the copies.
 
     Args:
-        entries: What is to be copied.
-        buffers: Memory of earlier copies; what fits is used again, and all else let go of.
+        entries: The entries to copy.
+        buffers: Memory of earlier copies; tensors that fit are reused, the others are dropped.
     """
     used: dict[Index, Tensor] = {}
     staged: dict[str, Entry] = {}

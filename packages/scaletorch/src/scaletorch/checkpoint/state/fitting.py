@@ -1,4 +1,4 @@
-"""The check that a checkpoint fits a model, and the saved entry for each of its tensors."""
+"""Checks that a checkpoint fits a model, and the choice of a saved entry for each tensor."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_fit(
     """Refuse a checkpoint of another model.
 
     Raises:
-        CheckpointError: Names, shapes or ties that differ, each by name.
+        CheckpointError: Names, shapes or ties differ; the text names the tensors.
     """
     wrong = []
     known = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
@@ -73,18 +73,18 @@ def _others(names: Iterable[str], name: str) -> str:
 def plan_model(
     held: Iterable[Held], shards: Iterable[tuple[Shard, Held]], saved: Shapes, *, cast: bool = False
 ) -> dict[str, Entry]:
-    """Return what to load into the model and the masters of its parameters.
+    """Return the entries to load into the model's tensors.
 
     Args:
         held: The model's tensors on this rank.
-        shards: What an optimizer updates; a master that was not saved is loaded from the parameter.
+        shards: The tensors that an optimizer updates.
         saved: The checkpoint's entries.
-        cast: Take values of other dtypes, as a checkpoint of weights alone is taken.
+        cast: Accept values of other dtypes, as for imported weights.
 
     Raises:
-        CheckpointError: Values would lose digits, and the program keeps no masters of any.
+        CheckpointError: Dtypes differ, `cast` is False, and the optimizer has no master weights.
     """
-    # A parameter that stages share has none beside others' masters, and is rounded all the same.
+    # A parameter shared by stages may have no master though others do; it is rounded all the same.
     cast = cast or any(shard.is_master for shard, _ in shards)
     targets: dict[str, Entry] = {}
     wrong = []
@@ -96,8 +96,8 @@ def plan_model(
             dtype = saved[f"model.{each.name}"].dtype
             wrong.append(f"{each.name} is {dtype} there and {each.tensor.dtype} in the model")
             continue
-        # By ``data``, so that no version counter tells a sharded optimizer that somebody has
-        # changed its parameters: it would round its masters to them.
+        # Through `data`, which leaves version counters unchanged. From a changed one a sharded
+        # optimizer would conclude that its parameters changed, and round its masters to them.
         parts = list(each.parts(each.tensor.data))
         targets[f"model.{each.name}"] = Entry(each.shape, each.tensor.dtype, parts, source)
     if wrong:
@@ -108,7 +108,10 @@ def plan_model(
 def plan_shards(
     shards: Iterable[tuple[Shard, Held]], saved: Shapes, targets: dict[str, Entry]
 ) -> None:
-    """Add what an optimizer has beside the parameters: masters, and whole matrices."""
+    """Add to `targets` what an optimizer holds in addition: master weights and whole matrices.
+
+    A master that was not saved is loaded from its parameter.
+    """
     for shard, own in shards:
         if shard.is_master and shard.tensor.numel():
             name = f"master.{own.name}"
@@ -120,7 +123,7 @@ def plan_shards(
 
 
 def _source(each: Held, saved: Shapes, *, cast: bool) -> str | None:
-    """Return the entry that a parameter is loaded from; None if none fits."""
+    """Return the entry to load a parameter from, the master if dtypes differ; None if none fits."""
     name, master = f"model.{each.name}", f"master.{each.name}"
     if saved[name].dtype == each.tensor.dtype:
         return name
@@ -131,7 +134,7 @@ def _source(each: Held, saved: Shapes, *, cast: bool) -> str | None:
 def check_parts(
     document: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, scheduler: Any
 ) -> None:
-    """Refuse a checkpoint without what is to be restored.
+    """Refuse a checkpoint that does not fit the optimizer and scheduler to restore.
 
     Raises:
         CheckpointError: It has no optimizer or scheduler, one of another class, or another number

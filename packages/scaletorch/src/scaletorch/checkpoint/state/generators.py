@@ -32,7 +32,7 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def record_random(record: Record, manager: ProcessGroupManager, device: torch.device) -> None:
-    """Add the states of this rank's generators."""
+    """Add the states of this rank's generators to a record."""
     for kind, state in random_states(device).items():
         parts = [Part((0,), state, manager.tp_rank)]
         shape = (state.numel(),)
@@ -43,7 +43,7 @@ def record_random(record: Record, manager: ProcessGroupManager, device: torch.de
 def find_random(
     saved: Mapping[str, Saved], manager: ProcessGroupManager, targets: dict[str, Entry]
 ) -> dict[str, Tensor]:
-    """Return new tensors for this rank's saved states, to be filled by loading `targets`."""
+    """Return new tensors for this rank's saved states, and add them to `targets` to be filled."""
     states = {}
     for name, entry in saved.items():
         prefix, _, kind = name.rpartition(".")
@@ -55,7 +55,7 @@ def find_random(
 
 
 def restore_random(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Give this rank's generators the states that were saved."""
+    """Set this rank's generators to saved states."""
     torch.set_rng_state(states["cpu"])
     if (module := _device_module(device)) is not None and device.type in states:
         module.set_rng_state(states[device.type], device)
@@ -68,7 +68,7 @@ def restore_random(states: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 def seed_anew(seed: int, manager: ProcessGroupManager) -> None:
-    """Seed the generators of another layout than the one that saved."""
+    """Seed this rank's generators from a saved seed, on a layout other than the one that saved."""
     seed_ranks(seed, manager)
     own = torch.initial_seed()
     random.seed(own)
@@ -77,7 +77,7 @@ def seed_anew(seed: int, manager: ProcessGroupManager) -> None:
 
 
 def seed_material(step: int) -> int:
-    """Return a seed that follows from this rank's generator and the step."""
+    """Return a 32-bit seed computed from this rank's generator and the step."""
     state = bytes(torch.get_rng_state().tolist())
     return int.from_bytes(blake2b(state + b"%d" % step, digest_size=4).digest(), "little")
 

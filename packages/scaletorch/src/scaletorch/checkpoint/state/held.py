@@ -1,4 +1,4 @@
-"""The tensors of a model on this rank, as rectangles of the plain model's tensors."""
+"""A model's tensors on this rank, as rectangles of the plain model's tensors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rectangle of a whole tensor that is on this rank.
+    """A rectangle of a whole tensor, held by this rank.
 
     Attributes:
-        offsets: Where it begins in the whole.
-        tensor: The memory that it has here, a view of the rectangle's shape.
-        owner: The first tensor-parallel rank that has it.
+        offsets: Its first index in the whole tensor, per dim.
+        tensor: Its memory on this rank, a view of the rectangle's shape.
+        owner: The first tp rank that has it.
     """
 
     offsets: tuple[int, ...]
@@ -36,9 +36,10 @@ class Part:
 
 
 def rectangles(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
-    """Yield rectangles that are, one after another, a range of a row-major tensor's elements.
+    """Split a range of a row-major tensor's elements into rectangles, in order.
 
-    A partial first row, whole rows, and a partial last one; partial rows so in turn.
+    These are a partial first row, whole rows, and a partial last row. Partial rows are split in
+    the same way, recursively.
     """
     if start >= stop:
         return
@@ -57,7 +58,7 @@ def rectangles(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
 
 
 def _within(index: int, start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
-    before = index * prod(shape[1:])
+    before = index * prod(shape[1:])  # elements of earlier rows
     for offsets, sizes in rectangles(start - before, stop - before, shape[1:]):
         yield (index, *offsets), (1, *sizes)
 
@@ -67,14 +68,14 @@ class Held:
     """A parameter or buffer on this rank.
 
     Attributes:
-        names: All its names in the whole model, in the model's order; it is saved by the first.
-        tensor: What is here of it.
-        shape: The whole's.
-        cut: How it is cut over tp; None if it is not.
-        experts: How it is divided over ep, along dim 0; None if it is no experts'. These may be
-            cut over tp as well.
-        owner: The first tensor-parallel rank that has it, if it is not cut over tp.
-        first: Whether this is the first stage of the pipeline that has it.
+        names: All its names in the whole model, in the model's order; the first is saved.
+        tensor: This rank's shard of it.
+        shape: Shape of the whole tensor.
+        cut: Its sharding over tp; None if it is not sharded.
+        experts: Its sharding over ep, along dim 0; None if it is not an expert weight. Expert
+            weights may be sharded over tp as well.
+        owner: The first tp rank that has it, if it is not sharded over tp.
+        first: Whether this is the first pipeline stage that has it.
     """
 
     names: tuple[str, ...]
@@ -87,26 +88,26 @@ class Held:
 
     @property
     def name(self) -> str:
-        """The name that it is saved by."""
+        """The name that it is saved under."""
         return self.names[0]
 
     @property
     def dim(self) -> int | None:
-        """The dim that is cut over tp."""
+        """The dim that is sharded over tp, or None."""
         return None if self.cut is None else self.cut.dim
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole."""
+        """Number of bytes of the whole tensor."""
         return torch.Size(self.shape).numel() * self.tensor.dtype.itemsize
 
     def parts(self, tensor: Tensor, start: int = 0, stop: int | None = None) -> Iterator[Part]:
-        """Yield the parts of the whole in `tensor`, which is elements start to stop of this.
+        """Yield the rectangles of the whole tensor that `tensor` holds.
 
-        It is flat, or has the shape of what is here.
+        `tensor` has the shape of this rank's shard, or is flat with its elements start to stop.
         """
         found, shape = tensor.detach(), tuple(self.tensor.shape)
-        if tuple(found.shape) == shape:  # also where it is not contiguous
+        if tuple(found.shape) == shape:  # may be non-contiguous
             boxes = [((0,) * len(shape), found)] if found.numel() else []
         else:
             places = list(rectangles(start, self.tensor.numel() if stop is None else stop, shape))
@@ -121,7 +122,7 @@ class Held:
                     yield replace(part, offsets=(first + self.experts.own.start, *rest))
 
     def _cut(self, offsets: tuple[int, ...], box: Tensor) -> Iterator[Part]:
-        """Yield what lies in one place of the whole, of a rectangle of what is here."""
+        """Split a rectangle of this rank's shard where its slices are apart in the whole tensor."""
         if self.cut is None:
             yield Part(offsets, box, self.owner)
             return
@@ -136,11 +137,11 @@ class Held:
 
 
 def find_held(model: nn.Module, manager: ProcessGroupManager) -> dict[int, Held]:
-    """Return id of a tensor -> what it is, for all of the model's state on this rank.
+    """Return id of a tensor -> its `Held`, for all of the model's state on this rank.
 
     Raises:
-        InvalidArgumentError: The state has something that is no parameter and no buffer, and that
-            loading would not bring back.
+        InvalidArgumentError: The state has an item that is no parameter and no buffer, so loading
+            could not restore it.
     """
     cuts, experts = find_cuts(model), find_expert_cuts(model)
     own = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
@@ -175,10 +176,10 @@ def describe(
     *,
     first: bool = True,
 ) -> Held:
-    """Return what a tensor is that is cut so over tp, and of so many experts over ep.
+    """Return the `Held` of a tensor with the given sharding over tp and ep.
 
-    Where each of them is cut over tp (etp = tp), the tp ranks have the same ones; otherwise no
-    other tp rank has this one's.
+    If each expert is sharded over tp (etp = tp), all tp ranks have the same experts; if not, no
+    other tp rank has this rank's experts.
     """
     shape, owner = tuple(tensor.shape), 0
     if cut is not None and cut.layer.tp_size == 1:
@@ -193,7 +194,7 @@ def describe(
 
 @torch.no_grad()
 def refresh_shards(shards: Sequence[tuple[Shard, Held]]) -> None:
-    """Give shards that are copies of parameters, and no masters, the parameters' new values."""
+    """Copy parameters into the shards that are copies of them, except masters and matrices."""
     for shard, held in shards:
         begin = shard.parameter.data_ptr() + shard.start * shard.parameter.itemsize
         apart = shard.tensor.data_ptr() != begin and not is_whole_matrix(shard, held)
@@ -203,7 +204,7 @@ def refresh_shards(shards: Sequence[tuple[Shard, Held]]) -> None:
 
 
 def find_ties(held: dict[int, Held]) -> dict[str, list[str]]:
-    """Return the name that a tied tensor is saved by -> all its names."""
+    """Return the name that a tied tensor is saved under -> all its names."""
     return {each.name: list(each.names) for each in held.values() if len(each.names) > 1}
 
 
@@ -213,20 +214,20 @@ def find_shards(
     optimizer: torch.optim.Optimizer | None,
     manager: ProcessGroupManager,
 ) -> list[tuple[Shard, Held]]:
-    """Return what an optimizer may have for the model, and what it is a range of.
+    """Return the tensors that an optimizer may update, each with the tensor that it is a range of.
 
-    Parameters that were frozen since are among them. Behind them are the whole matrices that the
-    optimizer has in the place of tp shards, each as if it was not cut.
+    Parameters that have been frozen since are included. Last come the whole matrices that the
+    optimizer has in place of tp shards, each with a `Held` that is not sharded over tp.
 
     Args:
         model: Any module.
         held: Its state, by id.
-        optimizer: Of the model's parameters, or of their shards.
+        optimizer: Optimizer of the model's parameters, or of their shards.
         manager: The grid.
 
     Raises:
-        InvalidArgumentError: One of these belongs to no parameter of the model, or to one that is
-            not in its state.
+        InvalidArgumentError: The optimizer updates a tensor that is not a parameter of the model,
+            or the model's state leaves out a trained parameter.
     """
     shards, wholes = parameter_shards(model), whole_shards(optimizer)
     listed = {id(shard.tensor) for shard in shards} | {id(whole) for _, whole in wholes}
@@ -256,5 +257,5 @@ def find_shards(
 
 
 def is_whole_matrix(shard: Shard, held: Held) -> bool:
-    """Return whether an optimizer has a whole matrix in the place of a shard."""
+    """Return whether the optimizer has a whole matrix in place of this shard."""
     return held.tensor is not shard.parameter

@@ -1,4 +1,4 @@
-"""An optimizer's state by parameters' names, whatever it keeps and whichever ranges are here."""
+"""An optimizer's state by parameter names, for any optimizer and any sharding of its state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .entries import Entry, Record
 from .held import Held, Part
 
 T = TypeVar("T")
-# How an optimizer computes is the running program's to say.
+# Settings of how an optimizer computes; they stay those of the running program.
 KNOBS = {
     "params", "param_names", "foreach", "fused", "capturable", "differentiable",
     "decoupled_weight_decay",
@@ -28,7 +28,7 @@ def encode_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the hyperparameters of an optimizer's groups as JSON.
 
     Raises:
-        InvalidArgumentError: One is nothing that a checkpoint holds.
+        InvalidArgumentError: A checkpoint cannot hold one of them.
     """
     return [
         {
@@ -43,7 +43,7 @@ def encode_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def decode_groups(
     optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the hyperparameters of an optimizer's groups, as the optimizer has its own."""
+    """Return the saved hyperparameters of each group, in the optimizer's types and devices."""
     return [
         {key: like(group.get(key), decode(value)) for key, value in values.items()}
         for group, values in zip(optimizer.param_groups, saved, strict=True)
@@ -59,15 +59,15 @@ def restore_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]
 def record_shard(
     record: Record, shard: Shard, held: Held, state: Mapping[str, Any], *, writes: bool
 ) -> None:
-    """Add what the optimizer keeps of one shard, and the shard itself if it is a master.
+    """Add the optimizer's state of one shard to a record, and the shard itself if it is a master.
 
     Raises:
-        InvalidArgumentError: A state that is neither like the shard, nor one number, nor of a
-            parameter that is whole on this rank.
+        InvalidArgumentError: A state tensor that has neither the shard's shape nor one number,
+            though its parameter is sharded; or a key with a dot.
     """
-    if not shard.tensor.numel():  # there is nothing to keep
+    if not shard.tensor.numel():
         return
-    if shard.is_master and shard.tensor is not held.tensor:  # a whole matrix's are in its shards
+    if shard.is_master and shard.tensor is not held.tensor:  # a matrix's masters are its shards
         _record_range(record, f"master.{held.name}", shard, held, shard.tensor)
     for key, value in state.items():
         name = f"optimizer.{held.name}.{key}"
@@ -105,7 +105,7 @@ def _is_number(key: str, value: Tensor, shard: Shard) -> bool:
 
 
 def is_whole(shard: Shard, held: Held) -> bool:
-    """Return whether the shard is a whole parameter of the plain model, in its shape."""
+    """Return whether the shard is a whole parameter of the plain model, in the same shape."""
     return held.dim is None and tuple(shard.tensor.shape) == held.shape
 
 
@@ -116,20 +116,20 @@ def make_states(
     scalars: Mapping[str, Any],
     targets: dict[str, Entry],
 ) -> list[tuple[Tensor, dict[str, Any]]]:
-    """Return new state of what an optimizer has, still to be filled by loading `targets`.
+    """Return each tensor of an optimizer with new state, to be filled by loading `targets`.
 
-    State that had its tensor's dtype when saved gets the dtype of the tensor here. Memory of the
-    state that is there already is used again if it fits.
+    State that was saved in its tensor's dtype gets the dtype of the tensor on this rank. Memory of
+    the current state is reused if it fits.
 
     Args:
         optimizer: The optimizer.
-        shards: What it may have, and what that is a range of.
+        shards: The tensors that it may update, each with the tensor that it is a range of.
         saved: The checkpoint's entries.
-        scalars: Its numbers of the optimizer, as JSON.
-        targets: Entries to load; what the state needs is added.
+        scalars: The checkpoint's numbers of the optimizer, as JSON.
+        targets: Entries to load; those that the state needs are added.
 
     Raises:
-        CheckpointError: State that only a parameter that is whole on its rank can have.
+        CheckpointError: State with a shape other than its parameter's, which is sharded here.
     """
     tensors, numbers = _by_parameter(saved), _by_parameter(scalars)
     groups = {id(t): group for group in optimizer.param_groups for t in group["params"]}
@@ -153,7 +153,7 @@ def make_states(
 
 
 def _by_parameter(saved: Mapping[str, T]) -> dict[str, dict[str, T]]:
-    """Return the name of a parameter -> key -> what was saved of the optimizer's state."""
+    """Return the name of a parameter -> key -> saved optimizer state."""
     found: dict[str, dict[str, T]] = {}
     for entry, value in saved.items():
         if entry.startswith("optimizer."):
@@ -171,7 +171,7 @@ def _make_tensor(
     targets: dict[str, Entry],
     current: Any,
 ) -> Tensor:
-    """Return a tensor of a shard's state, and add what is to be loaded into it."""
+    """Return a new tensor of a shard's state, and add the entry to load into it to `targets`."""
     if entry.shape == held.shape:
         value = _memory(current, shard.tensor, dtype)
         parts = held.parts(value, shard.start, shard.stop)
@@ -189,7 +189,7 @@ def _make_tensor(
 
 
 def _memory(current: Any, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return memory like a tensor's, in another dtype."""
+    """Return memory of a tensor's shape in a dtype: `current` if it fits, else new memory."""
     if isinstance(current, Tensor) and current.is_contiguous() and tensor.is_contiguous():
         found = current.shape, current.dtype, current.device
         if found == (tensor.shape, dtype, tensor.device):
@@ -198,6 +198,6 @@ def _memory(current: Any, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _place_number(key: str, value: Any, tensor: Tensor, group: Mapping[str, Any]) -> Any:
-    if isinstance(value, Tensor) and key == "step":  # as torch's own optimizers have it
+    if isinstance(value, Tensor) and key == "step":  # the device that torch's optimizers expect
         return value.to(tensor.device) if group.get("capturable") or group.get("fused") else value
     return value.to(tensor.device) if isinstance(value, Tensor) else value
