@@ -30,9 +30,11 @@ def describe_grid(
         manager: The grid.
     """
     pipeline = pipeline_of(model)
-    stage, cut = pipeline.module, micro_batches[0].cut
     if not isinstance(micro_batches[0], MicroBatch):
-        raise TypeError(type(micro_batches[0]).__name__)
+        raise TypeError(
+            f"micro-batches come of shard_global_batch, got {type(micro_batches[0]).__name__}"
+        )
+    stage, cut = pipeline.module, micro_batches[0].cut
     found = Description(micro_batches=len(micro_batches))
     rows, count = row_count(cut.whole, cut.row_dims), len(micro_batches)
     if cut.own:  # each dp rank has read its own rows, the same number
