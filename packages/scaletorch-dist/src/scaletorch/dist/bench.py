@@ -372,7 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = reads.add_argument  # torchrun takes an option --max for one of its own
+    add = reads.add_argument  # torchrun would read --max as --max-restarts
     add("--ranks", type=int, metavar="N", help="start N ranks here; else a launcher has")
     add("--calls", nargs="+", choices=list(CASES), default=list(CASES), metavar="CALL",
         help=f"of {', '.join(CASES)}; all by default")  # fmt: skip

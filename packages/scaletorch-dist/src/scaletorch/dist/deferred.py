@@ -1,7 +1,7 @@
 """Import a package's public names lazily, each on first access.
 
-Importing torch takes seconds, which users of a package's pure arithmetic should not pay. Such a
-package has an `__init__.py` without imports of its own,
+Importing torch takes seconds, which users of a package's pure arithmetic should not have to wait
+for. So a package that has both has an `__init__.py` without imports of its own,
 
     if TYPE_CHECKING:
         from .public import *

@@ -41,8 +41,7 @@ def relative_error(actual: Tensor, expected: Tensor, *, scale: Tensor | None = N
         actual: The tensor to check, of any dtype and shape.
         expected: The reference, of the same shape. If it is all zero, the error is 0 for an
             all-zero `actual`, else infinity.
-        scale: A tensor whose largest value to use instead, such as one that `expected` is a
-            slice of.
+        scale: A tensor whose largest value to divide by instead, if `expected` is a slice of it.
 
     Returns:
         The error, computed in float64; infinity if either tensor has a NaN or an infinity, and 0

@@ -16,7 +16,7 @@ class NotInGroupError(InvalidArgumentError):
 
 
 class StateError(ScaletorchError, RuntimeError):
-    """A call at the wrong time, or an environment that no launcher sets."""
+    """A call at the wrong time, or a missing or inconsistent environment."""
 
 
 class MismatchError(ScaletorchError, RuntimeError):

@@ -11,10 +11,11 @@
 | `split(x, dim)` | this rank's shard of `x` along `dim` | all-gather |
 | `all_to_all(x, split_dim, concat_dim)` | shard i to rank i, received ones joined | the reverse |
 
-`all_reduce`, `all_gather`, `reduce_scatter` and `all_to_all` are for a loss that is the sum of the
-ranks' losses. `copy`, `reduce`, `gather` and `split` are for a loss that every rank computes in
-full. No call changes its input. With one rank nothing is sent and `x` itself may be returned.
-Backward communicates, so every rank of the group must run it, in the same order.
+The backwards of `all_reduce`, `all_gather`, `reduce_scatter` and `all_to_all` are exact (adjoint)
+if the loss is the sum of the ranks' losses; those of `copy`, `reduce`, `gather` and `split`, if
+every rank computes the same loss. No call changes its input. With one rank nothing is sent and `x`
+itself may be returned. Backward communicates, so every rank of the group must run it, in the same
+order.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def require_siblings(wheel: str, version: str, found: Mapping[str, str]) -> None
     Args:
         wheel: Name of the wheel that needs the siblings.
         version: Version of that wheel.
-        found: Pin in the wheel's metadata, such as `scaletorch-pg~=0.1.0`, → the sibling's version.
+        found: The sibling's version for each pin in the wheel's metadata (`scaletorch-pg~=0.1.0`).
 
     Raises:
         VersionMismatchError: A sibling is older than its pin, or of another series.

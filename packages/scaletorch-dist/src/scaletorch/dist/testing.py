@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 SEED = 0  # seed of every rank's generators at the start of each function
-GROUP_TIMEOUT = timedelta(seconds=300)  # of test groups; a run's own timeout is shorter
+GROUP_TIMEOUT = timedelta(seconds=300)  # for test groups; a run's own timeout usually ends first
 MAX_POOLS = 3  # idle pools kept for the next test
 TEST_LIBRARIES = (PYTEST_REWRITING, "pytest", "hypothesis")  # test files import them, also on ranks
 

@@ -1,4 +1,4 @@
-"""Describe a call for the ledger: its text, and the line that made it with a checksum."""
+"""Describe a call for the ledger: its text, and the source line that made it."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def missing_members(picture: Picture, wait: Wait) -> list[Report]:
     return [report for report in members if report.counts.get(wait.channel, 0) <= wait.seq]
 
 
-SHOWN = 16  # ranks that get a line of their own
+SHOWN = 16  # ranks listed in a fault's text
 
 
 def with_details(fault: Fault, picture: Picture, folder: str) -> Fault:

@@ -40,7 +40,7 @@ class Entry(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A thread that waits in a call, or a device's stream that does while the host may go on."""
+    """A wait of a thread in a call, or of a device's stream while its host may continue."""
 
     number: int  # unique among the waits of its rank
     channel: str  # key of the channel
@@ -94,7 +94,7 @@ class Report:
 
     @property
     def alive(self) -> bool:
-        """Whether it has neither finished nor failed nor died."""
+        """True if it has neither finished nor failed nor died."""
         return not self.end
 
     def tail(self, channel: str) -> dict[int, Entry]:
@@ -130,7 +130,7 @@ class Fault(NamedTuple):
 
     kind: str  # see `RankFaultError`
     ranks: tuple[int, ...]  # the guilty ranks
-    text: str  # the first line says which rank did what; all other knowledge follows
+    text: str  # the first line names the cause; the state of the ranks follows
 
 
 class Need(NamedTuple):

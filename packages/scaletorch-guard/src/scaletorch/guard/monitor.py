@@ -25,12 +25,12 @@ from .updates import lose, new_picture, new_question, to_examine, update
 HELLO = 4096  # largest greeting in bytes
 WAIT = 5.0  # seconds within which a connection must show the token
 PERIOD = 0.05  # seconds between two diagnoses if no message comes
-BRIEF = 0.01  # least seconds between two diagnoses
+BRIEF = 0.01  # seconds between two diagnoses if messages come or a fault is suspected
 SHARE = 0.05  # largest share of the time for diagnoses
 CONFIRM = 0.4  # seconds that ranks get to answer before a fault is declared
 WELCOME = 60.0  # seconds within which all ranks must connect
 LINGER = 30.0  # seconds that ranks get to disconnect after a verdict
-PAUSE = 1.0  # a longer gap between two diagnoses is not counted: this process did not run
+PAUSE = 1.0  # seconds; a longer gap of this process is not counted, since it did not run
 
 
 class Monitor:
@@ -198,7 +198,7 @@ class Monitor:
         self._examine(now)
 
     def _confirmed(self, now: float) -> bool:
-        """Return whether to declare a fault: ranks were asked, and have answered or are late."""
+        """Ask all able ranks before declaring a fault; return whether all answered or are late."""
         able = [report for report in self._reports.values() if report.able(now)]
         if self._suspected is None:
             self._suspected = now

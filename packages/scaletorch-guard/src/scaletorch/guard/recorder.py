@@ -280,7 +280,7 @@ class Recorder:
 
     @property
     def on_device(self) -> bool:
-        """Whether this process has made calls on a device's streams."""
+        """True if this process has made calls on a device's streams."""
         return any(track.device for track in list(self.tracks.values()))
 
     def end_step(self, number: int) -> None:

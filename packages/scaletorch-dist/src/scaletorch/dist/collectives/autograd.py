@@ -40,7 +40,7 @@ def _back(function: type[Function], grad: Tensor, group: Group, *args: Any) -> T
 
 
 class _Whole(Function):
-    """Base for functions on whole tensors; forward stores the gradient's function in `ctx.way`."""
+    """Base for functions on whole tensors; forward stores the one for backward in `ctx.way`."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -80,7 +80,7 @@ class AllReduce(_Whole):
 
 
 class _Pieces(Function):
-    """Base for functions on shards along a dim; forward stores the gradient's one in `ctx.way`."""
+    """Base for functions on shards; forward stores the one for backward in `ctx.way`."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

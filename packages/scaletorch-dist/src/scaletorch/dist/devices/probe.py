@@ -39,7 +39,7 @@ def plugin_problem(plugin: str) -> str | None:
         return f"{plugin} is not installed"
     try:
         importlib.import_module(plugin)
-    except Exception as error:  # a plugin without its driver raises whatever it likes
+    except Exception as error:  # a plugin without its driver may raise anything
         return f"{plugin} is installed but does not import ({type(error).__name__}: {error})"
     return None
 

@@ -35,7 +35,7 @@ _SAVED = b"PK"  # first bytes of a `torch.save` file; no pickle begins with them
 
 
 class Terms(NamedTuple):
-    """Whether a call may pickle objects.
+    """Permission of a call to pickle objects.
 
     Attributes:
         allow_pickle: The call's argument; the environment may forbid pickle too.
@@ -134,7 +134,7 @@ def _plain_types() -> tuple[Callable[..., Any], ...]:
 
 
 class _PlainPickler(pickle.Pickler):
-    """A pickler for `torch.save` that saves of a tensor's storage only the tensor's own values."""
+    """A pickler for `torch.save` that saves a tensor's values, not the rest of its storage."""
 
     def reducer_override(self, data: Any) -> Any:
         """Return an object's reduction; not called for built-in types."""

@@ -19,7 +19,7 @@ from ..errors import InvalidArgumentError
 
 MAIN_ALIAS = "__mp_main__"  # multiprocessing's own alias of `__main__`, known to both sides
 PYTEST_REWRITING = "_pytest.assertion.rewrite"
-BODY_ATTRIBUTE = "__rank_body__"  # a decorator stores here the function for ranks to run
+BODY_ATTRIBUTE = "__rank_body__"  # under it a decorator stores the function for ranks
 
 
 _loading: list[str] = []  # files that this process is importing to find a function
@@ -190,7 +190,7 @@ def _explaining_code(path: str) -> CodeType | None:
 
 
 def _rewritten(file: Path, rewrite: Callable[..., None]) -> CodeType:
-    """Compile a test file of which pytest has no cached code."""
+    """Compile a test file that is not in pytest's cache."""
     source, name = file.read_bytes(), str(file)
     tree = ast.parse(source, name)
     rewrite(tree, source, name)

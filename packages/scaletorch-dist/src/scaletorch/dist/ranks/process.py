@@ -93,7 +93,7 @@ class ForkServer:
 
     @property
     def usable(self) -> bool:
-        """Whether the server runs and was started by this process, not by its parent."""
+        """True if the server runs and was started by this process, not by its parent."""
         return self.owner == os.getpid() and self._process.poll() is None
 
     def _receive(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def judge(callers: list[Caller], too_late: bool) -> str:
 
     Args:
         callers: Rank 0 first, then the others as they arrived.
-        too_late: Make missing ranks an error.
+        too_late: Whether missing ranks are an error.
     """
     me = callers[0]
     seen: dict[int, Caller] = {}

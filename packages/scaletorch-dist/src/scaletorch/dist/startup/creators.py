@@ -78,7 +78,7 @@ def check_world(config: str, rank: int, world_size: int) -> None:
 def _create_with_torch(
     placement: Placement, meeting: Meeting | str, options: dict[str, Any]
 ) -> None:
-    if options["backend"] == "mpi":  # takes rank and size from MPI itself
+    if options["backend"] == "mpi":  # gets rank and size from MPI itself
         c10d.init_process_group("mpi", timeout=options["timeout"])
         return
     check_world(options["backend"], placement.rank, placement.world_size)

@@ -1,7 +1,7 @@
 """Several ranks on one device, which accelerator backends refuse by default.
 
-NCCL refuses two ranks on one device of one host. It trusts the host name that a rank gives: if
-each rank gives another one, messages go through sockets, and all else works as on many devices.
+NCCL refuses two ranks on one device of one host. It trusts the host ID that a rank sets: if the IDs
+differ, messages go through sockets, and everything else works as on several devices.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def refuse_shared_devices(config: str, local_size: int) -> None:
         local_size: Number of ranks on this host.
 
     Raises:
-        StateError: Two ranks share a device; the message gives the numbers and the way out.
+        StateError: Two ranks share a device; the message gives the numbers and the remedy.
     """
     entry = _one_rank_a_device(config)
     found = gather_digests(os.urandom(DIGEST) if entry is None else _place(entry))

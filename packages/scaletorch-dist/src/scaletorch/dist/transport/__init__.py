@@ -1,1 +1,1 @@
-"""How tensors travel between ranks: directly by the backend, or hierarchically over nodes."""
+"""Transport of tensors between ranks: directly by the backend, or hierarchically over nodes."""

@@ -1,4 +1,4 @@
-"""The only import of torch.distributed's collectives, and the route of a tensor on a group."""
+"""Wrappers of torch.distributed's raw collectives, and the route of a tensor on a group."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _with_complex(dtypes: frozenset[torch.dtype]) -> frozenset[torch.dtype]:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How tensors of one device type travel on one group.
+    """The route of tensors of one device type on one group.
 
     Attributes:
         backend: Name of the backend.

@@ -28,7 +28,7 @@ def get_local_rank(group: ProcessGroup | None = None) -> int:
 
 
 def get_local_size(group: ProcessGroup | None = None) -> int:
-    """Return the number of ranks on this node, as `get_local_rank` does, or 1 without a group."""
+    """Return the number of ranks on this node as `get_local_rank` does; 1 if not distributed."""
     return _local_place(group)[1]
 
 
