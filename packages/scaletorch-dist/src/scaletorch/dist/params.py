@@ -123,7 +123,7 @@ def _reduce_all(
     works = [all_reduce(tensor, op, members, async_op=True) for tensor in large]
     devices = dict.fromkeys(tensor.device for tensor in small)
     alike = ([tensor for tensor in small if tensor.device == device] for device in devices)
-    buckets = [bucket for each in alike for bucket in _take_tensors(each, limit)]  # by dtype
+    buckets = [bucket for each in alike for bucket in _take_tensors(each, limit)]  # one dtype each
     flats = [_flatten_dense_tensors(bucket) for bucket in buckets]
     works += [all_reduce(flat, op, members, async_op=True) for flat in flats]
     for work in works:

@@ -246,7 +246,7 @@ def step(number: int | None = None) -> None:
     """Mark the end of a training step; calls up to here are compared in the background.
 
     Args:
-        number: The step's number, the same on all ranks; by default steps are counted from 1.
+        number: The step's number, the same on all ranks; by default the last one plus 1.
 
     Raises:
         RankFaultError: There is a fault.

@@ -108,7 +108,7 @@ def _unequal_ends(picture: Picture) -> Fault | None:
 
 
 def _stalled(picture: Picture, now: float) -> Need | None:
-    """Ask the members of a channel for their last calls if a rank waits there for some time."""
+    """Ask the members of a channel for their last calls once a rank has waited there a while."""
     stale: set[int] = set()
     seen: set[tuple[str, int]] = set()
     for report, wait, _ in _waits(picture):
@@ -232,7 +232,7 @@ def _of(picture: Picture, rank: int) -> list[Wait]:
 
 def _waits(picture: Picture) -> list[tuple[Report, Wait, list[Report]]]:
     """Return every wait of a live rank, with the members that have not made that call."""
-    missing: dict[tuple[str, int], list[Report]] = {}  # thousands may wait in one call
+    missing: dict[tuple[str, int], list[Report]] = {}  # cached: thousands may wait in a call
     found = []
     for report in picture.reports.values():
         for wait in report.waits if report.alive else ():

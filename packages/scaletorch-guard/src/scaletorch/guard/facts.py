@@ -70,7 +70,7 @@ class Report:
     free: int = 0  # number of threads that have made calls and do not wait
     foreign: bool = False  # whether there are other threads that might make calls
     stack: str = ""  # its main thread's stack at its last answer
-    # Its life.
+    # Its process.
     heard: float = 0.0  # time of its last message
     patience: float = MISSED * PERIOD  # seconds without a message after which it is silent
     examined: float = 0.0  # when another rank was last asked to look at its process
@@ -114,7 +114,7 @@ class Picture:
     channels: dict[str, Channel]  # by key
     warn: float = 0.0  # seconds of waiting after which a warning shows the slow rank
     patience: float = 0.0  # seconds of waiting after which slowness is a fault
-    own_lines: set[str] = field(default_factory=set)  # channels whose ranks call from other lines
+    own_lines: set[str] = field(default_factory=set)  # channels whose lines of code differ by rank
 
     def members(self, channel: str) -> list[Report]:
         """Return the reports of a channel's members."""
@@ -126,7 +126,7 @@ class Picture:
 
 
 class Fault(NamedTuple):
-    """A verdict: the error that is raised on every rank."""
+    """A verdict: the error that every rank raises."""
 
     kind: str  # see `RankFaultError`
     ranks: tuple[int, ...]  # the guilty ranks

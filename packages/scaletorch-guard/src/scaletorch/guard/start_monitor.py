@@ -160,7 +160,7 @@ def _make_private(folder: str) -> None:
     os.makedirs(os.path.dirname(folder), exist_ok=True)
     try:
         os.mkdir(folder, 0o700)
-    except FileExistsError:  # another rank of this host may have created it
+    except FileExistsError:  # another rank may have created it
         status = os.lstat(folder)
         if status.st_uid != os.getuid() or status.st_mode & 0o170077 != 0o040000:
             raise StateError(f"{folder} is not a folder of this user alone") from None

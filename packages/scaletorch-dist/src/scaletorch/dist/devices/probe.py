@@ -92,7 +92,7 @@ def _bring(entry: DeviceEntry) -> str | None:
             entry.activate()
         except ScaletorchError as error:
             return str(error)
-        except Exception as error:  # another package's code
+        except Exception as error:  # another package's code may raise anything
             return f"backend {entry.backend!r} does not start ({type(error).__name__}: {error})"
     return problem
 

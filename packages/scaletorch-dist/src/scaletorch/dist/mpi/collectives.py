@@ -301,5 +301,5 @@ def receive(mpi: Any, comm: Any, data: Tensor, src: int, tag: int) -> Call:
     request = comm.Irecv(raw(mpi, content), source=src, tag=tag)
     finish = partial(bring_home, data, content)
     size = content.numel() * content.element_size()
-    expected = size if size <= MOST else None  # beyond, MPI cannot say how many bytes came
+    expected = size if size <= MOST else None  # MPI cannot count more bytes
     return Call("recv", [request], [data], finish, content, expected)

@@ -94,7 +94,7 @@ def _join_group(request: dict[str, Any]) -> Notice | None:
     backend, store, ranks = request["backend"], request["store"], request["world_size"]
     notice = None
     if backend != "gloo" and not (backend is None and store is None):
-        warn = store is not None  # else `init_dist` will
+        warn = store is not None  # else `init_dist` warns
         backend, notice = prepare_local_rank(backend, request["rank"], ranks, warn=warn)
     if store is None:
         return notice

@@ -19,7 +19,7 @@ from ..errors import InvalidArgumentError
 
 MAIN_ALIAS = "__mp_main__"  # multiprocessing's own alias of `__main__`, known to both sides
 PYTEST_REWRITING = "_pytest.assertion.rewrite"
-BODY_ATTRIBUTE = "__rank_body__"  # under it a decorator stores the function for ranks
+BODY_ATTRIBUTE = "__rank_body__"  # attribute in which a decorator stores the function for ranks
 
 
 _loading: list[str] = []  # files that this process is importing to find a function

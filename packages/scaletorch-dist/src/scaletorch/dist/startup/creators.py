@@ -17,7 +17,7 @@ from ..launchers.environment import Placement
 from .rendezvous import Meeting
 from .store import open_store
 
-DEFAULT = "nccl"  # of init_dist
+DEFAULT = "nccl"  # default backend of init_dist
 Creator = Callable[[Placement, Meeting | str, dict[str, Any]], None]
 
 

@@ -165,7 +165,7 @@ def _release_references() -> None:
     for each in vars(module).values() if module is not None else ():
         if isinstance(each, FunctionType) and each.__defaults__:
             kept = (None if value is c10d.group.WORLD else value for value in each.__defaults__)
-            each.__defaults__ = tuple(kept)  # None means the default group to torch
+            each.__defaults__ = tuple(kept)  # torch takes None as the default group
 
 
 def _check_choice(name: str, value: str | None, valid: tuple[str | None, ...]) -> None:

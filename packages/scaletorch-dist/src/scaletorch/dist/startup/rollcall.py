@@ -109,7 +109,7 @@ def _follow(store: Store, me: Caller, deadline: float, shared: bool) -> str:
     try:
         start.queue_push(_HERE, json.dumps(asdict(me)))
         if not _wait(lambda: start.check([_VERDICT]), deadline, me.world_size):
-            start.set(_GIVEN_UP, "")  # rank 0 knows who is missing
+            start.set(_GIVEN_UP, "")  # rank 0 knows which ranks are missing
             _wait(lambda: start.check([_VERDICT]), time.monotonic() + _GRACE, me.world_size)
         known = start.check([_VERDICT])
         verdict = start.get(_VERDICT).decode() if known else "rank 0 has stopped in the roll call"

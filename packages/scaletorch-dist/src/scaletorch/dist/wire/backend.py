@@ -126,7 +126,7 @@ def on_wire(data: Tensor, group: ProcessGroup, *, reduced: bool = False) -> Tens
         data: Any tensor.
         group: The group that will send it.
         reduced: Keep a CPU tensor on the CPU if the group's backend does not reduce its dtype: the
-            CPU reduces it, since devices may be less precise (float64 on Cambricon's).
+            CPU reduces it, since devices may be less precise (such as Cambricon's in float64).
     """
     if data.requires_grad:
         data = data.detach()

@@ -134,7 +134,7 @@ def tells_failure(call: Callable[P, R]) -> Callable[P, R]:
 
 
 def _group_among(arguments: Sequence[Any]) -> ProcessGroup | None:
-    """Return the group among a call's arguments, or None if this rank is not in it."""
+    """Return the group among a call's arguments, else the world; None if this rank is outside."""
     if any(argument is c10d.GroupMember.NON_GROUP_MEMBER for argument in arguments):
         return None
     groups = [argument for argument in arguments if isinstance(argument, ProcessGroup)]

@@ -3,7 +3,7 @@
 A recipe packs the tensor into a dtype that every backend reduces, names the operation to run, and
 unpacks the result. Packing makes the result correct and the same on every rank: unsupported
 integers are widened, the mean of integers is exact, bools stay 0 and 1, and a NaN survives min and
-max (which with plain backends depends on the ranks that hold it).
+max (backends alone keep or lose it, depending on the rank that has it).
 """
 
 from __future__ import annotations

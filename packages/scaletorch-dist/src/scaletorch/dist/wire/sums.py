@@ -25,7 +25,7 @@ def parts_of(counts: Sequence[int]) -> list[range]:
 
 
 def even_parts(elements: int, parts: int) -> list[int]:
-    """Return the lengths of `parts` even shards of `elements` elements; the last may be shorter."""
+    """Split `elements` evenly; return the lengths of the shards, of which the last are shorter."""
     share = -(-elements // parts)
     return [max(min(share, elements - share * at), 0) for at in range(parts)]
 

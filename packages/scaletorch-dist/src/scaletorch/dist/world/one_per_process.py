@@ -23,7 +23,7 @@ def one_per_process(name: str, make: Callable[[], T]) -> T:
 
     Args:
         name: Name of the object.
-        make: Creates the object, cheaply; called each time.
+        make: Creates the object, cheaply; called every time, but only the first object is kept.
     """
     kept: T = vars(c10d).setdefault(f"_scaletorch_{name}", make())
     return kept
