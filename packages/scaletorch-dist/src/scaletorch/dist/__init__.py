@@ -1,4 +1,4 @@
-"""Collectives, objects, launch and test ranks for PyTorch on every backend."""
+"""Collectives on tensors and objects, launching, and test ranks for PyTorch, on every backend."""
 
 from typing import TYPE_CHECKING
 

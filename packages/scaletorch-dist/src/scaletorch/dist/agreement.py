@@ -1,4 +1,4 @@
-"""Comparison of values that must be the same on all ranks; every rank reports a difference."""
+"""Compare values that must be the same on all ranks; every rank raises if they differ."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .world.info import get_rank, group_ranks
 
 SHOWN = 12  # lines of difference for each rank
 
-Report = tuple[list[str], str | None]  # a rank's lines, and the mistake it has found
+Report = tuple[list[str], str | None]  # a rank's lines, and its own error as text
 
 
 def caught(check: Callable[..., object], *arguments: Any) -> ScaletorchError | None:
-    """Return the error of a check for `agree` to tell the others, None if there is none."""
+    """Run a check and return its error, for `agree` to report to the other ranks, or None."""
     try:
         check(*arguments)
     except ScaletorchError as error:
@@ -40,28 +40,28 @@ def agree(
 ) -> tuple[int, ...]:
     """Raise on every rank of `group` unless all have equal `lines` and none has an `error`.
 
-    Costs one all-gather of 24 bytes a rank; the lines travel only if they differ. A rank that
-    has found a mistake of its own takes part too, so that no other waits for it in vain.
+    It costs one all-gather of 24 bytes per rank; the lines are sent only if they differ. A rank
+    with an error of its own must call this too, so that the others do not wait for it forever.
 
     Args:
-        subject: What is compared, for the message.
-        lines: One line of text for each thing that must be equal.
-        group: The ranks that compare; None is all of them.
-        error: A mistake found on this rank, raised here once the others know.
-        note: A number of this rank's own to tell the others, not compared.
+        subject: The values that are compared, for the message.
+        lines: One line of text for each value that must be equal.
+        group: The ranks that compare; None for all.
+        error: An error of this rank, raised here after the others know of it.
+        note: A number to send to the other ranks, not compared.
 
     Returns:
         Every rank's note.
 
     Raises:
-        MismatchError: Ranks differ, or another rank has an error.
+        MismatchError: Lines differ, or another rank has an error.
     """
     ranks = group_ranks(group)
     notes: tuple[int, ...] = (note,)
     if len(ranks) > 1:
         digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
         number = int.from_bytes(digest, "little", signed=True)
-        # On the CPU, as all that the host reads: it need not wait for an accelerator's queue.
+        # The host reads it, so keep it on the CPU and do not wait for an accelerator's queue.
         mine = torch.tensor([number, error is not None, note])
         everyone = [entry.tolist() for entry in all_gather(mine, group=group)]
         notes = tuple(theirs for _, _, theirs in everyone)
@@ -74,7 +74,7 @@ def agree(
         try:
             raise error
         finally:
-            del error  # its traceback has this frame, and those of a step hold its tensors
+            del error  # breaks a cycle: its traceback holds this frame, and a step's tensors
     return notes
 
 
@@ -85,7 +85,7 @@ def _difference(subject: str, ranks: Sequence[int], reports: Sequence[Report]) -
     speakers: dict[tuple[str, ...], list[int]] = {}
     for rank, (said, _) in zip(ranks, reports, strict=True):
         speakers.setdefault(tuple(said), []).append(rank)
-    usual = max(speakers, key=lambda lines: len(speakers[lines]))  # the first of equals
+    usual = max(speakers, key=lambda lines: len(speakers[lines]))  # the first one on a tie
     odd = [rank for lines, said in speakers.items() if lines != usual for rank in said]
     differ = f"{name_ranks(odd)} differ{'s' * (len(odd) == 1)} from {name_ranks(speakers[usual])}"
     message = [

@@ -1,10 +1,10 @@
-"""Measure every call between ranks: latency, bandwidth, and the constants of both.
+"""Measure every call between ranks: latency, bandwidth, and constants of a linear cost model.
 
 python -m scaletorch.dist.bench --ranks 2
 torchrun --nproc-per-node 4 -m scaletorch.dist.bench --grid tp=2,dp=2 --axis tp --json tp.json
 
-As in nccl-tests, the size of a call is that of the whole buffer: what each rank holds for
-all_reduce, reduce and broadcast; what all ranks hold together for the calls that split or join.
+As in nccl-tests, the size of a call is that of the whole buffer: each rank's tensor for all_reduce,
+reduce and broadcast; the ranks' tensors together for the calls that split or join.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from .ranks import launch
 from .startup.initialize import cleanup_dist, init_dist
 from .world.info import get_backend, get_rank, get_timeout, get_world_size, group_ranks
 
-ORDER = ("dp", "pp", "cp", "tp")  # axes of a grid: ranks next to each other differ in the last
+ORDER = ("dp", "pp", "cp", "tp")  # axes of a grid: consecutive ranks differ in the last one
 ROUNDS = 5
 MOST_CALLS = 500  # in one round
-DOUBTFUL = 0.3  # constants with larger relative errors say nothing
+DOUBTFUL = 0.3  # constants with larger relative errors are noise
 HEAD = (
     f"{'call':22}{'size':>10}{'time µs':>11}{'least µs':>11}{'alg GB/s':>10}{'bus GB/s':>10}"
     f"{'calls':>8}"
@@ -50,9 +50,9 @@ class Case(NamedTuple):
     """The cost of one call on a ring.
 
     Attributes:
-        factor: Ranks → bytes that the busiest link carries for each byte of size.
-        steps: Ranks → messages one after another, on a ring or (rooted calls) a binary tree.
-        split: Whether the size is cut into one share a rank.
+        factor: Number of ranks → bytes on the busiest link per byte of size.
+        steps: Number of ranks → consecutive messages, on a ring or (rooted calls) a binary tree.
+        split: Whether the size is divided evenly among the ranks.
     """
 
     factor: Callable[[int], float]
@@ -60,7 +60,7 @@ class Case(NamedTuple):
     split: bool = False
 
     def size(self, asked: int, ranks: int) -> int:
-        """Return the bytes of whole numbers that are measured where `asked` were asked for."""
+        """Round a requested size up to whole float32 elements, on each rank if it is split."""
         unit = 4 * ranks if self.split else 4
         return max(1, math.ceil(asked / unit)) * unit
 
@@ -88,7 +88,7 @@ class Place(NamedTuple):
     device: torch.device
 
     def call(self, name: str, size: int) -> Run:
-        """Return what makes a call of `CASES` once, on so many bytes."""
+        """Return a function that makes a call of `CASES` once, on `size` bytes."""
         group, root, count = self.group, self.ranks[0], len(self.ranks)
         whole = torch.zeros(size // 4, device=self.device)
         own = torch.zeros(size // 4 // count, device=self.device)
@@ -110,7 +110,7 @@ class Place(NamedTuple):
         return runs[name]
 
     def _ping_pong(self, data: Tensor) -> None:
-        """Send a message to and fro between the first two ranks; half of the time is one way's."""
+        """Send a message between the first two ranks and back; one way takes half the time."""
         first, second, *_ = self.ranks
         if self.rank == 0:
             dist.send(data, second, self.group)
@@ -124,13 +124,13 @@ class Row(NamedTuple):
     """One line of the table.
 
     Attributes:
-        call: Its name in `CASES`.
-        size: Bytes, as `CASES` counts them.
-        seconds: Of one call; the median of the rounds.
-        least: The quickest round's.
-        algorithm_bandwidth: Size / seconds, bytes per second.
-        bus_bandwidth: What the busiest link carried, bytes per second.
-        calls: How often it was called in all.
+        call: Name in `CASES`.
+        size: Bytes, counted as in `CASES`.
+        seconds: Time of one call; the median of the rounds.
+        least: Time of one call in the fastest round.
+        algorithm_bandwidth: Size / seconds, in bytes per second.
+        bus_bandwidth: Bytes per second on the busiest link.
+        calls: Number of calls in all rounds.
     """
 
     call: str
@@ -153,10 +153,10 @@ class Row(NamedTuple):
 
 
 def parse_grid(text: str) -> dict[str, int]:
-    """Read `tp=2,dp=2`; the axes in the order of the grid.
+    """Parse a grid such as `tp=2,dp=2`; return the axes in the order of the grid.
 
     Raises:
-        InvalidArgumentError: An unknown axis, one twice, or a size that is none.
+        InvalidArgumentError: An axis is unknown or occurs twice, or a size is invalid.
     """
     sizes: dict[str, int] = {}
     for entry in text.split(","):
@@ -175,7 +175,7 @@ def axis_group(grid: dict[str, int], axis: str) -> ProcessGroup:
     """Return this rank's group along an axis; every rank of the world calls this.
 
     Raises:
-        InvalidArgumentError: The grid does not have the axis, or is not as large as the world.
+        InvalidArgumentError: The grid lacks the axis, or its size is not the world size.
     """
     world, count = get_world_size(), math.prod(grid.values())
     if axis not in grid:
@@ -190,10 +190,10 @@ def axis_group(grid: dict[str, int], axis: str) -> ProcessGroup:
 
 
 def sizes_between(least: int, most: int, factor: int) -> list[int]:
-    """Return sizes that grow by a factor, the largest one last.
+    """Return sizes that grow by a factor, up to and including the largest.
 
     Raises:
-        InvalidArgumentError: There are none, or the factor does not grow them.
+        InvalidArgumentError: The range is empty, or the factor is below 2.
     """
     if not 1 <= least <= most or factor < 2:
         message = f"sizes grow from 1 byte or more, by 2 or more: got {least} to {most} by {factor}"
@@ -206,9 +206,9 @@ def sizes_between(least: int, most: int, factor: int) -> list[int]:
 
 
 def measure(name: str, size: int, place: Place, seconds: float) -> Row:
-    """Measure a call at one size, about so long; the row is the same on every rank of the world.
+    """Measure a call at one size for about `seconds`; the row is the same on every rank.
 
-    A round is many calls, of which the slowest rank counts.
+    A round is many calls; its time is that of the slowest rank.
     """
     case, ranks = CASES[name], len(place.ranks)
     size = 0 if name == "barrier" else case.size(size, ranks)
@@ -223,9 +223,9 @@ def measure(name: str, size: int, place: Place, seconds: float) -> Row:
 
 
 def _time(run: Run, calls: int, place: Place) -> float:
-    """Return the seconds of one call, of so many in a row that all ranks begin together.
+    """Return the seconds per call over `calls` consecutive calls that all ranks start together.
 
-    It is the slowest rank's time, over the world: groups along an axis work side by side.
+    It is the time of the slowest rank in the world: groups along an axis run at the same time.
     """
     synchronize(place.device)
     c10d.barrier()
@@ -240,10 +240,10 @@ def _time(run: Run, calls: int, place: Place) -> float:
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Return alpha (seconds) and beta (seconds per byte), neither of them negative.
+    """Fit seconds = alpha + beta · bytes; neither alpha nor beta is negative.
 
-    They minimise the squares of the *relative* errors: absolute ones would see the largest sizes
-    alone, and leave alpha to their noise.
+    The fit minimizes the squares of the *relative* errors: with absolute errors the largest sizes
+    would dominate, and alpha would be their noise.
     """
     weights = [1 / time**2 for time in seconds]
     total = sum(weights)
@@ -260,14 +260,14 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]
 
 
 def constants(rows: Sequence[Row], ranks: int) -> dict[str, dict[str, Any]]:
-    """Return what a planner needs of each call.
+    """Return the constants of each call for a planner.
 
     Returns:
-        By call: `alpha` (seconds) and `beta` (seconds per byte of the call's size), for this
-        number of ranks; `alpha_step` and `beta_bus`, the same for one step of its algorithm and
-        one byte on the busiest link, to predict another number of ranks: seconds =
-        alpha_step · steps + beta_bus · factor · bytes; and `error`, the root mean square of the
-        relative errors.
+        By call: `alpha` (seconds) and `beta` (seconds per byte of the call's size) for this number
+        of ranks; `alpha_step` and `beta_bus`, the same per step of the algorithm and per byte on
+        the busiest link, to predict other numbers of ranks by seconds = alpha_step · steps +
+        beta_bus · factor · bytes; the `steps` and `factor` used; and `error`, the root mean square
+        of the relative errors.
     """
     found: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(row.call for row in rows):
@@ -288,7 +288,7 @@ def constants(rows: Sequence[Row], ranks: int) -> dict[str, dict[str, Any]]:
 
 
 def constants_text(constants: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Return the lines of the second table."""
+    """Yield the lines of the table of constants."""
     yield f"{'call':22}{'alpha µs':>11}{'1/beta GB/s':>13}{'error':>8}"
     for call, found in constants.items():
         beta = found["beta"]
@@ -298,11 +298,14 @@ def constants_text(constants: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def run(given: argparse.Namespace, tell: Callable[[Iterable[Any]], None]) -> dict[str, Any]:
-    """Measure all on this rank, in seconds and bytes; every rank of the world calls this.
+    """Measure all calls; every rank of the world calls this.
 
     Args:
         given: The command's options, the same on every rank.
-        tell: Is given each row as it comes.
+        tell: Called with each new row, in a list.
+
+    Returns:
+        Conditions, rows and constants, in seconds and bytes.
     """
     grid = parse_grid(given.grid) if given.grid else {}
     group = axis_group(grid, given.axis) if grid else c10d.group.WORLD
@@ -331,7 +334,7 @@ def run(given: argparse.Namespace, tell: Callable[[Iterable[Any]], None]) -> dic
 
 
 def report(given: argparse.Namespace) -> None:
-    """Measure on this rank; global rank 0 prints tables and writes the file."""
+    """Measure on this rank; global rank 0 prints the tables and writes the file."""
     joined = not c10d.is_initialized()
     if joined:
         init_dist(backend=given.backend or default_backend())
@@ -355,7 +358,7 @@ def _say(lines: Iterable[Any]) -> None:
 
 
 def size(text: str) -> int:
-    """Read a number of bytes, such as 8, 64K or 1G."""
+    """Parse a number of bytes, such as 8, 64K or 1G."""
     match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:i?B)?", text, re.IGNORECASE)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size such as 8, 64K, 64M or 1G")
@@ -363,13 +366,13 @@ def size(text: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, on ranks of our own or as one of a launcher's."""
+    """Run the command, on new local ranks or as one of a launcher's ranks."""
     reads = argparse.ArgumentParser(
         prog=f"python -m {__package__}.bench",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = reads.add_argument  # torchrun takes an option --max for one of its own
+    add = reads.add_argument  # torchrun would read --max as --max-restarts
     add("--ranks", type=int, metavar="N", help="start N ranks here; else a launcher has")
     add("--calls", nargs="+", choices=list(CASES), default=list(CASES), metavar="CALL",
         help=f"of {', '.join(CASES)}; all by default")  # fmt: skip

@@ -1,9 +1,9 @@
 """Names for packages that build on this one, such as the strategies; users do not need them.
 
-Agreement over ranks, sums and messages that a strategy puts together itself, functions that ranks
-find by name, and where a guard hears of calls. It is recorded and versioned like the rest: a patch
-release changes nothing here, so that wheels of one series work together. All that is in no such
-module is this package's own.
+They cover agreement over ranks, building blocks for sums and messages, functions that ranks find by
+name, and the hook of a guard. They are recorded and versioned like the public names: a patch
+release does not change them, so that wheels of one series work together. Names that are neither
+here nor in a public module are private to this package.
 """
 
 from .agreement import agree, caught

@@ -1,4 +1,4 @@
-"""Tensors inside containers: finding and changing them."""
+"""Find and replace tensors inside containers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of arguments or of a result: itself, or those inside, at any depth.
+    """Yield the tensors in a value: the value itself, or those inside it at any depth.
 
-    That is in tuples, lists, mappings and dataclasses. Anything else is passed over.
+    It looks into tuples, lists, mappings and dataclasses, and skips anything else.
     """
     if isinstance(value, Tensor):
         yield value
@@ -29,14 +29,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return arguments, or a result, with the tensors that `tensors_in` yields changed.
+    """Return a value with each tensor that `tensors_in` yields replaced.
 
     Args:
-        change: Called with each tensor; returns what takes its place.
-        value: A tensor, or something with tensors in it at any depth.
+        change: Called with each tensor; returns its replacement.
+        value: A tensor, or a value that contains tensors at any depth.
 
     Returns:
-        New containers of the same types; all that is neither tensor nor container as it is.
+        New containers of the same types; anything else inside them is kept as it is.
     """
     if isinstance(value, Tensor):
         return change(value)
@@ -46,7 +46,7 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
         return _like(value, [(key, map_tensors(change, each)) for key, each in value.items()])
     if is_dataclass(value) and not isinstance(value, type):
         made = copy.copy(value)
-        for field in fields(value):  # set behind a frozen one's back, without its __init__
+        for field in fields(value):  # object.__setattr__ also sets fields of a frozen dataclass
             each = map_tensors(change, getattr(value, field.name))
             object.__setattr__(made, field.name, each)
         return made
@@ -54,10 +54,10 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def _like(data: Any, items: Iterable[tuple[Any, Any]]) -> Any:
-    """Return a container like another one, with these entries instead."""
+    """Return a container of the same type with other entries."""
     if isinstance(data, MutableMapping):
-        filled = copy.copy(data)  # keeps what a subclass has of its own, as defaultdict does
-        for key, value in items:  # some refuse update, as the outputs of transformers do
+        filled = copy.copy(data)  # keeps a subclass's own state, such as defaultdict's factory
+        for key, value in items:  # some forbid `update`, such as outputs of transformers
             filled[key] = value
         return filled
     if isinstance(data, Mapping):

@@ -1,16 +1,16 @@
-"""Names of a package that are imported one by one, when they are asked for.
+"""Import a package's public names lazily, each on first access.
 
-Importing torch takes seconds, also for those who want a package's arithmetic alone. So a package
-that has both has an `__init__.py` without imports of its own,
+Importing torch takes seconds, which users of a package's pure arithmetic should not have to wait
+for. So a package that has both has an `__init__.py` without imports of its own,
 
     if TYPE_CHECKING:
         from .public import *
     else:
         __getattr__, __dir__ = deferred(__name__)
 
-and beside it `public.py`, which imports all of its names from the modules that have them.
+and a module `public.py`, which imports all public names from the modules that define them.
 
-No submodule may be called like a name: Python puts a submodule into its package, over the name.
+No submodule may share its name with a public name: importing the submodule would overwrite it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any
 
 
 def deferred(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package that has the names of its `public`.
+    """Return `__getattr__` and `__dir__` for a package that exports the names of its `public`.
 
-    A name imports what it needs, and is then an attribute of the package like any other.
-    Submodules are attributes too, as they are of a package that imports all of them.
+    The first access to a name imports its module; the name is then an ordinary attribute of the
+    package. Submodules are attributes too, as in a package that imports all of them.
 
     Args:
-        package: The package, while it is imported.
+        package: Name of the package, which is being imported.
     """
     home = sys.modules[package]
     table = cache(lambda: _origins(f"{package}.public"))
@@ -44,7 +44,7 @@ def deferred(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]
             found = getattr(import_module(module, package), original)
             setattr(home, name, found)
             return found
-        # Many look for `__wrapped__` and the like in all modules; a folder is called `__pycache__`.
+        # Tools look up `__wrapped__` and the like; `__pycache__` is a folder, not a submodule.
         submodule = name.isidentifier() and not name.startswith("__")
         if submodule and find_spec(f"{package}.{name}") is not None:
             return import_module(f"{package}.{name}")
@@ -54,14 +54,14 @@ def deferred(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]
 
 
 def _origins(module: str) -> dict[str, tuple[str, str]]:
-    """Return what a module imports from others, without importing it.
+    """Return the names that a module imports from other modules, without importing it.
 
     Returns:
-        Name → the other module, relative as it is written, and the name there.
+        Name → the other module, relative as in the source, and the name there.
     """
     loader: Any = find_spec(module).loader  # type: ignore[union-attr]
     text = loader.get_source(module)
-    if text is None:  # of a program that was frozen there are compiled modules alone
+    if text is None:  # a frozen program has only compiled modules
         return {name: (module, name) for name in import_module(module).__all__}
     return {
         each.asname or each.name: ("." * line.level + (line.module or ""), each.name)

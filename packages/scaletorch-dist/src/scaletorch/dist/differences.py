@@ -1,8 +1,8 @@
-"""Distances between tensors, in numbers with which a comparison can fail.
+"""Errors between tensors that no comparison can miss.
 
-Python's `max` passes over a NaN that is not first, `NaN > bound` is false, shapes that differ
-broadcast, and the largest of no errors is small. Here what is not finite is infinitely far off,
-and nothing at all is refused.
+Python's `max` skips a NaN that is not first, `NaN > bound` is false, different shapes broadcast,
+and the maximum over no errors looks small. Here a non-finite value is an infinite error, and an
+empty comparison raises.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from .errors import InvalidArgumentError
 
 
 def worst(errors: Iterable[float | Tensor]) -> float:
-    """Return the largest of `errors`; infinity if one is NaN or below zero.
+    """Return the largest of `errors`; infinity if one is NaN or negative.
 
     Args:
-        errors: What differences came to, each of one element.
+        errors: Numbers, or tensors of one element.
 
     Raises:
-        InvalidArgumentError: There are none: nothing was compared.
+        InvalidArgumentError: There are no errors: nothing was compared.
 
     Example:
         >>> worst([1e-16, float("nan")]) < 1e-12
@@ -35,16 +35,16 @@ def worst(errors: Iterable[float | Tensor]) -> float:
 
 
 def relative_error(actual: Tensor, expected: Tensor, *, scale: Tensor | None = None) -> float:
-    """Return the largest difference of two tensors over the largest expected value.
+    """Return the largest absolute difference divided by the largest absolute expected value.
 
     Args:
-        actual: What was found, of any dtype and shape.
-        expected: What should have been found, of the same shape; zero where all of it is zero is
-            no difference, and anything else is an infinite one.
-        scale: The tensor whose largest value is meant, if `expected` is a part of it.
+        actual: The tensor to check, of any dtype and shape.
+        expected: The reference, of the same shape. If it is all zero, the error is 0 for an
+            all-zero `actual`, else infinity.
+        scale: A tensor whose largest value to divide by instead, if `expected` is a slice of it.
 
     Returns:
-        The error in float64's range; infinity where either tensor has a NaN or an infinity, and 0
+        The error, computed in float64; infinity if either tensor has a NaN or an infinity, and 0
         for tensors without elements.
 
     Raises:

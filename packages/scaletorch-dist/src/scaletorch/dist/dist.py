@@ -1,8 +1,8 @@
-"""The core of `scaletorch.dist`: every collective, on one process or many, on every backend.
+"""All collectives of `scaletorch.dist`, for one process or many, on every backend.
 
-Tensors go by `collectives`, objects by `objects`, whole models by `params`. All take `group=None`,
-the default group; `src`, `dst` and peers are global ranks. With one process nothing is sent, and
-the result is what N ranks would get.
+`collectives` handles tensors, `objects` Python objects, and `params` whole models. Every call takes
+`group=None` for the default group; `src`, `dst` and peers are global ranks. A single process sends
+nothing and gets the result that a group of one rank would get.
 """
 
 from .collectives.all_to_all import all_to_all

@@ -1,43 +1,43 @@
-"""The errors of every scaletorch package: one root, and one class for each kind of mistake."""
+"""The exceptions of every scaletorch package: one root, and one class for each kind of error."""
 
 from __future__ import annotations
 
 
 class ScaletorchError(Exception):
-    """Root of all errors that scaletorch raises on purpose."""
+    """Root of all exceptions that scaletorch raises deliberately."""
 
 
 class InvalidArgumentError(ScaletorchError, ValueError):
-    """A bad argument, found on this rank before any communication."""
+    """An invalid argument, found on this rank before any communication."""
 
 
 class NotInGroupError(InvalidArgumentError):
-    """A rank that is not a member of the process group; the message names the members."""
+    """A rank is not a member of the process group; the message names the members."""
 
 
 class StateError(ScaletorchError, RuntimeError):
-    """A call at the wrong time, or an environment that is not as a launcher leaves it."""
+    """A call at the wrong time, or a missing or inconsistent environment."""
 
 
 class MismatchError(ScaletorchError, RuntimeError):
-    """Ranks disagree about something they must agree on; the message shows both sides."""
+    """Ranks disagree on values that must be equal; the message shows both sides."""
 
 
 class RehearsalError(ScaletorchError, RuntimeError):
-    """A layout computes something else than one process; the message says where, and how far."""
+    """A layout's results differ from one process's; the message says where and by how much."""
 
 
 class VersionMismatchError(ScaletorchError, ImportError):
-    """Wheels of this project that do not fit together; the message names both and the way out."""
+    """Wheels of this project are incompatible; the message names both and the remedy."""
 
 
 class RankFaultError(ScaletorchError, RuntimeError):
-    """A guard has found that a rank failed, died, stopped, left or makes other calls than the rest.
+    """The guard found a rank that failed, died, stopped, left, hangs or makes different calls.
 
     Attributes:
-        ranks: The guilty ranks; both sides if it cannot be told which one is.
+        ranks: The guilty ranks; both sides if the guard cannot tell which is guilty.
         kind: `exception`, `death`, `left`, `stopped`, `mismatch`, `cycle` or `slow`.
-        text: The whole story, which is the message too.
+        text: The full report, which is also the message.
     """
 
     def __init__(self, text: str, *, ranks: tuple[int, ...] = (), kind: str = "") -> None:
@@ -52,11 +52,11 @@ class NonFiniteError(ScaletorchError, RuntimeError):
 
 
 class RankFailedError(ScaletorchError, RuntimeError):
-    """One or more launched ranks failed, hung or died; the message holds every traceback.
+    """One or more launched ranks failed, hung or died; the message has every traceback.
 
     Attributes:
         failures: Rank → traceback text, in the order in which the ranks failed.
-        exceptions: Rank → the exception itself, if it could be sent over.
+        exceptions: Rank → the exception itself, if it could be pickled.
         finished: Ranks that returned.
         hung: Ranks that had neither returned nor failed when they were stopped.
     """

@@ -1,20 +1,21 @@
-"""Differentiable collectives: each one's backward is another's forward, over the same group.
+"""Differentiable collectives: the backward of each is the forward of another, on the same group.
 
 | call | forward | backward |
 | --- | --- | --- |
 | `copy(x)` | identity | sum over the ranks |
 | `reduce(x)` | sum over the ranks | identity |
 | `all_reduce(x)` | sum over the ranks | sum over the ranks |
-| `all_gather(x, dim)` | everyone's `x` joined along `dim` | sum over the ranks, own piece of it |
-| `reduce_scatter(x, dim)` | sum over the ranks, own piece of it | everyone's piece joined |
-| `gather(x, dim)` | everyone's `x` joined along `dim` | own piece |
-| `split(x, dim)` | own piece of `x` along `dim` | everyone's piece joined |
-| `all_to_all(x, split_dim, concat_dim)` | piece i to rank i, received ones joined | the way back |
+| `all_gather(x, dim)` | every rank's `x` joined along `dim` | reduce-scatter |
+| `reduce_scatter(x, dim)` | this rank's shard of the sum over the ranks | all-gather |
+| `gather(x, dim)` | every rank's `x` joined along `dim` | this rank's shard |
+| `split(x, dim)` | this rank's shard of `x` along `dim` | all-gather |
+| `all_to_all(x, split_dim, concat_dim)` | shard i to rank i, received ones joined | the reverse |
 
-`all_reduce`, `all_gather`, `reduce_scatter` and `all_to_all` are adjoints if the loss is the
-sum of the ranks' losses. `copy`, `reduce`, `gather` and `split` are for one loss that every rank
-computes. No call changes its input. With one rank nothing is sent and `x` itself may
-come back. Backward communicates, so every rank of the group must run it, in the same order.
+The backwards of `all_reduce`, `all_gather`, `reduce_scatter` and `all_to_all` are exact (adjoint)
+if the loss is the sum of the ranks' losses; those of `copy`, `reduce`, `gather` and `split`, if
+every rank computes the same loss. No call changes its input. With one rank nothing is sent and `x`
+itself may be returned. Backward communicates, so every rank of the group must run it, in the same
+order.
 """
 
 from __future__ import annotations
@@ -64,17 +65,17 @@ __all__ = [
 
 
 def _stays(x: Tensor, group: Group) -> bool:
-    """Return whether nothing is to be sent."""
+    """Return whether the group has one rank, so that nothing is sent."""
     if not isinstance(x, Tensor):
         raise InvalidArgumentError(f"expected a tensor, got {type(x).__name__}")
     return alone(group)
 
 
 def copy(x: Tensor, group: Group = None) -> Tensor:
-    """Return `x`; its gradient is summed over the ranks (the start of a parallel region).
+    """Return `x`; backward sums the gradient over the ranks (enters a parallel region).
 
     Args:
-        x: Any shape; the same on every rank.
+        x: Any shape; the same values on every rank.
         group: The ranks; the default group by default.
     """
     return x if _stays(x, group) or not torch.is_grad_enabled() else apply(Copy, x, group)
@@ -82,10 +83,10 @@ def copy(x: Tensor, group: Group = None) -> Tensor:
 
 @tells_failure
 def reduce(x: Tensor, group: Group = None) -> Tensor:
-    """Return the sum of every rank's `x`; the gradient passes as it is (the end of a region).
+    """Return the sum of every rank's `x`; the gradient passes unchanged (leaves a parallel region).
 
     Args:
-        x: Any shape, the same one on every rank.
+        x: Any shape, equal on every rank.
         group: The ranks; the default group by default.
     """
     return x if _stays(x, group) else apply(Reduce, x, group)
@@ -93,10 +94,10 @@ def reduce(x: Tensor, group: Group = None) -> Tensor:
 
 @tells_failure
 def all_reduce(x: Tensor, group: Group = None) -> Tensor:
-    """Return the sum of every rank's `x`; the gradient is summed over the ranks too.
+    """Return the sum of every rank's `x`; backward sums the gradient over the ranks too.
 
     Args:
-        x: Any shape, the same one on every rank.
+        x: Any shape, equal on every rank.
         group: The ranks; the default group by default.
     """
     return x if _stays(x, group) else apply(AllReduce, x, group)
@@ -106,16 +107,16 @@ def all_reduce(x: Tensor, group: Group = None) -> Tensor:
 def all_gather(
     x: Tensor, dim: int, group: Group = None, *, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """Return every rank's `x` joined along `dim`; the gradient is summed, own piece kept.
+    """Return every rank's `x` joined along `dim`; backward reduce-scatters the gradient.
 
     Args:
-        x: The same shape on every rank, but for `dim` where `sizes` is given.
+        x: The same shape on every rank, except along `dim` if `sizes` is given.
         dim: The dim to join along; may be negative.
         group: The ranks; the default group by default.
         sizes: The length along `dim` on each rank, if they differ.
 
     Raises:
-        InvalidArgumentError: No such dim, or `sizes` do not fit.
+        InvalidArgumentError: `dim` is out of range, or `sizes` do not fit.
     """
     if _stays(x, group):
         return pieces.joined(x, dim, group, sizes)
@@ -126,18 +127,18 @@ def all_gather(
 def reduce_scatter(
     x: Tensor, dim: int, group: Group = None, *, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """Return this rank's piece along `dim` of the sum of every rank's `x`; backward joins.
+    """Sum `x` over the ranks and return this rank's shard along `dim`; backward all-gathers.
 
     16-bit floats may be summed in float32 and rounded once.
 
     Args:
         x: The same shape on every rank.
-        dim: The dim to cut; the number of ranks divides it, or `sizes` is given.
+        dim: The dim to shard; the number of ranks must divide it, unless `sizes` is given.
         group: The ranks; the default group by default.
-        sizes: The length along `dim` of each rank's piece, if they differ.
+        sizes: The length along `dim` of each rank's shard, if they differ.
 
     Raises:
-        InvalidArgumentError: No such dim, it does not divide, or `sizes` do not fit.
+        InvalidArgumentError: `dim` is out of range or not divisible, or `sizes` do not fit.
     """
     if _stays(x, group):
         return pieces.summed_piece(x, dim, group, sizes)
@@ -148,16 +149,16 @@ def reduce_scatter(
 def gather(
     x: Tensor, dim: int, group: Group = None, *, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """Return every rank's `x` joined along `dim`; the gradient is cut to the own piece.
+    """Return every rank's `x` joined along `dim`; backward keeps this rank's shard.
 
     Args:
         x: As in `all_gather`.
-        dim: As there.
-        group: As there.
-        sizes: As there.
+        dim: As in `all_gather`.
+        group: As in `all_gather`.
+        sizes: As in `all_gather`.
 
     Raises:
-        InvalidArgumentError: As there.
+        InvalidArgumentError: As in `all_gather`.
     """
     if _stays(x, group):
         return pieces.joined(x, dim, group, sizes)
@@ -167,16 +168,16 @@ def gather(
 def split(
     x: Tensor, dim: int, group: Group = None, *, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """Return this rank's piece of `x` along `dim`, copied; the gradients' pieces are joined.
+    """Return a copy of this rank's shard of `x` along `dim`; backward joins the gradients.
 
     Args:
-        x: The same on every rank.
+        x: The same values on every rank.
         dim: As in `reduce_scatter`.
-        group: As there.
-        sizes: As there.
+        group: As in `reduce_scatter`.
+        sizes: As in `reduce_scatter`.
 
     Raises:
-        InvalidArgumentError: As there.
+        InvalidArgumentError: As in `reduce_scatter`.
     """
     if _stays(x, group):
         return pieces.own_piece(x, dim, group, sizes)
@@ -185,16 +186,16 @@ def split(
 
 @tells_failure
 def all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: Group = None) -> Tensor:
-    """Send piece i of `x` along `split_dim` to rank i; join what came along `concat_dim`.
+    """Send shard i of `x` along `split_dim` to rank i; join the received ones along `concat_dim`.
 
     Args:
         x: The same shape on every rank.
-        split_dim: The dim to cut; the number of ranks divides it.
+        split_dim: The dim to split; the number of ranks must divide it.
         concat_dim: The dim to join along; both may be negative.
         group: The ranks; the default group by default.
 
     Raises:
-        InvalidArgumentError: No such dim, or `split_dim` does not divide.
+        InvalidArgumentError: A dim is out of range, or `split_dim` is not divisible.
     """
     if _stays(x, group):
         return pieces.swapped(x, split_dim, concat_dim, group)

@@ -1,4 +1,4 @@
-"""The guard, which has a wheel of its own: this is another name of `scaletorch.guard`."""
+"""Alias of `scaletorch.guard`, which is a separate wheel."""
 
 import sys
 from importlib import import_module

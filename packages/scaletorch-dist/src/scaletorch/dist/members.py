@@ -1,4 +1,4 @@
-"""Check that this process may use a process group that it was given."""
+"""Check that this rank is a member of a process group."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .errors import InvalidArgumentError, NotInGroupError
 
 
 def require_member(group: ProcessGroup | None) -> None:
-    """Refuse a group that this rank is not in.
+    """Check that this rank is a member of a group; None is the default group.
 
     Raises:
-        NotInGroupError: It names the group's ranks as far as torch knows them here.
-        InvalidArgumentError: It is no process group at all.
+        NotInGroupError: It is not; the message names the group's ranks if torch knows them here.
+        InvalidArgumentError: `group` is not a process group.
     """
     if group is None:
         return
@@ -41,7 +41,7 @@ def _placeholder_error(group: Any) -> InvalidArgumentError:
 
 
 def _last_foreign_group(placeholder: Any) -> str:
-    """The placeholder of torch for all groups without this rank."""
+    """Name the ranks of the last group that torch created without this rank, if known."""
     try:
         ranks = c10d.get_process_group_ranks(placeholder)
     except (KeyError, ValueError):

@@ -1,14 +1,14 @@
-"""Ranks as text, in every message of this project."""
+"""Format ranks for error and log messages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-MOST = 20  # ranks or runs of ranks that are shown
+MOST = 20  # how many ranks or runs of ranks to show
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks in words, in the order given, three or more in a row as a run.
+    """Return ranks as text in the given order; three or more consecutive ones become a range.
 
     Example:
         >>> name_ranks([1, 4, 5, 6])

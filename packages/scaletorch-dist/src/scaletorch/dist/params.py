@@ -1,4 +1,4 @@
-"""Collectives over whole models: dicts of tensors, lists of parameters, the random seed."""
+"""Collectives for whole models: dicts of tensors, lists of parameters, the random seed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .world.info import group_ranks
 
 Group = ProcessGroup | None
 
-SMALL = 1 << 20  # bytes; copying a larger tensor into a bucket costs more than its message
+SMALL = 1 << 20  # bytes; copying a larger tensor into a bucket costs more than sending it alone
 
 
 @tells_failure
@@ -36,8 +36,8 @@ def all_reduce_dict(data: Mapping[str, Tensor], op: Op = "sum", group: Group = N
         group: The default group by default.
 
     Raises:
-        InvalidArgumentError: A key that is no string, a value that is no tensor, or a bad op.
-        MismatchError: On every rank, with the keys, shapes or dtypes that differ.
+        InvalidArgumentError: A key is not a string, a value is not a tensor, or the op is invalid.
+        MismatchError: Keys, shapes or dtypes differ; raised on every rank, with the differences.
     """
     if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
         message = f"all_reduce_dict needs a dict with strings for keys, got {_kind(data)}"
@@ -68,15 +68,15 @@ def all_reduce_params(
     """Reduce many tensors over the ranks, in place: gradients, buffers or parameters.
 
     Args:
-        params: Tensors of any dtypes, in one order on every rank; also a generator, also leaves
-            that require grad. One that comes twice is reduced once.
-        coalesce: Send small tensors (under 1 MiB) together; larger ones always go by themselves.
-        bucket_size_mb: How many MiB to send together at most; -1 for no limit.
+        params: Iterable of tensors of any dtypes, in the same order on every rank; may contain
+            leaves that require grad. A tensor that occurs twice is reduced once.
+        coalesce: Send small tensors (under 1 MiB) together; larger ones are always sent alone.
+        bucket_size_mb: Largest bucket in MiB; -1 for no limit.
         op: As in `all_reduce`.
         group: The default group by default.
 
     Raises:
-        InvalidArgumentError: Something that is no tensor, a bad op or bucket size.
+        InvalidArgumentError: An item is not a tensor, or the op or bucket size is invalid.
     """
     if isinstance(params, (Tensor, Mapping)) or not isinstance(params, Iterable):
         message = f"all_reduce_params needs an iterable of tensors, got {type(params).__name__}"
@@ -101,9 +101,9 @@ def all_reduce_params(
 
 @tells_failure
 def sync_random_seed(group: Group = None) -> int:
-    """Return a fresh random seed below 2**31, the same one on every rank.
+    """Return a fresh random seed below 2**31, the same on every rank.
 
-    The first rank of the group draws it from the operating system; no generator is touched.
+    The first rank of the group draws it from the operating system; no generator changes.
     """
     seed = secrets.randbelow(2**31)
     members = begin(group, "sync_random_seed")
@@ -115,7 +115,7 @@ def sync_random_seed(group: Group = None) -> int:
 def _reduce_all(
     tensors: Iterable[Tensor], op: Op, members: ProcessGroup, coalesce: bool, limit: float
 ) -> None:
-    """Reduce each tensor once, small ones in buckets; all are under way before one is awaited."""
+    """Reduce each tensor once, small ones in buckets; start all calls before waiting for any."""
     once = {id(tensor): tensor for tensor in tensors}.values()
     distinct = [tensor.detach() if tensor.requires_grad else tensor for tensor in once]
     large = [tensor for tensor in distinct if not coalesce or tensor.nbytes >= SMALL]
@@ -123,7 +123,7 @@ def _reduce_all(
     works = [all_reduce(tensor, op, members, async_op=True) for tensor in large]
     devices = dict.fromkeys(tensor.device for tensor in small)
     alike = ([tensor for tensor in small if tensor.device == device] for device in devices)
-    buckets = [bucket for each in alike for bucket in _take_tensors(each, limit)]  # by dtype
+    buckets = [bucket for each in alike for bucket in _take_tensors(each, limit)]  # one dtype each
     flats = [_flatten_dense_tensors(bucket) for bucket in buckets]
     works += [all_reduce(flat, op, members, async_op=True) for flat in flats]
     for work in works:

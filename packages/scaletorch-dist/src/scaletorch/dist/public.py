@@ -1,4 +1,4 @@
-"""All names of the package, each imported when it is asked for."""
+"""All public names of the package; `deferred` imports each on first access."""
 
 from torch.distributed import ReduceOp
 

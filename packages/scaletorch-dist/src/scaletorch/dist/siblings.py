@@ -1,9 +1,9 @@
-"""Wheels of this project refuse siblings of another series, which pip lets in.
+"""Check that the installed wheels of this project are compatible, which pip does not enforce.
 
-`pip install --upgrade scaletorch-pg` puts a new series beside a wheel that needs the old one: pip
-prints a line about it and ends well. So each wheel compares versions when it is imported. A
-vendored copy does the same, as versions are read from the copies and not from what is installed.
-Released wheels call this of whatever `scaletorch-dist` is there: its name and arguments stay.
+`pip install --upgrade scaletorch-pg` may install a new series although another wheel needs the old
+one: pip prints a warning and succeeds. So each wheel compares versions at import. A vendored copy
+does the same, with the versions of the copies instead of those installed. Released wheels call
+`require_siblings` of any `scaletorch-dist` they find: its name and arguments must not change.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from .errors import VersionMismatchError
 
 
 def require_siblings(wheel: str, version: str, found: Mapping[str, str]) -> None:
-    """Raise unless all siblings fit.
+    """Raise unless all siblings are compatible.
 
     Args:
-        wheel: The name of the wheel that needs them.
-        version: Its own version.
-        found: For each pin of the wheel's metadata, such as `scaletorch-pg~=0.1.0`, the version
-            that is there.
+        wheel: Name of the wheel that needs the siblings.
+        version: Version of that wheel.
+        found: The sibling's version for each pin in the wheel's metadata (`scaletorch-pg~=0.1.0`).
 
     Raises:
         VersionMismatchError: A sibling is older than its pin, or of another series.
@@ -37,12 +36,12 @@ def require_siblings(wheel: str, version: str, found: Mapping[str, str]) -> None
 
 
 def compatible(version: str, wanted: str) -> bool:
-    """Return whether a version is what `~=wanted` means: of that series, and not older."""
+    """Return whether a version satisfies `~=wanted`: the same series, and not older."""
     there, lowest = numbers(version), numbers(wanted)
     return there[: len(lowest) - 1] == lowest[:-1] and there >= lowest
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version's release, `(0, 2, 1)` for `0.2.1rc1`."""
+    """Return the numbers of a version's release, such as `(0, 2, 1)` for `0.2.1rc1`."""
     release = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, release[0].split("."))) if release else ()

@@ -1,4 +1,4 @@
-"""Test ranks: run a function, or the body of a test, on real ranks of this machine."""
+"""Run a function, or the body of a test, on real ranks of this machine."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ __all__ = [
     "worst",
 ]
 
-SEED = 0  # every function starts with the generators of every rank at this seed
-GROUP_TIMEOUT = timedelta(seconds=300)  # of test groups; the timeout of a run comes first
+SEED = 0  # seed of every rank's generators at the start of each function
+GROUP_TIMEOUT = timedelta(seconds=300)  # for test groups; a run's own timeout usually ends first
 MAX_POOLS = 3  # idle pools kept for the next test
-TEST_LIBRARIES = (PYTEST_REWRITING, "pytest", "hypothesis")  # test files import them, in ranks too
+TEST_LIBRARIES = (PYTEST_REWRITING, "pytest", "hypothesis")  # test files import them, also on ranks
 
 _pools: dict[str, RankPool] = {}  # least recently used first
 
@@ -52,29 +52,28 @@ def run_ranks(
 ) -> list[Any]:
     """Run `fn(*args, **kwargs)` on `world_size` ranks that share a group.
 
-    Ranks are reused by the next call where the function succeeded and left nothing behind
-    (process groups, default dtype, environment …). Generators are seeded anew for every call.
-    Ranks meet the caller's filters of warnings: what pytest's `filterwarnings` makes an error fails
-    on a rank too.
+    The next call reuses the ranks if the function succeeded and left no state behind (process
+    groups, default dtype, environment …). Generators are seeded for every call. Ranks use the
+    caller's warning filters, so pytest's `filterwarnings` applies on ranks too.
 
     Args:
-        fn: A module-level function, of a test file or of an importable module.
+        fn: A module-level function of a test file or of an importable module.
         world_size: Number of ranks.
         args: As for `launch`.
         timeout: Seconds; ranks that hang are killed and their stacks shown.
-        init: False for ranks without a group, in the environment that torchrun would give them.
+        init: False for ranks without a group, in the environment that torchrun would set.
         env: As for `launch`.
         backend: As for `RankPool`: with 'nccl', ranks share devices if there are fewer.
-        kwargs: As there.
+        kwargs: As for `launch`.
 
     Returns:
-        What each rank returned, by rank.
+        The return values, one per rank in order.
 
     Raises:
         InvalidArgumentError: As for `launch`.
-        RankFailedError: With the traceback of every rank that failed, the first failure first.
+        RankFailedError: A rank failed; the message has every traceback, the first failure first.
     """
-    __tracebackhide__ = True  # of pytest: the ranks' tracebacks tell
+    __tracebackhide__ = True  # for pytest: the ranks' tracebacks suffice
     if not init or env:
         with _new_pool(world_size, init=init, env=env, backend=backend) as fresh:
             return fresh.run(fn, *args, timeout=timeout, **kwargs)
@@ -108,10 +107,10 @@ def distributed_test(
     env: Mapping[str, str | None] | None = None,
     backend: str | None = "gloo",
 ) -> Callable[[Test], Test]:
-    """Make the body of a test run on every rank.
+    """Decorate a test so that its body runs on every rank.
 
     The test keeps its signature: fixtures and parameters are sent to the ranks, so they must
-    pickle. It is skipped if every rank skips.
+    pickle. The test is skipped if every rank skips.
 
     Args:
         world_size: Number of ranks.
@@ -131,7 +130,7 @@ def distributed_test(
     def decorate(body: Test) -> Test:
         @functools.wraps(body)
         def test(*args: Any, **kwargs: Any) -> None:
-            __tracebackhide__ = True  # of pytest: the ranks' tracebacks tell
+            __tracebackhide__ = True  # for pytest: the ranks' tracebacks suffice
             try:
                 task = functools.partial(body, *args, **kwargs)
                 run_ranks(task, world_size, timeout=timeout, init=init, env=env, backend=backend)
@@ -146,18 +145,18 @@ def distributed_test(
 
 
 def _skip_if_all_skipped(error: RankFailedError, world_size: int) -> None:
-    """Skip where every rank did; pytest's own exception does not pickle, its last line tells."""
+    """Skip if every rank did; pytest's exception does not pickle, so read the text's last line."""
     ends = [text.rstrip().rpartition("\n")[2] for text in error.failures.values()]
     if len(ends) == world_size and all(end.startswith("Skipped") for end in ends):
         importlib.import_module("pytest").skip(ends[0].removeprefix("Skipped").lstrip(": "))
 
 
 def preload(*modules: str) -> None:
-    """Import modules once in the fork-server, so that ranks started from now on have them.
+    """Import modules once in the fork-server, so that ranks started later have them.
 
-    Useful for what a test's ranks would import each by itself, such as `torch._dynamo`, which
-    DistributedDataParallel needs (1.6 s a rank). A test file may say it at module level: ranks that
-    import the file to find a function do nothing here, as each would start a server of its own.
+    Use it for modules that each rank of a test would import, such as `torch._dynamo`, which
+    DistributedDataParallel needs (1.6 s per rank). A test file may call it at module level: in a
+    rank that imports the file to find a function, the call does nothing.
     """
     if not importing():
         get_server().preload(modules)

@@ -1,4 +1,4 @@
-"""The object that the fixture `ranks` gives to a test."""
+"""The value of the fixture `ranks`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 
 
 class Ranks:
-    """Runs functions on ranks of this machine, as `scaletorch.dist.testing` does."""
+    """Run functions on ranks of this machine, as `scaletorch.dist.testing` does."""
 
     def run(self, fn: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
-        """Return what `fn(*args)` returned on each of `world_size` ranks.
+        """Run `fn(*args)` on `world_size` ranks; return the return values, one per rank in order.
 
         Args:
-            fn: As for `scaletorch.dist.testing.run_ranks`, and so the others.
+            fn: A module-level function, as for `scaletorch.dist.testing.run_ranks`.
             world_size: Number of ranks.
-            args: What `fn` is given; must pickle.
-            options: Those of `run_ranks`, and what `fn` is given by name.
+            args: Positional arguments for `fn`; must pickle.
+            options: Options of `run_ranks`, and keyword arguments for `fn`.
 
         Raises:
-            RankFailedError: With the traceback of every rank that failed, the first failure first.
+            RankFailedError: A rank failed; the message has every traceback, in order.
         """
-        __tracebackhide__ = True  # of pytest: the ranks' tracebacks tell
+        __tracebackhide__ = True  # for pytest: the ranks' tracebacks suffice
         from ..dist.testing import run_ranks
 
         return run_ranks(fn, world_size, *args, **options)

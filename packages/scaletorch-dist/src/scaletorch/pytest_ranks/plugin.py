@@ -1,4 +1,4 @@
-"""The hooks and fixtures that pytest calls; this file alone needs pytest."""
+"""pytest's hooks and fixtures; the only file that imports pytest."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 from .fixture import Ranks
 
 MARKER = "ranks"
-SIZE = "_ranks"  # the parameter that holds a test's number of ranks, if it is run on several
+SIZE = "_ranks"  # parameter with a test's number of ranks, if the marker has several numbers
 OPTIONS = ("timeout", "init", "env", "backend")
 INNER = "hypothesis.inner_test"  # where hypothesis keeps the body of a test
 
-# Fixtures that act in this process alone, and would do something else on a rank, or nothing.
+# Fixtures that work only in this process, not on a rank.
 ONLY_HERE = {
     "monkeypatch": "use `with pytest.MonkeyPatch.context() as monkeypatch:` in the test's body",
     "ranks": "use it in a test without the marker, with a function for the ranks",
@@ -31,18 +31,18 @@ class Asked(NamedTuple):
     """The arguments of a test's marker."""
 
     sizes: tuple[int, ...]  # numbers of ranks
-    options: Mapping[str, Any]  # of `distributed_test`
+    options: Mapping[str, Any]  # keyword arguments for `distributed_test`
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Name the marker, for `--markers` and `--strict-markers`."""
+    """Register the marker, for `--markers` and `--strict-markers`."""
     text = "run the test's body on so many ranks of this machine, once for each number"
     options = "timeout=60, init=True, env=None, backend='gloo'"
     config.addinivalue_line("markers", f"{MARKER}(number, *numbers, {options}): {text}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make a test of its own of each number of ranks, `test_name[2ranks]`."""
+    """Make one test for each number of ranks, `test_name[2ranks]`."""
     asked = _asked(metafunc.definition)
     if asked is not None and len(asked.sizes) > 1:
         metafunc.fixturenames.append(SIZE)
@@ -51,7 +51,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse, before its fixtures are made, a marked test that ranks cannot run."""
+    """Fail a marked test that ranks cannot run, before its fixtures are set up."""
     asked = _asked(item)
     if asked is None:
         return
@@ -67,7 +67,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
-    """Run the body of a marked test on ranks, with what its fixtures and parameters are here."""
+    """Run the body of a marked test on ranks, with this process's fixtures and parameters."""
     __tracebackhide__ = True
     asked = _asked(pyfuncitem)
     with contextlib.nullcontext() if asked is None else _on_ranks(pyfuncitem, asked):
@@ -76,13 +76,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
 
 @pytest.fixture(scope="session")
 def ranks() -> Ranks:
-    """Run functions on ranks: `ranks.run(function, 4)` returns what each of them returned."""
+    """Run functions on ranks: `ranks.run(function, 4)` returns a list of their return values."""
     return Ranks()
 
 
 @pytest.fixture(scope="session")
 def assert_trains_alike() -> Callable[..., Any]:
-    """Assert that a plain model trains on layouts as in one process; needs `scaletorch`."""
+    """Assert that a plain model trains on layouts as on one process; needs `scaletorch`."""
     umbrella = f"{__package__.rpartition('.')[0]}.verify"
     try:
         module = importlib.import_module(umbrella)
@@ -99,7 +99,7 @@ def assert_trains_alike() -> Callable[..., Any]:
 
 
 def _asked(node: pytest.Item) -> Asked | None:
-    """Return what the marker nearest to a test says, or None if it has none."""
+    """Return the arguments of a test's closest marker, or None if it has none."""
     mark = node.get_closest_marker(MARKER)
     if mark is None:
         return None
@@ -125,14 +125,14 @@ def _size(item: pytest.Function, asked: Asked) -> int:
 
 @contextlib.contextmanager
 def _on_ranks(item: pytest.Function, asked: Asked) -> Iterator[None]:
-    """Put in the place of a test's function, for this call, one that runs its body on ranks."""
+    """Replace a test's function, during this call, by one that runs its body on ranks."""
     from ..dist.testing import distributed_test
 
     decorate = distributed_test(_size(item, asked), **asked.options)
     before = item.obj
     function = getattr(before, "__func__", before)
     hypothesis = getattr(function, "hypothesis", None)
-    if hypothesis is not None:  # it draws the examples here, and each is sent to the ranks
+    if hypothesis is not None:  # draws the examples in this process and sends each to the ranks
         inner = hypothesis.inner_test
         hypothesis.inner_test = decorate(_found_inside(inner))
         try:
@@ -149,7 +149,7 @@ def _on_ranks(item: pytest.Function, asked: Asked) -> Iterator[None]:
 
 
 def _found_inside(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the body of a test of hypothesis under the name by which ranks find it."""
+    """Return the body of a hypothesis test under the name by which ranks find it."""
 
     @functools.wraps(inner)
     def body(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The guard: a fault of one rank becomes an error on every rank, within seconds, that names it.
+"""The guard turns a fault of one rank into an error on every rank, within seconds, that names it.
 
-`start` has every rank write down its calls, and starts one monitor, a process beside rank 0, which
-compares them. Which process and which thread runs which file:
+After `start` every rank records its calls, and one monitor, a process on rank 0's host, compares
+them. The processes, their threads and the files that they run:
 
     a rank's process (every rank)                          the monitor's process (one for a job)
     .-----------------------------------------------.      .----------------------------------.
@@ -17,27 +17,27 @@ compares them. Which process and which thread runs which file:
     |   reads what is new, ends waits in gloo       | Fault|                                  |
     '-----------------------------------------------'      '----------------------------------'
 
-A call: `scaletorch.dist` tells the recorder of it; `record` gives it a number in its channel,
-writes an entry into the ledger, and compares it with the board; `run` makes the backend's call, and
-keeps a wait while it lasts. Four times a second, and when its waits change, the watcher sends the
-news of this process: how many calls it has made in each channel, checksums of them, and its waits.
-The monitor writes them into its picture, diagnoses it, asks ranks for their last entries if it
-needs them, and sends the fault to all. The watcher sets the verdict and breaks gloo's connections:
-the program's threads wake with an error, ask the verdict for its cause, and raise `RankFaultError`.
+How a call is guarded: `scaletorch.dist` reports it to the recorder. `record` numbers it in its
+channel, writes an entry into the ledger, and compares it with the board; `run` makes the backend's
+call, and records a wait while it lasts. Four times a second, and when its waits change, the watcher
+sends the process's news: the number of calls in each channel, their checksums, and the waits. The
+monitor updates its picture, diagnoses it, asks ranks for their last entries if necessary, and sends
+a fault to all ranks. The watcher then sets the verdict and breaks gloo's connections: the program's
+threads wake with an error, get its cause from the verdict, and raise `RankFaultError`.
 
-If rank 0's process dies the monitor outlives it long enough to tell; if the monitor is gone the
-guard is off. start_monitor.py has the beginning: rank 0 starts the process, and the address travels
-through the group that is guarded.
+If rank 0's process dies, the monitor lives long enough to report it; if the monitor dies, the guard
+is off. start_monitor.py starts it: rank 0 launches the process, and sends its address to the other
+ranks through the guarded group.
 
-The words, one meaning each:
+Terms:
 
-- A *channel* is a sequence of calls that its members must all make in the same way; a *track* is
-  how far one rank is in it, a *mark* a checksum of its calls up to there.
-- A *note* is a call in this process; an *entry* is its line in the *ledger*; a rank's *tails* are
-  the last entries of its channels; a *wait* is a thread that is in a call.
-- A *report* is all that the monitor knows of one rank; the *picture* is all reports and channels.
-- A diagnosis finds a *fault*, or the *need* for more entries, or *slowness*, or nothing. The
-  *verdict* is a rank's own knowledge of whether the guard has ended, and with which fault.
+- A *channel* is a sequence of calls that all its members must make in the same way; a *track* is
+  one rank's progress in it, and a *mark* a checksum of its calls up to a point.
+- A *note* is a call in this process; an *entry* is its record in the *ledger*; a rank's *tails* are
+  the last entries of its channels; a *wait* is a thread that is inside a call.
+- A *report* holds all that the monitor knows of one rank; the *picture*, all reports and channels.
+- A diagnosis returns a *fault*, a *need* for more entries, *slowness*, or nothing. The *verdict*
+  tells a rank whether the guard has ended, and with which fault.
 """
 
 from ._version import __version__

@@ -1,4 +1,4 @@
-"""The command `python -m scaletorch.guard report FOLDER`: the last calls of a job's ranks."""
+"""The command `python -m scaletorch.guard report FOLDER` prints the last calls of a job's ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _show(picture: Picture, folder: str, last: int) -> str:
-    """Return the last calls of each rank side by side, the first difference, and who waits."""
+    """Return the last calls in each channel, the first difference, and else each rank's waits."""
     paragraphs = []
     for key, channel in sorted(picture.channels.items()):
         members = picture.members(key)
@@ -48,7 +48,7 @@ def _show(picture: Picture, folder: str, last: int) -> str:
 
 
 def _row(seq: int, key: str, members: list[Report]) -> list[str]:
-    """Return one line for a call that is the same for all, and otherwise one for each rank."""
+    """Return one line for a call that is the same on all ranks, else one line per rank."""
     texts = {}
     for report in members:
         entry = report.tail(key).get(seq)

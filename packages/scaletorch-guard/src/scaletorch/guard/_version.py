@@ -1,4 +1,4 @@
-"""The wheel's version, and that of the sibling that it works with: the pin of its metadata."""
+"""The wheel's version, and a check of its sibling's version against the pin in its metadata."""
 
 from ..dist._version import __version__ as dist
 from ..dist.siblings import require_siblings

@@ -1,4 +1,4 @@
-"""A call as the ledger keeps it: a text, its checksum, and the line that made the call."""
+"""Describe a call for the ledger: its text, and the source line that made it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SKIPPED = (_PACKAGE, "torch.", "contextlib", "functools")
 
 
 def collective_texts(call: str, facts: Sequence[Any]) -> tuple[str, str]:
-    """Return what must be the same on every member, and that with strides that may differ."""
+    """Return the text that must be the same on every member, and the same text with strides."""
     text = describe(call, *facts)
     strides = [
         str(list(fact.stride()))
@@ -30,21 +30,21 @@ def collective_texts(call: str, facts: Sequence[Any]) -> tuple[str, str]:
 
 
 def message_text(data: Tensor, peer: int, sends: bool) -> str:
-    """Return one end of a message as text."""
+    """Describe a send or receive of this rank."""
     shape = describe("", data)[1:-1]
     way = f"send({shape}) to" if sends else f"recv({shape}) from"
     return f"{way} rank {peer}"
 
 
 def message_label(group: ProcessGroup, peer: int, tag: int, sends: bool) -> str:
-    """Return the name for people of the messages between this rank and another."""
+    """Return a readable name for the channel of messages between this rank and another."""
     src, dst = (get_rank(), peer) if sends else (peer, get_rank())
     tagged = f" (tag {tag})" if tag else ""
     return f"messages from rank {src} to rank {dst} in {group_label(group)}{tagged}"
 
 
 def group_label(group: ProcessGroup) -> str:
-    """Return a group's name for people: `tp` for one whose description is `scaletorch_tp`."""
+    """Return a readable name for a group, such as `tp` for the description `scaletorch_tp`."""
     name = (group.group_desc or "").removeprefix("scaletorch_")
     if name in ("", "undefined"):
         name = f"group {group.group_name}"
@@ -52,12 +52,12 @@ def group_label(group: ProcessGroup) -> str:
 
 
 def call_site() -> tuple[bytes, int]:
-    """Return the first frame outside this library and torch, and a checksum of it.
+    """Return the first frame outside this library and torch, and a checksum of its text.
 
     Returns:
-        `file.py:33 in function`, cut if it is long.
+        The frame as `file.py:33 in function`, cut if it is long, and the checksum.
     """
-    frame: FrameType = sys._getframe(3)  # beyond the recorder
+    frame: FrameType = sys._getframe(3)  # the caller of the recorder
     while True:
         inside = frame.f_globals.get("__name__", "").startswith(_SKIPPED)
         outer = frame.f_back

@@ -1,4 +1,4 @@
-"""Turning the guard on and off in this process, and telling it of steps and exceptions."""
+"""Turn the guard on and off in this process, and report steps and exceptions to it."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from .recorder import Recorder, Verdict
 from .start_monitor import Agreed, connect, start_monitor
 from .watcher import Watcher
 
-WELCOME = 60.0  # s that all ranks get to come
-TOLD = 0.5  # s to tell the others of an exception
-LEAVE = 5.0  # s that a rank waits for the others to leave too; rank 0 waits longer
-LONGEST = 20_000  # characters of a traceback that travel
-HEADLINE = 300  # characters of an exception's message that name a fault
+WELCOME = 60.0  # seconds within which all ranks must connect
+TOLD = 0.5  # seconds to report an exception to the other ranks
+LEAVE = 5.0  # seconds that a rank waits for the others to leave too; rank 0 waits longer
+LONGEST = 20_000  # characters of a traceback that are sent
+HEADLINE = 300  # characters of an exception's message in a fault's first line
 
 
 class Session:
     """The guard of this process.
 
     Args:
-        group: The ranks that are guarded.
+        group: The guarded ranks.
         agreed: The result of `start_monitor`.
-        label: This rank's name for people.
-        keep: Whether the ledgers stay without a fault too.
-        patience: Seconds that rank 0, beside which the monitor is, waits for others to leave.
+        label: A readable name of this rank.
+        keep: Whether to keep the ledgers even without a fault.
+        patience: Seconds that rank 0, on whose host the monitor runs, waits for others to leave.
 
     Raises:
-        StateError: Not all ranks come.
+        StateError: Some ranks do not connect in time.
     """
 
     def __init__(
@@ -66,23 +66,23 @@ class Session:
         self._wakeup = _watch_signals(self.watcher.wake)
 
     def tell(self, error: BaseException) -> bool:
-        """Tell the others of an exception of this rank's; return whether they hear of a fault."""
+        """Report an exception of this rank; return whether the other ranks will raise a fault."""
         if not self.verdict.caused(error):
             self.raised(error)
         return self.verdict.fault is not None or not self.verdict.over.is_set()
 
     def raised(self, error: BaseException) -> None:
-        """Tell the others of an exception that ends this rank."""
+        """Report an exception that ends this rank to the other ranks."""
         if self.ended or self.verdict.over.is_set():
             return
         self.ended = True
         text = "".join(traceback.format_exception(error))[-LONGEST:]
         self.watcher.say(Raised(text, one_line(error), self.watcher.tail()), TOLD)
-        # Rank 0's process, and the monitor beside it, must live until all have been told.
+        # On rank 0 an exit may end the monitor too, so live until all ranks know.
         self.verdict.over.wait(TOLD)
 
     def leave(self) -> None:
-        """Tell the others that this rank makes no more calls, and wait a while for them."""
+        """Report that this rank makes no more calls, and wait a while for the others to leave."""
         if self.ended or self.verdict.over.is_set():
             return
         self.ended = True
@@ -91,7 +91,7 @@ class Session:
         self.verdict.over.wait(LEAVE if self.rank else max(LEAVE, self._patience))
 
     def close(self) -> None:
-        """Release all that the guard holds; the ledger stays if there was a fault."""
+        """Release the guard's resources; keep the ledger if there was a fault."""
         self._release_signals()
         self.watcher.end()
         clean = self.verdict.fault is None and not self._keep
@@ -99,11 +99,11 @@ class Session:
         self._board.close()
         self.recorder.ledger.close(remove=clean)
         if clean:
-            with contextlib.suppress(OSError):  # only the last rank of this host finds it empty
+            with contextlib.suppress(OSError):  # not empty before the last rank of this host
                 os.rmdir(self._folder)
 
     def disown(self) -> None:
-        """Release it in a fork of this process, which is no rank."""
+        """Release it in a forked child, which is not a rank."""
         self._release_signals()
         self.watcher.disown()
 
@@ -119,7 +119,7 @@ def one_line(error: BaseException) -> str:
     name = kind.__qualname__
     if kind.__module__ not in ("builtins", "__main__"):
         name = f"{kind.__module__}.{name}"
-    with contextlib.suppress(Exception):  # of a user's own __str__
+    with contextlib.suppress(Exception):  # a user's __str__ may raise
         message = " ".join(str(error).split())
         cut = f"{message[:HEADLINE]} …" if len(message) > HEADLINE else message
         return f"{name}: {cut}" if cut else name
@@ -127,9 +127,9 @@ def one_line(error: BaseException) -> str:
 
 
 def _watch_signals(wake: int) -> int | None:
-    """Have signals wake the watcher, and return the descriptor that they woke before.
+    """Make signals wake the watcher; return the previous wake-up descriptor.
 
-    None if they go on to wake another one, or cannot be watched outside the main thread.
+    Return None and change nothing if another one is in use, or outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         return None
@@ -140,13 +140,13 @@ def _watch_signals(wake: int) -> int | None:
     return before
 
 
-EXIT = 5.0  # s that a process gets to end after a fault
+EXIT = 5.0  # seconds that a process gets to exit after a fault
 
 logger = logging.getLogger(__package__)
 
 _session: Session | None = None
 _hooked = False
-_told = False  # whether an exception of this rank has been told to the others
+_told = False  # whether an exception of this rank was reported to the others
 
 
 def start(
@@ -156,26 +156,27 @@ def start(
     warn: float = 30.0,
     patience: float | None = None,
 ) -> None:
-    """Guard this process's calls from now on; every rank of the default group calls it.
+    """Guard this process's calls from now on; every rank of the default group must call it.
 
-    From then on a rank that fails, dies, stops, leaves, or makes another call than the rest is an
-    error on every other rank, in the call that it waits in or in its next one. An exception that
-    ends the program is told to the others; `watch` also tells of one that is caught outside.
-    One process alone is not guarded. A fault of the guard itself stops nothing: a warning says
-    that it is off.
+    If a rank fails, dies, is stopped, leaves, or makes a different call, every other rank raises
+    `RankFaultError`, in the call in which it waits or in its next one. An exception that ends the
+    program is reported to the other ranks; `watch` also reports one that is caught outside its
+    block. A single process is not guarded. If the guard itself fails, the job continues, and a
+    warning says that the guard is off.
 
     Args:
-        folder: Where to keep the ledgers, in a folder of this job; by default a temporary one that
-            goes when all ends well.
-        label: This rank for people, such as `rank 5 (dp0 pp1 cp0 tp1)`, or a function that returns
-            it.
+        folder: Where to keep the ledgers, in a new folder for this job; by default a temporary
+            folder that is removed if there is no fault.
+        label: A readable name of this rank, such as `rank 5 (dp0 pp1 cp0 tp1)`, or a function that
+            returns it.
         warn: Seconds of waiting after which a warning on rank 0 shows where the slow rank is.
         patience: Seconds of waiting after which slowness is an error; by default the group's
-            timeout, and nine tenths of it on devices, whose backend ends the process then.
+            timeout, or nine tenths of it on devices, whose backend kills the process at the
+            timeout.
 
     Raises:
-        StateError: It is on already, there is no group, or ranks do not come.
-        InvalidArgumentError: A time that is not positive.
+        StateError: The guard is already on, there is no group, or ranks do not connect.
+        InvalidArgumentError: A time is not positive.
     """
     global _session
     if _session is not None:
@@ -208,25 +209,25 @@ def _default_patience() -> float:
 
 
 def tell(error: BaseException) -> bool:
-    """Tell all ranks at once of an exception that ends this rank's work, before it is raised on.
+    """Report an exception that ends this rank's work to all ranks, before re-raising it.
 
-    For code that has more to do before the exception leaves it, such as to end a step with the
-    others, who would see ranks that wait for one another instead. They raise `RankFaultError`, and
-    so does this rank in its next call. Costs nothing if nothing is raised.
+    Use it if cleanup delays the exception, for example to end a step with the other ranks: without
+    the report the guard would see ranks that wait for one another. The other ranks raise
+    `RankFaultError`, and so does this rank in its next call. It costs nothing if nothing is raised.
 
     Args:
-        error: The exception; one that comes from another rank's fault is not told again.
+        error: The exception; one that another rank's fault has caused is not reported again.
 
     Returns:
-        Whether a guard is on, so that all ranks hear of a fault; else they must be told otherwise.
+        Whether the guard reports a fault to all ranks; if not, the caller must tell them.
     """
     return tell_guard(error)
 
 
 def stop() -> None:
-    """End the guard: wait a moment for the other ranks to end it too, and compare the last calls.
+    """Turn the guard off: wait a moment for the other ranks to do so, and compare the last calls.
 
-    Safe to call when it is off.
+    Safe to call if it is off.
 
     Raises:
         RankFaultError: There was a fault.
@@ -242,10 +243,10 @@ def stop() -> None:
 
 
 def step(number: int | None = None) -> None:
-    """Mark the end of a training step: calls up to here are compared, in the background.
+    """Mark the end of a training step; calls up to here are compared in the background.
 
     Args:
-        number: The step's number, the same on all ranks; counted by itself by default.
+        number: The step's number, the same on all ranks; by default the last one plus 1.
 
     Raises:
         RankFaultError: There is a fault.
@@ -265,12 +266,12 @@ def watch(
     warn: float = 30.0,
     patience: float | None = None,
 ) -> Iterator[None]:
-    """Guard a block: `start`, and `stop` at its end; an exception in it is told to all ranks.
+    """Guard a block: `start`, then `stop` at its end; report an exception in it to all ranks.
 
     Args and errors as in `start`.
 
     Raises:
-        RankFaultError: Another rank is at fault, or this one was found to be.
+        RankFaultError: The guard found a fault of another rank, or of this one.
 
     Example:
         >>> with guard.watch():
@@ -289,7 +290,7 @@ def watch(
 
 
 def _ended_by(error: BaseException) -> RankFaultError | None:
-    """Tell the others what ends the block; return the fault that it comes from, if it does."""
+    """Report the exception that ends the block; return the fault that caused it, or None."""
     global _told
     session = _session
     if session is None:
@@ -316,7 +317,7 @@ def _forget() -> None:
 
 
 def _hook_once() -> None:
-    """Have the end of the program, exceptions that end it, and forks end the guard too."""
+    """Install hooks that turn the guard off at exit, at an uncaught exception, and in forks."""
     global _hooked
     if _hooked:
         return
@@ -340,9 +341,10 @@ def _hook_once() -> None:
 
 
 def _limit_exit() -> None:
-    """End the process soon, even if groups that are broken now keep it from ending by itself.
+    """Exit within `EXIT` seconds, even if broken groups block the interpreter's shutdown.
 
-    One with a live DistributedDataParallel does; faulthandler's timer needs no interpreter.
+    They do under a live DistributedDataParallel. faulthandler's timer does not need the
+    interpreter.
     """
     sys.stdout.flush()
     nowhere = open(os.devnull, "w")  # noqa: SIM115 - open as long as the process lives
@@ -355,7 +357,7 @@ def _at_exit() -> None:
 
 
 def _off_in_child() -> None:
-    """Turn the guard off in a fork of this process, which is no rank."""
+    """Turn the guard off in a forked child, which is not a rank."""
     global _session
     session, _session = _session, None
     install_guard(None)

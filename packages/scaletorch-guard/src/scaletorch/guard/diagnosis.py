@@ -1,8 +1,8 @@
-"""The diagnosis of a job from the reports of its ranks: pure functions over plain data.
+"""Diagnose a job from the reports of its ranks: pure functions on plain data.
 
-Whatever can be proved is a fault at once: an exception, calls that differ, a death, a rank that
-left while others wait for it, a stopped process, ranks that wait for one another in a circle. That
-a rank is slow proves nothing: it is shown after a while, and a fault only after much longer.
+Anything that can be proved is a fault at once: an exception, calls that differ, a death, a rank
+that left while others wait for it, a stopped process, ranks that wait for one another in a cycle. A
+slow rank proves nothing: it causes a warning after a while, and a fault only much later.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from .facts import Fault, Need, Picture, Report, Slowness, Wait
 from .mismatch import NOBODY, as_others, find_disagreement, find_mismatch, find_swap, most_common
 
-STALL = 0.2  # s of waiting after which calls are compared
-ASKING = 0.5  # s that a slow rank has to tell where it is
-FREEZE = 0.5  # s that a process which is late to speak must be seen stopped
-FOREIGN = 5.0  # s that a circle must last if other threads might still make a call
+STALL = 0.2  # seconds of waiting after which calls are compared
+ASKING = 0.5  # seconds that a slow rank gets to report where it is
+FREEZE = 0.5  # seconds for which a late rank's process must be seen stopped
+FOREIGN = 5.0  # seconds that a cycle must last if other threads might still make a call
 
 _TORCHS = "torch/distributed/distributed_c10d.py"
 
@@ -21,10 +21,10 @@ Verdict = Fault | Need | Slowness | None
 
 
 def diagnose(picture: Picture, now: float) -> Verdict:
-    """Return the first fault, or which ranks to ask, or which are slow, or None.
+    """Return the first fault, else the ranks to ask, else the slow ranks, or None.
 
     Args:
-        picture: All that the ranks have told.
+        picture: The reports of all ranks.
         now: The time, on the clock of the reports.
     """
     for look in (_exception, find_mismatch, _death, _left, _stopped):
@@ -56,7 +56,7 @@ def _death(picture: Picture, now: float) -> Verdict:
 
 
 def _first(picture: Picture, end: str) -> Report | None:
-    """Return the rank that was the first to end so."""
+    """Return the report of the first rank that ended in the given way, or None."""
     ended = [report for report in picture.reports.values() if report.end == end]
     return min(ended, key=lambda report: report.ended, default=None)
 
@@ -92,7 +92,7 @@ def _stopped(picture: Picture, now: float) -> Verdict:
 
 
 def _unequal_ends(picture: Picture) -> Fault | None:
-    """Compare how many collectives ranks have made, when all have finished."""
+    """Compare the ranks' numbers of collectives once all ranks have finished."""
     if any(report.end != "finished" for report in picture.reports.values()):
         return None
     for key, channel in picture.channels.items():
@@ -108,7 +108,7 @@ def _unequal_ends(picture: Picture) -> Fault | None:
 
 
 def _stalled(picture: Picture, now: float) -> Need | None:
-    """Ask the members of a channel for their last calls if somebody has begun to wait there."""
+    """Ask the members of a channel for their last calls once a rank has waited there a while."""
     stale: set[int] = set()
     seen: set[tuple[str, int]] = set()
     for report, wait, _ in _waits(picture):
@@ -123,7 +123,7 @@ def _stalled(picture: Picture, now: float) -> Need | None:
 
 
 def _circle(picture: Picture, now: float) -> Verdict:
-    """Find ranks that wait for one another, all at one moment: nothing can free them."""
+    """Find ranks that wait for one another at the same time, so that none can go on."""
     stuck = {rank for rank, report in picture.reports.items() if _blocked(picture, report, now)}
     waits = [found for found in _waits(picture) if not found[1].stream]
     while True:
@@ -138,8 +138,8 @@ def _circle(picture: Picture, now: float) -> Verdict:
     if not stuck:
         return None
     begun = max(picture.reports[rank].since[w.number] for rank in stuck for w in _of(picture, rank))
-    # A rank whose wait is still there in its answer to a question that was asked after all had
-    # begun has waited at that moment: so all waits held at one time.
+    # Each rank must answer a question asked after the last of the waits had begun. If its wait is
+    # still there, it was waiting at that moment; so all ranks waited at the same time.
     if any(picture.reports[rank].asked <= begun for rank in stuck):
         return Need(tuple(sorted(stuck)))
     if any(picture.reports[rank].foreign for rank in stuck) and now - begun < FOREIGN:
@@ -203,9 +203,9 @@ def _slow(picture: Picture, now: float) -> Verdict:
 
 
 def _too_slow(picture: Picture, ranks: tuple[int, ...], headline: str) -> Fault:
-    """Name the slow ranks; of one in a call that no ledger has, those that wait for it too.
+    """Name the slow ranks; if one is in an unrecorded call, also the ranks that wait for it.
 
-    They may have left that call out.
+    Those may have omitted that call.
     """
     unseen = [r for r in ranks if _TORCHS in picture.reports[r].stack.replace("\\", "/")]
     if not unseen:
@@ -220,19 +220,19 @@ def _too_slow(picture: Picture, ranks: tuple[int, ...], headline: str) -> Fault:
 
 
 def _blocked(picture: Picture, report: Report, now: float) -> bool:
-    """Return whether all threads of a rank that make calls are known to wait in one."""
+    """Return whether all calling threads of a rank are known to wait in a call."""
     known = all(wait.channel in picture.channels for wait in report.blocked)
     return report.able(now) and bool(report.blocked) and known and not report.free
 
 
 def _of(picture: Picture, rank: int) -> list[Wait]:
-    """Return the waits that hold up a thread of a rank, in channels that are known."""
+    """Return the waits in known channels that block a thread of a rank."""
     return [wait for wait in picture.reports[rank].blocked if wait.channel in picture.channels]
 
 
 def _waits(picture: Picture) -> list[tuple[Report, Wait, list[Report]]]:
-    """Return every wait of a living rank, with the members that have not come to that call."""
-    missing: dict[tuple[str, int], list[Report]] = {}  # thousands may wait in one call
+    """Return every wait of a live rank, with the members that have not made that call."""
+    missing: dict[tuple[str, int], list[Report]] = {}  # cached: thousands may wait in a call
     found = []
     for report in picture.reports.values():
         for wait in report.waits if report.alive else ():
@@ -246,16 +246,16 @@ def _waits(picture: Picture) -> list[tuple[Report, Wait, list[Report]]]:
 
 
 def missing_members(picture: Picture, wait: Wait) -> list[Report]:
-    """Return the ranks that have not made the call that somebody waits in."""
+    """Return the reports of the ranks that have not made the call of a wait."""
     members = picture.members(wait.channel)
     return [report for report in members if report.counts.get(wait.channel, 0) <= wait.seq]
 
 
-SHOWN = 16  # ranks that are shown one by one
+SHOWN = 16  # ranks listed in a fault's text
 
 
 def with_details(fault: Fault, picture: Picture, folder: str) -> Fault:
-    """Return the fault with all that is known in its text, guilty ranks first."""
+    """Return the fault with the state of the ranks added to its text, guilty ranks first."""
     guilty = [picture.reports[rank] for rank in fault.ranks if rank in picture.reports]
     others = [report for report in picture.reports.values() if report.rank not in fault.ranks]
     lines = [fault.text]
@@ -273,7 +273,7 @@ def with_details(fault: Fault, picture: Picture, folder: str) -> Fault:
 
 
 def _doing(report: Report, picture: Picture) -> str:
-    """Return one line on where a rank is."""
+    """Return one line on what a rank is doing."""
     step = "" if report.step is None else f" after step {report.step}"
     if report.end == "finished":
         return f"{report.label} has finished{step}{_last(report)}"

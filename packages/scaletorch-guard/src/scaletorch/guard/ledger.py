@@ -1,8 +1,8 @@
 """A rank's ledger: its last calls, in a file that outlives the process.
 
-Entries are records of fixed size in a ring, written through a memory map: the last calls of a
-killed or aborted rank are still there for others to read. Channels, of which there are few, are
-lines of JSON in a file beside it.
+Entries are records of fixed size in a ring, written through a memory map, so others can read the
+last calls of a killed or aborted rank. Channels, of which there are few, are lines of JSON in a
+second file next to it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from .facts import Channel, Entry, Picture, Report, Wait
 
-TRACE = "nccl_trace_rank_"  # by this name torch.distributed.flight_recorder looks for files
+TRACE = "nccl_trace_rank_"  # file name prefix that torch.distributed.flight_recorder expects
 CAPACITY = 4096  # entries
 _HEADER = struct.Struct("<8sII64s")  # magic, rank, capacity, label
 _MAGIC = b"stledg4\n"
@@ -26,7 +26,7 @@ _START = 128
 _RECORD = struct.Struct("<QdQIIB72s151s")  # index + 1, time, seq, check, channel, state, site, text
 _SIZE = _RECORD.size
 _STATE = struct.calcsize("<QdQII")  # offset in a record
-_CLOSED = 1 << 62  # entries: no call of a closed ledger is among its last
+_CLOSED = 1 << 62  # entry count of a closed ledger, so high that no call is among the last
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
 
 STATES = ("", "issued", "waiting", "done")
@@ -34,12 +34,12 @@ ISSUED, WAITING, DONE = 1, 2, 3
 
 
 class Ledger:
-    """Writes one rank's ledger.
+    """Writer of one rank's ledger.
 
     Args:
         folder: An existing folder; the files are named after the rank.
         rank: The global rank.
-        label: The rank's name for people.
+        label: A readable name of the rank.
     """
 
     def __init__(self, folder: str, rank: int, label: str) -> None:
@@ -51,7 +51,7 @@ class Ledger:
         self._names: list[tuple[str, Channel]] = []
 
     def add_channel(self, key: str, channel: Channel) -> int:
-        """Write down a channel, and return its number."""
+        """Record a channel and return its number."""
         line = [key, channel.label, list(channel.members), channel.message]
         os.write(self._channels, (json.dumps(line) + "\n").encode())
         self._names.append((key, channel))
@@ -60,7 +60,7 @@ class Ledger:
     def write(
         self, channel: int, seq: int, check: int, text: bytes, site: bytes, time: float
     ) -> int:
-        """Write an entry, and return its index."""
+        """Write an entry and return its index."""
         index = self._count
         offset = _START + index % CAPACITY * _SIZE
         self._count = index + 1
@@ -69,12 +69,12 @@ class Ledger:
         return index
 
     def set_state(self, index: int, state: int) -> None:
-        """Write down how far a call is, while its entry is still there."""
+        """Set the state of a call, unless its entry has been overwritten."""
         if index + CAPACITY > self._count:
             self._map[_START + index % CAPACITY * _SIZE + _STATE] = state
 
     def tail(self, limit: int) -> list[Entry]:
-        """Return the last entries, from the oldest on."""
+        """Return the last `limit` entries, oldest first."""
         found = []
         for index in range(max(0, self._count - min(limit, CAPACITY)), self._count):
             record = _RECORD.unpack_from(self._map, _START + index % CAPACITY * _SIZE)
@@ -84,8 +84,8 @@ class Ledger:
         return found
 
     def close(self, *, remove: bool) -> None:
-        """Close the files, and delete them if `remove` says so."""
-        self._count = _CLOSED  # who waits for a call after the guard ended writes nothing
+        """Close the files, and delete them if `remove` is set."""
+        self._count = _CLOSED  # a thread whose wait ends after this writes nothing
         self._map.close()
         os.close(self._channels)
         if remove:
@@ -94,11 +94,11 @@ class Ledger:
 
 
 def map_file(path: str, size: int, flags: int = 0) -> mmap.mmap:
-    """Return the memory of a file of this user alone, and make it if it is missing."""
+    """Map a file that is private to this user into memory; create it if it is missing."""
     file = os.open(path, _FLAGS | flags, 0o600)
     try:
         os.ftruncate(file, size)
-        if hasattr(os, "posix_fallocate"):  # a full disk shows here, and not as SIGBUS later
+        if hasattr(os, "posix_fallocate"):  # a full disk raises here instead of SIGBUS later
             os.posix_fallocate(file, 0, size)
         return mmap.mmap(file, size)
     finally:
@@ -106,7 +106,7 @@ def map_file(path: str, size: int, flags: int = 0) -> mmap.mmap:
 
 
 def ledger_path(folder: str, rank: int) -> str:
-    """Return where a rank's ledger is."""
+    """Return the path of a rank's ledger."""
     return os.path.join(folder, f"rank{rank}.ledger")
 
 
@@ -115,13 +115,13 @@ def _channels_path(path: str) -> str:
 
 
 def read_ledger(path: str) -> tuple[int, str, dict[str, Channel], list[Entry]]:
-    """Read a ledger, also of a process that is dead or still writing.
+    """Read a ledger, even of a process that is dead or still writing.
 
     Returns:
-        The rank, its label, its channels, and its last entries from the oldest on.
+        The rank, its label, its channels, and its last entries, oldest first.
 
     Raises:
-        ValueError: The file is no ledger.
+        ValueError: The file is not a ledger.
     """
     with open(path, "rb") as file:
         data = file.read()
@@ -167,15 +167,15 @@ _PLACES = 1 << 16
 
 
 class Board:
-    """The calls that this host's ranks have posted last, in memory that they share.
+    """The last calls of this host's ranks, in shared memory.
 
-    Gloo aborts a process that receives more bytes than it expects, before anybody could tell of it.
-    So the second rank that comes to a call compares it with the call that the first one has posted
-    here, and waits for the verdict if they differ. That costs half a microsecond; ranks of other
-    hosts are not seen, nor is one that posts in the same instant.
+    Gloo aborts a process that receives more bytes than it expects, before the guard could report
+    it. So the first rank that comes to a call posts it here; the next ones compare theirs with it
+    and wait for the verdict if they differ. That costs half a microsecond. It misses ranks of other
+    hosts, and two ranks that post at the same instant.
 
     Args:
-        folder: Where the ledgers are; the board's file is there until all ranks have left.
+        folder: Folder of the ledgers, with the board's file.
     """
 
     def __init__(self, folder: str) -> None:
@@ -184,23 +184,23 @@ class Board:
         self._words = memoryview(self._map).cast("Q")
 
     def differs(self, channel: int, seq: int, check: int) -> bool:
-        """Post a call; return whether another rank has posted a different one in its place.
+        """Post a call; return whether another rank has posted a different one under its number.
 
         Args:
-            channel: The `channel_number` of its channel.
-            seq: The call's number in it.
-            check: Checksum of 32 bits of all that must be the same on its members.
+            channel: The `channel_number` of the call's channel.
+            seq: The call's number in the channel.
+            check: 32-bit checksum of everything that must be the same on all members.
         """
         number = channel + seq
         place, tag = number % _PLACES, number >> 16 & 0xFFFFFFFF
         seen = self._words[place]
         if seen >> 32 == tag:
             return seen != tag << 32 | check
-        self._words[place] = tag << 32 | check  # one store writes it whole
+        self._words[place] = tag << 32 | check  # an atomic write
         return False
 
     def close(self) -> None:
-        """Close it, and remove its file; the others keep the memory that they share."""
+        """Close the board and remove its file; other ranks keep their mapping."""
         self._words.release()
         self._map.close()
         with contextlib.suppress(OSError):  # another rank has removed it
@@ -208,19 +208,19 @@ class Board:
 
 
 def channel_number(key: str) -> int:
-    """Return 48 bits that differ from one channel to another."""
+    """Return a 48-bit hash of a channel's key."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest(), "little")
 
 
 def host_number() -> int:
-    """Return a number of this host and boot, in 32 bits; containers of one machine are hosts."""
-    from ..dist.building import this_host  # the monitor, which reads this file, has no parent
+    """Return a 32-bit number of this host and boot; each container counts as a host."""
+    from ..dist.building import this_host  # imported late: the monitor loads this file alone
 
     return this_host() & 0xFFFFFFFF
 
 
 def read_folder(folder: str) -> Picture:
-    """Return all that the ledgers of a folder tell, without those that cannot be read."""
+    """Build a picture from the ledgers of a folder, skipping those that cannot be read."""
     picture = Picture({}, {})
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "rank*.ledger"))):
         try:

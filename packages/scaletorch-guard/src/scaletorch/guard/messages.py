@@ -1,6 +1,6 @@
 """Messages between the monitor and the ranks, and the connection that carries them.
 
-Every message is a line of JSON, its name and its fields: nothing is pickled.
+Every message is a line of JSON with its name and its fields; nothing is pickled.
 """
 # ruff: noqa: UP014 - a table
 
@@ -20,8 +20,8 @@ Tail = list[list[Any]]  # the values of the last entries
 Counts = dict[str, int]
 Marks = dict[str, list[tuple[str, int, int, int]]]
 
-# From a rank: it is here; its news (see `Report`); its answer to a question; it ends, by an
-# exception or well; the state of another process; a fault of the guard itself.
+# From a rank: it connects; its news (see `Report`); its answer to a question; it ends with an
+# exception (Raised) or finishes (Bye); the state of another process; a fault of the guard itself.
 Hello = NamedTuple(
     "Hello", [("token", str), ("rank", int), ("pid", int), ("host", int), ("label", str)]
 )
@@ -35,8 +35,8 @@ Bye = NamedTuple("Bye", [("tail", Tail)])
 State = NamedTuple("State", [("rank", int), ("letter", str)])
 Off = NamedTuple("Off", [("why", str)])
 
-# From the monitor, which passes `Off` on, and tells of a `Fault`: all are here; a question; look at
-# a process; log a warning; all have ended.
+# From the monitor, which also forwards `Off` and sends a `Fault`: all ranks are connected; a
+# question; look at a process; log a warning; all ranks have finished.
 Welcome = NamedTuple("Welcome", [])
 Ask = NamedTuple("Ask", [("number", int)])
 Look = NamedTuple("Look", [("rank", int), ("pid", int)])
@@ -54,14 +54,14 @@ class Connection:
     """One end of a socket that carries messages.
 
     Args:
-        sock: The socket; it is read when it is ready.
-        longest: Bytes of a line that are accepted.
-        patience: Seconds until the other side counts as gone if it does not read.
+        sock: The socket; call `receive` when it is ready.
+        longest: Largest accepted line in bytes.
+        patience: Seconds after which a peer that does not read counts as gone.
 
     Attributes:
-        open: Whether the other side may still say something.
-        broken: Whether it has sent anything but messages.
-        rank: The rank at the other side, or None if it has not said so yet.
+        open: Whether the peer may still send messages.
+        broken: Whether the peer has sent an invalid message.
+        rank: The peer's rank, or None if it is not known yet.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class Connection:
         self._buffer = b""
 
     def fileno(self) -> int:
-        """Return the descriptor, for selectors."""
+        """Return the file descriptor, for selectors."""
         return self.sock.fileno()
 
     def send(self, *messages: Message) -> bool:
-        """Send messages at once; return False if the other side is gone."""
+        """Send messages; return False if the peer is gone."""
         lines = [
             json.dumps([type(message).__name__, *message], separators=(",", ":")) + "\n"
             for message in messages
@@ -94,7 +94,7 @@ class Connection:
         return True
 
     def receive(self) -> list[Message]:
-        """Return the messages that have come, after the socket has become ready to be read."""
+        """Return the messages that have arrived; call this when the socket is ready."""
         try:
             data = self.sock.recv(_CHUNK)
         except (TimeoutError, InterruptedError):
@@ -121,7 +121,7 @@ class Connection:
 
 
 def _decode(values: Any) -> Message:
-    """Return the message that was sent; the values of its fields are not looked at."""
+    """Decode a message; the values of its fields are not checked."""
     name, *fields = values
     message: Message = _KINDS[name](*fields)
     return message

@@ -1,4 +1,4 @@
-"""The first call that the members of a channel did not all make in the same way."""
+"""Find the first call that the members of a channel did not all make in the same way."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .facts import Channel, Entry, Fault, Need, Picture, Report, Wait
 T = TypeVar("T")
 
 NOBODY = "; nobody has a majority, so that the others cannot tell who is right"
-SETTLE = 1.0  # s that a member gets to come to a call that others already make differently
+SETTLE = 1.0  # seconds that a member gets to make a call in which others already differ
 
 
 def find_mismatch(picture: Picture, now: float) -> Fault | None:
-    """Return the first difference among the tails that are known."""
+    """Return the earliest difference among the known tails, or None."""
     found: list[tuple[float, Fault]] = []
     for key, channel in picture.channels.items():
         entries = _differing(key, picture)
@@ -26,7 +26,7 @@ def find_mismatch(picture: Picture, now: float) -> Fault | None:
 
 
 def _differing(key: str, picture: Picture) -> dict[int, Entry]:
-    """Return each member's entry for the first call that is not the same for all."""
+    """Return the members' entries for the first call that is not the same for all."""
     tails = {r.rank: r.tail(key) for r in picture.members(key)}
     for seq in sorted({seq for tail in tails.values() for seq in tail}):
         entries = {rank: tail[seq] for rank, tail in tails.items() if seq in tail}
@@ -36,7 +36,7 @@ def _differing(key: str, picture: Picture) -> dict[int, Entry]:
 
 
 def _settled(key: str, entries: dict[int, Entry], picture: Picture, now: float) -> bool:
-    """Return whether all members that may yet come to a call have done so."""
+    """Return whether every member that may still make the call has made it, or had time to."""
     missing = [report for report in picture.members(key) if report.rank not in entries]
     if not any(report.alive and not report.blocked for report in missing):
         return True
@@ -53,7 +53,7 @@ def _settled(key: str, entries: dict[int, Entry], picture: Picture, now: float) 
 def _fault(key: str, channel: Channel, entries: dict[int, Entry], picture: Picture) -> Fault:
     own = [entry.check for entry in entries.values()]
     usual = most_common(own)
-    if usual is None:  # what do ranks of sibling groups, such as another tp, call there?
+    if usual is None:  # let sibling groups, such as another tp group, decide
         usual = most_common(
             own + _siblings(key, channel, next(iter(entries.values())).seq, picture)
         )
@@ -88,7 +88,7 @@ def _says(report: Report, entry: Entry) -> str:
 
 
 def as_others(picture: Picture, rank: int, wait: Wait) -> bool:
-    """Return whether a rank came to a collective after the same calls as most, in all its groups.
+    """Return whether a rank made as many calls in each group as most ranks before a collective.
 
     Groups of one name, such as each rank's own tp, count as one.
     """
@@ -105,7 +105,7 @@ def as_others(picture: Picture, rank: int, wait: Wait) -> bool:
 
 
 def _made_before(picture: Picture, rank: int, key: str, seq: int) -> tuple[tuple[str, int], ...]:
-    """Return how many collectives a rank had made by each name of a group before a call."""
+    """Return the number of collectives that a rank had made before a call, by group name."""
     made = picture.reports[rank].tails
     time = made[key][seq].time
     counts: Counter[str] = Counter()
@@ -119,7 +119,7 @@ def _made_before(picture: Picture, rank: int, key: str, seq: int) -> tuple[tuple
 
 
 def most_common(values: Sequence[T]) -> T | None:
-    """Return the most frequent value, or None if two are."""
+    """Return the most frequent value, or None on a tie."""
     ordered = Counter(values).most_common(2)
     if len(ordered) > 1 and ordered[0][1] == ordered[1][1]:
         return None
@@ -127,7 +127,7 @@ def most_common(values: Sequence[T]) -> T | None:
 
 
 def drop_agreed(picture: Picture) -> None:
-    """Forget the checksums that are the same on all members: there may be very many."""
+    """Drop the checksums that are the same on all members, since there may be very many."""
     for key in picture.channels:
         members = picture.members(key)
         marks = [report.marks.get(key, {}) for report in members]
@@ -139,7 +139,7 @@ def drop_agreed(picture: Picture) -> None:
 
 
 def find_disagreement(picture: Picture, now: float) -> Fault | Need | None:
-    """Compare the checksums that ranks told; ask for the entries if they differ."""
+    """Compare the ranks' checksums; ask for the entries if they differ."""
     for key, channel in picture.channels.items():
         members = picture.members(key)
         for at, said in _sums(key, members):
@@ -153,7 +153,7 @@ def find_disagreement(picture: Picture, now: float) -> Fault | Need | None:
 
 
 def _sums(key: str, members: list[Report]) -> list[tuple[str, dict[int, tuple[int, int]]]]:
-    """Return when ranks made marks in a channel, the earliest first, and what each had called."""
+    """Return a channel's marks, earliest first, each with the ranks' counts and checksums."""
     found: dict[str, dict[int, tuple[int, int]]] = {}
     for report in members:
         for at, (count, rolling, _) in report.marks.get(key, {}).items():
@@ -162,7 +162,7 @@ def _sums(key: str, members: list[Report]) -> list[tuple[str, dict[int, tuple[in
 
 
 def covers(report: Report, key: str, said: dict[int, tuple[int, int]]) -> bool:
-    """Return whether a rank's tail goes up to what it has said."""
+    """Return whether a rank's tail reaches the call count of its mark."""
     if report.rank not in said or not said[report.rank][0]:
         return True
     return max(report.tail(key), default=-2) >= said[report.rank][0] - 1
@@ -171,7 +171,7 @@ def covers(report: Report, key: str, said: dict[int, tuple[int, int]]) -> bool:
 def _disagreement(
     channel: Channel, at: str, said: dict[int, tuple[int, int]], picture: Picture
 ) -> Fault:
-    """Say which ranks differ; the calls themselves are missing, or too old to be seen."""
+    """Name the ranks that differ; the calls themselves are missing, or too old for the tails."""
     usual = most_common(list(said.values()))
     guilty = tuple(rank for rank, state in said.items() if state != usual)
     counts = ", ".join(
@@ -183,17 +183,17 @@ def _disagreement(
     return Fault("mismatch", guilty, f"calls differ in {channel.label} by {at}: {counts}{doubt}")
 
 
-ENOUGH = 8  # calls that must be seen
-PLENTY = 16  # calls after which it is known whether lines differ by habit
-RARE = 4  # of so many calls at most one may be from another line: more of them is a habit
+ENOUGH = 8  # calls that must be known before a swap is reported
+PLENTY = 16  # calls after which a channel without a swap is ignored
+RARE = 4  # at most one call in this many may come from different lines in a swap
 
 
 def find_swap(picture: Picture, now: float) -> Fault | Need | None:
-    """Compare the lines that calls come from, when the calls themselves are the same.
+    """Compare the source lines of calls that are otherwise the same.
 
-    Ranks may well make one call from lines of their own, as a source and its receivers do. But that
-    ranks whose lines agree make the same few calls, once, in another order is a mistake: their
-    data is mixed up. A channel in which lines differ otherwise is not looked at again.
+    Ranks may legitimately make one call from different lines, as a source and its receivers do. But
+    if their lines agree except that they make a few calls in another order, their data is mixed up.
+    A channel in which lines differ in another way is ignored from then on.
     """
     for key, channel in picture.channels.items():
         if channel.message or key in picture.own_lines or not _lines_differ(key, picture):

@@ -1,7 +1,7 @@
-"""The monitor: a process of its own beside rank 0 that hears every rank and declares faults.
+"""The monitor: a separate process on rank 0's host that listens to every rank and declares faults.
 
 It needs no torch and shares no interpreter with a rank, so that no rank's lock, crash or stop can
-silence it. This module, and all that it imports, is loaded without the packages around it.
+silence it. It loads this module and its imports without their parent packages.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from .ledger import ledger_path, read_ledger, tails
 from .messages import LONGEST, Ask, Connection, End, Hello, Look, Message, Off, Warn, Welcome
 from .updates import lose, new_picture, new_question, to_examine, update
 
-HELLO = 4096  # bytes of a greeting
-WAIT = 5.0  # s to show the token
-PERIOD = 0.05  # s between two looks at what is known, if nothing comes
-BRIEF = 0.01  # s between two looks, if something does
-SHARE = 0.05  # of the time that looking may take
-CONFIRM = 0.4  # s that ranks have to tell what they do before a fault is declared
-WELCOME = 60.0  # s that all ranks get to come
-LINGER = 30.0  # s that ranks get to hang up after a verdict
-PAUSE = 1.0  # s without a look that count as no time: this process itself did not run
+HELLO = 4096  # largest greeting in bytes
+WAIT = 5.0  # seconds within which a connection must show the token
+PERIOD = 0.05  # seconds between two diagnoses if no message comes
+BRIEF = 0.01  # seconds between two diagnoses if messages come or a fault is suspected
+SHARE = 0.05  # largest share of the time for diagnoses
+CONFIRM = 0.4  # seconds that ranks get to answer before a fault is declared
+WELCOME = 60.0  # seconds within which all ranks must connect
+LINGER = 30.0  # seconds that ranks get to disconnect after a verdict
+PAUSE = 1.0  # seconds; a longer gap of this process is not counted, since it did not run
 
 
 class Monitor:
-    """Hears all ranks, which show a token when they connect.
+    """The server that listens to all ranks, which show a token when they connect.
 
-    A stranger may connect too, until all ranks are here. Until it shows the token it may say
-    little, and has a few seconds: anything else that it says closes its connection, and no more.
+    Until all ranks are connected, strangers may connect too. A connection must show the token
+    within a few seconds and in few bytes; otherwise it is closed, without any other effect.
 
     Args:
-        listener: The socket that they connect to.
-        token: The secret that they must show.
-        size: How many ranks there are.
-        folder: Where the ledgers are.
+        listener: The socket to which ranks connect.
+        token: The secret that ranks must show.
+        size: Number of ranks.
+        folder: Folder of the ledgers.
         limits: `warn` and `patience`, see `Picture`.
     """
 
@@ -57,17 +57,17 @@ class Monitor:
         listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
-        self._strangers: dict[Connection, float] = {}  # since when they are connected
+        self._strangers: dict[Connection, float] = {}  # connection -> since when
         self._ranks: dict[int, Connection] = {}
         self._warned: dict[tuple[int, ...], float] = {}
         self._suspected: float | None = None  # since when there seems to be a fault
         self._over: float | None = None  # since when there is a verdict, or all have finished
         self._looked = self._busy = 0.0
-        self._lost = 0.0  # s in which this process did not run
+        self._lost = 0.0  # seconds in which this process did not run
         self._seen = time.monotonic()
 
     def run(self) -> None:
-        """Serve until all ranks have gone; a fault of the guard itself ends it, and no rank."""
+        """Serve until all ranks have disconnected; a failure of the guard itself ends no rank."""
         begun = time.monotonic()
         try:
             while self._needed(begun):
@@ -101,7 +101,7 @@ class Monitor:
         return any(rank.open for rank in self._ranks.values())
 
     def _now(self) -> float:
-        """Return the time, less what passed while this process was stopped or starved."""
+        """Return the time without the periods in which this process was stopped or starved."""
         now = time.monotonic()
         gap, self._seen = now - self._seen, now
         if gap > PAUSE:
@@ -113,7 +113,7 @@ class Monitor:
             sock, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionError):
             return
-        except OSError:  # no descriptor is left, until those who are late are dismissed
+        except OSError:  # out of descriptors, until late strangers are disconnected
             time.sleep(0.01)
             return
         stranger = Connection(sock, longest=HELLO)
@@ -149,7 +149,7 @@ class Monitor:
         connection.close()
 
     def _greet(self, stranger: Connection, hello: Message) -> None:
-        """Let a rank in that shows the token; when all are here, tell them so."""
+        """Admit a rank that shows the token; welcome all ranks once they are connected."""
         token = "".join(map(str, hello[:1])).encode(errors="replace")
         known = hmac.compare_digest(token, self._token)
         if not (known and isinstance(hello, Hello) and hello.rank in self._reports) or (
@@ -177,7 +177,7 @@ class Monitor:
             self._listener.close()
 
     def _look(self, now: float) -> None:
-        """Find out whether anything is wrong, and tell everybody."""
+        """Diagnose the picture, and act on the result."""
         pause = 0.0 if self._suspected is not None else max(BRIEF, self._busy / SHARE)
         if now - self._looked < pause:
             return
@@ -198,7 +198,7 @@ class Monitor:
         self._examine(now)
 
     def _confirmed(self, now: float) -> bool:
-        """Ask everybody what they do before a fault is declared, and wait a moment for answers."""
+        """Ask all able ranks before declaring a fault; return whether all answered or are late."""
         able = [report for report in self._reports.values() if report.able(now)]
         if self._suspected is None:
             self._suspected = now
@@ -208,7 +208,7 @@ class Monitor:
 
     def _declare(self, fault: Fault) -> None:
         for report in self._reports.values():
-            if report.alive and not report.able(self._looked):  # what it said is old
+            if report.alive and not report.able(self._looked):  # its news is outdated
                 report.tails = _left_by(self._folder, report.rank) or report.tails
                 report.waits, report.silent = [], True
         self._tell_all(with_details(fault, self._picture, self._folder))
@@ -229,7 +229,7 @@ class Monitor:
                 self._ranks[rank].send(Ask(number))
 
     def _examine(self, now: float) -> None:
-        """Have the next able rank of the same host look at the process of a rank that is late."""
+        """Let the next able rank on the same host examine the process of a rank that is late."""
         for rank in to_examine(self._picture, now):
             late = self._reports[rank]
             beside = sorted(r for r, other in self._reports.items() if other.host == late.host)
@@ -240,7 +240,7 @@ class Monitor:
                     break
 
     def _warn(self, slowness: Slowness) -> None:
-        """Have the first rank that can speak warn of slow ones."""
+        """Let the first able rank log a warning about slow ranks."""
         if slowness.seconds < self._warned.get(slowness.ranks, 0.0):
             return
         self._warned[slowness.ranks] = 2 * slowness.seconds
@@ -257,7 +257,7 @@ class Monitor:
 
 
 def _left_by(folder: str, rank: int) -> dict[str, dict[int, Entry]] | None:
-    """Read the ledger of a rank of this host; return None if there is none."""
+    """Return the last calls in the ledger of a rank of this host, or None if there is none."""
     try:
         return tails(read_ledger(ledger_path(folder, rank))[3])
     except (OSError, ValueError):
@@ -265,7 +265,7 @@ def _left_by(folder: str, rank: int) -> dict[str, dict[int, Entry]] | None:
 
 
 def serve() -> None:
-    """Run as the process that `start_monitor` starts; its arguments come through stdin."""
+    """Run the process that `start_monitor` starts; its arguments come through stdin."""
     agreed = json.load(sys.stdin)
     with contextlib.suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""The calls of this process: each one is in the ledger, and each wait is known while it lasts."""
+"""Record the calls of this process in the ledger, and its waits while they last."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .calls import call_site, collective_texts, group_label, message_label, mess
 from .facts import Channel, Fault
 from .ledger import DONE, ISSUED, WAITING, Board, Ledger, channel_number
 
-PATIENCE = 3.0  # s that an error of the network waits for the verdict on its cause
+PATIENCE = 3.0  # seconds to wait for the verdict on the cause of a network error
 
 _NETWORK = re.compile(r"gloo|pair closure|connect|timed? ?out|broken pipe|nccl|peer", re.IGNORECASE)
 
@@ -34,7 +34,7 @@ class Verdict:
     """The verdict on the job.
 
     Attributes:
-        over: Is set when the guard has ended, with a fault or without one.
+        over: Set once the guard has ended, with or without a fault.
         fault: The fault, or None.
     """
 
@@ -43,7 +43,7 @@ class Verdict:
         self.fault: Fault | None = None
 
     def conclude(self, fault: Fault | None) -> None:
-        """End the guard, with a fault or without one."""
+        """Record that the guard has ended, with or without a fault."""
         self.fault = fault
         self.over.set()
 
@@ -57,47 +57,47 @@ class Verdict:
             raise self.error()
 
     def error(self) -> RankFaultError:
-        """Return the error that tells of the fault."""
+        """Return the exception for the fault."""
         kind, ranks, text = self.fault or Fault("", (), "")
         return RankFaultError(text, ranks=ranks, kind=kind)
 
     def await_it(self) -> bool:
-        """Wait a moment for the verdict; return whether the guard has ended."""
+        """Wait up to `PATIENCE` for the verdict; return whether the guard has ended."""
         return self.over.wait(PATIENCE)
 
     def explain(self, error: Exception) -> BaseException:
-        """Return the fault that an error of the network comes from, or the error itself."""
+        """Return the fault that caused a network error, or the error itself."""
         if self.fault is None and not _NETWORK.search(str(error)):
             return error
         self.await_it()
         return error if self.fault is None else self.error()
 
     def caused(self, error: BaseException) -> bool:
-        """Return whether an error comes from a fault that was found."""
+        """Return whether a known fault caused an error."""
         return isinstance(error, RankFaultError) or (
             isinstance(error, RuntimeError) and self.explain(error) is not error
         )
 
 
-PENDING = 256  # calls in the stream that are known; older ones are forgotten
+PENDING = 256  # calls in streams that are tracked; older ones are forgotten
 
 
 class Streamed(NamedTuple):
-    """A call in a stream."""
+    """A call on a device's stream."""
 
-    number: int  # of the wait for it, see `Wait`
+    number: int  # number of the wait for it, see `Wait`
     note: Note
     begun: float
     passed: torch.Event
 
 
 class Streams:
-    """The last calls of this process that its device's streams have not come past.
+    """The last calls of this process that its device's streams have not completed.
 
-    NCCL and its like put a call into a stream and return. If another rank never makes that call,
-    the host waits later and elsewhere: in its next read of the device, a call of torch that no
-    ledger has. So an event stands behind every call, and the watcher looks for the oldest that is
-    not reached.
+    NCCL and similar backends enqueue a call on a stream and return. If another rank never makes the
+    call, the host blocks later and elsewhere: when it next reads from the device, in a call of
+    torch that no ledger records. So an event follows every call, and the watcher looks for the
+    oldest event that is not reached.
     """
 
     def __init__(self) -> None:
@@ -105,17 +105,17 @@ class Streams:
         self._lock = threading.Lock()
 
     def add(self, number: int, note: Note, device: str) -> None:
-        """Put an event behind a call that this thread has just made on the current stream."""
+        """Record an event after a call that this thread has just made on the current stream."""
         module = torch.get_device_module(device)
         if getattr(module, "is_current_stream_capturing", bool)():
-            return  # an event of a graph that is being captured cannot be asked
+            return  # an event in a graph that is being captured cannot be queried
         passed = torch.Event(device)
         passed.record()
         with self._lock:
             self._calls.append(Streamed(number, note, time.monotonic(), passed))
 
     def pending(self) -> Streamed | None:
-        """Return the oldest call that its stream has not come past."""
+        """Return the oldest call that its stream has not completed, or None."""
         with self._lock:
             while self._calls:
                 if not self._calls[0].passed.query():
@@ -124,8 +124,8 @@ class Streams:
         return None
 
 
-MARK = 16  # every so many calls of a channel its checksum is kept, to be compared
-KEPT = 64  # marks that are kept until they are told
+MARK = 16  # calls of a channel between two marks of its checksum
+KEPT = 64  # marks of a channel that are kept until they are sent
 TEXT = 140  # bytes of a call in the ledger
 
 _ident = threading.get_ident
@@ -133,7 +133,7 @@ _wall, _clock = time.time, time.monotonic
 
 
 class Note(NamedTuple):
-    """A call that has been noted, and where its entry in the ledger is."""
+    """A recorded call, and the index of its entry in the ledger."""
 
     track: Track
     seq: int
@@ -150,24 +150,24 @@ class Track:
 
     def __init__(self, key: str, channel: Channel, number: int, device: str) -> None:
         self.key = key
-        self.device = device  # whose streams run the calls; "" for the CPU
+        self.device = device  # device type whose streams run the calls; "" for the CPU
         self.channel = channel
         self.number = number
         self.tag = channel_number(key)
         self.count = 0
         self.rolling = 0  # checksum of the calls
         self.sites = 0  # checksum of the lines that made them
-        self.marks: deque[tuple[str, int, int, int]] = deque(maxlen=KEPT)  # not told yet
-        self.owner: int | None = None  # the one thread that calls; 0 for several
-        self.told: int | None = None  # calls that the monitor knows of; None of a new channel
+        self.marks: deque[tuple[str, int, int, int]] = deque(maxlen=KEPT)  # not sent yet
+        self.owner: int | None = None  # the thread that makes the calls; 0 for several
+        self.told: int | None = None  # calls that the monitor knows of; None for a new channel
 
     def mark(self, at: str) -> None:
-        """Keep the checksums of the calls up to here, to be compared with others' at that time."""
+        """Keep the checksums of the calls so far, to be compared with other ranks' mark `at`."""
         self.marks.append((at, self.count, self.rolling, self.sites))
 
 
 class Handle:
-    """A backend's handle whose wait is known, and ends when there is a fault."""
+    """A wrapper of a backend's handle that records waits and ends them at a fault."""
 
     __slots__ = ("_handle", "_note", "_recorder")
 
@@ -187,13 +187,13 @@ class Handle:
 
 
 class Recorder:
-    """The guard that the collectives tell of their calls; see `scaletorch.dist.building.Guard`.
+    """The guard to which collectives report their calls; see `scaletorch.dist.building.Guard`.
 
     Args:
-        ledger: Where they are written.
-        board: Where the ranks of this host see one another's calls.
-        verdict: Is asked before each call, and after each error.
-        tell: Tells all ranks of an exception; returns whether they hear of a fault.
+        ledger: The ledger for the calls.
+        board: The board on which ranks of this host see one another's calls.
+        verdict: Checked before each call, and after each error.
+        tell: Reports an exception to all ranks; returns whether they will raise a fault.
     """
 
     def __init__(
@@ -214,11 +214,11 @@ class Recorder:
         self.tracks: dict[str, Track] = {}
         self.waits: dict[int, tuple[int, Note, float]] = {}  # thread -> its wait
         self.streams = Streams()
-        self.step: int | None = None  # the last one that has ended
+        self.step: int | None = None  # the last completed step
         self._waits = itertools.count(1)
 
     def record(self, group: ProcessGroup, call: str, facts: Sequence[Any]) -> Note:
-        """Note a collective that this thread is about to make."""
+        """Record a collective that this thread is about to start."""
         self._check()
         found = self._groups.get(group)
         track, size = found if found is not None else self._new_group(group)
@@ -228,32 +228,32 @@ class Recorder:
     def record_message(
         self, group: ProcessGroup, data: Tensor, peer: int, tag: int, sends: bool
     ) -> Note:
-        """Note one end of a message."""
+        """Record a send or receive that this thread is about to start."""
         self._check()
         path = (peer, tag, sends)
         try:
             track = self._paths[group][path]
         except KeyError:
             track = self._new_path(group, *path)
-        # Of the shape the number of elements counts.
+        # A message must agree in the number of elements, not in the shape.
         same, text = f"{data.dtype} {data.numel()}", message_text(data, peer, sends)
         return self._write(track, same, text)
 
     def run(
         self, notes: Sequence[Any], call: Callable[..., Any], *args: Any, **options: Any
     ) -> Any:
-        """Make the backend's call for these notes, and wrap its handle or handles."""
+        """Make the backend's call for the notes, and wrap its handle or handles."""
         handles = self.waiting(notes[0], call, *args, **options)
         if not isinstance(handles, list):
             return None if handles is None else Handle(handles, notes[0], self)
-        if len(handles) != len(notes):  # a batch that is one to the backend
+        if len(handles) != len(notes):  # the backend coalesced a batch
             notes = [notes[0]] * len(handles)
         return [Handle(handle, note, self) for handle, note in zip(handles, notes, strict=True)]
 
     def waiting(
         self, note: Note | None, call: Callable[..., Any], *args: Any, **options: Any
     ) -> Any:
-        """Make a call that may wait, and let everybody know what it waits for."""
+        """Make a call that may block, and record the wait while it does."""
         if note is None:
             return call(*args, **options)
         thread = _ident()
@@ -286,19 +286,19 @@ class Recorder:
     def end_step(self, number: int) -> None:
         """Keep the checksums of this thread's calls at the end of a step.
 
-        The two ends of a message need not be in one step: how many there are is not compared, only
-        those that both have made.
+        The sender and the receiver of a message may be in different steps, so message channels are
+        marked by the number of calls, not by the step.
         """
         thread, self.step = _ident(), number
         tracks = [track for track in list(self.tracks.values()) if track.owner == thread]
         self.mark(tracks, f"the end of step {number}")
 
     def mark(self, tracks: Iterable[Track], at: str = "") -> None:
-        """Keep the checksums of calls up to here, to be compared.
+        """Keep the checksums of the calls so far, to be compared.
 
         Args:
-            tracks: Whose.
-            at: When that is; of messages, and by default, it is the number of calls.
+            tracks: The channels to mark.
+            at: Name of this moment; for messages, and by default, the number of calls.
         """
         with self._lock:
             for track in tracks:
@@ -306,7 +306,7 @@ class Recorder:
                 track.mark(f"call {track.count}" if counted else at)
 
     def free_threads(self, waits: Container[int]) -> tuple[int, bool]:
-        """Return how many threads that call are not among those that wait, and if others might."""
+        """Return how many calling threads are not in `waits`, and whether others might call."""
         living = set(sys._current_frames())
         callers = living & self._callers
         others = [
@@ -319,12 +319,12 @@ class Recorder:
         return free, any(thread.ident != main for thread in others)
 
     def _write(self, track: Track, same: str, text: str) -> Note:
-        """Write down a call, of which `same` must be the same on every member of its channel."""
+        """Record a call; `same` is the text that must be equal on every member of its channel."""
         thread = _ident()
         site, line = call_site()
         check, said = crc32(_encoded(same)), _encoded(text)
         said = said if len(said) <= TEXT else said[: TEXT - 4] + " …".encode()
-        # One lock for all: the checksums, the marks and the ledger must tell of the same calls.
+        # One lock for all, so that checksums, marks and ledger cover the same calls.
         with self._lock:
             seq = track.count
             track.count = seq + 1
@@ -346,7 +346,7 @@ class Recorder:
     def _hold_back(self, note: Note) -> None:
         """Wait for the verdict on a call that differs from that of another rank of this host."""
         if not self.waiting(note, self.verdict.await_it):
-            self.board = None  # two channels share a place: it would only delay
+            self.board = None  # a hash collision of two channels: the board would only delay
         self._check()
 
     def _new_group(self, group: ProcessGroup) -> tuple[Track, int]:

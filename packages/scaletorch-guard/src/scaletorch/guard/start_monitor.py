@@ -1,4 +1,4 @@
-"""The start of the monitor: the ranks find it over their group, in two small collectives."""
+"""Start the monitor, and send its address to all ranks with two small collectives."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .ledger import host_number
 from .messages import Connection, Hello
 
 _WIDTH = 1024  # bytes of the text that rank 0 sends
-_PREFIX = "scaletorch-guard-"  # of folders
-_LONGEST = 512  # bytes of a folder's path, which travels to all ranks
-_CONNECT = 30.0  # s
-_READS = 60.0  # s that the monitor may be too busy to hear a rank
+_PREFIX = "scaletorch-guard-"  # prefix of folder names
+_LONGEST = 512  # bytes of a folder's path, which is sent to all ranks
+_CONNECT = 30.0  # seconds
+_READS = 60.0  # seconds for which the monitor may be too busy to read a rank's messages
 
-# Without this package's own `__init__`, which has torch: in a tenth of a second.
+# Skips this package's `__init__`, which imports torch, and so starts in a tenth of a second.
 _BOOT = (
     "import importlib, sys, types\n"
     "package = types.ModuleType({package!r})\n"
@@ -40,30 +40,30 @@ _BOOT = (
 class Agreed(NamedTuple):
     """The result of `start_monitor`, the same on every rank."""
 
-    folder: str = ""  # of the ledgers
+    folder: str = ""  # folder of the ledgers
     address: str = ""  # where the monitor listens
     port: int = 0
-    token: str = ""  # the secret of its ranks
-    failed: str = ""  # why there is no monitor, if so
+    token: str = ""  # secret that ranks show to the monitor
+    failed: str = ""  # why the monitor did not start; "" if it did
 
 
 def start_monitor(group: ProcessGroup, folder: str | None, limits: dict[str, float]) -> Agreed:
-    """Start the monitor beside the first rank, and agree on its place; every rank calls it.
+    """Start the monitor on the first rank's host, and agree on its address; every rank calls it.
 
     Args:
-        group: The ranks that are guarded.
+        group: The guarded ranks.
         folder: Where to keep the ledgers, or None for a temporary folder.
-        limits: The limits of the monitor's picture.
+        limits: The monitor's `warn` and `patience`, in seconds.
 
     Raises:
-        StateError: The folder is somebody else's.
+        StateError: The folder exists and belongs to another user, or others can access it.
     """
     hosts = {host for (host,) in gather_ints((host_number(),), group)}
     said = b""
     if group.rank() == 0:
         try:
             own = _start(_choose_folder(folder), group.size(), limits, alone=len(hosts) == 1)
-        except (OSError, ValueError) as error:  # no port, or no process: told to every rank
+        except (OSError, ValueError) as error:  # no port or process: reported to every rank
             own = Agreed(failed=str(error)[: _WIDTH // 2] or type(error).__name__)
         said = json.dumps(own).encode()
     data = torch.frombuffer(bytearray(said.ljust(_WIDTH)), dtype=torch.uint8)
@@ -85,7 +85,7 @@ def _start(folder: str, size: int, limits: dict[str, float], *, alone: bool) -> 
 
 
 def _listen(*, alone: bool) -> tuple[socket.socket, str]:
-    """Listen on loopback if all ranks are here, else at the address that the master's name has."""
+    """Listen on loopback if all ranks are on this host, else on the address of MASTER_ADDR."""
     master = os.environ.get("MASTER_ADDR", "")
     if alone:
         address = "127.0.0.1"
@@ -95,36 +95,36 @@ def _listen(*, alone: bool) -> tuple[socket.socket, str]:
         address = socket.gethostbyname(socket.gethostname())
     try:
         return socket.create_server((address, 0), backlog=4096), address
-    except OSError:  # an address that is translated on the way here
+    except OSError:  # the address is not this host's own, for example behind NAT
         return socket.create_server(("", 0), backlog=4096), address
 
 
 def _run_monitor(listener: socket.socket, arguments: dict[str, object]) -> None:
-    """Run the monitor in a process that has this one's listener, and nothing else of it.
+    """Run the monitor in a process that inherits only the listener.
 
-    It ends when all ranks have hung up, and does not mind Ctrl-C.
+    It ends when all ranks have disconnected, and ignores Ctrl-C.
     """
     boot = _BOOT.format(package=__package__, folder=os.path.dirname(os.path.abspath(__file__)))
     process = subprocess.Popen(
         [sys.executable, "-S", "-P", "-c", boot],
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,  # whoever reads a rank's output does not wait for this process
+        stdout=subprocess.DEVNULL,  # a reader of a rank's output must not wait for the monitor
         stderr=subprocess.DEVNULL,
         pass_fds=(listener.fileno(),),
         cwd="/",
         start_new_session=True,
     )
-    # Through its input, since other users can read its command line.
+    # Through stdin, since other users can read the command line.
     with cast(IO[bytes], process.stdin) as words:
         words.write(json.dumps(arguments).encode())
     threading.Thread(target=process.wait, name="scaletorch-guard-reaper", daemon=True).start()
 
 
 def connect(agreed: Agreed, hello: Hello) -> Connection:
-    """Connect to the monitor.
+    """Connect to the monitor and greet it.
 
     Raises:
-        StateError: It cannot be reached.
+        StateError: The monitor cannot be reached.
     """
     address, port = agreed.address, agreed.port
     try:
@@ -139,7 +139,7 @@ def connect(agreed: Agreed, hello: Hello) -> Connection:
 
 
 def _choose_folder(base: str | None) -> str:
-    """Return a new name for a folder of one job, in `base` or in the temporary folder.
+    """Return a new folder name for one job, in `base` or in the system's temporary folder.
 
     Raises:
         InvalidArgumentError: The path is too long.
@@ -152,15 +152,15 @@ def _choose_folder(base: str | None) -> str:
 
 
 def _make_private(folder: str) -> None:
-    """Make a folder that this user alone can read.
+    """Create a folder that only this user can access.
 
     Raises:
-        StateError: Somebody else has one of that name.
+        StateError: It exists, and is not a folder that only this user can access.
     """
     os.makedirs(os.path.dirname(folder), exist_ok=True)
     try:
         os.mkdir(folder, 0o700)
-    except FileExistsError:  # another rank of this host has made it
+    except FileExistsError:  # another rank may have created it
         status = os.lstat(folder)
         if status.st_uid != os.getuid() or status.st_mode & 0o170077 != 0o040000:
             raise StateError(f"{folder} is not a folder of this user alone") from None

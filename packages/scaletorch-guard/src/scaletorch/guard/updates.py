@@ -1,4 +1,4 @@
-"""Updates of the monitor's picture of the job, one for each message."""
+"""Update the monitor's picture of the job with each message."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from .ledger import tails
 from .messages import Answer, Bye, Message, News, Raised, State, Tail
 from .mismatch import drop_agreed
 
-REMEMBERED = 64  # marks of a rank that nobody has compared with yet
-AGAIN = 1.0  # s after which a question that was not answered is asked again
+REMEMBERED = 64  # marks of a rank in a channel that are kept until they are compared
+AGAIN = 1.0  # seconds after which an unanswered question is asked again
 
 _numbers = count(1)
 
 
 def new_picture(size: int, *, warn: float, patience: float) -> Picture:
-    """Return the picture of a job of `size` ranks of which nothing is known yet."""
+    """Return the initial picture of a job of `size` ranks."""
     missed = MISSED * news_period(size)
     reports = {rank: Report(rank, patience=missed) for rank in range(size)}
     return Picture(reports, {}, warn, patience)
 
 
 def new_question(report: Report, now: float, *, afresh: bool = False) -> int | None:
-    """Return the number of a new question to a rank, or None while one is under way."""
+    """Return the number of a new question to a rank, or None while one is pending."""
     if report.question is not None and now - report.question[1] < AGAIN and not afresh:
         return None
     report.question = next(_numbers), now
@@ -31,7 +31,7 @@ def new_question(report: Report, now: float, *, afresh: bool = False) -> int | N
 
 
 def to_examine(picture: Picture, now: float) -> list[int]:
-    """Return the ranks that are late to speak, and whose processes must be looked at now."""
+    """Return the ranks whose messages are late and whose processes must be examined now."""
     due = [
         report
         for report in picture.reports.values()
@@ -44,13 +44,13 @@ def to_examine(picture: Picture, now: float) -> list[int]:
 
 
 def lose(report: Report, what: str, left: dict[str, dict[int, Entry]] | None, now: float) -> None:
-    """Write down a death: how it came, and the last calls in the ledger of the dead rank."""
+    """Record a rank's death: its cause, and the last calls in the rank's ledger."""
     report.end, report.ended, report.what = "death", now, what
     report.tails = left or {}
 
 
 def update(picture: Picture, rank: int, message: Message, now: float) -> None:
-    """Write down a message of a rank."""
+    """Record a message of a rank."""
     report = picture.reports[rank]
     report.heard, report.stopped = now, None
     match message:
@@ -81,7 +81,7 @@ def _take_news(picture: Picture, report: Report, news: News, now: float) -> None
     report.counts |= news.counts
     for key, marks in news.marks.items():
         own = report.marks.setdefault(key, {})
-        # The two ends of a message come from lines of their own: their lines are not compared.
+        # The sender and the receiver of a message call from different lines: do not compare them.
         ends = channels[key].message
         own |= {at: (made, rolling, 0 if ends else sites) for at, made, rolling, sites in marks}
         for oldest in list(own)[: max(0, len(own) - REMEMBERED)]:

@@ -1,7 +1,6 @@
-"""The watcher: a thread of every rank that tells the monitor what this process does.
+"""The watcher: a thread of every rank that reports this process's state to the monitor.
 
-It also looks at other processes of this host if it is asked to, and ends this rank's waits when
-there is a fault.
+On request it also examines other processes of this host; at a fault it ends this rank's waits.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from .facts import Fault, Wait, news_period
 from .ledger import TRACE
 from .recorder import Note, Recorder
 
-_TAG = 0x5CA1E  # nobody's
-_DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")  # the second is there without NCCL too
+_TAG = 0x5CA1E  # a tag that no program uses
+_DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")  # the second one exists even without NCCL
 
 
 def break_gloo_groups() -> None:
-    """Free all threads of this process that wait in gloo; its groups are of no use after.
+    """Unblock all threads of this process that wait in gloo; its groups are unusable afterwards.
 
-    Neither `abort` nor `shutdown` ends a collective of gloo that waits for a peer. But a message
-    that is not there in time makes it break all connections of its group in this process, which
-    frees these threads with an error. So: wait 1 ms for one.
+    Neither `abort` nor `shutdown` ends a gloo collective that waits for a peer. But if a receive
+    times out, gloo breaks all connections of the group in this process, which unblocks the threads
+    with an error. So receive with a timeout of 1 ms.
     """
     for backend in _backends():
         if backend.name() == "gloo" and backend.size() > 1:
@@ -49,11 +48,11 @@ def break_gloo_groups() -> None:
 
 
 def abort_device_groups() -> None:
-    """Abort every group of this process whose calls run on a device; they are of no use after.
+    """Abort every group of this process whose calls run on a device; they are unusable afterwards.
 
-    That ends the kernels that wait on the device: the host goes on, with whatever is in tensors.
-    The aborts of NCCL's groups are one call to it, newest group first, as torch itself makes them:
-    one after another they can wait for one another (pytorch/pytorch#119797).
+    That ends the kernels that wait on the device; the host continues, with undefined tensors.
+    NCCL's groups are aborted in one NCCL group call, newest first, as torch itself does: separate
+    aborts can deadlock (pytorch/pytorch#119797).
     """
     found = [backend for backend in _backends() if backend.name() != "gloo" and backend.size() > 1]
     together = next((backend for backend in found if hasattr(backend, "_group_start")), None)
@@ -67,9 +66,9 @@ def abort_device_groups() -> None:
 
 
 def dump_trace(folder: str, rank: int) -> None:
-    """Write what torch's flight recorder knows of the last calls on the device, if anything.
+    """Write the trace of torch's flight recorder with the last calls on the device, if it exists.
 
-    Without stacks: to look up their lines torch imports its compiler, which takes seconds.
+    It has no stacks: to resolve their lines torch would import its compiler, which takes seconds.
     """
     for name in _DUMPS:
         dump = getattr(torch._C._distributed_c10d, name, None)
@@ -81,7 +80,7 @@ def dump_trace(folder: str, rank: int) -> None:
 
 def _backends() -> Iterator[Any]:
     """Yield the backends of all groups that this rank is in, each once, oldest group first."""
-    seen: list[Any] = []  # kept, since torch makes the objects anew once they are gone
+    seen: list[Any] = []  # keeps the wrappers alive, so that `is` compares the same objects
     for group in list(c10d.distributed_c10d._world.pg_map):
         for device in group._device_types if group.rank() >= 0 else ():
             backend = group._get_backend(device)
@@ -96,12 +95,12 @@ def _break(backend: Any) -> None:
             backend.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))
         except RuntimeError as error:
             if "Timed out" in str(error):
-                return  # now all are broken; one that was so before says something else
+                return  # all connections are broken now; one broken before gives another error
 
 
-LOOK = 0.1  # s between two looks at the waits of this process
+LOOK = 0.1  # seconds between two checks of the waits of this process
 TAIL = 256  # entries that are sent
-BEHIND = 1.0  # s that a call is in a stream before others hear that the stream waits in it
+BEHIND = 1.0  # seconds that a call is in a stream before it is reported as a wait
 
 logger = logging.getLogger(__package__)
 
@@ -109,13 +108,13 @@ T = TypeVar("T")
 
 
 class Watcher(threading.Thread):
-    """Tells the monitor of this process, and this process of a fault.
+    """The thread that reports this process to the monitor, and a fault to this process.
 
     Args:
         connection: The connection to the monitor.
-        recorder: The calls of this process, and the verdict on the job.
+        recorder: The recorder of this process, with the verdict on the job.
         rank: This rank.
-        size: How many ranks there are.
+        size: Number of ranks.
     """
 
     def __init__(
@@ -131,42 +130,42 @@ class Watcher(threading.Thread):
         for end in (self._woken, self._waker):
             end.setblocking(False)
         self.welcome = threading.Event()
-        self._shown: list[int] = []  # numbers of the waits that it knows
+        self._shown: list[int] = []  # numbers of the waits that the monitor knows
         self._over = False
 
     @property
     def wake(self) -> int:
-        """The descriptor that signals wake this thread by."""
+        """The descriptor through which signals wake this thread."""
         return self._waker.fileno()
 
     def say(self, message: messages.Message, timeout: float) -> None:
-        """Have this thread send a message to the monitor, and wait until it has."""
+        """Let this thread send a message to the monitor; wait up to `timeout` until it is sent."""
         sent = threading.Event()
         self._queue.put((message, sent))
         self._wake()
         sent.wait(timeout)
 
     def end(self) -> None:
-        """End this thread, without another message."""
+        """End this thread without another message."""
         self._over = True
         self._wake()
         if threading.current_thread() is not self:
             self.join(1.0)
 
     def disown(self) -> None:
-        """Close this end in a fork of the process, so that it does not keep it open."""
+        """Close this end of the connection, so that a forked child does not keep it open."""
         for end in (self._connection, self._woken, self._waker):
             end.close()
 
     def run(self) -> None:
-        """Serve until the end; a fault of the guard itself turns it off, and no more."""
+        """Serve until the end; a failure of the guard itself only turns the guard off."""
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._connection, selectors.EVENT_READ)
                 selector.register(self._woken, selectors.EVENT_READ)
                 self._serve(selector)
         except Exception as error:
-            if not self._over:  # else the rank has just closed the files that this thread used
+            if not self._over:  # else the rank has just closed the files in use
                 why = "".join(traceback.format_exception(error))
                 self._connection.send(messages.Off(f"on rank {self._rank}: {why}"))
                 self._turn_off(why)
@@ -194,7 +193,7 @@ class Watcher(threading.Thread):
         self._connection.send(self._news(behind=0.0), message)
 
     def _waits_changed(self) -> bool:
-        """Return whether this rank waits in other calls than the monitor knows of."""
+        """Return whether this rank's waits differ from those that the monitor knows."""
         return [wait.number for wait in self._waits(self._recorder.waits.copy())] != self._shown
 
     def _waits(
@@ -213,13 +212,13 @@ class Watcher(threading.Thread):
         return told
 
     def _news(self, behind: float = BEHIND) -> messages.News:
-        """Return all that has changed here since the last news.
+        """Return all changes of this process since the last news.
 
-        Waits are read first, so that all they need is in what is read after them: the channel that
-        a wait is in, and the calls that were made before it.
+        Waits are read first, so that the values read later include everything that they refer to:
+        the channel of a wait, and the calls before it.
 
         Args:
-            behind: Seconds that a stream must have waited in a call to be told of.
+            behind: Seconds that a stream must have waited in a call for the wait to be reported.
         """
         threads = self._recorder.waits.copy()
         waits = self._waits(threads, behind)
@@ -239,11 +238,11 @@ class Watcher(threading.Thread):
         return [list(entry) for entry in self._recorder.ledger.tail(TAIL)]
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # it is awake, or at its end
+        with contextlib.suppress(OSError):  # the thread is awake, or has ended
             self._waker.send(b"\0")
 
     def _signals(self, numbers: bytes) -> None:
-        """Free the main thread for a Ctrl-C that came while it was blocked in a wait."""
+        """Unblock the main thread at a Ctrl-C that came while it was blocked in a wait."""
         ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if signal.SIGINT in numbers and ours and self._main in self._recorder.waits:
             name = "KeyboardInterrupt"
@@ -272,7 +271,7 @@ class Watcher(threading.Thread):
             self._turn_off("its monitor, a process beside rank 0, has ended or is out of reach")
 
     def _turn_off(self, why: str) -> None:
-        """Go on without a guard: its own fault is none of the job's."""
+        """Turn the guard off and let the job continue."""
         level = logging.INFO if self._rank else logging.WARNING
         logger.log(level, "the guard is off: %s", why.rstrip())
         self._finish(None)
@@ -283,11 +282,11 @@ class Watcher(threading.Thread):
         if fault is None:
             return
         if self._recorder.on_device:
-            # A backend's own watchdog may end this process before the error is raised.
+            # A backend's own watchdog may kill this process before the error is raised.
             logger.error("%s", fault.text.split("\n", 1)[0])
             dump_trace(self._recorder.ledger.folder, self._rank)
             abort_device_groups()
-        for pause in (0.002, 0.01, 0.05, 0.2, 1.0):  # a call may have begun just before
+        for pause in (0.002, 0.01, 0.05, 0.2, 1.0):  # repeat: a call may just have begun
             break_gloo_groups()
             time.sleep(pause)
             if not self._recorder.waits:
@@ -295,7 +294,7 @@ class Watcher(threading.Thread):
 
 
 def _taken(marks: deque[T]) -> list[T]:
-    """Return what a queue holds, which is empty then, but for what comes meanwhile."""
+    """Remove and return the current items of a queue; items added meanwhile stay."""
     return [marks.popleft() for _ in range(len(marks))]
 
 
@@ -312,6 +311,6 @@ def process_state(pid: int) -> str:
 
 
 def thread_stack(ident: int | None) -> str:
-    """Return the innermost of the Python stack of one of this process's threads."""
+    """Return the innermost six frames of a thread's Python stack, as text."""
     frame = sys._current_frames().get(ident or 0)
     return "".join(traceback.format_stack(frame)[-6:]) if frame else ""

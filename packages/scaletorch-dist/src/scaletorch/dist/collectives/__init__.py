@@ -1,1 +1,1 @@
-"""The collectives on tensors, kind by kind; `scaletorch.dist.dist` names them all."""
+"""Collectives on tensors, one module per kind; `scaletorch.dist.dist` exports them all."""

@@ -1,4 +1,4 @@
-"""The collective that exchanges: all_to_all, of one tensor, of two lists or of uneven parts."""
+"""all_to_all, for one tensor, for two lists, or for uneven slices of a flat tensor."""
 
 from __future__ import annotations
 
@@ -46,27 +46,27 @@ def all_to_all(
 ) -> Work[None]: ...
 @tells_failure
 def all_to_all(*args: Any, **options: Any) -> Any:
-    """Send every rank its own block, and collect the blocks of all ranks for this one.
+    """Send one block to every rank, and receive one block from each.
 
-    `all_to_all(data, group=None, async_op=False)` cuts dim 0 into as many blocks as there are
-    ranks and returns the received ones joined along dim 0. The sizes of all ranks are compared
-    first (one small message), so that a dim that does not divide is an error on every rank.
+    `all_to_all(data, group=None, async_op=False)` splits dim 0 into one block per rank and returns
+    the received blocks joined along dim 0. The ranks first compare their sizes (one small message),
+    so that every rank raises if dim 0 of any rank is not divisible.
 
     `all_to_all(send_list, recv_list, group=None, async_op=False)` sends tensor i to the group's
-    rank i and fills tensor j from its rank j. The list to *send* comes first: torch.distributed
-    has it the other way round. Shapes may differ from pair to pair, and nothing is compared.
+    rank i and fills tensor j from its rank j. The list to *send* comes first, unlike in
+    torch.distributed. Shapes may differ from pair to pair, and nothing is compared.
 
     Args:
-        args: The tensor to cut, the same shape and dtype on every rank; or the list to send and
-            the list to fill.
+        args: The tensor to split, of the same shape and dtype on every rank; or the list to send
+            and the list to fill.
         options: `group` (the default group by default); `async_op` (return a Work at once, whose
-            `wait()` returns the tensor, or None once the list is filled).
+            `wait()` returns the tensor, or None after the list is filled).
 
     Returns:
         The joined blocks in the first form, None in the second.
 
     Raises:
-        InvalidArgumentError: Dim 0 does not divide, on any rank; or the lists do not fit.
+        InvalidArgumentError: Dim 0 of some rank is not divisible, or the lists do not fit.
         MismatchError: The ranks' shapes or dtypes differ (first form).
         NotInGroupError: This rank is outside the group.
     """
@@ -82,20 +82,20 @@ def all_to_all(*args: Any, **options: Any) -> Any:
 def all_to_all_flat(
     data: Tensor, counts: Sequence[int], received_counts: Sequence[int], group: Group = None
 ) -> Work[Tensor]:
-    """Send every rank its part of a flat tensor, of any length, asynchronously.
+    """Send every rank its slice of a flat tensor, asynchronously; lengths may differ.
 
     Args:
-        data: Flat tensor of any dtype; read until the work is waited for.
-        counts: Elements for each rank; the parts lie in rank order.
+        data: Flat tensor of any dtype; must not change until `wait()` returns.
+        counts: Elements for each rank; the slices lie in rank order.
         received_counts: Elements from each rank, which every rank must know beforehand.
         group: The default group by default.
 
     Returns:
-        The work; its `wait()` gives the parts for this rank, joined in rank order, new memory.
+        A Work; its `wait()` returns the slices for this rank, joined in rank order, in new memory.
 
     Raises:
-        InvalidArgumentError: The parts are not the tensor's, or not one a rank.
-        MismatchError: Calls are compared, and a rank sends another number than the other expects.
+        InvalidArgumentError: The counts are not one per rank, or do not add up to `data`.
+        MismatchError: Calls are compared, and a rank sends a count that its peer does not expect.
         NotInGroupError: This rank is outside the group.
     """
     check_tensor(data, "all_to_all_flat")
@@ -141,7 +141,7 @@ def _all_to_all(data: Tensor, group: Group = None, async_op: bool = False) -> Te
 
 
 def _check_blocks(data: Tensor, members: ProcessGroup) -> None:
-    """Compare dim 0, and what one row takes, over the ranks."""
+    """Compare dim 0 and the bytes of one row over the ranks."""
     size = members.size()
     row = data[0].numel() * data.element_size() if data.size(0) else 0
     rows = gather_ints((data.size(0), row), members)
@@ -191,7 +191,7 @@ def _all_to_all_lists(
 
 
 def _compare_pairs(sent: list[int], received: list[int], members: ProcessGroup) -> None:
-    """Compare what every rank sends to every other with what that one expects."""
+    """Compare the bytes that each rank sends to each other rank with the bytes expected there."""
     rows = gather_ints((*sent, *received), members)
     ranks, size = group_ranks(members), len(rows)
     wrong = [
@@ -207,7 +207,7 @@ def _compare_pairs(sent: list[int], received: list[int], members: ProcessGroup) 
 
 def _distribute(targets: Sequence[Tensor], counts: list[int], received: Tensor) -> None:
     for target, part in zip(targets, received.split(counts), strict=True):
-        if part.storage_offset() % target.element_size():  # a dtype wants its alignment
+        if part.storage_offset() % target.element_size():  # a view needs the dtype's alignment
             part = part.clone()
         target.detach().copy_(part.view(target.dtype).view(target.shape))
 

@@ -1,4 +1,4 @@
-"""The autograd functions behind `functional`: each one's backward applies another's forward."""
+"""Autograd functions behind `functional`: the backward of each applies another one's forward."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Group = ProcessGroup | None
 
 
 def apply(function: type[Function], *args: Any) -> Tensor:
-    """Apply an autograd function, with a type."""
+    """Apply an autograd function; gives the result a static type."""
     result: Tensor = function.apply(*args)
     return result
 
 
 def alone(group: Group) -> bool:
-    """Return whether there is one rank, so that every call here is the identity."""
+    """Return whether the group has one rank, so that every call here is the identity."""
     members = process_group(group)
     return members is None or members.size() == 1
 
 
 def _back(function: type[Function], grad: Tensor, group: Group, *args: Any) -> Tensor:
-    """Apply another's forward to a gradient.
+    """Apply the forward of another function to a gradient.
 
-    An identity must hand on the very tensor: autograd would take a view of it for its own, and add
-    to what is the caller's.
+    An identity must return the same tensor object: autograd would treat a view as its own and
+    accumulate into the caller's tensor.
     """
     if alone(group) or (function is Copy and not torch.is_grad_enabled()):
         return grad
@@ -40,11 +40,11 @@ def _back(function: type[Function], grad: Tensor, group: Group, *args: Any) -> T
 
 
 class _Whole(Function):
-    """Base of those of whole tensors; the gradient takes the way that forward has noted."""
+    """Base for functions on whole tensors; forward stores the one for backward in `ctx.way`."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Let the gradient go that way."""
+        """Apply the stored function to the gradient."""
         way, group = ctx.way
         return _back(way, grads[0], group, group), None
 
@@ -80,17 +80,17 @@ class AllReduce(_Whole):
 
 
 class _Pieces(Function):
-    """Base of those of pieces along a dim; the gradient takes the way that forward has noted."""
+    """Base for functions on shards; forward stores the one for backward in `ctx.way`."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Let the gradient go that way, along the same dim."""
+        """Apply the stored function to the gradient, along the same dim."""
         way, dim, group, sizes = ctx.way
         return _back(way, grads[0], group, dim, group, sizes), None, None, None
 
 
 class AllGather(_Pieces):
-    """Join along a dim forward; sum and own piece backward."""
+    """All-gather along a dim forward; reduce-scatter backward."""
 
     @staticmethod
     def forward(
@@ -102,16 +102,16 @@ class AllGather(_Pieces):
 
 
 class ReduceScatter(_Pieces):
-    """Sum and own piece forward; join along the dim backward."""
+    """Reduce-scatter along a dim forward; all-gather backward."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, dim: int, group: Group = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        """Return this rank's piece along `dim` of the sum of every rank's `x`."""
+        """Return this rank's shard along `dim` of the sum of every rank's `x`."""
         ctx.way = AllGather, dim, group, sizes
         piece = pieces.summed_piece(x, dim, group, sizes)
-        # No view of what was received: what a model adds to in place must not be one.
+        # A model may change the result in place, which autograd forbids for a view made here.
         if not piece._is_view():
             return piece
         alias: Tensor = piece.new_empty(0)
@@ -120,7 +120,7 @@ class ReduceScatter(_Pieces):
 
 
 class Gather(_Pieces):
-    """Join along a dim forward; own piece backward."""
+    """All-gather along a dim forward; this rank's shard backward."""
 
     @staticmethod
     def forward(
@@ -132,29 +132,29 @@ class Gather(_Pieces):
 
 
 class Split(_Pieces):
-    """Own piece along a dim forward; join backward."""
+    """This rank's shard along a dim forward; all-gather backward."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, dim: int, group: Group = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        """Return this rank's piece of `x` along `dim`."""
+        """Return this rank's shard of `x` along `dim`."""
         ctx.way = Gather, dim, group, sizes
         return pieces.own_piece(x, dim, group, sizes)
 
 
 class AllToAll(Function):
-    """Pieces along one dim sent out, received ones joined along another; backward the way back."""
+    """All-to-all: split along one dim, join along another; backward swaps the two dims."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, split_dim: int, concat_dim: int, group: Group = None
     ) -> Tensor:
-        """Return what every rank's piece for this one joins to."""
+        """Return every rank's shard for this rank, joined along `concat_dim`."""
         ctx.args = concat_dim, split_dim, group
         return pieces.swapped(x, split_dim, concat_dim, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Send the gradients of the pieces back."""
+        """Send the gradients of the shards back."""
         return _back(AllToAll, grads[0], ctx.args[-1], *ctx.args), None, None, None

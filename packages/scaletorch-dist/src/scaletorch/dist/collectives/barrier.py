@@ -1,4 +1,4 @@
-"""Waiting for one another."""
+"""The barrier."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..wire.checks import begin
 
 
 def barrier(group: ProcessGroup | None = None) -> None:
-    """Wait until every rank of a group is here; at once if there is only one.
+    """Wait until every rank of a group has called this; return at once if it has one rank.
 
     Raises:
         NotInGroupError: This rank is outside the group.
@@ -21,5 +21,5 @@ def barrier(group: ProcessGroup | None = None) -> None:
     device = get_comm_device(members)
     if device.type == "cpu":
         raw_barrier(members)
-    else:  # without a device the backend guesses one from the rank, and warns
+    else:  # without device_ids the backend guesses a device from the rank, and warns
         raw_barrier(members, device_ids=[device.index])

@@ -1,4 +1,4 @@
-"""Collectives that one rank feeds: broadcast and scatter."""
+"""Collectives with one source rank: broadcast and scatter."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def broadcast(
 def broadcast(
     data: Tensor, src: int = 0, group: Group = None, async_op: bool = False
 ) -> Work[None] | None:
-    """Copy `data` of rank `src` into that of every rank.
+    """Copy `data` of rank `src` into `data` of every rank.
 
     Args:
         data: Filled in place; the same shape and dtype on every rank.
         src: Global rank to copy from.
         group: The default group by default.
-        async_op: Return a Work at once; `data` is right after its `wait()`.
+        async_op: Return a Work at once; `data` holds the result after its `wait()`.
 
     Raises:
         NotInGroupError: `src` or this rank is outside the group.
@@ -69,18 +69,18 @@ def scatter(
 ) -> Work[None] | None:
     """Copy entry i of the list on rank `src` into `data` of the group's rank i.
 
-    The list is known on `src` alone, so whether it fits is sent first: a bad one is an error on
-    every rank.
+    Only `src` knows the list, so it first tells the others whether the list fits: a bad list is an
+    error on every rank.
 
     Args:
         data: Filled in place; the same shape and dtype on every rank.
-        scatter_list: On `src`, one tensor a rank like `data`; elsewhere ignored.
+        scatter_list: On `src`, one tensor like `data` per rank; ignored on other ranks.
         src: Global rank that has the list.
         group: The default group by default.
-        async_op: Return a Work at once; `data` is right after its `wait()`.
+        async_op: Return a Work at once; `data` holds the result after its `wait()`.
 
     Raises:
-        InvalidArgumentError: The list does not fit; on every rank.
+        InvalidArgumentError: The list does not fit; raised on every rank.
         NotInGroupError: `src` or this rank is outside the group.
     """
     check_target(data, "scatter")
@@ -97,7 +97,7 @@ def scatter(
 
 
 def _check_list_of_root(tensors: Any, data: Tensor, src: int, mine: bool, members: Group) -> None:
-    """Check what only rank `src` has, and raise on every rank."""
+    """Check the list of rank `src`, and raise on every rank if it does not fit."""
     size = 1 if members is None else members.size()
     error = None
     if mine:

@@ -1,4 +1,4 @@
-"""Flat buffers of which each rank owns a part: reduced to all or the owners, and gathered."""
+"""Collectives on flat buffers in which each rank owns a shard of its own length."""
 
 from __future__ import annotations
 
@@ -30,22 +30,23 @@ def all_reduce_flat(
 ) -> Work[Tensor]:  # fmt: skip
     """Sum a flat buffer over the ranks, in place and asynchronously.
 
-    16-bit floats are summed in float32 and rounded once on every backend, where NCCL's and Gloo's
-    all-reduce round at each rank. As many bytes travel; half of them after `wait()` is called.
+    16-bit floats are summed in float32 and rounded once on every backend, whereas the all-reduces
+    of NCCL and Gloo round at each rank. The traffic is the same; half of it follows `wait()`.
 
     Args:
         data: Flat contiguous tensor, floating-point or complex.
         op: `"sum"` or `"mean"`.
         group: The default group by default.
-        ordered: Add in rank order on every backend, so that the bits depend on no partition.
-        start: What the sum begins with (after division for `"mean"`), as long as `data`; only with
+        ordered: Add in rank order on every backend, so that the bits do not depend on how the
+            buffer is sharded.
+        start: Initial value of the sum (after division for `"mean"`), as long as `data`; only with
             `ordered`.
 
     Returns:
-        The work; its `wait()` gives `data`.
+        A Work; its `wait()` returns `data`.
 
     Raises:
-        InvalidArgumentError: No flat tensor, or an unknown op.
+        InvalidArgumentError: `data` is not flat, or the op is unknown.
     """
     if data.ndim != 1:
         raise InvalidArgumentError(f"all_reduce_flat takes a flat tensor, got {tuple(data.shape)}")
@@ -66,24 +67,24 @@ def reduce_scatter_flat(
     data: Tensor, counts: Sequence[int], op: str = "sum", group: ProcessGroup | None = None, *,
     ordered: bool = False, start: Tensor | None = None,
 ) -> Work[Tensor]:  # fmt: skip
-    """Sum each rank's part of a flat buffer over the ranks, asynchronously.
+    """Reduce-scatter a flat buffer, asynchronously; shards may differ in length.
 
     16-bit floats are summed in float32 on every backend.
 
     Args:
-        data: Flat floating-point or complex tensor; read until the work is waited for.
-        counts: Elements of each rank's part; the parts lie in rank order.
+        data: Flat floating-point or complex tensor; must not change until `wait()` returns.
+        counts: Elements of each rank's shard; the shards lie in rank order.
         op: As in `all_reduce_flat`.
-        group: As there.
-        ordered: As there.
-        start: As there, but this rank's part.
+        group: As in `all_reduce_flat`.
+        ordered: As in `all_reduce_flat`.
+        start: As in `all_reduce_flat`, but for this rank's shard.
 
     Returns:
-        The work; its `wait()` gives this rank's part of the sum, new memory, 16-bit floats as
+        A Work; its `wait()` returns this rank's shard of the sum in new memory, 16-bit floats as
         float32.
 
     Raises:
-        InvalidArgumentError: The parts are not the buffer's, or an unknown op.
+        InvalidArgumentError: `counts` do not fit `data` and the ranks, or the op is unknown.
     """
     rank, size = get_dist_info(group)
     _check(data, counts, size, "reduce_scatter_flat")
@@ -109,16 +110,16 @@ def all_gather_flat(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work[None] | None:
-    """Fill a flat buffer, of which every rank has its own part, with the parts of all, in place.
+    """All-gather a flat buffer in place: each rank has filled its own shard beforehand.
 
     Args:
         data: Flat contiguous tensor of any dtype.
-        counts: Elements of each rank's part; the parts lie in rank order.
+        counts: Elements of each rank's shard; the shards lie in rank order.
         group: The default group by default.
-        async_op: Return a Work at once; `data` is whole after its `wait()`.
+        async_op: Return a Work at once; `data` is complete after its `wait()`.
 
     Raises:
-        InvalidArgumentError: The parts are not the buffer's.
+        InvalidArgumentError: `counts` do not fit `data` and the ranks.
     """
     _check(data, counts, get_world_size(group), "all_gather_flat")
     members = begin(group, "all_gather_flat", data, list(counts))
@@ -137,7 +138,7 @@ def _check(data: Tensor, counts: Sequence[int], size: int, call: str) -> None:
 
 
 def _is_narrow(data: Tensor) -> bool:
-    """Return whether a backend may round a sum of such numbers at each rank."""
+    """Return whether a backend may round a sum in this dtype at each rank."""
     return sum_dtype(data.dtype) is not data.dtype
 
 
@@ -155,7 +156,7 @@ def _summed(
     spoil: bool,
     data: Tensor,
 ) -> Tensor:
-    """Add blocks of equal length, one after another in memory, behind `start`; as `fold` does."""
+    """Add `start` and consecutive blocks of equal length in order, as `fold` does."""
     rows = data.view(blocks, data.numel() // blocks)
     return fold(rows, start=start, divisor=divisor, spoil=spoil).to(device)
 
@@ -163,7 +164,7 @@ def _summed(
 def _put_together(
     data: Tensor, counts: Sequence[int], own: range, group: ProcessGroup | None, shard: Work[Tensor]
 ) -> Tensor:
-    """Write this rank's part of a sum into the buffer, and fetch the others."""
+    """Write this rank's shard of a sum into the buffer, and all-gather the other shards."""
     data[own.start : own.stop].copy_(shard.wait())
     all_gather_flat(data, counts, group)
     return data

@@ -1,4 +1,4 @@
-"""Collectives that collect: all_gather and gather."""
+"""Gathering collectives: all_gather and gather."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ def all_gather(
 ) -> Work[None]: ...
 @tells_failure
 def all_gather(*args: Any, **options: Any) -> Any:
-    """Collect a tensor from every rank, in the group's order.
+    """Gather a tensor from every rank, in the group's order.
 
-    `all_gather(data, group=None, async_op=False)` returns a list of new tensors, parts of one
-    block of memory; `all_gather(tensor_list, tensor, group=None, async_op=False)` fills a list.
+    `all_gather(data, group=None, async_op=False)` returns a list of new tensors, all views of one
+    buffer; `all_gather(tensor_list, tensor, group=None, async_op=False)` fills a list.
 
     Args:
-        args: This rank's tensor, the same shape and dtype on every rank; in the second form after
-            the list to fill.
+        args: This rank's tensor, of the same shape and dtype on every rank; in the second form it
+            follows the list to fill.
         options: `group` (the default group by default); `async_op` (return a Work at once, whose
-            `wait()` returns the list, or None once the given one is filled).
+            `wait()` returns the list, or None after the given list is filled).
 
     Returns:
         The list in the first form, None in the second.
 
     Raises:
-        InvalidArgumentError: No tensor, or a list that does not fit.
+        InvalidArgumentError: An argument is not a tensor, or the list does not fit.
         NotInGroupError: This rank is outside the group.
     """
     data = args[0] if args else options.get("data")
@@ -107,19 +107,19 @@ def gather(
 def gather(
     data: Tensor, dst: int = 0, group: Group = None, async_op: bool = False
 ) -> list[Tensor] | Work[list[Tensor]]:
-    """Collect a tensor from every rank on rank `dst`.
+    """Gather a tensor from every rank on rank `dst`.
 
     Args:
-        data: This rank's tensor, the same shape and dtype on every rank.
+        data: This rank's tensor, of the same shape and dtype on every rank.
         dst: Global rank that gets the list.
         group: The default group by default.
         async_op: Return a Work at once, whose `wait()` returns the list.
 
     Returns:
-        On `dst` a list of new tensors in the group's order, elsewhere `[]`.
+        A list of new tensors in the group's order on `dst`, `[]` on other ranks.
 
     Raises:
-        InvalidArgumentError: No tensor.
+        InvalidArgumentError: `data` is not a tensor.
         NotInGroupError: `dst` or this rank is outside the group.
     """
     check_tensor(data, "gather")

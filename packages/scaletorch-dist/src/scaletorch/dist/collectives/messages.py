@@ -1,7 +1,7 @@
-"""Messages from one rank to another, singly and in batches; peers are global ranks.
+"""Point-to-point messages, singly and in batches; peers are global ranks.
 
-A message needs a matching receive of the same dtype and element count. Messages with one tag
-between two ranks arrive in the order in which they were sent.
+A message needs a matching receive of the same dtype and element count. Messages between two ranks
+with the same tag arrive in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from ..world.info import get_rank
 Messages = Sequence[tuple[Tensor, int]]
 Group = ProcessGroup | None
 
-MOST = 128  # messages in one batch: NCCL cuts longer ones, not at the same places on both ends
+MOST = 128  # messages per batch: NCCL splits longer ones, at different places on the two ranks
 
 
 def send(data: Tensor, dst: int, group: Group = None, tag: int = 0) -> None:
-    """Send `data` and wait until it may be changed.
+    """Send `data` and wait until it may be overwritten.
 
     Args:
-        data: Any dtype, layout and device; not changed.
+        data: Any dtype, strides and device; not changed.
         dst: Global rank of the receiver, another member of `group`.
         group: The default group by default.
-        tag: Tells messages between two ranks apart, on backends that have tags: gloo and MPI.
+        tag: Distinguishes messages between two ranks; only gloo and MPI have tags.
 
     Raises:
         NotInGroupError: `dst` or this rank is outside the group.
-        InvalidArgumentError: `dst` is this rank; or a tag other than 0 on a backend without tags.
+        InvalidArgumentError: `dst` is this rank, or the backend has no tags and `tag` is not 0.
     """
     isend(data, dst, group, tag).wait()
 
@@ -47,20 +47,20 @@ def recv(data: Tensor, src: int, group: Group = None, tag: int = 0) -> None:
     """Wait for a message from `src` and write it into `data`.
 
     Args:
-        data: Filled in place; as many elements and the dtype of what was sent.
+        data: Filled in place; has the dtype and element count of the sent tensor.
         src: Global rank of the sender, another member of `group`.
         group: The default group by default.
         tag: The sender's tag.
 
     Raises:
         NotInGroupError: `src` or this rank is outside the group.
-        InvalidArgumentError: `src` is this rank; or a tag other than 0 on a backend without tags.
+        InvalidArgumentError: `src` is this rank, or the backend has no tags and `tag` is not 0.
     """
     irecv(data, src, group, tag).wait()
 
 
 def isend(data: Tensor, dst: int, group: Group = None, tag: int = 0) -> Work[None]:
-    """Start to send `data`; leave it unchanged and keep the handle until `wait()`.
+    """Start to send `data`; do not change it, and keep the returned Work, until `wait()`.
 
     Args and errors as in `send`.
     """
@@ -99,20 +99,21 @@ def exchange(
     group: Group = None,
     async_op: bool = False,
 ) -> Work[None] | None:
-    """Send and receive a batch of messages at once, in no order that could deadlock.
+    """Send and receive a batch of messages at once, without deadlock in any order.
 
-    A message to this rank itself is copied to its own receive, the first to the first.
+    A message to this rank itself is copied into its own receive: the first send to the first
+    receive, and so on.
 
     Args:
-        sends: `(tensor, dst)` pairs; the tensors are not changed and must not be until done.
+        sends: `(tensor, dst)` pairs; the caller must not change the tensors until done.
         recvs: `(tensor, src)` pairs; the tensors are filled in place.
         group: The default group by default; peers are global ranks in it.
         async_op: Return a Work at once; received tensors are filled after its `wait()`.
 
     Raises:
         NotInGroupError: A peer or this rank is outside the group.
-        InvalidArgumentError: Sends to this rank itself do not match the receives from it, or there
-            are more than 128 messages.
+        InvalidArgumentError: Sends of this rank to itself do not match its receives from itself, or
+            there are more than 128 messages.
     """
     members = process_group(group)
     sent, received = _peers(sends, "dst", group), _peers(recvs, "src", group)
@@ -130,7 +131,7 @@ def exchange(
 
 
 def _peers(messages: Messages, name: str, group: Group) -> list[tuple[Tensor, int, bool]]:
-    """Check the messages, and tell of each whether it stays on this rank."""
+    """Check the messages; return each with its peer and whether the peer is this rank."""
     checked = []
     for message in messages:
         if not isinstance(message, Sequence) or len(message) != 2:
@@ -182,7 +183,7 @@ def _copies_to_self(sent: list[Tensor], received: list[Tensor]) -> list[tuple[Te
 
 
 def _to_other(data: Tensor, peer: int, name: str, group: Group) -> ProcessGroup:
-    """Check a message between this rank and another, and return the group it goes by."""
+    """Check a message between this rank and another, and return its process group."""
     check_tensor(data, "send" if name == "dst" else "recv")
     members = process_group(group)
     if check_member(peer, name, group) or members is None:

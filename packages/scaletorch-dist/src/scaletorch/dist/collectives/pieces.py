@@ -1,6 +1,6 @@
-"""Joins, pieces and sums of tensors along a dim, for the differentiable collectives.
+"""Joins, shards and sums of tensors along a dim, for the differentiable collectives.
 
-Nothing here records a graph or changes its input; with one rank nothing is sent.
+No function records a graph or changes its input; with one rank nothing is sent.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def joined(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None
 
 
 def own_piece(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None) -> Tensor:
-    """Return this rank's piece of `x` along `dim`, in memory of its own."""
+    """Return a copy of this rank's shard of `x` along `dim`."""
     dim = check_dim(x, dim)
     members = process_group(group)
     lengths = piece_lengths(x, dim, members, sizes, "split")
@@ -66,7 +66,7 @@ def own_piece(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = N
 
 
 def summed_piece(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None) -> Tensor:
-    """Return this rank's piece along `dim` of the sum of every rank's `x`."""
+    """Return this rank's shard along `dim` of the sum of every rank's `x`."""
     dim = check_dim(x, dim)
     members = process_group(group)
     lengths = piece_lengths(x, dim, members, sizes, "reduce_scatter")
@@ -87,7 +87,7 @@ def summed_piece(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None 
 
 
 def swapped(x: Tensor, split_dim: int, concat_dim: int, group: Group) -> Tensor:
-    """Return piece i (along `split_dim`) sent to rank i, the received ones joined."""
+    """Send shard i along `split_dim` to rank i; return the received ones joined."""
     split_dim, concat_dim = check_dim(x, split_dim), check_dim(x, concat_dim)
     members = process_group(group)
     lengths = piece_lengths(x, split_dim, members, None, "all_to_all")
@@ -102,10 +102,10 @@ def swapped(x: Tensor, split_dim: int, concat_dim: int, group: Group) -> Tensor:
 
 
 def check_dim(x: Tensor, dim: int) -> int:
-    """Return `dim` counted from the front.
+    """Return `dim` as a non-negative index.
 
     Raises:
-        InvalidArgumentError: `x` has no such dim.
+        InvalidArgumentError: `dim` is out of range for `x`.
     """
     if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         message = f"dim {dim} does not exist in a tensor of shape {tuple(x.shape)}"
@@ -114,10 +114,10 @@ def check_dim(x: Tensor, dim: int) -> int:
 
 
 def check_sizes(sizes: Sequence[int] | None, members: Group, call: str) -> list[int] | None:
-    """Return `sizes` as a list after comparing its length with the group's.
+    """Return `sizes` as a list; check that it has one size per rank of the group.
 
     Raises:
-        InvalidArgumentError: Another number of sizes than ranks, or a negative one.
+        InvalidArgumentError: The number of sizes is not the number of ranks, or one is negative.
     """
     if sizes is None:
         return None
@@ -133,10 +133,10 @@ def check_sizes(sizes: Sequence[int] | None, members: Group, call: str) -> list[
 
 
 def check_length(x: Tensor, dim: int, expected: int, what: str) -> None:
-    """Compare the length of `x` along `dim` with what was expected.
+    """Check that `x` has the expected length along `dim`.
 
     Raises:
-        InvalidArgumentError: They differ.
+        InvalidArgumentError: It has another length.
     """
     if x.size(dim) != expected:
         message = (
@@ -149,10 +149,10 @@ def check_length(x: Tensor, dim: int, expected: int, what: str) -> None:
 def piece_lengths(
     x: Tensor, dim: int, members: Group, sizes: Sequence[int] | None, call: str
 ) -> list[int]:
-    """Return the length along `dim` of each rank's piece of `x`.
+    """Return the length along `dim` of each rank's shard of `x`.
 
     Raises:
-        InvalidArgumentError: `sizes` do not add up to `x`, or without them the dim does not divide.
+        InvalidArgumentError: `sizes` do not add up, or they are absent and `dim` is not divisible.
     """
     lengths = check_sizes(sizes, members, call)
     if lengths is not None:
@@ -171,7 +171,7 @@ def piece_lengths(
 
 
 def _compare(call: str, x: Tensor, members: ProcessGroup, dim: int = 0, more: Any = None) -> None:
-    """Compare the call over the ranks, where that is asked for."""
+    """Compare the call over the ranks if `check_collectives` asks for it."""
     if checking():
         lengths = isinstance(more, list)
         shape = [*x.shape[:dim], *x.shape[dim + 1 :]] if lengths else list(x.shape)
@@ -183,7 +183,7 @@ def _rank(members: Group) -> int:
 
 
 def _blocks(data: Tensor, members: ProcessGroup) -> Tensor:
-    """Return every rank's `data`, all of one shape, stacked along a new dim 0."""
+    """Return every rank's `data` stacked along a new dim 0; all have the same shape."""
     data = on_wire(data, members)
     if not data.numel():
         return data.new_empty((members.size(), *data.shape))
@@ -207,12 +207,12 @@ def _as(x: Tensor, shape: Sequence[int], result: Tensor) -> Tensor:
 
 
 def _leads(x: Tensor, dim: int) -> bool:
-    """Return whether pieces along `dim` lie one after another in contiguous memory."""
+    """Return whether shards along `dim` of a contiguous tensor are contiguous themselves."""
     return all(size == 1 for size in x.shape[:dim])
 
 
 def _piece_major(data: Tensor, dim: int, lengths: list[int]) -> Tensor:
-    """Return contiguous `data` flat, with the piece of the first rank first."""
+    """Return contiguous `data` as a flat tensor with the ranks' shards in rank order."""
     if _leads(data, dim):
         return data.view(-1)
     return torch.cat([piece.reshape(-1) for piece in data.split(lengths, dim)])

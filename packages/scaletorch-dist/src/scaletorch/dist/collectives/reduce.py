@@ -1,4 +1,4 @@
-"""Collectives that compute: all_reduce, reduce and reduce_scatter."""
+"""Reducing collectives: all_reduce, reduce and reduce_scatter."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def all_reduce(
     """Reduce `data` over the ranks, in place on every rank.
 
     Args:
-        data: Any strides, any device, leaves that require grad too; the same shape and dtype on
-            every rank. Integers keep their dtype: sums wrap as torch's do, a mean is exact and
-            truncated toward zero. Bools stay bools: a sum is "any", a product or mean "all".
-        op: Sum, mean, product, min, max, band, bor or bxor, or a ReduceOp. NaNs survive all.
+        data: The same shape and dtype on every rank, with any strides, on any device; may be a
+            leaf that requires grad. Integers keep their dtype: sums wrap as in torch, a mean is
+            exact and truncated toward zero. For bools a sum is "any", a product or mean "all".
+        op: Sum, mean, product, min, max, band, bor or bxor, or a ReduceOp. Every op keeps NaNs.
         group: The default group by default.
-        async_op: Return a Work at once; `data` is right after its `wait()`.
+        async_op: Return a Work at once; `data` holds the result after its `wait()`.
 
     Raises:
-        InvalidArgumentError: Unknown op, or one that has no meaning for the dtype.
+        InvalidArgumentError: The op is unknown, or undefined for the dtype.
         NotInGroupError: This rank is outside the group.
     """
     check_target(data, "all_reduce")
@@ -68,7 +68,7 @@ def reduce(
 def reduce(
     data: Tensor, dst: int = 0, op: Op = "sum", group: Group = None, async_op: bool = False
 ) -> Work[None] | None:
-    """Reduce `data` over the ranks, in place on rank `dst`; other ranks keep theirs.
+    """Reduce `data` over the ranks, in place on rank `dst`; `data` of other ranks is unchanged.
 
     Args:
         data: As in `all_reduce`.
@@ -78,7 +78,7 @@ def reduce(
         async_op: Return a Work at once.
 
     Raises:
-        InvalidArgumentError: Unknown op, or one that has no meaning for the dtype.
+        InvalidArgumentError: The op is unknown, or undefined for the dtype.
         NotInGroupError: `dst` or this rank is outside the group.
     """
     check_target(data, "reduce")
@@ -90,7 +90,7 @@ def reduce(
     recipe = _recipe_on(op, data, members)
     buffer = recipe.pack(on_wire(data, members, reduced=True))
     if buffer.data_ptr() == data.data_ptr() and not mine:
-        buffer = buffer.clone()  # backends leave partial results in it
+        buffer = buffer.clone()  # backends write partial results into it
     done = partial(unpack_into, data, recipe, members.size()) if mine else arrived
     return way_of(buffer, members).reduce(buffer, dst, recipe, done, async_op)
 
@@ -118,15 +118,15 @@ def reduce_scatter(
     16-bit floats may be reduced in float32 and rounded once.
 
     Args:
-        output: Filled in place; shape of this rank's entry. Shapes may differ from rank to rank.
-        input_list: One tensor a rank, of one dtype; not changed.
+        output: Filled in place; has the shape of this rank's entry. Entries may differ in shape.
+        input_list: One tensor per rank, all of one dtype; not changed.
         op: As in `all_reduce`.
         group: The default group by default.
-        async_op: Return a Work at once; `output` is right after its `wait()`.
+        async_op: Return a Work at once; `output` holds the result after its `wait()`.
 
     Raises:
-        InvalidArgumentError: Unknown op, one that has no meaning for the dtype, another number of
-            tensors than ranks, or one that does not fit `output`.
+        InvalidArgumentError: The op is unknown or undefined for the dtype, the list does not have
+            one tensor per rank, or this rank's entry does not fit `output`.
         NotInGroupError: This rank is outside the group.
     """
     check_target(output, "reduce_scatter", "output")
@@ -149,17 +149,17 @@ def reduce_scatter(
 
 
 def _recipe_on(op: Op, data: Tensor, group: ProcessGroup) -> Recipe:
-    """Return how to reduce a tensor on a group, of which the backend may not know its dtype."""
+    """Return the recipe to reduce a tensor on a group; its backend may not support the dtype."""
     return recipe_for(op, data.dtype, data.dtype in route(data, group).reduces)
 
 
 def unpack_into(data: Tensor, recipe: Recipe, size: int, reduced: Tensor) -> None:
-    """Bring a reduced tensor home to `data`.
+    """Unpack a reduced tensor into `data`.
 
     Args:
-        data: Is filled.
-        recipe: What packed it.
-        size: Ranks whose tensors were reduced.
+        data: Filled in place.
+        recipe: The recipe that packed the tensor.
+        size: Number of ranks whose tensors were reduced.
         reduced: The packed result.
     """
     result = recipe.unpack(reduced, size)

@@ -1,4 +1,4 @@
-"""Kinds of devices and their backends: the table, what this machine has, and what follows."""
+"""Devices and their backends: the table, probes of this machine, and the chosen device."""
 
 from .chosen import (
     comm_entry,

@@ -1,4 +1,4 @@
-"""`python -m scaletorch.dist.devices` prints the table of backends for this machine."""
+"""Print the table of backends for this machine: `python -m scaletorch.dist.devices`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _NOTHING = "nothing"
 
 
 def backend_rows(*, probe: bool = True) -> list[tuple[str, ...]]:
-    """Return the table's cells, a row for each backend.
+    """Return the table's cells, one row per backend.
 
     Args:
-        probe: See what this machine has: vendors' plugins and mpi4py are imported. Otherwise the
-            last cell of each row is empty.
+        probe: Check what this machine has, which imports vendors' plugins and mpi4py. Otherwise
+            the last cell of each row is empty.
     """
     return [_row(entry, probe) for entry in device_entries()]
 
@@ -36,7 +36,7 @@ def _row(entry: DeviceEntry, probe: bool) -> tuple[str, ...]:
 
 
 def backend_table() -> str:
-    """Return the table for this machine as Markdown, with what is done instead below it."""
+    """Return the table for this machine as Markdown, followed by the fallbacks for each gap."""
     lines = [_line(COLUMNS), _line(("---",) * len(COLUMNS)), *map(_line, backend_rows())]
     ways: dict[str, list[str]] = {}
     for feature, way in FEATURES.items():

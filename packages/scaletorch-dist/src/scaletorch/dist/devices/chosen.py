@@ -1,4 +1,4 @@
-"""The device that this process computes on, and with what a group communicates."""
+"""The device on which this process computes, and the device with which a group communicates."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from .probe import default_entry, is_usable, torch_module
 
 
 def current_device() -> torch.device:
-    """The device that this process computes on: its accelerator with index, else the CPU."""
+    """Return the device on which this process computes: its accelerator with index, or the CPU."""
     return current_of(default_entry().device)
 
 
 def current_of(device: str) -> torch.device:
-    """A kind of device with the index that is chosen in this process."""
+    """Return a device type with the index that is current in this process."""
     if device == "cpu":
         return torch.device("cpu")
     return torch.device(device, torch_module(device).current_device())
 
 
 def set_device(local_rank: int) -> torch.device:
-    """Choose this process's accelerator by its local rank; the CPU needs no choice.
+    """Set this process's current accelerator by its local rank, and return the device.
 
-    Where a launcher shows each process a device of its own, the only one is taken.
+    A launcher may expose a single device to each process, so the index is taken modulo the number
+    of devices. On the CPU nothing is set.
 
     Raises:
-        InvalidArgumentError: `local_rank` is no number of at least 0.
+        InvalidArgumentError: `local_rank` is not an integer of at least 0.
     """
     if not isinstance(local_rank, int) or local_rank < 0:
         message = f"local_rank must be a number of at least 0, got {local_rank!r}"
@@ -44,7 +45,7 @@ def set_device(local_rank: int) -> torch.device:
 
 
 def synchronize(device: torch.device | str | None = None) -> None:
-    """Wait until the device has done all its queued work; at once on the CPU."""
+    """Wait until the device has finished its queued work; return at once on the CPU."""
     chosen = current_device() if device is None else torch.device(device)
     if chosen.type != "cpu":
         torch_module(chosen.type).synchronize(chosen)
@@ -60,14 +61,14 @@ def _comm_entry(config: str) -> tuple[str, str]:
 
 
 def comm_entry(group: ProcessGroup | None = None) -> tuple[str, str]:
-    """(device, backend) with which a group communicates: its accelerator's, else the CPU's."""
+    """Return a group's (device, backend): those of its accelerator, or those of the CPU."""
     return _comm_entry(c10d.get_backend_config(group))
 
 
 def get_comm_device(group: ProcessGroup | None = None) -> torch.device:
-    """The device on which a group's collectives want their tensors.
+    """Return the device on which a group's collectives expect their tensors.
 
-    Without torch.distributed it is the CPU.
+    It is the CPU if torch.distributed is not initialized.
 
     Raises:
         NotInGroupError: This rank is outside the group.

@@ -1,4 +1,4 @@
-"""The devices and backends of this machine, and the spellings of backends that users may write."""
+"""Find the devices and backends of this machine, and parse names of backends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .table import DeviceEntry, device_entries, entry_of_backend
 
 
 def torch_module(device: str) -> Any:
-    """Torch's module of an accelerator (`torch.cuda`, `torch.npu` …)."""
+    """Return torch's module for an accelerator (`torch.cuda`, `torch.npu` …), or None."""
     return getattr(torch, device, None)
 
 
@@ -30,22 +30,22 @@ def is_usable(device: str) -> bool:
 
 @functools.cache
 def plugin_problem(plugin: str) -> str | None:
-    """Import a vendor's plugin, once; what is wrong with it, or None."""
+    """Import a vendor's plugin, once; return the problem with it, or None."""
     try:
         found = importlib.util.find_spec(plugin) is not None
-    except ImportError:  # the package that a dotted name is in
+    except ImportError:  # the parent package of a dotted name is missing
         found = False
     if not found:
         return f"{plugin} is not installed"
     try:
         importlib.import_module(plugin)
-    except Exception as error:  # a plugin without its driver raises whatever it likes
+    except Exception as error:  # a plugin without its driver may raise anything
         return f"{plugin} is installed but does not import ({type(error).__name__}: {error})"
     return None
 
 
 def device_problem(entry: DeviceEntry) -> str | None:
-    """Why this machine cannot use an entry's device, or None if it can."""
+    """Return the reason why this machine cannot use an entry's device, or None if it can."""
     if entry.device == "cpu":
         return None
     problem = plugin_problem(entry.plugin) if entry.plugin else None
@@ -57,10 +57,10 @@ def device_problem(entry: DeviceEntry) -> str | None:
 
 
 def backend_problem(backend: str) -> str | None:
-    """Why this machine cannot use a backend, or None if it can.
+    """Return the reason why this machine cannot use a backend, or None if it can.
 
     Raises:
-        InvalidArgumentError: Neither the table nor torch knows this name.
+        InvalidArgumentError: Neither the table nor torch knows the name.
     """
     entry = entry_of_backend(backend)
     if entry is not None and not c10d.is_backend_available(backend):
@@ -82,7 +82,7 @@ def backend_problem(backend: str) -> str | None:
 
 
 def _bring(entry: DeviceEntry) -> str | None:
-    """Import an entry's plugin and have its backend registered; what is wrong, or None."""
+    """Import an entry's plugin and register its backend; return the problem, or None."""
     problem = plugin_problem(entry.plugin) if entry.plugin else None
     if problem is not None:
         return f"{problem}; it comes from {entry.source}"
@@ -92,18 +92,18 @@ def _bring(entry: DeviceEntry) -> str | None:
             entry.activate()
         except ScaletorchError as error:
             return str(error)
-        except Exception as error:  # another package's code
+        except Exception as error:  # another package's code may raise anything
             return f"backend {entry.backend!r} does not start ({type(error).__name__}: {error})"
     return problem
 
 
 def default_entry() -> DeviceEntry:
-    """The entry of this machine's own device: the first accelerator there is, else the CPU."""
+    """Return the entry of this machine's own device: the first usable accelerator, or the CPU."""
     return next(entry for entry in device_entries() if device_problem(entry) is None)
 
 
 def default_backend() -> str:
-    """The backend of this machine's own device."""
+    """Return the backend of the first device in the table that is usable with its backend."""
     return next(
         entry.backend
         for entry in device_entries()
@@ -112,10 +112,10 @@ def default_backend() -> str:
 
 
 def require_plugin(entry: DeviceEntry) -> None:
-    """Refuse to go on without a plugin where the hardware it drives is in this machine.
+    """Check that this machine has an entry's plugin if it has the hardware.
 
     Raises:
-        StateError: With where the plugin comes from.
+        StateError: The plugin is missing; the message says where to get it.
     """
     problem = plugin_problem(entry.plugin) if entry.plugin else None
     if problem is not None and entry.nodes and glob.glob(entry.nodes):
@@ -126,14 +126,14 @@ def require_plugin(entry: DeviceEntry) -> None:
 
 
 def resolve_backend(backend: str) -> list[tuple[str, str]]:
-    """Read a backend's name or `device:backend` pairs with commas between.
+    """Parse a backend's name, or comma-separated `device:backend` pairs.
 
     Returns:
-        (device, backend) pairs; the device is "" where a name stands alone. A backend that this
-        torch was built without is replaced by the table's substitute.
+        (device, backend) pairs; the device is "" for a single name. The table's substitute
+        replaces a backend that this torch was built without.
 
     Raises:
-        InvalidArgumentError: Pairs and names mixed, a device twice, or a part left out.
+        InvalidArgumentError: Names and pairs are mixed, a device occurs twice, or a name is empty.
 
     Example:
         >>> resolve_backend("cpu:gloo,cuda:nccl")
@@ -156,10 +156,10 @@ def resolve_backend(backend: str) -> list[tuple[str, str]]:
 
 
 def check_pair(device: str, backend: str) -> None:
-    """Make sure that a backend serves the device it is asked for.
+    """Check that a backend serves the device paired with it.
 
     Raises:
-        InvalidArgumentError: It serves others.
+        InvalidArgumentError: The backend serves other devices only.
     """
     entry = entry_of_backend(backend)
     served = c10d.Backend.backend_capability.get(backend)
@@ -180,7 +180,7 @@ def _substitute(backend: str) -> str:
 
 
 def backend_config(backend: str) -> str:
-    """Return the backend for `init_process_group`: CPU tensors keep gloo beside a device's backend.
+    """Return the configuration for `init_process_group`, adding gloo if the backend lacks the CPU.
 
     Example:
         >>> backend_config("nccl")

@@ -1,4 +1,4 @@
-"""The one table of devices and backends, to which anyone may add."""
+"""The table of devices and backends; other packages may add entries."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 
 from ..errors import InvalidArgumentError
 
-ENTRY_POINTS = "scaletorch.devices"  # group in which other packages name their entries
-OWN_POINTS = {"mpi4py": "mpi.entry:ENTRY"}  # the same for folders of this package's own
+ENTRY_POINTS = "scaletorch.devices"  # entry point group in which other packages name their entries
+OWN_POINTS = {"mpi4py": "mpi.entry:ENTRY"}  # the same for folders of this package
 
-# What a backend may lack, and what is done instead.
+# Features that a backend may lack, and the fallback for each.
 FEATURES = {
     "gather": "all_gather",
     "reduce_scatter": "all_to_all, then reduced here",
@@ -33,38 +33,38 @@ def _dtypes(names: str) -> frozenset[torch.dtype]:
     return frozenset(getattr(torch, name) for name in names.split())
 
 
-# What NCCL, Gloo and most others add up, and all that the calls of this package ask of a backend.
+# Dtypes that NCCL, Gloo and most others reduce; this package asks backends to reduce no others.
 REDUCED = _dtypes("uint8 int8 int32 int64 float16 bfloat16 float32 float64")
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceEntry:
-    """A kind of device, its backend and how to come by them.
+    """A device type, its backend, and where to get them.
 
     Attributes:
         device: Name as in `torch.device`.
-        backend: Name as in `torch.distributed`; each is in the table once.
-        plugin: Module that brings both to torch, or None if torch has them.
-        lacks: Of `FEATURES`, those that are to be done another way.
-        source: Where the backend comes from, for messages.
-        nodes: File pattern of the hardware's device nodes; "" for none.
-        activate: Called, once the plugin is imported, before the backend is first used: it
-            registers the backend with torch.distributed where the plugin does not.
-        instead: Backend that takes this one's place where torch was built without it.
-        alone: Why it cannot stand beside another backend in a group; "" if it can.
-        check: Called with rank and world size before the ranks meet: it raises if the backend would
+        backend: Name as in `torch.distributed`; unique in the table.
+        plugin: Module that adds both to torch, or None if torch has them.
+        lacks: Names in `FEATURES` that the backend lacks.
+        source: Where to get the backend, for messages.
+        nodes: Glob pattern of the hardware's device files; "" for none.
+        activate: Called after the plugin is imported and before the backend is first used;
+            registers the backend with torch.distributed if the plugin does not.
+        instead: Backend that replaces this one if torch was built without it.
+        alone: Why it cannot be combined with another backend in a group; "" if it can.
+        check: Called with rank and world size before the ranks meet; raises if the backend would
             see other ranks.
-        tags: Whether messages of one pair of ranks are told apart by their tags; if not, they are
+        tags: Whether the backend distinguishes messages between two ranks by tag; if not, they are
             matched in the order of sending, and tags other than 0 are refused.
-        sharing: Environment variables, (name, value), with which several ranks can use one device
-            of a backend that otherwise takes one rank for each; `{rank}` in a value stands for the
-            rank. () if there is no way. None if the backend needs none, or if it is not known.
-        reduces: Dtypes that the backend sums and takes minima and maxima of. Tensors of the others
-            in `REDUCED` are gathered, and each rank reduces them in rank order. So a float64 sum is
-            as exact as float64 is on the tensor's device; a tensor of the host is summed there.
-        variables: Environment variables, (name, value), that each of several ranks gets before it
-            first uses its device, unless it has them.
-        group_memory: Bytes of device memory that one communicator holds, by default.
+        sharing: Environment variables, as (name, value) pairs, that let several ranks use one
+            device of a backend that otherwise takes one rank per device; `{rank}` in a value stands
+            for the rank. () if it is impossible. None if unnecessary or unknown.
+        reduces: Dtypes for which the backend computes sum, min and max. Tensors of other dtypes in
+            `REDUCED` are gathered, and each rank reduces them in rank order on the tensor's own
+            device, so a float64 sum is as exact as float64 on that device.
+        variables: Environment variables, as (name, value) pairs, that a rank sets before it first
+            uses its device, if it is not alone and they are unset.
+        group_memory: Bytes of device memory that one communicator holds by default.
 
     """
 
@@ -85,8 +85,8 @@ class DeviceEntry:
     group_memory: int = 0
 
 
-# Run on one H200 with NCCL 2.28.9: each rank is on a host of its own, and hosts are connected by
-# sockets of the loopback interface alone; buffers and channels are few, since all are on one card.
+# Tested on one H200 with NCCL 2.28.9. NCCL sees each rank on its own host, and hosts connected by
+# loopback sockets only; buffers and channels are few, since all ranks share one card.
 _NCCL_SHARING = (
     ("NCCL_HOSTID", "scaletorch-{rank}"),
     ("NCCL_P2P_DISABLE", "1"),
@@ -101,18 +101,17 @@ _NCCL_SHARING = (
     ("NCCL_BUFFSIZE", "1048576"),
 )
 
-# By default CUDA loads a kernel when it is first launched, and may wait for the device to do all it
-# has to: also for a receive, whose sender may wait for this rank. See "Lazy loading" in NVIDIA's
-# CUDA programming guide, among the potential hazards.
+# By default CUDA loads a kernel at its first launch, which may wait for all queued work of the
+# device. That includes a receive whose sender may be waiting for this rank: a deadlock. See the
+# potential hazards of "Lazy loading" in NVIDIA's CUDA programming guide.
 #
-# torch's flight recorder keeps the last calls, which the guard writes beside its ledgers.
+# torch's flight recorder keeps the last calls, which the guard writes next to its ledgers.
 _CUDA_VARIABLES = (("CUDA_MODULE_LOADING", "EAGER"), ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"))
 
-# NVIDIA/nccl#964: 544 and 688 MB for each group on an A100. Of RCCL and others none is known.
+# NVIDIA/nccl#964: 544 and 688 MB per group on an A100. No numbers are known for RCCL and others.
 NCCL_GROUP = 512 * 2**20
 
-# HCCL_BUFFSIZE in CANN's documentation: 200 MB by default, and each communicator holds two such
-# buffers.
+# HCCL_BUFFSIZE in CANN's documentation: 200 MB by default; each communicator holds two buffers.
 _HCCL_GROUP = 2 * 200 * 2**20
 
 DEVICES: tuple[DeviceEntry, ...] = (
@@ -134,8 +133,8 @@ DEVICES: tuple[DeviceEntry, ...] = (
         lacks=frozenset({"avg", *_BITS}),
         source="torch's XPU wheels",
         tags=False,
-        # intel/torch-xpu-ops, src/xccl/ProcessGroupXCCL.cpp: xcclDatatypes, xcclOps; averages are
-        # there since oneCCL 2021.15 alone.
+        # intel/torch-xpu-ops, src/xccl/ProcessGroupXCCL.cpp: xcclDatatypes, xcclOps; averages need
+        # oneCCL 2021.15 or newer.
         reduces=REDUCED,
     ),
     DeviceEntry(
@@ -146,7 +145,7 @@ DEVICES: tuple[DeviceEntry, ...] = (
         "Huawei Ascend: `pip install torch-npu` of torch's own version, beside CANN",
         "/dev/davinci[0-9]*",
         tags=False,
-        sharing=(),  # HCCL's documentation: no device twice in a communicator
+        sharing=(),  # HCCL's documentation: a communicator takes each device once
         # Ascend/pytorch, ProcessGroupHCCL.cpp: checkSupportedDataType; the documentation of
         # HcclAllReduce, CANN 8.0 to 9.0: no int16 on the 910A, no product of int16 and bfloat16.
         reduces=_dtypes("int8 int16 int32 int64 float16 bfloat16 float32"),
@@ -160,8 +159,8 @@ DEVICES: tuple[DeviceEntry, ...] = (
         "Cambricon's own wheels with the Neuware SDK (developer.cambricon.com), from no registry",
         "/dev/cambricon_dev[0-9]*",
         tags=False,
-        # Cambricon/torch_mlu, process_group_cncl.cpp: cncl_data_type has float64 as cnclFloat, so
-        # that it would be added in float32 without a word. Older releases have int64 as int32.
+        # Cambricon/torch_mlu, process_group_cncl.cpp: cncl_data_type maps float64 to cnclFloat,
+        # which would silently sum in float32. Older releases map int64 to int32.
         reduces=_dtypes("uint8 int8 int32 int64 float16 bfloat16 float32"),
     ),
     DeviceEntry(
@@ -172,7 +171,7 @@ DEVICES: tuple[DeviceEntry, ...] = (
         "Moore Threads' own wheels with the MUSA SDK (developer.mthreads.com), from no registry",
         "/dev/mtgpu*[0-9]*",
         tags=False,
-        # MooreThreads/torch_musa, ProcessGroupMCCL.cpp: mcclDataType; bfloat16 where MCCL has it.
+        # MooreThreads/torch_musa, ProcessGroupMCCL.cpp: mcclDataType; bfloat16 if MCCL has it.
         reduces=REDUCED,
     ),
     DeviceEntry("cpu", "gloo"),
@@ -182,8 +181,8 @@ DEVICES: tuple[DeviceEntry, ...] = (
         lacks=frozenset({"reduce_scatter", "avg", *_BITS}),
         source="a torch that was built from source against an MPI library; wheels have none",
         instead="mpi4py",
-        # torch, ProcessGroupMPI.cpp: mpiDatatype, without 16-bit floats; its int8 is MPI_CHAR,
-        # which the MPI standard knows as letters and adds up nowhere.
+        # torch, ProcessGroupMPI.cpp: mpiDatatype has no 16-bit floats; it maps int8 to MPI_CHAR,
+        # a character type for which the MPI standard defines no reduction.
         reduces=_dtypes("uint8 int16 int32 int64 float32 float64"),
     ),
 )
@@ -192,16 +191,16 @@ _added: list[DeviceEntry] = []
 
 
 def register_device(entry: DeviceEntry) -> None:
-    """Add an entry to the table of this process; the very same entry again is no error.
+    """Add an entry to the table of this process; adding an equal entry again is no error.
 
-    A package can do so for every process by an entry point of the group `scaletorch.devices` that
-    names a `DeviceEntry` or a list of them; it is loaded when devices are first asked for.
+    A package can do so for every process with an entry point in the group `scaletorch.devices` that
+    names a `DeviceEntry` or a list of them; it is loaded when devices are first looked up.
 
     Args:
-        entry: Its device is preferred to the CPU, and not to those that stand before.
+        entry: Its device is preferred to the CPU, but not to devices added before.
 
     Raises:
-        InvalidArgumentError: A field makes no sense, or the backend is there already.
+        InvalidArgumentError: A field is invalid, or the table has another entry for the backend.
 
     Example:
         >>> register_device(DeviceEntry("hpu", "hccl_hpu", "habana_frameworks.torch"))
@@ -235,7 +234,7 @@ def _check(entry: DeviceEntry) -> None:
 
 
 def device_entries() -> tuple[DeviceEntry, ...]:
-    """Return the whole table: accelerators as built in, then those added, and the CPU last."""
+    """Return the whole table: built-in accelerators, then added ones, then entries for the CPU."""
     _load_entry_points()
     entries = (*DEVICES, *_added)
     return (
@@ -245,7 +244,7 @@ def device_entries() -> tuple[DeviceEntry, ...]:
 
 
 def entry_of_backend(backend: str) -> DeviceEntry | None:
-    """The table's entry for a backend, or None for one that it does not know."""
+    """Return the table's entry for a backend, or None if it has none."""
     found = next((entry for entry in (*DEVICES, *_added) if entry.backend == backend), None)
     if found is None:
         _load_entry_points()
@@ -254,7 +253,7 @@ def entry_of_backend(backend: str) -> DeviceEntry | None:
 
 
 def _own(entry: Any) -> Any:
-    """Return an entry as this copy of the package has them: others make theirs with another."""
+    """Convert an entry to this package's `DeviceEntry`: a vendored copy has its own class."""
     if type(entry).__name__ != DeviceEntry.__name__:
         return entry
     return DeviceEntry(**{field.name: getattr(entry, field.name) for field in fields(entry)})
@@ -262,17 +261,17 @@ def _own(entry: Any) -> Any:
 
 @functools.cache
 def _load_entry_points() -> None:
-    """Add what installed packages name, once; a broken one is warned of and left out."""
+    """Add the entries of installed packages, once; warn of a broken one and skip it."""
     from importlib.metadata import EntryPoint, entry_points  # slow to import, and seldom needed
 
-    package = __package__.rpartition(".")[0]  # a copy of it in another project has no metadata
+    package = __package__.rpartition(".")[0]  # a vendored copy has no metadata
     own = [EntryPoint(at, f"{package}.{to}", ENTRY_POINTS) for at, to in OWN_POINTS.items()]
     for point in (*own, *entry_points(group=ENTRY_POINTS)):
         try:
             named = point.load()
             for entry in [named] if is_dataclass(named) else named:
                 register_device(_own(entry))
-        except Exception as error:  # whatever another package's import raises
+        except Exception as error:  # another package's import may raise anything
             package = point.dist.name if point.dist is not None else "an unknown package"
             warnings.warn(
                 f"entry point {point.name!r} ({point.value}) of {package} in the group "

@@ -1,4 +1,4 @@
-"""The device of a thread: each thread has a current one of its own, and a new thread has none."""
+"""The current device of a thread: each thread has its own, and a new thread has none."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _prepared: set[torch.device] = set()
 
 
 def enter_device(device: torch.device) -> None:
-    """Make a device the current one of this thread, even if it is the default one.
+    """Make a device the current one of this thread, even if it is the default device.
 
-    CUDA's libraries look for the thread's context, which a default device does not make.
+    CUDA's libraries need a context in the thread, and a default device does not create one.
     """
     module = torch_module(device.type)
     if device.type != "cpu" and is_usable(device.type) and hasattr(module, "set_device"):
@@ -24,10 +24,10 @@ def enter_device(device: torch.device) -> None:
 
 
 def prepare_backward(tensors: Iterable[Tensor]) -> None:
-    """Let autograd's threads enter the devices of some tensors, once for each device.
+    """Make autograd's threads enter the devices of the tensors, once per device.
 
-    Autograd has a thread for each device. An autograd function whose backward begins with a
-    matrix product is otherwise the first there to use the device.
+    Autograd has a thread per device. Without this, an autograd function whose backward begins with
+    a matrix product could be the first to use the device in that thread.
     """
     for device in {tensor.device for tensor in tensors} - _prepared:
         if device.type not in ("cpu", "meta") and is_usable(device.type):

@@ -1,1 +1,1 @@
-"""Facts from the environment about this process: its launcher, its rank, its network."""
+"""Read a process's launcher, rank and network interface from its environment."""

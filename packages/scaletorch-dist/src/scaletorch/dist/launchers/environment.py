@@ -1,4 +1,4 @@
-"""Launcher environments as data: which variables tell a process its place."""
+"""The environment variables in which each launcher gives a process its rank and world size."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class LauncherEnvironment:
     """The variables that one program sets for each process it starts.
 
     Attributes:
-        program: What the user started.
-        launcher: The `init_dist` launcher it belongs to.
-        rank: Variable of the rank.
-        world_size: Variable of the number of ranks.
-        local_rank: Variable of the rank among those of this node.
-        local_size: Variable of the number of ranks on this node.
+        program: The program that the user ran.
+        launcher: Its launcher name in `init_dist`.
+        rank: Variable with the rank.
+        world_size: Variable with the number of ranks.
+        local_rank: Variable with the local rank on this node.
+        local_size: Variable with the number of ranks on this node.
     """
 
     program: str
@@ -32,8 +32,8 @@ class LauncherEnvironment:
     local_size: str
 
 
-# In the order in which they are tried: torchrun may run inside mpirun or srun, mpirun inside an
-# allocation of Slurm, whose variables then describe the wrong processes.
+# Tried in this order: torchrun may run inside mpirun or srun, and mpirun inside a Slurm allocation;
+# the outer launcher's variables then describe other processes.
 ENVIRONMENTS = (
     LauncherEnvironment(
         "torchrun", "pytorch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
@@ -67,7 +67,7 @@ ENVIRONMENTS = (
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The place of this process, as its launcher says; fields are None if it does not say."""
+    """This process's rank and world size as given by its launcher; None for missing values."""
 
     program: str
     launcher: str
@@ -78,7 +78,7 @@ class Placement:
 
 
 def find_environment() -> LauncherEnvironment | None:
-    """The environment of the launcher that started this process, or None."""
+    """Return the variables of the launcher that started this process, or None."""
     env = os.environ
     for environment in ENVIRONMENTS:
         if environment.rank in env and environment.world_size in env:
@@ -89,7 +89,7 @@ def find_environment() -> LauncherEnvironment | None:
 
 
 def _is_srun_pmi() -> bool:
-    """Return whether srun itself speaks PMI (`--mpi=pmi2`): both sets of variables agree then."""
+    """Return whether srun itself set PMI variables (`--mpi=pmi2`): they then equal Slurm's."""
     env = os.environ
     return (
         env["PMI_SIZE"] == env.get("SLURM_STEP_NUM_TASKS")
@@ -98,12 +98,12 @@ def _is_srun_pmi() -> bool:
     )
 
 
-# The launcher that init_dist went by; it then exports torchrun's variables.
+# The launcher that init_dist used. It exports torchrun's variables, which would hide the launcher.
 _known: str | None = None
 
 
 def infer_launcher() -> str:
-    """The launcher that started this process: 'pytorch', 'slurm', 'mpi', or 'none'."""
+    """Return the launcher that started this process: 'pytorch', 'slurm', 'mpi', or 'none'."""
     if _known is not None:
         return _known
     environment = find_environment()
@@ -111,16 +111,16 @@ def infer_launcher() -> str:
 
 
 def remember_launcher(launcher: str | None) -> None:
-    """Keep what `infer_launcher` is to answer; None to look at the environment again."""
+    """Set the result of `infer_launcher`; None makes it read the environment again."""
     global _known
     _known = launcher
 
 
 def refuse_batch_script_of_many() -> None:
-    """Refuse to go on if a Slurm job has many tasks and no launcher started this process.
+    """Raise if a Slurm job has several tasks but no launcher started this process.
 
     Raises:
-        StateError: This is the batch script's own process in a job of several tasks.
+        StateError: The batch script itself runs this process, in a job of several tasks.
     """
     env = os.environ
     tasks = env.get("SLURM_NTASKS", "")
@@ -134,17 +134,17 @@ def refuse_batch_script_of_many() -> None:
 
 
 def launched_world_size() -> int:
-    """Return the number of processes that the launcher started; 1 without a launcher."""
+    """Return the number of processes that the launcher started, or 1 without a launcher."""
     environment = find_environment()
     size = "1" if environment is None else os.environ[environment.world_size]
     return int(size) if size.isdecimal() else 1
 
 
 def read_placement(launcher: str) -> Placement:
-    """Read this process's place from the variables of a launcher.
+    """Read this process's placement from a launcher's variables.
 
     Raises:
-        StateError: A variable is missing or no number, or the rank is outside the world.
+        StateError: A variable is missing or not a number, or the rank is not below the world size.
     """
     env = os.environ
     environment = find_environment()
@@ -170,7 +170,7 @@ def read_placement(launcher: str) -> Placement:
 
 
 def job_name(placement: Placement) -> str:
-    """Return a name that only the ranks of one start share; "" if unknown."""
+    """Return a name that only the ranks of one start share, or "" if there is none."""
     env = os.environ
     names = {
         "pytorch": "TORCHELASTIC_RUN_ID",

@@ -1,4 +1,4 @@
-"""The name of this host: one answer for nodes, for shared memory and for the guard."""
+"""The identity of this host, used to tell nodes apart and by the guard."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import socket
 from pathlib import Path
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_SPACES = ("pid", "net")  # namespaces in which processes can see and reach one another
+_SPACES = ("pid", "net")  # namespaces that decide whether processes can reach one another
 
 
 def this_host() -> int:
-    """Return a number below 2**63 that processes of one host and boot have in common.
+    """Return a number below 2**63 that is the same in all processes of one host and boot.
 
-    Containers of one machine count as hosts.
+    Each container counts as a host.
     """
     facts = [socket.gethostname(), _BOOT.read_text() if _BOOT.exists() else ""]
     for space in _SPACES:

@@ -1,4 +1,4 @@
-"""The network interface for gloo; left to itself gloo looks up the host's own name."""
+"""Choose the network interface for gloo, which by default resolves the host's own name."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import socket
 import struct
 import sys
 
-LOOPBACK = {"linux": "lo", "darwin": "lo0"}  # with which gloo listens on this machine alone
+LOOPBACK = {"linux": "lo", "darwin": "lo0"}  # gloo on it accepts only this machine
 _GET_ADDRESS = 0x8915  # Linux's SIOCGIFADDR
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address says, without being resolved, that it is this machine only.
+    """Return whether an address is loopback by its text alone, without name resolution.
 
-    A host's own name often resolves to loopback on that host alone: it does not count.
+    A host's own name does not count: it often resolves to loopback on that host only.
     """
     if address == "localhost":
         return True
@@ -25,33 +25,33 @@ def is_loopback(address: str) -> bool:
 
 
 def gloo_interface(address: str, one_machine: bool) -> str | None:
-    """The interface that gloo must be told, or None if its own choice is good.
+    """Return the interface to set for gloo, or None if its default works.
 
-    On one machine it is loopback: gloo then listens to no others and resolves no name. On several,
-    gloo takes the address that this host's name resolves to; where that is loopback or none at all
-    (a container, Debian's 127.0.1.1), the others would be sent to themselves.
+    On one machine it is loopback: gloo then listens on no other interface and resolves no name. On
+    several machines gloo uses the address to which this host's name resolves. If that is loopback
+    or does not exist (a container, Debian's 127.0.1.1), other ranks could not connect.
 
     Args:
-        address: Of rank 0.
-        one_machine: Whether all ranks are known to be here.
+        address: Address of rank 0.
+        one_machine: Whether all ranks are known to be on this machine.
     """
     if one_machine or is_loopback(address):
         return LOOPBACK.get(sys.platform)
     if _name_leads_elsewhere():
         return None
     own = own_address(address)
-    if is_loopback(own):  # rank 0's own name, seen from rank 0
+    if is_loopback(own):  # on rank 0, whose own name resolves to loopback
         own = own_address()
     return next((name for name in _interfaces() if _address_of(name) == own), None)
 
 
 def own_address(towards: str = "192.0.2.1") -> str:
-    """The address with which this machine reaches another; nothing is sent to find it."""
+    """Return this machine's address on the route to another one; nothing is sent."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((towards, 9))
             return str(probe.getsockname()[0])
-    except OSError:  # no such name or route: the store's connection will say so
+    except OSError:  # no such name or route: connecting to the store will report it
         return "127.0.0.1"
 
 
@@ -69,7 +69,7 @@ def _interfaces() -> list[str]:
 
 
 def _address_of(interface: str) -> str:
-    import fcntl  # Linux alone comes here
+    import fcntl  # only reached on Linux
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface.encode()[:15])

@@ -1,4 +1,4 @@
-"""Slurm's short forms: host lists, tasks of each node, the address of a node without a name."""
+"""Parse Slurm's host lists and tasks per node, and find the address of a node."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..errors import StateError
 # A name with lists in brackets, `rack[2-3]n[004-005,9]`, and a list of such names.
 _NAME = r"(?:[^\s,\[\]]|\[[^\s,\[\]]+(?:,[^\s,\[\]]+)*\])+"
 _LIST = re.compile(rf"\s*({_NAME})(?:\s*,\s*{_NAME})*\s*")
-_BRACKET = re.compile(r"\[(\d+(?=-\d)|[^,\[\]]+)[^\[\]]*\]")  # and the first in it
+_BRACKET = re.compile(r"\[(\d+(?=-\d)|[^,\[\]]+)[^\[\]]*\]")  # captures the first entry
 
 
 def first_host(nodelist: str) -> str:
     """Return the first host of a host list.
 
     Raises:
-        StateError: It is empty, or its brackets are broken.
+        StateError: The list is empty, or its brackets do not match.
 
     Example:
         >>> first_host("gpu[003-007,12],login1")
@@ -33,7 +33,7 @@ def first_host(nodelist: str) -> str:
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
-    """Tasks of each node from Slurm's short form.
+    """Return the number of tasks on each node from Slurm's short form.
 
     Example:
         >>> expand_tasks_per_node("2(x3),1")
@@ -46,10 +46,10 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 
 def node_address(host: str) -> str:
-    """A node's name if it resolves, else the address that Slurm itself uses for it.
+    """Return a node's name if it resolves, else the address that Slurm itself uses for it.
 
     Raises:
-        StateError: Neither is to be had.
+        StateError: The name does not resolve, and Slurm gives no address.
     """
     try:
         socket.getaddrinfo(host, None)

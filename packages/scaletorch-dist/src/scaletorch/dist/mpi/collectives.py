@@ -1,7 +1,7 @@
-"""Calls over MPI: each starts MPI's non-blocking ones and says what remains after them.
+"""Collectives over MPI: each starts a non-blocking MPI call and returns it with its completion.
 
-Tensors are described to MPI as memory. Movement is of bytes, so that every dtype travels. Roots are
-ranks of the group.
+MPI gets tensors as raw memory. Calls that only move data send bytes, so every dtype works. Roots
+are ranks of the group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..errors import InvalidArgumentError
 from ..wire.ops import op_name
 from .progress import Call
 
-# Names in mpi4py.MPI of what MPI reduces as it is.
+# Names in mpi4py.MPI of the dtypes that MPI reduces.
 _TYPES = {
     torch.float32: "FLOAT",
     torch.float64: "DOUBLE",
@@ -32,13 +32,13 @@ MOST = 2**31 - 1  # elements that every MPI can count
 _HALVES = (torch.float16, torch.bfloat16)
 _OPS = {"sum": "SUM", "mean": "SUM", "product": "PROD", "min": "MIN", "max": "MAX",
         "band": "BAND", "bor": "BOR", "bxor": "BXOR"}  # fmt: skip
-# Of bools, which stay 0 and 1: a sum is "any", a product "all".
+# Operations on bools, which stay 0 and 1: a sum is "any", a product "all".
 _BOOL_OPS = {"sum": "MAX", "max": "MAX", "bor": "MAX", "product": "MIN", "min": "MIN",
              "band": "MIN", "bxor": "BXOR"}  # fmt: skip
 
 
 def flat(data: Tensor) -> Tensor:
-    """Return a tensor's elements in order, flat and contiguous: its own memory if it is so."""
+    """Return a tensor flat and contiguous; copy only if necessary."""
     if not data.is_cpu:
         raise InvalidArgumentError(
             f"backend 'mpi4py' moves CPU tensors, not {data.device.type}: copy it to the CPU, or "
@@ -50,26 +50,26 @@ def flat(data: Tensor) -> Tensor:
 
 
 def raw(mpi: Any, data: Tensor, parts: int = 1) -> list[Any]:
-    """Return MPI's description of a flat tensor's bytes: memory, those of one part, and type."""
+    """Describe a flat tensor's bytes to MPI: memory, count for one of `parts` shards, and type."""
     size = data.numel() * data.element_size()
     memory, count = mpi.buffer.fromaddress(data.data_ptr(), size), size // parts
-    if count > MOST and count % 8 == 0:  # Open MPI 5 counts no further
+    if count > MOST and count % 8 == 0:  # Open MPI 5 has 32-bit counts
         return [memory, count // 8, mpi.INT64_T]
     return [memory, count, mpi.BYTE]
 
 
 def typed(mpi: Any, data: Tensor) -> list[Any]:
-    """Return MPI's description of a flat tensor's numbers, of a dtype that MPI reduces."""
+    """Describe a flat tensor's elements to MPI; the dtype must be one that MPI reduces."""
     size = data.numel() * data.element_size()
     kind = getattr(mpi, _TYPES[data.dtype])
     return [mpi.buffer.fromaddress(data.data_ptr(), size), data.numel(), kind]
 
 
 def reducible(data: Tensor) -> Tensor:
-    """Return a flat tensor that MPI can reduce: 16-bit floats widened, bools and complex viewed.
+    """Convert a flat tensor for reduction: widen 16-bit floats, view bools and complex as others.
 
     Raises:
-        InvalidArgumentError: MPI has no such numbers.
+        InvalidArgumentError: MPI does not reduce the dtype.
     """
     if data.dtype in _HALVES:
         return data.float()
@@ -86,7 +86,7 @@ def reduce_op(mpi: Any, op: Any, dtype: torch.dtype) -> tuple[Any, str]:
     """Return MPI's operation for torch's, and its name in `wire.ops`.
 
     Raises:
-        InvalidArgumentError: MPI has none, or none for this dtype.
+        InvalidArgumentError: MPI lacks the operation, or lacks it for this dtype.
     """
     name = op_name(op)
     table = _BOOL_OPS if dtype == torch.bool else _OPS
@@ -98,7 +98,7 @@ def reduce_op(mpi: Any, op: Any, dtype: torch.dtype) -> tuple[Any, str]:
 
 
 def reduced(target: Tensor, result: Tensor, name: str, size: int) -> Callable[[], None]:
-    """Return what brings a reduced flat tensor home to `target`."""
+    """Return the completion that copies a reduced flat tensor into `target`."""
 
     def finish() -> None:
         total = result
@@ -111,7 +111,7 @@ def reduced(target: Tensor, result: Tensor, name: str, size: int) -> Callable[[]
 
 
 def bring_home(target: Tensor, source: Tensor) -> None:
-    """Write a flat tensor's elements into `target`, unless they lie there already."""
+    """Copy a flat tensor into `target` unless they share memory."""
     if source.data_ptr() == target.data_ptr():
         return
     if target.dtype == torch.bool and source.dtype == torch.uint8:
@@ -122,7 +122,7 @@ def bring_home(target: Tensor, source: Tensor) -> None:
 
 
 def broadcast(mpi: Any, comm: Any, data: Tensor, root: int) -> Call:
-    """Copy `data` of the root into that of every rank."""
+    """Copy `data` of the root into `data` of every rank."""
     content = flat(data)
     request = comm.Ibcast(raw(mpi, content), root=root)
     return Call("broadcast", [request], [data], partial(bring_home, data, content), content)
@@ -138,7 +138,7 @@ def all_reduce(mpi: Any, comm: Any, data: Tensor, op: Any) -> Call:
 
 
 def reduce(mpi: Any, comm: Any, data: Tensor, op: Any, root: int) -> Call:
-    """Reduce `data` over the ranks, in place on the root; other ranks keep theirs."""
+    """Reduce `data` over the ranks, in place on the root; other ranks keep their `data`."""
     kind, name = reduce_op(mpi, op, data.dtype)
     content = reducible(flat(data))
     if comm.rank != root:
@@ -149,7 +149,7 @@ def reduce(mpi: Any, comm: Any, data: Tensor, op: Any, root: int) -> Call:
 
 
 def all_gather(mpi: Any, comm: Any, parts: Sequence[Tensor], data: Tensor) -> Call:
-    """Collect every rank's tensor in a list; ranks' sizes may differ."""
+    """All-gather every rank's tensor into a list; sizes may differ."""
     _check_count(parts, comm.size, "all_gather")
     content, received, pieces = flat(data), *_buffer(parts, data)
     counts = _byte_counts(parts)
@@ -159,7 +159,7 @@ def all_gather(mpi: Any, comm: Any, parts: Sequence[Tensor], data: Tensor) -> Ca
 
 
 def all_gather_single(mpi: Any, comm: Any, output: Tensor, data: Tensor) -> Call:
-    """Collect every rank's tensor, joined in `output`."""
+    """All-gather every rank's tensor into `output`, joined."""
     if output.numel() != data.numel() * comm.size or output.dtype != data.dtype:
         raise InvalidArgumentError(
             f"all_gather of {tuple(data.shape)} {data.dtype} over {comm.size} ranks does not "
@@ -172,7 +172,7 @@ def all_gather_single(mpi: Any, comm: Any, output: Tensor, data: Tensor) -> Call
 
 
 def gather(mpi: Any, comm: Any, parts: Sequence[Tensor], data: Tensor, root: int) -> Call:
-    """Collect every rank's tensor in the root's list."""
+    """Gather every rank's tensor into the root's list."""
     content = flat(data)
     if comm.rank != root:
         request = comm.Igather(raw(mpi, content), None, root=root)
@@ -208,7 +208,7 @@ def reduce_scatter(mpi: Any, comm: Any, output: Tensor, parts: Sequence[Tensor],
 
 
 def all_to_all(mpi: Any, comm: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Call:
-    """Send `inputs[r]` to rank r, and fill `outputs[r]` from it."""
+    """Send `inputs[r]` to rank r, and fill `outputs[r]` from rank r."""
     _check_count(outputs, comm.size, "all_to_all")
     _check_count(inputs, comm.size, "all_to_all")
     content = torch.cat([flat(part).view(torch.uint8) for part in inputs])
@@ -227,7 +227,7 @@ def all_to_all_single(
     output_sizes: Sequence[int],
     input_sizes: Sequence[int],
 ) -> Call:
-    """Send rank r its rows of `data`, and join what comes in `output`."""
+    """Send rank r its rows of `data`, and receive the ranks' rows joined in `output`."""
     content, received = flat(data), flat(output)
     sent = _row_counts(data, input_sizes, comm.size, "input")
     comes = _row_counts(output, output_sizes, comm.size, "output")
@@ -237,7 +237,7 @@ def all_to_all_single(
 
 
 def barrier(mpi: Any, comm: Any) -> Call:
-    """Wait for one another."""
+    """Wait until every rank has called this."""
     return Call("barrier", [comm.Ibarrier()], [])
 
 
@@ -251,7 +251,7 @@ def _exchange(
 
 
 def _row_counts(data: Tensor, sizes: Sequence[int], ranks: int, name: str) -> list[int]:
-    """Return the bytes for each rank, from its rows or in equal parts."""
+    """Return the bytes for each rank, by `sizes` in rows or in equal shares."""
     rows = data.shape[0] if data.dim() else 0
     if not sizes and rows % ranks:
         raise InvalidArgumentError(f"all_to_all: {ranks} ranks do not divide {name} dim 0, {rows}")
@@ -264,7 +264,7 @@ def _row_counts(data: Tensor, sizes: Sequence[int], ranks: int, name: str) -> li
 
 
 def _buffer(parts: Sequence[Tensor], data: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return memory for all parts, and its pieces."""
+    """Return one buffer for all tensors, and its slice for each."""
     counts = [part.numel() for part in parts]
     memory = data.new_empty(sum(counts))
     return memory, list(memory.split(counts))
@@ -301,5 +301,5 @@ def receive(mpi: Any, comm: Any, data: Tensor, src: int, tag: int) -> Call:
     request = comm.Irecv(raw(mpi, content), source=src, tag=tag)
     finish = partial(bring_home, data, content)
     size = content.numel() * content.element_size()
-    expected = size if size <= MOST else None  # beyond, MPI cannot say how many bytes came
+    expected = size if size <= MOST else None  # MPI cannot count more bytes
     return Call("recv", [request], [data], finish, content, expected)

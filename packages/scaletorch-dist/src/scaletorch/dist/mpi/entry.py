@@ -1,4 +1,4 @@
-"""The table's entry for MPI over mpi4py, found by its name as those of other packages are."""
+"""The device table's entry for MPI over mpi4py, loaded by name like other packages' entries."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..devices import DeviceEntry
 
 
 def _register() -> None:
-    from .register import register_backend  # with all of this package: seldom needed
+    from .register import register_backend  # imported late: seldom needed
 
     register_backend()
 

@@ -1,8 +1,8 @@
-"""A process group of torch.distributed whose collectives are MPI's.
+"""A process group of torch.distributed whose collectives use MPI.
 
-The methods' names and arguments are those of `torch.distributed.ProcessGroup`; each starts
-non-blocking calls and returns a work. C++ (DistributedDataParallel, functional collectives) calls
-them too.
+The methods have the names and arguments of `torch.distributed.ProcessGroup`; each starts
+non-blocking calls and returns a work. C++ code (DistributedDataParallel, functional collectives)
+calls them too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from . import collectives
 from .progress import Call, Engine, MPIWork
 
-# Its stub has two signatures for most methods, of which torch.distributed uses one.
+# The stub declares two signatures for most methods; torch.distributed calls only one of them.
 _ProcessGroup: Any = c10d.ProcessGroup
 
 
@@ -31,14 +31,14 @@ class _Options:
 
 
 class MPIMembers(_ProcessGroup):  # type: ignore[misc]
-    """The members of one communicator: a group and its only backend at once."""
+    """The members of one communicator: the group and, at once, its only backend."""
 
     supports_coalescing = False
     supports_splitting = False
     supports_time_estimate = False
 
     def __init__(self, engine: Engine, communicator: Any, options: Any) -> None:
-        """Take what moves calls on, the communicator, and torch's options of the group."""
+        """Store the engine, the communicator, and torch's options for the group."""
         super().__init__(options.group_rank, options.group_size)
         self.engine, self.communicator = engine, communicator
         self.options = _Options(options.timeout)
@@ -47,14 +47,14 @@ class MPIMembers(_ProcessGroup):  # type: ignore[misc]
         self._sequence = 0
 
     def shutdown(self) -> None:
-        """Free the communicator and let go of the store; a second call does nothing."""
-        self._store = None  # who keeps the group, as a device mesh does, keeps no port busy
+        """Free the communicator and release the store; a second call does nothing."""
+        self._store = None  # else an owner of the group, such as a device mesh, keeps its port open
         if self.communicator != self.engine.mpi.COMM_NULL:
             with self.engine.lock:
                 self.communicator.Free()
 
     def abort(self) -> None:
-        """Do nothing: MPI cannot take a collective back."""
+        """Do nothing: MPI cannot cancel a collective."""
 
     def _get_backend(self, device: torch.device) -> MPIMembers:
         if torch.device(device).type != "cpu":
@@ -73,7 +73,7 @@ class MPIMembers(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def group_name(self) -> str:
-        """The name by which torch knows the group."""
+        """The name of the group in torch."""
         name: str = self._name
         return name
 
@@ -93,7 +93,7 @@ class MPIMembers(_ProcessGroup):  # type: ignore[misc]
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long waits may take from now on."""
+        """Set the timeout of calls made from now on."""
         self.options._timeout = timeout
 
     _set_default_timeout = set_timeout
@@ -102,14 +102,14 @@ class MPIMembers(_ProcessGroup):  # type: ignore[misc]
         return self._sequence
 
     def _set_sequence_number_for_group(self) -> None:
-        """Each rank counts for itself."""
+        """Do nothing: each rank counts its own calls."""
 
 
 Tensors = list[Tensor]
 
 
 class MPIGroup(MPIMembers):
-    """Collectives and messages of the members of one communicator."""
+    """Collectives and point-to-point messages on one communicator."""
 
     def _start(self, make: Callable[..., Call], *args: Any, opts: Any = None) -> MPIWork:
         seconds: float = self.options._timeout.total_seconds()
@@ -123,7 +123,7 @@ class MPIGroup(MPIMembers):
     def _start_several(
         self, make: Callable[..., Call], *columns: Sequence[Any], opts: Any = None
     ) -> MPIWork:
-        """Start a call for each row of these, as C++'s functional collectives ask for."""
+        """Start one call per row of the columns, for C++'s coalesced collectives."""
 
         def several(mpi: Any, comm: Any) -> Call:
             rows = zip(*columns, strict=True)
@@ -158,7 +158,7 @@ class MPIGroup(MPIMembers):
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> MPIWork:
-        """Gather several tensors, each into one."""
+        """All-gather several tensors, each into one output."""
         return self._start_several(collectives.all_gather_single, outputs, inputs, opts=opts)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> MPIWork:
@@ -183,13 +183,13 @@ class MPIGroup(MPIMembers):
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any
     ) -> MPIWork:
-        """Reduce and scatter several tensors, each in equal parts."""
+        """Reduce-scatter several tensors, each into equal shards."""
         parts = [list(data.detach().reshape(self.size(), -1).unbind(0)) for data in inputs]
         ops = [opts.reduceOp] * len(parts)
         return self._start_several(collectives.reduce_scatter, outputs, parts, ops, opts=opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> MPIWork:
-        """See `torch.distributed.all_to_all`: what is received comes first."""
+        """See `torch.distributed.all_to_all`; the output list comes first."""
         return self._start(collectives.all_to_all, outputs, inputs, opts=opts)
 
     def all_to_all_single(
@@ -200,7 +200,7 @@ class MPIGroup(MPIMembers):
         input_sizes: list[int] | None,
         opts: Any = None,
     ) -> MPIWork:
-        """See `torch.distributed.all_to_all_single`; sizes are of dim 0."""
+        """See `torch.distributed.all_to_all_single`; sizes are along dim 0."""
         sizes = output_sizes or [], input_sizes or []
         return self._start(collectives.all_to_all_single, output, data, *sizes, opts=opts)
 
@@ -217,10 +217,10 @@ class MPIGroup(MPIMembers):
         return self._start(collectives.receive, tensors[0], src, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> MPIWork:
-        """Receive from whichever member sends first."""
+        """Receive from the first member that sends."""
         return self._start(collectives.receive, tensors[0], self.engine.mpi.ANY_SOURCE, tag)
 
-    # torch before 2.13 calls these by other names.
+    # Names in torch before 2.13.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single

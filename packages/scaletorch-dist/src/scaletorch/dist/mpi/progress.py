@@ -1,7 +1,7 @@
-"""Calls of MPI under way, and who moves them on: whoever waits, and one thread beside.
+"""MPI calls in flight, and their progress: by waiting threads and by one background thread.
 
-MPI moves non-blocking calls only while some thread is inside MPI. So a thread looks after them
-while there are any; it sleeps when there have been none for a while, and ends before MPI does.
+MPI advances non-blocking calls only while some thread is inside MPI. So a thread polls them while
+there are any; it sleeps if there have been none for a while, and ends before MPI is finalized.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import DistBackendError
 
-_NAP = 1e-4  # s between looks of the thread
-_LAST_WORDS = 1.0  # s before all ranks end: what mpirun has not read of them by then is lost
-_IDLE_LOOKS = 1000  # looks without work before the thread sleeps
-_SPINS = 100  # looks of a waiting call before it gives way: small messages are there by then
-_EAGER = 0.05  # s for which a waiting call looks again and again: large messages go in many pieces
+_NAP = 1e-4  # seconds between polls of the thread
+_LAST_WORDS = 1.0  # seconds before the job is aborted, for mpirun to read the ranks' last output
+_IDLE_LOOKS = 1000  # polls without work before the thread sleeps
+_SPINS = 100  # polls of a waiting call before it yields: small messages arrive by then
+_EAGER = 0.05  # seconds for which a waiting call polls without sleep: large messages need many
 
 
 class Call:
     """One non-blocking call.
 
     Attributes:
-        name: For messages.
+        name: Name for error messages.
         results: The tensors that hold the result.
-        done: Finished, well or badly.
-        error: Why it failed.
-        source: Rank a message came from.
+        done: Whether the call has finished, with or without an error.
+        error: The error, or None.
+        source: Rank that sent the received message; -1 before that.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class Call:
         keep: Any = None,
         expected: int | None = None,
     ) -> None:
-        """Take MPI's requests and what remains to do after them.
+        """Store MPI's requests and the completion to run after them.
 
         Args:
-            name: For messages.
-            requests: MPI's; all are to end.
+            name: Name for error messages.
+            requests: MPI requests; the call is done when all have completed.
             results: See the class.
-            finish: Run once all requests have ended.
-            keep: Memory that must live as long.
-            expected: Bytes that the one request is to receive.
+            finish: Called once after all requests have completed.
+            keep: Buffers to keep alive until then.
+            expected: Bytes that the call's one request must receive; None to accept any number.
         """
         self.name, self.results, self.done = name, results, False
         self.error: BaseException | None = None
@@ -64,7 +64,7 @@ class Call:
         self._future: Any = None
 
     def look(self, mpi: Any) -> bool:
-        """See whether it is through, and finish it then; the engine's lock is held."""
+        """Return whether the call is done, completing it if so. Requires the engine's lock."""
         if self.done:
             return True
         try:
@@ -84,7 +84,7 @@ class Call:
 
     @classmethod
     def of_several(cls, calls: Sequence[Call]) -> Call:
-        """Return one call that ends when all of these have ended."""
+        """Return one call that is done when all the given calls are."""
 
         def finish() -> None:
             for call in calls:
@@ -104,7 +104,7 @@ class Call:
             )
 
     def future(self) -> Any:
-        """Return a torch future of the results; the engine's lock is held."""
+        """Return a torch future of the results. Requires the engine's lock."""
         if self._future is None:
             self._future = torch.futures.Future()
             if self.done:
@@ -119,18 +119,18 @@ class Call:
 
 
 class Engine:
-    """All calls of this process under way."""
+    """All MPI calls of this process that are in flight."""
 
     def __init__(self, mpi: Any) -> None:
-        """Take `mpi4py.MPI`."""
+        """Store the module `mpi4py.MPI`."""
         self.mpi = mpi
-        self.lock = threading.RLock()  # one thread in MPI at a time: no more may be allowed
+        self.lock = threading.RLock()  # one thread in MPI at a time: MPI may not support more
         self._active: list[Call] = []
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._ending = False
-        self._late = False  # a call did not end in time, and never may
-        atexit.register(self._end)  # runs before mpi4py's, which finalises MPI
+        self._late = False  # whether a call has timed out
+        atexit.register(self._end)  # runs before mpi4py's handler, which finalizes MPI
 
     def start(self, make: Callable[[], Call]) -> Call:
         """Start a call: `make` issues its requests."""
@@ -145,10 +145,10 @@ class Engine:
         return call
 
     def wait(self, call: Call, seconds: float | None) -> None:
-        """Wait until a call is through.
+        """Wait until a call is done.
 
         Raises:
-            DistBackendError: Not within so many seconds; the group is of no use then.
+            DistBackendError: It was not done within `seconds`; the group is then unusable.
         """
         for _ in range(_SPINS):
             if self.look(call):
@@ -162,10 +162,10 @@ class Engine:
                     f"{call.name} over MPI did not end within {seconds:g} s: some rank of the "
                     "group has not called it, has ended, or is late"
                 )
-            time.sleep(0 if waited < _EAGER else _NAP)  # 0 gives way to other threads and ranks
+            time.sleep(0 if waited < _EAGER else _NAP)  # 0 yields to other threads and ranks
 
     def look(self, call: Call) -> bool:
-        """See whether a call is through, and finish it then."""
+        """Return whether a call is done, completing it if so."""
         if call.done:
             return True
         with self.lock:
@@ -183,7 +183,7 @@ class Engine:
         idle = 0
         while not self._ending:
             with self.lock:
-                for call in list(self._active):  # a finished one's callbacks may start others
+                for call in list(self._active):  # callbacks of a finished call may start others
                     self.look(call)
                 idle = 0 if self._active else idle + 1
                 if idle > _IDLE_LOOKS:
@@ -194,7 +194,7 @@ class Engine:
             time.sleep(_NAP)
 
     def _end(self) -> None:
-        """Stop the thread; after a failure end the whole job, or MPI would wait for its ranks."""
+        """Stop the thread; after a failure abort the job, since MPI would wait for all ranks."""
         self._ending = True
         self._wake.set()
         if self._thread is not None:
@@ -207,18 +207,18 @@ class Engine:
 
 
 class MPIWork(c10d.Work):
-    """A call under way; dropping it does not end the call."""
+    """The handle of a call in flight; dropping it does not cancel the call."""
 
     def __init__(self, engine: Engine, call: Call, seconds: float) -> None:
-        """Take the call, what moves it on, and how long a wait may take."""
+        """Store the engine, the call, and the default timeout of a wait."""
         super().__init__()
         self._engine, self._call, self._seconds = engine, call, seconds
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the results are there.
+        """Wait until the call is done.
 
         Raises:
-            DistBackendError: Not in time, or a message of another size came.
+            DistBackendError: The wait timed out, or a message has an unexpected size.
         """
         asked = 0.0 if timeout is None else timeout.total_seconds()
         self._engine.wait(self._call, asked if asked > 0 else self._seconds)
@@ -231,11 +231,11 @@ class MPIWork(c10d.Work):
         return self._engine.look(self._call)
 
     def is_success(self) -> bool:
-        """Return whether it is through, and well."""
+        """Return whether the call is done without an error."""
         return self.is_completed() and self._call.error is None
 
     def exception(self) -> BaseException | None:
-        """Return why it failed."""
+        """Return the call's error, or None."""
         return self._call.error
 
     def result(self) -> list[Tensor]:
@@ -243,7 +243,7 @@ class MPIWork(c10d.Work):
         return self._call.results
 
     def synchronize(self) -> None:
-        """Wait, as for streams, of which there are none."""
+        """Wait: there are no streams to synchronize."""
         self.wait()
 
     def get_future(self) -> Any:
@@ -251,5 +251,5 @@ class MPIWork(c10d.Work):
         return self._engine.future(self._call)
 
     def _source_rank(self) -> int:
-        """Return the group's rank that a message came from."""
+        """Return the sender of the received message, as a rank of the group."""
         return self._call.source

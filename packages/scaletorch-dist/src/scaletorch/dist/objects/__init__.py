@@ -1,1 +1,1 @@
-"""Python objects between ranks: what may travel, as which bytes, and the calls that send them."""
+"""Collectives of Python objects, and their serialization."""

@@ -1,4 +1,4 @@
-"""Moving bytes whose number differs from rank to rank: heads first, then no more than there is."""
+"""Send byte buffers whose lengths differ from rank to rank and are known on every rank."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..world.info import group_ranks
 Buffer = bytearray | memoryview
 
 PIECE = 1 << 30  # bytes in one message: some backends count in 31 bits
-LONGEST_ERROR = 2000  # characters of an error's text that travel
-SMALL = 1 << 16  # bytes up to which filling up costs less than a message a rank
+LONGEST_ERROR = 2000  # characters of an error's text that are sent
+SMALL = 1 << 16  # bytes up to which padding costs less than one message per rank
 
 
 def broadcast_bytes(content: Buffer, src: int, members: ProcessGroup) -> None:
-    """Fill `content`, as long on every rank, with that of global rank `src`."""
+    """Fill `content`, equally long on every rank, with that of global rank `src`."""
     data = torch.frombuffer(content, dtype=torch.uint8)
     wire = data.to(host_device(members))
     way = way_of(wire, members)
@@ -34,12 +34,12 @@ def broadcast_bytes(content: Buffer, src: int, members: ProcessGroup) -> None:
 
 
 def all_gather_bytes(own: Buffer, lengths: list[int], members: ProcessGroup) -> list[Buffer]:
-    """Return every rank's bytes.
+    """All-gather the ranks' bytes.
 
     Args:
-        own: This rank's; changed.
-        lengths: Of every rank's, none of them 0.
-        members: The ranks.
+        own: This rank's bytes; may be one of the returned buffers.
+        lengths: Length of every rank's bytes, none of them 0.
+        members: The process group.
     """
     if max(lengths) <= SMALL:
         filled = _filled_up(own, max(lengths), members)
@@ -60,13 +60,13 @@ def _filled_up(own: Buffer, longest: int, members: ProcessGroup) -> Tensor:
 
 
 def gather_bytes(own: Buffer, lengths: list[int], dst: int, members: ProcessGroup) -> list[Buffer]:
-    """Return every rank's bytes on global rank `dst`, nothing elsewhere.
+    """Gather the ranks' bytes on global rank `dst`; return an empty list on other ranks.
 
     Args:
-        own: This rank's.
-        lengths: Of every rank's, none of them 0.
-        dst: Who gets them.
-        members: The ranks.
+        own: This rank's bytes.
+        lengths: Length of every rank's bytes, none of them 0.
+        dst: Global rank that gets them.
+        members: The process group.
     """
     longest, device = max(lengths), host_device(members)
     if longest <= SMALL:
@@ -95,7 +95,7 @@ def gather_bytes(own: Buffer, lengths: list[int], dst: int, members: ProcessGrou
 
 
 def errors_of_all(error: str | None, members: ProcessGroup) -> list[str]:
-    """Return the errors of all ranks, each with its rank; every rank of the group calls it."""
+    """Gather the errors of all ranks, each named with its rank; every rank must call it."""
     content = bytearray((error or "")[:LONGEST_ERROR].encode(errors="backslashreplace") or b"\0")
     lengths = [length for (length,) in gather_ints((len(content),), members)]
     texts = [bytes(text).decode() for text in all_gather_bytes(content, lengths, members)]

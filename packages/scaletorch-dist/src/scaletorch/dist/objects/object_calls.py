@@ -1,8 +1,8 @@
 """Collectives of Python objects.
 
-Objects are serialised before anything is sent, and how that went travels with their size, so that
-one that cannot be sent fails on all ranks at once. They are pickled if every rank allows that, and
-then the ranks of a job must trust each other; else plain ones alone travel.
+Objects are serialized before anything is sent. Their sizes, with any failure, are exchanged first,
+so that an object that cannot be sent fails on all ranks at once. Objects are pickled if every rank
+allows it; then the ranks must trust each other. Otherwise only plain objects can be sent.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Group = ProcessGroup | None
 
 
 class _Head(NamedTuple):
-    """A rank's object, as all ranks hear of it before it travels."""
+    """The header of a rank's object, which all ranks receive before the object itself."""
 
     length: int  # -1 if it cannot be sent
-    allows: int  # whether it may be pickled
+    allows: int  # whether this rank allows pickle
     entries: int
 
 
-Move = Callable[[Buffer, list[_Head]], list[Buffer]]  # this rank's bytes → what it reads
+Move = Callable[[Buffer, list[_Head]], list[Buffer]]  # this rank's bytes → bytes that it loads
 Pack = Callable[[Terms], Buffer]
 
 
@@ -46,16 +46,17 @@ def broadcast_object_list(
     """Replace the entries of `data` on every rank by those of rank `src`.
 
     Args:
-        data: A list, as long on every rank; on `src` of objects that pickle. On `src` it stays.
-        src: Global rank whose objects are taken.
+        data: A list, equally long on every rank; on `src` its objects must pickle, and it stays
+            unchanged.
+        src: Global rank whose objects are sent.
         group: The default group by default.
-        allow_pickle: Whether objects may be pickled; `SCALETORCH_ALLOW_PICKLE=0` switches that off
-            too. Else they must be plain: what `torch.load(weights_only=True)` reads (with what
-            `torch.serialization.add_safe_globals` has added on every rank), numpy's arrays and
-            numbers, slices, ranges, dates and paths.
+        allow_pickle: Whether objects may be pickled; `SCALETORCH_ALLOW_PICKLE=0` forbids it too.
+            Otherwise they must be plain: types that `torch.load(weights_only=True)` reads (with
+            those that `torch.serialization.add_safe_globals` has added on every rank), numpy's
+            arrays and numbers, slices, ranges, dates and paths.
 
     Raises:
-        InvalidArgumentError: On every rank: an object cannot be sent, or the lengths differ.
+        InvalidArgumentError: An object cannot be sent, or the lengths differ; raised on every rank.
         NotInGroupError: `src` or this rank is outside the group.
     """
     if not isinstance(data, list):
@@ -82,10 +83,10 @@ def broadcast_object_list(
 
 @tells_failure
 def all_gather_object(data: Any, group: Group = None, *, allow_pickle: bool = True) -> list[Any]:
-    """Collect an object from every rank on every rank.
+    """Gather an object from every rank on every rank.
 
     Args:
-        data: Anything that pickles, or that is plain where `allow_pickle` is False.
+        data: Any object that pickles; a plain one if `allow_pickle` is False.
         group: The default group by default.
         allow_pickle: As in `broadcast_object_list`.
 
@@ -93,8 +94,8 @@ def all_gather_object(data: Any, group: Group = None, *, allow_pickle: bool = Tr
         The objects in the group's order. With one process it is `[data]`, not copied.
 
     Raises:
-        InvalidArgumentError: On every rank, if an object cannot be sent on any, or a pickled
-            one does not unpickle on any.
+        InvalidArgumentError: Some rank cannot send its object or load a received one; raised on
+            every rank.
         NotInGroupError: This rank is outside the group.
     """
     terms = Terms(allow_pickle)
@@ -116,20 +117,20 @@ def gather_object(
     *,
     allow_pickle: bool = True,
 ) -> list[Any] | None:
-    """Collect an object from every rank on rank `dst`.
+    """Gather an object from every rank on rank `dst`.
 
     Args:
-        data: Anything that pickles, or that is plain where `allow_pickle` is False.
+        data: Any object that pickles; a plain one if `allow_pickle` is False.
         dst: Global rank that gets the list.
         group: The default group by default.
         allow_pickle: As in `broadcast_object_list`.
 
     Returns:
-        On `dst` the objects in the group's order, elsewhere None.
+        The objects in the group's order on `dst`, None on other ranks.
 
     Raises:
-        InvalidArgumentError: On every rank, if an object cannot be sent on any, or a pickled
-            one does not unpickle.
+        InvalidArgumentError: Some rank cannot send its object or load a received one; raised on
+            every rank.
         NotInGroupError: `dst` or this rank is outside the group.
     """
     mine = check_member(dst, "dst", group)
@@ -148,7 +149,7 @@ def gather_object(
 def _exchange(
     pack: Pack, terms: Terms, members: ProcessGroup, move: Move, entries: int = 0
 ) -> list[Any]:
-    """Tell everyone of the bytes, move them if all can be sent, and restore objects."""
+    """Exchange headers, move the bytes if all objects can be sent, and load the objects."""
     allows = pickle_allowed(terms.allow_pickle)
     while True:
         content, error = _packed(pack, terms)
@@ -156,7 +157,7 @@ def _exchange(
         heads = [_Head(*head) for head in gather_ints(own, members)]
         if len({head.allows for head in heads}) == 1:
             break
-        allows, terms = False, terms._replace(forbidden=True)  # one rank takes no pickles
+        allows, terms = False, terms._replace(forbidden=True)  # some rank allows no pickles
     if any(head.length < 0 for head in heads):
         raise InvalidArgumentError("; ".join(errors_of_all(error, members)))
     return _loaded(move(content, heads), terms, members)
@@ -165,7 +166,7 @@ def _exchange(
 def _packed(pack: Pack, terms: Terms) -> tuple[Buffer, str | None]:
     try:
         return pack(terms), None
-    except Exception as error:  # the others must hear of whatever it is
+    except Exception as error:  # any error must reach the other ranks
         text = str(error) if isinstance(error, InvalidArgumentError) else repr(error)
         return bytearray(), text
 
@@ -181,7 +182,7 @@ def _check_counts(counts: list[int], members: ProcessGroup) -> None:
 
 
 def _loaded(parts: list[Buffer], terms: Terms, members: ProcessGroup) -> list[Any]:
-    """Restore objects, and raise on every rank if any rank could not."""
+    """Load objects, and raise on every rank if any rank could not."""
     error, loaded = None, []
     try:
         loaded = [load_object(part, terms) for part in parts]

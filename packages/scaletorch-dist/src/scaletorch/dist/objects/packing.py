@@ -1,7 +1,6 @@
-"""Objects as bytes: pickled where that is allowed, else as `torch.load(weights_only=True)` reads.
+"""Serialize objects: by pickle if allowed, else in the format of `torch.load(weights_only=True)`.
 
-Of ordinary tensors the values travel, not memory that they share: they come back on the CPU,
-contiguous, each with its own memory.
+Ordinary tensors are sent by value: they arrive on the CPU, contiguous, each with its own memory.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ _YES = frozenset(("", "1", "true", "yes", "on"))
 _WAY_OUT = (
     "send plain types instead (numbers, strings, lists, tuples, dicts, sets, tensors, numpy arrays)"
 )
-_PROTOCOL = 5  # with a higher one, versions of Python could not read each other
-_SAVED = b"PK"  # with which a file of `torch.save` begins, and no pickle
+_PROTOCOL = 5  # fixed, so that ranks with different versions of Python can read each other
+_SAVED = b"PK"  # first bytes of a `torch.save` file; no pickle begins with them
 
 
 class Terms(NamedTuple):
-    """The types that a call sends without pickle, and whether others may be pickled.
+    """Permission of a call to pickle objects.
 
     Attributes:
-        allow_pickle: As in the call; the environment may forbid it all the same.
-        forbidden: Whether another rank of the group forbids it.
+        allow_pickle: The call's argument; the environment may forbid pickle too.
+        forbidden: Whether some rank of the group forbids it.
     """
 
     allow_pickle: bool = True
@@ -56,7 +55,7 @@ def pickle_allowed(allow_pickle: bool) -> bool:
 
 
 def refusal(who: str, allow_pickle: bool) -> str:
-    """Return what to say if something would have to be pickled, and may not."""
+    """Return the error message for an object that needs pickle if pickle is forbidden."""
     switch = "allow_pickle=True" if not allow_pickle else f"{VARIABLE}=1"
     return (
         f"{who} is not plain, so that it would have to be pickled, which is switched off: "
@@ -65,19 +64,19 @@ def refusal(who: str, allow_pickle: bool) -> str:
 
 
 def dump_object(data: Any, terms: Terms = _ALL) -> memoryview:
-    """Return an object as bytes: pickled if that is allowed, else as a plain one.
+    """Serialize an object: by pickle if allowed, else as a plain object.
 
     Raises:
-        InvalidArgumentError: It does not pickle; or it is not plain, and may not be pickled.
+        InvalidArgumentError: It does not pickle, or it is not plain and pickle is forbidden.
     """
-    sink = io.BytesIO()  # its buffer can be sent as it is
+    sink = io.BytesIO()  # its buffer can be sent without a copy
     plain = terms.forbidden or not pickle_allowed(terms.allow_pickle)
     try:
         if plain:
             torch.save(data, sink, pickle_module=_PLAIN_PICKLE)
         else:
             _Pickler(sink, _PROTOCOL).dump(data)
-    except Exception as error:  # whatever the object's own methods raise
+    except Exception as error:  # the object's own methods may raise anything
         message = f"{type(data).__name__} does not pickle: {type(error).__name__}: {error}"
         raise InvalidArgumentError(message) from error
     if plain:
@@ -86,17 +85,17 @@ def dump_object(data: Any, terms: Terms = _ALL) -> memoryview:
 
 
 def load_object(data: bytearray | memoryview, terms: Terms = _ALL) -> Any:
-    """Restore an object that `dump_object` serialised.
+    """Load an object that `dump_object` serialized.
 
     Raises:
-        InvalidArgumentError: It does not unpickle, or it is pickled and that is not allowed.
+        InvalidArgumentError: It does not unpickle, or it is pickled although pickle is forbidden.
     """
     plain = bytes(data[: len(_SAVED)]) == _SAVED
     if not plain and not pickle_allowed(terms.allow_pickle):
         raise InvalidArgumentError(refusal("what arrived", terms.allow_pickle))
     try:
         return _load_plain(io.BytesIO(data)) if plain else pickle.loads(data)
-    except Exception as error:  # whatever the object's own methods raise
+    except Exception as error:  # the object's own methods may raise anything
         message = f"what arrived does not unpickle: {type(error).__name__}: {error}"
         raise InvalidArgumentError(message) from error
 
@@ -107,7 +106,7 @@ def _load_plain(source: io.BytesIO) -> Any:
 
 
 def _check_plain(data: Any, sink: io.BytesIO, terms: Terms) -> None:
-    """Refuse on the sender what no receiver would read."""
+    """Refuse on the sender an object that no receiver could load."""
     sink.seek(0)
     with safe_globals([*_plain_types()]):
         names = sorted(get_unsafe_globals_in_checkpoint(sink))
@@ -123,7 +122,7 @@ def _check_plain(data: Any, sink: io.BytesIO, terms: Terms) -> None:
 
 @functools.cache
 def _plain_types() -> tuple[Callable[..., Any], ...]:
-    """Return what may be made of plain bytes beside what `torch.load` allows anyway."""
+    """Return the plain types that `torch.load` does not allow by default."""
     found: list[Any] = [bytes, complex, frozenset, slice, range, type(pathlib.Path())]
     found += [datetime.date, datetime.datetime, datetime.timedelta]
     numpy = sys.modules.get("numpy")
@@ -135,20 +134,20 @@ def _plain_types() -> tuple[Callable[..., Any], ...]:
 
 
 class _PlainPickler(pickle.Pickler):
-    """Pickles tensors, for `torch.save`, without what else lies in their memory."""
+    """A pickler for `torch.save` that saves a tensor's values, not the rest of its storage."""
 
     def reducer_override(self, data: Any) -> Any:
-        """Return how to make an object again; not called for Python's own types."""
-        if isinstance(data, enum.Enum):  # until Python 3.11.4 by getattr, which is not plain
+        """Return an object's reduction; not called for built-in types."""
+        if isinstance(data, enum.Enum):  # up to Python 3.11.4 it pickles getattr, not plain
             return type(data), (data.value,)
         return _compact(data).__reduce_ex__(2) if _is_ordinary(data) else NotImplemented
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as their bytes, in every dtype."""
+    """A pickler that saves tensors of every dtype as bytes."""
 
     def reducer_override(self, data: Any) -> Any:
-        """Return how to make an object again; not called for Python's own types."""
+        """Return an object's reduction; not called for built-in types."""
         if not _is_ordinary(data):
             return NotImplemented
         values = _compact(data)
@@ -158,7 +157,7 @@ class _Pickler(pickle.Pickler):
         return _make_tensor, (content, data.dtype, tuple(data.shape), data.requires_grad)
 
 
-# What `torch.save` takes of a pickle module.
+# The attributes that `torch.save` uses of a pickle module.
 _PLAIN_PICKLE = SimpleNamespace(__name__="pickle", Pickler=_PlainPickler)
 
 
@@ -169,7 +168,7 @@ def _is_ordinary(data: Any) -> bool:
 
 
 def _compact(data: Tensor) -> Tensor:
-    """Return the values in memory of their own: contiguous, on the CPU."""
+    """Return the values as a contiguous CPU tensor that fills its storage."""
     values = data.detach().resolve_conj().resolve_neg().cpu().contiguous()
     if values.untyped_storage().nbytes() != values.nbytes:
         values = values.clone()

@@ -1,4 +1,4 @@
-"""Collecting the results of an evaluation that the ranks shared, in the order of the samples."""
+"""Collect the results of a distributed evaluation in the order of the samples."""
 
 from __future__ import annotations
 
@@ -37,26 +37,25 @@ def collect_results(
     *,
     allow_pickle: bool = True,
 ) -> list[Any] | None:
-    """Collect the results of samples that were dealt out to the ranks one by one.
+    """Gather the results of samples that were assigned to the ranks round-robin.
 
     Args:
-        results: This rank's results, in the order of its samples; anything that pickles,
-            also None.
-        size: Number of samples; what was added to fill up the last round is cut off.
-        device: One of cpu, gpu, npu, cuda, mlu, musa, xpu: where results came from. They go
-            through the group whatever it is.
+        results: This rank's results in the order of its samples; any objects that pickle, also
+            None.
+        size: Number of samples; the results of padding at the end are dropped.
+        device: Where the results came from: cpu, gpu, npu, cuda, mlu, musa or xpu. It does not
+            change how they are sent.
         tmpdir: A folder that all ranks share, to collect through files instead; only with "cpu".
-            Files are private to this user; it is left as it was found, or gone again if it was
-            not there.
+            The files are private to this user and are removed; so is the folder, if it was created.
         group: The default group by default.
         allow_pickle: As in `broadcast_object_list`.
 
     Returns:
-        On the group's first rank the results in the order of the samples, elsewhere None.
+        The results in the order of the samples on the group's first rank, None on other ranks.
 
     Raises:
-        InvalidArgumentError: A bad argument; on every rank if a result cannot be sent.
-        StateError: On every rank, if a file cannot be written or read, or is torn.
+        InvalidArgumentError: An argument is invalid, or (on every rank) a result cannot be sent.
+        StateError: A file cannot be written or read, or is corrupt; raised on every rank.
     """
     _check(results, size, device, tmpdir)
     terms = Terms(allow_pickle)
@@ -72,7 +71,7 @@ def collect_results(
 
 
 def interleave(parts: list[list[Any]]) -> list[Any]:
-    """Return the first of each part, then the second of each, and so on."""
+    """Return the first entry of each list, then the second of each, and so on."""
     longest = max(map(len, parts))
     return [part[i] for i in range(longest) for part in parts if i < len(part)]
 
@@ -96,7 +95,7 @@ def _check(results: Any, size: Any, device: Any, tmpdir: Any) -> None:
 def _through_files(
     results: list[Any], tmpdir: str, members: ProcessGroup, terms: Terms
 ) -> list[list[Any]] | None:
-    """Collect through a folder in `tmpdir` that only this user may enter, and that is gone then."""
+    """Collect through a temporary folder in `tmpdir` that is private to this user."""
     ranks = group_ranks(members)
     first = get_rank() == ranks[0]
     given: list[Any] = [_caught(partial(_make_folder, tmpdir)) if first else None]
@@ -122,7 +121,7 @@ def _through_files(
 
 
 def _make_folder(parent: str) -> tuple[str, list[str]]:
-    """Return a new folder in `parent`, and which folders above it were made, the deepest first."""
+    """Create a folder in `parent`; return it and the parents that were created, deepest first."""
     place = Path(parent).absolute()
     missing = [str(each) for each in (place, *place.parents) if not each.exists()]
     os.makedirs(place, 0o700, exist_ok=True)
@@ -149,12 +148,12 @@ def _digest(content: bytes | bytearray | memoryview) -> bytes:
 
 
 def _caught(call: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return what a call returns and no error, or its error's text, to tell the other ranks."""
+    """Return a call's result and None, or None and its error as text for the other ranks."""
     try:
         return call(), None
     except StateError as error:
         return None, str(error)
-    except Exception as error:  # objects raise whatever they like
+    except Exception as error:  # pickling may raise anything
         return None, f"{type(error).__name__}: {error}"
 
 

@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine, forked from a server that has torch loaded."""
+"""Start ranks on this machine, as processes forked from a server that has imported torch."""
 
 from .pool import RankPool, launch
 

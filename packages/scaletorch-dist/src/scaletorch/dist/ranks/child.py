@@ -1,4 +1,4 @@
-"""Main function of a forked rank: take the caller's settings, join the group, run functions."""
+"""Main function of a forked rank: apply the caller's settings, join the group, run functions."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from .locate import Locator, loading
 
 
 def main(connection_fd: int, request: dict[str, Any]) -> None:
-    """Serve one rank until the caller closes it; never returns.
+    """Run one rank until the caller closes the connection; never returns.
 
     Args:
-        connection_fd: The connection to the caller.
-        request: See `ranks.RankPool`, which makes it.
+        connection_fd: Descriptor of the connection to the caller.
+        request: The request that `RankPool` builds.
     """
     connection: Connection[Any, Any] = Connection(connection_fd)
     try:
@@ -55,17 +55,17 @@ def main(connection_fd: int, request: dict[str, Any]) -> None:
 
 
 def _leave(code: int) -> None:
-    """End without interpreter shutdown, which deadlocks now and then beside live groups."""
+    """Exit without interpreter shutdown, which sometimes deadlocks if process groups are alive."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _adopt(request: dict[str, Any]) -> None:
-    """Take over the caller's environment, folder, module path and this rank's threads."""
+    """Apply the caller's environment, folder, module path and number of threads."""
     stacks = open(request["stack_file"], "w")  # noqa: SIM115 - open as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
-    faulthandler.enable(stacks)  # what a signal such as SIGSEGV ended is read from there too
+    faulthandler.enable(stacks)  # also records the stacks on a SIGSEGV and the like
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     os.environ.clear()
@@ -79,10 +79,10 @@ def _adopt(request: dict[str, Any]) -> None:
 
 
 def _take_turns() -> None:
-    """Stop the kernel from interrupting one rank's thread each time another's has a message.
+    """Keep the kernel from preempting a rank's thread whenever another rank gets a message.
 
-    Where ranks outnumber cores this makes gloo's collectives about five times faster: 8 ranks on
-    2 cores sum 128 KiB in 4 ms instead of 21. Threads that start later inherit it.
+    If ranks outnumber cores, this makes gloo's collectives about five times faster: 8 ranks on 2
+    cores sum 128 KiB in 4 ms instead of 21. Threads that start later inherit the policy.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
@@ -90,11 +90,11 @@ def _take_turns() -> None:
 
 
 def _join_group(request: dict[str, Any]) -> Notice | None:
-    """Make the default group, or leave it to the function; return what the log should say."""
+    """Create the default group unless the function will; return a log notice, or None."""
     backend, store, ranks = request["backend"], request["store"], request["world_size"]
     notice = None
     if backend != "gloo" and not (backend is None and store is None):
-        warn = store is not None  # else `init_dist` will
+        warn = store is not None  # else `init_dist` warns
         backend, notice = prepare_local_rank(backend, request["rank"], ranks, warn=warn)
     if store is None:
         return notice
@@ -114,7 +114,7 @@ def _join_group(request: dict[str, Any]) -> Notice | None:
 def _run(
     task: tuple[Locator, bytes, list[bytes]], seed: int | None, before: dict[str, Any]
 ) -> bytes:
-    """Run one function; the answer, pickled: ("returned", result, state) or a failure."""
+    """Run one function; return the pickled answer: ("returned", result, state) or a failure."""
     locator, arguments, filters = task
     if seed is not None:
         _seed(seed)
@@ -141,9 +141,9 @@ def _run(
 
 
 def _finish_threads() -> None:
-    """Wait for the function's threads as an interpreter does at its end: `_leave` would cut them.
+    """Join the function's threads as an interpreter does at exit, since `_leave` would kill them.
 
-    Workers of executors that were left open have no end, and are not waited for.
+    Workers of executors that were not shut down never end, so they are skipped.
     """
     executors = (("thread", "_threads_queues"), ("process", "_threads_wakeups"))
     for thread in threading.enumerate():
@@ -164,18 +164,18 @@ def _seed(seed: int) -> None:
 
 
 def _pickle_failure(error: BaseException) -> bytes:
-    """("failed", traceback text, exception or None): the text survives what cannot be pickled."""
+    """Pickle ("failed", traceback text, exception), or None for an exception that cannot be."""
     text = "".join(traceback.format_exception(type(error), error, _below_here(error.__traceback__)))
     try:
         payload = pickle.dumps(error)
-        ForkingPickler.loads(payload)  # some exceptions pickle, and fail only on the other side
+        ForkingPickler.loads(payload)  # some exceptions pickle but do not unpickle
     except Exception:
         payload = None
     return pickle.dumps(("failed", text, payload))
 
 
 def _below_here(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without this file's own frames at its top."""
+    """Return the traceback without this file's frames at its top."""
     here = _run.__code__.co_filename
     rest = trace
     while rest is not None and rest.tb_frame.f_code.co_filename == here:

@@ -1,4 +1,4 @@
-"""Collecting one answer from every rank before a deadline, or finding out why there is none."""
+"""Collect one answer from every rank before a deadline, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from typing import Any
 from .process import RankProcess
 from .report import RankReport
 
-FAILURE_GRACE = 2.0  # s that other ranks get to finish or fail by themselves after a first failure
-STACK_WAIT = 0.5  # s to wait for the stacks of ranks that hang
+FAILURE_GRACE = 2.0  # seconds that other ranks get to finish or fail after the first failure
+STACK_WAIT = 0.5  # seconds to wait for the stacks of ranks that hang
 
 _CHILD = os.path.join(os.path.dirname(__file__), "child.py")
 
-Answer = tuple[str, Any, Any]  # what `child` sends: its kind and two parts
+Answer = tuple[str, Any, Any]  # a message from `child`: its kind and two values
 
 
 def collect(
     processes: Sequence[RankProcess], report: RankReport, timeout: float | None
 ) -> dict[int, Answer]:
-    """One answer of every rank; failures are written into `report`.
+    """Collect one answer from every rank.
 
     Args:
         processes: The ranks in order.
         report: Filled with failures, results (unpickled) and the stacks of unfinished ranks.
-        timeout: Seconds, or None to wait as long as it takes.
+        timeout: Seconds to wait, or None for no limit.
 
     Returns:
-        rank → its answer.
+        Rank → its answer.
 
     Raises:
-        RankFailedError: Not every rank returned; the processes are still to be killed.
+        RankFailedError: Not every rank returned; the caller must kill the processes.
     """
     __tracebackhide__ = True
     answers: dict[int, Answer] = {}
@@ -73,14 +73,14 @@ def _ready_ranks(
 
 
 def _receive(process: RankProcess) -> Answer | None:
-    """The answer that a ready process sent, or None after its death."""
+    """Return the answer of a ready process, or None if it has died."""
     try:
         if process.connection.poll():
             answer: Answer = process.connection.recv()
             return answer
     except (EOFError, OSError):
         pass
-    wait([process.status_fd], 5.0)  # how it ended comes by way of the server, a moment later
+    wait([process.status_fd], 5.0)  # the server sends the exit status a moment later
     process.read_status()
     return None
 
@@ -99,7 +99,7 @@ def _record(rank: int, answer: Answer, report: RankReport) -> None:
 
 
 def _take_stacks(processes: Sequence[RankProcess], report: RankReport) -> None:
-    """Have each unfinished rank write its stack, also when it is blocked in C++."""
+    """Make each unfinished rank write its stack, even if it is blocked in C++."""
     pending = report.pending
     for rank in pending:
         processes[rank].signal(signal.SIGUSR1)
@@ -114,14 +114,14 @@ def _take_stacks(processes: Sequence[RankProcess], report: RankReport) -> None:
 
 
 def _last_stacks(process: RankProcess) -> str:
-    """Return the stacks that a rank wrote as a signal such as SIGSEGV ended it."""
+    """Return the stacks that a rank wrote when a signal such as SIGSEGV killed it."""
     with contextlib.suppress(OSError), open(process.stack_file) as file:
         return _own_part(file.read().partition("\nExtension modules:")[0]).strip()
     return ""
 
 
 def _own_part(stacks: str) -> str:
-    """Stacks without the frames below the function that was run."""
+    """Return the stacks without the frames that called the rank's function."""
     hidden = False
     lines = []
     for line in stacks.splitlines():

@@ -1,4 +1,4 @@
-"""Warnings on ranks: they meet the caller's filters, so that what is an error there is one here."""
+"""Apply the caller's warning filters on ranks, so that the same warnings become errors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 
 
 def own_filters() -> list[bytes]:
-    """This process's filters of warnings, the first that applies first, each pickled by itself.
+    """Return this process's warning filters in order of precedence, each pickled by itself.
 
-    A filter of a category that does not pickle is left out: ranks cannot have it either.
+    Leave out a filter whose category does not pickle: ranks cannot have that category either.
     """
     found = []
     for action, message, category, module, line in warnings.filters:
@@ -23,7 +23,7 @@ def own_filters() -> list[bytes]:
 
 
 def _pattern(text: str | re.Pattern[str] | None) -> str:
-    """Return a filter's text as a pattern: those of Python itself name a module as it is."""
+    """Return a filter's text as a regular expression; Python's own filters have literal names."""
     if isinstance(text, str):
         return re.escape(text) + r"\Z"
     return "" if text is None else text.pattern
@@ -31,11 +31,11 @@ def _pattern(text: str | re.Pattern[str] | None) -> str:
 
 @contextlib.contextmanager
 def filtered(filters: Iterable[bytes]) -> Iterator[None]:
-    """Have these filters, and no others, for as long as this is entered."""
+    """Use these warning filters, and no others, inside the context."""
     with warnings.catch_warnings():
         warnings.resetwarnings()
         for each in filters:
-            with contextlib.suppress(ImportError, AttributeError):  # nobody here can warn by it
+            with contextlib.suppress(ImportError, AttributeError):  # no such category here
                 action, message, category, module, line = pickle.loads(each)
                 warnings.filterwarnings(action, message, category, module, line, append=True)
         yield

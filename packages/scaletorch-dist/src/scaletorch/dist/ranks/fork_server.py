@@ -1,11 +1,12 @@
-"""The fork-server: a single-threaded process that has torch loaded and forks ranks from it.
+"""The fork-server: a single-threaded process that has imported torch and forks ranks.
 
-It runs apart from the caller (`serve`), imports what is to be shared once, and forks one child a
-request. Unlike multiprocessing's own, it never runs the caller's `__main__`, takes over its
-`sys.path`, disturbs no setting of the caller's, and ends with all its ranks when the caller does.
+It runs as a separate process (`serve`), imports shared modules once, and forks one child per
+request. Unlike multiprocessing's fork-server it never runs the caller's `__main__`, uses the
+caller's `sys.path`, changes no setting of the caller, and ends with all its ranks when the caller
+does.
 
-Messages go by a connection of multiprocessing's; the descriptors of `RANK_FDS` follow, by the same
-socket, where a rank is asked for.
+Messages use a multiprocessing connection. A request for a rank is followed by the descriptors of
+`RANK_FDS` on the same socket.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 
 PRELOAD = ("torch", "torch.distributed")
 RANK_FDS = ("connection", "status", "stdout", "stderr")
-EXIT_STATUS = struct.Struct("<i")  # what a status pipe brings: the exit code, or minus the signal
+EXIT_STATUS = struct.Struct("<i")  # content of a status pipe: the exit code, or minus the signal
 
 RankMain = Callable[[int, dict[str, Any]], None]
 
@@ -58,7 +59,7 @@ class _Server:
                     return
 
     def answer(self, request: dict[str, Any], rank_main: RankMain) -> None:
-        sys.path[:] = request["path"]  # the caller's may have grown
+        sys.path[:] = request["path"]  # the caller's path may have grown
         if "preload" not in request:
             _, fds, _, _ = socket.recv_fds(self.socket, 1, len(RANK_FDS))
             pid = self.fork(dict(zip(RANK_FDS, fds, strict=True)), request, rank_main)
@@ -81,7 +82,7 @@ class _Server:
         return pid
 
     def _become_rank(self, fds: dict[str, int], request: dict[str, Any], main: RankMain) -> None:
-        """Run the rank in the forked child; never return into the server's loop."""
+        """Run the rank in the forked child; never returns to the server's loop."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -99,7 +100,7 @@ class _Server:
             os._exit(1)
 
     def reap(self) -> None:
-        """Tell the caller how each ended child ended."""
+        """Send the caller the exit status of each child that has ended."""
         while self.status_fds:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
@@ -116,7 +117,7 @@ class _Server:
 
 
 def _preload(modules: Iterable[str]) -> None:
-    """Import modules; shared pages stay shared, since the collector will not write to them."""
+    """Import modules, then freeze the garbage collector so that forks keep sharing their memory."""
     missing = [module for module in modules if module not in sys.modules]
     for module in missing:
         importlib.import_module(module)
@@ -126,11 +127,11 @@ def _preload(modules: Iterable[str]) -> None:
 
 
 def serve(control_fd: int, package: str) -> None:
-    """Serve requests until the caller goes away, then kill what ranks are left.
+    """Serve requests until the caller closes the socket, then kill the remaining ranks.
 
     Args:
-        control_fd: This end of a Unix stream socket to the caller.
-        package: Importable name of this package, whose `child.main` a rank runs.
+        control_fd: The server's end of a Unix stream socket to the caller.
+        package: Importable name of this package; a rank runs its `child.main`.
     """
     server = _Server(control_fd)
     directory = tempfile.mkdtemp(prefix="scaletorch-ranks-")

@@ -1,4 +1,4 @@
-"""Names of functions by which another process finds the same function."""
+"""Locate a function so that another process finds the same one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..errors import InvalidArgumentError
 
 MAIN_ALIAS = "__mp_main__"  # multiprocessing's own alias of `__main__`, known to both sides
 PYTEST_REWRITING = "_pytest.assertion.rewrite"
-BODY_ATTRIBUTE = "__rank_body__"  # where a decorator keeps the function that ranks are to run
+BODY_ATTRIBUTE = "__rank_body__"  # attribute in which a decorator stores the function for ranks
 
 
 _loading: list[str] = []  # files that this process is importing to find a function
@@ -27,14 +27,14 @@ _loading: list[str] = []  # files that this process is importing to find a funct
 
 @dataclass(frozen=True, slots=True)
 class Locator:
-    """A function by module name, file and qualified name.
+    """The location of a function: module name, file and qualified name.
 
     Attributes:
-        module: Name of its module.
-        path: The module's file; None for a builtin one.
-        qualname: Its name in the module.
-        is_main: The module is the program that was started.
-        explains: The module's asserts were rewritten by pytest to show values; so will a rank's.
+        module: Name of the module.
+        path: The module's file; None for a built-in module.
+        qualname: Qualified name in the module.
+        is_main: Whether the module is the main program.
+        explains: Whether pytest has rewritten the module's asserts; ranks then rewrite them too.
     """
 
     module: str
@@ -44,7 +44,7 @@ class Locator:
     explains: bool
 
     def find(self) -> Callable[..., Any]:
-        """Return the function, in the process that calls this."""
+        """Return the function in the calling process."""
         target: Any = _find_module(self)
         for name in self.qualname.split("."):
             target = getattr(target, name)
@@ -52,10 +52,10 @@ class Locator:
 
 
 def locate(fn: Callable[..., Any]) -> Locator:
-    """Name a module-level function.
+    """Return the locator of a module-level function.
 
     Raises:
-        InvalidArgumentError: No other process could find this function.
+        InvalidArgumentError: Another process could not find this function.
     """
     if _loading:
         raise InvalidArgumentError(
@@ -90,12 +90,12 @@ def locate(fn: Callable[..., Any]) -> Locator:
 
 
 def _is_bound(fn: Callable[..., Any]) -> bool:
-    """Return whether it is an object's method; a builtin function is bound to its module alone."""
+    """Return whether `fn` is an object's method; a built-in function is bound to its module."""
     return not isinstance(getattr(fn, "__self__", fn), ModuleType | type(fn))
 
 
 def rank_body(fn: Any) -> Callable[..., Any]:
-    """The function that ranks run, below whatever decorators wrapped it."""
+    """Return the function that ranks run, inside any decorators."""
     candidate = fn
     while candidate is not None:
         body: Callable[..., Any] | None = getattr(candidate, BODY_ATTRIBUTE, None)
@@ -108,13 +108,13 @@ def rank_body(fn: Any) -> Callable[..., Any]:
 
 
 def importing() -> bool:
-    """Return whether this process is a rank that imports a file to find a function there."""
+    """Return whether this process is a rank that is importing a file to find a function."""
     return bool(_loading)
 
 
 @contextmanager
 def loading(locator: Locator) -> Iterator[None]:
-    """Let files that are imported to find a function or its arguments start no ranks."""
+    """Forbid starting ranks while files are imported to find a function or its arguments."""
     _loading.append(locator.path or locator.module)
     try:
         yield
@@ -126,7 +126,7 @@ def _find_module(locator: Locator) -> ModuleType:
     with loading(locator):
         module = _import(locator)
     if locator.is_main:
-        sys.modules["__main__"] = sys.modules[MAIN_ALIAS] = module  # what pickles will name
+        sys.modules["__main__"] = sys.modules[MAIN_ALIAS] = module  # the names in pickles
     return module
 
 
@@ -140,7 +140,7 @@ def _import(locator: Locator) -> ModuleType:
 
 
 def _is_importable(module: str, path: str | None) -> bool:
-    """Return whether `import module` would bring this very file."""
+    """Return whether `import module` would import this file."""
     if path is None:
         return False
     loaded = sys.modules.get(module)
@@ -160,7 +160,7 @@ _LOADED_BY_PATH = "loaded by path for a rank"
 
 @functools.lru_cache(maxsize=256)
 def _load_file(name: str, path: str, mtime_ns: int, explains: bool) -> ModuleType:
-    """Run a file as module `name`, once for each version of the file."""
+    """Import a file as module `name`, once for each version of the file."""
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise InvalidArgumentError(f"{path} is not a Python file, so that ranks cannot load it")
@@ -180,17 +180,17 @@ def _load_file(name: str, path: str, mtime_ns: int, explains: bool) -> ModuleTyp
 
 
 def _explaining_code(path: str) -> CodeType | None:
-    """A test file compiled as pytest would, so that a failed assert shows its values."""
+    """Compile a test file as pytest would, so that a failed assert shows its values."""
     try:
         pytest, file = importlib.import_module(PYTEST_REWRITING), Path(path)
         kept = pytest.get_cache_dir(file) / f"{file.stem}{pytest.PYC_TAIL}"
         return pytest._read_pyc(file, kept) or _rewritten(file, pytest.rewrite_asserts)
-    except Exception:  # private functions of pytest's: without them, asserts just say less
+    except Exception:  # pytest's functions are private; without them asserts only show less
         return None
 
 
 def _rewritten(file: Path, rewrite: Callable[..., None]) -> CodeType:
-    """Compile a test file that pytest has not, or could not keep."""
+    """Compile a test file that is not in pytest's cache."""
     source, name = file.read_bytes(), str(file)
     tree = ast.parse(source, name)
     rewrite(tree, source, name)

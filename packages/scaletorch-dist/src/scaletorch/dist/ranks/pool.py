@@ -1,4 +1,4 @@
-"""Ranks on this machine: a pool of processes that run functions, and `launch`, a pool used once."""
+"""Run functions on local ranks: `RankPool`, a reusable pool of processes, and `launch`."""
 
 from __future__ import annotations
 
@@ -24,34 +24,35 @@ from .locate import locate, rank_body
 from .process import START_TIMEOUT, RankProcess, get_server, stop
 from .report import RankReport
 
-CLOSE_GRACE = 2.0  # s that ranks get to leave by themselves
-# Variables of an outer launch that would mislead a rank started here.
+CLOSE_GRACE = 2.0  # seconds that ranks get to exit before they are killed
+# Variables of an outer launch, which would mislead a rank started here.
 _OUTER_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_")
 
 logger = logging.getLogger(__package__)
 
 
 class RankPool:
-    """Ranks that stay alive, hold a default process group and run one function after another.
+    """Local ranks with a default process group that run one function after another.
 
     Args:
         world_size: Number of ranks.
-        backend: Backend of the default group. Ranks beyond the devices of 'nccl' share them by
-            sockets, for tests. None takes the backend of this machine's own device where each rank
-            can have one, else gloo, and the log says which.
+        backend: Backend of the default group. With 'nccl', ranks share devices through sockets if
+            there are too few, for tests. None takes the accelerator's backend if each rank can have
+            a device, else gloo, and logs the choice.
         timeout: Seconds that one `run` may take; None for no limit.
-        group_timeout: Timeout of the group's collectives; None for torch's own.
-        threads: Threads that torch uses in each rank.
-        init: False leaves the default group out and sets the environment as torchrun would
-            (`MASTER_ADDR`, a free `MASTER_PORT`), for functions that call `init_dist` themselves.
-        env: Variables to set in each rank beside the caller's own; None as a value removes one.
-        seed: Seeds torch's, Python's and numpy's generators before every function; None does not.
+        group_timeout: Timeout of the group's collectives; None for torch's default.
+        threads: Number of torch threads in each rank.
+        init: False creates no group and sets the environment as torchrun would (`MASTER_ADDR`, a
+            free `MASTER_PORT`), for functions that call `init_dist` themselves.
+        env: Variables to set in each rank in addition to the caller's; a value of None removes one.
+        seed: Seed for torch's, Python's and numpy's generators before every function; None for
+            no seeding.
 
     Attributes:
-        reusable: The last function succeeded on all ranks and left no state behind.
+        reusable: Whether the last function succeeded on all ranks and left no state behind.
 
     Raises:
-        InvalidArgumentError: A world size below 1.
+        InvalidArgumentError: The world size is below 1.
         RankFailedError: A rank did not start.
     """
 
@@ -101,23 +102,23 @@ class RankPool:
     def run(
         self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Run `fn(*args, **kwargs)` on every rank, under the caller's filters of warnings.
+        """Run `fn(*args, **kwargs)` on every rank, with the caller's warning filters.
 
         Args:
             fn: A module-level function; ranks find it by its module's name or its file.
-            args: What it is given; must pickle.
-            timeout: Seconds for this run, instead of the pool's.
-            kwargs: What it is given by name; must pickle.
+            args: Positional arguments for `fn`; must pickle.
+            timeout: Seconds for this run, instead of the pool's timeout.
+            kwargs: Keyword arguments for `fn`; must pickle.
 
         Returns:
-            What each rank returned, by rank.
+            The return values, one per rank in order.
 
         Raises:
             InvalidArgumentError: Ranks could not find `fn`, or its arguments do not pickle.
-            RankFailedError: A rank failed, died or did not finish; the pool is closed then.
+            RankFailedError: A rank failed, died or did not finish; the pool is then closed.
             StateError: The pool is closed.
         """
-        __tracebackhide__ = True  # of pytest: the ranks' tracebacks tell
+        __tracebackhide__ = True  # for pytest: the ranks' tracebacks suffice
         if not self._close.alive:
             raise StateError("this pool of ranks is closed: make another RankPool")
         name, task = _pickle_task(fn, args, kwargs)
@@ -134,13 +135,13 @@ class RankPool:
         return [report.results[rank] for rank in range(self.world_size)]
 
     def kill(self) -> None:
-        """End the ranks at once, whatever they are doing."""
+        """Kill the ranks at once."""
         for process in self._processes:
             process.signal(signal.SIGKILL)
         self.close()
 
     def close(self) -> None:
-        """End the ranks; those that do not leave in time are killed. Safe to call twice."""
+        """End the ranks; kill those that do not exit in time. Safe to call twice."""
         self.reusable = False
         self._close()
 
@@ -164,23 +165,22 @@ def launch(
 ) -> list[Any]:
     """Run `fn(*args, **kwargs)` on `nproc` new ranks of this machine.
 
-    Ranks share the cores, write to this process's stdout, and hold a default process group
-    before `fn` starts. They meet this process's filters of warnings. A rank that fails ends all of
-    them; so does Ctrl-C.
+    Ranks share the cores, write to this process's stdout, use its warning filters, and have a
+    default process group before `fn` starts. If a rank fails, all ranks end; Ctrl-C ends them too.
 
     Args:
         fn: A module-level function.
         nproc: Number of ranks.
-        args: What `fn` is given; must pickle.
-        backend: As for `RankPool`: None takes that of this machine's own device, or gloo.
+        args: Positional arguments for `fn`; must pickle.
+        backend: As for `RankPool`: None takes the accelerator's backend, or gloo.
         timeout: Seconds for the whole run; None for no limit.
-        group_timeout: Timeout of the group's collectives; None for torch's own.
-        init: False leaves the group to `fn`, with the environment that torchrun would set.
-        env: Variables to set in each rank; None as a value removes one.
-        kwargs: What `fn` is given by name; must pickle.
+        group_timeout: Timeout of the group's collectives; None for torch's default.
+        init: False lets `fn` create the group, in the environment that torchrun would set.
+        env: Variables to set in each rank; a value of None removes one.
+        kwargs: Keyword arguments for `fn`; must pickle.
 
     Returns:
-        What each rank returned, by rank.
+        The return values, one per rank in order.
 
     Raises:
         InvalidArgumentError: Ranks could not find `fn`, or its arguments do not pickle.
@@ -195,7 +195,7 @@ def launch(
         [30, 30]
     """
     _check_world_size(nproc)
-    _pickle_task(fn, args, kwargs)  # mistakes show before anything starts
+    _pickle_task(fn, args, kwargs)  # raises before any process starts
     pool = RankPool(
         nproc,
         backend=backend,
@@ -243,7 +243,7 @@ def _check_environment(env: Mapping[str, str | None] | None) -> None:
 def _environment(
     world_size: int, init: bool, changes: Mapping[str, str | None]
 ) -> dict[str, str | None]:
-    """Variables of all ranks: the caller's, those of a launcher, and the asked changes."""
+    """Return the variables of all ranks: the caller's, a launcher's, and the requested changes."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(_OUTER_LAUNCH)}
     launcher = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     if sys.platform in LOOPBACK:
@@ -256,9 +256,9 @@ def _environment(
 def _pickle_task(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, bytes]:
-    """A function's name, and what a rank needs to call it.
+    """Return a function's name, and the pickled task with which a rank calls it.
 
-    The arguments are pickled apart: a rank loads the function's module before it reads them.
+    The arguments are pickled separately: a rank imports the function's module before it loads them.
     """
     __tracebackhide__ = True
     if isinstance(fn, functools.partial):
@@ -286,7 +286,7 @@ def _culprit(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def _close(owner: int, processes: list[RankProcess], folder: str) -> None:
-    if owner != os.getpid():  # a fork of the owner ends: the ranks are not its own
+    if owner != os.getpid():  # a forked child of the owner exits: the ranks are not its own
         return
     for process in processes:
         process.send(pickle.dumps(None))

@@ -1,4 +1,4 @@
-"""The caller's side of the fork-server: start it once, and start ranks from it."""
+"""The caller's side of the fork-server: start the server once, and fork ranks from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import StateError
 from . import fork_server
 
-START_TIMEOUT = 300.0  # s; a cold disk and a busy machine take long to import torch
+START_TIMEOUT = 300.0  # seconds; importing torch is slow on a cold disk or a busy machine
 _BOOT = (
     "import sys, json, importlib\n"
     "package, fd, sys.path[:] = json.loads(sys.argv[1])\n"
@@ -28,7 +28,7 @@ _BOOT = (
 
 
 class RankProcess:
-    """One forked rank: a connection for its messages and a pipe that tells how it ended."""
+    """One forked rank: a connection for messages, and a pipe for its exit status."""
 
     def __init__(
         self, pid: int, connection: Connection[Any, Any], status_fd: int, stack_file: str
@@ -41,16 +41,16 @@ class RankProcess:
         self.ended = False
 
     def send(self, message: bytes) -> None:
-        """Send a pickled message; a dead process takes none, and its status says how it died."""
+        """Send a pickled message; ignore a dead process, whose exit status tells how it died."""
         with contextlib.suppress(OSError):
             self.connection.send_bytes(message)
 
     def read_status(self) -> None:
-        """Take the exit code from a readable status pipe."""
+        """Read the exit code from a status pipe that is ready."""
         if self.ended:
             return
         data = os.read(self.status_fd, fork_server.EXIT_STATUS.size)
-        if data:  # none when the server itself is gone
+        if data:  # empty if the server itself has ended
             (self.exit_code,) = fork_server.EXIT_STATUS.unpack(data)
         self.ended = True
 
@@ -70,7 +70,7 @@ class RankProcess:
 
 
 class ForkServer:
-    """The running server process of this process."""
+    """The fork-server of this process."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
@@ -84,7 +84,7 @@ class ForkServer:
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 env=environment,
-                start_new_session=True,  # Ctrl-C reaches the caller alone, which ends the ranks
+                start_new_session=True,  # Ctrl-C reaches only the caller, which ends the ranks
             )
         self._socket = ours
         self._control: Connection[Any, Any] = Connection(os.dup(ours.fileno()))
@@ -93,7 +93,7 @@ class ForkServer:
 
     @property
     def usable(self) -> bool:
-        """True if it runs and belongs to this very process, and not to one that forked us."""
+        """True if the server runs and was started by this process, not by its parent."""
         return self.owner == os.getpid() and self._process.poll() is None
 
     def _receive(self) -> dict[str, Any]:
@@ -111,16 +111,16 @@ class ForkServer:
         return message
 
     def preload(self, modules: Iterable[str]) -> None:
-        """Import modules in the server, so that ranks started later have them.
+        """Import modules in the server, so that ranks forked later have them.
 
-        They are looked for on this process's module path of now, not of when the server began.
+        The server uses this process's current `sys.path`.
         """
         with self._lock:
             self._control.send({"preload": list(modules), "path": sys.path})
             self._receive()
 
     def spawn(self, request: dict[str, Any]) -> RankProcess:
-        """Fork a rank that runs `child.main` with this request."""
+        """Fork a rank that runs `child.main` with a request."""
         ours, theirs = Pipe()
         status_read, status_write = os.pipe()
         try:
@@ -140,9 +140,9 @@ class ForkServer:
 
 
 def _end_server(owner: int, control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    """Hang up, at which the server ends its ranks, removes its files and leaves."""
+    """Close the socket, upon which the server ends its ranks, removes its files and exits."""
     if owner == os.getpid():
-        with contextlib.suppress(OSError):  # it has left by itself
+        with contextlib.suppress(OSError):  # the server has already exited
             control.shutdown(socket.SHUT_RDWR)
         control.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -154,7 +154,7 @@ _server_lock = threading.Lock()
 
 
 def get_server() -> ForkServer:
-    """The fork-server of this process, started on the first call (some seconds)."""
+    """Return the fork-server of this process; the first call starts it (some seconds)."""
     global _server
     with _server_lock:
         if _server is None or not _server.usable:
@@ -163,7 +163,7 @@ def get_server() -> ForkServer:
 
 
 def stop(processes: Iterable[RankProcess], grace: float) -> None:
-    """Wait `grace` seconds for processes to end by themselves, then kill them."""
+    """Wait `grace` seconds for processes to exit, then kill them."""
     processes = list(processes)
     deadline = time.monotonic() + grace
     for signal_number, until in ((None, deadline), (signal.SIGKILL, deadline + 10)):

@@ -1,4 +1,4 @@
-"""Turning what became of the ranks into one error that can be read from the top."""
+"""Combine the outcomes of all ranks into one readable error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ..errors import RankFailedError
 from ..naming import name_ranks
 
-# As messages name the rank that they come from, on a grid and among experts.
+# The coordinates of a rank in messages, on a grid and for experts.
 _COORDINATES = re.compile(r"(\brank \d+ \()?\bdp\d+ pp\d+ cp\d+ tp\d+\b(?: edp\d+ ep\d+ etp\d+\b)?")
 
 
@@ -20,13 +20,13 @@ class RankReport:
     name: str
     world_size: int
     results: dict[int, object] = field(default_factory=dict)
-    failures: dict[int, str] = field(default_factory=dict)  # in the order in which they came
+    failures: dict[int, str] = field(default_factory=dict)  # in the order of arrival
     exceptions: dict[int, BaseException] = field(default_factory=dict)
-    stacks: dict[int, str] = field(default_factory=dict)  # where unfinished ranks were
+    stacks: dict[int, str] = field(default_factory=dict)  # stack traces of unfinished ranks
 
     @property
     def pending(self) -> list[int]:
-        """Ranks of which nothing is known yet."""
+        """Ranks without an outcome so far."""
         return [
             rank
             for rank in range(self.world_size)
@@ -34,12 +34,12 @@ class RankReport:
         ]
 
     def died(self, rank: int, exit_code: int | None, stacks: str) -> None:
-        """Record a rank whose process ended without an answer, and where its threads were."""
+        """Record a rank whose process ended without an answer, with its threads' stacks."""
         how = f"rank {rank} {describe_exit(exit_code)} before it returned\n"
         self.failures[rank] = f"{how}{stacks}\n" if stacks else how
 
     def error(self, timeout: float | None, timed_out: bool) -> RankFailedError:
-        """The error that tells all of it, first failure first."""
+        """Return one error with all failures, in order of arrival, and all stacks."""
         hung = tuple(rank for rank in self.stacks if rank not in self.failures)
         lines = [self._headline(hung, timeout, timed_out)]
         for ranks, text in self._alike():
@@ -55,7 +55,7 @@ class RankReport:
         )
 
     def _alike(self) -> list[tuple[list[int], str]]:
-        """Ranks whose failures differ in coordinates alone, and the text of the first of them."""
+        """Group ranks whose failures differ only in coordinates; keep the first one's text."""
         found: dict[str, tuple[list[int], str]] = {}
         for rank, text in self.failures.items():
             found.setdefault(without_coordinates(text), ([], text))[0].append(rank)
@@ -75,12 +75,12 @@ class RankReport:
 
 
 def without_coordinates(text: str) -> str:
-    """Return a message without the place on the grid of the rank that it comes from."""
+    """Return a message without the grid coordinates of its rank."""
     return _COORDINATES.sub("", text)
 
 
 def describe_exit(exit_code: int | None) -> str:
-    """Return in words how a process ended."""
+    """Describe how a process ended."""
     if exit_code is None:
         return "disappeared with the fork-server"
     if exit_code >= 0:

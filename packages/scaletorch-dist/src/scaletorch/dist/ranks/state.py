@@ -1,4 +1,4 @@
-"""State that a function may leave in a process, and its removal before the next function."""
+"""Detect state that a function leaves in a process, and separate the stores of its groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _VOLATILE = {"PYTEST_CURRENT_TEST"}
 
 
 def environment() -> dict[str, str]:
-    """The environment, without what test runners change with every test."""
+    """Return the environment without the variables that test runners change for every test."""
     return {name: value for name, value in os.environ.items() if name not in _VOLATILE}
 
 
@@ -31,7 +31,7 @@ def _groups() -> object:
 def _declared() -> object:
     """Return the state that modules declare: any module may define `__rank_state__() -> object`.
 
-    None or False is nothing: a module that a function was the first to import is no change.
+    Falsy states are left out, so that importing a module for the first time is no change.
     """
     modules = {n: m for n, m in list(sys.modules.items()) if isinstance(m, type(sys))}
     hooks = {name: vars(module).get(STATE_HOOK) for name, module in modules.items()}
@@ -42,7 +42,7 @@ def _declared() -> object:
 def _matmul_precision() -> str:
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # set by its newer name, after which torch refuses the older one
+    except RuntimeError:  # torch refuses the old API after the new one was used
         return str(torch.backends.cuda.matmul.fp32_precision)
 
 
@@ -64,20 +64,20 @@ _PROBES: dict[str, Callable[[], object]] = {
 
 
 def capture() -> dict[str, object]:
-    """The state of this process as far as it matters to the next function."""
+    """Return the state of this process that could affect the next function."""
     return {name: probe() for name, probe in _PROBES.items()}
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Names of what differs."""
+    """Return the names of the states that changed."""
     return [name for name in before if before[name] != after[name]]
 
 
 def separate_store(run: int) -> None:
-    """Give the groups of this run their own part of the default group's store.
+    """Give the groups of this run their own key prefix in the default group's store.
 
-    Torch names groups after their ranks, so that a run would otherwise find, and wait for, the
-    addresses that an equal group of an earlier run left there.
+    Torch names groups after their ranks. Without the prefix a run would find the addresses that a
+    group of the same ranks left in an earlier run, and wait for them.
     """
     groups = dist.distributed_c10d._world.pg_map
     world = dist.group.WORLD

@@ -1,1 +1,1 @@
-"""The start of a rank: the meeting point, the roll call, the default group."""
+"""Start-up of a rank: rendezvous, roll call and creation of the default group."""

@@ -1,4 +1,4 @@
-"""The roll call: the processes that came, and errors in what they say."""
+"""The processes in a roll call, and checks of their claims."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ALL_ARE_HERE = "all are here"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """One process at the roll call."""
+    """One process in the roll call."""
 
     rank: int
     world_size: int
@@ -24,7 +24,12 @@ class Caller:
 
 
 def judge(callers: list[Caller], too_late: bool) -> str:
-    """Return what is wrong with those that came, or that all are well; "" while it is open."""
+    """Return an error message, `ALL_ARE_HERE`, or "" while ranks are missing.
+
+    Args:
+        callers: Rank 0 first, then the others as they arrived.
+        too_late: Whether missing ranks are an error.
+    """
     me = callers[0]
     seen: dict[int, Caller] = {}
     for caller in callers:

@@ -1,4 +1,4 @@
-"""The creation of the default group, and the choice of its backend."""
+"""Choose the backend of the default group, and create the group."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from ..launchers.environment import Placement
 from .rendezvous import Meeting
 from .store import open_store
 
-DEFAULT = "nccl"  # of init_dist
+DEFAULT = "nccl"  # default backend of init_dist
 Creator = Callable[[Placement, Meeting | str, dict[str, Any]], None]
 
 
 def choose_backend(backend: str, *, warn: bool = True) -> str:
-    """Return the backend to initialise: the one asked for, or the machine's own with a warning.
+    """Return the requested backend, or the machine's default with a warning if it is unusable.
 
     Args:
-        backend: A name, or `device:backend` pairs with commas between.
-        warn: Say that another is taken; one rank of a machine is enough.
+        backend: A name, or comma-separated `device:backend` pairs.
+        warn: Warn if another backend replaces it; one rank per machine is enough.
 
     Returns:
-        A configuration as `init_process_group` takes it, such as 'cpu:gloo,cuda:nccl'.
+        A configuration for `init_process_group`, such as 'cpu:gloo,cuda:nccl'.
 
     Raises:
-        InvalidArgumentError: Nobody knows this backend, it does not serve the device it is named
-            for, or the pairs cannot be read.
-        StateError: Its plugin is missing beside its hardware.
+        InvalidArgumentError: The backend is unknown, does not serve the device paired with it, or
+            the pairs cannot be parsed.
+        StateError: The machine has the hardware, but the plugin is missing.
     """
     pairs = devices.resolve_backend(backend)
     problem = None
@@ -60,7 +60,7 @@ def choose_backend(backend: str, *, warn: bool = True) -> str:
 
 
 def _refuse_companions(pairs: list[tuple[str, str]]) -> None:
-    """Refuse a backend that serves a whole group beside another one."""
+    """Refuse a combination with a backend that must be the group's only one."""
     for _, name in pairs:
         entry = devices.entry_of_backend(name)
         if len(pairs) > 1 and entry is not None and entry.alone:
@@ -68,7 +68,7 @@ def _refuse_companions(pairs: list[tuple[str, str]]) -> None:
 
 
 def check_world(config: str, rank: int, world_size: int) -> None:
-    """Raise if a backend would see other ranks, before anyone waits for anyone."""
+    """Raise if a backend would see other ranks than the launcher, before ranks wait for others."""
     for _, name in devices.resolve_backend(config):
         entry = devices.entry_of_backend(name)
         if entry is not None and entry.check is not None:
@@ -78,7 +78,7 @@ def check_world(config: str, rank: int, world_size: int) -> None:
 def _create_with_torch(
     placement: Placement, meeting: Meeting | str, options: dict[str, Any]
 ) -> None:
-    if options["backend"] == "mpi":  # takes rank and size from MPI itself
+    if options["backend"] == "mpi":  # gets rank and size from MPI itself
         c10d.init_process_group("mpi", timeout=options["timeout"])
         return
     check_world(options["backend"], placement.rank, placement.world_size)
@@ -93,7 +93,7 @@ def _create_with_torch(
 def _create_with_deepspeed(
     placement: Placement, meeting: Meeting | str, options: dict[str, Any]
 ) -> None:
-    """DeepSpeed takes over a group that exists, so that all the rest is as with torch."""
+    """Create the group with torch first; DeepSpeed adopts an existing group."""
     deepspeed = _import_library("deepspeed")
     _create_with_torch(placement, meeting, options)
     deepspeed.init_distributed(dist_backend=options["backend"], auto_mpi_discovery=False)
@@ -102,10 +102,10 @@ def _create_with_deepspeed(
 def _create_with_colossalai(
     placement: Placement, meeting: Meeting | str, options: dict[str, Any]
 ) -> None:
-    """ColossalAI insists on creating the group, from torchrun's variables."""
+    """Let ColossalAI create the group from torchrun's variables; it adopts no existing one."""
     colossalai = _import_library("colossalai")
     options = {name: value for name, value in options.items() if value is not None}
-    timeout = options.pop("timeout", None)  # which it does not take
+    timeout = options.pop("timeout", None)  # launch_from_torch has no timeout
     if "config" in inspect.signature(colossalai.launch_from_torch).parameters:
         options.setdefault("config", {})  # releases before 0.4
     colossalai.launch_from_torch(**options)

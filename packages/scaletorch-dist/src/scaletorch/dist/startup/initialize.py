@@ -1,4 +1,4 @@
-"""Starting and ending torch.distributed under any launcher."""
+"""Initialize and shut down torch.distributed under any launcher."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__package__)
 
 _group: weakref.ref[ProcessGroup] | None = None  # the default group that init_dist made or found
 _ours = False  # whether init_dist made it
-_replaced: dict[str, str | None] = {}  # variables that init_dist set, and their values before
+_replaced: dict[str, str | None] = {}  # previous values of the variables that init_dist set
 
 
 def init_dist(
@@ -49,27 +49,28 @@ def init_dist(
     init_backend: str = "torch",
     **kwargs: Any,
 ) -> None:
-    """Join the other ranks: find this rank's place, choose its device, create the default group.
+    """Initialize torch.distributed: find this rank, choose its device, create the default group.
 
-    A backend that this machine cannot use is replaced by that of the machine's own device, with
-    one warning; CPU tensors always keep gloo. A process that no launcher started, if none is named,
-    is alone, and nothing is initialised. A default group that someone else has made is taken.
+    If this machine cannot use the backend, that of the machine's own device replaces it with one
+    warning; CPU tensors always keep gloo. Without a launcher, named or found, the process is alone
+    and nothing is initialized. An existing default group is adopted.
 
     Args:
         launcher: 'pytorch' (torchrun, or its variables set by hand), 'slurm' (srun), 'mpi'
             (mpirun of Open MPI or MPICH), or "none"; None infers it from the environment.
         backend: 'nccl', 'gloo', 'hccl', 'cncl', 'mccl', 'mpi', or 'cpu:gloo,cuda:nccl' and so on.
-        port: Port of rank 0's store instead of `MASTER_PORT`; torchrun's own stays as it is.
-        timeout: Of the group's collectives, and so of every group made later; seconds or timedelta.
-        init_method: A URL as for `init_process_group`, instead of the environment's address.
-        init_backend: Who creates the group: 'torch', 'deepspeed' or 'colossalai'.
-        kwargs: Passed on to `init_process_group` (or its like).
+        port: Port of rank 0's store instead of `MASTER_PORT`; has no effect on torchrun's store.
+        timeout: For collectives of this group and of every group created later; in seconds, or a
+            timedelta.
+        init_method: A URL for `init_process_group`, instead of the environment's address.
+        init_backend: The library that creates the group: 'torch', 'deepspeed' or 'colossalai'.
+        kwargs: Passed to `init_process_group` (or the library's equivalent).
 
     Raises:
-        InvalidArgumentError: Unknown launcher, backend or init_backend.
+        InvalidArgumentError: The launcher, backend or init_backend is unknown.
         StateError: A variable is missing, this was called before, a Slurm job of several tasks runs
-            this without srun, a vendor's plugin is missing beside the vendor's hardware, or ranks
-            share a device that takes one, without `SCALETORCH_SHARE_DEVICES=1`.
+            this without srun, a vendor's hardware lacks its plugin, or ranks share a device whose
+            backend takes one rank, without `SCALETORCH_SHARE_DEVICES=1`.
 
     Example:
         >>> init_dist("pytorch", backend="nccl", timeout=600)
@@ -85,7 +86,7 @@ def init_dist(
         return
     placement = read_placement(launcher)
     meeting = _find_meeting(placement, port, init_method)
-    warns = 0 in (placement.rank, placement.local_rank)  # for its machine
+    warns = 0 in (placement.rank, placement.local_rank)  # one rank per machine
     options["backend"] = choose_backend(backend, warn=warns)
     notice = _create_group(placement, meeting, init_backend, init_method, options)
     if notice is not None and placement.rank == 0:
@@ -103,7 +104,7 @@ def _create_group(
     init_method: str | None,
     options: dict[str, Any],
 ) -> Notice | None:
-    """Create the default group in the environment that it needs, which stays if it succeeds."""
+    """Set the environment variables and create the default group; undo them on failure."""
     share = asked_to_share(placement)
     variables, notice = rank_variables(
         options["backend"], placement.rank, placement.world_size, share=share
@@ -126,17 +127,17 @@ def _refuse_shared_devices(config: str, placement: Placement) -> None:
     try:
         refuse_shared_devices(config, local_size)
     except StateError:
-        wait_for_connections()  # all ranks have what they raise before one leaves
+        wait_for_connections()  # every rank has its error before the first one leaves
         cleanup_dist()
         raise
 
 
 def cleanup_dist() -> None:
-    """Destroy the default group that `init_dist` made, and forget all that it set.
+    """Destroy the default group that `init_dist` created, and restore the environment.
 
-    Safe to call twice, and where nothing was initialised. A group that `init_dist` found already
-    there stays. Let go of models before, as at the end of the function that trains them: a group
-    that one holds is not taken down, and below a live DistributedDataParallel it can hang.
+    Safe to call twice, or if nothing was initialized. A group that `init_dist` adopted stays.
+    Release models first, for example by returning from the training function: a group that a model
+    holds is not shut down, and can hang below a live DistributedDataParallel.
     """
     global _group, _ours
     ours = _ours and _group is not None and _group() is c10d.group.WORLD
@@ -151,20 +152,20 @@ def cleanup_dist() -> None:
 
 
 def _release_references() -> None:
-    """Let go of groups where garbage keeps them, and torch.distributed.nn.
+    """Release references to groups held by garbage and by torch.distributed.nn.
 
-    A group that is kept is not taken down: its threads live on and, if one of them drops a tensor
-    while the interpreter ends, abort the process (pytorch/pytorch#190489). Models are in circles
-    of references, which live until they are collected. The functions of torch.distributed.nn have
-    `group=group.WORLD`, read at import; torch's optimizers import it, mostly after the group was
-    made.
+    A group that is still referenced is not shut down: its threads stay alive and abort the process
+    if one of them frees a tensor at interpreter exit (pytorch/pytorch#190489). Models contain
+    reference cycles, so the garbage collector must run. The functions of torch.distributed.nn have
+    the default argument `group=group.WORLD`, evaluated at import; torch's optimizers import the
+    module, usually after the group was created.
     """
     gc.collect()
     module = sys.modules.get("torch.distributed.nn.functional")
     for each in vars(module).values() if module is not None else ():
         if isinstance(each, FunctionType) and each.__defaults__:
             kept = (None if value is c10d.group.WORLD else value for value in each.__defaults__)
-            each.__defaults__ = tuple(kept)  # None means the default group to torch
+            each.__defaults__ = tuple(kept)  # torch takes None as the default group
 
 
 def _check_choice(name: str, value: str | None, valid: tuple[str | None, ...]) -> None:
@@ -201,7 +202,7 @@ def _remember(ours: bool) -> None:
 def _find_meeting(
     placement: Placement, port: int | None, init_method: str | None
 ) -> Meeting | None:
-    """Return the meeting point, or None if torch finds it by `init_method`."""
+    """Return the address of rank 0's store, or None if torch uses `init_method`."""
     if init_method in (None, "env://"):
         return find_meeting(placement, port)
     if agent_holds_store() and init_method.startswith("tcp://"):
@@ -213,7 +214,7 @@ def _find_meeting(
 
 
 def _export(placement: Placement, meeting: Meeting | None, more: Mapping[str, str]) -> None:
-    """Set the variables that torchrun would, for all that looks for them later, and `more`."""
+    """Set `more` and torchrun's variables, which other libraries may read later."""
     values: dict[str, object] = {
         **more,
         "RANK": placement.rank,

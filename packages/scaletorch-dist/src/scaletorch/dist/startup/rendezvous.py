@@ -1,4 +1,4 @@
-"""The meeting point of the ranks: address and port from a launcher's environment."""
+"""Rendezvous of the ranks: address and port of rank 0's store, from a launcher's environment."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ..launchers.interfaces import own_address
 from ..launchers.slurm import first_host, node_address
 
 LOOPBACK = "127.0.0.1"
-_FIRST_PORT, _PORTS = 15000, 17000  # derived ports stay below those that systems hand out
-_TRIES = 100  # of ports until one is free
+_FIRST_PORT, _PORTS = 15000, 17000  # derived ports stay below the systems' ephemeral ports
+_TRIES = 100  # ports to try until one is free
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Address and port of rank 0.
+    """Address and port of the store.
 
     Attributes:
-        address: Of rank 0, as the others reach it.
-        port: Of rank 0's store.
-        listener: On rank 0, the listening socket if it has one already.
-        by_agent: Whether torchrun's agent holds the store there, so that no rank opens one.
+        address: Address of rank 0 that the other ranks can reach.
+        port: Port of the store.
+        listener: The listening socket on rank 0, if it is already open.
+        by_agent: Whether torchrun's agent holds the store, so that no rank opens one.
     """
 
     address: str
@@ -39,10 +39,10 @@ class Meeting:
 
 
 def find_meeting(placement: Placement, port: int | None) -> Meeting:
-    """Work out where to meet; what the caller or the environment says comes first.
+    """Return the store's address and port; the caller's and the environment's values come first.
 
     Raises:
-        StateError: No address to be had; it names the variable to set.
+        StateError: No address was found; the message names the variable to set.
     """
     if placement.launcher == "pytorch" and agent_holds_store():
         return replace(_meet_by_environment(placement, None), by_agent=True)
@@ -50,7 +50,7 @@ def find_meeting(placement: Placement, port: int | None) -> Meeting:
 
 
 def agent_holds_store() -> bool:
-    """Return whether this process was started by a torchrun whose agent holds the ranks' store."""
+    """Return whether torchrun started this process and its agent holds the ranks' store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -82,7 +82,7 @@ def _asked_port(port: int | None) -> int | None:
 def _meet_by_slurm(placement: Placement, port: int | None) -> Meeting:
     env = os.environ
     chosen = _asked_port(port)
-    if chosen is None:  # other jobs and other steps of this job take other ports
+    if chosen is None:  # differs between jobs and between steps of a job
         chosen = derived_port(job_name(placement))
     address = env.get("MASTER_ADDR")
     if address is None and placement.local_size == placement.world_size:
@@ -108,9 +108,9 @@ def _meet_by_mpi(placement: Placement, port: int | None) -> Meeting:
 
 
 def _starter() -> int:
-    """The process that started all ranks of this node: the first above without a PMI_RANK.
+    """Return the process that started all ranks of this node: the first ancestor without PMI_RANK.
 
-    Between it and a rank there may be shells, one for each rank.
+    There may be a shell per rank between that process and the rank.
     """
     process = os.getppid()
     while True:
@@ -151,18 +151,18 @@ _FINDERS = {"pytorch": _meet_by_environment, "slurm": _meet_by_slurm, "mpi": _me
 
 
 def derived_port(key: str) -> int:
-    """A port that everyone who knows the key works out the same."""
+    """Return a port that depends on the key alone, so that every rank derives the same one."""
     return _FIRST_PORT + zlib.crc32(key.encode()) % _PORTS
 
 
 def free_port() -> int:
-    """Return a port of the loopback at which nobody listens.
+    """Return a free port of the loopback interface.
 
-    Others ask the system for any port all the time, as each gloo group does, and might be given
-    this one before a rank binds it: so it is none that the system gives.
+    It is not an ephemeral port: other programs, and every gloo group, ask the system for those and
+    might get this one before a rank binds it.
 
     Raises:
-        OSError: None was found.
+        OSError: No free port was found.
     """
     for _ in range(_TRIES):
         port = derived_port(secrets.token_hex(8))

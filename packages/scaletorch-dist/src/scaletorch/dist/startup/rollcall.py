@@ -1,8 +1,8 @@
-"""The roll call: all ranks of this very start are here, each once, before a group is made.
+"""Roll call: check that every rank of this start is here exactly once, before creating a group.
 
-A store may outlive a start: torchrun's agent keeps one over restarts, with all the keys of dead
-processes. So rank 0 draws a new name for each start and tells it to whoever knocks with a nonce of
-its own, which no dead process can have answered. All keys of the start carry its name.
+A store may outlive a start: torchrun's agent keeps one over restarts, with the keys of dead
+processes. So rank 0 draws a new name for each start, and sends it to each rank that asks with a
+fresh nonce, which no dead process can have answered. All keys of the start have its name as prefix.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from .callers import ALL_ARE_HERE, Caller, judge
 
 _KNOCKS, _COMPLETE = "knocks", "complete"  # keys of the store
 _HERE, _VERDICT, _GIVEN_UP, _HEARD = "here", "verdict", "given up", "heard"  # keys of a start
-_GRACE = 5.0  # seconds in which rank 0 answers one who gives up
-_LINGER = 3.0  # seconds for which rank 0 keeps its store open for others to hear what is wrong
-_last_start = ""  # the start that this process took part in last
+_GRACE = 5.0  # seconds that a rank which gives up waits for rank 0's answer
+_LINGER = 3.0  # seconds that rank 0 keeps its store open for the others to read the error
+_last_start = ""  # name of the last start that this process took part in
 
 
 class StoreClosedError(Exception):
-    """The store went away, or belongs to an earlier group of this process: connect again."""
+    """The store closed, or belongs to an earlier group of this process: connect again."""
 
 
 def call_roll(store: Store, caller: Caller, deadline: float, shared: bool) -> Store:
-    """Wait until all ranks are here; every one of them gets the same verdict.
+    """Wait until all ranks are here; every rank gets the same verdict.
 
     Args:
-        store: That all ranks have reached.
+        store: The store that all ranks connect to.
         caller: This process.
-        deadline: Of `time.monotonic`, by which the world must be full.
-        shared: Whether the store belongs to none of the ranks and outlives them.
+        deadline: Time by which all ranks must be here, on the clock of `time.monotonic`.
+        shared: Whether torchrun's agent holds the store instead of rank 0; it outlives the ranks.
 
     Returns:
-        The part of the store that belongs to this start alone.
+        The store with this start's own key prefix.
 
     Raises:
-        StateError: Ranks are missing, two processes are one rank, or ranks were told different
-            sizes of the world.
-        StoreClosedError: The store went away before rank 0 said a word.
+        StateError: Ranks are missing, two processes claim one rank, or ranks disagree on the job or
+            the world size.
+        StoreClosedError: The store closed before rank 0 answered.
     """
     global _last_start
     name = _lead(store, caller, deadline) if caller.rank == 0 else None
@@ -60,7 +60,7 @@ def call_roll(store: Store, caller: Caller, deadline: float, shared: bool) -> St
 
 
 def _lead(store: Store, me: Caller, deadline: float) -> str:
-    """Rank 0's part: answer who knocks, write down who is here, and judge."""
+    """Run the roll call on rank 0: answer knocks, list the callers, and publish the verdict."""
     name = secrets.token_hex(8)
     start = PrefixStore(name, store)
     callers = [me]
@@ -76,7 +76,7 @@ def _lead(store: Store, me: Caller, deadline: float) -> str:
     start.set(_VERDICT, verdict)
     if verdict != ALL_ARE_HERE:
         others = len(callers) - 1
-        if time.monotonic() < deadline:  # who is still on the way is to hear it too
+        if time.monotonic() < deadline:  # late ranks should read it too
             others = max(others, me.world_size - 1)
         _linger(store, name, others)
         raise StateError(verdict)
@@ -89,7 +89,7 @@ def _answer(store: Store, name: str) -> None:
 
 
 def _linger(store: Store, name: str, others: int) -> None:
-    """Keep the store open until others have heard the verdict, but not for long."""
+    """Keep the store open until `others` ranks have read the verdict, at most `_LINGER` seconds."""
     start = PrefixStore(name, store)
 
     def heard() -> bool:
@@ -100,7 +100,7 @@ def _linger(store: Store, name: str, others: int) -> None:
 
 
 def _follow(store: Store, me: Caller, deadline: float, shared: bool) -> str:
-    """Everyone else's part: knock, say who is here, and hear the verdict."""
+    """Run the roll call on other ranks: knock, report this process, and read the verdict."""
     try:
         name = _knock(store, me, deadline, shared)
     except DistNetworkError as error:
@@ -109,7 +109,7 @@ def _follow(store: Store, me: Caller, deadline: float, shared: bool) -> str:
     try:
         start.queue_push(_HERE, json.dumps(asdict(me)))
         if not _wait(lambda: start.check([_VERDICT]), deadline, me.world_size):
-            start.set(_GIVEN_UP, "")  # rank 0 knows who is missing
+            start.set(_GIVEN_UP, "")  # rank 0 knows which ranks are missing
             _wait(lambda: start.check([_VERDICT]), time.monotonic() + _GRACE, me.world_size)
         known = start.check([_VERDICT])
         verdict = start.get(_VERDICT).decode() if known else "rank 0 has stopped in the roll call"
@@ -125,7 +125,7 @@ def _follow(store: Store, me: Caller, deadline: float, shared: bool) -> str:
 
 
 def _knock(store: Store, me: Caller, deadline: float, shared: bool) -> str:
-    """The name of this start, from rank 0."""
+    """Ask rank 0 for the name of this start."""
     nonce = secrets.token_hex(8)
     key = f"answer {nonce}"
     store.queue_push(_KNOCKS, nonce)
@@ -146,7 +146,7 @@ def _knock(store: Store, me: Caller, deadline: float, shared: bool) -> str:
 
 
 def _refuse_latecomer(name: str, me: Caller) -> None:
-    if name == _last_start:  # rank 0 is about to close it and to open the next
+    if name == _last_start:  # rank 0 is about to close this store and open the next one
         raise StoreClosedError(name)
     raise StateError(
         f"another process has already joined as rank {me.rank}, all ranks being there: two "
@@ -164,7 +164,7 @@ def _drain(store: Store, key: str) -> Iterator[str]:
 
 
 def _wait(ready: Callable[[], bool], deadline: float, ranks: int) -> bool:
-    """Ask until it is so or too late. The store's own wait cannot be interrupted, and logs."""
+    """Poll until ready or too late; the store's own wait cannot be interrupted, and logs."""
     for _ in _pauses(ranks):
         if ready():
             return True
@@ -174,7 +174,7 @@ def _wait(ready: Callable[[], bool], deadline: float, ranks: int) -> bool:
 
 
 def _pauses(ranks: int) -> Iterator[None]:
-    """Sleep between one look at the store and the next, the longer the more ranks ask it."""
+    """Sleep between two polls of the store, longer if more ranks poll it."""
     pause, longest = 0.001, 0.02 + ranks * 1e-4
     while True:
         yield

@@ -1,7 +1,7 @@
-"""Several ranks on one device, which the backends of accelerators refuse by themselves.
+"""Several ranks on one device, which accelerator backends refuse by default.
 
-NCCL refuses two ranks on one device of one host. It believes what a rank says of its host: where
-each rank names another one, messages go by sockets, and everything else is as on many devices.
+NCCL refuses two ranks on one device of one host. It trusts the host ID that a rank sets: if the IDs
+differ, messages go through sockets, and everything else works as on several devices.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from ..launchers.host import this_host
 from ..world.hosts import DIGEST, gather_digests
 from .creators import check_world, choose_backend
 
-SETTING = "SCALETORCH_SHARE_DEVICES"  # lets ranks of a launcher share devices
+SETTING = "SCALETORCH_SHARE_DEVICES"  # allows ranks of a launcher to share devices
 
 _YES = frozenset(("1", "true", "yes", "on"))
-_RANK = "{rank}"  # in the value of a variable that must differ from rank to rank
+_RANK = "{rank}"  # placeholder in the value of a variable that must differ from rank to rank
 
 
 class Notice(NamedTuple):
-    """A line for the log, said once for all ranks of a host."""
+    """A log line, written once for all ranks of a host."""
 
     level: int
     text: str
 
 
 def crowded(config: str, ranks: int) -> DeviceEntry | None:
-    """Return the entry whose devices are fewer than the ranks of this host, if that matters.
+    """Return the entry that takes one rank per device and has too few devices here, or None.
 
     Args:
-        config: Of the default group, such as 'cpu:gloo,cuda:nccl'.
-        ranks: Ranks on this host.
+        config: Backends of the default group, such as 'cpu:gloo,cuda:nccl'.
+        ranks: Number of ranks on this host.
     """
     entry = _one_rank_a_device(config)
     return entry if entry is not None and _count(entry) < ranks else None
@@ -61,7 +61,7 @@ def _devices(entry: DeviceEntry) -> str:
 
 
 def asked_to_share(placement: Placement) -> bool:
-    """Return whether `SETTING` lets the ranks of a launcher, all on one host, share devices."""
+    """Return whether `SETTING` is on and all ranks are on one host, so that they share devices."""
     one_host = placement.local_size in (None, placement.world_size)
     return one_host and os.environ.get(SETTING, "").strip().lower() in _YES
 
@@ -69,18 +69,18 @@ def asked_to_share(placement: Placement) -> bool:
 def rank_variables(
     config: str, rank: int, ranks: int, *, share: bool
 ) -> tuple[dict[str, str], Notice | None]:
-    """Return the variables that a rank needs before it uses its device and does not have yet.
+    """Return the unset environment variables that a rank needs before it uses its device.
 
-    A device that is already in use would not read them any more, and adds none.
+    A device that is already in use would no longer read its `variables`, so they are left out.
 
     Args:
-        config: Of the default group, such as 'cpu:gloo,cuda:nccl'.
-        rank: Of the group.
-        ranks: Size of the group; one rank alone waits for no other.
-        share: Let ranks share devices where these are fewer; all ranks are on this host.
+        config: Backends of the default group, such as 'cpu:gloo,cuda:nccl'.
+        rank: This rank in the group.
+        ranks: Size of the group; a single rank waits for no other and needs no `variables`.
+        share: Share devices if there are fewer than ranks; requires all ranks on this host.
 
     Returns:
-        The variables, and what the log should say of sharing, if anything.
+        The variables, and a log notice about sharing, or None.
     """
     wanted: dict[str, str] = {}
     notice = None
@@ -102,16 +102,16 @@ def rank_variables(
 def prepare_local_rank(
     backend: str | None, rank: int, ranks: int, *, warn: bool = True
 ) -> tuple[str, Notice | None]:
-    """Choose the backend and the device of a rank whose siblings are all on this host.
+    """Choose the backend and the device of a rank in a group whose ranks are all on this host.
 
     Args:
-        backend: None takes that of this machine's device if each rank can have one, else gloo.
-        rank: Of the group.
+        backend: None takes the accelerator's backend if each rank can have a device, else gloo.
+        rank: This rank in the group.
         ranks: Size of the group.
-        warn: Say that another backend is taken, if `backend` cannot be used.
+        warn: Warn if `backend` cannot be used and another one replaces it.
 
     Returns:
-        The configuration for `init_process_group`, and what the log should say, if anything.
+        The configuration for `init_process_group`, and a log notice, or None.
     """
     chosen = None
     if backend is None:
@@ -140,16 +140,16 @@ def _own_backend(ranks: int) -> tuple[str, Notice | None]:
 
 
 def refuse_shared_devices(config: str, local_size: int) -> None:
-    """Refuse, on every rank at once, two ranks on one device where the backend would.
+    """Raise on every rank if two ranks are on one device and the backend would refuse that.
 
-    All ranks must call it if one does.
+    If one rank calls it, all ranks must.
 
     Args:
-        config: Of the default group, which serves CPU tensors too.
-        local_size: Ranks on this host.
+        config: Backends of the default group, which serves CPU tensors too.
+        local_size: Number of ranks on this host.
 
     Raises:
-        StateError: With the numbers, and what allows it.
+        StateError: Two ranks share a device; the message gives the numbers and the remedy.
     """
     entry = _one_rank_a_device(config)
     found = gather_digests(os.urandom(DIGEST) if entry is None else _place(entry))
@@ -165,10 +165,10 @@ def refuse_shared_devices(config: str, local_size: int) -> None:
 
 
 def _place(entry: DeviceEntry) -> bytes:
-    """Return a digest that ranks have in common if their backend finds them on one device."""
+    """Return a digest that is equal on two ranks if their backend sees them on one device."""
     module = torch_module(entry.device)
     properties = module.get_device_properties(module.current_device())
-    if getattr(properties, "uuid", None) is None:  # of some vendors: nothing can be told
+    if getattr(properties, "uuid", None) is None:  # some vendors give no uuid
         return os.urandom(DIGEST)
     said = [os.environ[name] for name in _host_variables(entry) if name in os.environ]
     parts = [*(said or [str(this_host())]), str(properties.uuid)]

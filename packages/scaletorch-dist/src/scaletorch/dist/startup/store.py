@@ -1,4 +1,4 @@
-"""The store in which ranks meet: opened by rank 0, reached by all, no wider than it must be."""
+"""The store where ranks meet: opened by rank 0 on as few interfaces as possible."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .rollcall import StoreClosedError, call_roll
 
 
 def open_store(placement: Placement, meeting: Meeting, timeout: timedelta | None) -> Store:
-    """Meet all other ranks in a TCP store; the part of it that belongs to this start.
+    """Meet all other ranks in a TCP store; return it with this start's key prefix.
 
     Raises:
-        StateError: The port is taken, rank 0 is not to be reached, ranks are missing, or two
-            processes are one rank: the same on every rank that got as far as the store.
+        StateError: The port is taken, rank 0 is unreachable, ranks are missing, or two processes
+            claim one rank. Every rank that reached the store raises the same error.
     """
     timeout = timeout or default_pg_timeout
     deadline = time.monotonic() + timeout.total_seconds()
@@ -48,10 +48,10 @@ def open_store(placement: Placement, meeting: Meeting, timeout: timedelta | None
 
 
 def _serve(meeting: Meeting, world_size: int, timeout: timedelta) -> TCPStore:
-    """Rank 0's own store."""
+    """Open the store on rank 0."""
     listener = meeting.listener or _listen(meeting)
-    # A socket of our own: TCPStore would listen on every interface, loopback address or not. It is
-    # reached as the others reach it or, where it listens to all, without asking for a name.
+    # Our own socket, since TCPStore would listen on every interface even for a loopback address.
+    # If it listens on all interfaces, rank 0 connects by loopback and need not resolve a name.
     address = meeting.address if is_loopback(meeting.address) else LOOPBACK
     return TCPStore(
         address, meeting.port, world_size, is_master=True, timeout=timeout, wait_for_workers=False,
@@ -75,10 +75,10 @@ def _listen(meeting: Meeting) -> socket.socket:
 
 
 def _reach(placement: Placement, meeting: Meeting, timeout: timedelta, deadline: float) -> TCPStore:
-    """Connect to the store, and say what is in the way if it cannot be done in time.
+    """Connect to the store, or raise an error that gives the cause of the failure.
 
-    Torch's own connecting is silent about a name that does not resolve, and waits forever for a
-    program that is no store. So a plain connection goes before it, and a thread does it.
+    TCPStore does not report a name that fails to resolve, and waits forever for a program that is
+    no store. So a plain connection comes first, and TCPStore connects in a thread.
     """
     _try_plainly(placement, meeting, deadline)
     results: queue.SimpleQueue[TCPStore | BaseException] = queue.SimpleQueue()

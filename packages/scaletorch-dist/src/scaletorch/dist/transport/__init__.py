@@ -1,1 +1,1 @@
-"""The ways that a tensor takes between ranks: the backend's, by levels of nodes, by host memory."""
+"""Transport of tensors between ranks: directly by the backend, or hierarchically over nodes."""

@@ -1,12 +1,12 @@
-"""The way by levels of nodes: inside each node, across the nodes, and back.
+"""Hierarchical collectives: inside each node, across the nodes, and inside again.
 
-What crosses nodes is what has to, once, in as many steps as there are nodes and not ranks. All
-ranks at one place of their nodes work across at once, each on its shard.
+Data crosses nodes only once, in as many steps as there are nodes, not ranks. The ranks with one
+local rank on their nodes form a group across nodes; all these groups work at once, each on its own
+shard.
 
-A call has at most three stages, and every stage a process group of its own, on which the stages of
-all calls are made in one order on every rank. So a call that waits for slow links does not hold up
-those behind it. No thread does it: whoever makes the next call, asks for the state of one or waits
-for it makes the stages that have become possible.
+A call has at most three stages. Each stage has its own process group, on which every rank starts
+the stages of all calls in the same order, so a call on slow links does not delay the calls after
+it. There is no thread: the next call, a query or a wait starts all stages that have become ready.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from ..world.hosts import ranks_by_node
 from ..world.info import get_timeout, group_ranks, info_of
 from .ways import Done, T, Way, arrived, way_of
 
-Stage = tuple[int, Callable[[bool], Any]]  # a column, and what makes a stage, given `async_op`
-INSIDE, ACROSS, BACK, OVER = range(4)  # columns of stages, each with a group of its own
+Stage = tuple[int, Callable[[bool], Any]]  # a column, and the call that takes `async_op`
+INSIDE, ACROSS, BACK, OVER = range(4)  # columns of stages, each but OVER with its own group
 
 
 class Task:
-    """A call under way, stage by stage; its `Work` waits for it as for a backend's handle.
+    """A call that runs stage by stage; its `Work` waits for it as for a backend's handle.
 
     Attributes:
-        column: Of the stage that is under way; `OVER` if none is left.
+        column: Column of the running stage; `OVER` if none is left, -1 before the first.
     """
 
     __slots__ = ("_error", "_note", "_stages", "_way", "_work", "column")
@@ -51,12 +51,12 @@ class Task:
         self._error: Exception | None = None
 
     def advance(self, before: int, *, wait: bool = False) -> None:
-        """Make the stages that have become possible; what fails is for who waits for the call.
+        """Start the stages that have become ready; keep an error for `wait()`.
 
         Args:
-            before: The column of the call before, which this one must not overtake: stages of one
-                column are made in one order on all ranks.
-            wait: Wait for the stage that is under way.
+            before: Column of the previous call, which this one must not overtake, since all ranks
+                start the stages of a column in the same order.
+            wait: Wait for the running stage.
         """
         while self.column < OVER and (wait or self._work is None or self._work.is_completed()):
             following = self._stages[0][0] if self._stages else OVER
@@ -74,7 +74,7 @@ class Task:
             wait = False
 
     def wait(self) -> None:
-        """Make this rank's stages, and those of calls before."""
+        """Run this call's stages, and those of earlier calls, to the end."""
         self._way.advance(self)
         if self._error is not None:
             raise self._error
@@ -86,13 +86,13 @@ class Task:
 
 
 class LevelsWay(Way):
-    """The way of tensors on a group that spans nodes.
+    """Hierarchical collectives on a group that spans nodes.
 
     Attributes:
-        inside: The ranks of this node, in the group's order, for what goes in.
-        across: The ranks at this one's place on every node.
-        back: Those of this node again, for what comes back.
-        order: For each place the group's ranks that have it on their nodes, in the group's order.
+        inside: Group of this node's ranks, in the group's order, for the first stage.
+        across: Group of the ranks with this rank's place on their nodes.
+        back: Second group of this node's ranks, for the last stage.
+        order: For each place on a node, the group's ranks at that place, in the group's order.
     """
 
     __slots__ = ("_tasks", "across", "back", "inside", "order")
@@ -111,11 +111,11 @@ class LevelsWay(Way):
     def all_reduce(
         self, buffer: Tensor, recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
-        """Reduce a tensor: to the ranks of a node, each its shard across nodes, then gathered."""
+        """All-reduce: reduce-scatter in the node, all-reduce shards across nodes, all-gather."""
         flat = buffer.view(-1)
         counts = even_parts(flat.numel(), len(self.order))
         own = flat.split(counts)[self.inside.rank()]
-        alike = recipe_for(recipe.run, flat.dtype)  # it is packed already
+        alike = recipe_for(recipe.run, flat.dtype)  # the buffer is packed already
 
         def inside(later: bool) -> object:
             way = way_of(flat, self.inside)
@@ -137,7 +137,7 @@ class LevelsWay(Way):
     def reduce_scatter(
         self, data: Tensor, counts: Sequence[int], recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
-        """Reduce to each rank its shard: those of a place inside the node, then across nodes."""
+        """Reduce-scatter inside the node, to the ranks' places, then across nodes."""
         entries = data.split(list(counts))
         by_place = [[entries[rank] for rank in ranks] for ranks in self.order]
         sizes = [sum(entry.numel() for entry in column) for column in by_place]
@@ -161,11 +161,11 @@ class LevelsWay(Way):
     def fold_scatter(
         self, data: Tensor, counts: Sequence[int], recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
-        """Reduce as `reduce_scatter` does, which adds 16-bit floats in float32 at both levels."""
+        """Call `reduce_scatter`, which adds 16-bit floats in float32 at both levels."""
         return self.reduce_scatter(data, counts, recipe, done, async_op)
 
     def all_gather(self, own: Tensor, done: Done[T], async_op: bool) -> T | Work[T]:
-        """Collect the tensors of all ranks: across nodes, then inside each."""
+        """All-gather the tensors of all ranks: across nodes, then inside each."""
         rows = own.new_empty((self.group.size(), *own.shape))
         rows[self.group.rank()].copy_(own)
         counts = [own.numel()] * len(rows)
@@ -174,11 +174,11 @@ class LevelsWay(Way):
     def gather_flat(
         self, data: Tensor, counts: Sequence[int], done: Done[T], async_op: bool
     ) -> T | Work[T]:
-        """Fill a flat tensor with the shards of all: across nodes, then inside each."""
+        """All-gather the shards of a flat tensor in place: across nodes, then inside each."""
         shards, place = data.split(list(counts)), self.inside.rank()
         by_place = [[counts[rank] for rank in ranks] for ranks in self.order]
         sizes = [sum(column) for column in by_place]
-        joined = torch.empty_like(data)  # the shards of one place lie together
+        joined = torch.empty_like(data)  # the shards of one place are adjacent
         column = joined.split(sizes)[place]
         own = column.split(by_place[place])[self.across.rank()]
         own.copy_(shards[self.group.rank()])
@@ -200,7 +200,7 @@ class LevelsWay(Way):
         return self._make([(ACROSS, across), (BACK, back)], finish, async_op)
 
     def advance(self, until: Task | None = None) -> None:
-        """Make the stages that have become possible; wait for those of one call."""
+        """Start the stages of all calls that have become ready; run those of `until` to the end."""
         while self._tasks:
             before = OVER
             for task in self._tasks:
@@ -228,18 +228,18 @@ class LevelsWay(Way):
 
 
 def use_hierarchy(group: ProcessGroup | None = None) -> bool:
-    """Let a group's collectives go inside the nodes first, where that is possible.
+    """Use hierarchical collectives on a group, if possible.
 
-    Every rank of the group calls it, once. It is for groups on gloo whose ranks are on several
-    nodes, as many on each and more than one; its reductions to all, its gathering and its
-    reduce-scatter, synchronous or not, then go that way: those of tensors, gradients and
-    differentiable ones. Sums are added in another order than without it.
+    Every rank of the group must call this, once. It is possible on gloo, with several nodes and the
+    same number of ranks, at least two, on each. The group's all-reduce, all-gather and
+    reduce-scatter are then hierarchical, synchronous or not, for plain tensors, gradients and the
+    differentiable collectives. The order of addition in sums changes.
 
     Args:
         group: The default group by default.
 
     Returns:
-        Whether they do.
+        Whether the group's collectives are hierarchical.
 
     Raises:
         NotInGroupError: This rank is outside the group.
@@ -261,7 +261,7 @@ def use_hierarchy(group: ProcessGroup | None = None) -> bool:
 
 
 def _places(members: ProcessGroup) -> list[list[int]] | None:
-    """Return the group's ranks on each node, or None if nothing is to be gained."""
+    """Return the group's ranks on each node, or None if a hierarchy is impossible or useless."""
     nodes = ranks_by_node(members)
     sizes = {len(each) for each in nodes}
     return nodes if len(nodes) > 1 and len(sizes) == 1 and sizes != {1} else None

@@ -1,8 +1,8 @@
-"""Ways of tensors: by a group's backend, or by levels of nodes.
+"""Collectives on prepared tensors: directly by a group's backend, or hierarchically over nodes.
 
-What every call takes: contiguous tensors on the group's device, packed by a recipe to be
-reduced, and `done`, which is given the result and returns what the caller promised. An asynchronous
-call returns a `Work` that does both, a synchronous one returns what `done` does.
+Every call takes contiguous tensors on the group's device, packed by a recipe if they are reduced,
+and `done`, which maps the communicated tensor to the caller's result. A synchronous call returns
+the result of `done`; an asynchronous one returns a `Work` whose `wait()` does.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from ..world.info import group_ranks, info_of, infos
 
 T = TypeVar("T")
 Done = Callable[[Tensor], T]
-Entries = Sequence[Tensor] | None  # one for each rank, on the rank that has them
+Entries = Sequence[Tensor] | None  # one tensor per rank on the source rank, else None
 
 
 def way_of(data: Tensor, group: ProcessGroup) -> Way:
-    """Return how a call's tensor, on the group's device, travels."""
+    """Return the way of a tensor on the group's device."""
     try:
         info = infos[group]
     except KeyError:
@@ -63,38 +63,38 @@ def way_of(data: Tensor, group: ProcessGroup) -> Way:
 
 
 def arrived(result: object) -> None:
-    """Finish what has its result in its place."""
+    """Do nothing: a completion for in-place operations, which returns None."""
 
 
 class Way:
-    """The way of tensors of one kind of device on one group: its backend.
+    """Collectives of one group's backend on tensors of one device type.
 
     Attributes:
-        route: With which backend, and what that lacks.
+        route: The backend and the features that it lacks.
     """
 
     __slots__ = ("_known", "route")
 
     def __init__(self, group: ProcessGroup, route: Route) -> None:
-        self._known = weakref.ref(group)  # groups live for as long as others hold them
+        self._known = weakref.ref(group)  # a Way must not keep its group alive
         self.route = route
 
     @property
     def group(self) -> ProcessGroup:
-        """The ranks."""
+        """The process group."""
         group = self._known()
         if group is None:
             raise StateError("the process group has been destroyed")
         return group
 
     def lacks(self, recipe: Recipe, packed: Tensor) -> bool:
-        """Return whether the backend cannot reduce a tensor: not by this operation, or no such."""
+        """Return whether the backend does not support the operation or the tensor's dtype."""
         return recipe.run in self.route.lacks or packed.dtype not in self.route.reduces
 
     def all_reduce(
         self, buffer: Tensor, recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
-        """Reduce a tensor over the ranks; its own values may be used up."""
+        """Reduce a tensor over the ranks; `buffer` may be overwritten."""
         if self.lacks(recipe, buffer):
             return self.reduce_here(buffer, recipe, done, async_op)
         handle = raw_all_reduce(buffer, recipe.raw, self._known(), async_op)
@@ -103,7 +103,7 @@ class Way:
     def reduce(
         self, buffer: Tensor, dst: int, recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
-        """Reduce a tensor to global rank `dst`; elsewhere it and what `done` gets are arbitrary."""
+        """Reduce a tensor to global rank `dst`; on other ranks the values are undefined."""
         if self.lacks(recipe, buffer):
             return self.reduce_here(buffer, recipe, done, async_op)
         handle = raw_reduce(as_real(buffer), dst, recipe.raw, self.group, async_op)
@@ -112,19 +112,19 @@ class Way:
     def reduce_scatter(
         self, data: Tensor, counts: Sequence[int], recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
-        """Reduce to each rank its shard of a flat tensor, which is not packed yet.
+        """Reduce-scatter a flat tensor that is not packed yet.
 
         Args:
-            data: The shards in rank order; it is not changed.
+            data: The shards in rank order; not changed.
             counts: Elements of each rank's shard.
-            recipe: How to reduce them.
-            done: Is given this rank's shard, packed; 16-bit floats may come as float32.
+            recipe: The recipe of the reduction.
+            done: Called with this rank's shard, packed; 16-bit floats may come as float32.
             async_op: Return a Work at once.
         """
         group = self.group
         own = counts[group.rank()]
         found = self.route
-        # Gloo's is a direct exchange, then one pass over what came: quicker on TCP.
+        # On gloo, an all-to-all and a local reduction are faster over TCP.
         native = found.backend != "gloo" and "reduce_scatter" not in found.lacks
         packed = recipe.pack(data) if native and min(counts) == max(counts) else None
         if packed is not None and not self.lacks(recipe, packed):
@@ -137,16 +137,16 @@ class Way:
     def fold_scatter(
         self, data: Tensor, counts: Sequence[int], recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
-        """Reduce as `reduce_scatter` does, but 16-bit floats in float32 on every backend.
+        """Reduce-scatter like `reduce_scatter`, but 16-bit floats in float32 on every backend.
 
-        Each rank is sent its shard of everybody's tensor, and reduces them in rank order.
+        Each rank receives its shard of every rank's tensor, and reduces them in rank order.
         """
         own = counts[self.group.rank()]
         finish = partial(_reduced, size=len(counts), recipe=recipe, done=done)
         return self.exchange(data, counts, [own] * len(counts), finish, async_op)
 
     def all_gather(self, own: Tensor, done: Done[T], async_op: bool) -> T | Work[T]:
-        """Collect the tensors of all ranks, of one shape, in rows of one new tensor."""
+        """All-gather tensors of one shape into the rows of a new tensor."""
         group = self.group
         rows = own.new_empty((group.size(), *own.shape))
         flat = movable(rows).view(-1)
@@ -156,12 +156,12 @@ class Way:
     def gather_flat(
         self, data: Tensor, counts: Sequence[int], done: Done[T], async_op: bool
     ) -> T | Work[T]:
-        """Fill a flat tensor, of which every rank has its own shard, with those of all.
+        """All-gather the shards of a flat tensor in place.
 
         Args:
-            data: The shards in rank order.
+            data: The shards in rank order; this rank's is filled.
             counts: Elements of each rank's shard.
-            done: Is given `data`.
+            done: Called with `data`.
             async_op: Return a Work at once.
         """
         if not data.numel():
@@ -177,9 +177,9 @@ class Way:
         return settled(handles, partial(done, data), async_op)
 
     def gather(self, own: Tensor, dst: int, done: Done[T], async_op: bool) -> T | Work[T]:
-        """Collect the tensors of all ranks on global rank `dst`, as rows of one new tensor.
+        """Gather the tensors of all ranks on global rank `dst` into the rows of a new tensor.
 
-        Elsewhere `done` is given a tensor without rows, or the same ones.
+        On other ranks `done` gets a tensor without rows, or the same rows.
         """
         if "gather" in self.route.lacks:
             return self.all_gather(own, done, async_op)
@@ -190,7 +190,7 @@ class Way:
         return settled((handle,), partial(done, rows), async_op, keep=own)
 
     def broadcast(self, buffer: Tensor, src: int, done: Done[T], async_op: bool) -> T | Work[T]:
-        """Fill a tensor with that of global rank `src`."""
+        """Fill a tensor with the one of global rank `src`."""
         handle = raw_broadcast(movable(buffer), src, self.group, async_op)
         return settled((handle,), partial(done, buffer), async_op)
 
@@ -203,7 +203,7 @@ class Way:
         return settled((handle,), partial(done, buffer), async_op, keep=entries)
 
     def all_to_all(self, sent: Tensor, done: Done[T], async_op: bool) -> T | Work[T]:
-        """Send block i of a tensor, cut evenly in its memory, to rank i; collect those for here."""
+        """Split a tensor evenly in memory, send block i to rank i, and receive one from each."""
         received = sent.new_empty(sent.shape)
         handle = all_to_all_single(
             movable(received), movable(sent), None, None, self.group, async_op
@@ -218,13 +218,13 @@ class Way:
         done: Done[T],
         async_op: bool,
     ) -> T | Work[T]:
-        """Send rank i its part of a flat tensor; `done` is given those for this rank, joined.
+        """Send slice i of a flat tensor to rank i, and receive a slice from each rank.
 
         Args:
-            data: Of any dtype; the parts in rank order.
+            data: The slices in rank order; any dtype.
             counts: Elements for each rank.
             received_counts: Elements from each rank.
-            done: Is given what comes.
+            done: Called with the received slices, joined in rank order.
             async_op: Return a Work at once.
         """
         received = data.new_empty(sum(received_counts))
@@ -241,18 +241,19 @@ class Way:
     def reduce_here(
         self, buffer: Tensor, recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
-        """Gather everybody's tensor and reduce them on this rank, in rank order.
+        """All-gather every rank's tensor and reduce them on this rank, in rank order.
 
-        For what a backend lacks, and for two ranks far apart: as many bytes, in one step of two.
+        For reductions that a backend lacks, and for two nodes: the traffic is that of an
+        all-reduce, in one step instead of two.
         """
         size = self.group.size()
         flat = movable(buffer).view(-1)
-        if not self.route.native and buffer.is_cpu:  # as bytes, of which no device loses any
+        if not self.route.native and buffer.is_cpu:  # as bytes, which keep their precision
             flat = as_bytes(buffer).to(get_comm_device(self.group))
         rows = flat.new_empty(size * flat.numel())
         handle = all_gather_single(rows, flat, self.group, async_op)
 
-        def finish() -> T:  # of tensors like this rank's, which may have come as bytes
+        def finish() -> T:  # the rows may be bytes
             like = rows.to(buffer.device).view(buffer.dtype)
             return done(fold(like.view(size, -1), recipe.run))
 

@@ -1,1 +1,1 @@
-"""A tensor on a backend: packing it, the backend's own calls, waiting, and who is told of calls."""
+"""The backend layer: packing tensors, the backend's raw calls, checks, Work, and the guard hook."""

@@ -1,4 +1,4 @@
-"""The one import of torch.distributed's collectives, and the route of a tensor on a group."""
+"""Wrappers of torch.distributed's raw collectives, and the route of a tensor on a group."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def _first(*names: str) -> str:
 
 
 def _told(name: str) -> Callable[..., Any]:
-    """Return a call of torch.distributed that may block, so that a guard can free it.
+    """Wrap a call of torch.distributed so that a guard can interrupt it if it blocks.
 
-    It is looked up whenever it is made: vendors' plugins, and tests, put their own in its place.
+    The wrapper looks the call up each time, since vendors' plugins and tests replace it.
     """
 
     @functools.wraps(getattr(c10d, name))
@@ -40,7 +40,7 @@ def _told(name: str) -> Callable[..., Any]:
     return run
 
 
-# torch 2.13 renamed these two; the old names warn there.
+# torch 2.13 renamed these two; its old names warn.
 all_gather_single = _told(_first("all_gather_single", "all_gather_into_tensor"))
 reduce_scatter_single = _told(_first("reduce_scatter_single", "reduce_scatter_tensor"))
 all_to_all_single = _told("all_to_all_single")
@@ -51,7 +51,7 @@ raw_gather = _told("gather")
 raw_reduce = _told("reduce")
 raw_scatter = _told("scatter")
 
-# Dtypes that every backend moves as they are; others travel as bytes.
+# Dtypes that every backend can send; other dtypes are sent as bytes.
 MOVABLE = frozenset(
     getattr(torch, name)
     for name in ("float16", "bfloat16", "float32", "float64", "uint8", "int32", "int64")
@@ -59,7 +59,7 @@ MOVABLE = frozenset(
 
 
 def process_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return the group a call runs on, or None if this is one process without torch.distributed.
+    """Return the group of a call, or None for a process without torch.distributed.
 
     Raises:
         NotInGroupError: This rank is outside `group`.
@@ -67,7 +67,7 @@ def process_group(group: ProcessGroup | None) -> ProcessGroup | None:
     if group is None:
         if c10d.is_initialized():
             return c10d.group.WORLD
-        get_world_size()  # says so, once, where this process was launched as one of many
+        get_world_size()  # warns once if a launcher started several processes
         return None
     if not isinstance(group, ProcessGroup):
         require_member(group)
@@ -75,20 +75,20 @@ def process_group(group: ProcessGroup | None) -> ProcessGroup | None:
 
 
 def _with_complex(dtypes: frozenset[torch.dtype]) -> frozenset[torch.dtype]:
-    """Return dtypes with the complex ones whose parts are among them."""
+    """Return the dtypes, plus the complex dtypes whose real dtype is among them."""
     parts = (torch.float32, torch.float64)
     return dtypes | {part.to_complex() for part in parts if part in dtypes}
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The route of tensors of one device on one group.
+    """The route of tensors of one device type on one group.
 
     Attributes:
-        backend: With which backend.
-        lacks: Collectives and reductions that it lacks.
-        native: Whether it takes them as they are; else they are copied to its device first.
-        reduces: Dtypes that it reduces; complex ones as pairs of real numbers.
+        backend: Name of the backend.
+        lacks: Collectives and reductions that the backend lacks.
+        native: Whether the backend takes tensors of this device; else they are copied to its own.
+        reduces: Dtypes that the backend reduces; complex ones as pairs of real numbers.
     """
 
     backend: str
@@ -98,7 +98,7 @@ class Route:
 
 
 def route(data: Tensor, group: ProcessGroup) -> Route:
-    """Return how `data` travels on `group`."""
+    """Return the route of `data` on `group`."""
     device = "cpu" if data.is_cpu else data.device.type
     try:
         return infos[group].routes[device]  # type: ignore[no-any-return]
@@ -110,7 +110,7 @@ def route(data: Tensor, group: ProcessGroup) -> Route:
 def _find_route(device: str, group: ProcessGroup) -> Route:
     config = c10d.get_backend_config(group)
     backend = dict(part.split(":", 1) for part in config.split(",")).get(device)
-    # Gloo knows only some of its collectives on accelerators: there it gets copies on the CPU.
+    # Gloo supports only some collectives on accelerators, so it gets copies on the CPU.
     native = backend is not None and (device == "cpu" or backend != "gloo")
     backend = backend if native and backend else comm_entry(group)[1]
     entry = entry_of_backend(backend)
@@ -120,13 +120,13 @@ def _find_route(device: str, group: ProcessGroup) -> Route:
 
 
 def on_wire(data: Tensor, group: ProcessGroup, *, reduced: bool = False) -> Tensor:
-    """Return `data` detached, contiguous, on the group's device: the same memory if it is so.
+    """Return `data` detached, contiguous and on the group's device; copy only if necessary.
 
     Args:
         data: Any tensor.
-        group: On which it travels.
-        reduced: Leave a tensor of the host there if the group's backend does not reduce its dtype:
-            the host then does, since devices may hold fewer digits (Cambricon's of a float64).
+        group: The group that will send it.
+        reduced: Keep a CPU tensor on the CPU if the group's backend does not reduce its dtype: the
+            CPU reduces it, since devices may be less precise (such as Cambricon's in float64).
     """
     if data.requires_grad:
         data = data.detach()
@@ -141,19 +141,19 @@ def on_wire(data: Tensor, group: ProcessGroup, *, reduced: bool = False) -> Tens
 
 
 def bring_home(data: Tensor, wire: Tensor) -> None:
-    """Write into `data` what is in the tensor that `on_wire` made of it, if that is a copy."""
+    """Copy `wire`, which `on_wire` made from `data`, back into `data` unless they share memory."""
     if wire.data_ptr() != data.data_ptr():
         data.copy_(wire)
 
 
 def movable(data: Tensor) -> Tensor:
-    """Return a contiguous tensor, as bytes where a backend may not know its dtype."""
+    """Return a contiguous tensor, viewed as bytes if a backend may not support its dtype."""
     return data if data.dtype in MOVABLE else as_bytes(data)
 
 
 def as_bytes(data: Tensor) -> Tensor:
     """View a contiguous tensor as flat uint8, which every backend can move."""
-    # One element, or none, may claim to be contiguous with any stride, which another dtype refuses.
+    # A tensor of at most one element is contiguous with any stride, but `view(dtype)` wants 1.
     flat = data.view(-1) if data.numel() > 1 else data.as_strided((data.numel(),), (1,))
     return flat.view(torch.uint8)
 
@@ -164,13 +164,13 @@ def as_real(data: Tensor) -> Tensor:
 
 
 def host_device(group: ProcessGroup) -> torch.device:
-    """Return the device for small things that the host reads: the CPU where the group has one."""
+    """Return the device for small tensors that the host reads: the CPU if the group supports it."""
     cpu = torch.device("cpu")
     return cpu if route(torch.empty(0, device=cpu), group).native else get_comm_device(group)
 
 
 def gather_ints(values: Sequence[int], group: ProcessGroup) -> list[list[int]]:
-    """Return every rank's numbers, as many on each; the host waits for them."""
+    """All-gather integers, equally many from each rank, and wait for them on the host."""
     own = torch.tensor(values, dtype=torch.int64, device=host_device(group))
     rows = own.new_empty((group.size(), len(values)))
     all_gather_single(rows.view(-1), own, group=group)
@@ -179,7 +179,7 @@ def gather_ints(values: Sequence[int], group: ProcessGroup) -> list[list[int]]:
 
 
 def broadcast_ints(values: Sequence[int], src: int, group: ProcessGroup) -> list[int]:
-    """Return the numbers of global rank `src`, as many as every rank gives."""
+    """Broadcast integers from global rank `src`; every rank passes equally many."""
     data = torch.tensor(values, dtype=torch.int64, device=host_device(group))
     raw_broadcast(data, src, group)
     result: list[int] = data.tolist()

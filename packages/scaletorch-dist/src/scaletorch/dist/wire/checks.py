@@ -1,10 +1,9 @@
-"""Checks of a call before anything is sent: its arguments here, and the calls of other ranks.
+"""Checks before anything is sent: of a call's arguments, and of the calls of other ranks.
 
-Calls are compared if `check_collectives(True)` or `SCALETORCH_DIST_CHECK=1` asks for it on *every*
-rank. Then each call first compares its name, shapes, dtype, operation, root and group size over the
-group, and raises on every rank if they differ, instead of mixing up data, aborting or hanging. A
-call that fails on one rank before it has compared takes part with its error, so that no other waits
-for it.
+Calls are compared if `check_collectives(True)` or `SCALETORCH_DIST_CHECK=1` is set on *every* rank.
+Then each call first compares its name, shapes, dtype, operation, root and group size over the
+group, and raises on every rank if they differ, instead of mixing up data, aborting or hanging. If
+a call fails on one rank before the comparison, its error takes part in it, so that no rank waits.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from . import port
 from .backend import all_gather_single, host_device, process_group, route
 
 VARIABLE = "SCALETORCH_DIST_CHECK"
-WIDTH = 512  # bytes of a description that travel; what is longer is cut and ends in a digest
+WIDTH = 512  # bytes of a description that are sent; a longer one is cut and ends in a digest
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _switch: bool | None = None
-_compared = 0  # how many calls have been compared, to tell what failed before
+_compared = 0  # calls compared so far; shows whether a call failed before its comparison
 
 
 def check_collectives(on: bool | None = True) -> None:
-    """Turn the comparison on or off for this process, whatever the environment says.
+    """Turn the comparison of calls on or off in this process, overriding the environment.
 
     Args:
-        on: True or False; None goes by `SCALETORCH_DIST_CHECK` again. The same on every rank.
+        on: True or False, or None to follow `SCALETORCH_DIST_CHECK` again; equal on every rank.
 
     Raises:
-        InvalidArgumentError: Anything else.
+        InvalidArgumentError: `on` is anything else.
     """
     global _switch
     if on is not None and not isinstance(on, bool):
@@ -54,12 +53,12 @@ def check_collectives(on: bool | None = True) -> None:
 
 
 def __rank_state__() -> object:
-    """Tell test ranks what is to be as before."""
+    """Return the setting that a test must leave unchanged, for the test ranks to compare."""
     return _switch
 
 
 def checking() -> bool:
-    """Return whether anybody wants to know of calls: a comparison or a guard."""
+    """Return whether calls must be described: the comparison is on, or a guard is installed."""
     return port.guard is not None or comparing()
 
 
@@ -69,15 +68,15 @@ def comparing() -> bool:
 
 
 def compare(group: ProcessGroup, call: str, *facts: Any) -> None:
-    """Tell the guard, if there is one, of a call, and compare it over its group if asked to.
+    """Report a call to the guard, if there is one, and compare it over its group if that is on.
 
     Args:
-        group: The group that the call is about to communicate on.
-        call: Its name.
-        facts: Tensors (their shape and dtype count), and whatever else must agree.
+        group: The group on which the call will communicate.
+        call: Name of the call.
+        facts: Tensors, of which shape and dtype are compared, and other values that must agree.
 
     Raises:
-        MismatchError: On every rank, if any rank's call differs; it shows who does what.
+        MismatchError: A rank's call differs; raised on every rank, with the call of each rank.
     """
     global _compared
     if port.guard is not None:
@@ -91,19 +90,19 @@ def compare(group: ProcessGroup, call: str, *facts: Any) -> None:
 
 
 def begin(group: ProcessGroup | None, call: str, *facts: Any) -> ProcessGroup | None:
-    """Begin a collective, told of and compared as `compare` does.
+    """Begin a collective: find its group, and report and compare the call as `compare` does.
 
     Args:
         group: None for the default group.
-        call: Its name.
+        call: Name of the call.
         facts: As in `compare`.
 
     Returns:
-        The group that it communicates on; None if this rank is alone.
+        The group on which to communicate, or None if this rank is alone.
 
     Raises:
         NotInGroupError: This rank is outside the group.
-        MismatchError: On every rank, if any rank's call differs.
+        MismatchError: A rank's call differs; raised on every rank.
     """
     members = process_group(group)
     if members is None or members.size() == 1:
@@ -114,7 +113,7 @@ def begin(group: ProcessGroup | None, call: str, *facts: Any) -> ProcessGroup | 
 
 
 def tells_failure(call: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a collective: where calls are compared, an error before that reaches every rank."""
+    """Decorate a collective: if calls are compared, an error before that reaches every rank."""
 
     @functools.wraps(call)
     def told(*args: P.args, **options: P.kwargs) -> R:
@@ -127,7 +126,7 @@ def tells_failure(call: Callable[P, R]) -> Callable[P, R]:
         except Exception as error:
             group = _group_among((*args, *options.values()))
             if group is not None and before == _compared:
-                _compared += 1  # a call around this one need not tell it again
+                _compared += 1  # an enclosing call need not report it again
                 exchange_texts(f"{call.__name__.lstrip('_')} fails: {error}", group)
             raise
 
@@ -135,7 +134,7 @@ def tells_failure(call: Callable[P, R]) -> Callable[P, R]:
 
 
 def _group_among(arguments: Sequence[Any]) -> ProcessGroup | None:
-    """Return the group that a call's arguments say; None for one that this rank is not in."""
+    """Return the group among a call's arguments, else the world; None if this rank is outside."""
     if any(argument is c10d.GroupMember.NON_GROUP_MEMBER for argument in arguments):
         return None
     groups = [argument for argument in arguments if isinstance(argument, ProcessGroup)]
@@ -143,7 +142,7 @@ def _group_among(arguments: Sequence[Any]) -> ProcessGroup | None:
 
 
 def describe(call: str, *facts: Any) -> str:
-    """Return one line on a call."""
+    """Return a one-line description of a call."""
     return f"{call}({', '.join(_fact(fact) for fact in facts)})"
 
 
@@ -156,7 +155,7 @@ def _fact(fact: Any) -> str:
 
 
 def exchange_texts(text: str, group: ProcessGroup) -> list[str] | None:
-    """Return every rank's text if they differ, cut to `WIDTH` bytes; or None if all are one."""
+    """Return every rank's text, cut to `WIDTH` bytes, if they differ, or None if all are equal."""
     data = text.encode(errors="backslashreplace")
     if len(data) > WIDTH:
         digest = hashlib.sha256(data).hexdigest()[:16]
@@ -171,7 +170,7 @@ def exchange_texts(text: str, group: ProcessGroup) -> list[str] | None:
 
 
 def who_says_what(texts: Sequence[str], group: ProcessGroup | None) -> str:
-    """Return the texts with the global ranks that said each, the most frequent first."""
+    """Return each text with the global ranks that sent it, the most frequent first."""
     speakers: dict[str, list[int]] = {}
     for rank, text in zip(group_ranks(group), texts, strict=True):
         speakers.setdefault(text, []).append(rank)
@@ -180,7 +179,7 @@ def who_says_what(texts: Sequence[str], group: ProcessGroup | None) -> str:
 
 
 def check_tensor(data: Any, call: str, name: str = "data") -> None:
-    """Make sure that `data` is a dense tensor with memory.
+    """Check that `data` is a dense tensor with memory.
 
     Raises:
         InvalidArgumentError: It is not.
@@ -195,10 +194,10 @@ def check_tensor(data: Any, call: str, name: str = "data") -> None:
 
 
 def check_target(data: Any, call: str, name: str = "data") -> None:
-    """Make sure that `data` can be filled in place.
+    """Check that `data` can be filled in place.
 
     Raises:
-        InvalidArgumentError: It is no dense tensor, or an expanded one.
+        InvalidArgumentError: It is not a dense tensor, or it is an expanded one.
     """
     check_tensor(data, call, name)
     if data.is_contiguous():
@@ -222,7 +221,7 @@ def check_list(
     like: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Make sure that `tensors` are `count` dense tensors of one shape or dtype.
+    """Check that `tensors` are `count` dense tensors, all shaped as `like` or all of `dtype`.
 
     Raises:
         InvalidArgumentError: They are not.
@@ -251,10 +250,10 @@ def check_list(
 def check_form_with_list(
     args: Sequence[Any], options: Mapping[str, Any], names: tuple[str, str], call: str, needs: str
 ) -> None:
-    """Make sure that a call which was not given one tensor was given a list and more.
+    """Check that a call without a single tensor got a list and the second argument.
 
     Raises:
-        InvalidArgumentError: It was not.
+        InvalidArgumentError: It did not.
     """
     first = args[0] if args else options.get("data")
     listed = names[0] in options or isinstance(first, Sequence)
@@ -263,11 +262,11 @@ def check_form_with_list(
 
 
 def check_member(rank: Any, name: str, group: ProcessGroup | None) -> bool:
-    """Make sure that global rank `rank` is in the group; tell whether it is this one.
+    """Check that global rank `rank` is in the group; return whether it is this rank.
 
     Raises:
-        InvalidArgumentError: It is no whole number.
-        NotInGroupError: It is outside.
+        InvalidArgumentError: `rank` is not an integer.
+        NotInGroupError: `rank` is outside the group.
     """
     if not isinstance(rank, int) or isinstance(rank, bool):
         message = f"{name} must be a global rank, got {rank!r}"
@@ -284,16 +283,16 @@ def check_member(rank: Any, name: str, group: ProcessGroup | None) -> bool:
 
 
 def check_tag(tag: Any, data: Tensor, group: ProcessGroup) -> None:
-    """Make sure that messages can be told apart by `tag`.
+    """Check that the backend supports `tag`.
 
     Args:
-        tag: Of a message.
-        data: What it carries.
-        group: The group it goes by.
+        tag: Tag of a message.
+        data: Tensor of the message.
+        group: Group of the message.
 
     Raises:
-        InvalidArgumentError: It is no number of at least 0; or not 0, and the group's backend for
-            tensors of this device has no tags.
+        InvalidArgumentError: `tag` is not an integer of at least 0, or it is not 0 and the group's
+            backend for tensors of this device has no tags.
     """
     if not isinstance(tag, int) or tag < 0:
         raise InvalidArgumentError(f"tag must be a number of at least 0, got {tag!r}")

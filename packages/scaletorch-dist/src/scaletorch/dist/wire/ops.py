@@ -1,4 +1,4 @@
-"""The one table of reduce operations: their names, torch's objects, and what each may reduce."""
+"""The table of reduce operations: their names, torch's ReduceOps, and the dtypes of each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALIASES = {"prod": "product", "avg": "mean"}
 
 FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 COMPLEX = frozenset((torch.complex64, torch.complex128))
-# Integers that backends reduce as they are, and wider ones for those that they do not.
+# Integers that backends reduce, and the wider dtypes in which others are reduced.
 INTEGERS = frozenset((torch.uint8, torch.int8, torch.int32, torch.int64))
 WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
@@ -34,10 +34,10 @@ _OF_COMPLEX = frozenset(("sum", "mean"))
 
 
 def op_name(op: Op) -> str:
-    """Return the name in `REDUCE_OPS` of a name in any case, an alias or a ReduceOp.
+    """Return the key in `REDUCE_OPS` for a name in any case, an alias or a ReduceOp.
 
     Raises:
-        InvalidArgumentError: There is no such operation.
+        InvalidArgumentError: The operation is unknown.
     """
     if isinstance(op, str):
         name = op.lower()
@@ -57,10 +57,10 @@ def op_name(op: Op) -> str:
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Make sure that the operation `name` has a meaning for `dtype`.
+    """Check that the operation `name` is defined for `dtype`.
 
     Raises:
-        InvalidArgumentError: It has none, or no backend can do it.
+        InvalidArgumentError: It is undefined, or no backend can compute it.
     """
     if dtype in INTEGERS or dtype in WIDENED or dtype == torch.bool:
         return

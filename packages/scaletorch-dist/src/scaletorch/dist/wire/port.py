@@ -1,4 +1,4 @@
-"""The port through which a guard, if there is one, hears of every call and every wait."""
+"""The hook through which every call and wait is reported to a guard, if one is installed."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ class Guard(Protocol):
     """The interface of the guard that `scaletorch.guard` installs while it is on."""
 
     def record(self, group: ProcessGroup, call: str, facts: Sequence[Any]) -> object:
-        """Note a collective that this thread is about to make."""
+        """Record a collective that this thread is about to start; return its note."""
 
     def record_message(
         self, group: ProcessGroup, data: Tensor, peer: int, tag: int, sends: bool
     ) -> object:
-        """Note one end of a message; return what tells it apart."""
+        """Record a send or receive of this rank; return its note."""
 
     def run(
         self, notes: Sequence[object], call: Callable[..., Any], *args: Any, **options: Any
     ) -> Any:
-        """Make the backend's call for what was noted, and wrap the handle, or handles, of it."""
+        """Make the backend's call for the recorded notes, and wrap the handles it returns."""
 
     def tell(self, error: BaseException) -> bool:
-        """Tell all ranks of an exception; return whether they hear of a fault."""
+        """Report an exception to all ranks; return whether they will raise a fault."""
 
 
 T = TypeVar("T")
@@ -36,23 +36,23 @@ guard: Guard | None = None
 
 
 def install_guard(chosen: Guard | None) -> None:
-    """Have every call told to a guard, or to none."""
+    """Report every call to `chosen` from now on, or to no guard if it is None."""
     global guard, _notes
     guard, _notes = chosen, _Notes()
 
 
 def tell_guard(error: BaseException) -> bool:
-    """Tell all ranks at once of an exception that ends this rank's work, before it is raised on.
+    """Report an exception that ends this rank's work to all ranks, before re-raising it.
 
     Returns:
-        Whether a guard is on, so that all ranks hear of a fault; else they must be told otherwise.
+        Whether the guard reports a fault to all ranks; if not, the caller must tell them.
     """
     told = guard
     return told is not None and told.tell(error)
 
 
 class _Notes(threading.local):
-    """The note of the collective whose calls a thread makes now: of the last, as a rule."""
+    """Per thread, the note of the current collective, which is usually the last one recorded."""
 
     last: object = None
 
@@ -61,19 +61,19 @@ _notes = _Notes()
 
 
 def record(group: ProcessGroup, call: str, facts: Sequence[Any]) -> None:
-    """Tell the guard, if there is one, of a collective that this thread is about to make."""
-    told = guard  # another thread may end it meanwhile
+    """Report a collective that this thread is about to start to the guard, if there is one."""
+    told = guard  # another thread may uninstall it meanwhile
     if told is not None:
         _notes.last = told.record(group, call, facts)
 
 
 def last_note() -> object:
-    """Return what the guard has noted of this thread's last collective; None without a guard."""
+    """Return the guard's note of this thread's last collective, or None without a guard."""
     return None if guard is None else _notes.last
 
 
 def as_noted(note: object, stage: Callable[[bool], T]) -> T:
-    """Start a later stage of a collective that was noted before."""
+    """Start a later stage of an earlier collective, under that collective's note."""
     before, _notes.last = _notes.last, note
     try:
         return stage(True)
@@ -82,7 +82,7 @@ def as_noted(note: object, stage: Callable[[bool], T]) -> T:
 
 
 def run_told(call: Callable[..., Any], args: Any, options: Any) -> Any:
-    """Make a backend's call that may block, so that the guard, if there is one, can free it."""
+    """Make a backend's call that may block, through the guard if there is one."""
     told = guard
     if told is None:
         return call(*args, **options)
@@ -90,12 +90,12 @@ def run_told(call: Callable[..., Any], args: Any, options: Any) -> Any:
 
 
 def note(data: Tensor, peer: int, members: ProcessGroup, tag: int, sends: bool) -> object:
-    """Tell the guard, if there is one, of one end of a message."""
+    """Report a send or receive to the guard, if there is one; return the guard's note."""
     told = guard
     return None if told is None else told.record_message(members, data, peer, tag, sends)
 
 
 def post(call: Callable[..., Any], args: tuple[Any, ...], *notes: object) -> Any:
-    """Make the backend's call for messages that the guard has been told of."""
+    """Make the backend's call for messages, through the guard that noted them if there is one."""
     told = guard
     return call(*args) if told is None else told.run(notes, call, *args)

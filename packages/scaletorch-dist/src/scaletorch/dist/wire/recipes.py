@@ -1,9 +1,9 @@
-"""Recipes that reduce a tensor on a backend that knows fewer dtypes and operations.
+"""Recipes that reduce any dtype with any operation on a backend that supports fewer.
 
-A recipe packs the tensor into a dtype that every backend reduces, names the operation to run there,
-and unpacks the result. Packing makes the result right and the same on every rank: integers that a
-backend does not know are widened, the mean of integers is exact, bools stay 0 and 1, and a NaN
-survives min and max (backends lose it, or not, by rank).
+A recipe packs the tensor into a dtype that every backend reduces, names the operation to run, and
+unpacks the result. Packing makes the result correct and the same on every rank: unsupported
+integers are widened, the mean of integers is exact, bools stay 0 and 1, and a NaN survives min and
+max (backends alone keep or lose it, depending on the rank that has it).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def _keep(data: Tensor, size: int = 1) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The reduction to run instead.
+    """A reduction in terms of what backends support.
 
     Attributes:
-        name: The operation that was asked for.
+        name: The requested operation.
         run: The operation to run on the packed tensor.
-        raw: The ReduceOp of torch for it.
-        pack: Contiguous tensor → tensor to reduce (the same one where nothing changes).
+        raw: Torch's ReduceOp for `run`.
+        pack: Contiguous tensor → tensor to reduce (the same tensor if nothing changes).
         unpack: Reduced tensor, number of ranks → result; any dtype that converts to the wanted one.
     """
 
@@ -51,15 +51,15 @@ def _make(name: str, run: str, pack: Pack = _keep, unpack: Unpack = _keep) -> Re
 
 @cache
 def recipe_for(op: Op, dtype: torch.dtype, taken: bool = True) -> Recipe:
-    """Return how to reduce a tensor of `dtype` with `op`.
+    """Return the recipe that reduces a tensor of `dtype` with `op`.
 
     Args:
         op: The operation.
-        dtype: Of the tensor.
-        taken: Whether the backend reduces this dtype; else torch does, which loses no NaN.
+        dtype: The tensor's dtype.
+        taken: Whether the backend reduces this dtype; else torch does, which keeps NaNs.
 
     Raises:
-        InvalidArgumentError: Unknown operation, or one without a meaning for the dtype.
+        InvalidArgumentError: The operation is unknown, or undefined for the dtype.
     """
     name = op_name(op)
     check_dtype(name, dtype)
@@ -90,10 +90,10 @@ _BOOL = {
 
 def _float_recipe(name: str, dtype: torch.dtype, taken: bool) -> Recipe:
     if name == "mean":
-        # The sum of float16 may leave its range where the mean does not.
+        # A sum in float16 may overflow even if the mean does not.
         pack = partial(_to, dtype=torch.float32) if dtype == torch.float16 else _keep
         return _make(name, "sum", pack=pack, unpack=_mean)
-    if name == "product" and dtype == torch.bfloat16:  # HCCL has none
+    if name == "product" and dtype == torch.bfloat16:  # HCCL has no such product
         return _make(name, name, pack=partial(_to, dtype=torch.float32))
     if name in ("min", "max") and taken:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -115,7 +115,7 @@ def _truncated_mean(total: Tensor, size: int) -> Tensor:
 
 
 def _to_keys(data: Tensor, wide: torch.dtype, greatest: bool) -> Tensor:
-    """Return integers in the order of the floats, NaN beyond all (at the end that wins)."""
+    """Map floats to integers in the same order, with NaN at the end that min or max picks."""
     integer = torch.int64 if wide == torch.float64 else torch.int32
     limits = torch.iinfo(integer)
     keys = _flip_negative(data.to(wide).view(integer))
@@ -127,6 +127,6 @@ def _from_keys(keys: Tensor, size: int, wide: torch.dtype) -> Tensor:
 
 
 def _flip_negative(bits: Tensor) -> Tensor:
-    """Flip all bits but the sign of negative numbers; it is its own inverse."""
+    """Flip all bits but the sign of negative numbers; the function is its own inverse."""
     limits = torch.iinfo(bits.dtype)
     return bits ^ ((bits >> (limits.bits - 1)) & limits.max)

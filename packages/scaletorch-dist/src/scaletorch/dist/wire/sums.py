@@ -1,4 +1,4 @@
-"""Flat tensors of which every rank has a part: cut, joined, and added up on this rank."""
+"""Split, join and reduce flat tensors on this rank."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ STEPS: dict[str, Callable[..., Tensor]] = {
 
 
 def parts_of(counts: Sequence[int]) -> list[range]:
-    """Return the elements of each rank's part."""
+    """Return the index range of each rank's shard."""
     return [range(*ends) for ends in pairwise(accumulate(counts, initial=0))]
 
 
 def even_parts(elements: int, parts: int) -> list[int]:
-    """Return counts that part so many elements evenly, the last parts shorter."""
+    """Split `elements` evenly; return the lengths of the shards, of which the last are shorter."""
     share = -(-elements // parts)
     return [max(min(share, elements - share * at), 0) for at in range(parts)]
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a sum: float32 for 16-bit floats."""
+    """Return the dtype in which to sum: float32 for 16-bit floats, else the given one."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -43,14 +43,14 @@ def fold(
     divisor: int = 1,
     spoil: bool = False,
 ) -> Tensor:
-    """Reduce packed blocks on this rank, from the first to the last, 16-bit floats in float32.
+    """Reduce packed blocks on this rank in order, 16-bit floats in float32.
 
     Args:
-        blocks: Of one shape and dtype.
+        blocks: Tensors of one shape and dtype.
         run: The operation that a recipe runs.
-        start: What a sum begins with; then each block is divided before it is added.
-        divisor: Of a sum.
-        spoil: Whether the first block may be changed, to save memory; else none is.
+        start: Initial value of a sum; each block is then divided before it is added.
+        divisor: Divisor of a sum.
+        spoil: Whether the first block may be overwritten, to save memory.
     """
     step, given = STEPS[run], blocks[0].dtype
     dtype = sum_dtype(given)
@@ -59,7 +59,7 @@ def fold(
         for block in blocks:
             total += block if divisor == 1 else block.to(dtype) / divisor
         return total
-    spoil = spoil or dtype is not given  # a copy anyway
+    spoil = spoil or dtype is not given  # the conversion copies anyway
     total = blocks[0].to(dtype, copy=len(blocks) == 1 and not spoil)
     if len(blocks) > 1:
         total = step(total, blocks[1], out=total) if spoil else step(total, blocks[1])
@@ -69,9 +69,9 @@ def fold(
 
 
 def as_one(entries: Sequence[Tensor]) -> Tensor:
-    """Return flat contiguous tensors of one dtype joined, to be read only.
+    """Return flat contiguous tensors of one dtype joined; the result is read-only.
 
-    Nothing is copied if they lie one after another in one memory, as the chunks of a tensor do.
+    Nothing is copied if they are adjacent in one storage, as the chunks of a tensor are.
     """
     filled = [entry for entry in entries if entry.numel()]
     if not filled:

@@ -1,4 +1,4 @@
-"""The handle of an asynchronous call: waiting for it finishes everything the call promised."""
+"""The handle of an asynchronous call; waiting for it completes the call."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from typing import Any, Generic, Literal, TypeVar
 
 T = TypeVar("T")
 
-# What `async_op` is where a call returns its result, and where it returns a Work.
+# Types of `async_op` in overloads: a call returns its result (Sync) or a Work (Async).
 Sync = Literal[False]
 Async = Literal[True]
 
 
 class Work(Generic[T]):
-    """Communication under way; `wait()` completes it and returns what a synchronous call returns.
+    """Communication in flight; `wait()` completes it and returns what a synchronous call returns.
 
-    It keeps alive what the backend reads and writes. Drop it unfinished, and a send may be lost.
+    It keeps the backend's buffers alive. If it is dropped before `wait()`, a send may be lost.
     """
 
     __slots__ = ("_finish", "_handles", "_keep", "_result")
 
     def __init__(self, handles: Iterable[Any], finish: Callable[[], T], keep: Any = None) -> None:
-        """Take the backend's handles, what remains to do after them, and what must live so long."""
+        """Store the backend's handles, the completion to run after them, and buffers to keep."""
         self._handles = [handle for handle in handles if handle is not None]
         self._finish: Callable[[], T] | None = finish
         self._keep = keep
         self._result: T | None = None
 
     def wait(self) -> T:
-        """Wait for the communication, then finish it; a second call returns the same again.
+        """Wait for the communication and complete it; later calls return the same result.
 
-        On devices with streams, the current stream waits and not the host.
+        On devices with streams the current stream waits, not the host.
         """
         if self._finish is not None:
             for handle in self._handles:
@@ -41,21 +41,21 @@ class Work(Generic[T]):
         return self._result  # type: ignore[return-value]
 
     def is_completed(self) -> bool:
-        """Return whether `wait()` would return without waiting, as far as the backend can tell."""
+        """Return whether `wait()` would return at once, as far as the backend knows."""
         return all(handle.is_completed() for handle in self._handles)
 
 
 def settled(
     handles: Iterable[Any], finish: Callable[[], T], async_op: bool, keep: Any = None
 ) -> T | Work[T]:
-    """Return the finished result, or a Work that will give it."""
+    """Return the result of `finish`, or for `async_op` a Work that will return it."""
     return Work(handles, finish, keep) if async_op else finish()
 
 
 def given(result: T) -> T:
-    """Finish what has its result already."""
+    """Return the result: a completion with nothing left to do."""
     return result
 
 
 def nothing() -> None:
-    """Finish what has nothing left to do."""
+    """Do nothing: a completion without a result."""

@@ -1,1 +1,1 @@
-"""Facts about this process and the others: ranks, groups and hosts."""
+"""Ranks, groups and hosts."""

@@ -1,4 +1,4 @@
-"""Ranks of this node: local rank and size."""
+"""Ranks and nodes: local rank, local size, and the node of each rank."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from ..launchers.environment import find_environment, read_placement
 from ..launchers.host import this_host
 from .info import get_rank, get_world_size, info_of, is_distributed
 
-DIGEST = 16  # bytes that stand for a node
+DIGEST = 16  # bytes of a node's digest
 
 
 def get_local_rank(group: ProcessGroup | None = None) -> int:
-    """This process's rank among those of its node; 0 without torch.distributed.
+    """Return this process's rank among the ranks of its node, or 0 without torch.distributed.
 
-    It is the launcher's where that says it. Otherwise, and for an explicit group (then among
-    that group's ranks), the first call compares host names, so that all its ranks must make it.
+    The launcher's value is used if there is one. Otherwise, and for an explicit group (whose ranks
+    alone are then counted), the first call compares host names, so all ranks of the group must
+    make it.
     """
     return _local_place(group)[0]
 
 
 def get_local_size(group: ProcessGroup | None = None) -> int:
-    """Number of ranks on this node, found as `get_local_rank` does; 1 without torch.distributed."""
+    """Return the number of ranks on this node as `get_local_rank` does; 1 if not distributed."""
     return _local_place(group)[1]
 
 
 def _local_place(group: ProcessGroup | None) -> tuple[int, int]:
-    rank = get_rank(group)  # also refuses outsiders
+    rank = get_rank(group)  # also raises if this rank is outside the group
     if not is_distributed():
         return 0, 1
     place = _place_by_launcher() if group is None else None
@@ -44,7 +45,7 @@ def _local_place(group: ProcessGroup | None) -> tuple[int, int]:
 
 
 def _place_by_launcher() -> tuple[int, int] | None:
-    """(local rank, local size) if the environment has both and is about this very group."""
+    """Return (local rank, local size) if the environment has both and fits the default group."""
     environment = find_environment()
     if environment is None:
         return None
@@ -57,7 +58,7 @@ def _place_by_launcher() -> tuple[int, int] | None:
 
 
 def nodes_of(group: ProcessGroup | None) -> list[bytes]:
-    """A digest of each rank's node, in group order; gathered on the first call."""
+    """Return a digest of each rank's node, in group order; the first call gathers them."""
     key = c10d.group.WORLD if group is None else group
     if key is None:
         return [b""]
@@ -68,7 +69,7 @@ def nodes_of(group: ProcessGroup | None) -> list[bytes]:
 
 
 def gather_digests(own: bytes, group: ProcessGroup | None = None) -> list[bytes]:
-    """Gather as many bytes from each rank of a group, in group order."""
+    """All-gather bytes, equally many from each rank of a group, in group order."""
     device = torch.device("cpu")
     members = c10d.group.WORLD if group is None else group
     if members is None or device not in members._device_types:
@@ -88,20 +89,21 @@ def ranks_by_node(group: ProcessGroup | None) -> list[list[int]]:
 
 
 def _node_digest() -> bytes:
-    """The same on all processes of a node and on no other node."""
-    # Two torchruns on one host are two nodes to everyone else.
+    """Return a digest that is the same on all processes of a node and differs between nodes."""
+    # Two torchruns on one host count as two nodes everywhere.
     ranks = [os.environ.get(name, "") for name in ("GROUP_RANK", "SLURM_NODEID")]
     parts = [str(this_host()), *ranks]
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=DIGEST).digest()
 
 
 def wait_for_connections(flag: bool = False) -> bool:
-    """Wait until every rank has connected the groups that were just made.
+    """Wait until every rank has connected the groups that were just created.
 
-    Returns whether `flag` is set on any rank; never if the default group has no CPU tensors.
+    Gloo connects when a group is created, and does not wait for the other ranks: a rank that soon
+    exits would break the connections of slower ones.
 
-    Gloo connects when a group is made, and does not wait for the others: a rank that soon leaves
-    would break off the connecting of slower ones.
+    Returns:
+        Whether `flag` is set on any rank; False if the default group does not serve the CPU.
     """
     world = c10d.group.WORLD
     if world is None or torch.device("cpu") not in world._device_types:

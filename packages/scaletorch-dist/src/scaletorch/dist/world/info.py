@@ -1,6 +1,6 @@
-"""One record of this process and of each group it knows, filled in when asked.
+"""Ranks, sizes and other facts of process groups, cached in one record per group.
 
-Every function also works with no process group at all.
+Every function also works without torch.distributed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _warned = False
 
 @dataclass(slots=True)
 class GroupInfo:
-    """One group's record, which lives as long as the group.
+    """One group's cached facts, which live as long as the group.
 
     Attributes:
-        ranks: Global ranks in group order; empty until asked for.
-        nodes: A digest of each rank's node, in group order; None until asked for.
-        routes: With which backend tensors travel, by the kind of their device.
-        ways: How they travel then, by the kind of their device.
-        levels: The way by levels of nodes; None unless `use_hierarchy` has found one.
+        ranks: Global ranks in group order; empty until requested.
+        nodes: A digest of each rank's node, in group order; None until requested.
+        routes: Device type → the `Route` of its tensors.
+        ways: Device type → the `Way` of its tensors.
+        levels: The `LevelsWay` that `use_hierarchy` has set, or None.
     """
 
     ranks: tuple[int, ...] = ()
@@ -59,20 +59,20 @@ def info_of(group: ProcessGroup) -> GroupInfo:
 
 
 def forget_nodes() -> None:
-    """Forget which nodes ranks are on; another start may place them elsewhere."""
+    """Forget the ranks' nodes, since another start may place ranks elsewhere."""
     for info in infos.values():
         info.nodes = None
 
 
 def is_distributed() -> bool:
-    """Return whether torch.distributed is initialised in this process."""
+    """Return whether torch.distributed is initialized in this process."""
     return c10d.is_available() and c10d.is_initialized()
 
 
 def _active(group: ProcessGroup | None) -> bool:
-    """Return whether there is a group to ask; refuse outsiders, warn of forgotten launches."""
+    """Return whether torch.distributed is initialized; raise if this rank is outside the group."""
     if group is not None and not (isinstance(group, ProcessGroup) and group.rank() >= 0):
-        require_member(group)  # which says why not
+        require_member(group)  # raises
     if is_distributed():
         return True
     _warn_if_launched()
@@ -80,7 +80,7 @@ def _active(group: ProcessGroup | None) -> bool:
 
 
 def _warn_if_launched() -> None:
-    """Say once that many processes were launched and that each takes itself for the only one."""
+    """Warn once if a launcher started several processes but torch.distributed is uninitialized."""
     global _warned
     if _warned:
         return
@@ -96,30 +96,30 @@ def _warn_if_launched() -> None:
 
 
 def expect_one_process() -> None:
-    """Give no such warning from now on: the program has ended its group and goes on alone."""
+    """Turn that warning off: the program has destroyed its group and continues alone."""
     global _warned
     _warned = True
 
 
 def get_world_size(group: ProcessGroup | None = None) -> int:
-    """Number of ranks in a group (None: all); 1 without torch.distributed."""
+    """Return the number of ranks in a group (None: all), or 1 without torch.distributed."""
     return c10d.get_world_size(group) if _active(group) else 1
 
 
 def get_rank(group: ProcessGroup | None = None) -> int:
-    """This process's rank in a group (None: all); 0 without torch.distributed."""
+    """Return this process's rank in a group (None: all), or 0 without torch.distributed."""
     return c10d.get_rank(group) if _active(group) else 0
 
 
 def get_dist_info(group: ProcessGroup | None = None) -> tuple[int, int]:
-    """(rank, world size), the rank first; (0, 1) without torch.distributed."""
+    """Return (rank, world size), or (0, 1) without torch.distributed."""
     return get_rank(group), get_world_size(group)
 
 
 def get_backend(group: ProcessGroup | None = None) -> str | None:
-    """Backend that a group communicates with ('gloo', 'nccl' …); None without torch.distributed.
+    """Return a group's backend ('gloo', 'nccl' …), or None without torch.distributed.
 
-    Where a group has one for the CPU and one for the accelerator, it is the accelerator's.
+    If a group has one backend for the CPU and one for the accelerator, return the accelerator's.
     """
     return comm_entry(group)[1] if _active(group) else None
 
@@ -130,10 +130,10 @@ def is_main_process(group: ProcessGroup | None = None) -> bool:
 
 
 def master_only(func: Callable[P, R]) -> Callable[P, R | None]:
-    """Decorate a function so that it runs on global rank 0 alone; elsewhere it returns None.
+    """Decorate a function so that only global rank 0 runs it; other ranks return None.
 
     Raises:
-        InvalidArgumentError: It cannot be called.
+        InvalidArgumentError: `func` is not callable.
     """
     if not callable(func):
         message = f"master_only decorates a function, got {type(func).__name__}"
@@ -147,23 +147,23 @@ def master_only(func: Callable[P, R]) -> Callable[P, R | None]:
 
 
 def get_default_group() -> ProcessGroup | None:
-    """The group of all ranks; None without torch.distributed."""
+    """Return the group of all ranks, or None without torch.distributed."""
     return c10d.group.WORLD if is_distributed() else None
 
 
 def group_ranks(group: ProcessGroup | None = None) -> tuple[int, ...]:
-    """Global ranks of a group (None: all) in group order; (0,) without torch.distributed."""
+    """Return a group's global ranks in order (None: all), or (0,) without torch.distributed."""
     if not _active(group):
         return (0,)
     chosen = c10d.group.WORLD if group is None else group
     info = info_of(chosen)  # type: ignore[arg-type]
-    if not info.ranks:  # torch makes a new list at every call, which takes long in large worlds
+    if not info.ranks:  # torch builds a new list at every call, which is slow in large worlds
         info.ranks = tuple(c10d.get_process_group_ranks(chosen))
     return info.ranks
 
 
 def get_timeout(group: ProcessGroup | None = None) -> timedelta:
-    """The timeout that a group (None: the default one) was created with.
+    """Return the timeout of a group (None: the default group).
 
     Pass it to `new_group`, which does not inherit it. Without torch.distributed it is torch's
     default.
@@ -173,7 +173,7 @@ def get_timeout(group: ProcessGroup | None = None) -> timedelta:
     require_member(group)
     chosen = c10d.group.WORLD if group is None else group
     devices = [torch.device(comm_entry(group)[0]), *chosen._device_types]  # type: ignore[union-attr]
-    for device in devices:  # some vendors' backends do not say, but gloo beside them does
+    for device in devices:  # some vendors' backends have no timeout, but the group's gloo has
         timeout = _timeout_of(chosen._get_backend(device))  # type: ignore[union-attr]
         if timeout is not None:
             return timeout

@@ -1,8 +1,8 @@
-"""Objects of which a process has one, however many copies of this package it imports.
+"""Process-wide singletons, shared by all copies of this package that a process imports.
 
-A project may hold a copy of this library beside an installed one, and both may work on one process
-group: what numbers that group's messages must then be the same to both. Such an object is kept
-beside torch's own.
+A project may vendor a copy of this library while another is installed, and both may use one process
+group. Then both must, for example, number that group's messages with one counter. Such objects are
+stored in a module of torch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 
 def one_per_process(name: str, make: Callable[[], T]) -> T:
-    """Return this process's object of a name; the first call makes it.
+    """Return this process's object of a name; the first call creates it.
 
-    Not to be called at import, which changes nothing outside. Copies may be of different versions:
-    what is used of the object under one name must stay as it is.
+    Do not call it at import, which must have no side effects. Copies may have different versions,
+    so the interface of the object under one name must not change.
 
     Args:
-        name: What it is.
-        make: Makes it, cheaply.
+        name: Name of the object.
+        make: Creates the object, cheaply; called every time, but only the first object is kept.
     """
     kept: T = vars(c10d).setdefault(f"_scaletorch_{name}", make())
     return kept
