@@ -32,7 +32,7 @@ def pipeline_communicate(
     shapes: Sequence[int] | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor | None:
-    """Send to or receive from a neighbouring stage; at the ends of the pipeline do nothing.
+    """Send to or receive from a neighbouring stage; do nothing if there is none.
 
     Args:
         operation: `recv_forward`, `send_forward`, `recv_backward` or `send_backward`.

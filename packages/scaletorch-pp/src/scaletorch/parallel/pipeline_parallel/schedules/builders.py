@@ -223,7 +223,8 @@ def dualpipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
     return _written("dualpipe_v", stages, num_micro_batches, 2 * num_ranks, _dualpipe_v)
 
 
-_Order = Callable[[int, int, int], list[str]]  # (rank, ranks, micro-batches) -> kinds and chunks
+# (rank, ranks, micro-batches) -> kinds and chunks: warm-up, steady state and drain, top to bottom
+_Order = Callable[[int, int, int], list[str]]
 
 
 def _v_shape(num_ranks: int, num_micro_batches: int) -> tuple[tuple[int, ...], ...]:

@@ -64,7 +64,7 @@ def derive_messages(schedule: Schedule) -> tuple[tuple[Operation, ...], ...]:
         just ended an action. Nothing is sent between two stages of one rank.
 
     Raises:
-        ScheduleError: A schedule that `check` refuses.
+        ScheduleError: `check` refuses the schedule.
     """
     proof = proven(schedule)
     programs = (program_of(schedule, *proof, rank) for rank in range(schedule.num_ranks))

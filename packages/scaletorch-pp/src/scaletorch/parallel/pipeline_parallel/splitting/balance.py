@@ -87,6 +87,7 @@ def _best(costs: Sequence[int], num_stages: int, enough: int) -> _Way:
     Totals up to `enough` count as equally large. If `enough` is the best largest total, the result
     is the most even of the best distributions.
     """
+    # Dynamic programming from the last stage to the first, over the layer at which a stage starts.
     upto = list(accumulate(costs, initial=0))
     end = len(costs)
     ways = {end: _Way(enough, 0, ())}

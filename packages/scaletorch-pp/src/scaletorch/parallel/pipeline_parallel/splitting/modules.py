@@ -175,7 +175,7 @@ def told(model: nn.Module, tell: str) -> str | None:
 
 
 def _of_decoder(model: nn.Module, lists: list[str]) -> list[str]:
-    """Return those of several lists that may be the layers, or all if the model has no clue.
+    """Return those of several lists that may be the layers, or all if the model gives no clue.
 
     If the model has `get_decoder`, as models of transformers do, the layers are in the decoder, at
     a smaller depth than the layers of towers for other inputs. A list of modules without children,

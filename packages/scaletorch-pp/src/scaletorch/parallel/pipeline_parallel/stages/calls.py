@@ -106,7 +106,7 @@ def _call(
     module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     calls = module.__dict__.get(_CALLS)
-    if calls is None:  # a copy
+    if calls is None:  # a copy of the module
         return plain(*args, **kwargs)
     for each in reversed(calls.around):
         args, kwargs = each.before(module, args, kwargs)
@@ -268,7 +268,7 @@ class _Gate:
         self._places = sum(each is gates.modules[name] for each in gates.modules.values())
 
     def takes_forward(self) -> bool:
-        """Return whether the stage's forward runs, so that the call is the model's."""
+        """Return whether the stage's forward is running, in which case the model makes the call."""
         return self._gates.running() is not None
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -316,6 +316,7 @@ class _Gate:
             passage.left = passage.samples[self.siblings] = output
             if self.siblings != self._name:
                 passage.kinds[kind_of(module)] = output
+            # Modules that change nothing, such as a final dropout in eval mode, need no call.
             passage.over = all(map(_changes_nothing, self._later))
             if not passage.over:
                 passage.extras.note(output)

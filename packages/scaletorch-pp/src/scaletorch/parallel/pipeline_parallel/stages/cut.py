@@ -194,6 +194,7 @@ class PassThrough(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError as error:
+            # In a forward the twin answers for everything; outside, for plain public values alone.
             twin, passages = vars(self).get("_twin"), vars(self).get("_passages")
             if passages is not None and passages.running and not name.startswith("__"):
                 known = getattr(self._ready(), name, self)

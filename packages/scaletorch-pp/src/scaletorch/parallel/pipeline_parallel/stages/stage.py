@@ -1,4 +1,4 @@
-"""A plain module rewritten, in place, as one stage of a pipeline."""
+"""A plain module changed, in place, into one rank's stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -250,8 +250,8 @@ class PipelineParallel(ModuleWrapper):
                 requires grad; None for a loss.
 
         Returns:
-            The gradient of `input_tensor`, a list if it is not one tensor; None on the first
-            stage.
+            The gradient of `input_tensor`, or a list of gradients if it holds several tensors; None
+            on the first stage.
         """
         if isinstance(output_tensor, WeightGradients):
             return output_tensor.accumulate()

@@ -107,11 +107,11 @@ class StandIn(Tensor):
         return self
 
     def tolist(self) -> NoReturn:
-        """Refuse."""
+        """Refuse to read values."""
         _refuse_read(self.forward)
 
     def numpy(self, **_: Any) -> NoReturn:
-        """Refuse."""
+        """Refuse to read values."""
         _refuse_read(self.forward)
 
 

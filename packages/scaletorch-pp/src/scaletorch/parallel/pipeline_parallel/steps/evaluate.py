@@ -38,7 +38,7 @@ def pipeline_forward(
         model: A `PipelineParallel`, or wrappers around one; the outermost is called.
         data_loader: Micro-batches with `input_ids`; `labels` are not needed.
         tensor_shapes: Shape of one micro-batch's hidden states, [B, L, H]; None takes any.
-        device: Device on which the stage computes; None is that of its parameters.
+        device: Device on which the stage computes; None is the device of its parameters.
         dtype: Dtype of hidden states; None takes any.
         everywhere: Return the outputs on every rank, not only on the rank of the last stage.
         group: The ranks in order; None is the model's own group.

@@ -141,7 +141,7 @@ class Step:
 
     def _inputs(self, with_labels: bool) -> MicroBatches:
         data_loader, shape, device, dtype = self._given
-        if device is None:  # where the parameters are, but a stage may have none
+        if device is None:  # a stage without parameters takes the group's device
             first = next(self.pipeline.parameters(), None)
             device = get_comm_device(self.pipeline.group) if first is None else first.device
         return MicroBatches(

@@ -165,7 +165,7 @@ class Training:
         return self.total.dtype == torch.float64
 
     def run(self, task: Task) -> None:
-        """Run a task whose input is here."""
+        """Run a task whose input has arrived."""
         kind, micro_batch, chunk = task.action
         into = self._later.get((micro_batch, chunk))
         if kind == FORWARD:
