@@ -122,7 +122,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
     Args:
         schedule: The schedule.
-        costs: Times of actions and messages; None is `Costs()`, a backward of two forwards.
+        costs: Times of actions and messages; None is `Costs()`: a backward takes twice a forward.
 
     Raises:
         ScheduleError: `check` refuses the schedule.

@@ -104,7 +104,7 @@ class PassThrough(nn.Module):
     forward = __call__
 
     def _arrived(self, value: Any) -> Any:
-        """Return the module's output again, when the backward recomputes a layer's forward."""
+        """Return the received hidden states again if a backward recomputes a layer's forward."""
         source = value.source if isinstance(value, StandIn) else None
         return source[1] if self._ends and source and source[0] == self._stage + 1 else value
 

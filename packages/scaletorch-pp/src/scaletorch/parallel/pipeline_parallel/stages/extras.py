@@ -1,4 +1,4 @@
-"""Further tensors that modules of later stages take, which are sent with the hidden states.
+"""Extra tensors that modules of later stages take, which are sent with the hidden states.
 
 Examples are the embedding's output, a condition embedded once for all layers, or a skip connection.
 A stage runs the model's whole forward, so it sees the calls of other stages' modules with the
@@ -49,7 +49,7 @@ class Passed(NamedTuple):
 
     Attributes:
         hidden: The hidden states.
-        tensors: The further tensors; those of the same form are stacked.
+        tensors: The extra tensors; those of the same form are stacked.
         places: For each argument, the index of its stack and its index in the stack.
         visit: The number of the call of the stage's last module that returned the hidden states.
         forms: The forms that layers of other lists return, such as an encoder's.
@@ -63,7 +63,7 @@ class Passed(NamedTuple):
 
 
 class Extras:
-    """The further tensors that one forward of a stage receives, and sends, with hidden states.
+    """The extra tensors that one forward of a stage receives, and sends, with hidden states.
 
     Args:
         numbers: The index of each module among those of all stages, by name.
@@ -142,7 +142,7 @@ class Extras:
         return map_tensors(taken, given)
 
     def leave(self, hidden: Any, visit: int, samples: Mapping[str, Any]) -> Any:
-        """Return the value to send: hidden states, alone or with further tensors.
+        """Return the value to send: hidden states, alone or with extra tensors.
 
         Args:
             hidden: The hidden states.
@@ -172,7 +172,7 @@ class Extras:
         return Passed(hidden, tensors, places, visit, Form(dict(samples)))
 
     def tensors(self) -> list[Tensor]:
-        """Return the further tensors to send."""
+        """Return the extra tensors to send."""
         return [tensor for tensor, _ in self._leaving.values()]
 
     def _next(self, name: str) -> tuple[int, int]:

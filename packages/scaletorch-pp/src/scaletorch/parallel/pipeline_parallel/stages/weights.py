@@ -109,6 +109,7 @@ class _Linear(torch.autograd.Function):
         root: Tensor,  # requires grad, so that the output does even if inputs and bias do not
         later: tuple[Tensor, WeightGradients],
     ) -> Tensor:
+        # Code that walks the graph for parameters (tensor parallelism) finds the weight here.
         ctx.later, ctx.trained_later = later, later[:1]
         # The weight is saved for its version too: autograd raises if it was changed in place.
         ctx.save_for_backward(inputs, later[0])
