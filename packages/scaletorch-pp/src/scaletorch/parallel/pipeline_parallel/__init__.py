@@ -1,4 +1,4 @@
-"""Pipeline parallelism for plain PyTorch modules: stages, schedules as data, one runtime."""
+"""Pipeline parallelism for plain PyTorch modules, with schedules as data and a single runtime."""
 
 from typing import TYPE_CHECKING
 

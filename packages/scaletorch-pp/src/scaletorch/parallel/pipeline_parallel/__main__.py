@@ -27,7 +27,7 @@ Exit status: 0 printed, 2 the arguments or the schedule are wrong."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw the schedule that the arguments describe; returns the exit status."""
+    """Draw the schedule that the arguments describe, and return the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:

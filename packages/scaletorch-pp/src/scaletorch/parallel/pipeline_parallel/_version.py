@@ -1,4 +1,4 @@
-"""The wheel's version, and those of the siblings that it works with: the pins of its metadata."""
+"""The wheel's version, and a check of its siblings' versions against the pins in its metadata."""
 
 from ...dist._version import __version__ as dist
 from ...dist.siblings import require_siblings

@@ -12,15 +12,15 @@ from .schedules.schedule import Action, Schedule, Span, Timeline
 
 __all__ = ["to_chrome_trace", "to_text"]
 
-WIDTH = 120  # if times have no common unit and no width is given
-_CLOSE = 1e-6  # of a unit: rounding of floats
+WIDTH = 120  # columns, if times have no common unit and no width is given
+_CLOSE = 1e-6  # of a unit: tolerance for the rounding of floats
 MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}
-PREDICTED = 1e3  # microseconds of a unit that has no name
+PREDICTED = 1e3  # microseconds for a unit without a name
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """A scale of time in columns: `cell` columns for each `unit` of time, from `start` on."""
+    """The time scale of a picture: `cell` columns for each `unit` of time, from `start`."""
 
     start: float
     unit: float
@@ -37,16 +37,16 @@ def to_text(
     *,
     peak: Sequence[float] | None = None,
 ) -> str:
-    """Draw one line for each rank, and below it makespan and bubble.
+    """Return a picture with a line for each rank, and the makespan and bubble below.
 
-    If all times are multiples of one unit, every unit is a cell: `F0` takes one, `B0---`
-    two, and `..` is idle. Otherwise, or if that is wider than `width`, columns are shares
-    of the makespan, and an action without room for its number shows its kind alone. The second of
-    two chunks is in lower case; of more chunks, the later ones are `F0.1`, `F0.2` and so on.
+    If all times are multiples of one unit, each unit is a cell: `F0` takes one, `B0---` two, and
+    `..` is idle. Otherwise, or if that is wider than `width`, each column is the same fraction of
+    the makespan, and an action without room for its number shows only its kind. With two chunks the
+    second is in lower case; with more, the later ones are `F0.1`, `F0.2` and so on.
 
     Args:
         timeline: The times of a step's actions.
-        width: Columns of the longest line; None for as many as the cells need, or 120.
+        width: Columns of the longest line; None takes as many as the cells need, or 120.
         peak: Peak live activations of each rank, shown below.
 
     Raises:
@@ -63,7 +63,7 @@ def to_text(
 
 
 def common_unit(timeline: Timeline) -> float | None:
-    """Return the largest time of which all starts and ends are multiples; None without one."""
+    """Return a unit of which all times are multiples (1 to 1/4 of the shortest action), or None."""
     start = min(s.start for s in timeline.spans)
     times = {t - start for s in timeline.spans for t in (s.start, s.end)}
     shortest = min(s.end - s.start for s in timeline.spans if s.end > s.start)
@@ -89,7 +89,7 @@ def _scale(timeline: Timeline, width: int | None, margin: int) -> _Scale:
 
 
 def _line(timeline: Timeline, rank: int, scale: _Scale) -> Iterator[str]:
-    """Yield the text of each action of a rank and of each time between them."""
+    """Yield the text of each action of a rank, and of the idle times between actions."""
     here = 0
     spans = sorted((s for s in timeline.spans if s.rank == rank), key=lambda s: s.start)
     for span in spans:
@@ -132,17 +132,18 @@ def _below(timeline: Timeline, scale: _Scale, peak: Sequence[float] | None) -> I
 
 
 def to_chrome_trace(*timelines: Timeline, titles: Sequence[str] = ()) -> str:
-    """Return JSON of the Chrome trace event format: a process for each timeline, a thread a rank.
+    """Return timelines as JSON in the Chrome trace event format.
 
-    Times are microseconds from each timeline's own first action. A unit that is no unit of time
-    (neither s, ms, us nor ns) is a millisecond.
+    Each timeline is a process, and each rank a thread. Times are microseconds from the timeline's
+    first action. A unit other than s, ms, us or ns is drawn as a millisecond.
 
     Args:
-        timelines: At least one.
-        titles: One for each; none for the names of the schedules.
+        timelines: At least one timeline.
+        titles: A title for each timeline; if empty, the names of the schedules.
 
     Raises:
-        InvalidArgumentError: No timeline, one without time, or not one title for each.
+        InvalidArgumentError: There is no timeline, a timeline takes no time, or the number of
+            titles differs.
     """
     if not timelines:
         raise InvalidArgumentError("nothing to draw: give at least one timeline")
@@ -202,16 +203,16 @@ def _require_time(timeline: Timeline) -> None:
 
 
 def _figures(timeline: Timeline) -> str:
-    """Return makespan and bubble in words."""
+    """Return makespan and bubble as text."""
     makespan = _with_unit(timeline.makespan, timeline.unit)
     return f"makespan {makespan}, bubble {100 * timeline.bubble:.1f} %"
 
 
 def _with_unit(value: float, unit: str) -> str:
-    """Return a time in words."""
+    """Return a time with its unit as text."""
     return f"{value:.6g} {unit}".rstrip()
 
 
 def _num_chunks(schedule: Schedule) -> int:
-    """Return how many stages the rank with most has."""
+    """Return the largest number of stages on any rank."""
     return max(map(len, schedule.stages))

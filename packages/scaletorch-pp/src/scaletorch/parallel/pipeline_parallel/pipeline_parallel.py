@@ -1,4 +1,4 @@
-"""The documented module of pipeline parallelism: the wrapper and its training steps."""
+"""The public module of pipeline parallelism: the wrapper and its train steps."""
 
 from .stages.stage import PipelineParallel
 from .steps.training import (

@@ -1,4 +1,4 @@
-"""Messages between neighbouring stages by the name of the operation."""
+"""Point-to-point messages between neighbouring stages, by the name of the operation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...dist.errors import InvalidArgumentError
 from ..pg_manager import axis_group, describe_rank
 from .steps.batches import checked_dtype, checked_shape
 
-# Steps along the pipeline to the receiver, and to the sender of what is received; 0 if none.
+# Offsets along the pipeline of the rank to send to and the rank to receive from; 0 if none.
 _Ends = tuple[int, int]
 _ONE_WAY: dict[str, _Ends] = {
     "recv_forward": (0, -1),
@@ -32,18 +32,18 @@ def pipeline_communicate(
     shapes: Sequence[int] | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor | None:
-    """Send to or receive from a neighbouring stage; at the ends of the pipeline do nothing.
+    """Send to or receive from a neighbouring stage; do nothing if there is none.
 
     Args:
         operation: `recv_forward`, `send_forward`, `recv_backward` or `send_backward`.
         device: Device of a received tensor.
-        dtype: Dtype of the tensor that travels.
+        dtype: Dtype of the tensor sent or received.
         tensor: The tensor to send.
         shapes: Shape of the received tensor, `[B, L, H]`.
         group: The stages in order; None is the manager's pp axis.
 
     Returns:
-        The received tensor, or None when sending and if there is no neighbour. Hidden states
+        The received tensor; None when sending, or if there is no such neighbour. Hidden states
         (`recv_forward`) are a leaf that requires grad while grad is enabled.
 
     Raises:
@@ -112,7 +112,7 @@ def _communicate(
         exchange(sends, recvs, group=group)
     if not recvs:
         return None
-    hidden = operations[name][1] < 0  # from the stage before
+    hidden = operations[name][1] < 0  # received from the previous stage
     return recvs[0][0].requires_grad_(hidden and torch.is_grad_enabled())
 
 

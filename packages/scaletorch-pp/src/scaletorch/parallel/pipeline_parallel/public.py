@@ -1,4 +1,4 @@
-"""All names of the package, each imported when it is asked for."""
+"""All public names of the package; the package imports each on first access."""
 
 from ._version import __version__
 from .pipeline_parallel import (

@@ -1,6 +1,6 @@
-"""Names that the umbrella takes of this package beside its users' names.
+"""Names for the umbrella package that builds on this one; not part of the users' API.
 
-Recorded and versioned like the rest: a patch release changes nothing here.
+They are recorded and versioned like the public names: a patch release changes none of them.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""All names of `building`, each imported when it is asked for."""
+"""All names of `building`, which imports each on first access."""
 
 from ..runtime.mail import IN_FLIGHT
 from ..splitting.balance import parameter_costs

@@ -1,1 +1,1 @@
-"""The runtime: a rank's program executed, and the messages between ranks."""
+"""The runtime: it executes a rank's program, and exchanges messages between ranks."""

@@ -1,8 +1,8 @@
-"""A rank's program of a step, executed: whatever the schedule and the model are.
+"""Execution of a rank's program of a step, for any schedule and model.
 
 If a stage raises in the middle of a step, every rank of the pipeline learns why at the end of the
-step: until then each makes the calls that all make, since the ranks of one stage may meet inside it
-(tensor parallelism, experts).
+step. Until then each rank keeps making its calls, since the ranks of one stage may communicate
+inside it (tensor parallelism, experts).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Program = Sequence[Task | Message]
 
 
 class Plan(NamedTuple):
-    """A schedule that was proven to run to its end, as one rank executes it.
+    """A schedule that was proven to run to its end, with one rank's program.
 
     Attributes:
         schedule: The schedule.
-        text: Tells it from others.
+        text: Name and digest of the schedule, to compare it between ranks.
         program: The rank's tasks and messages, in order.
     """
 
@@ -51,7 +51,7 @@ def plan_of(schedule: AnySchedule, num_ranks: int, num_micro_batches: int, rank:
     """Prove a schedule, and derive the program of one rank.
 
     Raises:
-        ScheduleError: It would not run to its end, or not compute every gradient.
+        ScheduleError: It would deadlock, or not compute every gradient.
     """
     chosen = built(schedule, num_ranks, num_micro_batches)
     digest = hashlib.blake2b(str(chosen).encode(), digest_size=8).hexdigest()
@@ -68,16 +68,16 @@ def execute(
 ) -> bool:
     """Start messages, wait for the input of each task, and run it.
 
-    If anything raises on any rank, all ranks raise. The messages that are left still pass,
-    without contents, so that no rank waits in vain and none is left over for the next step. If a
-    guard is on, it tells all ranks instead, also those outside the pipeline that wait for these.
+    If anything raises on any rank, all ranks raise. The remaining messages are still sent, without
+    contents, so that no rank waits forever and none is left over for the next step. If a guard is
+    on, it tells all ranks instead, also those outside the pipeline that wait for this one.
 
     Args:
-        program: This rank's.
+        program: This rank's program.
         mail: The outputs on their way.
-        run: Runs a task whose input is there.
-        group: The pipeline; None in one process.
-        note: What this rank tells the others at the end.
+        run: Runs a task whose input has arrived.
+        group: The pipeline's group; None in one process.
+        note: Returns a flag that this rank tells the others at the end.
 
     Returns:
         Whether `note` returned true on any rank.
@@ -98,14 +98,14 @@ def execute(
                     mail.wait(each.needs)
                 run(each)
             rest.popleft()
-        mail.finish()  # in the try: a last message that fails fails the step too
-    except RankFaultError:  # all ranks know it, and no message of theirs comes any more
+        mail.finish()  # inside the try, since the step fails if a last message does
+    except RankFaultError:  # all ranks know of the fault, and no more messages will come
         raise
     except Exception as error:
         if isinstance(error, StageError) or not tell_guard(error):
             _tell(error, rest, mail, group)
         raise
-    # Every rank asks at the end of every step, also if all went well here.
+    # A collective: every rank calls it at the end of every step, whether it failed or not.
     noted, first = _settled(group, failed=False, noted=note())
     if first is not None:
         raise StageError(first.text, first.kind)
@@ -113,7 +113,7 @@ def execute(
 
 
 class _Failure(NamedTuple):
-    """An error of a rank: when it came, the name of its class, and a text that says where."""
+    """A rank's error: its time, the name of its class, and a text that names the failed task."""
 
     time: float
     kind: str
@@ -121,22 +121,22 @@ class _Failure(NamedTuple):
 
 
 def _tell(error: Exception, rest: Program, mail: Mail, group: ProcessGroup | None) -> None:
-    """Let the messages that are left pass, and tell the others of an error.
+    """Send and receive the remaining messages empty, and tell the other ranks of an error.
 
     Args:
         error: The error.
-        rest: The program from the task or message on that has failed.
+        rest: The rest of the program, from the failed task or message.
         mail: The outputs on their way.
-        group: The pipeline.
+        group: The pipeline's group.
 
     Raises:
-        StageError: It came of what another rank has told.
+        StageError: Another rank's failure has caused the error.
     """
     own = None if isinstance(error, StageError) else _failure(error, rest)
     first = None
-    with suppress(Exception):  # what has happened first is raised, whatever else fails now
-        # Those that have begun are under way as they are; all later ones pass empty, in their
-        # order, so that sends and receives still pair on both sides.
+    with suppress(Exception):  # the first error is raised, whatever fails during the clean-up
+        # Messages that have started finish as they are. All later ones pass empty, in their order,
+        # so that sends and receives still match on both sides.
         mail.skip(each for each in rest if isinstance(each, Message))
         mail.finish()
         _, first = _settled(group, failed=True, own=own)
@@ -144,7 +144,7 @@ def _tell(error: Exception, rest: Program, mail: Mail, group: ProcessGroup | Non
         return
     if own is None:
         raise StageError(first.text, first.kind) from None
-    if first != own:  # it may have come of that, by what was missing then
+    if first != own:  # the earlier failure may have caused this one
         error.add_note(f"Before that, {first.text}")
 
 
@@ -155,14 +155,14 @@ def _settled(
     noted: bool = False,
     own: _Failure | None = None,
 ) -> tuple[bool, _Failure | None]:
-    """End the step, on all ranks.
+    """End the step: all ranks of the pipeline call it.
 
     Returns:
-        Whether any rank has noted something, and the first failure, or None.
+        Whether `noted` is true on any rank, and the first failure, or None.
     """
     if group is None:
         return noted, None
-    told = torch.tensor([failed, noted])  # on the CPU: no queue is waited for
+    told = torch.tensor([failed, noted])  # on the CPU, so that no device has to be waited for
     failed, noted = torch.stack(all_gather(told, group=group)).any(0).tolist()
     if not failed:
         return noted, None
@@ -171,12 +171,12 @@ def _settled(
 
 
 def _failure(error: Exception, rest: Program) -> _Failure:
-    """Say who failed where, with the type and the message of the error from the first line on."""
+    """Describe a failure: the rank, its task, and the type, message and notes of the error."""
     where = f"{rest[0]} of this step" if rest else "its last messages"
     kind = type(error)
     own = kind.__module__ in ("builtins", "__main__")
     name = kind.__qualname__ if own else f"{kind.__module__}.{kind.__qualname__}"
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
     text = f"{describe_rank()} failed in {where}: {name}: {error}{notes}"
-    # Also what no codec takes.
+    # A message may hold characters that cannot be encoded, such as lone surrogates.
     return _Failure(time.time(), name, text.encode(errors="backslashreplace").decode())

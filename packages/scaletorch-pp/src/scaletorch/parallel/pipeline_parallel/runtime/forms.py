@@ -1,4 +1,4 @@
-"""Values that travel between two stages: their tensors, their form, and autocast's dtypes."""
+"""Values sent between two stages: their tensors, their form, and autocast's dtypes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 
-# A tensor, or a tuple, list or dict of such things and of plain values, with tensors in it.
+# A tensor, or a nested tuple, list or dict of tensors and plain values, with at least one tensor.
 Hidden = Tensor | tuple[Any, ...] | list[Any] | dict[str, Any]
 HEADER_BYTES = 8192
 PLAIN = (bool, int, float, str, type(None))
 
 
 class Form:
-    """The form of a value that a stage passes on: the value itself, with its tensors on meta.
+    """The form of a value that a stage passes on: the value with its tensors on meta.
 
     Args:
-        value: A value with tensors in it.
+        value: A value that may contain tensors.
 
     Attributes:
-        value: The value without the tensors' contents.
-        tensors: The tensors in it, in order.
+        value: The value with tensors on meta.
+        tensors: These tensors, in order.
     """
 
     def __init__(self, value: Any) -> None:
@@ -36,16 +36,16 @@ class Form:
 
     @property
     def gradients(self) -> tuple[Tensor, ...]:
-        """Those tensors whose gradient comes back."""
+        """The tensors that require grad, so that their gradient comes back."""
         return tuple(tensor for tensor in self.tensors if tensor.requires_grad)
 
     def filled(self, tensors: Iterable[Tensor]) -> Any:
-        """Return the value with other tensors, in order."""
+        """Return the value with these tensors in it, in order."""
         left = iter(tensors)
         return map_tensors(lambda _: next(left), self.value)
 
     def __str__(self) -> str:
-        """Write shapes and dtypes."""
+        """Return shapes and dtypes as text."""
         texts = [
             f"{tuple(t.shape)} of {t.dtype}{'' if t.requires_grad else ' without gradient'}"
             for t in self.tensors
@@ -53,7 +53,7 @@ class Form:
         return " and ".join(texts)
 
     def __eq__(self, other: object) -> bool:
-        """Return whether all but the tensors' contents is equal."""
+        """Return whether plain values, shapes, dtypes and requires_grad are equal."""
         return isinstance(other, Form) and self._facts() == other._facts()
 
     __hash__ = None  # type: ignore[assignment]
@@ -71,14 +71,14 @@ NOTHING = Form(())
 
 
 def is_hidden(value: Any) -> bool:
-    """Return whether a stage may pass a value on."""
+    """Return whether a stage can pass a value on."""
     return isinstance(value, Tensor) or (
         next(tensors_in(value), None) is not None and next(strangers(value), None) is None
     )
 
 
 def strangers(value: Any) -> Iterator[Any]:
-    """Yield what is in a value that cannot be passed on."""
+    """Yield the objects in a value that cannot be passed on."""
     kind = type(value)
     if isinstance(value, Tensor) or kind in PLAIN:
         return
@@ -92,13 +92,13 @@ def strangers(value: Any) -> Iterator[Any]:
 
 
 def tensor_of(value: Any) -> Tensor:
-    """Return the tensor that carries a module's result: itself, or a container's logits or first.
+    """Return a module's main output: the tensor itself, or a container's logits or first tensor.
 
     Raises:
-        InvalidArgumentError: There is none.
+        InvalidArgumentError: There is no tensor.
     """
     logits = value.get("logits") if isinstance(value, Mapping) else None
-    if isinstance(logits, Tensor):  # before them a model may return losses of its own
+    if isinstance(logits, Tensor):  # the first tensor may be a loss
         return logits
     entries = tensors_of(value) if isinstance(value, Tensor | Mapping | tuple | list) else []
     if not entries:
@@ -109,7 +109,7 @@ def tensor_of(value: Any) -> Tensor:
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """Return the tensors of a forward's output: itself, or those directly in its container."""
+    """Return the tensors of a forward's output: itself, or those directly in a container."""
     if isinstance(output, Tensor):
         return [output]
     entries = output.values() if isinstance(output, Mapping) else output
@@ -117,14 +117,14 @@ def tensors_of(output: Any) -> list[Tensor]:
 
 
 def signature(value: Any) -> Hashable:
-    """Return the facts that a forward may decide by: shape and dtype, or a plain value itself."""
+    """Return the facts that may decide a forward's path: shape and dtype, or a plain value."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
     return value if isinstance(value, bool | int | float | str) else type(value).__name__
 
 
 def facts_of(given: Any, kwargs: Mapping[str, Any]) -> Iterator[Hashable]:
-    """Yield the facts that the way of a forward may depend on, of all that it is given."""
+    """Yield the facts, of all arguments, that may decide which code a forward runs."""
     for tensor in [*tensors_in(given)] or [given]:
         yield signature(tensor)
     for name, value in kwargs.items():
@@ -132,10 +132,10 @@ def facts_of(given: Any, kwargs: Mapping[str, Any]) -> Iterator[Hashable]:
 
 
 def to_header(form: Form | None) -> Tensor:
-    """Write a form into a message of `HEADER_BYTES` bytes; None says that there is none to come.
+    """Encode a form as a tensor of `HEADER_BYTES` bytes; None says that no value will come.
 
     Raises:
-        InvalidArgumentError: Too many tensors, or names too long.
+        InvalidArgumentError: It has too many tensors, or too long names.
     """
     text = pickle.dumps(form)
     if len(text) > HEADER_BYTES:
@@ -147,13 +147,13 @@ def to_header(form: Form | None) -> Tensor:
 
 
 def from_header(header: Tensor) -> Form | None:
-    """Read a form that `to_header` wrote."""
+    """Decode a form that `to_header` has encoded."""
     form: Form | None = pickle.loads(bytes(header.cpu().tolist()))
     return form
 
 
 def autocasts(device: torch.device) -> bool:
-    """Return whether autocast is on for this kind of device; false if it has no autocast."""
+    """Return whether autocast is on for this type of device; False if it has no autocast."""
     available = torch.amp.is_autocast_available(device.type)
     return available and torch.is_autocast_enabled(device.type)
 

@@ -1,4 +1,4 @@
-"""Outputs of a step's actions on their way to the next: on one rank, or by messages to another."""
+"""Outputs of a step's actions on their way to another stage, on this rank or on another one."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ..schedules.messages import Message, Receive
 from ..schedules.tasks import Key
 from .forms import HEADER_BYTES, NOTHING, Form, Hidden, from_header, to_header
 
-IN_FLIGHT = 8  # sends under way before the first is waited for: what they hold stays in memory
+IN_FLIGHT = 8  # at most this many sends are under way, since their tensors stay in memory
 Forms = dict[Hashable, dict[int, Form]]  # by signature and stage
-Make = Callable[[tuple[Tensor, ...]], list[Tensor]]  # of the forms of tensors
+Make = Callable[[tuple[Tensor, ...]], list[Tensor]]  # makes tensors of these forms
 
 
 class StageError(ScaletorchError, RuntimeError):
     """A stage on another rank raised in the middle of a step; the message has that error.
 
     Attributes:
-        kind: Name of that error's class, with its module if it is not built in; "" if not known.
+        kind: Name of that error's class, with its module if it is not built in; "" if unknown.
     """
 
     def __init__(self, message: str, kind: str = "") -> None:
@@ -38,7 +38,7 @@ class StageError(ScaletorchError, RuntimeError):
 
 
 def goes_in_batches(group: ProcessGroup | None) -> bool:
-    """Return whether a group's messages go in batches, since a stream of its device runs them."""
+    """Return whether a group's messages are batched, because a device stream runs them."""
     return group is not None and has_streams(group)
 
 
@@ -54,18 +54,18 @@ def neighbours(stages: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
 
 
 class Parcel(NamedTuple):
-    """Tensors on their way to this rank; they are there once all works are done."""
+    """Tensors on their way to this rank, which have arrived once all works are done."""
 
     works: list[Work[None]]
     tensors: list[Tensor]
 
 
 class Posts:
-    """Starts messages, and holds the tensors that are sent until they are through.
+    """Starts messages, and keeps sent tensors alive until the sends are complete.
 
-    On the CPU each message is on its own, and the order of receives among sends does not matter. On
-    devices with streams the messages between two actions go as one batch, in the order of the
-    program, which is one order for all ranks.
+    On the CPU each message is sent alone, and the order of receives among sends does not matter. On
+    devices with streams the messages between two actions form a batch, in the order of the program,
+    which is consistent over all ranks.
 
     Args:
         ranks: Global ranks of the pipeline, in order.
@@ -84,15 +84,15 @@ class Posts:
         self._waiting: list[Parcel] = []
 
     def send(self, tensor: Tensor, peer: int) -> None:
-        """Begin to send to a rank of the pipeline, or with the next `flush`."""
-        tensor = tensor.detach().contiguous()  # also from the graph, which may go before it is sent
+        """Start to send to a rank of the pipeline; in batches, the next `flush` starts it."""
+        tensor = tensor.detach().contiguous()  # detached, since the graph may be freed before
         if self.in_batches:
             self._gather(0, tensor, peer)
         else:
             self._hold(isend(tensor, self._ranks[peer], self._group), [tensor])
 
     def receive(self, tensors: list[Tensor], peer: int) -> Parcel:
-        """Begin to receive from a rank of the pipeline, or with the next `flush`."""
+        """Start to receive from a rank of the pipeline; in batches, the next `flush` starts it."""
         if not self.in_batches:
             source = self._ranks[peer]
             return Parcel([irecv(tensor, source, self._group) for tensor in tensors], tensors)
@@ -103,7 +103,7 @@ class Posts:
         return parcel
 
     def flush(self) -> None:
-        """Begin with the messages gathered for a batch."""
+        """Start the messages gathered for a batch."""
         sends, receives = self._batch
         if sends or receives:
             work = exchange(sends, receives, self._group, async_op=True)
@@ -113,15 +113,15 @@ class Posts:
             self._batch, self._waiting = ([], []), []
 
     def finish(self) -> None:
-        """Wait until all that was sent is through."""
+        """Wait until all sends are complete."""
         while self._under_way:
             self._finish_first()
 
     def _gather(self, side: int, tensor: Tensor, peer: int) -> None:
-        """Add a message to the batch, or to the next one if it has one of that rank already.
+        """Add a message to the batch; start a new batch if this one has a message of that peer.
 
-        NCCL runs the second message to a rank after the first one from there, which may be an
-        answer to the second.
+        Within a batch NCCL would run the second message to a rank after the first one from it,
+        which may be an answer to the second: a deadlock.
         """
         if any(other == self._ranks[peer] for _, other in self._batch[side]):
             self.flush()
@@ -135,19 +135,18 @@ class Posts:
     def _finish_first(self) -> None:
         work, kept = self._under_way.popleft()
         work.wait()
-        del kept  # not before: the backend need not hold what it sends
+        del kept  # only now, since the backend may not hold a reference itself
 
 
 class Mail:
     """The outputs of one step that were made and not used yet.
 
-    The first message of a form (from one stage, for micro-batches of one signature) comes after a
-    header that tells it; from then on both sides know it. A gradient has the form of the tensors
-    that it belongs to.
+    The first message from a stage for micro-batches of one signature follows a header with its
+    form. From then on both sides know the form. A gradient has the form of its tensors.
 
     Args:
-        posts: How tensors travel.
-        signatures: For each micro-batch the facts that its forms depend on.
+        posts: Sends and receives the tensors.
+        signatures: For each micro-batch, the facts that decide its forms.
         forms: The forms known so far, kept from step to step.
     """
 
@@ -156,15 +155,15 @@ class Mail:
         self._forms = [forms.setdefault(signature, {}) for signature in signatures]
         self._made: dict[Key, Hidden] = {}
         self._coming: dict[Key, Parcel] = {}
-        # Forms that this step noted as NOTHING because a stage failed: forgotten at its end, so
-        # that the next step, which may go well, sends their headers.
+        # Forms that this step set to NOTHING because a stage failed. The end of the step forgets
+        # them, so that the next step sends their headers again.
         self._void: list[tuple[dict[int, Form], int]] = []
 
     def put(self, key: Key, value: Hidden) -> None:
-        """Keep an output until it is sent, or another stage of this rank takes it.
+        """Keep an output until it is sent, or until another stage of this rank takes it.
 
         Raises:
-            InvalidArgumentError: It has another form than last time.
+            InvalidArgumentError: Its form differs from earlier micro-batches of this signature.
         """
         known = None if key.gradient else self._forms[key.micro_batch].get(key.stage)
         if known is not None and known is not NOTHING and Form(value) != known:
@@ -176,9 +175,9 @@ class Mail:
         self._made[key] = value
 
     def start(self, message: Message) -> None:
-        """Begin to send or receive, or with the next `flush`.
+        """Start to send or receive; in batches, the next `flush` starts it.
 
-        If the form of what comes is not known yet, its header is waited for.
+        A receive of unknown form first waits for the header.
         """
         key = Key(*message[1:])
         if isinstance(message, Receive):
@@ -187,13 +186,13 @@ class Mail:
             self._send(key, message.peer)
 
     def flush(self) -> None:
-        """Begin with the messages so far."""
+        """Start the messages gathered so far."""
         self._posts.flush()
 
     def skip(self, messages: Iterable[Message]) -> None:
-        """Let the messages of a step that has failed pass: zeros, or word that there are none."""
+        """Complete the messages of a failed step: with zeros, or a header that says none come."""
         self._made.clear()
-        # One for all of a form, since nobody reads them: memory may be what the step failed for.
+        # Tensors of one form share memory, since they are never read and memory may have run out.
         empty, zeros = cache(self._empty), cache(self._zeros)
         for message in messages:
             key = Key(*message[1:])
@@ -203,14 +202,14 @@ class Mail:
                 self._send_nothing(key, message.peer, zeros)
 
     def wait(self, key: Key) -> None:
-        """Wait until the output of another action is here."""
+        """Wait until the output of another action has arrived."""
         if key in self._coming:
             works = self._coming[key].works
             while works:
                 works.pop().wait()
 
     def finish(self) -> None:
-        """Wait for all that is under way, wanted or not."""
+        """Wait for all messages under way, whether used or not."""
         self._posts.flush()
         for key in list(self._coming):
             self.wait(key)
@@ -220,15 +219,15 @@ class Mail:
             del forms[stage]
 
     def take_hidden(self, key: Key) -> Hidden:
-        """Return the output of the stage before: leaves, which require grad if its tensors did.
+        """Return the hidden states of the previous stage, as leaves that require grad if sent so.
 
         Raises:
-            StageError: It has failed.
+            StageError: The previous stage has failed.
         """
         parcel = self._coming.pop(key, None)
         if parcel is None:
             made = self._made.pop(key)
-            # Another stage of this rank: detached, so that each stage has a backward of its own.
+            # From another stage of this rank: detached, so that each stage has its own backward.
             form, tensors = Form(made), [tensor.detach() for tensor in tensors_in(made)]
         else:
             form, tensors = self._forms[key.micro_batch][key.stage], parcel.tensors
@@ -241,13 +240,13 @@ class Mail:
         return hidden
 
     def take_gradients(self, key: Key) -> list[Tensor]:
-        """Return the output of the stage behind: a gradient of each tensor that requires one."""
+        """Return the next stage's gradients, one for each tensor that requires grad."""
         parcel = self._coming.pop(key, None)
         return list(tensors_in(self._made.pop(key))) if parcel is None else parcel.tensors
 
     def _send(self, key: Key, peer: int) -> None:
         made = self._made.pop(key)
-        if not key.gradient:  # a gradient needs no header: the other side made its form
+        if not key.gradient:  # the receiver of a gradient knows its form: it made the tensor
             self._tell(key, made, peer)
         for tensor in tensors_in(made):
             self._posts.send(tensor, peer)
@@ -271,7 +270,7 @@ class Mail:
         self._coming[key] = self._posts.receive(make(self._due(key)), peer)
 
     def _avoid(self, forms: dict[int, Form], stage: int) -> None:
-        """Let nothing travel for the rest of this step between a stage and the next."""
+        """Skip all messages between a stage and the next for the rest of this step."""
         forms[stage] = NOTHING
         self._void.append((forms, stage))
 
@@ -290,7 +289,7 @@ class Mail:
             self._forms[key.micro_batch][key.stage] = form
 
     def _due(self, key: Key) -> tuple[Tensor, ...]:
-        # The gradient that stage s makes is that of the output of stage s - 1.
+        # The gradient that stage s makes belongs to the output of stage s - 1.
         form = self._forms[key.micro_batch].get(key.stage - key.gradient, NOTHING)
         return form.gradients if key.gradient else form.tensors
 

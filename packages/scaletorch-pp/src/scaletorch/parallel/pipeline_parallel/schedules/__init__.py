@@ -1,4 +1,4 @@
-"""Schedules as values: the actions of each rank, in order."""
+"""Schedules as data: the actions of each rank, in order."""
 
 from .builders import (
     SCHEDULES,

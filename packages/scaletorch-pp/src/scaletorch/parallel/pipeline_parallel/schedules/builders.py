@@ -1,4 +1,4 @@
-"""The schedules of the library, by name, and the one that a pipeline runs."""
+"""The library's schedules by name, and functions that build the schedule of a pipeline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import count, pairwise
 from ....dist.errors import InvalidArgumentError
 from .schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Schedule
 
-MOST_FORWARDS = 5_000_000  # of all ranks together; about a gigabyte of actions
+MOST_FORWARDS = 5_000_000  # over all ranks; about a gigabyte of actions
 Builder = Callable[[int, int], Schedule]  # (ranks, micro-batches)
 AnySchedule = str | Builder | Schedule
 
@@ -18,18 +18,18 @@ AnySchedule = str | Builder | Schedule
 def forward_only(
     num_ranks: int, num_micro_batches: int, stages: Sequence[Sequence[int]] | None = None
 ) -> Schedule:
-    """Run the forwards and nothing else, for inference.
+    """Forwards alone, for inference.
 
-    Nothing is kept alive for a backward. With costs F and one stage on each rank it takes
-    (m + N - 1) F.
+    No activations are kept. With one stage on each of N ranks, m micro-batches and a forward time
+    of F, it takes (m + N - 1) F.
 
     Args:
-        num_ranks: Ranks of the pipeline.
-        num_micro_batches: Micro-batches of one step.
-        stages: Each rank's stages, chunk by chunk; None is one each.
+        num_ranks: Number of ranks of the pipeline.
+        num_micro_batches: Number of micro-batches of one step.
+        stages: Each rank's stages, chunk by chunk; None is one stage on each rank.
 
     Raises:
-        InvalidArgumentError: Less than one of either.
+        InvalidArgumentError: A number is less than one.
     """
     _require_sizes(num_ranks, num_micro_batches)
     places = _looped_stages(num_ranks, 1) if stages is None else tuple(map(tuple, stages))
@@ -38,7 +38,7 @@ def forward_only(
 
 
 def _by_wave(stages: Sequence[int], num_micro_batches: int) -> tuple[Action, ...]:
-    """Order a rank's forwards by the time at which, with a rank for each stage, they could run."""
+    """Order a rank's forwards by when they could run if each stage had its own rank."""
     forwards = [
         (micro_batch + stage, stage, Action(FORWARD, micro_batch, chunk))
         for chunk, stage in enumerate(stages)
@@ -54,11 +54,11 @@ def afab(num_ranks: int, num_micro_batches: int) -> Schedule:
     micro-batches.
 
     Args:
-        num_ranks: Ranks of the pipeline, each with one stage.
-        num_micro_batches: Micro-batches of one step.
+        num_ranks: Number of ranks of the pipeline, each with one stage.
+        num_micro_batches: Number of micro-batches of one step.
 
     Raises:
-        InvalidArgumentError: Less than one of either.
+        InvalidArgumentError: A number is less than one.
     """
     return replace(looped_breadth_first(num_ranks, num_micro_batches, 1), name="afab")
 
@@ -67,15 +67,16 @@ def looped_breadth_first(num_ranks: int, num_micro_batches: int, num_chunks: int
     """All forwards chunk by chunk, then all backwards from the last chunk to the first.
 
     Source: breadth-first pipeline parallelism, https://arxiv.org/abs/2211.05953. Every rank keeps
-    the activations of all micro-batches of all its chunks, and uses each chunk's weights in one go.
+    the activations of all micro-batches of all its chunks. It uses each chunk's weights for all
+    forwards in a row, and again for all backwards.
 
     Args:
-        num_ranks: Ranks N of the pipeline; rank r has stages r, r + N, r + 2N and so on.
-        num_micro_batches: Micro-batches of one step.
-        num_chunks: Stages of each rank.
+        num_ranks: Number N of ranks of the pipeline; rank r has stages r, r + N, r + 2N and so on.
+        num_micro_batches: Number of micro-batches of one step.
+        num_chunks: Number of stages of each rank.
 
     Raises:
-        InvalidArgumentError: Less than one of any.
+        InvalidArgumentError: A number is less than one.
     """
     _require_sizes(num_ranks, num_micro_batches, num_chunks)
     stages = _looped_stages(num_ranks, num_chunks)
@@ -93,11 +94,11 @@ def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
     at most N - r micro-batches.
 
     Args:
-        num_ranks: Ranks of the pipeline, each with one stage.
-        num_micro_batches: Micro-batches of one step; may be fewer than ranks.
+        num_ranks: Number of ranks of the pipeline, each with one stage.
+        num_micro_batches: Number of micro-batches of one step; may be less than `num_ranks`.
 
     Raises:
-        InvalidArgumentError: Less than one of either.
+        InvalidArgumentError: A number is less than one.
     """
     _require_sizes(num_ranks, num_micro_batches)
     forwards, backwards = (_of_kind(kind, range(num_micro_batches)) for kind in FORWARD + BACKWARD)
@@ -106,18 +107,18 @@ def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def zb_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """1F1B with the gradients of the weights put off, rank r's by r micro-batches.
+    """1F1B with postponed weight gradients: rank r postpones them by r micro-batches.
 
     Source: ZB-H1 of zero bubble pipeline parallelism, https://arxiv.org/abs/2401.10241. Every rank
     keeps the activations of at most N micro-batches until their "W", as many as the first rank of
     1F1B. With costs F = I = W = 1 and m >= N it takes 3 m + N - 1, against 1F1B's 3 (m + N - 1).
 
     Args:
-        num_ranks: Ranks N of the pipeline, each with one stage.
-        num_micro_batches: Micro-batches m of one step; may be fewer than ranks.
+        num_ranks: Number N of ranks of the pipeline, each with one stage.
+        num_micro_batches: Number m of micro-batches of one step; may be less than `num_ranks`.
 
     Raises:
-        InvalidArgumentError: Less than one of either.
+        InvalidArgumentError: A number is less than one.
     """
     _require_sizes(num_ranks, num_micro_batches)
     return _written("zb_h1", _looped_stages(num_ranks, 1), num_micro_batches, num_ranks, _zb_h1)
@@ -135,21 +136,21 @@ def _zb_h1(rank: int, num_ranks: int, num_micro_batches: int) -> list[str]:
 
 
 def interleaved_1f1b(num_ranks: int, num_micro_batches: int, num_chunks: int = 2) -> Schedule:
-    """1F1B over chunks: rounds of N micro-batches pass each chunk in turn.
+    """1F1B over several stages (chunks) per rank: rounds of N micro-batches run each chunk in turn.
 
-    Source: Megatron-LM, https://arxiv.org/abs/2104.04473. Where N does not divide the micro-batches
-    the rounds are larger than N, by as little as can be, the largest first; one round holds fewer
-    than N micro-batches. With costs f and b of a chunk and m >= N it takes (m v + N - 1) (f + b).
-    Rank r keeps the activations of at most (v - 1) s + 2 (N - 1 - r) + 1 chunks for a first round
-    of s; there are v times as many chunks as 1F1B's stages.
+    Source: Megatron-LM, https://arxiv.org/abs/2104.04473. If N does not divide the number of
+    micro-batches, the rounds are as little larger than N as possible, the largest first. Fewer than
+    N micro-batches form one round. With costs f and b of a chunk and m >= N it takes
+    (m v + N - 1) (f + b). Rank r keeps the activations of at most (v - 1) s + 2 (N - 1 - r) + 1
+    chunks, for a first round of s micro-batches; a chunk is 1/v of a stage of 1F1B.
 
     Args:
-        num_ranks: Ranks N of the pipeline; rank r has stages r, r + N, r + 2N and so on.
-        num_micro_batches: Micro-batches m of one step.
-        num_chunks: Stages v of each rank.
+        num_ranks: Number N of ranks of the pipeline; rank r has stages r, r + N, r + 2N and so on.
+        num_micro_batches: Number m of micro-batches of one step.
+        num_chunks: Number v of stages of each rank.
 
     Raises:
-        InvalidArgumentError: Less than one of any.
+        InvalidArgumentError: A number is less than one.
     """
     _require_sizes(num_ranks, num_micro_batches, num_chunks)
     stages = _looped_stages(num_ranks, num_chunks)
@@ -165,7 +166,7 @@ def interleaved_1f1b(num_ranks: int, num_micro_batches: int, num_chunks: int = 2
 
 
 def _rounds(num_ranks: int, num_micro_batches: int) -> list[range]:
-    """Cut the micro-batches into as many rounds of N or more as there can be."""
+    """Divide the micro-batches into as many rounds of at least N as possible, or one round."""
     num_rounds = max(1, num_micro_batches // num_ranks)
     size, larger = divmod(num_micro_batches, num_rounds)
     ends = [index * size + min(index, larger) for index in range(num_rounds + 1)]
@@ -177,7 +178,7 @@ def _in_rounds(kind: str, rounds: list[range], chunks: range) -> list[Action]:
 
 
 def _one_by_one(forwards: list[Action], backwards: list[Action], ahead: int) -> tuple[Action, ...]:
-    """Alternate, after so many forwards ahead, and end with as many backwards."""
+    """Run `ahead` forwards, alternate forwards and backwards, then run the remaining backwards."""
     ahead = min(ahead, len(forwards))
     pairs = zip(forwards[ahead:], backwards, strict=False)
     steady = (action for pair in pairs for action in pair)
@@ -189,15 +190,15 @@ def zb_v(num_ranks: int, num_micro_batches: int) -> Schedule:
 
     Source: ZB-V of zero bubble pipeline parallelism, https://arxiv.org/abs/2401.10241. Every rank
     keeps at most 2N chunks' activations until their "W", as much as the first rank of 1F1B. With
-    costs F = I = W = 1 of a chunk it then takes 6 m + N - 1, the least there can be. Fewer
-    micro-batches run the order of 2N - 1, less those that are not there.
+    costs F = I = W = 1 of a chunk and m >= 2N - 1 it takes 6 m + N - 1, the minimum. Fewer
+    micro-batches run in the order for 2N - 1, without the missing ones.
 
     Args:
-        num_ranks: Ranks N of the pipeline; rank r has stages r and 2N - 1 - r.
-        num_micro_batches: Micro-batches m of one step.
+        num_ranks: Number N of ranks of the pipeline; rank r has stages r and 2N - 1 - r.
+        num_micro_batches: Number m of micro-batches of one step.
 
     Raises:
-        InvalidArgumentError: Less than one of either.
+        InvalidArgumentError: A number is less than one.
     """
     stages = _v_shape(num_ranks, num_micro_batches)
     return _written("zb_v", stages, num_micro_batches, 2 * num_ranks - 1, _zb_v)
@@ -208,25 +209,26 @@ def dualpipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
 
     Source: DualPipe "cut in half", https://github.com/deepseek-ai/DualPipe. Every rank keeps at
     most 2N + 1 chunks' activations until their "B" or "W". With costs F = I = W = 1 of a chunk
-    and m >= 2N it takes 6 m + N - 1. Fewer micro-batches run the order of 2N, less
-    those that are not there.
+    and m >= 2N it takes 6 m + N - 1. Fewer micro-batches run in the order for 2N, without the
+    missing ones.
 
     Args:
-        num_ranks: Ranks N of the pipeline; rank r has stages r and 2N - 1 - r.
-        num_micro_batches: Micro-batches m of one step.
+        num_ranks: Number N of ranks of the pipeline; rank r has stages r and 2N - 1 - r.
+        num_micro_batches: Number m of micro-batches of one step.
 
     Raises:
-        InvalidArgumentError: Less than one of either.
+        InvalidArgumentError: A number is less than one.
     """
     stages = _v_shape(num_ranks, num_micro_batches)
     return _written("dualpipe_v", stages, num_micro_batches, 2 * num_ranks, _dualpipe_v)
 
 
-_Order = Callable[[int, int, int], list[str]]  # (rank, ranks, micro-batches) -> kinds and chunks
+# (rank, ranks, micro-batches) -> kinds and chunks: warm-up, steady state and drain, top to bottom
+_Order = Callable[[int, int, int], list[str]]
 
 
 def _v_shape(num_ranks: int, num_micro_batches: int) -> tuple[tuple[int, ...], ...]:
-    """Return the stages of each rank if rank r of N has r and 2N - 1 - r: down and up again."""
+    """Return each rank's stages in a V (down and up again): rank r of N has r and 2N - 1 - r."""
     _require_sizes(num_ranks, num_micro_batches, num_chunks=2)
     return tuple((rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks))
 
@@ -238,10 +240,10 @@ def _written(
     at_least: int,
     order: _Order,
 ) -> Schedule:
-    """Write the order for enough micro-batches and leave out those that are not there.
+    """Build the order for at least `at_least` micro-batches, and leave out those beyond the step's.
 
-    Micro-batches do not need each other's results, so the rest of an order that finishes
-    finishes too, no later and with no more kept alive.
+    Micro-batches are independent, so the remaining actions of an order that finishes also finish,
+    no later and with no more activations kept.
     """
     num_ranks, enough = len(stages), max(num_micro_batches, at_least)
     ranks = (_numbered(order(rank, num_ranks, enough)) for rank in range(num_ranks))
@@ -282,7 +284,7 @@ def _dualpipe_v(rank: int, num_ranks: int, num_micro_batches: int) -> list[str]:
 
 
 def _numbered(order: list[str]) -> Iterator[Action]:
-    """Give each kind and chunk its next micro-batch, and each "W" the oldest "I" without one."""
+    """Number the micro-batches of each kind and chunk; a "W" belongs to the oldest open "I"."""
     waiting: deque[Action] = deque()
     forwards, backwards = (count(), count()), (count(), count())
     for entry in order:
@@ -297,7 +299,7 @@ def _numbered(order: list[str]) -> Iterator[Action]:
 
 
 def _looped_stages(num_ranks: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the stages of each rank if rank r of N has r, r + N, r + 2N and so on."""
+    """Return each rank's stages in a loop: rank r of N has r, r + N, r + 2N and so on."""
     num_stages = num_ranks * num_chunks
     return tuple(tuple(range(rank, num_stages, num_ranks)) for rank in range(num_ranks))
 
@@ -311,7 +313,8 @@ def _require_sizes(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) 
     """Check the sizes that every schedule needs.
 
     Raises:
-        InvalidArgumentError: No whole numbers, less than one of any, or more than `MOST_FORWARDS`.
+        InvalidArgumentError: A size is not an integer, is less than one, or the schedule would have
+            more than `MOST_FORWARDS` forwards.
     """
     sizes = {"ranks": num_ranks, "micro-batches": num_micro_batches, "stages a rank": num_chunks}
     for name, size in sizes.items():
@@ -349,7 +352,8 @@ def built(schedule: AnySchedule, num_ranks: int, num_micro_batches: int) -> Sche
     """Return the schedule of a step.
 
     Raises:
-        InvalidArgumentError: An unknown name, or a schedule of other sizes.
+        InvalidArgumentError: The name is unknown, the result is not a schedule, or its sizes
+            differ.
     """
     if isinstance(schedule, str):
         if schedule not in SCHEDULES:
@@ -379,9 +383,9 @@ def stages_of(schedule: AnySchedule, num_ranks: int) -> tuple[tuple[tuple[int, .
     """Return each rank's stages, chunk by chunk, and whether the schedule splits backwards.
 
     Raises:
-        InvalidArgumentError: An unknown name, or a schedule for another number of ranks.
+        InvalidArgumentError: The name is unknown, or the schedule is for another number of ranks.
     """
-    # A function is asked for as many micro-batches as it takes to see each kind of action.
+    # A function builds an example with enough micro-batches to show each kind of action.
     count = schedule.num_micro_batches if isinstance(schedule, Schedule) else 4 * num_ranks
     example = built(schedule, num_ranks, count)
     splits = any(action.kind == BACKWARD_WEIGHT for rank in example.ranks for action in rank)

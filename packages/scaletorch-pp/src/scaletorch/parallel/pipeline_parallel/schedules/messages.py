@@ -15,7 +15,7 @@ class Message(NamedTuple):
 
     Attributes:
         peer: The other rank.
-        stage: The stage that made it, on both sides.
+        stage: The stage that made the content; the same on both sides.
         micro_batch: Its micro-batch.
         gradient: Whether it is the gradient of hidden states, which goes from stage s to s - 1;
             otherwise it is hidden states, which go from s to s + 1.
@@ -28,7 +28,7 @@ class Message(NamedTuple):
 
     @property
     def content(self) -> str:
-        """Its content as text such as `F3 of stage 0`, or `B3 ...` of a gradient."""
+        """The content as text: such as `F3 of stage 0`, or `B3 of stage 1` for a gradient."""
         return f"{'B' if self.gradient else 'F'}{self.micro_batch} of stage {self.stage}"
 
 
@@ -59,12 +59,12 @@ def derive_messages(schedule: Schedule) -> tuple[tuple[Operation, ...], ...]:
     """Add sends and receives to each rank's actions.
 
     Returns:
-        Each rank's program. An output is sent right after the action that made it, other messages
-        aside; it is received when the receiver, by the times of `simulate`, waits for it or has
-        just ended an action. Between two stages of one rank nothing is sent.
+        Each rank's program. An output is sent after the action that made it and before the next
+        action. By the times of `simulate`, it is received when the receiver waits for it or has
+        just ended an action. Nothing is sent between two stages of one rank.
 
     Raises:
-        ScheduleError: A schedule that `check` refuses.
+        ScheduleError: `check` refuses the schedule.
     """
     proof = proven(schedule)
     programs = (program_of(schedule, *proof, rank) for rank in range(schedule.num_ranks))
@@ -76,15 +76,16 @@ def derive_messages(schedule: Schedule) -> tuple[tuple[Operation, ...], ...]:
 
 def program_of(schedule: Schedule, tasks: Tasks, times: Times, rank: int) -> list[Task | Message]:
     """Return one rank's program of a schedule that is `proven`."""
-    # All actions and messages stand in one order over all ranks: an action at its start, a message
-    # at the end of the action that made it, before the actions that start then; messages of one
-    # time by stage and micro-batch, forwards first. Each program is its rank's part of that order.
-    # So ranks cannot deadlock, even where a send waits for its receive: of what has not run, take
-    # the first in the order. All that comes before it on its ranks has run, so an action has its
-    # inputs, and of a message both sides have arrived. Neighbouring messages may as well be posted
-    # together: that first message still has both sides posted, hence a group is complete after
-    # finitely many. And two ranks see the messages between them in the same order, so they match
-    # as they come.
+    # All actions and messages of all ranks have one global order: an action stands at its start, a
+    # message at the end of the action that made it, before actions that start at that time.
+    # Messages of the same time are ordered by stage and micro-batch, forwards first. Each program
+    # is the subsequence of this order that belongs to its rank.
+    # So ranks cannot deadlock, even if a send blocks until its receive. Proof: take the first
+    # action or message in the order that has not run. Everything before it on its ranks has run, so
+    # an action has its inputs, and both sides of a message have reached it. Adjacent messages may
+    # also be posted as a batch: the first message still has both sides posted, so a batch completes
+    # after finitely many steps. Two ranks see the messages between them in the same order, so their
+    # sends and receives match.
     events: list[tuple[float, bool, tuple[int, ...], Task | Message]] = []
     for source, own in enumerate(tasks):
         for place, (task, (start, end)) in enumerate(zip(own, times[source], strict=True)):

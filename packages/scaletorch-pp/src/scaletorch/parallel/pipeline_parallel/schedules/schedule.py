@@ -1,6 +1,6 @@
-"""Schedules as values: the ordered actions of every rank, its stages, and when each action runs.
+"""Schedules as data: the ordered actions and the stages of each rank, and timelines.
 
-A schedule says only what is computed and in which order; the messages follow from it.
+A schedule only says what each rank computes and in which order; messages are derived from it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 FORWARD = "F"
-BACKWARD = "B"  # of inputs and of weights
+BACKWARD = "B"  # gradients of both inputs and weights
 BACKWARD_INPUT = "I"
 BACKWARD_WEIGHT = "W"
 KINDS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
@@ -21,9 +21,9 @@ class Action(NamedTuple):
 
     Attributes:
         kind: "F" forward, "B" backward, or the two halves of a backward, "I" for the gradient of
-            the inputs and "W" for those of the weights.
+            the inputs and "W" for the gradients of the weights.
         micro_batch: Its micro-batch, from 0.
-        chunk: The place of its stage among the rank's stages, from 0.
+        chunk: The index of its stage among the rank's stages, from 0.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Action(NamedTuple):
     chunk: int = 0
 
     def __str__(self) -> str:
-        """Return text such as `F3`, or `F3.1` of the second chunk."""
+        """Return text such as `F3`, or `F3.1` for the second chunk."""
         chunk = f".{self.chunk}" if self.chunk else ""
         return f"{self.kind}{self.micro_batch}{chunk}"
 
@@ -42,7 +42,7 @@ class Schedule:
 
     Attributes:
         name: Its name.
-        num_micro_batches: Micro-batches of the step.
+        num_micro_batches: Number of micro-batches of the step.
         stages: Each rank's stages, chunk by chunk.
         ranks: Each rank's actions.
     """
@@ -54,12 +54,12 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return len(self.ranks)
 
     @property
     def num_stages(self) -> int:
-        """Number of stages, of all ranks together."""
+        """The number of stages over all ranks."""
         return sum(map(len, self.stages))
 
     @cached_property
@@ -77,7 +77,7 @@ class Schedule:
 
 
 class Span(NamedTuple):
-    """One action on its rank, in any one unit of time."""
+    """The start and end of one action on its rank, in the timeline's unit."""
 
     rank: int
     action: Action
@@ -91,7 +91,7 @@ class Timeline:
 
     Attributes:
         schedule: The schedule that ran.
-        spans: Its actions, those of each rank in order.
+        spans: The times of its actions, in order for each rank.
         unit: Name of the unit of time, for pictures.
     """
 
@@ -101,11 +101,11 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """Time from the first start to the last end."""
+        """The time from the first start to the last end."""
         return max(s.end for s in self.spans) - min(s.start for s in self.spans)
 
     @property
     def bubble(self) -> float:
-        """Fraction of all ranks' time in which they compute nothing, 0 to 1."""
+        """The idle fraction of all ranks' time, 0 to 1."""
         busy = sum(s.end - s.start for s in self.spans)
         return 1 - busy / (self.makespan * self.schedule.num_ranks)

@@ -1,4 +1,4 @@
-"""The times at which actions would run, the proof that all of them can, and what it costs."""
+"""Simulation of a schedule: when actions would run, proof that all do, peak memory and messages."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from .schedule import (
 )
 from .tasks import Key, ScheduleError, Tasks, receiver, tasks_of
 
-SHOWN = 4  # ranks of a cycle that a message names
-# By how much an action changes the number of activations that its rank keeps.
+SHOWN = 4  # at most this many ranks of a cycle are named in an error
+# The change in the number of activations that a rank keeps, by kind of action.
 KEPT = {FORWARD: 1, BACKWARD: -1, BACKWARD_INPUT: 0, BACKWARD_WEIGHT: -1}
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Times of actions and messages, in any one unit.
+    """Times of actions and messages, in any common unit.
 
     Attributes:
         forward: Time of an F.
         backward: Time of a B.
         backward_input: Time of an I.
         backward_weight: Time of a W.
-        message: Time from the end of an action until its output has reached another rank.
-        stages: Factor of each stage on its actions' times; empty if all stages are equal.
+        message: Time from the end of an action until its output arrives on another rank.
+        stages: For each stage, a factor on the times of its actions; empty if all are equal.
 
     Raises:
-        InvalidArgumentError: A time or a factor that is not finite, an action's time or a factor
-            that is not positive, or a negative time of a message.
+        InvalidArgumentError: A time or a factor is not finite, the time of an action or a factor is
+            not positive, or the time of a message is negative.
     """
 
     forward: float = 1.0
@@ -65,10 +65,10 @@ class Report:
     """Memory, computations and messages of a schedule.
 
     Attributes:
-        peak_live: For each rank the most activations, of one stage and micro-batch each, that it
-            keeps at a time for their backward; 0 in a schedule of forwards only.
-        actions: The number of actions of each kind, all ranks together.
-        messages: The number of messages from one rank to another.
+        peak_live: For each rank, the peak number of activations kept for backwards, counted by
+            stage and micro-batch; 0 in a schedule of forwards alone.
+        actions: The number of actions of each kind over all ranks.
+        messages: The number of messages between ranks.
     """
 
     peak_live: tuple[int, ...]
@@ -80,12 +80,12 @@ Times = list[list[tuple[float, float]]]  # start and end of each rank's actions,
 
 
 def proven(schedule: Schedule) -> tuple[Tasks, Times]:
-    """Return a schedule's tasks with their times at the default costs, if it runs to its end.
+    """Prove that a schedule runs to its end; return its tasks and their times at default costs.
 
-    `check` reports it and `derive_messages` derives the messages from it.
+    `check` and `derive_messages` build on this.
 
     Raises:
-        ScheduleError: It is incomplete, out of order, or ranks wait for each other in a circle.
+        ScheduleError: It is incomplete, out of order, or deadlocks.
     """
     return tasks_of(schedule), run(schedule, Costs())
 
@@ -94,8 +94,8 @@ def check(schedule: Schedule) -> Report:
     """Prove that a schedule is complete, in order, and free of deadlock.
 
     Each micro-batch must have, on each stage, one forward and (unless no stage has a backward) one
-    backward, or one of inputs and then one of weights; and no ranks may wait for each other in a
-    circle. The messages that `derive_messages` adds keep this so.
+    backward "B", or one "I" and then one "W". No ranks may wait for each other in a circle. The
+    messages that `derive_messages` adds cannot cause a deadlock.
 
     Raises:
         ScheduleError: It is not; the message says why, and on which rank.
@@ -116,17 +116,17 @@ def check(schedule: Schedule) -> Report:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Predict when each action runs, each as soon as its rank is free and its inputs are there.
+    """Predict when each action runs: as soon as its rank is free and its input has arrived.
 
-    Sending and receiving take no time of a rank: messages travel beside the computation.
+    Sends and receives take none of a rank's time: they overlap with computation.
 
     Args:
         schedule: The schedule.
-        costs: Times of actions and messages; None takes a backward for twice a forward.
+        costs: Times of actions and messages; None is `Costs()`: a backward takes twice a forward.
 
     Raises:
-        ScheduleError: A schedule that `check` refuses.
-        InvalidArgumentError: Factors for another number of stages.
+        ScheduleError: `check` refuses the schedule.
+        InvalidArgumentError: The factors in `costs` are for another number of stages.
     """
     times = run(schedule, costs or Costs())
     spans = [
@@ -138,11 +138,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 def rank_ends(schedule: Schedule, costs: Costs) -> list[float]:
-    """Predict when each rank ends its last action: what `simulate` says, sooner.
+    """Predict when each rank ends its last action; the result of `simulate`, computed faster.
 
     Raises:
-        ScheduleError: A schedule that `check` refuses.
-        InvalidArgumentError: Factors for another number of stages.
+        ScheduleError: `check` refuses the schedule.
+        InvalidArgumentError: The factors in `costs` are for another number of stages.
     """
     return [own[-1][1] for own in run(schedule, costs)]
 
@@ -150,13 +150,13 @@ def rank_ends(schedule: Schedule, costs: Costs) -> list[float]:
 def run(schedule: Schedule, costs: Costs) -> Times:
     """Return the times of a schedule: every rank runs its actions in order.
 
-    Ranks are played one after another: a rank goes on until an input has not been made yet, and is
-    played again once the action that makes it has run.
+    Ranks are simulated in turn. A rank runs until it needs an input that is not made yet, and
+    continues once the action that makes it has run.
 
     Raises:
-        ScheduleError: A schedule that `tasks_of` refuses, or ranks that wait for each other; it
+        ScheduleError: `tasks_of` refuses the schedule, or ranks wait for each other; the message
             names them and their actions.
-        InvalidArgumentError: Factors for another number of stages.
+        InvalidArgumentError: The factors in `costs` are for another number of stages.
     """
     tasks, homes = tasks_of(schedule), {s: rank for s, (rank, _) in schedule.places.items()}
     factors = costs.stages or [1.0] * len(homes)
@@ -170,7 +170,7 @@ def run(schedule: Schedule, costs: Costs) -> Times:
     times: Times = [[] for _ in tasks]
     free = [0.0] * len(tasks)
     made: dict[Key, float] = {}
-    # The rank that waits for an output: one at most, since each is the input of one action.
+    # The rank that waits for each output: at most one, since an output is the input of one action.
     waiting: dict[Key, int] = {}
     ready = list(range(len(tasks)))
     while ready:
@@ -194,7 +194,7 @@ def run(schedule: Schedule, costs: Costs) -> Times:
                 if makes in waiting:
                     ready.append(waiting.pop(makes))
         free[rank] = now
-    if waiting:  # nobody can go on, and these have actions left: they wait for each other
+    if waiting:  # no rank can continue, and these have actions left: they wait for each other
         needed = {rank: key for key, rank in waiting.items()}
         raise _deadlock(schedule, tasks, [*map(len, times)], needed)
     return times
@@ -208,8 +208,8 @@ def _deadlock(
     Args:
         schedule: The schedule.
         tasks: Its tasks.
-        reached: How far each rank has come.
-        needs: The output that each rank waits for.
+        reached: The number of actions that each rank has run.
+        needs: The output that each waiting rank needs.
     """
     rank = min(needs)
     met: list[int] = []

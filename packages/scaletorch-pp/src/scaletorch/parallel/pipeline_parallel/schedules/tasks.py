@@ -1,4 +1,4 @@
-"""A schedule's actions as tasks: what each needs of other stages, and what it makes for them."""
+"""A schedule's actions as tasks, with their inputs from and outputs for other stages."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import NamedTuple
 from ....dist.errors import InvalidArgumentError
 from .schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KINDS, Action, Schedule
 
-# A stage's passes over a micro-batch, in order. A backward in one has its weight gradients too.
+# A stage's passes over a micro-batch, in order. B stands in pass 1 and computes weight gradients.
 PASSES = {FORWARD: 0, BACKWARD: 1, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 2}
 Done = dict[tuple[int, int, int], str]  # the kind of each action, by pass, chunk and micro-batch
 
 
 class ScheduleError(InvalidArgumentError):
-    """A schedule that cannot run, or would not compute every gradient; the message says where."""
+    """A schedule that cannot run, or misses gradients; the message names the rank and action."""
 
 
 class Key(NamedTuple):
-    """The name of an output: the stage that made it, its micro-batch, whether it is a gradient."""
+    """The key of an output: the stage that made it, its micro-batch, whether it is a gradient."""
 
     stage: int
     micro_batch: int
@@ -26,13 +26,13 @@ class Key(NamedTuple):
 
 
 class Task(NamedTuple):
-    """An action as its rank runs it.
+    """An action with its input and output.
 
     Attributes:
         action: The action.
         stage: Its stage.
-        needs: Key of the output of another stage's action that it needs; None if it needs none.
-        makes: Key of its own output for another stage; None if there is no such stage.
+        needs: Key of the input from another stage; None if it needs none.
+        makes: Key of the output for another stage; None if no stage needs it.
     """
 
     action: Action
@@ -55,13 +55,13 @@ def receiver(schedule: Schedule, key: Key) -> int:
 
 
 def tasks_of(schedule: Schedule) -> Tasks:
-    """Return the tasks of a schedule whose every action is there once, and in order on its rank.
+    """Return the tasks of a schedule that is complete, and in order on each rank.
 
     Raises:
-        ScheduleError: A stage without a rank or on two; an action out of range, twice, missing, or
-            before one on its rank that it needs. Waiting between ranks is not looked at.
+        ScheduleError: A stage is on no rank or on two; an action is out of range, repeated,
+            missing, or before one on its rank that it needs. Deadlocks are not looked for.
     """
-    known = vars(schedule)  # a search simulates a schedule at many costs, and reads it once
+    known = vars(schedule)  # cached there, since a search simulates a schedule at many costs
     tasks: Tasks | None = known.get("tasks")
     if tasks is None:
         _require_stages(schedule)
@@ -100,7 +100,7 @@ def _require_stages(schedule: Schedule) -> None:
 
 
 def _done(schedule: Schedule, rank: int) -> Done:
-    """Return what a rank does; an action comes after that of the pass before."""
+    """Return a rank's actions, after checking each action and its order."""
     chunks, done = len(schedule.stages[rank]), Done()
     for place, action in enumerate(schedule.ranks[rank]):
         kind, micro_batch, chunk = action

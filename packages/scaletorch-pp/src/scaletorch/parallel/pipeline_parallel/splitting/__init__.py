@@ -1,1 +1,1 @@
-"""The places where a plain module is cut, and the modules of each stage."""
+"""Splitting of a plain module: the points to cut it at, and the modules of each stage."""

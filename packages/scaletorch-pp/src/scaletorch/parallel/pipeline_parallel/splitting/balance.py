@@ -1,4 +1,4 @@
-"""Layers spread over stages: by count, or so that the most expensive stage is the cheapest."""
+"""Distribution of layers over stages: by count, or so that the largest stage costs least."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 def distribute_layers(
     num_layers: int, pp_size: int, costs: Sequence[float] | None = None
 ) -> list[range]:
-    """Spread layers over stages in order; every stage gets one, and none is lost.
+    """Distribute all layers over stages in order; every stage gets at least one.
 
-    Without costs by count: if they do not divide, earlier stages get one more, since the last
-    one has the head and the loss. With costs the largest stage's total is as small as can be; of
-    all such ways the most even one (least sum of squared totals) is taken, and of these the one
-    whose earlier stages have more layers. The sums are exact, so every rank finds the same.
+    Without costs, stages have the same number of layers; earlier stages get one more if they do not
+    divide, since the last stage has the head and the loss. With costs, the largest stage's total is
+    minimal. Ties are broken by the most even distribution (least sum of squared totals), then by
+    more layers on earlier stages. The sums are exact, so every rank finds the same result.
 
     Args:
-        num_layers: Layers of the model.
-        pp_size: Stages of the pipeline.
-        costs: Of all before the layers, of each layer, and of all after them: num_layers + 2 finite
-            numbers from 0 of any one unit.
+        num_layers: Number of layers of the model.
+        pp_size: Number of stages of the pipeline.
+        costs: The num_layers + 2 costs of everything before the layers, of each layer, and of
+            everything after them: finite numbers from 0, in any common unit.
 
     Returns:
         Each stage's layer indices.
 
     Raises:
-        InvalidArgumentError: A stage would have no layer, or costs that do not fit.
+        InvalidArgumentError: A stage would have no layer, or the costs do not fit.
 
     Example:
         >>> distribute_layers(8, 3)
@@ -60,17 +60,21 @@ def distribute_layers(
 
 
 def parameter_costs(model: nn.Module, parts: Iterable[Iterable[str]]) -> tuple[float, ...]:
-    """Return the number of parameters in each part, given by the names of its modules.
+    """Return the number of parameters in each set of modules.
 
-    A parameter counts once in each part that has it: tied parts on two stages both hold it, with
-    its gradient and optimizer state, and both compute with it.
+    A parameter counts once in each set that has it: a tied parameter is held, with its gradient and
+    optimizer state, and used on both of its stages.
+
+    Args:
+        model: The whole model.
+        parts: Sets of modules, each given by the modules' names.
     """
     held = [{p for name in part for p in model.get_submodule(name).parameters()} for part in parts]
     return tuple(sum(p.numel() for p in parameters) for parameters in held)
 
 
 class _Way(NamedTuple):
-    """Stages for the layers from some layer on: compared by its first two, found by its ends."""
+    """Stages for the last layers: the largest total, the sum of squared totals, and their ends."""
 
     largest: int
     squares: int
@@ -80,9 +84,10 @@ class _Way(NamedTuple):
 def _best(costs: Sequence[int], num_stages: int, enough: int) -> _Way:
     """Return the stages with the least (largest total, sum of squared totals).
 
-    Totals up to `enough` count as equally large: with the largest total of the best way, that
-    leaves the most even of the best ones.
+    Totals up to `enough` count as equally large. If `enough` is the best largest total, the result
+    is the most even of the best distributions.
     """
+    # Dynamic programming from the last stage to the first, over the layer at which a stage starts.
     upto = list(accumulate(costs, initial=0))
     end = len(costs)
     ways = {end: _Way(enough, 0, ())}
@@ -103,7 +108,7 @@ def _add(total: int, stop: int, rest: _Way) -> _Way:
 
 
 def _whole(costs: Iterable[float]) -> list[int]:
-    """Return the costs as whole numbers of one unit, small enough for all to be exact."""
+    """Return the costs as exact integers in a common unit."""
     ratios = [float(cost).as_integer_ratio() for cost in costs]
     unit = math.lcm(*(denominator for _, denominator in ratios))
     return [numerator * (unit // denominator) for numerator, denominator in ratios]

@@ -1,8 +1,8 @@
 """The order in which a module's forward calls its children, read from its source.
 
-Modules are mostly registered in the order in which they are called, and some are not: a final norm
-before the layers, a norm of embeddings behind them. What is read here decides only which stage gets
-such a module; if it is wrong, the first forward refuses it.
+Most modules are registered in the order of their calls, but some are not: a final norm before the
+layers, a norm of embeddings after them. The order found here only decides which stage such modules
+go to. If it is wrong, the first forward raises.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from typing import Any
 
 from torch import nn
 
-_DEEPEST = 3  # methods that call methods
+_DEEPEST = 3  # nested calls of methods that are followed
 
 
 def calls_around(module: nn.Module, child: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the children that a forward calls before it comes to one of them, and those after it.
+    """Return the children that a module's forward calls before a given child, and those after it.
 
-    Those that are called on both sides are in both; those that are not called by name in neither.
+    Children that are called both before and after are in both sets. Children that are not called by
+    name are in neither.
 
     Args:
-        module: Whose forward.
+        module: The module.
         child: Name of the child, such as the list of layers.
     """
     events = _Events(module)
     events.read(type(module).forward)
     found = [(kind, index) for index, (name, kind) in enumerate(events.found) if name == child]
-    surest, _ = max(found, default=(Use.MENTION, 0))  # a call says more than a loop
-    if surest is Use.MENTION:  # such as `one, two = self.layers`: when they run is not told
+    surest, _ = max(found, default=(Use.MENTION, 0))  # a call is better evidence than a loop
+    if surest is Use.MENTION:  # such as `one, two = self.layers`, which does not show the calls
         return frozenset(), frozenset()
     places = [index for kind, index in found if kind == surest]
     calls = [(index, name) for index, (name, kind) in enumerate(events.found) if kind is Use.CALL]
@@ -45,7 +46,7 @@ def calls_around(module: nn.Module, child: str) -> tuple[frozenset[str], frozens
 
 
 class Use(IntEnum):
-    """A method's use of a child that it names."""
+    """The way a method uses a child; a larger value is better evidence of the call's place."""
 
     MENTION = 0
     LOOP = 1
@@ -53,10 +54,10 @@ class Use(IntEnum):
 
 
 class _Events(ast.NodeVisitor):
-    """The places where a method names children of its module, in the order in which it runs.
+    """The places where a method names children of its module, in the order of execution.
 
     Attributes:
-        found: Name of a child, and what is done with it there.
+        found: The name of the child and its use at each place.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -66,7 +67,7 @@ class _Events(ast.NodeVisitor):
         self._use = Use.MENTION
 
     def read(self, method: Callable[..., Any]) -> None:
-        """Read a method; nothing is found if its source is not to be had."""
+        """Read a method; if its source is not available, find nothing."""
         code = getattr(inspect.unwrap(method), "__code__", None)
         tree = None if code is None else _tree(code)
         if tree is None:
@@ -86,7 +87,7 @@ class _Events(ast.NodeVisitor):
         for argument in (*node.args, *node.keywords):
             self.visit(argument)
         called = node.func.value if isinstance(node.func, ast.Subscript) else node.func
-        name = _own_name(called)  # of a module, or of a list of which one is called
+        name = _own_name(called)  # of a module, or of a list with an item that is called
         if name is None:
             self.visit(node.func)
         elif name in self._module._modules:
@@ -105,15 +106,15 @@ class _Events(ast.NodeVisitor):
 
 @functools.lru_cache(maxsize=64)
 def _tree(code: CodeType) -> ast.AST | None:
-    """Return what a function's source says."""
+    """Return the syntax tree of a function's source, or None if it is not available."""
     lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
-    try:  # not by inspect.getsource, which first asks every imported module for its file
+    try:  # inspect.getsource would be slow: it looks at every imported module's file first
         return ast.parse(textwrap.dedent("".join(inspect.getblock(lines)))) if lines else None
     except (SyntaxError, ValueError):
         return None
 
 
 def _own_name(node: ast.AST) -> str | None:
-    """Return `name` of `self.name`, or None."""
+    """Return `name` if the node is `self.name`, or None."""
     own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     return node.attr if own and node.value.id == "self" else None  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The modules of a plain model by dotted names: before its list of layers, in it, and after it."""
+"""The modules of a plain model, by dotted name: before its list of layers, in it, and after it."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def within(name: str, module: str) -> bool:
 
 
 def children(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
-    """Return the modules right inside one, by dotted name; one under two names comes twice."""
+    """Return a module's children by dotted name; a child registered twice has both names."""
     return {prefix + key: child for key, child in module._modules.items() if child is not None}
 
 
 def has_parameters(module: nn.Module) -> bool:
-    """Return whether there are parameters in a module or inside it."""
+    """Return whether a module or any of its submodules has parameters."""
     return next(module.parameters(), None) is not None
 
 
 def is_placed(module: nn.Module) -> bool:
-    """Return whether a module belongs to one stage, not to all, if nobody says so.
+    """Return whether a module is placed on one stage by default, instead of on all stages.
 
-    It does if it has parameters or is one of torch's own layers (dropout, a norm without weights).
+    True if it has parameters or is one of torch's own layers (dropout, a norm without weights).
     """
     return has_parameters(module) or is_plain_layer(module)
 
@@ -45,7 +45,7 @@ def is_plain_layer(module: nn.Module) -> bool:
 
 
 def called_modules(name: str, module: nn.Module) -> Iterator[str]:
-    """Yield `name`, or the names inside if the module, such as a list, has no forward itself."""
+    """Yield `name`, or the names inside if the module has no forward, such as a list."""
     inside = children(module, f"{name}.")
     if not inside or module._parameters or type(module).forward is not nn.Module.forward:
         yield name
@@ -55,9 +55,9 @@ def called_modules(name: str, module: nn.Module) -> Iterator[str]:
 
 
 def siblings_of(model: nn.Module, name: str) -> str:
-    """Return the name of the list that a module is in, whose modules are called in one way.
+    """Return the name of the list that holds a module, or the module's own name if none does.
 
-    For a module that is in none, its own.
+    The modules of a list are taken to have inputs and outputs of the same form.
     """
     parent = name.rpartition(".")[0]
     return parent if isinstance(model.get_submodule(parent), nn.ModuleList) else name
@@ -67,7 +67,7 @@ def check_name(model: nn.Module, name: str) -> None:
     """Check that the model has a module of this dotted name.
 
     Raises:
-        InvalidArgumentError: It has none.
+        InvalidArgumentError: It does not have one.
     """
     parent, module = "", model
     for part in name.split("."):
@@ -80,7 +80,7 @@ def check_name(model: nn.Module, name: str) -> None:
 
 
 def takes(model: nn.Module, argument: str) -> bool:
-    """Return whether the forward has an argument, also if subclasses pass all on to it."""
+    """Return whether the forward has an argument, looking through `*args, **kwargs` overrides."""
     passing = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     bases: tuple[Any, ...] = type(model).__mro__
     for base in bases:
@@ -92,7 +92,7 @@ def takes(model: nn.Module, argument: str) -> bool:
 
 
 def parameter_facts(model: nn.Module) -> list[str]:
-    """Return a line for each parameter, by which the models of two ranks are compared."""
+    """Return a line for each parameter, to compare the models of two ranks."""
     first: dict[nn.Parameter, str] = {}
     facts = []
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -103,7 +103,7 @@ def parameter_facts(model: nn.Module) -> list[str]:
 
 
 def listing(names: Iterable[str]) -> str:
-    """Return names for a message."""
+    """Return names as text for a message."""
     return ", ".join(names)
 
 
@@ -111,10 +111,10 @@ def find_parts(model: nn.Module) -> Parts:
     """Find the layers of a plain module and the modules before and after them.
 
     Returns:
-        The names before, that of the list of layers, and the names after.
+        The names before, the name of the list of layers, and the names after.
 
     Raises:
-        InvalidArgumentError: No such list, or several.
+        InvalidArgumentError: There is no such list, or there are several.
     """
     lists = block_lists(model)
     if len(lists) != 1:
@@ -135,13 +135,15 @@ def find_parts(model: nn.Module) -> Parts:
 def around(
     model: nn.Module, parent: str, inside: list[str], top: str = ""
 ) -> tuple[list[str], list[str]]:
-    """Return what is called before and after modules, beside them and beside what is around them.
+    """Return the modules to place before and after given modules, at every level around them.
+
+    These are siblings of the given modules, and siblings of each module that encloses them.
 
     Args:
         model: The whole model.
-        parent: The module that holds them.
+        parent: The module that holds the given modules.
         inside: Their names in it, in the order of their calls.
-        top: The outermost module whose children are looked at.
+        top: The outermost module whose children are considered.
     """
     path = parent.split(".") if parent else []
     first: list[str] = []
@@ -151,12 +153,12 @@ def around(
             model, path[:depth], inside if depth == len(path) else [path[depth]]
         )
         first += before
-        last = after + last  # what encloses the layers comes after what is beside them
+        last = after + last  # modules of outer levels run after those of inner levels
     return first, last
 
 
 def block_lists(model: nn.Module) -> list[str]:
-    """Return the names of the outermost lists with parameters."""
+    """Return the names of the outermost `nn.ModuleList`s with parameters."""
     lists = [
         name
         for name, module in model.named_modules()
@@ -166,17 +168,18 @@ def block_lists(model: nn.Module) -> list[str]:
 
 
 def told(model: nn.Module, tell: str) -> str | None:
-    """Return the name of the module that a method of the model returns, or None."""
+    """Return the name of the module that a method of the model returns, or None if unknown."""
     method = getattr(model, tell, None)
     found = method() if callable(method) else None
     return next((name for name, module in model.named_modules() if module is found), None)
 
 
 def _of_decoder(model: nn.Module, lists: list[str]) -> list[str]:
-    """Return those of several lists that may be the layers; all if the model does not tell.
+    """Return those of several lists that may be the layers, or all if the model gives no clue.
 
-    A list of single projections is none. A model that knows its decoder (`get_decoder`, as those of
-    transformers do) has the layers in it, and less deep than those of towers for other inputs.
+    If the model has `get_decoder`, as models of transformers do, the layers are in the decoder, at
+    a smaller depth than the layers of towers for other inputs. A list of modules without children,
+    such as projections, does not hold layers.
     """
     name = told(model, "get_decoder")
     if name is None:
@@ -195,8 +198,8 @@ def check_parts(model: nn.Module, parts: Parts) -> None:
     """Check that a description fits the model.
 
     Raises:
-        InvalidArgumentError: An unknown name, a module named twice, layers that are no container,
-            or a module with parameters that is named nowhere.
+        InvalidArgumentError: A name is unknown, a module is named twice, the layers are not a
+            container, or a module with trainable parameters is not named.
     """
     first, layers, last = parts
     names = (*first, layers, *last)
@@ -225,16 +228,16 @@ def check_parts(model: nn.Module, parts: Parts) -> None:
 def _siblings(
     model: nn.Module, parent: list[str], inside: list[str]
 ) -> tuple[list[str], list[str]]:
-    """Return what is beside modules that are called in turn, and called before them, and after.
+    """Return the siblings of given modules that the forward calls before them, and after them.
 
-    Where the forward does not tell, what was registered before the first is called before it.
+    If the forward's source does not show the order, the order of registration counts.
     """
     prefix = "".join(f"{part}." for part in parent)
     holder = model.get_submodule(".".join(parent))
     earlier, behind_first = calls_around(holder, inside[0])
     before_last, later = calls_around(holder, inside[-1])
     beside = children(holder, prefix)
-    # One dropout may be called on both sides; without parameters every stage can have it.
+    # A dropout may be called both before and after; without parameters it stays on all stages.
     both = earlier & behind_first
     twice = {name for name in both if not has_parameters(holder.get_submodule(name))}
     earlier, later = earlier - behind_first, later - before_last
@@ -250,10 +253,10 @@ def _siblings(
 
 
 def _unnamed(model: nn.Module, names: tuple[str, ...], layers: str) -> list[str]:
-    """Modules with something to train outside all named ones; those around the layers may have it.
+    """Return the modules with trainable parameters outside all named ones.
 
-    What is frozen may stay on every stage, each of which computes it: what depends on its values
-    then has them everywhere.
+    Modules that enclose the layers may have such parameters. Frozen modules need no name: they stay
+    on every stage, which computes them itself, so code that uses their values works everywhere.
     """
     named = model.named_parameters(remove_duplicate=False)
     holders = {name.rpartition(".")[0] for name, parameter in named if parameter.requires_grad}

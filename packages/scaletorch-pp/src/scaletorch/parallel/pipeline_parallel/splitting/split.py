@@ -1,4 +1,4 @@
-"""Descriptions of the places where a plain module is cut, and the modules of each stage."""
+"""`Split`, a description of where to cut a plain module, and `Placement`, each stage's modules."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ __all__ = ["Placement", "Split", "distribute_layers", "infer_split", "layers_of"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Split:
-    """The modules that a pipeline cuts, by dotted names; all others stay on every stage.
+    """A description of how to cut a model, by dotted names; modules not named stay on every stage.
 
-    Either a description of the model, whose layers are spread over any number of stages, or the
-    points at which it is cut. Fields left out of a description are inferred (`infer_split`).
+    Name either the model's sections (`first`, `layers`, `last`), whose layers are distributed over
+    any number of stages, or the points to cut at. Fields left out are inferred (`infer_split`).
 
     Args:
-        first: Modules before the layers (the embedding): on the first stage alone.
-        layers: The list of layers that is spread over the stages. None infers it, and `first` and
+        first: Modules before the layers (the embedding), placed on the first stage.
+        layers: The list of layers to distribute over the stages. None infers it, and `first` and
             `last` too if neither is given.
-        last: Modules after the layers (norm, head): on the last stage alone.
-        points: Instead of all these, the modules that begin the second, third, ... stage, in the
+        last: Modules after the layers (norm, head), placed on the last stage.
+        points: Instead of all these, the first modules of the second, third, ... stage, in the
             order in which the model registers them. A point inside a module cuts that module
             between its children, so the module must call them in this order and do nothing else.
-        costs: How layers are spread: None by count; or numbers, of all of `first` together, of
-            each layer, and of all of `last` so that the most
-            expensive stage is as cheap as can be; or "parameters": their numbers of parameters.
-            That balances memory. It is close to the time of layers and of a head, tied or not,
-            while an embedding has many parameters and takes no time.
+        costs: The costs to balance. None distributes layers by count. Numbers, for all of `first`
+            together, each layer, and all of `last` together, make the most expensive stage as cheap
+            as possible. "parameters" takes the numbers of parameters, which balances memory. These
+            are close to the time of layers and of a head, tied or not, but an embedding has many
+            parameters and takes no time.
 
     Example:
         >>> Split(first=("embed_tokens",), layers="layers", last=("norm", "lm_head"))
@@ -76,7 +76,7 @@ class Split:
         return f"Split({', '.join(shown)})"
 
     def describes(self) -> bool:
-        """Return whether it names any module."""
+        """Return whether `first`, `layers` or `last` is given."""
         return bool(self.first or self.layers is not None or self.last)
 
 
@@ -86,29 +86,29 @@ class Placement:
 
     Attributes:
         split: The split, with the names that were inferred.
-        stages: Each stage's modules, in forward order; every other stage passes through them. None
-            is inside another, and each has a forward of its own.
+        stages: Each stage's modules, in forward order; on other stages a placeholder replaces them.
+            No module is inside another, and each has a forward.
     """
 
     split: Split
     stages: tuple[tuple[str, ...], ...]
 
     def homes(self) -> Iterator[tuple[str, int]]:
-        """Each module that has one stage, and that stage."""
+        """Yield each module that is on a single stage, and that stage."""
         for stage, names in enumerate(self.stages):
             yield from ((name, stage) for name in names)
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        """Stages that hold the module or parameter of this dotted name."""
+        """Return the stages that hold the module or parameter of this dotted name."""
         for module, stage in self.homes():
             if within(name, module):
                 return (stage,)
         return tuple(range(len(self.stages)))
 
     def crossed(self) -> tuple[str, ...]:
-        """Return the names of modules whose input is on another stage than their output.
+        """Return the names of modules whose input and output are on different stages.
 
-        What the last module of a stage returns comes out of the modules around it on the next one.
+        A module that encloses the last module of a stage has its output on the next stage.
         """
         around: dict[str, list[tuple[str, int]]] = {}
         for name, stage in self.homes():
@@ -126,16 +126,16 @@ class Placement:
 
 
 def place(model: nn.Module, split: Split | None, num_stages: int) -> Placement:
-    """Check or infer the split of `model`, and spread its modules over the stages.
+    """Check or infer the split of `model`, and place its modules on the stages.
 
     Args:
         model: The whole model.
-        split: As described; None infers it.
-        num_stages: Stages of the pipeline.
+        split: The split; None infers it.
+        num_stages: Number of stages of the pipeline.
 
     Raises:
-        InvalidArgumentError: Names or costs that do not fit the model, a model whose layers cannot
-            be told, or a stage without layers.
+        InvalidArgumentError: Names or costs do not fit the model, the layers cannot be inferred, or
+            a stage has no layers.
     """
     if split is not None and not isinstance(split, Split):
         message = f"config must be a Split or None, got {type(split).__name__}"
@@ -143,7 +143,7 @@ def place(model: nn.Module, split: Split | None, num_stages: int) -> Placement:
     split = split or Split()
     if split.points:
         return _place_by_points(model, split, num_stages)
-    if num_stages == 1 and not split.describes():  # nothing is cut, whatever the model is like
+    if num_stages == 1 and not split.describes():  # nothing to cut, so the layers do not matter
         return Placement(split, ((),))
     stacks = _find_stacks(model) if not split.describes() and split.costs is None else []
     if stacks:
@@ -164,14 +164,14 @@ def place(model: nn.Module, split: Split | None, num_stages: int) -> Placement:
 def infer_split(model: nn.Module) -> Split:
     """Find the layers of a plain module and the modules before and after them.
 
-    The layers are its one outermost `nn.ModuleList` with parameters. Their siblings, and those of
-    each module around them, belong to the first stage if the forward calls them before and to the
-    last stage if after (if its source does not tell: if they are registered so), when they have
-    parameters or are one of torch's own layers (dropout, a norm without weights). Any other module
-    without parameters, such as a rotary embedding, stays on all stages.
+    The layers are the only outermost `nn.ModuleList` with parameters. Their siblings, and siblings
+    of each module around them, are placed if they have parameters or are one of torch's own layers
+    (dropout, a norm without weights): on the first stage if the forward calls them before the
+    layers, and on the last stage if after. If the forward's source does not show this, the order of
+    registration counts. Other modules, such as a rotary embedding, stay on all stages.
 
     Raises:
-        InvalidArgumentError: No such list, or several.
+        InvalidArgumentError: There is no such list, or there are several.
     """
     first, layers, last = find_parts(model)
     return Split(first, layers, last)
@@ -181,17 +181,17 @@ def layers_of(model: nn.Module, split: Split | None = None) -> tuple[str, ...]:
     """Return the names of the layers of `model`, in order.
 
     Raises:
-        InvalidArgumentError: The split does not fit, or names no layers and none can be told.
+        InvalidArgumentError: The split does not fit, or names no layers and none can be inferred.
     """
     _, *layers, _ = parts_of(model, split)
     return tuple(name for layer in layers for name in layer)
 
 
 def parts_of(model: nn.Module, split: Split | None = None) -> tuple[tuple[str, ...], ...]:
-    """Return the modules of all before the layers, of each layer, and of all after them.
+    """Return the names of the modules before the layers, of each layer, and of those after.
 
     Raises:
-        InvalidArgumentError: As `layers_of`.
+        InvalidArgumentError: As for `layers_of`.
     """
     first, layers, last = _parts(model, split or Split())
     names = children(model.get_submodule(layers), f"{layers}.")
@@ -199,7 +199,7 @@ def parts_of(model: nn.Module, split: Split | None = None) -> tuple[tuple[str, .
 
 
 def _parts(model: nn.Module, split: Split) -> Parts:
-    """Return the parts of the model: as described, else as inferred."""
+    """Return the names before, of, and after the layers: as described, else as inferred."""
     first, layers, last = split.first, split.layers, split.last
     if layers is None:
         before, layers, after = find_parts(model)
@@ -241,19 +241,19 @@ def _place_by_points(model: nn.Module, split: Split, num_stages: int) -> Placeme
     return Placement(split, _cut_at(model, split.points))
 
 
-_Piece = tuple[str, nn.Module, bool]  # the name, the module, and whether it has a stage
+_Piece = tuple[str, nn.Module, bool]  # the name, the module, and whether it is on one stage
 
 
 def _cut_at(model: nn.Module, points: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """Return each stage's modules, in the order in which they are registered.
+    """Return each stage's modules, in order of registration.
 
-    A module that has a point inside is cut between its children. Placed are modules with
-    parameters, torch's own layers, all children of an `nn.Sequential` that is cut (it calls each in
-    turn) and the points themselves; any other module stays on all stages.
+    A module with a point inside is cut between its children. A module is placed on one stage if it
+    has parameters, is one of torch's own layers, is a point, or is a child of an `nn.Sequential`
+    that is cut (it calls its children in turn). Any other module stays on all stages.
 
     Raises:
-        InvalidArgumentError: Points that are unknown, named twice or out of order, or a stage
-            without parameters.
+        InvalidArgumentError: A point is unknown, named twice or out of order, or a stage has no
+            parameters.
     """
     for name in points:
         check_name(model, name)
@@ -287,7 +287,7 @@ def _pieces(parent: nn.Module, prefix: str, points: tuple[str, ...]) -> Iterator
     in_turn = type(parent).forward is nn.Sequential.forward
     for name, module in children(parent, prefix).items():
         opened = any(point.startswith(f"{name}.") for point in points)
-        # The children of an opened module come next, in its place.
+        # The children of a module that is cut come next, in its place.
         yield name, module, not opened and (in_turn or name in points or is_placed(module))
         if opened:
             yield from _pieces(module, f"{name}.", points)
@@ -304,12 +304,11 @@ def _empty(points: tuple[str, ...], stage: int, modules: Iterable[str]) -> str:
 
 
 def _find_stacks(model: nn.Module) -> list[tuple[str, ...]]:
-    """Return the layers of both stacks in order, with what is called before and after them.
+    """Return the layers of an encoder and a decoder in order, each with its neighbouring modules.
 
-    The first layer of a stack has its embeddings, and the last one its norm. None if the model does
-    not say that it has an encoder and a decoder (`get_encoder`, `get_decoder`, as those of
-    transformers do), if the decoder takes no `encoder_hidden_states`, or if either has several
-    lists of layers.
+    A stack's embeddings go with its first layer, and its norm with the last one. The list is empty
+    if the model has no `get_encoder` and `get_decoder` (as models of transformers do), if the
+    decoder takes no `encoder_hidden_states`, or if either has none or several lists of layers.
     """
     paths = [told(model, tell) or "" for tell in ("get_encoder", "get_decoder")]
     if not all(paths) or any(within(*pair) for pair in (paths, paths[::-1])):

@@ -1,23 +1,24 @@
-"""A rank's stages: a plain model cut in place, whose own forward runs on each of them.
+"""A rank's stages: a plain model cut in place, with its own forward run on each stage.
 
-The model's forward is never written anew. Every stage runs all of it, on what one process gives it,
-ids and all (`stage`), and computes its own part:
+The model's forward is not rewritten. Every stage runs the whole forward with the same arguments as
+a single process, `input_ids` included (`stage`), but computes only its own modules:
 
-1. `cut`: modules of other stages are replaced in their parents by `PassThrough`. If a rank has
-   several stages, `Chunks` exchanges them in the same way.
-2. `stand_ins`: these return stand-ins, tensors of a class of their own with a form and without
-   values; what is computed from them is one too. What else a model's code asks of modules of other
-   stages is answered by twins, modules of their classes whose tensors are stand-ins.
-3. `passage`: the last module of the stage before returns, in this forward, what that stage has
-   passed on. From there the model's own code runs on what it has in one process, up to the stage's
-   last module. What the call of that returns is passed on, and the code behind it gets a copy. What
-   else of this stage's layers the model returns is refused.
-4. `calls`: a stage's modules get a subclass of their class, whose calls are surrounded: all hooks,
-   compiled code and a class's own `__call__` are inside. What surrounds them lets no stand-in in.
-5. `extras`: what modules of later stages are given beside hidden states travels with these. The
-   first forward of a kind runs uncompiled and finds what has to travel; its failures are explained.
+1. `cut` replaces the modules of other stages by a `PassThrough` in their parents. If a rank has
+   several stages, `Chunks` swaps their modules in and out in the same way.
+2. `stand_ins`: a `PassThrough` returns stand-ins: tensors with a shape, dtype and device but no
+   values. The result of an operation on a stand-in is a stand-in. When the model's code reads an
+   attribute of another stage's module, its twin answers: a module of the same class whose tensors
+   are stand-ins.
+3. `passage`: the last module of the previous stage returns the hidden states received from that
+   stage. From there the model's code runs on real values, up to the stage's last module. The output
+   of that module is sent to the next stage, and the code after it runs on a copy. If the model's
+   output depends on this stage's layers in any other way, it is refused.
+4. `calls`: each module of the stage gets a subclass of its class that wraps its calls, outside all
+   hooks, compiled code and the class's own `__call__`. The wrapper lets no stand-in in.
+5. `extras`: other tensors that modules of later stages take are sent with the hidden states. The
+   first forward of a kind runs uncompiled to find these tensors; its failures are explained.
 
-The rest is no part of the forward: `ties` sums gradients of parameters that several ranks hold,
-`weights` leaves gradients of `nn.Linear` for later where a schedule splits backwards, `materialize`
-fills a model that was built on meta, and `state` is what a stage keeps between calls.
+The other files are not used by the forward: `ties` sums gradients of parameters that several ranks
+hold, `weights` postpones weight gradients of `nn.Linear` if a schedule splits backwards,
+`materialize` fills a model built on meta, and `state` is kept by a stage between calls.
 """

@@ -1,8 +1,8 @@
-"""Calls of a stage's modules, surrounded: what goes in and what comes out.
+"""Wrapped calls of a stage's modules: their arguments are checked, and their outputs are noted.
 
-Code runs before and after each call of a module, around its hooks and its own `__call__`. For that
-the module gets a subclass of its class; copies and pickles of it have its own class again. What a
-stage runs there lets no stand-in in, and takes what the last module returns.
+Code runs before and after each call of a module, outside its hooks and its own `__call__`. For that
+the module gets a subclass of its class; copies and pickles of it have the original class again. A
+stage's wrapper refuses stand-ins as arguments, and takes the output of the last module.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class Surrounding(Protocol):
     """Code that runs before and after the calls of a module."""
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments of a call."""
+        """Return the arguments to call the module with."""
 
     def after(self, module: nn.Module, output: Any) -> Any:
-        """Return what the caller gets for the output of a call."""
+        """Return the output for the caller."""
 
     def takes_forward(self) -> bool:
-        """Return whether a call of the module's `forward`, outside its `__call__`, is one."""
+        """Return whether a direct call of the module's `forward` counts as a call."""
 
 
 class _Calls:
     """The calls of one module.
 
     Attributes:
-        around: What surrounds them, the innermost first.
-        running: How many of them are running.
+        around: The code that surrounds them, the innermost first.
+        running: The number of calls that are running.
     """
 
     def __init__(self) -> None:
@@ -62,12 +62,12 @@ class _Calls:
 
 
 def surround(module: nn.Module, surrounding: Surrounding, *, innermost: bool = False) -> None:
-    """Surround the calls of a module by one thing more.
+    """Run code before and after the calls of a module.
 
     Args:
         module: The module.
-        surrounding: What runs before and after its calls.
-        innermost: Within all that surrounds them already, rather than around it.
+        surrounding: The code to run before and after its calls.
+        innermost: Whether it runs inside all earlier surroundings, rather than outside.
 
     Raises:
         InvalidArgumentError: Its class cannot have subclasses.
@@ -89,7 +89,7 @@ def surround(module: nn.Module, surrounding: Surrounding, *, innermost: bool = F
 
 
 def is_surrounded(module: nn.Module) -> bool:
-    """Return whether a module has the class that lets its calls be surrounded."""
+    """Return whether a module has a class that `surround` has made."""
     return hasattr(type(module), _OWN_FORWARD)
 
 
@@ -106,7 +106,7 @@ def _call(
     module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     calls = module.__dict__.get(_CALLS)
-    if calls is None:  # a copy
+    if calls is None:  # a copy of the module
         return plain(*args, **kwargs)
     for each in reversed(calls.around):
         args, kwargs = each.before(module, args, kwargs)
@@ -121,12 +121,12 @@ def _call(
 
 
 class _Forward:
-    """The `forward` of a surrounded module: the model's own code may call it as it is."""
+    """The `forward` of a surrounded module, since the model's code may call it directly."""
 
     def __get__(self, module: nn.Module | None, kind: Any) -> Any:
         if module is None:
             return kind._own_forward
-        # The compiler reads this.
+        # torch.compile traces this code, so it stays simple.
         plain: Any = module.__dict__.get("forward")
         if plain is None:
             plain = module._own_forward
@@ -152,7 +152,7 @@ class _Forward:
 
 @cache
 def _surrounded(own: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of a class whose calls are surrounded; one for all its modules."""
+    """Return the subclass of a class with surrounded calls, the same one for all its modules."""
 
     class Surrounded(own):  # type: ignore[misc, valid-type]
         _own_forward = inspect.getattr_static(own, "forward")
@@ -167,12 +167,13 @@ def _surrounded(own: type[nn.Module]) -> type[nn.Module]:
             return state
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            # Protocol 2 insists on the class that the module has.
+            # Protocol 2 would require the class that the module has now, so take 1 at most.
             made, arguments, *rest = super().__reduce_ex__(min(protocol, 1))
             made = own if made is Surrounded else made
             return made, tuple(own if each is Surrounded else each for each in arguments), *rest
 
-    # A class may wrap the forward of each subclass of it, as layers of transformers do.
+    # Set after the class is made: some classes wrap the forward of every subclass, as layers of
+    # transformers do.
     Surrounded.forward = _Forward()
     for name in _NAMES:
         setattr(Surrounded, name, getattr(own, name))
@@ -180,17 +181,17 @@ def _surrounded(own: type[nn.Module]) -> type[nn.Module]:
 
 
 def check_output(output: Any) -> None:
-    """Check the model's output on the last stage.
+    """Check that the model's output on the last stage holds no stand-in.
 
     Raises:
-        InvalidArgumentError: It holds a stand-in.
+        InvalidArgumentError: It holds one.
     """
     if stands(output):
         raise InvalidArgumentError(f"{describe_rank()}: the model returns {_BESIDE}")
 
 
 class Gates:
-    """Let no stand-in into a stage's modules, and take what the last of them returns.
+    """Wrappers of a stage's modules: they refuse stand-ins, and take the last module's output.
 
     Args:
         passages: The forwards of the rank's stages.
@@ -204,11 +205,11 @@ class Gates:
         self._gates: list[tuple[nn.Module, _Gate]] = []
 
     def watch(self, modules: Mapping[str, nn.Module], siblings: Mapping[str, str]) -> None:
-        """Put gates around these modules, in order, in place of those before.
+        """Put gates around these modules, instead of the modules before.
 
         Args:
-            modules: The stage's, by name.
-            siblings: The list that each is in.
+            modules: The stage's modules by name, in order.
+            siblings: The list that holds each.
 
         Raises:
             InvalidArgumentError: The calls of one cannot be surrounded.
@@ -230,9 +231,9 @@ class Gates:
             yield from module.parameters()
 
     def other_samples(self, passage: Passage) -> dict[str, Any]:
-        """Return what layers of other lists than the stage's last one have returned in containers.
+        """Return outputs, in containers, of layers in other lists than the stage's last layer.
 
-        The next stage has what the last one returned, and later ones cannot tell what others do.
+        Later stages cannot know the form of these; the last layer's output is sent anyway.
         """
         last = self._gates[-1][1].siblings if self._gates else ""
         return {
@@ -245,7 +246,7 @@ class Gates:
         }
 
     def running(self) -> Passage | None:
-        """Return the forward that runs if it is the stage's."""
+        """Return the running forward if it is this stage's, or None."""
         passage = self.passages.running
         return passage if passage is not None and passage.source[0] == self.stage else None
 
@@ -254,9 +255,9 @@ class _Gate:
     """The gate of one module.
 
     Args:
-        gates: Those of the stage.
+        gates: The stage's gates.
         name: The module's name.
-        siblings: The list that it is in.
+        siblings: The list that holds the module.
     """
 
     def __init__(self, gates: Gates, name: str, siblings: str) -> None:
@@ -267,14 +268,14 @@ class _Gate:
         self._places = sum(each is gates.modules[name] for each in gates.modules.values())
 
     def takes_forward(self) -> bool:
-        """Return whether the stage runs, so that the model's code has asked for it."""
+        """Return whether the stage's forward is running, in which case the model makes the call."""
         return self._gates.running() is not None
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments of a call, with what has travelled for it.
+        """Return the arguments of a call, with received tensors in place of their stand-ins.
 
         Raises:
-            InvalidArgumentError: A stand-in is among them.
+            InvalidArgumentError: A stand-in is left among them.
         """
         if torch.compiler.is_compiling() or _changes_nothing(module):
             return args, kwargs
@@ -296,10 +297,10 @@ class _Gate:
         return args, kwargs
 
     def after(self, module: nn.Module, output: Any) -> Any:
-        """Note what a call returned; return what the model's code gets.
+        """Note the output of a call, and return the output for the model's code.
 
         Raises:
-            InvalidArgumentError: It is a stand-in.
+            InvalidArgumentError: It holds a stand-in.
         """
         passage, last = self._gates.running(), self._gates.last
         if passage is None:
@@ -309,12 +310,13 @@ class _Gate:
         if torch.compiler.is_compiling() or _changes_nothing(module):
             return output
         passage.extras.inside -= 1
-        if stands(output):  # it came by another way than an argument
+        if stands(output):  # the module read it other than from an argument
             raise InvalidArgumentError(f"{describe_rank()}: {self._name} computes with {_BESIDE}")
         if not last:
             passage.left = passage.samples[self.siblings] = output
             if self.siblings != self._name:
                 passage.kinds[kind_of(module)] = output
+            # Modules that change nothing, such as a final dropout in eval mode, need no call.
             passage.over = all(map(_changes_nothing, self._later))
             if not passage.over:
                 passage.extras.note(output)
@@ -322,7 +324,7 @@ class _Gate:
 
 
 def _changes_nothing(module: nn.Module) -> bool:
-    """Return whether a module returns its argument as it is, as a dropout that drops nothing."""
+    """Return whether a module returns its argument unchanged, such as dropout in eval mode."""
     hooked = module._forward_hooks or module._forward_pre_hooks
     drops = isinstance(module, _DropoutNd) and module.training and module.p
     return isinstance(module, nn.Identity | _DropoutNd) and not (drops or hooked)
@@ -330,19 +332,19 @@ def _changes_nothing(module: nn.Module) -> bool:
 
 @contextmanager
 def crossing(model: nn.Module, crossed: Iterable[str]) -> Iterator[None]:
-    """Refuse, in the forwards of this context, what modules on several stages cannot do.
+    """Refuse compilation and full backward hooks of modules that span several stages.
 
-    They are not compiled as a whole: the compiler takes no stand-ins. And a full backward hook
-    waits for the gradients of its module's output and of its input, of which no stage has both; if
-    the input needs no gradient, it runs where the output is.
+    Such a module cannot be compiled as a whole, since the compiler takes no stand-ins. Its full
+    backward hook would wait for the gradients of its output and of its input, and no stage has
+    both. If the input needs no gradient, the hook runs on the stage that has the output.
 
     Args:
         model: The model.
-        crossed: Names of modules whose input and output are on two stages.
+        crossed: Names of modules whose input and output are on different stages.
 
     Raises:
-        InvalidArgumentError: One is compiled; or it has such a hook, and is given a tensor that
-            requires a gradient.
+        InvalidArgumentError: One is compiled; or one has a full backward hook, and is given a
+            tensor that requires grad.
     """
     modules = [(name or "the model", model.get_submodule(name)) for name in crossed]
     for name, module in modules:

@@ -1,4 +1,4 @@
-"""The cut itself: modules of other stages are replaced, in place, by ones that pass through."""
+"""The cut: modules of other stages are replaced, in place, by pass-through placeholders."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from .stand_ins import (
 
 
 class PassThrough(nn.Module):
-    """Stands for a module of another stage.
+    """A placeholder for a module of another stage.
 
-    For the last module of the stage before it returns what that has passed on. Any other returns
-    stand-ins: of what a module of the same list has returned, of the rows of an embedding, of
-    what its forward makes of ids or of no tensors, or of the first argument. Outside a forward of
-    a pipeline it returns the first argument.
+    The last module of the previous stage returns the hidden states received from that stage. Any
+    other returns stand-ins, with the form of the first source that applies: the output of a module
+    of the same list, the rows of an embedding, the output of an `nn.Linear`, the output of its own
+    forward (for ids, for no tensors, and of torch's own layers), the hidden states, or the first
+    argument. Outside a pipeline's forward it returns the first argument.
 
     Plain attributes of the module and its class (numbers, strings, None) are kept, since forwards
-    read them. While a forward runs, the module's twin answers for its tensors, its parts and its
-    methods.
+    read them. While a forward runs, the module's twin provides its tensors, submodules and methods.
 
     Args:
-        replaced: The module that it stands for; not kept.
-        where: Its name and place, for messages.
+        replaced: The module to replace; no reference to it is kept.
+        where: Its name and stage, for messages.
         stage: Its stage.
         passages: The forwards of the rank's stages.
-        siblings: The list that it is in; its name if in none.
+        siblings: The name of the list that holds it; its own name if no list does.
         ends: Whether it is the last module of its stage.
-        shared: `id` of what is on all stages too.
+        shared: `id`s of objects that modules on all stages hold; the twin keeps them.
     """
 
     _twin: nn.Module
@@ -70,7 +70,7 @@ class PassThrough(nn.Module):
         self._passages = passages or Passages()
         self._counts = has_parameters(replaced)
         self._kind = kind_of(replaced)
-        # Of what another rank waits for, no form is computed.
+        # SyncBatchNorm communicates, so its forward cannot run here to find the output's form.
         self._plain = is_plain_layer(replaced) and not isinstance(replaced, nn.SyncBatchNorm)
         self._where, self._name = where, where.partition(" ")[0]
         self._embeds = hasattr(replaced, "num_embeddings") and hasattr(replaced, "embedding_dim")
@@ -83,10 +83,9 @@ class PassThrough(nn.Module):
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module would return, or a stand-in for it.
+        """Return the received hidden states or a stand-in for the module's output.
 
-        There are as many of these as other stages have layers, so they do without the hooks of an
-        `nn.Module`.
+        Each layer of another stage has a placeholder, so calls skip `nn.Module`'s hooks for speed.
         """
         passage = self._passages.running
         value = args[0] if args else next(iter(kwargs.values()), None)
@@ -105,7 +104,7 @@ class PassThrough(nn.Module):
     forward = __call__
 
     def _arrived(self, value: Any) -> Any:
-        """Return what it returned, where a layer's forward is recomputed in the backward."""
+        """Return the received hidden states again if a backward recomputes a layer's forward."""
         source = value.source if isinstance(value, StandIn) else None
         return source[1] if self._ends and source and source[0] == self._stage + 1 else value
 
@@ -113,13 +112,13 @@ class PassThrough(nn.Module):
         self, passage: Passage, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         sample, received = passage.samples.get(self._siblings), passage.source[1]
-        if sample is None and self._stage > passage.source[0]:  # what is alike returns the like
+        if sample is None and self._stage > passage.source[0]:  # one class, one form of output
             sample = passage.kinds.get(self._kind)
         known = passage.left if passage.over else received
         of = first_trained(value, known)
         if of is None:
             return value
-        # With parameters its output requires a gradient, also if what it is given does not.
+        # The output of a module with parameters requires grad even if its inputs do not.
         starts = self._counts and of.requires_grad
         starts = starts and not any(tensor.requires_grad for tensor in tensors_in(value))
         made = partial(standing_like, forward=self._passages, of=of, trained=self._counts)
@@ -135,25 +134,28 @@ class PassThrough(nn.Module):
             return made(torch.empty(shape, dtype=value.dtype, device="meta"))
         of_ids = not any(tensor.is_floating_point() for tensor in tensors_in(value))
         if of_ids or self._plain:
-            with suppress(Exception):  # it may read what has no values, or wait for other ranks
+            with suppress(Exception):  # it may read missing values, or wait for other ranks
                 return made(self._made(args, kwargs))
         if value is passage.first or next(tensors_in(value), None) is None:
-            # Layers may return more than they take; dicts they mostly take as they return them.
+            # Layers may return more than they take, but mostly return a dict as they took it.
             return made(known if isinstance(known, dict) else next(tensors_in(known), of))
         return value if stands(value) and not starts else made(value)
 
     def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the form of what the module's forward makes of what it is given.
+        """Run the twin's forward, to find the form of the module's output.
 
         Raises:
-            InvalidArgumentError: Calling the module may do something else.
+            InvalidArgumentError: Calling the module may run more than its class's forward.
         """
         if not self._runs_alike:
             raise InvalidArgumentError(f"{self._where}, and has hooks")
         return map_tensors(Tensor.detach, self._ready().forward(*args, **kwargs))
 
     def _rows(self, ids: Tensor, first: Any, like: Tensor) -> Tensor:
-        """Return the form of embedded ids; of any length if hidden states are a share of it."""
+        """Return the form of embedded ids.
+
+        If hidden states hold a shard of the sequence, take their lengths, or 1 for other ids.
+        """
         shape = tuple(ids.shape)
         if isinstance(first, Tensor) and not _has_dims_of(like, first):
             shape = tuple(like.shape[: ids.ndim]) if ids is first else (1,) * ids.ndim
@@ -161,12 +163,12 @@ class PassThrough(nn.Module):
         return torch.empty((*shape, self.embedding_dim), dtype=dtype, device="meta")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PassThrough:
-        """Cast the forms of the module's tensors too."""
+        """Cast the tensors of the module's twin too."""
         cast(self._twin, self._passages, fn)
         return self
 
     def _ready(self) -> nn.Module:
-        """Return the module's twin, on the device of the forward that runs."""
+        """Return the module's twin, moved to the device of the running forward."""
         passages, own = self._passages, next(tensors_in(self._twin._parameters), None)
         first = None if passages.running is None else passages.running.first
         of = next(tensors_in((passages.source, first)), None)
@@ -181,17 +183,18 @@ class PassThrough(nn.Module):
         return super().train(mode)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a plain attribute of the module's twin."""
+        """Set plain attributes (except `training`) on the module's twin."""
         if "_twin" in vars(self) and isinstance(value, PLAIN) and name != "training":
             vars(self._twin)[name] = value
         else:
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the module's twin has of this name; else say where the module is."""
+        """Return the attribute of the module's twin; the error names the module's stage."""
         try:
             return super().__getattr__(name)
         except AttributeError as error:
+            # In a forward the twin answers for everything; outside, for plain public values alone.
             twin, passages = vars(self).get("_twin"), vars(self).get("_passages")
             if passages is not None and passages.running and not name.startswith("__"):
                 known = getattr(self._ready(), name, self)
@@ -206,13 +209,13 @@ class PassThrough(nn.Module):
             raise AttributeError(message) from error
 
     def extra_repr(self) -> str:
-        """Name the module that it stands for."""
+        """Return the name and stage of the module that it replaces."""
         return self._where
 
 
 @contextmanager
 def forms_cast(passing: Iterable[PassThrough], fn: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Let forms of other stages' tensors be cast for a while, as `_apply` casts them for good."""
+    """Cast the stand-in tensors of twins within this context; `_apply` casts them for good."""
     passing = list(passing)
     modules = [module for each in passing for module in vars(each)["_twin"].modules()]
     tensors = [own for module in modules for own in (module._parameters, module._buffers)]
@@ -227,17 +230,17 @@ def forms_cast(passing: Iterable[PassThrough], fn: Callable[[Tensor], Tensor]) -
 
 
 def _has_dims_of(hidden: Tensor, ids: Tensor) -> bool:
-    """Return whether hidden states have a position for each id; before these may be other dims."""
+    """Return whether hidden states have at least a position for each id, in any run of dims."""
     starts = range(hidden.ndim - ids.ndim + 1)
     more = hidden.ndim == ids.ndim + 1 and hidden.shape[:-1].numel() > ids.numel()
     return more or any(hidden.shape[at : at + ids.ndim].numel() == ids.numel() for at in starts)
 
 
 class Chunks:
-    """The stages of one rank in one model: one of them at a time is there, or all.
+    """The stages of one rank in one model; the modules of one stage, or of all, are in place.
 
     Attributes:
-        selected: The chunk that is meant, the first if all are there.
+        selected: Index of the selected chunk; 0 if all are in place.
     """
 
     def __init__(self, stages: tuple[int, ...], switches: list[_Switch]) -> None:
@@ -247,7 +250,7 @@ class Chunks:
         self._all = True
 
     def select(self, chunk: int) -> None:
-        """Leave one stage's modules in the model."""
+        """Keep one stage's modules in place, and placeholders for the rank's other stages."""
         if self._all:
             self._take_up()
         self.selected, stage, self._all = chunk, self._stages[chunk], False
@@ -263,16 +266,16 @@ class Chunks:
         self._all = True
 
     def passing(self) -> Iterator[PassThrough]:
-        """Yield what stands for this rank's modules while another of its stages runs."""
+        """Yield the placeholders of this rank's modules, used while another of its stages runs."""
         return (passing for *_, passing in self._switches)
 
     def _take_up(self) -> None:
-        """Take note of modules that were put in place of others since, such as adapters."""
+        """Record modules that have replaced others since, such as adapters."""
         for index, (siblings, name, home, _, passing) in enumerate(self._switches):
             self._switches[index] = siblings, name, home, siblings[name], passing
 
 
-# Where a module is registered, under which name, its stage, itself and its `PassThrough`.
+# The dict that registers a module, its name there, its stage, the module and its `PassThrough`.
 _Switch = tuple[dict[str, nn.Module | None], str, int, nn.Module | None, PassThrough]
 
 
@@ -282,13 +285,13 @@ def cut(
     stages: tuple[int, ...],
     passages: Passages | None = None,
 ) -> Chunks:
-    """Leave only one rank's modules in `model`; nothing keeps the others alive.
+    """Replace all modules in `model` but one rank's; no reference to the others is kept.
 
     Args:
         model: The whole model; changed in place, names stay.
-        placement: Which module belongs to which stage.
+        placement: The stage of each module.
         stages: The rank's stages, chunk by chunk.
-        passages: The rank's forwards, to which these tell their positions.
+        passages: The rank's forwards, shared by all placeholders.
     """
     switches: list[_Switch] = []
     lists = {name: siblings_of(model, name) for name, _ in placement.homes()}

@@ -1,10 +1,10 @@
-"""Tensors that modules of later stages are given beside hidden states: they travel with these.
+"""Extra tensors that modules of later stages take, which are sent with the hidden states.
 
-Such are the embedding's output, a condition that is embedded once for all layers, a skip.
-A stage runs the model's whole forward, so it meets the calls of modules that it does not have with
-what it has computed for them. Which of that was made with its own modules, and is nowhere else, the
-first forward of a kind finds: it runs uncompiled, follows what is computed of what, and has its
-failures explained. Later ones look at the same arguments.
+Examples are the embedding's output, a condition embedded once for all layers, or a skip connection.
+A stage runs the model's whole forward, so it sees the calls of other stages' modules with the
+arguments that it has computed for them. The first forward of a kind finds the arguments that depend
+on its own modules and so exist nowhere else: it runs uncompiled, follows each tensor's origin, and
+has its failures explained. Later forwards send the same arguments.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Place(NamedTuple):
     """An argument of a call.
 
     Attributes:
-        module: The module's number among those of all stages.
-        call: Which of its calls in a forward.
-        tensor: Which of the tensors in its arguments.
+        module: The module's index among those of all stages.
+        call: The number of the call in a forward, from 1.
+        tensor: The index of the tensor among those in the arguments.
     """
 
     module: int
@@ -45,14 +45,14 @@ class Place(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """A value that a stage passes on if it is not hidden states alone.
+    """A value that a stage passes on if it sends more than hidden states.
 
     Attributes:
         hidden: The hidden states.
-        tensors: The tensors that travel beside them; those of one form are stacked.
-        places: For each argument the stack of its tensor, and its index in that.
-        visit: Which call of the stage's last module has returned the hidden states.
-        forms: What layers of other lists return, such as an encoder's.
+        tensors: The extra tensors; those of the same form are stacked.
+        places: For each argument, the index of its stack and its index in the stack.
+        visit: The number of the call of the stage's last module that returned the hidden states.
+        forms: The forms that layers of other lists return, such as an encoder's.
     """
 
     hidden: Any
@@ -63,22 +63,21 @@ class Passed(NamedTuple):
 
 
 class Extras:
-    """The tensors that one forward of a stage is given, and passes on, beside hidden states.
+    """The extra tensors that one forward of a stage receives, and sends, with hidden states.
 
     Args:
-        numbers: The number of each module among those of all stages, by name.
+        numbers: The index of each module among those of all stages, by name.
         own: The stage's modules.
-        known: Arguments of later stages' modules that travel. The first forward of a kind adds to
-            them.
-        given: What the stage before has passed on.
+        known: Arguments of later stages' modules to send. The first forward of a kind adds to them.
+        given: The value received from the previous stage, or the input of the first stage.
         examines: Whether this forward is the first of its kind.
 
     Attributes:
-        hidden: The hidden states in what was given.
-        visit: Which call of the last module of the stage before returned them.
-        forms: What layers of earlier stages return, by their list, on the meta device.
-        made: Tensors that the stage's modules have made, while a forward is examined.
-        inside: How many modules of this stage are running, one in another.
+        hidden: The hidden states in `given`.
+        visit: The number of the call of the previous stage's last module that returned them.
+        forms: Outputs of layers of earlier stages, by their list, on the meta device.
+        made: Tensors that depend on the stage's modules; None unless the forward is examined.
+        inside: The number of running calls of this stage's modules, nested ones included.
     """
 
     def __init__(
@@ -107,13 +106,13 @@ class Extras:
         self._calls: Counter[str] = Counter()
 
     def note(self, value: Any) -> None:
-        """Note tensors that this stage's modules have made."""
+        """Record tensors that depend on this stage's modules."""
         if self.made is not None:
             for tensor in tensors_in(value):
                 self.made[tensor] = True
 
     def offer(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Keep what a module of a later stage is given, if that stage lacks it."""
+        """Keep the arguments of a later stage's module that its stage cannot compute itself."""
         module, call = self._next(name)
         if self.made is None and not self._known:
             return
@@ -127,7 +126,7 @@ class Extras:
                 self._leaving[place] = tensor, version_of(tensor)
 
     def take(self, name: str, given: Any) -> Any:
-        """Return what a module of this stage is given, with what has travelled for it."""
+        """Return the arguments of a module of this stage, with received tensors in place."""
         module, call = self._next(name)
         if not self._received:
             return given
@@ -137,21 +136,21 @@ class Extras:
             found = self._received.get(Place(module, call, next(places)))
             if found is None or not isinstance(tensor, StandIn):
                 return tensor
-            tensor.carried = found  # for when its layer is recomputed
+            tensor.carried = found  # used again when the backward recomputes the layer
             return found
 
         return map_tensors(taken, given)
 
     def leave(self, hidden: Any, visit: int, samples: Mapping[str, Any]) -> Any:
-        """Return what a stage passes on: hidden states, and what travels with them.
+        """Return the value to send: hidden states, alone or with extra tensors.
 
         Args:
             hidden: The hidden states.
-            visit: Which call of the stage's last module has returned them.
-            samples: What layers of other lists have returned, in containers: their forms travel.
+            visit: The number of the call of the stage's last module that returned them.
+            samples: Outputs, in containers, of layers of other lists: their forms are sent.
 
         Raises:
-            InvalidArgumentError: It was written to since a module was given it.
+            InvalidArgumentError: A tensor was written to since a module was given it.
         """
         if not self._leaving and visit == 1 and not samples:
             return hidden
@@ -173,7 +172,7 @@ class Extras:
         return Passed(hidden, tensors, places, visit, Form(dict(samples)))
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that travel."""
+        """Return the extra tensors to send."""
         return [tensor for tensor, _ in self._leaving.values()]
 
     def _next(self, name: str) -> tuple[int, int]:
@@ -187,16 +186,16 @@ def version_of(tensor: Tensor) -> int:
 
 
 def arrived(value: Any) -> Any:
-    """Return a value with tensors that have travelled, in the place of their stand-ins."""
+    """Return a value with received tensors in place of their stand-ins."""
     return map_tensors(lambda tensor: getattr(tensor, _CARRIED, tensor), value)
 
 
 @contextmanager
 def examining(extras: Extras) -> Iterator[None]:
-    """Run the forward in this context uncompiled, and tell why the model's own code may fail.
+    """Run the forward in this context uncompiled, and explain failures of the model's own code.
 
     Raises:
-        InvalidArgumentError: It fails, which may be because this stage lacks modules.
+        InvalidArgumentError: It fails outside its layers, perhaps since modules are not here.
     """
     with eagerly(), Following(extras):
         try:
@@ -222,10 +221,10 @@ def _failed(error: Exception) -> str:
 
 
 class Following(TorchFunctionMode):
-    """While it is on, what is computed from tensors that are noted is noted too.
+    """A mode that notes the results of operations on noted tensors.
 
     Args:
-        extras: What is noted of the forward that runs.
+        extras: The notes of the running forward.
     """
 
     def __init__(self, extras: Extras) -> None:
@@ -239,7 +238,7 @@ class Following(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Make the call, and note what it makes."""
+        """Run the operation, and note its results."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name, made = getattr(func, "__name__", ""), self._extras.made

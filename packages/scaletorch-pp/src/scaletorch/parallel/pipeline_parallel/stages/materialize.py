@@ -1,4 +1,4 @@
-"""A stage of a model that was built on the meta device: its own parameters alone become real."""
+"""Allocate and fill the parameters of one stage of a model that was built on the meta device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .stage import PipelineParallel
 
 
 class TensorFile(Protocol):
-    """Tensors by name, read one at a time, such as safetensors' `safe_open` gives."""
+    """Tensors by name, read one at a time, such as the result of safetensors' `safe_open`."""
 
     def keys(self) -> Any:
         """Return the names."""
@@ -30,10 +30,10 @@ class TensorFile(Protocol):
 def meta_parameters() -> Iterator[None]:
     """Build modules whose parameters take no memory, while their buffers are real.
 
-    Each parameter goes to the meta device when a module registers it. Unlike under
+    Each parameter moves to the meta device when a module registers it. Unlike under
     `torch.device("meta")`, buffers that no checkpoint holds, such as a rotary embedding's
-    frequencies, keep their values. Not for several threads at once, nor for modules that are given
-    parameters from outside: these would lose their values.
+    frequencies, keep their values. Not thread-safe. Parameters made outside and passed into a
+    module would lose their values.
 
     Example:
         >>> with meta_parameters():
@@ -64,22 +64,22 @@ def materialize(
 ) -> None:
     """Allocate a stage's parameters and persistent buffers on a device, and fill them from a state.
 
-    Nothing is read or allocated of other stages. Tensors keep their identity, so parameters that
-    were one stay one, also across stages; any of their names will do there. Buffers that are not
-    persistent go to the device with their values. Do this before the stage is wrapped and before
-    its optimizer is built: hooks and gradients of the parameters are lost.
+    Tensors of other stages are neither read nor allocated. Tensors keep their identity, so tied
+    parameters stay tied, also across stages; the state may hold them by any of their names. Buffers
+    that are not persistent move to the device with their values. Call this before the stage is
+    wrapped and before its optimizer is built: hooks and gradients of the parameters are lost.
 
     Args:
         stage: A `PipelineParallel`, or any module, built under `meta_parameters` or on meta.
         device: Device of its tensors afterwards.
         state: Tensors by the names of the whole plain model: its `state_dict`, another mapping or
-            an open safetensors file; asked for this stage's names alone, one at a time. Values are
+            an open safetensors file. Only this stage's tensors are read, one at a time. Values are
             copied.
         dtype: Floating point type of parameters and persistent buffers; None keeps the model's.
 
     Raises:
-        InvalidArgumentError: Names that the state lacks, tensors of other shapes, or a buffer on
-            meta that no state holds; the stage is as before then.
+        InvalidArgumentError: The state lacks names or has tensors of other shapes, or a buffer on
+            meta is not persistent. The stage is unchanged then.
     """
     if dtype is not None and not dtype.is_floating_point:
         message = f"dtype must be a floating point type such as torch.bfloat16, got {dtype}"
@@ -108,10 +108,10 @@ def materialize(
 
 
 def _sources(stage: nn.Module, known: set[str]) -> dict[Tensor, str]:
-    """Return the name in the state of each tensor that the stage restores.
+    """Return, for each tensor to fill, its name in the state.
 
     Raises:
-        InvalidArgumentError: There is none; all of them are listed.
+        InvalidArgumentError: The state lacks tensors; the message lists them.
     """
     names = _saved_names(stage)
     found = {t: next((n for n in aliases if n in known), None) for t, aliases in names.items()}
@@ -132,7 +132,7 @@ def _saved_names(stage: nn.Module) -> dict[Tensor, list[str]]:
     for name, tensor in own:
         names.setdefault(tensor, []).append(name)
     ties = stage.ties if isinstance(stage, PipelineParallel) else ()
-    for tie in ties:  # a checkpoint may hold it by another stage's name alone
+    for tie in ties:  # a checkpoint may hold it only by its name on another stage
         if tie.parameter is not None:
             names[tie.parameter] = [*dict.fromkeys((*names[tie.parameter], *tie.names))]
     return names
@@ -155,7 +155,7 @@ def _values(
     """Read the new value of each tensor.
 
     Raises:
-        InvalidArgumentError: Some are of another shape; all of them are listed.
+        InvalidArgumentError: Some have another shape; the message lists them.
     """
     values: list[tuple[Tensor, Tensor]] = []
     wrong: list[str] = []
@@ -177,7 +177,7 @@ def _values(
 
 
 def _replace(tensor: Tensor, value: Tensor) -> None:
-    """Make a parameter or buffer another one, for all who hold it."""
+    """Swap another tensor into a parameter or buffer, seen through every reference to it."""
     if isinstance(tensor, nn.Parameter):
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
     value.__dict__.update(tensor.__dict__)

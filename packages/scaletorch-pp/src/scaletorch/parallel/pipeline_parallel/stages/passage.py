@@ -1,4 +1,4 @@
-"""A forward of a stage: how far it has come, what it has of other stages, what it passes on."""
+"""A forward of a stage: its progress, the hidden states it received, and those it passes on."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ...pg_manager import describe_rank
 from ..runtime.forms import Hidden, is_hidden, strangers
 from .extras import Extras, Place, version_of
 
-MANY_FORMS = 4096  # kinds of forwards, and forms, that are remembered at most, on every rank
+MANY_FORMS = 4096  # at most this many kinds of forwards, and forms, are remembered on a rank
 
 
 @dataclass(slots=True)
 class Findings:
-    """Facts about a kind of forwards: the first one finds them, and later ones rely on them.
+    """Facts about a kind of forward: the first one finds them, and later ones rely on them.
 
     Attributes:
-        places: Arguments of later stages' modules that travel beside hidden states.
-        writes: The model's code writes to what the stage before has passed on.
+        places: Arguments of later stages' modules that are sent along with the hidden states.
+        writes: Whether the model's code writes to the received hidden states in place.
     """
 
     places: set[Place] = field(default_factory=set)
@@ -34,14 +34,14 @@ class Findings:
 
 
 class Passages:
-    """The forwards of a rank's stages, one at a time.
+    """The forwards of a rank's stages, of which one runs at a time.
 
     Args:
         names: The modules of all stages, in order.
 
     Attributes:
-        running: The forward that runs; None also where a layer is recomputed.
-        found: The findings of each kind of forwards that has run.
+        running: The running forward; None outside of one, also while a backward recomputes a layer.
+        found: The findings for each kind of forward that has run.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
@@ -51,12 +51,12 @@ class Passages:
 
     @property
     def past(self) -> bool:
-        """True while the model's own code runs after all modules of the stage."""
+        """True while the model's code after the stage's last module runs."""
         return self.running is not None and self.running.over
 
     @property
     def source(self) -> tuple[int, Any]:
-        """The stage that runs, and what the stage before has passed on."""
+        """The running stage, and the hidden states received from the previous stage."""
         return (0, None) if self.running is None else self.running.source
 
     @contextmanager
@@ -66,11 +66,11 @@ class Passages:
         """Run one forward in this context, and keep its findings if it succeeds.
 
         Args:
-            kind: The facts that the way of the forward may depend on.
+            kind: The facts that may decide which code the forward runs.
             stage: The stage.
-            given: The input of the first stage, or what the stage before has passed on.
+            given: The input of the first stage, or the value received from the previous stage.
             own: The stage's modules.
-            siblings: The list that the last module of the stage before is in.
+            siblings: The list that holds the last module of the previous stage.
         """
         if len(self.found) > MANY_FORMS:
             self.found.clear()
@@ -86,32 +86,32 @@ class Passages:
 
 
 class Passage:
-    """A forward of a stage: the model's own, of which the stage computes a part.
+    """A forward of a stage: it runs the model's whole forward, but computes only its own modules.
 
-    That part begins where the last module of the stage before returns, with what the stage before
-    has passed on, and ends where the stage's own last module returns. Modules before and after
+    The stage's computation begins when the last module of the previous stage returns the received
+    hidden states, and ends when the stage's own last module returns. Modules before and after
     return stand-ins.
 
-    The code after that last module is the next stage's to compute, and nothing of its results is
-    used here: it is given a copy of what is passed on, to which it may write. What it collects for
-    the model's output, such as auxiliary losses of layers, would be lost.
+    The next stage computes the code after the last module, so its results are unused here. That
+    code gets a copy of the hidden states passed on, and may write to it. Anything that it collects
+    for the model's output, such as auxiliary losses of layers, would be lost.
 
     Attributes:
-        source: The stage, and what the stage before has passed on; None on the first stage.
-        extras: The tensors that travel beside hidden states.
+        source: The stage, and the hidden states it received; None for these on the first stage.
+        extras: The tensors that are sent along with the hidden states.
         examines: Whether this is the first forward of its kind.
         first: The first argument of the model's forward.
-        furthest: The last stage of which it has met a module, in place or not.
-        delivered: Whether what was passed on has been returned to the model's code.
-        copy: What was returned so, if the model's code may write to it.
-        samples: The output of a layer, by the list that the layer is in.
+        furthest: The latest stage of which a module was called, whether it is here or not.
+        delivered: Whether the received hidden states were returned to the model's code.
+        copy: The copy that was returned, if the model's code may write to it.
+        samples: The output of a layer, by the list that holds the layer.
         kinds: The output of a layer of this stage, by its class.
-        left: The output of the module of this stage that was called last.
-        over: Whether the rest is another stage's.
+        left: The output of this stage's most recent module.
+        over: Whether the rest of the forward belongs to later stages.
     """
 
     def __init__(self, stage: int, extras: Extras, findings: Findings, siblings: str) -> None:
-        """Begin; the last module of the stage before is in the list `siblings`."""
+        """Begin; the list `siblings` holds the last module of the previous stage."""
         self.source: tuple[int, Any] = stage, extras.hidden if stage else None
         self.extras, self._findings = extras, findings
         self.examines = extras.made is not None
@@ -123,32 +123,32 @@ class Passage:
         self.copy: Any = None
         self.left: Any = None
         self.kinds: dict[str, Any] = {}
-        self._met = ""  # the first module of the last stage that it has met
-        self._visits = 0  # of the last module of the stage before
-        self._visits_behind = 0.0  # of the stage's own
-        self._passed: Any = None  # what it passes on
+        self._met = ""  # the first module called of the stage `furthest`
+        self._visits = 0  # calls of the previous stage's last module
+        self._visits_behind = 0.0  # calls of this stage's last module
+        self._passed: Any = None  # the hidden states to pass on
         self._gradients = torch.is_grad_enabled()
-        self._changes: list[tuple[int, int]] = []  # of what it passes on and the model's code gets
+        self._changes: list[tuple[int, int]] = []  # of hidden states passed on without a copy
 
     def come_back(self) -> None:
-        """Note that a module of this stage is called; maybe once more, after the last of them."""
+        """Record a call of a module of this stage, which may come after its last module."""
         if self.over:
             self.over = False
             self.extras.note(self.left)
 
     def comes(self) -> bool:
-        """Return whether this call of the last module of the stage before returns what that gave.
+        """Return whether this call of the previous stage's last module returns the hidden states.
 
-        Layers may run in a loop; it is the last call then.
+        If the model calls that module in a loop, only the last call does.
         """
         self._visits += 1
         return self._visits >= self.extras.visit
 
     def deliver(self, where: str) -> Any:
-        """Return what the stage before has passed on, where its last module would return it.
+        """Return the received hidden states as the output of the previous stage's last module.
 
         Raises:
-            InvalidArgumentError: It has been returned already.
+            InvalidArgumentError: They have been returned already.
         """
         if self.delivered:
             raise InvalidArgumentError(
@@ -158,7 +158,7 @@ class Passage:
             )
         self.delivered = True
         received = self.source[1]
-        # It may be written to: whether it is, the first forward of a kind tells.
+        # The first forward of a kind finds out whether the model writes to them in place.
         if self.examines or self._findings.writes:
             self.copy = map_tensors(Tensor.clone, received)
             self.extras.note(self.copy)
@@ -166,14 +166,14 @@ class Passage:
         return map_tensors(_alias, received)
 
     def reach(self, stage: int, where: str) -> None:
-        """Note that the forward has come to a module with parameters.
+        """Record that the forward calls a module with parameters.
 
         Args:
             stage: The module's stage.
-            where: Its name and place.
+            where: Its name and stage, for messages.
 
         Raises:
-            InvalidArgumentError: It was further already: it runs a module of one stage twice.
+            InvalidArgumentError: The forward has reached a later stage already.
         """
         if stage < self.furthest:
             raise InvalidArgumentError(
@@ -188,15 +188,16 @@ class Passage:
             self.furthest, self._met = stage, where
 
     def leave(self, output: Any, places: int) -> Any:
-        """Take the output of the stage's last module; return what the model's code gets for it.
+        """Keep the output of the stage's last module, and return a copy for the model's code.
 
         Args:
             output: The output.
-            places: How many places of the stage the module has, each of which is called in turn.
+            places: How often the stage's list of modules has this module; each entry is called.
         """
         self._passed, self._changes = output, []
         self._visits_behind += 1 / places
-        # Reentrant recomputation runs a layer without gradients, and then gives its output one.
+        # Reentrant recomputation runs a layer under no_grad, then makes this very output require
+        # grad, so it cannot be copied.
         if torch.is_grad_enabled() != self._gradients:
             self._changes = _changes(output)
             return output
@@ -205,18 +206,19 @@ class Passage:
     def passed_on(
         self, output: Any, parameters: Iterable[nn.Parameter], samples: Mapping[str, Any]
     ) -> Hidden:
-        """Return what a stage but the last passes on: the output of its last module.
+        """Return the hidden states for the next stage: the output of this stage's last module.
 
         Args:
-            output: What the model's forward has returned; None if it did not come to its end.
-            parameters: The stage's.
-            samples: What layers of other lists than the last one's have returned, in containers.
+            output: The output of the model's forward; None if it did not reach its end.
+            parameters: The stage's parameters.
+            samples: Outputs, in containers, of layers in other lists than the last layer's.
 
         Raises:
-            InvalidArgumentError: It was changed, cannot be passed on, or is not all of it.
+            InvalidArgumentError: They were changed in place, cannot be sent, or the model's output
+                depends on this stage in another way too.
         """
         self.over = True
-        if self._passed is None:  # its last module is left out, or all of them are
+        if self._passed is None:  # the model skips the last module, or all of them
             left = self.source[1] if self.left is None else self.left
             if left is None:
                 raise InvalidArgumentError(
@@ -244,10 +246,10 @@ class Passage:
     def _refuse_collected(
         self, output: Any, parameters: Iterable[nn.Parameter], message: Callable[[Tensor], str]
     ) -> None:
-        """Refuse an output that depends on this stage by another way than what it passes on.
+        """Refuse an output that depends on this stage other than through what it passes on.
 
         Raises:
-            InvalidArgumentError: It does.
+            InvalidArgumentError: A tensor of the output does.
         """
         passed = [*tensors_in(self._passed), *self.extras.tensors()]
         own: set[int] | None = None
@@ -260,12 +262,12 @@ class Passage:
 
 
 def kind_of(module: nn.Module) -> str:
-    """Return the name of a module's class, also if its calls are surrounded."""
+    """Return the qualified name of a module's class, the same if its calls are surrounded."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Return the tensor itself as another one: reentrant recomputation takes its place."""
+    """Return a view: a reentrant checkpoint sets its own `grad_fn` on the tensor it returns."""
     return tensor.view_as(tensor) if tensor.requires_grad else tensor
 
 
@@ -288,7 +290,7 @@ def _reversible_message(tensor: Tensor) -> str:
 
 
 def _collected_message(tensor: Tensor) -> str:
-    """Say that a tensor to train by would be lost."""
+    """Return the message for an output, with a gradient, that would be lost."""
     return (
         f"{describe_rank()}: the model's forward returns a tensor with a gradient, of shape "
         f"{tuple(tensor.shape)}, that comes of this stage's layers by another way than what the "
@@ -298,12 +300,12 @@ def _collected_message(tensor: Tensor) -> str:
 
 
 def _changes(value: Any) -> list[tuple[int, int]]:
-    """Return numbers that differ once tensors are written to, or their gradients hooked."""
+    """Return numbers that differ once a tensor is written to or gets a gradient hook."""
     return [(version_of(each), len(each._backward_hooks or ())) for each in tensors_in(value)]
 
 
 def _trained_beside(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the leaves, mostly parameters, that outputs depend on not through inputs."""
+    """Yield the leaves (mostly parameters) that outputs depend on other than through inputs."""
     seen = {get_gradient_edge(tensor).node for tensor in inputs if tensor.requires_grad}
     todo = [get_gradient_edge(tensor).node for tensor in outputs if tensor.requires_grad]
     while todo:

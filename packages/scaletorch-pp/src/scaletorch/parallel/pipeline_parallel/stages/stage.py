@@ -1,4 +1,4 @@
-"""A plain module rewritten, in place, as one stage of a pipeline."""
+"""A plain module changed, in place, into one rank's stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ from .weights import Deferral, WeightGradients, defer_weight_gradients, give_own
 
 
 class PipelineParallel(ModuleWrapper):
-    """One rank's stages of a pipeline over an unmodified module.
+    """One rank's stages of a pipeline, cut from a plain module.
 
-    `model` itself is rewritten: modules of other ranks become `PassThrough`, and their parameters
-    are freed. Names stay: `layers.5.mlp.up_proj.weight` is called so on the rank that has it. The
-    module's forward is run as it is, with hidden states in place of `input_ids` on every stage
-    but the first, or as `inputs_embeds` if it has an argument of that name. Build the
-    optimizer afterwards.
+    `model` is changed in place: modules of other ranks become `PassThrough`, and their parameters
+    are freed. Parameter names stay: `layers.5.mlp.up_proj.weight` keeps this name on its rank. The
+    module's own forward runs on each stage. On later stages it gets the step's `input_ids` too, or
+    a stand-in if there are none (as `inputs_embeds` if it takes these). Build the optimizer
+    afterwards.
 
-    Every rank of the pipeline passes the same whole model; they compare names, shapes, dtypes and
-    the split here. A parameter shared by modules of several ranks starts from the first owner's
+    Every rank of the pipeline passes the same whole model; the ranks compare names, shapes, dtypes
+    and the split here. A parameter shared by modules of several ranks starts from the first owner's
     values.
 
     Args:
         model: A plain module that holds its layers in a list.
-        config: The places at which it is cut; None infers them (`infer_split`).
+        config: The places to cut it at; None infers them (`infer_split`).
         group: The ranks in order; None is the manager's pp axis.
-        schedule: The schedule of `train_step_pipeline`: a name of `SCHEDULES`, a function of ranks
-            and micro-batches, or a schedule. It decides which stages a rank has.
+        schedule: The schedule of `train_step_pipeline`: a name in `SCHEDULES`, a function of the
+            numbers of ranks and micro-batches, or a schedule. It decides which stages a rank has.
 
     Raises:
-        InvalidArgumentError: A split that does not fit, more stages than layers, or no such
-            schedule.
+        InvalidArgumentError: The split does not fit the model, there are more stages than layers,
+            or the schedule is unknown.
         MismatchError: The ranks were given different models, splits or schedules.
     """
 
@@ -84,7 +84,7 @@ class PipelineParallel(ModuleWrapper):
         self.num_stages = sum(map(len, ranks_stages))
         self.placement = placement
         self._takes_embeds = takes(model, "inputs_embeds")
-        # Ties are found in the whole model, so before the cut.
+        # Ties can only be found in the whole model, before the cut.
         homes = {stage: rank for rank, stages in enumerate(ranks_stages) for stage in stages}
         ties = find_ties(model, placement, homes, self.rank)
         owners: dict[tuple[int, ...], ProcessGroup] = {}
@@ -110,7 +110,7 @@ class PipelineParallel(ModuleWrapper):
             refuse_generate(model, "each rank has its stages of the pipeline alone")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy for one process; several stages know each other, and have none.
+        """Return a copy of a pipeline that has a single stage.
 
         Raises:
             StateError: The pipeline has several stages.
@@ -126,7 +126,7 @@ class PipelineParallel(ModuleWrapper):
         return deep_copy(self, None, memo)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Cast what stands for this rank's modules in its other stages, too."""
+        """Cast the placeholders of this rank's modules too."""
         for passing in self.runtime.chunks.passing():
             passing._apply(fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -144,22 +144,22 @@ class PipelineParallel(ModuleWrapper):
 
     @property
     def ties(self) -> tuple[Tie, ...]:
-        """Parameters that several ranks hold, with all their names in the whole model."""
+        """The parameters that several ranks hold, with all their names in the whole model."""
         return self.runtime.tied.ties
 
     @property
     def tied_parameters(self) -> dict[str, tuple[int, ...]]:
-        """Places of the ranks that hold a parameter of several, ascending, by each of its names.
+        """For each name of a tied parameter, the ascending places of its owners in the pipeline.
 
-        After a train step all its owners hold the same gradient, so whoever adds up over stages (a
-        global norm) counts it on the first owner alone.
+        After a train step all owners hold the same gradient, so a sum over stages (a global norm)
+        counts it on the first owner alone.
         """
         return {name: tie.owners for tie in self.ties for name in tie.names}
 
     def select(self, chunk: int) -> None:
-        """Let `forward` run this one of the rank's stages; without it, it runs the first.
+        """Select the rank's stage that `forward` runs; the default is the first.
 
-        The modules of the others are out of the model until `select_all`.
+        The modules of the rank's other stages are out of the model until `select_all`.
         """
         self.runtime.chunks.select(chunk)
 
@@ -168,20 +168,21 @@ class PipelineParallel(ModuleWrapper):
         self.runtime.chunks.restore()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run a stage; the only one is called as the model itself.
+        """Run the selected stage; if the pipeline has one stage, call the model itself.
 
         Args:
-            *inputs: One value: [B, L] `input_ids` on the first stage, else what the stage before
-                returned, such as [B, L, H] hidden states.
+            *inputs: One value: [B, L] `input_ids` on the first stage, else the output of the
+                previous stage, such as [B, L, H] hidden states.
             **kwargs: Further arguments of the model's forward, the same on every stage.
 
         Returns:
-            Hidden states, or several tensors in the container that the layers return them in; what
-            the model returns on the last stage.
+            On the last stage the model's output. On others hidden states, or several tensors in the
+            container that the layers return.
 
         Raises:
-            InvalidArgumentError: It is called as the whole model; or that changes hidden states
-                outside its split's modules, or gives one, or returns, a tensor of other stages.
+            InvalidArgumentError: It is called as the whole model; or the model's forward changes
+                hidden states outside the split's modules, or a module takes, or the model returns,
+                a tensor that this stage does not have.
         """
         if self.num_stages == 1:
             return self.module(*inputs, **kwargs)
@@ -192,7 +193,7 @@ class PipelineParallel(ModuleWrapper):
         stage = self.stages[runtime.chunks.selected]
         gates = runtime.gates[runtime.chunks.selected]
         kind = (stage, self.training, torch.is_grad_enabled(), *facts_of(input_or_hidden, kwargs))
-        # Modules may have been replaced since, as by adapters.
+        # Adapters may have replaced modules since the last call.
         modules = {name: self.module.get_submodule(name) for name in self.placement.stages[stage]}
         gates.watch(modules, self._siblings)
         before = self._siblings[self.placement.stages[stage - 1][-1]]
@@ -202,7 +203,7 @@ class PipelineParallel(ModuleWrapper):
         return output
 
     def _run(self, passage: Passage, gates: Gates, kwargs: Mapping[str, Any]) -> Any:
-        """Run the model's forward on what one process gives it; return the output that goes on."""
+        """Run the model's forward with a single process's arguments; return the stage's output."""
         passage.first, named = self._first(passage)
         output: Any = None
         with (
@@ -216,16 +217,17 @@ class PipelineParallel(ModuleWrapper):
                 output = self.module(passage.first, **kwargs)
         if passage.source[0] < self.num_stages - 1:
             return passage.passed_on(output, gates.parameters(), gates.other_samples(passage))
-        if stands(output):  # some of it may have come to a layer of this stage
+        if stands(output):  # its real tensor may have been received for a layer of this stage
             output = arrived(output)
             check_output(output)
         return output
 
     def _first(self, passage: Passage) -> tuple[Any, bool]:
-        """Return the first argument of the model's forward, and whether as `inputs_embeds`.
+        """Return the first argument of the model's forward, and whether to pass `inputs_embeds`.
 
-        On later stages that are the ids too. Other inputs of a micro-batch are not moved:
-        their form is enough. If the input is not known, what was received takes its place.
+        Later stages get the integer ids too. For floating point inputs they get a stand-in, since
+        the form is enough. If the input is unknown, the stand-in has the form of the received
+        hidden states.
         """
         passages, ids, given = self.runtime.passages, self.runtime.ids, passage.extras.hidden
         if passage.source[0] == 0:
@@ -241,22 +243,22 @@ class PipelineParallel(ModuleWrapper):
         """Backpropagate through a stage.
 
         Args:
-            input_tensor: The hidden states that forward was given, leaves; None on the first stage.
-            output_tensor: The output of forward, or the loss on the last stage; or weight gradients
-                that an earlier backward has left for later.
-            output_tensor_grad: Gradient of `output_tensor`, for each tensor that requires one
-                if there are several; None for a loss.
+            input_tensor: The hidden states given to forward, leaves; None on the first stage.
+            output_tensor: The output of forward, or the loss on the last stage; or the weight
+                gradients that an earlier backward has postponed.
+            output_tensor_grad: The gradient of `output_tensor`, or one for each tensor in it that
+                requires grad; None for a loss.
 
         Returns:
-            The gradient of `input_tensor`, a list if it is not one tensor; None on the first
-            stage.
+            The gradient of `input_tensor`, or a list of gradients if it holds several tensors; None
+            on the first stage.
         """
         if isinstance(output_tensor, WeightGradients):
             return output_tensor.accumulate()
         parameters, into = self.runtime.parameters, self.runtime.deferral.into
         before = [parameter.grad for parameter in parameters]
         outputs = [tensor for tensor in tensors_in(output_tensor) if tensor.requires_grad]
-        if outputs:  # none where everything up to here is frozen
+        if outputs:  # none if everything up to here is frozen
             gradients = None if output_tensor_grad is None else list(tensors_in(output_tensor_grad))
             torch.autograd.backward(outputs, gradients)
         made = [_gradient(tensor) for tensor in tensors_in(input_tensor) if tensor.requires_grad]
@@ -268,18 +270,18 @@ class PipelineParallel(ModuleWrapper):
         return made[0] if isinstance(input_tensor, Tensor) and made else made
 
     def check_ties(self) -> None:
-        """Check that the parameters that several ranks hold are those that they were.
+        """Check that no tied parameter was replaced since the model was split.
 
         Raises:
-            StateError: Another parameter is in the place of one of them.
+            StateError: Another parameter has replaced one.
         """
         if self.ties:
             self.runtime.tied.check(self.parameters())
 
     def sync_tied_gradients(self) -> None:
-        """Sum the gradients of parameters that several stages hold; equal bits on every owner.
+        """Sum the gradients of parameters that several ranks hold; equal bits on every owner.
 
-        The train steps do so. A loop of one's own calls it once, on every stage, after the last
+        The train steps call this. In your own loop, call it once on every rank, after the last
         backward of an accumulation that began without gradients.
         """
         if self.ties:
@@ -303,11 +305,11 @@ def _gradient(tensor: Tensor) -> Tensor:
 def _agreed_placement(
     model: nn.Module, config: Split | None, schedule: AnySchedule, group: ProcessGroup | None
 ) -> tuple[Placement, tuple[tuple[int, ...], ...], bool, int]:
-    """Place the model's modules on stages, the same on every rank or an error on every rank.
+    """Place the model's modules on stages; if the ranks disagree, raise on every rank.
 
     Returns:
-        The placement, each rank's stages, whether the schedule parts backwards, and a number from
-        where names of new groups may count.
+        The placement, each rank's stages, whether the schedule splits backwards, and the first
+        number that is free for names of new groups.
     """
     facts: list[str] = []
     failed: Exception | None = None
@@ -320,7 +322,7 @@ def _agreed_placement(
         placement = place(model, config, sum(map(len, stages)))
         facts += [f"{placement.split}", f"modules of each stage: {placement.stages}"]
         facts.append(f"stages of each rank: {stages}")
-    except Exception as error:  # a function that makes a schedule may raise anything
+    except Exception as error:  # a user's schedule function may raise anything
         failed = error
     subject, number = "the model that PipelineParallel splits", first_unused_number()
     number = max(agree(subject, facts, group, error=failed, note=number))

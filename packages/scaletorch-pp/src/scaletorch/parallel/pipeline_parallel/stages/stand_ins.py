@@ -1,8 +1,8 @@
-"""Stand-ins for another stage's tensors and modules: forms without values.
+"""Stand-ins for another stage's tensors and modules: shape, dtype and device, but no values.
 
-A model's code asks more of a module than its forward: what adapters there are in a layer, that it
-change the kind of its attention, that it embed other positions. A twin answers: a module of the
-same class, whose tensors have a form alone.
+A model's code does more with a module than call it: it looks for adapters in a layer, switches its
+kind of attention, or calls a method that embeds other positions. The module's twin answers: a
+module of the same class whose tensors are stand-ins.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ..runtime.forms import PLAIN
 
-# What these return depends on the form of what they are given, not on its values.
+# The results of these depend on the form (shape, dtype, device) of their inputs, not on values.
 OF_FORM_ALONE = {
     "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like",
     "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
 }  # fmt: skip
-_READS = {"_local_scalar_dense", "equal"}  # a tensor's values become Python's
+_READS = {"_local_scalar_dense", "equal"}  # these return values to Python
 _META = torch.device("meta")
 _OF_ANY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _DATA = (*PLAIN, torch.dtype, torch.device, torch.Size)
 
 
 class UnknownValueError(Exception):
-    """The model's code asks for a value after the last module of a stage, of what follows it."""
+    """The model's code reads a value after the stage's last module; a later stage has it."""
 
 
 class Forward(Protocol):
-    """The forwards of a rank, one at a time."""
+    """The forwards of a rank, of which one runs at a time."""
 
     @property
     def source(self) -> tuple[int, Any]:
-        """The stage that runs, and what the stage before has passed on."""
+        """The running stage, and the hidden states received from the previous stage."""
 
     @property
     def past(self) -> bool:
-        """True while one runs whose rest is another stage's."""
+        """True while a forward runs code after the last module of its stage."""
 
 
 class StandIn(Tensor):
-    """A tensor of another stage, and all that is computed from it: a form without values.
+    """A tensor of another stage, or a result computed from one, without values.
 
-    It has the shape, the dtype and the device, takes no memory, and each call with it is made on
-    the meta device. Its autograd graph is real.
+    It has a shape, dtype and device and takes no memory; operations on it run on the meta device.
+    Its autograd graph is real.
 
     Attributes:
         form: A tensor on the meta device.
-        forward: The forwards of its rank, of which the running one is meant.
-        source: The source of that forward, which may be over; None for a module's own tensor.
-        carried: What has travelled to take its place, if anything has.
+        forward: The forwards of its rank; errors depend on the running one.
+        source: The `source` of the forward that made it; None for a tensor of a twin.
+        carried: The received tensor that has replaced it as an argument; unset if there is none.
     """
 
     carried: Tensor
@@ -73,10 +73,11 @@ class StandIn(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Make the call on forms; its results are stand-ins.
+        """Run the operation on meta tensors, and return stand-ins.
 
         Raises:
-            InvalidArgumentError: It reads a number out of one, or writes it to another tensor.
+            InvalidArgumentError: It reads a stand-in's values, or writes them to a real tensor.
+            UnknownValueError: It reads values after the stage's last module.
         """
         kwargs = kwargs or {}
         standing = next(stand_ins_within((*args, *kwargs.values())))
@@ -98,31 +99,31 @@ class StandIn(Tensor):
         return map_tensors(lambda form: _standing(form, device, forward, source), result)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """Write the form."""
+        """Return shape, dtype and device as text."""
         return f"StandIn(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __deepcopy__(self, memo: Any) -> StandIn:
-        """Return itself: it never changes."""
+        """Return itself: a stand-in never changes."""
         return self
 
     def tolist(self) -> NoReturn:
-        """Refuse."""
+        """Refuse to read values."""
         _refuse_read(self.forward)
 
     def numpy(self, **_: Any) -> NoReturn:
-        """Refuse."""
+        """Refuse to read values."""
         _refuse_read(self.forward)
 
 
 def standing_like(value: Any, forward: Forward, of: Tensor, *, trained: bool = False) -> Any:
-    """Return a value in which stand-ins, on the device of `of`, are in the place of tensors.
+    """Return a value with its tensors replaced by stand-ins on the device of `of`.
 
     Args:
         value: The value.
-        forward: The forwards that they belong to.
-        of: A tensor that they are computed from.
-        trained: Whether all that are no integers require grad if that tensor does; else those in
-            whose place they are.
+        forward: The forwards that the stand-ins belong to.
+        of: The tensor that autograd takes them to be computed from.
+        trained: Whether all floating point stand-ins require grad if `of` does; otherwise only
+            those whose tensor in `value` does.
     """
 
     def stand_in(tensor: Tensor) -> Any:
@@ -136,7 +137,7 @@ def standing_like(value: Any, forward: Forward, of: Tensor, *, trained: bool = F
 
 
 def first_trained(*values: Any) -> Tensor | None:
-    """Return the first tensor in values that requires a gradient, else the first; None if none."""
+    """Return the first tensor that requires grad, else the first; None if there is no tensor."""
     tensors = [*tensors_in(values)]
     return next((tensor for tensor in tensors if tensor.requires_grad), next(iter(tensors), None))
 
@@ -152,7 +153,7 @@ def stands(value: Any) -> bool:
 
 
 class _Standing(torch.autograd.Function):
-    """Make a stand-in that is computed from a tensor."""
+    """Make a stand-in whose autograd graph leads to a real tensor."""
 
     @staticmethod
     def forward(ctx: Any, of: Tensor, form: Tensor, forward: Forward) -> StandIn:
@@ -180,17 +181,17 @@ def _form(tensor: Tensor) -> Tensor:
 
 
 def _blank(tensor: Tensor) -> Tensor:
-    """Return a tensor of a stand-in's form and no memory of that size."""
+    """Return a real tensor of a stand-in's form, expanded from one element to save memory."""
     if not isinstance(tensor, StandIn):
         return tensor
     return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: Forward) -> Any:
-    """Return what a call writes to as it is: what it writes has no values.
+    """Return the targets of an in-place operation unchanged, since a stand-in has no values.
 
     Raises:
-        InvalidArgumentError: It would write to a tensor that has values.
+        InvalidArgumentError: It would write to a tensor that has values, or change a form.
     """
     schema = func._schema
     written = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
@@ -206,11 +207,11 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], forwar
 
 
 def _refuse_read(forward: Forward) -> NoReturn:
-    """Refuse a call that brings values to Python.
+    """Refuse an operation that reads values.
 
     Raises:
-        UnknownValueError: What follows is another stage's, so the call is too.
-        InvalidArgumentError: It would be made here.
+        UnknownValueError: The running code is after the stage's last module.
+        InvalidArgumentError: The running code is this stage's.
     """
     if forward.past:
         raise UnknownValueError
@@ -226,12 +227,12 @@ def _refuse(what: str) -> NoReturn:
 
 
 def twin_of(module: nn.Module, forward: Forward, keeps: Callable[[Any], bool]) -> nn.Module:
-    """Return a module's twin, which keeps no tensor of it alive. Its hooks are left out.
+    """Return a module's twin: without hooks, and without references to the module's tensors.
 
     Args:
         module: The module.
-        forward: The forward that stand-ins of its tensors belong to.
-        keeps: Which attributes it has too; of lists, dicts and sets a copy.
+        forward: The forwards that the stand-ins of its tensors belong to.
+        keeps: Whether the twin has an attribute of this value; lists, dicts and sets are copied.
     """
     kind = nn.Module if isinstance(module, torch.jit.ScriptModule) else type(module)
     twin: nn.Module = object.__new__(kind)
@@ -250,7 +251,7 @@ def twin_of(module: nn.Module, forward: Forward, keeps: Callable[[Any], bool]) -
 
 
 def cast(twin: nn.Module, forward: Forward, fn: Callable[[Tensor], Tensor]) -> None:
-    """Let the tensors of a twin have the dtype and the device that a function gives to tensors."""
+    """Give the tensors of a twin the dtype and the device of the function's results."""
     for module in twin.modules():
         for own, _ in _tensors(module, module):
             for name, tensor in own.items():
@@ -260,9 +261,10 @@ def cast(twin: nn.Module, forward: Forward, fn: Callable[[Tensor], Tensor]) -> N
 
 
 def runs_alike(module: nn.Module) -> bool:
-    """Return whether what calling the module returns has the form that a twin's forward returns.
+    """Return whether a call of the module returns the same form as its twin's forward.
 
-    So it is if nothing was put around its parts but wrappers that say what they wrap.
+    True if no module inside has forward hooks or another forward than its class's; wrappers that
+    set `__wrapped__` (`functools.wraps`) are seen through.
     """
     return not any(
         each._forward_hooks or each._forward_pre_hooks or not _has_own_forward(each)
@@ -271,7 +273,7 @@ def runs_alike(module: nn.Module) -> bool:
 
 
 def _has_own_forward(module: nn.Module) -> bool:
-    """Return whether its forward is that of its class."""
+    """Return whether a module's forward is its class's own, apart from wrappers."""
     if isinstance(module, torch.jit.ScriptModule):
         return False
     own = inspect.unwrap(type(module).forward)
@@ -287,14 +289,14 @@ def _without_values(tensor: Tensor, forward: Forward, like: Tensor | None = None
     made = _standing(
         torch.empty(tensor.shape, dtype=like.dtype, device=_META), like.device, forward, None
     )
-    made._is_param = isinstance(tensor, nn.Parameter)  # so that it counts as one, as torch has it
+    made._is_param = isinstance(tensor, nn.Parameter)  # makes isinstance(made, nn.Parameter) true
     return made
 
 
 def is_data(value: Any) -> bool:
-    """Return whether a value is plain data, a plain function or a class, or a tuple of such.
+    """Return whether a value is plain data, a plain function, a class, or a tuple of these.
 
-    Others may hold tensors, or be changed by a forward that runs elsewhere.
+    Other objects may hold tensors, or be changed by a forward on another rank.
     """
     if isinstance(value, tuple):
         return all(map(is_data, value))

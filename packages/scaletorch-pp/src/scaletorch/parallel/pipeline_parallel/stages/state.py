@@ -1,4 +1,4 @@
-"""State that a stage keeps between the calls of its forward, its backward and the train steps."""
+"""The state that a stage keeps between calls of forward, backward and train steps."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .weights import Deferral
 
 @dataclass(slots=True, eq=False)
 class RuntimeState:
-    """The parts of a `PipelineParallel` that the train steps drive; not for users.
+    """The state of a `PipelineParallel` that the train steps use; not for users.
 
     Attributes:
         chunks: The rank's stages in the model, of which one can be selected.
         passages: The forwards of its stages.
-        gates: What surrounds the modules of each of them.
+        gates: The wrappers of each stage's modules.
         tied: The parameters that several ranks hold.
-        deferral: Where the linear layers leave their weight gradients.
+        deferral: The collector of the linear layers' postponed weight gradients.
         parameters: The rank's parameters when the running step began.
-        trained: A number for each rank that tells which parameters it trained in the last step.
+        trained: For each rank, a hash of which parameters it trained in the last step.
         forms: The forms of hidden states that `Mail` knows from earlier steps.
-        reached: The stages, with the signature of a micro-batch, whose input has got a gradient.
-        ids: The `input_ids` of the forward that comes, on any stage; None if they are no tensor.
-        steps_alone: A stage may be called by steps alone, since callers take it for a whole model.
-        in_step: A step calls the stage.
+        reached: Stage and micro-batch signature of each input that has received a gradient.
+        ids: The `input_ids` of the next forward, on any stage; None if they are not a tensor.
+        steps_alone: Whether only steps may call the stage, since callers expect a whole model.
+        in_step: Whether a step is calling the stage.
     """
 
     chunks: Chunks
@@ -48,10 +48,10 @@ class RuntimeState:
     in_step: bool = False
 
     def note_parameters(self, module: nn.Module) -> int:
-        """Note the parameters at the beginning of a step, since adapters may have come.
+        """Record the parameters at the beginning of a step, since adapters may add some.
 
         Returns:
-            A number that changes when parameters are frozen, unfrozen or cast.
+            A hash that changes when parameters are frozen, unfrozen or cast.
         """
         self.parameters = tuple(module.parameters())
         return hash(tuple((each.requires_grad, each.dtype) for each in self.parameters))
@@ -59,14 +59,14 @@ class RuntimeState:
     def compare_parameters(self, trained: tuple[int, ...]) -> None:
         """Forget the forms of hidden states if parameters were frozen, unfrozen or cast.
 
-        Those that several ranks hold must have been so on all of them.
+        A tied parameter must be frozen on all its owners or on none.
 
         Args:
-            trained: The result of `note_parameters` on each rank. All ranks decide by the same
-                numbers, so the two sides of a message always forget together.
+            trained: The result of `note_parameters` on each rank. All ranks compare the same
+                hashes, so both sides of a message forget its form together.
 
         Raises:
-            StateError: One of several owners has frozen a parameter alone; on every rank.
+            StateError: Only some owners have frozen a tied parameter; on every rank.
         """
         if trained != self.trained:
             self.tied.require_alike()

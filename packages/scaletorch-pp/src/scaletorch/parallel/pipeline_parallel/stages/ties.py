@@ -26,8 +26,8 @@ class Tie:
 
     Attributes:
         names: All its names in the whole model.
-        owners: Places in the pipeline of the ranks that hold it, ascending.
-        parameter: The parameter itself; None on other ranks.
+        owners: The places in the pipeline of the ranks that hold it, ascending.
+        parameter: The parameter itself; None on ranks that do not hold it.
         trained: Whether it required grad when the model was split.
     """
 
@@ -46,8 +46,8 @@ def find_ties(
 
     Args:
         model: The whole model.
-        placement: Which module belongs to which stage.
-        homes: The rank's place in the pipeline of each stage.
+        placement: The stage of each module.
+        homes: For each stage, the place of its rank in the pipeline.
         rank: This rank's place.
     """
     names: dict[nn.Parameter, list[str]] = {}
@@ -68,12 +68,12 @@ def groups_of_owners(
 ) -> dict[tuple[int, ...], ProcessGroup]:
     """Make and connect a group for each set of owners of tied parameters; all ranks call it.
 
-    On the pipeline's own group they would exchange beside messages of ranks that own nothing.
+    On the pipeline's own group the exchanges of owners would mix with other ranks' messages.
 
     Args:
-        group: The pipeline.
-        several: The owners' places in it, in one order on all ranks.
-        number: From where torch's group names count, agreed by all ranks.
+        group: The pipeline's group.
+        several: The owners' places in it, in the same order on all ranks.
+        number: The first number for torch's group names, agreed by all ranks.
 
     Returns:
         The groups of this rank, by the owners' places.
@@ -87,14 +87,14 @@ def groups_of_owners(
 
 
 class TiedGradients:
-    """Keeps the parameters that several ranks hold one and the same.
+    """Keeps values and gradients of tied parameters equal on all their owners.
 
     Args:
         ties: All ties of the pipeline, in the same order on every rank.
         ranks: Global ranks of the pipeline, in order.
         rank: This rank's place in it.
         group: The pipeline's process group.
-        groups: For owners that exchange on a group of their own, by their places.
+        groups: Separate groups of owners, by the owners' places; others use `group`.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class TiedGradients:
     ) -> None:
         self.ties = tuple(ties)
         self._ranks, self._rank, self._group, self._groups = ranks, rank, group, groups
-        self._pending = False  # a step was postponed: `.grad` holds gradients not summed yet
+        self._pending = False  # whether `.grad` holds a postponed step's gradients, not summed yet
 
     def share_values(self) -> None:
-        """Give every owner the first owner's values, as one process would have."""
+        """Copy the first owner's values to every owner."""
         for parameter, tie in self._own():
             if not parameter.is_meta:
                 first, *others = (self._ranks[owner] for owner in tie.owners)
@@ -119,13 +119,13 @@ class TiedGradients:
                 exchange(sends, [] if own else [(data, first)], self._group_of(tie))
 
     def check(self, held: Iterable[nn.Parameter]) -> None:
-        """Check that the parameters that several ranks hold are still this rank's.
+        """Check that this rank still holds its tied parameters.
 
         Args:
             held: This rank's parameters now.
 
         Raises:
-            StateError: Another parameter is in the place of one of them.
+            StateError: Another parameter has replaced one.
         """
         own = [*self._own()]
         found = set(held) if own else set()
@@ -138,10 +138,13 @@ class TiedGradients:
                 )
 
     def require_alike(self) -> None:
-        """Check, on all ranks of the pipeline, that no owner alone has frozen a parameter since.
+        """Check that each tied parameter is frozen on all its owners or on none.
+
+        All ranks of the pipeline call it.
 
         Raises:
-            StateError: One has; on every rank, also on those that hold none of it.
+            StateError: Only some owners have frozen one since the split; on every rank of the
+                pipeline, owner or not.
         """
         if not self.ties:
             return
@@ -152,10 +155,10 @@ class TiedGradients:
             _require_all_or_none([o for o in tie.owners if told[o][index]], tie)
 
     def begin(self) -> None:
-        """Leave gradients that `sync` has summed to each parameter's first owner alone.
+        """Drop gradients that `sync` has summed, except on each parameter's first owner.
 
-        Called before the first backward of an accumulation. The next `sync` adds up what all owners
-        have: it would count such a sum once for each of them.
+        Called before the first backward of an accumulation. The next `sync` adds the gradients of
+        all owners, so it would count an earlier sum once for each of them.
         """
         if not self._pending:
             for parameter, tie in self._own():
@@ -167,26 +170,26 @@ class TiedGradients:
         self._pending = True
 
     def sync(self) -> None:
-        """Sum gradients over the owners, in rank order: the same bits on each of them.
+        """Sum gradients over the owners, in rank order: the same bits on every owner.
 
-        An owner without a gradient counts as zeros; if no owner has one it stays None.
+        An owner without a gradient counts as zeros. If no owner has one, it stays None.
 
         Raises:
-            StateError: One owner has frozen it since, and another one has not.
+            StateError: Only some owners have frozen a parameter since the split.
         """
         self._pending = False
         alone: list[tuple[list[int], Tie]] = []
         for parameter, tie in self._own():
             if not tie.trained:
                 continue
-            # On the CPU, since the host reads them: they wait for no device.
+            # On the CPU, so that the host can read them without waiting for the device.
             flags = [parameter.grad is not None, not parameter.requires_grad]
             told = self._gather(torch.tensor(flags, dtype=torch.uint8), tie)
             held, frozen = torch.stack(told).bool().unbind(1)
             alone.append(([o for o, is_ in zip(tie.owners, frozen, strict=True) if is_], tie))
             if held.any():
                 parameter.grad = _total(self._gather(_gradient_of(parameter), tie))
-        for owners, tie in alone:  # not before: other owners wait for this rank's gradients
+        for owners, tie in alone:  # only now: an earlier error would leave other owners waiting
             _require_all_or_none(owners, tie)
 
     def _own(self) -> Iterator[tuple[nn.Parameter, Tie]]:

@@ -1,4 +1,4 @@
-"""Backwards in two parts: gradients of the inputs at once, those of linear weights later."""
+"""Split backwards: gradients of the inputs at once, gradients of linear weights later."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from torch import Tensor, nn
 
 from ..runtime.forms import as_autocast
 
-Inputs = tuple[Tensor, Tensor]  # of a linear layer, and the gradient of its output
+Inputs = tuple[Tensor, Tensor]  # the input of a linear layer, and the gradient of its output
 
 
 class WeightGradients:
-    """The weight gradients that one backward of inputs has left for later."""
+    """The weight gradients that one backward of inputs has postponed."""
 
     def __init__(self) -> None:
-        self.open = False  # whether the backward that leaves them is running, and no other
+        self.open = False  # whether the backward that postpones them is running
         self._left: list[tuple[Tensor, Inputs]] = []
 
     def gradients(self) -> list[Tensor]:
-        """Return the outputs' gradients, which are kept until `accumulate`."""
+        """Return the gradients of the layers' outputs, which are kept until `accumulate`."""
         return [gradient for _, (_, gradient) in self._left]
 
     def leave(self, weight: Tensor, inputs: Tensor, gradient: Tensor) -> None:
-        """Leave the gradient of a weight for later.
+        """Postpone the gradient of a weight.
 
         Args:
-            weight: [out, in], a leaf; `inputs @ weight.T` was the output.
+            weight: [out, in], a leaf; the output was `inputs @ weight.T`.
             inputs: [..., in].
-            gradient: [..., out], that of the output.
+            gradient: [..., out], the gradient of the output.
         """
         self._left.append((weight, (inputs.detach(), gradient)))
 
     def accumulate(self) -> None:
-        """Compute them and let autograd add them, hooks and all, one after another."""
+        """Compute the gradients one after another; autograd adds them and runs hooks."""
         roots: list[Tensor] = [_Later.apply(*each) for each in self._left]  # type: ignore[no-untyped-call]
         self._left = []
         if roots:
@@ -46,10 +46,10 @@ class WeightGradients:
 
 
 class Deferral:
-    """The place for weight gradients of a stage's linear layers: none unless `into` is set.
+    """The collector of a stage's postponed weight gradients; nothing is postponed without one.
 
     Attributes:
-        into: Collects those of the forward that is running, or running again.
+        into: Collects the weight gradients of the running forward, original or recomputed.
     """
 
     def __init__(self) -> None:
@@ -57,11 +57,11 @@ class Deferral:
 
     @contextmanager
     def to(self, into: WeightGradients | None, *, backward: bool = False) -> Iterator[None]:
-        """Let the forwards in this context leave their weight gradients for later.
+        """Postpone the weight gradients of the forwards in this context.
 
         Args:
-            into: Collects them; None leaves none.
-            backward: Whether it is their backward that runs in this context.
+            into: Collects them; None postpones none.
+            backward: Whether the context runs their backward.
         """
         if into is None:
             yield
@@ -74,9 +74,9 @@ class Deferral:
 
 
 def defer_weight_gradients(model: nn.Module, deferral: Deferral) -> None:
-    """Let every `nn.Linear` of a model compute its weight's gradient later, if that is asked.
+    """Let every `nn.Linear` of a model postpone its weight's gradient while `deferral` is set.
 
-    Only layers that use `nn.Linear`'s own forward do; all others compute it at once.
+    Layers with another forward than `nn.Linear`'s own compute it at once.
     """
     for layer in model.modules():
         own = "forward" in vars(layer)
@@ -89,7 +89,7 @@ def _forward(module: nn.Linear, deferral: Deferral, input: Tensor) -> Tensor:
     weight: Tensor = module.weight
     bias: Tensor | None = module.bias
     trained = torch.is_grad_enabled() and weight.requires_grad
-    # A weight that is itself computed has a graph, which is gone after the first backward.
+    # A computed weight (not a leaf) has a graph, which the first backward frees.
     if deferral.into is None or not trained or not weight.is_leaf:
         return F.linear(input, weight, bias)
     bias = bias if bias is None else as_autocast(bias)
@@ -106,14 +106,15 @@ class _Linear(torch.autograd.Function):
         ctx: Any,
         inputs: Tensor,
         bias: Tensor | None,
-        root: Tensor,  # requires grad, and so does the output, where neither inputs nor bias do
+        root: Tensor,  # requires grad, so that the output does even if inputs and bias do not
         later: tuple[Tensor, WeightGradients],
     ) -> Tensor:
+        # Code that walks the graph for parameters (tensor parallelism) finds the weight here.
         ctx.later, ctx.trained_later = later, later[:1]
-        # Saved for its version alone too: autograd refuses weights that were changed in between.
+        # The weight is saved for its version too: autograd raises if it was changed in place.
         ctx.save_for_backward(inputs, later[0])
         output = F.linear(inputs, as_autocast(later[0].detach()), bias)
-        # Not a view for autograd, so that it may be changed in place, as by nn.ReLU(inplace=True).
+        # Not a view for autograd, so nn.ReLU(inplace=True) and the like may change it in place.
         return torch.ops.aten._unsafe_view(output, output.shape)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -125,7 +126,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             of_bias = _rows(gradient).sum(0)
         weight, into = ctx.later
-        if into.open:  # and not a gradient that the model takes in its own forward
+        if into.open:  # closed if the model itself computes a gradient in its forward
             into.leave(weight, inputs, gradient)
         return of_inputs, of_bias, None, None
 
@@ -148,14 +149,14 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def give_own_memory(parameters: Iterable[nn.Parameter], kept: Iterable[Tensor]) -> None:
-    """Give gradients memory of their own if autograd took that of tensors still to be used.
+    """Copy gradients that share memory with tensors still in use.
 
-    It takes views as they are, and adds the next micro-batch's into them.
+    Autograd may store a view as `.grad`, and would add the next micro-batch's gradient in place.
     """
     memory = {tensor.untyped_storage().data_ptr() for tensor in kept}
     for parameter in parameters:
         gradient = parameter.grad
         if type(gradient) is not Tensor or gradient.layout != torch.strided:
-            continue  # none, or one that only stands for shards elsewhere
+            continue  # none, or a placeholder for shards that are elsewhere
         if gradient.untyped_storage().data_ptr() in memory:
             parameter.grad = gradient.clone()

@@ -1,1 +1,1 @@
-"""One step: its micro-batches, the work of its actions, its loss and its times."""
+"""One step: its micro-batches, the computation of its actions, and its loss."""

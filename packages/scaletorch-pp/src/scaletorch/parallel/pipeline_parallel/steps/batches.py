@@ -1,4 +1,4 @@
-"""The micro-batches of a step, read and checked, and their default loss."""
+"""The micro-batches of a step: reading, checks, and the default loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..runtime.forms import Hidden, autocasts, signature, tensor_of
 Batch = Mapping[str, Any]
 LossFunction = Callable[[Any, Batch], Tensor]
 
-# Entries of a micro-batch that the model's forward is not given by keyword.
+# Entries of a micro-batch that are not passed to the model's forward by keyword.
 NOT_PASSED = ("input_ids", "labels")
 
 
@@ -31,9 +31,9 @@ class MicroBatches:
 
     Attributes:
         batches: The micro-batches.
-        device: Device that computes them.
-        shape: Shape that hidden states must have; None takes any.
-        dtype: Dtype that they must have, or are cast to under autocast; None takes any.
+        device: Device on which the stage computes them.
+        shape: Required shape of hidden states; None takes any.
+        dtype: Required dtype of hidden states, to which autocast casts them; None takes any.
     """
 
     batches: list[Batch]
@@ -42,15 +42,16 @@ class MicroBatches:
     dtype: torch.dtype | None = None
 
     def inputs(self, micro_batch: int, hidden: Hidden | None) -> tuple[Any, dict[str, Any]]:
-        """Return the arguments of a stage's forward: `hidden` or the ids, and all else by name."""
+        """Return the arguments of a stage's forward: `hidden` or the ids, and the rest by name."""
         batch = self.batches[micro_batch]
         entries = {name: self._here(v) for name, v in batch.items() if name not in NOT_PASSED}
         return self._here(batch["input_ids"]) if hidden is None else hidden, entries
 
     def ids(self, micro_batch: int) -> Tensor | None:
-        """Return a micro-batch's `input_ids`; None if they are no tensor.
+        """Return a micro-batch's `input_ids`; None if they are not a tensor.
 
-        Integers are put on the device; of other inputs later stages use the form alone.
+        Integers are moved to the device. Floating point inputs are not, since later stages use
+        their form alone.
         """
         ids = self.batches[micro_batch]["input_ids"]
         if not isinstance(ids, Tensor):
@@ -59,7 +60,7 @@ class MicroBatches:
 
     @cached_property
     def signatures(self) -> list[Hashable]:
-        """For each micro-batch the facts that the form of its hidden states depends on."""
+        """For each micro-batch, the facts that decide the form of its hidden states."""
         cast = autocasts(self.device) and torch.get_autocast_dtype(self.device.type)
         mode = torch.is_grad_enabled(), cast, cast and self.dtype
         return [
@@ -68,7 +69,7 @@ class MicroBatches:
         ]
 
     def describe(self) -> list[str]:
-        """Return, in few lines, the facts that must be the same on all ranks."""
+        """Return a few lines with the facts that must be the same on all ranks."""
         lines = [
             f"{len(self.batches)} micro-batches",
             f"hidden states {self.shape} of {self.dtype}",
@@ -81,12 +82,12 @@ class MicroBatches:
         return lines
 
     def checked(self, output: Hidden) -> Hidden:
-        """Return a stage's output as it may be passed on.
+        """Return a stage's output, checked and ready to be sent.
 
-        Under autocast it is cast to the dtype, and its gradient comes back through the cast.
+        Under autocast it is cast to `dtype`, and its gradient comes back through the cast.
 
         Raises:
-            InvalidArgumentError: Another shape, dtype or device than was announced.
+            InvalidArgumentError: It has another shape, dtype or device than announced.
         """
         announced = self.shape is not None or self.dtype is not None
         tensors = list(tensors_in(output))
@@ -115,12 +116,13 @@ def read(
     """Return this step's micro-batches.
 
     Args:
-        data_loader: Them.
+        data_loader: The micro-batches.
         with_labels: Whether each needs `labels`.
         first: The entry that each needs: the first argument of the model's forward.
 
     Raises:
-        InvalidArgumentError: None at all, or one that lacks an entry.
+        InvalidArgumentError: There are none, or one is no mapping, lacks an entry, has labels that
+            are no tensor, or has an entry that requires grad.
     """
     batches = list(data_loader)
     needed = (first, "labels") if with_labels else (first,)
@@ -153,7 +155,7 @@ def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Return `shape` as a tuple.
 
     Raises:
-        InvalidArgumentError: Not a sequence of positive ints.
+        InvalidArgumentError: It is not a sequence of positive ints.
     """
     sizes = tuple(shape) if isinstance(shape, Sequence) else ()
     if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
@@ -168,7 +170,7 @@ def checked_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return `dtype`.
 
     Raises:
-        InvalidArgumentError: Not a floating point dtype.
+        InvalidArgumentError: It is not a floating point dtype.
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         message = f"dtype is that of the hidden states, such as torch.bfloat16, got {dtype!r}"
@@ -179,15 +181,15 @@ def checked_dtype(dtype: torch.dtype) -> torch.dtype:
 def token_mean_loss(
     batches: Iterable[Batch], device: torch.device, group: ProcessGroup | None
 ) -> LossFunction:
-    """Return the loss of one micro-batch: its token losses divided by all valid tokens of the step.
+    """Return the loss of a micro-batch: the sum of its token losses over the step's valid tokens.
 
-    These are the tokens of all `batches`. If the pipeline is the manager's pp axis, they are also
-    those of the other ranks of its CP x DP group, so that losses and gradients add up over
-    micro-batches and ranks. A pipeline over another group has no such ranks that it knows of.
+    The valid tokens of all `batches` count. If the pipeline is the manager's pp axis, the tokens of
+    all ranks of its CP x DP group count, so that losses and gradients add up over micro-batches and
+    ranks. A pipeline over another group counts its own tokens alone.
 
     Args:
         batches: This step's micro-batches; `labels` [B, L] are aligned with the outputs, and -100
-            marks tokens that do not count.
+            marks tokens to ignore.
         device: Device on which the loss is computed.
         group: The pipeline's ranks.
     """

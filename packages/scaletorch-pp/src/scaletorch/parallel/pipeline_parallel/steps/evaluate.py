@@ -1,4 +1,4 @@
-"""Forwards alone: a model's outputs from the stages of its pipeline, without labels."""
+"""Forward passes without gradients or labels, which return the model's outputs."""
 
 from __future__ import annotations
 
@@ -32,26 +32,27 @@ def pipeline_forward(
 ) -> list[Tensor]:
     """Run micro-batches forward through the stages, without gradients.
 
-    The model's mode is left as it is: call `model.eval()` before, if it matters.
+    The model's mode does not change: call `model.eval()` before if it matters.
 
     Args:
         model: A `PipelineParallel`, or wrappers around one; the outermost is called.
         data_loader: Micro-batches with `input_ids`; `labels` are not needed.
         tensor_shapes: Shape of one micro-batch's hidden states, [B, L, H]; None takes any.
-        device: Device on which the stage computes; None is that of its parameters.
+        device: Device on which the stage computes; None is the device of its parameters.
         dtype: Dtype of hidden states; None takes any.
-        everywhere: Return the outputs on every rank, not on that of the last stage alone.
+        everywhere: Return the outputs on every rank, not only on the rank of the last stage.
         group: The ranks in order; None is the model's own group.
-        each: `each(output, batch)` is what is kept of an output, such as its loss; None keeps its
-            first tensor, such as logits [B, L, V].
+        each: A function of output and batch; its result, such as a loss, is returned in place of
+            the output. None returns the output's logits [B, L, V], or its first tensor.
 
     Returns:
-        What is kept of the model's output for each micro-batch, on the rank of the last stage;
-        nothing elsewhere unless `everywhere`.
+        One tensor for each micro-batch, on the rank of the last stage; an empty list elsewhere
+        unless `everywhere`.
 
     Raises:
-        InvalidArgumentError: A bad argument, or a stage's output that was announced otherwise.
-        MismatchError: Ranks that differ in micro-batches or their shapes.
+        InvalidArgumentError: A bad argument, or a stage's output of another shape, dtype or device
+            than announced.
+        MismatchError: Ranks differ in micro-batches or their shapes.
         StageError: Another rank has failed; the message has its error.
     """
     step = Step(model, data_loader, tensor_shapes, device, dtype, group)
@@ -75,7 +76,7 @@ def pipeline_forward(
 
 @lru_cache(maxsize=64)
 def _forwards(stages: tuple[tuple[int, ...], ...]) -> Builder:
-    """Return one and the same function for the same stages, so that plans are found again."""
+    """Return the same function object for the same stages, so that `plan_of` caches its plan."""
     return partial(forward_only, stages=stages)
 
 

@@ -1,4 +1,4 @@
-"""One step of a pipeline: what all ranks agree on, and this rank's forwards of it."""
+"""One step of a pipeline: the agreement of all ranks, and this rank's forwards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .batches import Batch, MicroBatches, checked_dtype, checked_shape, read
 
 
 class Step:
-    """One step on this rank; `agree` completes it.
+    """One step on this rank; `agree` sets `inputs`, `plan` and `mail`.
 
     The arguments are those of `train_step_pipeline`.
 
@@ -33,7 +33,7 @@ class Step:
         wrappers: The modules around the pipeline, outermost first.
         pipeline: The rank's stages.
         group: The pipeline's ranks.
-        inputs: The micro-batches, once they are agreed on.
+        inputs: The micro-batches.
         plan: The schedule, and this rank's program.
         mail: Outputs on their way between stages.
     """
@@ -65,17 +65,18 @@ class Step:
         trains: bool,
         facts: Iterable[str] = (),
     ) -> None:
-        """Read the micro-batches, prove the schedule, and compare both over the pipeline's ranks.
+        """Read the micro-batches, check the schedule, and compare both over the pipeline's ranks.
 
         Args:
             subject: Name of the step, for messages.
             schedule: The schedule; None is the pipeline's own.
             with_labels: Whether micro-batches need labels.
-            trains: Whether there are backwards.
+            trains: Whether the step runs backwards.
             facts: Other facts that must be the same on all ranks.
 
         Raises:
-            MismatchError: Ranks differ, or another rank has a mistake.
+            InvalidArgumentError: This rank's input or schedule is wrong.
+            MismatchError: Ranks differ, or another rank's input or schedule is wrong.
         """
         pipeline, lines = self.pipeline, list(facts)
         failed: list[Exception] = []
@@ -89,22 +90,22 @@ class Step:
             if trains:
                 self._require_training(self.plan.schedule)
             lines += [*self.inputs.describe(), self.plan.text]
-        except Exception as found:  # a data loader may raise anything; the others must learn of it
+        except Exception as found:  # a data loader may raise anything, and other ranks must know
             failed.append(found)
             if not isinstance(found, ScaletorchError) and tell_guard(found):
                 raise
         runtime = pipeline.runtime
         note = runtime.note_parameters(pipeline)
-        # Taken out of the list, since its traceback has this frame.
+        # Popped, since the error's traceback refers to this frame, and so to the list.
         notes = agree(subject, lines, self.group, error=failed.pop() if failed else None, note=note)
         runtime.compare_parameters(notes)
         posts = Posts(pipeline.ranks, self.group, self.inputs.device)
         self.mail = Mail(posts, self.inputs.signatures, runtime.forms)
 
     def forward(self, task: Task) -> tuple[Hidden | None, Any]:
-        """Run a stage on a micro-batch; return the hidden states it was given, and its output.
+        """Run a stage on a micro-batch; return the hidden states it received, and its output.
 
-        An output that is not the model's is passed on.
+        Unless it is the last stage, the output goes to the next one.
         """
         hidden = None if task.needs is None else self.mail.take_hidden(task.needs)
         self.pipeline.select(task.action.chunk)
@@ -123,7 +124,7 @@ class Step:
     def execute(
         self, perform: Callable[[Task], None], note: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Execute this rank's program; return whether `note` returned true on any rank then.
+        """Execute this rank's program; return whether `note` returned true on any rank.
 
         Raises:
             StageError: Another rank has failed.
@@ -140,7 +141,7 @@ class Step:
 
     def _inputs(self, with_labels: bool) -> MicroBatches:
         data_loader, shape, device, dtype = self._given
-        if device is None:  # where the parameters are, but a stage may have none
+        if device is None:  # a stage without parameters takes the group's device
             first = next(self.pipeline.parameters(), None)
             device = get_comm_device(self.pipeline.group) if first is None else first.device
         return MicroBatches(
@@ -171,10 +172,10 @@ class Step:
 
 
 def unwrap(model: nn.Module) -> tuple[list[nn.Module], PipelineParallel]:
-    """Return the wrappers around a `PipelineParallel`, outermost first, and itself.
+    """Return the wrappers around a `PipelineParallel`, outermost first, and the pipeline itself.
 
     Raises:
-        InvalidArgumentError: There is none beneath `model`.
+        InvalidArgumentError: `model` does not wrap one.
     """
     wrappers: list[nn.Module] = []
     inner: Any = model

@@ -1,4 +1,4 @@
-"""Train steps: the work of a schedule's actions on one rank, and its gradients and loss."""
+"""Train steps: the computation of a schedule's actions on one rank, its gradients and loss."""
 
 from __future__ import annotations
 
@@ -38,35 +38,37 @@ def train_step_pipeline(
 ) -> Tensor:
     """Run one step's micro-batches in the order of the model's own schedule.
 
-    Gradients are added to `.grad` and complete on return: the last backward syncs those of a data
-    parallel wrapper, and tied parameters are summed over their ranks. If a stage raises, on
-    whichever rank, all ranks raise, and the model may be used again; its gradients are half made.
+    Gradients are added to `.grad` and complete on return: the last backward syncs the gradients of
+    a data parallel wrapper, and gradients of tied parameters are summed over their ranks. If a
+    stage raises on any rank, all ranks raise, and the model may be used again; its gradients are
+    incomplete.
 
     Args:
         model: A `PipelineParallel`, or wrappers around one (`.module`); the outermost is called.
-        data_loader: This step's micro-batches, as many on every rank: mappings with `input_ids`
-            and `labels` [B, L] int64, and more that forward is given by keyword on every stage.
-            Sizes may differ from one to the next.
+        data_loader: This step's micro-batches, the same number on every rank: mappings with
+            `input_ids` and `labels` [B, L] int64. Other entries are passed to forward by keyword on
+            every stage. Sizes may differ between micro-batches.
         tensor_shapes: Shape of one micro-batch's hidden states, [B, L, H], to be checked; None
-            takes whatever shape they have.
-        device: Device on which the stage computes; None is that of its parameters.
+            takes any.
+        device: Device on which the stage computes; None is the device of its parameters.
         dtype: Dtype of hidden states, to be checked, or cast to under autocast; None takes any.
-        loss_fn: `loss_fn(output, batch) -> scalar`, added up over micro-batches. None is the
-            token cross entropy of `labels` (aligned with the outputs, -100 ignored) divided by
-            the valid tokens of all micro-batches and, if the pipeline is the manager's pp axis, of
-            the manager's CP x DP group. Over a group of your own it counts this pipeline's alone.
+        loss_fn: `loss_fn(output, batch) -> scalar`, summed over micro-batches. None is the token
+            cross entropy of `labels` (aligned with the outputs, -100 ignored) divided by the
+            number of valid tokens of all micro-batches and, if the pipeline is the manager's pp
+            axis, of the manager's CP x DP group. Over another group, this pipeline's tokens count.
         group: The ranks in order; None is the model's own group.
         schedule: Another schedule of the same stages; None is the model's own.
 
     Returns:
-        The sum of the micro-batches' losses on the rank of the last stage and zero elsewhere: 0-d,
-        detached, in the losses' dtype but float32 at least, on every rank. With the default loss it
-        is this rank's share of the global batch's loss.
+        The sum of the micro-batches' losses on the rank of the last stage, and zero elsewhere: 0-d,
+        detached, in the losses' dtype but at least float32, on every rank. With the default loss,
+        sums over the CP x DP group give the global batch's loss.
 
     Raises:
-        InvalidArgumentError: A bad argument, or a stage's output that was announced otherwise.
-        MismatchError: Ranks that differ in micro-batches, their shapes, or schedule.
-        ScheduleError: A schedule that would not end, or not compute every gradient.
+        InvalidArgumentError: A bad argument, or a stage's output of another shape, dtype or device
+            than announced.
+        MismatchError: Ranks differ in micro-batches, their shapes, or schedule.
+        ScheduleError: The schedule would deadlock, or not compute every gradient.
         StageError: Another rank has failed in this step; the message has its error.
     """
     step = Step(model, data_loader, tensor_shapes, device, dtype, group)
@@ -90,7 +92,7 @@ def train_step_pipeline_afab(
     """Run one step's micro-batches, all forwards first, then all backwards.
 
     Arguments, result and errors are those of `train_step_pipeline`; the model has one stage on each
-    rank. Activations of all micro-batches are alive at once.
+    rank. The activations of all micro-batches are kept at once.
     """
     rest = tensor_shapes, device, dtype
     return train_step_pipeline(
@@ -108,7 +110,7 @@ def train_step_pipeline_1f1b(
     loss_fn: LossFunction | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Run one step's micro-batches, forwards and backwards in turn.
+    """Run one step's micro-batches, alternating forwards and backwards (1F1B).
 
     Arguments, result and errors are those of `train_step_pipeline`; the model has one stage on each
     rank. Stage s of N keeps the activations of at most N - s micro-batches.
@@ -128,18 +130,18 @@ def _train(step: Step, loss_fn: LossFunction | None) -> Tensor:
         wide = step.execute(training.run, training.is_wide)
         if all(switches.values()):
             step.pipeline.sync_tied_gradients()
-        else:  # the wrapper has not summed this step's gradients yet: a later step will
+        else:  # gradient accumulation: a later step syncs the wrapper's gradients
             tied.postpone()
     return training.total.to(torch.float64 if wide else torch.float32)
 
 
 class Training:
-    """The work of the actions of a training schedule.
+    """The computation of the actions of a training schedule.
 
     Args:
         step: The step.
-        loss_fn: Loss of one micro-batch; not used before the last stage.
-        switches: Wrappers whose gradient sync waits for the last backward, with its own value.
+        loss_fn: Loss of one micro-batch; used on the last stage alone.
+        switches: Wrappers that sync gradients in the last backward, with their switch's own value.
 
     Attributes:
         total: The sum of the losses so far, 0-d, in the widest of their dtypes.
@@ -154,7 +156,7 @@ class Training:
         self._later = {(a.micro_batch, a.chunk): WeightGradients() for a in parted}
         self._backwards = sum(action.kind != FORWARD for action in actions)
         self._live: dict[tuple[int, int], tuple[Hidden | None, Any]] = {}
-        self._lost: dict[Hashable, str] = {}  # inputs without a gradient so far
+        self._lost: dict[Hashable, str] = {}  # messages for inputs without a gradient so far
         self._autocasts = autocasts(step.inputs.device)
         self.total = torch.zeros((), dtype=torch.float32, device=step.inputs.device)
 
@@ -163,14 +165,14 @@ class Training:
         return self.total.dtype == torch.float64
 
     def run(self, task: Task) -> None:
-        """Run a task whose input is here."""
+        """Run a task whose input has arrived."""
         kind, micro_batch, chunk = task.action
         into = self._later.get((micro_batch, chunk))
         if kind == FORWARD:
             self._forward(task, into)
             return
         self._switch_sync()
-        # A recomputed forward may look for its modules, and wrappers for what a backward may reach.
+        # Recomputed forwards and wrappers' searches for parameters need the chunk's modules.
         self.step.pipeline.select(chunk)
         if kind == BACKWARD_WEIGHT:
             self._backward(None, into, None)
@@ -189,7 +191,7 @@ class Training:
         self._live[micro_batch, chunk] = hidden, output
 
     def _backward_of_inputs(self, task: Task, into: WeightGradients | None) -> None:
-        """Run a backward, or the part of it that others wait for."""
+        """Run a full backward, or only the gradient of the inputs, and pass that on."""
         _, micro_batch, chunk = task.action
         mail = self.step.mail
         gradients = None if task.needs is None else mail.take_gradients(task.needs)
@@ -201,9 +203,9 @@ class Training:
             mail.put(task.makes, made)
 
     def _look_for_gradients(self, task: Task, hidden: Hidden | None) -> None:
-        """Note whether what the stage before passed on got a gradient, until it has once.
+        """Record an error if the received hidden states got no gradient in any micro-batch so far.
 
-        In one micro-batch it may get none, as if none of its tokens counts.
+        A single micro-batch may give none, for example if all its tokens are ignored.
         """
         reached = self.step.pipeline.runtime.reached
         key = task.stage, self.step.inputs.signatures[task.action.micro_batch]
@@ -227,12 +229,12 @@ class Training:
         backward: Any = self.step.model.backward
         if not self._autocasts:
             return backward(hidden, output, gradient)
-        # Autocast is for forwards: a backward runs in the dtypes that its forward chose.
+        # Autocast is for forwards: a backward uses the dtypes that its forward chose.
         with torch.autocast(self.step.inputs.device.type, enabled=False):
             return backward(hidden, output, gradient)
 
     def _switch_sync(self) -> None:
-        """Let wrappers sync gradients in the last backward alone."""
+        """Let wrappers sync gradients only in the last backward."""
         self._backwards -= 1
         for wrapper, wanted in self.switches.items():
             setattr(wrapper, SYNC_SWITCH, wanted and self._backwards == 0)
@@ -240,8 +242,8 @@ class Training:
 
 @contextmanager
 def deferred_sync(wrappers: Iterable[nn.Module]) -> Iterator[dict[nn.Module, bool]]:
-    """Yield the wrappers that have a gradient sync switch with its value, and put it back after."""
-    # A wrapper shows attributes of what it wraps as its own, so hasattr would find one twice.
+    """Yield wrappers that have a gradient sync switch, with its value; restore it at the end."""
+    # A wrapper shows its inner module's attributes as its own, so hasattr would find one twice.
     found = [w for w in wrappers if SYNC_SWITCH in vars(w) or hasattr(type(w), SYNC_SWITCH)]
     switches = {wrapper: bool(getattr(wrapper, SYNC_SWITCH)) for wrapper in found}
     try:
@@ -255,8 +257,8 @@ def checked_loss(loss: Any) -> Tensor:
     """Return a micro-batch's loss as a 0-d tensor.
 
     Raises:
-        InvalidArgumentError: Not a tensor of one element, or one without a gradient; or it was
-            computed with another stage's tensors.
+        InvalidArgumentError: It is not a floating point tensor of one element that requires grad,
+            or it was computed from another stage's tensors.
     """
     check_output(loss)
     one = isinstance(loss, Tensor) and loss.numel() == 1
