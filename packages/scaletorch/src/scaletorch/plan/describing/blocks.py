@@ -15,7 +15,7 @@ from ..description import Block
 
 
 class _Skipped(PassThrough):
-    """Stands in for a layer: returns the latest layer's output, with its own input as first item."""
+    """A stand-in for a layer: returns its input, with the latest layer's other outputs."""
 
     def __init__(self, replaced: nn.Module, like: list[Any]) -> None:
         super().__init__(replaced, "a layer like another")

@@ -189,7 +189,7 @@ class _Job:
         return seen, model
 
     def _loss(self) -> dict[str, Any]:
-        """Return the loss arguments of `train_step`; 1 replaces the token count, which is hollow."""
+        """Return the loss arguments of `train_step`; 1 replaces the hollow token count."""
         function = self.loss_fn
         if function is None:
             return {}

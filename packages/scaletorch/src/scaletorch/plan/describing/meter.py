@@ -164,7 +164,7 @@ class Meter:
             tensor.register_hook(lambda _: self._enter(block, BACKWARD))
 
     def _multiply(self, _: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        """Count the input and output gradient of a linear layer with a deferrable weight gradient."""
+        """Count input and output gradient of a linear layer with a deferrable weight gradient."""
         storage, block = args[0].untyped_storage(), self._block
         if self._on and self._phase == FORWARD and output.requires_grad:
             if (block, storage._cdata) not in self._multiplied:

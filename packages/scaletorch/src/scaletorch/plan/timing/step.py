@@ -205,7 +205,7 @@ class Steps(Once):
         return [ranks[rank].stages[chunk] for rank, chunk in order]
 
     def message(self, layout: Layout) -> float:
-        """Return the seconds of a message between stages; its size is that of the largest output."""
+        """Return the seconds of a message between stages, which has the largest output's size."""
         way = self._routes(layout.grid)["pp"]
         return seconds("send", 1, self._known.handed(layout), way, self._cluster)
 
