@@ -89,7 +89,7 @@ def measure(way: Callable[[Grid], Any], grid: Grid, rank: int) -> tuple[float, i
 
 
 def compare(grid: Grid, repeats: int) -> None:
-    """Measure every way in turn, ``repeats`` times, and print the medians."""
+    """Measure every way in turn, `repeats` times, and print the medians."""
     times: dict[str, list[float]] = {name: [] for name in WAYS}
     calls: dict[str, int] = {}
     for way in WAYS.values():

@@ -34,7 +34,7 @@ SIZES = {"8 B": 8, "64 KiB": 2**16, "1 MiB": 2**20, "8 MiB": 2**23}
 
 
 def calls(size: int, flat: c10d.ProcessGroup, deep: c10d.ProcessGroup) -> Ways:
-    """Return for each call torch's and ours, on ``size`` bytes in all."""
+    """Return for each call torch's and ours, on `size` bytes in all."""
     ranks = c10d.get_world_size()
     data = torch.ones(max(size // 4, 1))
     part = torch.ones(max(len(data) // ranks, 1))

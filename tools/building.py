@@ -14,7 +14,7 @@ BUILD = "import sys, hatchling.build as it; print(getattr(it, sys.argv[1])(sys.a
 
 
 def build(source: Path, into: Path, kind: str = "wheel") -> Path:
-    """Build the ``wheel`` or the ``sdist`` of the package in the folder ``source``; return it."""
+    """Build the `wheel` or the `sdist` of the package in the folder `source`; return it."""
     command = [sys.executable, "-c", BUILD, f"build_{kind}", str(into)]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
     if done.returncode:

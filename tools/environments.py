@@ -1,8 +1,8 @@
 """Fresh environments that hold built wheels and nothing of this repository.
 
-They borrow third-party libraries from the running interpreter's through a ``.pth`` file, so that
+They borrow third-party libraries from the running interpreter's through a `.pth` file, so that
 torch is not installed again. The running environment's editable packages stay invisible, since a
-borrowed folder's own ``.pth`` files are not read; and pip never touches what lies outside.
+borrowed folder's own `.pth` files are not read; and pip never touches what lies outside.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def site_packages(folder: Path) -> Path:
 def create(folder: Path, *borrowed: Path | str) -> Path:
     """Make an environment that has the libraries of other folders; return its python.
 
-    A ``.pth`` file has a line for each: a folder, or a statement that every start executes.
+    A `.pth` file has a line for each: a folder, or a statement that every start executes.
     """
     venv.create(folder, with_pip=False, symlinks=True)
     (site_packages(folder) / "borrowed.pth").write_text("".join(f"{b}\n" for b in borrowed))
@@ -74,7 +74,7 @@ def pip(python: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str
 def run(
     python: Path, *arguments: str | Path, folder: Path, limit: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """Run an environment's python in a folder, for ``limit`` seconds at most."""
+    """Run an environment's python in a folder, for `limit` seconds at most."""
     return subprocess.run(
         [python, *arguments],
         cwd=folder,

@@ -12,17 +12,17 @@ PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
 
 
 def pyproject(package: str) -> dict[str, Any]:
-    """Return a package's ``pyproject.toml``."""
+    """Return a package's `pyproject.toml`."""
     return tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())
 
 
 def distribution(requirement: str) -> str:
-    """Return the name in a requirement such as ``torch>=2.10``."""
+    """Return the name in a requirement such as `torch>=2.10`."""
     return re.split(r"[^\w-]", requirement)[0]
 
 
 def requirements(package: str) -> list[str]:
-    """Return the sibling packages that one names in its ``dependencies``."""
+    """Return the sibling packages that one names in its `dependencies`."""
     names = map(distribution, pyproject(package)["project"]["dependencies"])
     return [name for name in names if name in PACKAGES]
 
@@ -45,7 +45,7 @@ def dependents(package: str) -> list[str]:
 
 
 def portions(package: str) -> list[str]:
-    """Return the folders that the package's wheel installs, such as ``scaletorch/dist``."""
+    """Return the folders that the package's wheel installs, such as `scaletorch/dist`."""
     wheel = pyproject(package)["tool"]["hatch"]["build"]["targets"]["wheel"]
     return [folder.removeprefix("src/") for folder in wheel["only-include"]]
 

@@ -22,7 +22,7 @@ def row(what: str, check: Callable[[], str]) -> Row:
 
 
 def found(faults: Iterable[str], otherwise: str) -> str:
-    """Raise ``CheckError`` with all faults where there are any, else return what was found."""
+    """Raise `CheckError` with all faults where there are any, else return what was found."""
     if wrong := list(faults):
         raise CheckError("\n".join(wrong))
     return otherwise

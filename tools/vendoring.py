@@ -1,8 +1,8 @@
-"""Copy packages into another project, as a plain ``scaletorch`` folder with a manifest.
+"""Copy packages into another project, as a plain `scaletorch` folder with a manifest.
 
-``python -m tools.vendoring --packages tp,cp --into path/to/acme/_vendor`` copies tp, cp and the
-packages that they need from this clone to ``path/to/acme/_vendor/scaletorch``; ``--update`` brings
-such a copy to the state of this clone; ``--check`` compares it with its manifest. The guide is
+`python -m tools.vendoring --packages tp,cp --into path/to/acme/_vendor` copies tp, cp and the
+packages that they need from this clone to `path/to/acme/_vendor/scaletorch`; `--update` brings
+such a copy to the state of this clone; `--check` compares it with its manifest. The guide is
 docs/vendoring.md.
 """
 
@@ -164,7 +164,7 @@ def _copy(target: Path, manifest: Manifest, sources: Mapping[str, Path]) -> None
 
 
 def _full_name(package: str) -> str:
-    """Return a package's name, of a short one too: ``tp`` is ``scaletorch-tp``."""
+    """Return a package's name, of a short one too: `tp` is `scaletorch-tp`."""
     for name in (package, f"scaletorch-{package}"):
         if name in PACKAGES:
             return name
@@ -173,7 +173,7 @@ def _full_name(package: str) -> str:
 
 
 def _sources(package: str) -> dict[str, Path]:
-    """Return the files that a package's wheel has below ``scaletorch``, by their path there."""
+    """Return the files that a package's wheel has below `scaletorch`, by their path there."""
     folder = ROOT / "packages" / package
     target = pyproject(package)["tool"]["hatch"]["build"]["targets"]["wheel"]
     base = folder / target["sources"][0] / FOLDER

@@ -1,7 +1,7 @@
 """Attention over two ranks by every method, beside one process of torch's own attention.
 
 Causal forward and backward of 8 heads of 64, on two ranks of one thread each, and of the whole
-sequence by ``F.scaled_dot_product_attention`` in one process of one thread. Every repeat runs all
+sequence by `F.scaled_dot_product_attention` in one process of one thread. Every repeat runs all
 ways once, in the same processes, shuffled. Every result is compared with one process. "hybrid" is
 not among the ways: on two ranks its parts are one rank or both, so it is a ring or Ulysses.
 

@@ -13,8 +13,8 @@ B. Four micro-batches a step, which accumulate.
 C. The same in bfloat16, with gradients that accumulate and are summed in float32.
 D. Steps with AdamW, and its state shared out over the ranks or not.
 E. Memory, on new ranks for each way.
-F. (``--slow``) A small model on links of 10 ms each way, and on links of 100 Mbit/s.
-G. (``--slow``) The same on four ranks of two nodes, with such a link from node to node.
+F. (`--slow`) A small model on links of 10 ms each way, and on links of 100 Mbit/s.
+G. (`--slow`) The same on four ranks of two nodes, with such a link from node to node.
 
 Of the ranks the slower counts. Ratios are medians of each repeat's own, and quartiles.
 

@@ -39,7 +39,7 @@ class MainGradients(nn.Module):
     """Adds each bfloat16 gradient to a float32 one at once, and averages these after backward.
 
     It is what users of mixed precision write by hand: nothing overlaps, and nothing is copied
-    but once. ``main_grad`` of a parameter is its float32 gradient.
+    but once. `main_grad` of a parameter is its float32 gradient.
     """
 
     def __init__(self, module: nn.Module, group: ProcessGroup) -> None:
@@ -153,7 +153,7 @@ def fsdp2(model: nn.Module, group: ProcessGroup, *, mixed: bool = False) -> nn.M
     """Shard every block, and the rest; gather the parameters once a step.
 
     Args:
-        model: changed in place; it must have ``blocks``.
+        model: changed in place; it must have `blocks`.
         group: the ranks.
         mixed: float32 shards, of which forward and backward see bfloat16, and float32 gradients.
     """

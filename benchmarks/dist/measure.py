@@ -45,7 +45,7 @@ def measure(parts: list[str], rounds: int, only: str) -> Rows:
     """Measure on this rank.
 
     Args:
-        parts: of ``SIZES``, or "models", "objects".
+        parts: of `SIZES`, or "models", "objects".
         rounds: how often each way takes its turn; large things take fewer.
         only: what a call's name must contain.
     """

@@ -62,11 +62,11 @@ class Kind:
 
     Attributes:
         act: what the faulty rank does.
-        moment: ``step`` (before it), ``gradients`` (after backward), ``weights`` (after the
-            optimizer's step), ``seed`` or ``model`` (before it is made parallel).
-        told: ``named``: survivors raise `RankFaultError` with the rank in its first line;
-            ``two``: the rank is among those of the error; ``all``: all ranks raise, and say the
-            rank; ``alike``: all raise the same.
+        moment: `step` (before it), `gradients` (after backward), `weights` (after the
+            optimizer's step), `seed` or `model` (before it is made parallel).
+        told: `named`: survivors raise `RankFaultError` with the rank in its first line;
+            `two`: the rank is among those of the error; `all`: all ranks raise, and say the
+            rank; `alike`: all raise the same.
         cause: what the first line must have besides.
         endless: whether the rank says nothing more.
         needs: the axes of which one must be divided.
@@ -118,7 +118,7 @@ def _signals(number: int) -> Callable[[Scene], None]:
 
 
 def _calls(**places: Any) -> Callable[[Scene], None]:
-    """Return what makes other calls: ``at3={...}`` changes the call at place 3."""
+    """Return what makes other calls: `at3={...}` changes the call at place 3."""
 
     def act(scene: Scene) -> None:
         for place, changes in places.items():

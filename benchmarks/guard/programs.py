@@ -31,7 +31,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a program: ``root`` is a place in the group; ``sleep`` comes before it."""
+    """One call of a program: `root` is a place in the group; `sleep` comes before it."""
 
     name: str
     group: str = "world"

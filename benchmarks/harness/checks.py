@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference over that of ``expected``."""
+    """Return the norm of the difference over that of `expected`."""
     exact = expected.double()
     return float((found.double() - exact).norm() / exact.norm())
 
@@ -17,7 +17,7 @@ def check(name: object, found: Sequence[Tensor], expected: Sequence[Tensor], bou
     """Stop if a way computes something else than one process.
 
     Raises:
-        SystemExit: A tensor is further off than ``bound``, or has a NaN.
+        SystemExit: A tensor is further off than `bound`, or has a NaN.
     """
     for mine, theirs in zip(found, expected, strict=True):
         error = distance(mine, theirs)

@@ -110,7 +110,7 @@ def _admit(address: str, num_ranks: int) -> dict[int, int]:
 
 
 def _pass_on(devices: dict[int, int], seconds: float, bandwidth: float) -> None:
-    """Pass packets on, each ``seconds`` after the link to its rank had time for it, for ever."""
+    """Pass packets on, each `seconds` after the link to its rank had time for it, for ever."""
     held: dict[int, deque[tuple[float, bytes]]] = {device: deque() for device in devices.values()}
     free = dict.fromkeys(held, 0.0)  # when a link will have passed what it has
     while True:

@@ -10,7 +10,7 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def resident(kind: str = "RSS") -> int:
-    """Return the bytes of memory that this process has, or had at most (``HWM``)."""
+    """Return the bytes of memory that this process has, or had at most (`HWM`)."""
     found = re.search(rf"Vm{kind}:\s+(\d+) kB", STATUS.read_text())
     if not found:
         raise SystemExit(f"{STATUS} does not tell Vm{kind}: memory needs Linux")

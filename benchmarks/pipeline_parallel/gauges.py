@@ -77,7 +77,7 @@ def _unpack(kept: _Kept) -> Tensor:
 
 
 def live_graphs(step: Callable[[], object], layers: Sequence[nn.Module]) -> int:
-    """Return of how many forwards of ``layers`` a step keeps anything at a time, at most."""
+    """Return of how many forwards of `layers` a step keeps anything at a time, at most."""
     graphs = LiveGraphs()
     with graphs.watching(layers):
         step()

@@ -66,7 +66,7 @@ class Transformer(Block):
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, x_BLH: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the same shape as ``x_BLH``."""
+        """Return the same shape as `x_BLH`."""
         cos: Any = self.cos
         sin: Any = self.sin
         return super().forward(x_BLH, cos, sin)
@@ -79,7 +79,7 @@ class Linear(nn.Linear):
         super().__init__(size.hidden, size.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the same shape as ``x``."""
+        """Return the same shape as `x`."""
         return x + super().forward(x)
 
 
@@ -122,7 +122,7 @@ class Sleeping(nn.Module):
         return twin
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the same shape as ``x``."""
+        """Return the same shape as `x`."""
         time.sleep(self.SECONDS)
         slow: Any = _Slow.apply
         x = slow(x, self.SECONDS)

@@ -23,7 +23,7 @@ class Communicate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Call, transpose: Call) -> Tensor:
-        """Return what the call makes of ``x``."""
+        """Return what the call makes of `x`."""
         ctx.transpose = transpose
         return call(x)
 
@@ -34,12 +34,12 @@ class Communicate(torch.autograd.Function):
 
 
 def as_it_is(x: Tensor) -> Tensor:
-    """Return ``x``."""
+    """Return `x`."""
     return x.view_as(x)
 
 
 def summed(x: Tensor) -> Tensor:
-    """Return the sum of every rank's ``x``."""
+    """Return the sum of every rank's `x`."""
     x = x.clone()
     dist.all_reduce(x)
     return x

@@ -77,7 +77,7 @@ def own_share(x: Tensor) -> Tensor:
 def step(
     block: nn.Module, x: Tensor, tables: tuple[Tensor, Tensor], finish: Finish = nothing
 ) -> tuple[Tensor, Tensor]:
-    """Run forward and backward; return the output and the input's gradient, shaped as ``x``.
+    """Run forward and backward; return the output and the input's gradient, shaped as `x`.
 
     Args:
         block: the block.
@@ -112,13 +112,13 @@ def prepare(size: Size) -> dict[str, Run]:
 
 
 def count_repeats(runs: Mapping[str, Run], budget: float) -> int:
-    """Return how often to run all ways for about ``budget`` seconds each, the same on all ranks."""
+    """Return how often to run all ways for about `budget` seconds each, the same on all ranks."""
     (spent,) = of_slowest_rank([sum(map(seconds, runs.values()))])
     return min(MOST, max(LEAST, int(budget * len(runs) / spent)))
 
 
 def measure(size: Size, budget: float) -> dict[str, Figures]:
-    """Measure every way on this rank, for about ``budget`` seconds each."""
+    """Measure every way on this rank, for about `budget` seconds each."""
     runs = prepare(size)
     repeats = count_repeats(runs, budget)
     times = repeated(seconds, runs, repeats)

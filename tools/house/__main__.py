@@ -1,6 +1,6 @@
-"""``hatch run house``: files and lines of every wheel, the longest, and how far one call goes.
+"""`hatch run house`: files and lines of every wheel, the longest, and how far one call goes.
 
-``--no-calls`` leaves the calls out, ``--words`` lists docstrings that leave their dialect.
+`--no-calls` leaves the calls out, `--words` lists docstrings that leave their dialect.
 """
 
 from __future__ import annotations

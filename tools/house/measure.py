@@ -36,7 +36,7 @@ def file_lengths(paths: Iterable[Path], root: Path) -> Iterator[Length]:
 
 
 def function_lengths(paths: Iterable[Path], root: Path) -> Iterator[Length]:
-    """Yield how long functions are, from ``def`` to the last line; decorators do not count."""
+    """Yield how long functions are, from `def` to the last line; decorators do not count."""
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -1,6 +1,6 @@
 """Check docstrings for plain English that a newcomer reads at once.
 
-``python -m tools.house.words FILES`` prints what to say otherwise; 1 if there is anything.
+`python -m tools.house.words FILES` prints what to say otherwise; 1 if there is anything.
 """
 
 from __future__ import annotations

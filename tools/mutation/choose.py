@@ -46,7 +46,7 @@ def _ordered(tests: set[str], measured: Measured, package: str) -> list[str]:
 
 
 def within(tests: list[str], measured: Measured, budget: float) -> list[str]:
-    """Return the first tests that together took ``budget`` seconds, one at least."""
+    """Return the first tests that together took `budget` seconds, one at least."""
     spent = accumulate(measured.seconds[test] for test in tests)
     return [
         test

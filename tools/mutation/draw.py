@@ -34,7 +34,7 @@ def all_places(folder: Path, files: list[str]) -> list[Place]:
 
 
 def draw(found: list[Place], seed: int, count: int) -> list[Mutant]:
-    """Return ``count`` mutants, of as many places, each place as likely as any other.
+    """Return `count` mutants, of as many places, each place as likely as any other.
 
     A longer draw of the same seed begins with the shorter one.
     """

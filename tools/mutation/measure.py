@@ -29,7 +29,7 @@ class Measured:
 
 
 def waiting(folder: Path, out: Path) -> list[str]:
-    """Return the test files of a tree that ``out`` has no measurement of."""
+    """Return the test files of a tree that `out` has no measurement of."""
     return [file for file in tree.tests(folder) if not _place(out, file).exists()]
 
 

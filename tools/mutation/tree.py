@@ -23,7 +23,7 @@ if "MUTATION_RECORD" in os.environ:
 
 
 def make(root: Path, commit: str, folder: Path) -> Path:
-    """Copy a commit of the repository at ``root`` into a new folder; return the folder."""
+    """Copy a commit of the repository at `root` into a new folder; return the folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     archive = subprocess.run(

@@ -1,6 +1,6 @@
 """What mkdocs cannot do by itself: pages from outside docs/, the Chinese part, the API's pages.
 
-mkdocs calls the functions named ``on_…``. Links in pages stay as they are on GitHub, relative to
+mkdocs calls the functions named `on_…`. Links in pages stay as they are on GitHub, relative to
 the file; here they are turned to the page that the file has become, and dropped where it is none.
 """
 

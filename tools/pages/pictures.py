@@ -1,6 +1,6 @@
 """The pictures of the guides, drawn from the library's own objects.
 
-``python -m tools.pages.pictures`` writes them to ``docs/pictures/``; a test compares them with what
+`python -m tools.pages.pictures` writes them to `docs/pictures/`; a test compares them with what
 is there.
 """
 

@@ -1,8 +1,8 @@
 """Hold the Chinese pages against the English ones.
 
-``python -m tools.pages.translations`` prints where they differ: headings, kinds of blocks, code,
+`python -m tools.pages.translations` prints where they differ: headings, kinds of blocks, code,
 numbers, names in backticks, links; and what has changed in English since it was translated.
-``python -m tools.pages.translations --record`` says that the Chinese pages are right as they are:
+`python -m tools.pages.translations --record` says that the Chinese pages are right as they are:
 run it after translating.
 """
 

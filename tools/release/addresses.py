@@ -1,7 +1,7 @@
 """Where the project lives, which the owner of a release says once, and what wheels say of it.
 
-``repository`` in ``[tool.scaletorch]`` of the workspace's pyproject is the address of a public copy
-of this repository; ``documentation`` is the site's, and may be left out. The sources name neither
+`repository` in `[tool.scaletorch]` of the workspace's pyproject is the address of a public copy
+of this repository; `documentation` is the site's, and may be left out. The sources name neither
 until somebody who owns them does.
 """
 
@@ -35,7 +35,7 @@ def setting(name: str) -> str | None:
 
 
 def urls(package: str) -> dict[str, str]:
-    """Return the ``[project.urls]`` that a package's wheel has; none where no address is given."""
+    """Return the `[project.urls]` that a package's wheel has; none where no address is given."""
     repository = setting("repository")
     if repository is None:
         return {}
@@ -56,7 +56,7 @@ def require_repository() -> None:
 
 
 def write_urls(package: str) -> None:
-    """Write a package's ``[project.urls]``."""
+    """Write a package's `[project.urls]`."""
     file = folder(package) / "pyproject.toml"
     lines = [f'{name} = "{address}"\n' for name, address in urls(package).items()]
     section = "".join(["[project.urls]\n", *lines, "\n"]) if lines else ""
@@ -65,7 +65,7 @@ def write_urls(package: str) -> None:
 
 
 def check_urls(package: str) -> None:
-    """Raise ReleaseError where a package's ``[project.urls]`` are not those of the settings."""
+    """Raise ReleaseError where a package's `[project.urls]` are not those of the settings."""
     require_repository()
     if pyproject(package)["project"].get("urls", {}) != urls(package):
         raise ReleaseError(f"{package} has other [project.urls] than pyproject.toml says: bump it")

@@ -1,7 +1,7 @@
 """Record the public names of each package, and compare with the record.
 
-``python -m tools.release.api`` reads the sources (nothing is imported) and compares every public
-module's ``__all__``, with signatures, with ``packages/NAME/api.txt``; ``--accept`` writes these
+`python -m tools.release.api` reads the sources (nothing is imported) and compares every public
+module's `__all__`, with signatures, with `packages/NAME/api.txt`; `--accept` writes these
 files.
 """
 
@@ -103,7 +103,7 @@ def record(package: str) -> str:
 
 
 def public_names(module: griffe.Object | griffe.Alias) -> list[str]:
-    """Return ``__all__``, or all that the module defines without an underscore."""
+    """Return `__all__`, or all that the module defines without an underscore."""
     module = tabled(module)
     if module.exports is not None:
         return [str(name) for name in module.exports]

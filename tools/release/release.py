@@ -1,13 +1,13 @@
 """Make a release: versions, pins, changelogs, distributions. Nothing is committed or uploaded.
 
-``python -m tools.release bump minor scaletorch-dist`` raises the package's version, moves the pins
+`python -m tools.release bump minor scaletorch-dist` raises the package's version, moves the pins
 of those that need it (which raises them too, where their pin refused the new version), writes where
-the project lives into every package (``addresses.py``), turns the fragments in
-``packages/NAME/changes`` into changelog entries, builds and checks the distributions, and prints
-the commands that come next. The step is ``patch``, ``minor``, ``major`` or a version. With
-``--dry-run`` all of it happens in a scratch clone and is shown as a diff.
+the project lives into every package (`addresses.py`), turns the fragments in
+`packages/NAME/changes` into changelog entries, builds and checks the distributions, and prints
+the commands that come next. The step is `patch`, `minor`, `major` or a version. With
+`--dry-run` all of it happens in a scratch clone and is shown as a diff.
 
-``python -m tools.release build`` builds and checks those packages whose changelog has a date for
+`python -m tools.release build` builds and checks those packages whose changelog has a date for
 their version, or those that are named.
 """
 
@@ -78,7 +78,7 @@ def write_changelog(package: str, version: Version, date: str) -> None:
 
 
 def join_unreleased(text: str, heading: str, version: Version) -> str:
-    """Put what was written by hand under ``(unreleased)`` into the section of the release."""
+    """Put what was written by hand under `(unreleased)` into the section of the release."""
     sections = re.split(r"^(?=## )", text, flags=re.M)
     by_hand = f"## {version} (unreleased)\n"
     for place, section in enumerate(sections):

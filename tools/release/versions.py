@@ -26,7 +26,7 @@ def current(package: str) -> Version:
 
 
 def stepped(version: Version, step: str) -> Version:
-    """Return the version after a step: ``patch``, ``minor`` or ``major``."""
+    """Return the version after a step: `patch`, `minor` or `major`."""
     major, minor, micro = version.release
     numbers = {
         "patch": (major, minor, micro + 1),
@@ -108,7 +108,7 @@ def plan(packages: list[str], step: str) -> dict[str, Version]:
 
 
 def refused(package: str, needed: str, version: Version) -> bool:
-    """Tell whether a pin of ``package`` keeps this version of ``needed`` out."""
+    """Tell whether a pin of `package` keeps this version of `needed` out."""
     return any(
         requirement.name == needed and not requirement.specifier.contains(version)
         for requirement in siblings_needed(package)

@@ -1,10 +1,10 @@
 """Tell which packages a change touches, and which others need those.
 
-``python -m tools.testing.changed [BASE]`` compares the working tree with the last commit that it
-shares with ``BASE`` (a branch, tag or commit) and prints a line for each suite of tests that the
+`python -m tools.testing.changed [BASE]` compares the working tree with the last commit that it
+shares with `BASE` (a branch, tag or commit) and prints a line for each suite of tests that the
 change concerns: the packages that it touches, then those that need them, then what crosses
-packages. Without ``BASE`` it is ``origin``'s main branch, or where that has this very commit
-already, the commit before it. ``--json`` prints one list, for the matrix of a workflow; ``--all``
+packages. Without `BASE` it is `origin`'s main branch, or where that has this very commit
+already, the commit before it. `--json` prints one list, for the matrix of a workflow; `--all`
 all suites.
 
 Where git cannot tell (no repository, a shallow clone, no such commit) everything is touched.
@@ -55,7 +55,7 @@ def default_base() -> str | None:
 
 
 def changed_files(base: str | None) -> list[str] | None:
-    """Return the files that differ from ``base``, new ones too; None where git cannot tell."""
+    """Return the files that differ from `base`, new ones too; None where git cannot tell."""
     shared = git("merge-base", base, "HEAD") if base else default_base()
     if not shared:
         return None
@@ -88,7 +88,7 @@ def _needed_first(suites: set[str]) -> list[str]:
 
 
 def suites_since(base: str | None = None) -> list[str]:
-    """Return the suites that the change since ``base`` concerns, all where git cannot tell."""
+    """Return the suites that the change since `base` concerns, all where git cannot tell."""
     files = changed_files(base)
     found = SUITES if files is None else concerned(files)
     return SUITES if {*found} == {*SUITES} else found

@@ -37,7 +37,7 @@ class Covered:
 
 
 def measuring(package: str, site: Path) -> list[str]:
-    """Return the words for a Python that measures the package, installed in folder ``site``."""
+    """Return the words for a Python that measures the package, installed in folder `site`."""
     sources = ",".join(str(site / portion) for portion in portions(package))
     return ["-m", "coverage", "run", CONFIGURATION, _data(site), f"--source={sources}"]
 
@@ -48,7 +48,7 @@ def _data(site: Path) -> str:
 
 
 def collect(package: str, site: Path) -> Covered:
-    """Put together what the processes of the package's suite measured, run from ``site``."""
+    """Put together what the processes of the package's suite measured, run from `site`."""
     tool = [sys.executable, "-m", "coverage"]
     file = _data(site)
     report = site / "measured.json"
@@ -81,7 +81,7 @@ def missing(one: Covered) -> str:
 
 
 def ranges(lines: list[int]) -> str:
-    """Return numbers in words such as ``3-5, 9``."""
+    """Return numbers in words such as `3-5, 9`."""
     runs: list[list[int]] = []
     for line in lines:
         if runs and runs[-1][-1] == line - 1:

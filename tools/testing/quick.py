@@ -1,8 +1,8 @@
 """Check the types of what changed and run a few fast tests of each package, in minutes.
 
-``hatch run quick [BASE]`` does both after the lint: mypy on the files that differ from ``BASE``
-(see ``changed.py``), and ``TESTS`` in the running environment: of each package what it is for, on
-ranks. ``hatch run check`` tests everything, each package with only the wheels that it needs.
+`hatch run quick [BASE]` does both after the lint: mypy on the files that differ from `BASE`
+(see `changed.py`), and `TESTS` in the running environment: of each package what it is for, on
+ranks. `hatch run check` tests everything, each package with only the wheels that it needs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Why tests skipped, and whether they may have.
 
 A test that skips for want of a launcher or a compiler looks like one that passed. A machine that is
-meant to have them says so: ``SCALETORCH_TESTS_HAVE="slurm mpi compiler"`` (``.ci/run`` installs
+meant to have them says so: `SCALETORCH_TESTS_HAVE="slurm mpi compiler"` (`.ci/run` installs
 them and sets it). There a suite fails if a test skipped for want of one of these, or for a reason
-that is not in ``REASONS``.
+that is not in `REASONS`.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def forbidden(reasons: Counter[str], has: str | None) -> list[str]:
 
     Args:
         reasons: Reasons and how many tests gave each.
-        has: Words of ``SCALETORCH_TESTS_HAVE``; None where it is not set: every test may skip.
+        has: Words of `SCALETORCH_TESTS_HAVE`; None where it is not set: every test may skip.
 
     Raises:
-        ValueError: A word is none of ``NAMES``.
+        ValueError: A word is none of `NAMES`.
     """
     if has is None:
         return []

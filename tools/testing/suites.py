@@ -1,16 +1,16 @@
 """Run each package's tests with only its own wheel and those it needs installed.
 
-``python -m tools.testing`` tests every package and what crosses packages (``tests/``, with all
-of them), first what takes long, then what the last change concerns (see ``changed.py``);
-``python -m tools.testing scaletorch-tp`` tests one. ``--coverage`` shows how many lines of each
-package its tests run, and fails below a bound; other words that begin with ``-`` go to pytest.
+`python -m tools.testing` tests every package and what crosses packages (`tests/`, with all
+of them), first what takes long, then what the last change concerns (see `changed.py`);
+`python -m tools.testing scaletorch-tp` tests one. `--coverage` shows how many lines of each
+package its tests run, and fails below a bound; other words that begin with `-` go to pytest.
 Three suites run side by side, since ranks that wait for each other leave cores idle some of the
 time, and the longest in parts; what each prints is then shown when it ends. Where the machine says
-what it has, a test that skips for want of it fails its suite (``skips.py``).
+what it has, a test that skips for want of it fails its suite (`skips.py`).
 
 Each run gets a fresh virtual environment that borrows third-party libraries from the running
-interpreter's through a ``.pth`` file, so that torch is not installed again. The running
-environment's editable packages stay invisible, since a borrowed folder's own ``.pth`` files are
+interpreter's through a `.pth` file, so that torch is not installed again. The running
+environment's editable packages stay invisible, since a borrowed folder's own `.pth` files are
 not read.
 """
 

@@ -18,14 +18,14 @@ def names(wheel: Path) -> set[str]:
 
 
 def about(wheel: Path, name: str) -> str:
-    """Return the text of a file in a wheel's ``.dist-info``, empty where there is none."""
+    """Return the text of a file in a wheel's `.dist-info`, empty where there is none."""
     with zipfile.ZipFile(wheel) as archive:
         held = [each for each in archive.namelist() if each.endswith(f".dist-info/{name}")]
         return archive.read(held[0]).decode() if held else ""
 
 
 def sources(package: str) -> set[str]:
-    """Return the paths below a package's ``src``, which its wheel should have."""
+    """Return the paths below a package's `src`, which its wheel should have."""
     source = folder(package) / "src"
     files = (path for path in source.rglob("*") if path.is_file())
     return {str(f.relative_to(source)) for f in files if f.parent.name != "__pycache__"}

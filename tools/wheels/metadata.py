@@ -20,7 +20,7 @@ RELATIVE_LINK = re.compile(r"\]\((?!https?://|#)([^)]*)\)")
 
 
 def metadata(wheel: Path) -> Metadata:
-    """Return a wheel's metadata; what the standard forbids raises ``CheckError``."""
+    """Return a wheel's metadata; what the standard forbids raises `CheckError`."""
     try:
         return Metadata.from_email(about(wheel, "METADATA"), validate=True)
     except ExceptionGroup as several:
@@ -73,7 +73,7 @@ def wrong_pin(sibling: Requirement) -> Iterator[str]:
 
 
 def next_series(package: str) -> str:
-    """Return the first version of a package's next series, ``0.2.0`` where it is at ``0.1.7``."""
+    """Return the first version of a package's next series, `0.2.0` where it is at `0.1.7`."""
     major, minor, *_ = version(package).split(".")
     return f"{major}.{int(minor) + 1}.0"
 

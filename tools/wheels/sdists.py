@@ -12,7 +12,7 @@ from ..rows import CheckError
 
 
 def sdist(package: str, wheel: Path, into: Path) -> str:
-    """Build the sdist, and from it alone a wheel, which has to be ``wheel`` to the byte."""
+    """Build the sdist, and from it alone a wheel, which has to be `wheel` to the byte."""
     copy = unpacked(package, into)
     again = build(copy, into)
     if again.name != wheel.name or again.read_bytes() != wheel.read_bytes():
