@@ -1,4 +1,4 @@
-"""Apertus by its own tensor parallel plan: xIELU's gradients stay unsummed (transformers 5.24.0)."""
+"""Apertus by its own tensor parallel plan: xIELU's gradients are unsummed (transformers 5.24.0)."""
 
 import os
 import sys
