@@ -1,5 +1,4 @@
-"""Expert parallelism written by hand for one block: (token, expert) pairs sorted by expert, and two
-all-to-alls.
+"""Expert parallelism written by hand for one block: sort pairs by expert, two all-to-alls.
 
 Gradients of the weights are written once, those of tokens by the faster kernel. That needs special
 code for the experts: a loop over `unbind`, or `grouped_mm` if theirs uses it. A second way leaves

@@ -38,7 +38,7 @@ class Size:
     code: str = "loop"
 
     def formula(self, rows: int) -> int:
-        """Return the bytes for `rows` rows to other ranks: there and back, in forward and backward."""
+        """Return the bytes for `rows` rows sent to other ranks and back, forward and backward."""
         return 4 * rows * self.hidden * DTYPES[self.dtype].itemsize
 
 
@@ -111,7 +111,7 @@ def elsewhere(size: Size) -> int:
 
 
 def measure(size: Size, budget: float) -> tuple[dict[str, Figures], int]:
-    """Measure every way on this rank for about `budget` seconds; also return the formula's bytes."""
+    """Measure every way on this rank for about `budget` seconds; also return formula bytes."""
     runs = prepare(size)
     (spent,) = of_slowest_rank([sum(map(seconds, runs.values()))])
     repeats = min(MOST, max(LEAST, int(budget * len(runs) / spent)))

@@ -64,7 +64,7 @@ def _bytes(value: object) -> int:
 
 
 def sent(run: Run) -> int:
-    """Return the bytes that this rank sends in a call, as if each collective were a ring of all ranks.
+    """Return the bytes that this rank sends in a call if each collective is a ring of all ranks.
 
     On n ranks, all_gather, reduce_scatter and all_to_all of B bytes (the larger of input and
     output) send B (n - 1) / n; all_reduce sends twice that, on two ranks B.

@@ -79,7 +79,7 @@ class _Record:
         return wrapper
 
     def note_backward(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
-        """Note the time when the gradient of the first layer's output exists: only its own backward remains."""
+        """Note when the first layer's output has its gradient; only its backward remains."""
 
         def note(_grad: Tensor) -> None:
             self.backward = time.perf_counter()

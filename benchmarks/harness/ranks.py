@@ -77,7 +77,7 @@ def _enter_and_run(
 
 
 def _enter(node: int, place: int, address: str, leader: Path) -> None:
-    """Put this rank on its node: the first rank of a node joins the links, the others its namespace."""
+    """Put this rank on its node: the first rank joins the links, the others its namespace."""
     if place == 0:
         join(address, node)
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)

@@ -1,4 +1,4 @@
-"""The ways to divide a Llama block over the ranks: by hand, ours, and torch's DTensor plans."""
+"""The ways to shard a Llama block over the ranks: by hand, ours, and torch's DTensor plans."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def nothing(block: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """How to divide a block.
+    """A way to shard a block.
 
     Attributes:
-        divide: makes the whole block this rank's shard of it, in place.
-        sequence: its input and output are this rank's shares of the sequence.
-        finish: what backward leaves to do for the norms' gradients.
+        divide: Turns the full block into this rank's shard, in place.
+        sequence: Whether input and output are this rank's sequence shards.
+        finish: Completes the norms' gradients after backward.
     """
 
     divide: Callable[[Block], nn.Module]
@@ -72,7 +72,7 @@ def ours(block: Block, *, sequence: bool = False, overlap: bool = True) -> nn.Mo
 
 
 def dtensor(block: Block, *, sequence: bool = False) -> nn.Module:
-    """Apply torch's plan, as its tutorial on tensor parallelism has it."""
+    """Apply torch's plan, from its tutorial on tensor parallelism."""
     shares, whole = Shard(1), Replicate()
     plan: dict[str, ParallelStyle] = {
         name: ColwiseParallel()
@@ -91,7 +91,7 @@ def dtensor(block: Block, *, sequence: bool = False) -> nn.Module:
 
 
 def sum_dtensor_norms(block: nn.Module) -> None:
-    """Sum the norms' gradients, which torch leaves partial until an optimizer needs them."""
+    """Sum the norms' gradients, which torch keeps as partial sums until an optimizer needs them."""
     for name in NORMS:
         weight: Any = block.get_parameter(f"{name}.weight")
         weight.grad = weight.grad.redistribute(placements=[Replicate()])
