@@ -73,7 +73,7 @@ class Transformer(Block):
 
 
 class Linear(nn.Linear):
-    """An almost minimal layer, with an addition since torch's "I" refuses outputs that are views."""
+    """An almost minimal layer; it adds its input since torch's "I" refuses views as outputs."""
 
     def __init__(self, size: Size) -> None:
         super().__init__(size.hidden, size.hidden)

@@ -1,4 +1,4 @@
-"""The table of families as a page, in English and in Chinese, from what was recorded."""
+"""The table of families as a page, in English and in Chinese, from the recorded verdicts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Verdicts = Mapping[str, Mapping[str, Verdict]]
 
 
 class Reason(NamedTuple):
-    """Why cells are refused or fail: the words of the first of them, and how many there are."""
+    """A reason for refused or failed cells: the words of the first one, and the number of cells."""
 
     mark: str
     words: str
@@ -30,7 +30,7 @@ class Reason(NamedTuple):
 
 
 def reasons(verdicts: Verdicts) -> dict[str, Reason]:
-    """Return the reasons by what is alike in them, the most frequent first."""
+    """Return the reasons by their common words, most frequent first."""
     first: dict[str, str] = {}
     counts: Counter[str] = Counter()
     for cells in verdicts.values():
@@ -61,8 +61,8 @@ def render(verdicts: Verdicts, version: str, text: Mapping[str, str]) -> str:
     """Return a page.
 
     Args:
-        verdicts: What was recorded.
-        version: Of transformers.
+        verdicts: Recorded verdicts.
+        version: Version of transformers.
         text: The page in one language (`page.LANGUAGE.md`), and heads of a table.
     """
     known = reasons(verdicts)

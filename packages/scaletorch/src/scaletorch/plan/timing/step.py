@@ -182,10 +182,7 @@ class Steps(Once):
         if backwards are not split.
         """
         ranks, number = self.ranks(layout), layout.micro_batches
-        coming, going = (
-            [0.0],
-            [0.0],
-        )  # passes through the first chunks of earlier ranks
+        coming, going = [0.0], [0.0]  # passes through earlier ranks' first chunks
         for rank in ranks:
             forward, backward = rank.stages[0]
             coming.append(coming[-1] + forward.total)
