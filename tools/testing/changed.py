@@ -28,10 +28,7 @@ MAIN_BRANCHES = ("origin/HEAD", "origin/main", "origin/master")
 PACKAGE_ALONE = re.compile(r"packages/([^/]+)/(?:tests/.*|changes/.*|[A-Z]+\.md)")
 PACKAGE = re.compile(r"packages/([^/]+)/.*")
 OTHERS = [
-    (
-        r"docs/(communication|devices)\.md",
-        ["scaletorch-dist", CROSSING],
-    ),  # the package's tests read these pages
+    (r"docs/(communication|devices)\.md", ["scaletorch-dist", CROSSING]),  # read by its tests
     (r"examples/.*", ["scaletorch", "scaletorch-dist", CROSSING]),
     (r"docs/.*|tests/.*|benchmarks/.*|[^/]*\.md|CITATION\.cff|LICENSE", [CROSSING]),
     (r"\.github/(ISSUE_TEMPLATE/.*|[^/]*\.md)|mkdocs\.yml", [CROSSING]),
