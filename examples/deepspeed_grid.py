@@ -84,7 +84,7 @@ def start_engine(model: nn.Module, manager: ProcessGroupManager) -> Any:
 
 
 def train(tp: int = 1, cp: int = 1, dp: int = 1) -> Curve:
-    """Train on this rank, in the world that DeepSpeed makes."""
+    """Train on this rank, on DeepSpeed's default process group."""
     start_deepspeed()
     init_dist()  # adopts the group
     manager = setup_process_group_manager(tp_size=tp, cp_size=cp, dp_size=dp)

@@ -53,7 +53,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer: attention, then an MLP, which needs no other positions."""
+    """One pre-norm layer: attention, then an MLP, which works position by position."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the same shape as x."""
+        """Map x to the same shape."""
         x = x + self.attention(self.norms[0](x))
         mixed: Tensor = x + self.mlp(self.norms[1](x))
         return mixed

@@ -68,7 +68,7 @@ class Repeats:
 
 @dataclass
 class Behind:
-    """Seconds of one save in the background: stall, until wait, steps before, steps under way."""
+    """Seconds of one background save: stall, until wait, steps before it, steps during it."""
 
     stall: float
     total: float

@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs every start and stop
     lengths = [(length, True) for length in options.length]
     lengths += [(length, False) for length in options.forward]
     results = {}

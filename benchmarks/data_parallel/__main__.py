@@ -148,7 +148,7 @@ def main() -> None:
 
 
 def report(parts: list[str], quick: bool) -> Iterator[str]:
-    """Yield what to print."""
+    """Yield the lines to print."""
     yield f"{RANKS} ranks (G: {2 * RANKS}), {machine()}"
     for part in parts:
         start = time.perf_counter()

@@ -23,7 +23,7 @@ def slowest(ranks: Ranks, name: str, clock: str = "wall") -> list[float]:
 
 
 def best_alternative(ranks: Ranks) -> str:
-    """Return the fastest way that is not ours and leaves equal gradients."""
+    """Return the fastest way other than ours that makes gradients equal."""
     peers = [name for name in ranks[0] if name != ALONE and not name.startswith(OURS)]
     return min(peers, key=lambda name: statistics.median(slowest(ranks, name)))
 

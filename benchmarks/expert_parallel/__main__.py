@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--slow", action="store_true", help="ranks 10 ms from each other (root)")
     parser.add_argument("--seconds", type=float, default=1.0, help="about, a way and size")
     options = parser.parse_args()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs every start and stop
     print(machine())
     with RankPool(RANKS, timeout=None) as pool:
         alike = partial(pool.run, measure)

@@ -116,7 +116,7 @@ def _a() -> list[Row]:
 
 
 def _b_seconds(sizes: Sizes, batch: int, ranks: int, teraflops: float) -> float:
-    """Return the step of which a rate was printed: the paper's F has the recomputation in it."""
+    """Return the step time for a printed rate; the paper's F includes the recomputation."""
     h, more = sizes.hidden, sizes.length / (6 * sizes.hidden)
     head = sizes.vocab / (16 * sizes.layers * h)
     flops = 96 * batch * sizes.length * sizes.layers * h * h * (1 + more + head)
@@ -124,8 +124,8 @@ def _b_seconds(sizes: Sizes, batch: int, ranks: int, teraflops: float) -> float:
 
 
 def _b() -> list[Row]:
-    # Chunks and micro-batches of table 1 are not printed: 2 chunks, or 3 of 105 layers over 35
-    # ranks; one row, or 4 without a pipeline. Every second row is fitted on.
+    # Chunks and micro-batches of table 1 are not printed: assume 2 chunks, or 3 for 105 layers on 35
+    # ranks, and one row, or 4 without a pipeline. Every second row is used for the fit.
     first = (  # billions, heads, hidden, layers, tp, pp, ranks, batch, TFLOP/s
         (1.7, 24, 2304, 24, 1, 1, 32, 512, 137), (3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
         (7.5, 32, 4096, 36, 4, 1, 128, 512, 142), (18.4, 48, 6144, 40, 8, 1, 256, 1024, 135),

@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--part", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--quick", action="store_true", help="less of all, to see that it runs")
     options = parser.parse_args()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs every start and stop
     for part in options.part:
         PARTS[part](options.quick)
 

@@ -173,7 +173,7 @@ class StagePart(nn.Module):
         self.head = copy.deepcopy(model.head) if stage == num_stages - 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return hidden states, or logits from the last stage; takes tokens on the first."""
+        """Map tokens or hidden states to hidden states, or to logits on the last stage."""
         if self.embed is not None:
             x = self.embed(x)
         for layer in self.layers.values():

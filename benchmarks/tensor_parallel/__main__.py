@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--seconds", type=float, default=1.0, help="about, a way and size")
     options = parser.parse_args()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs every start and stop
     with RankPool(RANKS, timeout=None) as pool:
         for hidden, text, dtype in itertools.product(options.hidden, options.tokens, options.dtype):
             batch, length = map(int, text.split("x"))

@@ -135,7 +135,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.vocabulary % RANKS:
         parser.error(f"--vocabulary must divide over {RANKS} ranks, got {args.vocabulary}")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs every start and stop
     for dtype in (torch.float32, torch.bfloat16):
         size = (args.tokens, args.vocabulary)
         ranks = launch(measure, RANKS, dtype, *size, args.repeats, timeout=600)

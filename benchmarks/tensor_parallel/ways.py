@@ -44,7 +44,7 @@ Finish = Callable[[nn.Module], None]
 
 
 def nothing(block: nn.Module) -> None:
-    """Leave the gradients as they are."""
+    """Leave the gradients unchanged."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Way:
 
 
 def ours(block: Block, *, sequence: bool = False, overlap: bool = True) -> nn.Module:
-    """Apply a plan."""
+    """Apply our plan."""
     apply_tensor_parallel(block, PLAN, dist.group.WORLD, sequence_parallel=sequence)
     for layer in block.modules():
         if isinstance(layer, ColumnParallelLinear):

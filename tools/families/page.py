@@ -48,7 +48,7 @@ def reasons(verdicts: Verdicts) -> dict[str, Reason]:
 
 
 def alike(verdict: Verdict) -> str:
-    """Return a verdict's word and words without names and numbers, which differ by family."""
+    """Return the key of equal reasons: a verdict's text without names and numbers."""
     words = _QUOTED.sub("'...'", verdict.words)
     return f"{verdict.word}: {_NUMBER.sub('N', _CLASS.sub('Class', words))}"
 

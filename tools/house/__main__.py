@@ -39,7 +39,7 @@ def offenders(names: list[str]) -> None:
 
 
 def calls() -> None:
-    """Print how many of our files a warm call enters, by folder."""
+    """Print how many library files a warm call enters, by folder."""
     from .walk import WALKS, rooms, walk
 
     for name, (_, ranks, most) in WALKS.items():

@@ -1,4 +1,4 @@
-"""Count the files of ours that a warm call enters, by tracing it on real ranks."""
+"""Count the library files that a warm call enters, by tracing it on real ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WARM = 3  # calls before the one that is traced
 
 
 def entered(call: Callable[[], object]) -> set[str]:
-    """Return our files whose functions a warm call runs.
+    """Return the library files whose functions a warm call runs.
 
     It covers this thread and threads that start Python during the call, such as autograd's.
     """

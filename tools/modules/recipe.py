@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 Recipe = Mapping[str, str]  # part -> form
 
-# The first form of a part is the usual one.
+# The first form of each part is the usual one.
 FORMS: Mapping[str, str] = {
     "embed": "table scaled factored one_hot types normed by_frequency max_norm",
     "positions": "none table given slice sinusoid rotary rotary_inside",

@@ -19,7 +19,7 @@ class Mutant:
     after: str
 
     def data(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the mutant as JSON values."""
         place = asdict(self.place)
         return {"mutant": self.number, **place, "after": self.after}
 

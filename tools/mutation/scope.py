@@ -36,7 +36,7 @@ FUNCTIONS_LEFT_OUT = ("__repr__", "__str__")
 # Never mutated anywhere: strings, f-strings and expressions in them, docstrings, the operand of
 # `raise` (the condition above it is mutated), annotations, decorators, imports.
 
-# Patterns of tests that are not asked. A mutant that only they notice counts as a survivor.
+# Patterns of tests that are not run. A mutant that only they notice counts as a survivor.
 TESTS_LEFT_OUT = {
     "*/real_launchers/*": "start what other tests start too, by foreign launchers",
     "*/test_collectives_gpu.py": "needs a GPU",

@@ -36,7 +36,7 @@ class Verdict:
     text: str = ""
 
     def data(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the verdict as JSON values."""
         return asdict(self)
 
 

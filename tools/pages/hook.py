@@ -105,7 +105,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, files: Files, **_: Any) -> str:
-    """Turn the links of a page, outside of its programs."""
+    """Rewrite the links of a page, except in code blocks."""
     parts, end = [], 0
     for fence in _FENCE.finditer(markdown):
         parts += [_turn(markdown[end : fence.start()], page, files), fence[0]]

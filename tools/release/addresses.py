@@ -1,8 +1,8 @@
 """Addresses of the project, which the owner of a release sets once, and the wheels' URLs.
 
 `repository` in `[tool.scaletorch]` of the workspace's pyproject is the address of a public copy of
-this repository; `documentation` is the site's address and optional. Both are unset until somebody
-who owns the addresses sets them.
+this repository; `documentation` is the site's address and optional. Both are unset until the owner
+of the addresses sets them.
 """
 
 from __future__ import annotations

@@ -110,10 +110,10 @@ def _count(text: str) -> int:
 
 
 def cluster_of(arguments: Any) -> Cluster:
-    """Return what is planned for.
+    """Return the cluster to plan for.
 
     Raises:
-        InvalidArgumentError: An unknown device, cluster or unit, or links that do not join all.
+        InvalidArgumentError: A device, cluster or unit is unknown, or links do not join all ranks.
     """
     ranks, named = arguments.ranks, arguments.cluster
     if named and (arguments.device or arguments.link):

@@ -179,7 +179,7 @@ class Description:
         refused: Cuts that the model cannot have, with the reason.
         tied: Groups of parameter names, as "kind.parameter", that share one tensor.
         source: Origin: library versions, or a paper.
-        early: Whether pipeline messages start early and gradients are made only when needed, as in
+        early: Whether pipeline messages start early and gradients are allocated late, as in
             this library. Other programs (False) hold one received and one outgoing message.
         kernels: Device type whose kernels the description assumes.
     """

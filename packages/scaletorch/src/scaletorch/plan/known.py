@@ -63,7 +63,7 @@ class Group(NamedTuple):
 
     @property
     def usual(self) -> int:
-        """Elements of a bucket of several tensors, at most."""
+        """The largest number of elements in a bucket of several tensors."""
         return min(BUCKET_SIZE, max(self.elements // LEAST_BUCKETS, SMALL))
 
     @property

@@ -212,7 +212,7 @@ def grouped(refused: Iterable[Refused]) -> list[tuple[int, str, str]]:
 
 
 def named(refused: Refused) -> str:
-    """Return the name of a grid or a layout that is refused."""
+    """Return the name of a refused grid or layout."""
     name, layout = layout_name(refused.grid), refused.layout
     if layout is None:
         return name

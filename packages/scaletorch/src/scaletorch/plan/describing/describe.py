@@ -135,7 +135,7 @@ def usual_cuts(
 class _Job:
     """The arguments of `describe`, and the full model.
 
-    Each run builds the model anew: a copy may lose what is attached to a model, such as a forward
+    Each run builds a new model: a copy may lose what is attached to a model, such as a forward
     under autocast.
     """
 

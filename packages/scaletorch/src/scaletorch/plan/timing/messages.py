@@ -59,7 +59,7 @@ def seconds(operation: str, count: float, size: float, way: Route, cluster: Clus
 
     A ring's steps cross each level as often as its neighbours do. The ranks of a group inside the
     level below each carry a share of the data over the level, by their own links. In all_to_all
-    each rank sends to every other by its own link; other operations take as long as their slowest
+    each rank sends to every other by its own link. A single message takes the outermost, slowest
     level.
 
     Args:
