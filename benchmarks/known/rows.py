@@ -124,8 +124,8 @@ def _b_seconds(sizes: Sizes, batch: int, ranks: int, teraflops: float) -> float:
 
 
 def _b() -> list[Row]:
-    # Chunks and micro-batches of table 1 are not printed: assume 2 chunks, or 3 for 105 layers on 35
-    # ranks, and one row, or 4 without a pipeline. Every second row is used for the fit.
+    # Chunks and micro-batches of table 1 are not printed. Assume 2 chunks, or 3 for 105 layers on
+    # 35 ranks, and one row, or 4 without a pipeline. Every second row is used for the fit.
     first = (  # billions, heads, hidden, layers, tp, pp, ranks, batch, TFLOP/s
         (1.7, 24, 2304, 24, 1, 1, 32, 512, 137), (3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
         (7.5, 32, 4096, 36, 4, 1, 128, 512, 142), (18.4, 48, 6144, 40, 8, 1, 256, 1024, 135),
