@@ -1,9 +1,9 @@
-"""What recording a step costs, and comparing two recordings of it: time, memory, disk.
+"""Cost of recording a step and of comparing two recordings: time, memory, disk.
 
-One process trains a Llama; steps are taken plain and recorded, in turns. Beside these stands what
-people write by hand to look at activations: a forward hook on every module that copies its output,
-which has no gradients, no weights and no places. Then two recordings are compared in a process of
-their own. Files go where temporary files do: TMPDIR tells.
+One process trains a Llama; plain and recorded steps take turns. They are compared with what people
+write by hand to look at activations: a forward hook on every module that copies its output, without
+gradients, weights and places. Then two recordings are compared in a separate process. Files go
+to the temporary folder: set TMPDIR.
 
     python -m benchmarks.bisecting --quick
 """
@@ -50,7 +50,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> Ten
 
 
 def measure(size: str, repeats: int, folder: str) -> dict[str, list[tuple[float, int]]]:
-    """Return seconds and peak bytes of steps, of every way."""
+    """Return (seconds, peak bytes) of the steps of each way."""
     config, rows, length = SIZES[size]
     torch.manual_seed(0)
     model = Llama(config)
@@ -79,7 +79,7 @@ def measure(size: str, repeats: int, folder: str) -> dict[str, list[tuple[float,
         PLAIN: lambda: step(model, optimizer, ids), HOOKS: hooked, RECORDED: recorded,
     }  # fmt: skip
     found: dict[str, list[tuple[float, int]]] = {name: [] for name in ways}
-    for name in in_turns(ways, repeats + 1):  # the first turn warms up
+    for name in in_turns(ways, repeats + 1):  # the first turn is a warm-up
         model.load_state_dict(start)
         forget_peak()
         begin = time.perf_counter()
@@ -90,7 +90,7 @@ def measure(size: str, repeats: int, folder: str) -> dict[str, list[tuple[float,
 
 
 def judge(folder: str) -> tuple[float, int]:
-    """Return seconds and peak bytes of a comparison."""
+    """Return the seconds and peak bytes of a comparison."""
     begin = time.perf_counter()
     if not compare(Path(folder, "one"), Path(folder, "two")).sound:
         raise SystemExit("two copies of a recording differ")

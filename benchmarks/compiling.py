@@ -1,15 +1,15 @@
-"""What does `torch.compile` of the layers gain in a training step, on each axis?
+"""Gain of `torch.compile` of the layers in a training step, on each axis.
 
 A small Llama in float32, in one process and on two ranks, one thread each: as it is, and with each
-layer compiled by inductor before `parallelize`. Both are there at once and take turns; the slower
-rank's time counts. Losses and gradient norms are compared first.
+layer compiled by inductor before `parallelize`. Both versions take turns; the slower rank's time
+counts. Losses and gradient norms are compared first.
 
     python -m benchmarks.compiling --tokens 2048 --repeats 15
 
 - ms: median of a step, as it is and compiled.
 - tokens/s: of the global batch, by these medians.
-- gain: median of each repeat's own ratio, as it is to compiled, and its quartiles: above 1 the
-  compiled step is faster.
+- gain: median and quartiles of each repeat's ratio, as it is to compiled; above 1 the compiled
+  step is faster.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "dp 2": ({"dp_size": 2}, {}),
 }
 ROWS, MICRO_BATCHES = 8, 2
-BOUND = 1e-4  # of float32
+BOUND = 1e-4  # relative error allowed in float32
 Times = dict[str, list[float]]
 
 
@@ -61,7 +61,7 @@ def make(hidden: int, compiled: bool) -> Llama:
 def measure(
     sizes: dict[str, int], options: dict[str, Any], hidden: int, tokens: int, repeats: int
 ) -> Times:
-    """Return the seconds of each step as it is and compiled, of the slowest rank."""
+    """Return the seconds of each step as it is and compiled, on the slowest rank."""
     torch.set_num_threads(1)
     manager = setup_process_group_manager(**sizes)
     drawn = torch.randint(1024, (ROWS, tokens // ROWS + 1), generator=torch.Generator())
@@ -70,7 +70,7 @@ def measure(
     for name, compiled in (("as it is", False), ("compiled", True)):
         model = parallelize(make(hidden, compiled), manager, **options)
         run = partial(step, model, shard_global_batch(batch, MICRO_BATCHES, model=model))
-        run()  # the first step runs more than later ones
+        run()  # the first step does more than later ones
         run()
         found.append([run(), global_grad_norm(model)])
         runs[name] = run
@@ -80,7 +80,7 @@ def measure(
 
 
 def step(model: Any, batches: list[Any]) -> torch.Tensor:
-    """Train on one global batch, without an update; return the loss."""
+    """Run forward and backward of a global batch; return the loss."""
     model.reset()
     return train_step(model, batches)
 

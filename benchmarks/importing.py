@@ -1,6 +1,6 @@
-"""What imports take: all of `scaletorch.dist` beyond torch, and a plan's arithmetic without it.
+"""Time of imports: all of `scaletorch.dist` beyond torch, and planning's arithmetic without it.
 
-Less than 50 ms beyond `import torch` is promised.
+The promise is less than 50 ms beyond `import torch`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import tempfile
 
 CHILDREN = 21
-# What is measured → what is there before, once for all.
+# Measured import → module that is imported before.
 IMPORTS = {
     "from scaletorch.dist import *": "torch",
     "import scaletorch.plan.__main__": "time",
@@ -31,7 +31,7 @@ for _ in range({children}):
 
 
 def times(measured: str) -> list[float]:
-    """Return milliseconds of processor time, of imports of modules that are compiled."""
+    """Return the CPU milliseconds of imports of compiled modules."""
     code = MEASURE.format(before=IMPORTS[measured], children=CHILDREN, measured=measured)
     with tempfile.TemporaryDirectory() as folder:
         program = [sys.executable, "-X", f"pycache_prefix={folder}", "-c", code]

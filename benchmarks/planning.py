@@ -1,8 +1,8 @@
-"""Is a step as long as it was planned to be: 12 layouts of 2 to 4 ranks, of three models.
+"""Planned and measured step times: 12 layouts of 2 to 4 ranks, of three models.
 
-This machine is calibrated as `python -m scaletorch.plan calibrate` does it, with 2 ranks and with
-4. Then every layout is predicted, and trained by real ranks: forward, backward, AdamW. The layouts
-of a model take turns.
+This machine is calibrated as by `python -m scaletorch.plan calibrate`, with 2 ranks and with 4.
+Then every layout is predicted, and trained on real ranks: forward, backward, AdamW. The layouts of
+a model take turns.
 
     python -m benchmarks.planning --quick
 """
@@ -32,11 +32,11 @@ from scaletorch.plan.describing import describe
 from .harness.tables import machine, publish, row, table
 from .harness.turns import collected, in_turns, of_slowest_rank, seconds
 
-CLOSE, APART = 0.15, 0.15  # of a prediction; of two measured times that differ
+CLOSE, APART = 0.15, 0.15  # relative error of a good prediction; difference of unequal times
 
 
 class Job(NamedTuple):
-    """A model, its batch, and the layouts that it is trained on."""
+    """A model, its batch, and the layouts to train it on."""
 
     config: LlamaConfig
     length: int
@@ -78,7 +78,7 @@ def built(config: LlamaConfig) -> nn.Module:
 
 
 def train(job: Job, layout: Layout, steps: int) -> list[float]:
-    """Return the seconds of steps, of the slowest rank each; the first two warm up."""
+    """Return the seconds of steps on the slowest rank; two warm-up steps are left out."""
     grid = layout.grid
     manager = setup_process_group_manager(
         tp_size=grid.tp, cp_size=grid.cp, pp_size=grid.pp, dp_size=grid.dp, ep_size=grid.ep
@@ -108,7 +108,7 @@ def train(job: Job, layout: Layout, steps: int) -> list[float]:
 
 
 def predicted(job: Job, clusters: dict[int, Cluster]) -> list[Time]:
-    """Return what each layout is planned to take."""
+    """Return the planned time of each layout."""
     cuts = [layout.cut for layout in job.layouts]
     description = describe(lambda: built(job.config), job.length, cuts=cuts)
     return [
@@ -117,7 +117,7 @@ def predicted(job: Job, clusters: dict[int, Cluster]) -> list[Time]:
 
 
 def order(pairs: Sequence[tuple[float, float]]) -> tuple[int, int]:
-    """Return how many pairs of layouts differ enough when measured, and how many are planned so."""
+    """Return the number of pairs whose measured times differ, and of those planned in order."""
     apart = [
         (one, two) for one, two in combinations(pairs, 2)
         if max(one[1], two[1]) > (1 + APART) * min(one[1], two[1])
@@ -126,7 +126,7 @@ def order(pairs: Sequence[tuple[float, float]]) -> tuple[int, int]:
 
 
 def lines(jobs: dict[str, Job], steps: int, repeats: int, share: float) -> Iterator[str]:
-    """Yield the table, a line for each layout, and how good the predictions are."""
+    """Yield the table, a row for each layout, and the quality of the predictions."""
     begin = time.perf_counter()
     sizes = sorted({layout.grid.world_size for job in jobs.values() for layout in job.layouts})
     clusters = {size: calibrate(size, seconds=share) for size in sizes}
@@ -161,7 +161,7 @@ def lines(jobs: dict[str, Job], steps: int, repeats: int, share: float) -> Itera
 
 
 def words(layout: Layout) -> str:
-    """Write a layout in few words."""
+    """Return a layout in a few words."""
     grid = layout.grid
     parts = [f"{axis} {getattr(grid, axis)}" for axis in ("dp", "pp", "cp", "tp", "ep")
              if getattr(grid, axis) > 1]  # fmt: skip

@@ -1,8 +1,8 @@
-"""Group set-up on one rank of a big world: a manager's own groups against torch's device mesh.
+"""Group set-up on one rank of a large world: a manager's own groups against torch's device mesh.
 
-The world is torch's "fake" backend, so that one process can be any rank of it: what is measured
-is the work in the process, without the network. A mesh has four groups a rank, the manager seven;
-the third line gives the mesh the joined axes as well.
+The world is torch's "fake" backend, so one process can be any rank of it: only the work in the
+process is measured, without the network. A mesh has four groups a rank, the manager seven; the
+third row adds the joined axes to the mesh.
 
     python -m benchmarks.process_groups --ranks 1024 16384 --repeats 15
 """
@@ -32,18 +32,18 @@ COLUMNS = ["way", "ms", "least", "most", "ratio (quartiles)", "new_group calls"]
 
 
 def manager(grid: Grid) -> None:
-    """Make the seven groups of the manager."""
+    """Create the manager's seven groups."""
     ProcessGroupManager(grid.tp, grid.cp, grid.pp, grid.dp)
 
 
 def mesh(grid: Grid) -> Any:
-    """Make the four groups of a mesh."""
+    """Create the four groups of a mesh."""
     shape = tuple(getattr(grid, axis) for axis in AXES)
     return init_device_mesh("cpu", shape, mesh_dim_names=AXES)
 
 
 def mesh_and_joined_axes(grid: Grid) -> None:
-    """Make the four groups of a mesh, and the groups of dp with cp and of dp with pp."""
+    """Create the four groups of a mesh, and those of dp with cp and of dp with pp."""
     whole = mesh(grid)
     whole["dp", "cp"]._flatten()
     whole["dp", "pp"]._flatten()
@@ -57,14 +57,14 @@ WAYS: dict[str, Callable[[Grid], Any]] = {
 
 
 def layout(ranks: int) -> Grid:
-    """The documented 8 x 4 x 16, with as much data parallelism as fills the world."""
+    """Return the documented 8 x 4 x 16, with enough data parallelism to fill the world."""
     if ranks % 512:
         raise SystemExit(f"--ranks must be multiples of 8 * 4 * 16 = 512, got {ranks}")
     return Grid(tp=8, cp=4, pp=16, dp=ranks // 512)
 
 
 def measure(way: Callable[[Grid], Any], grid: Grid, rank: int) -> tuple[float, int]:
-    """Milliseconds and new_group calls of one set-up in a new world, as torchrun leaves it."""
+    """Return milliseconds and new_group calls of a set-up in a new world, as torchrun leaves it."""
     place = {"RANK": rank, "WORLD_SIZE": grid.world_size, "LOCAL_RANK": rank % 8}
     os.environ.update(
         {name: str(value) for name, value in place.items()} | {"LOCAL_WORLD_SIZE": "8"}
@@ -77,7 +77,7 @@ def measure(way: Callable[[Grid], Any], grid: Grid, rank: int) -> tuple[float, i
         calls += 1
         return real(*args, **kwargs)
 
-    c10d._new_group_with_tag = counted  # every way to a new group leads through it
+    c10d._new_group_with_tag = counted  # every new group is created by this function
     try:
         begin = time.perf_counter()
         way(grid)
@@ -89,11 +89,11 @@ def measure(way: Callable[[Grid], Any], grid: Grid, rank: int) -> tuple[float, i
 
 
 def compare(grid: Grid, repeats: int) -> None:
-    """Measure every way in turn, ``repeats`` times, and print the medians."""
+    """Measure every way in turns, `repeats` times, and print the medians."""
     times: dict[str, list[float]] = {name: [] for name in WAYS}
     calls: dict[str, int] = {}
     for way in WAYS.values():
-        measure(way, layout(512), 0)  # the first use of each imports and compiles
+        measure(way, layout(512), 0)  # the first use imports and compiles
     for name in in_turns(WAYS, repeats):
         rank = grid.world_size * len(times[name]) // repeats
         elapsed, calls[name] = measure(WAYS[name], grid, rank)

@@ -1,9 +1,9 @@
-"""How far is `scaletorch.plan` off published runs, in time and memory?
+"""Errors of `scaletorch.plan` on published runs, in time and memory.
 
-Nothing runs: layouts, models and measurements are data (`benchmarks.known`), models are
-described by closed forms, and at most three constants of each machine were fitted on other runs
-than those that are shown. `--fitted` shows these, `--fit` fits the constants again, in half a
-minute, and `--write` writes the tables into docs/plan_published.md, in both languages.
+Nothing runs: layouts, models and measurements are data (`benchmarks.known`), models are described
+in closed form, and at most three constants of each machine were fitted, on other runs than the ones
+shown. `--fitted` shows the fitted runs, `--fit` fits the constants again, in half a minute, and
+`--write` writes the tables into docs/plan_published.md, in both languages.
 
     python -m benchmarks.published_plans
 """
@@ -31,7 +31,7 @@ CHINESE = {
 
 
 def tables(fit: bool = False) -> dict[str, list[str]]:
-    """Return the lines of all tables by name: of runs that are shown, or that were fitted on."""
+    """Return the lines of all tables by name: of the shown runs, or of those fitted on."""
     found = compared(row for row in rows() if row.fit == fit)
     runs = {name: [each for each in found if each.row.table == name] for name in SOURCES}
     runs = {name: shown for name, shown in runs.items() if shown}
@@ -40,7 +40,7 @@ def tables(fit: bool = False) -> dict[str, list[str]]:
 
 
 def written(page: str, *, chinese: bool = False) -> str:
-    """Return a page with its tables written anew."""
+    """Return a page with new tables."""
     known = tables()
 
     def table(match: re.Match[str]) -> str:
@@ -54,7 +54,7 @@ def written(page: str, *, chinese: bool = False) -> str:
 
 
 def fit_again() -> None:
-    """Print the constants that the fitted runs give, and whether they are those in use."""
+    """Print the constants fitted again, and whether they equal those in use."""
     for machine in sorted({row.machine for row in rows() if row.fit}):
         own, again = MACHINES[machine].constants, fitted(machine, rows())
         print(

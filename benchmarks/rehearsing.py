@@ -1,4 +1,4 @@
-"""What does a rehearsal cost beside a training step, in time and memory?
+"""Cost of a rehearsal compared with a training step, in time and memory.
 
 A Llama in float32 on two and four ranks, one thread each. A step and a rehearsal of it take turns
 in the same processes; the slower rank's time and the largest rank's peak count.
@@ -6,9 +6,9 @@ in the same processes; the slower rank's time and the largest rank's peak count.
     python -m benchmarks.rehearsing --hidden 512 --layers 8 --tokens 4096
 
 - step: median milliseconds of a training step.
-- rehearsal / step: median of each repeat's own ratio, and its quartiles.
-- peak: by how many MiB a step and a rehearsal raise what the process has, the rehearsal's measured
-  behind the step's.
+- rehearsal / step: median and quartiles of each repeat's ratio.
+- peak: MiB by which a step and a rehearsal raise the process's memory; the rehearsal is measured
+  after the step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MIB = 2**20
 def measure(
     sizes: dict[str, int], options: dict[str, Any], given: argparse.Namespace
 ) -> tuple[dict[str, list[float]], dict[str, float], int]:
-    """Return seconds and peaks of a step and of a rehearsal, and how many parameters there are."""
+    """Return seconds and peaks of a step and of a rehearsal, and the number of parameters."""
     torch.set_num_threads(1)
     manager = setup_process_group_manager(**sizes)
     torch.manual_seed(0)
@@ -60,7 +60,7 @@ def measure(
         "step": partial(train_step, model, micro_batches),
         "rehearsal": partial(rehearse, model, micro_batches),
     }
-    rehearse(model, micro_batches)  # the first of each look further
+    rehearse(model, micro_batches)  # the first rehearsal and the first step do more checks
     train_step(model, micro_batches)
     model.reset()
     peaks = {name: _raised(run, model.reset) for name, run in runs.items()}

@@ -1,14 +1,13 @@
-"""How long does it take to find the best of all legal layouts of 1,024 and of 16,384 ranks?
+"""Time to find the best of all legal layouts of 1,024 and of 16,384 ranks.
 
 Two models of 126 layers, dense and a mixture, with tp and cp up to 32 and four sizes of ep.
-Processor seconds, the least of several searches, each in a process of its
-own that has searched nothing before.
+The figure is CPU seconds, the least of several searches, each in a new process.
 
     python -m benchmarks.searching
 
-Layers are described in cuts of 1 and 2 ranks along each axis; a wider cut is taken to have its
-share of that. What a search takes does not depend on how large the numbers are, and running 330
-cuts would take minutes.
+Layers are described in cuts of 1 and 2 ranks along each axis; wider cuts scale those figures.
+The time of a search does not depend on the size of the figures, and running 330 cuts would take
+minutes.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ from .harness.tables import machine, publish, row, table
 
 RANKS = (1024, 16384)
 SIZES, EXPERTS, LAYERS, LENGTH = (1, 2, 4, 8, 16, 32), (1, 2, 4, 8), 126, 8192
-ROWS = 4  # for each rank: every size of dp divides them, with every micro-batch
+ROWS = 4  # for each rank: every size of dp divides the total, with every micro-batch
 SHRINKING = ("kept", "entered", "forward_peak", "backward_peak", "handed")
 
 
 def dense() -> nn.Module:
-    """Return two layers of Llama 3 405B, between what stands before and behind all."""
+    """Return Llama 3 405B with two layers."""
     return Llama(
         LlamaConfig(128256, 16384, 53248, num_layers=2, num_heads=128, num_kv_heads=8)
     ).bfloat16()
 
 
 def mixture() -> nn.Module:
-    """Return two layers of 64 experts."""
+    """Return a mixture of 64 experts with two layers."""
     return Mixture(
         MixtureConfig(
             128256, 8192, 2048, num_layers=2, num_heads=64, num_kv_heads=8, num_experts=64
@@ -74,7 +73,7 @@ def described(name: str) -> Description:
 
 
 def widened(known: Description, cut: Cut) -> tuple[Behaviour, ...]:
-    """Return the kinds in a cut, of the described one that is like it and has less ranks."""
+    """Return the kinds in a cut, scaled from the described cut with sizes of at most 2."""
     near = replace(cut, tp=min(cut.tp, 2), cp=min(cut.cp, 2), ep=min(cut.ep, 2))
     share = near.tp * near.cp / (cut.tp * cut.cp)
 
@@ -99,7 +98,7 @@ def widened(known: Description, cut: Cut) -> tuple[Behaviour, ...]:
 
 
 def search(known: Description, ranks: int) -> tuple[float, int, int]:
-    """Return processor seconds of a search, and how many layouts fit and are refused."""
+    """Return the CPU seconds of a search, and how many layouts fit and are refused."""
     cluster = cluster_named("dgx-h100", ranks)
     begin = time.process_time()
     found = plan(known, ROWS * ranks, cluster)
@@ -109,7 +108,7 @@ def search(known: Description, ranks: int) -> tuple[float, int, int]:
 
 
 def lines(names: list[str], repeats: int) -> Iterator[str]:
-    """Yield the table, a line for each model, number of ranks and ranking."""
+    """Yield the table, a row for each model and number of ranks."""
     yield f"{machine()}; processor seconds, the least of {repeats} searches\n"
     yield table(["model", "ranks", "seconds", "layouts", "refused"], [])
     fresh = multiprocessing.get_context("fork")

@@ -1,10 +1,10 @@
-"""Collectives of a group that spans nodes: torch's, which know of no nodes, and ours in levels.
+"""Collectives of a group that spans nodes: torch's, which ignore nodes, and our hierarchical ones.
 
     python -m benchmarks.topology            # as root, about 2 min: see harness/links.py
     python -m benchmarks.topology --quick
 
-Two nodes of two ranks each; what goes from node to node takes its time, what stays is loopback.
-Each cell is the median over repeats of the slowest rank's time, ways in turn.
+Two nodes of two ranks each; messages between nodes are slow, those inside a node use loopback. Each
+cell is the median over repeats of the slowest rank's time; the ways take turns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SIZES = {"8 B": 8, "64 KiB": 2**16, "1 MiB": 2**20, "8 MiB": 2**23}
 
 
 def calls(size: int, flat: c10d.ProcessGroup, deep: c10d.ProcessGroup) -> Ways:
-    """Return for each call torch's and ours, on ``size`` bytes in all."""
+    """Return torch's and our way of each call, on `size` bytes in all."""
     ranks = c10d.get_world_size()
     data = torch.ones(max(size // 4, 1))
     part = torch.ones(max(len(data) // ranks, 1))
@@ -57,21 +57,21 @@ def calls(size: int, flat: c10d.ProcessGroup, deep: c10d.ProcessGroup) -> Ways:
 
 
 def measure(repeats: int) -> Found:
-    """Return each way's seconds in every repeat, of the slowest rank, by call and size."""
+    """Return each way's seconds in every repeat on the slowest rank, by call and size."""
     flat, deep = c10d.new_group(), c10d.new_group()
     if not dist.use_hierarchy(deep):
         raise SystemExit("the nodes were not found")
     found: Found = {}
     for size_name, size in SIZES.items():
         for call, ways in calls(size, flat, deep).items():
-            repeated(seconds, ways, 1)  # warms up
+            repeated(seconds, ways, 1)  # warm-up
             times = repeated(seconds, ways, repeats)
             found[call, size_name] = {name: of_slowest_rank(each) for name, each in times.items()}
     return found
 
 
 def cells(found: Found) -> Iterator[Sequence[str]]:
-    """Write the row of a call and size."""
+    """Yield the row of each call and size."""
     for (call, size), times in found.items():
         medians = (f"{1e3 * statistics.median(times[way]):.1f}" for way in (TORCH, OURS))
         yield [call, size, *medians, ratio(times[OURS], times[TORCH], 2)]

@@ -1,17 +1,17 @@
-"""A plain PyTorch loop that takes gradient buckets from scaletorch-dp, and nothing else.
+"""Gradient buckets of scaletorch-dp in a plain PyTorch loop, without the other packages.
 
-``pip install scaletorch-dp``, then ``python examples/buckets_only.py``: a small byte model learns
-from a source file of the standard library, in one process and on 2 local ranks, and prints the
-same losses twice. Under torchrun, srun or mpirun call ``init_dist()`` and then ``train()``.
+`pip install scaletorch-dp`, then `python examples/buckets_only.py`: a small byte model learns
+a source file of the standard library, in one process and on 2 local ranks, and prints the same
+losses twice. Under torchrun, srun or mpirun call `init_dist()` and then `train()`.
 
-What changes in a loop that has run on one device, marked (1) to (5) below:
+Changes to a loop for one device, marked (1) to (5) below:
 
-- (1) The wrapper. Parameter names stay, so checkpoints of the plain module still fit.
+- (1) The wrapper. Parameter names stay, so checkpoints of the plain module still load.
 - (2) Each rank takes its rows of the global batch.
 - (3) The loss is a *sum*, divided by the tokens of the whole global batch; gradients are summed.
-  A loss that is a mean on each rank wants ``DataParallelBucket(model, op="mean")`` instead.
-- (4) Gradients travel with the last micro-batch only.
-- (5) The norm is that of the whole gradient, the same bits on every rank.
+  If the loss is a mean on each rank, use `DataParallelBucket(model, op="mean")` instead.
+- (4) Gradients are reduced with the last micro-batch only.
+- (5) The norm is that of the full gradient, bit-identical on every rank.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ CONTEXT, ROWS, MICRO_BATCHES, STEPS = 16, 64, 4, 20
 
 
 def read_text() -> Tensor:
-    """Return some real text as bytes, [T] int64."""
+    """Return text as bytes, [T] int64."""
     source = bytearray(inspect.getsource(argparse).encode())
     return torch.frombuffer(source, dtype=torch.uint8).long()
 
 
 def global_batch(text: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """Return 16 bytes and the byte after them, [ROWS, CONTEXT] and [ROWS]; spaces do not count."""
+    """Return 16 bytes and the byte after them, [ROWS, CONTEXT] and [ROWS]; spaces are ignored."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - CONTEXT, (ROWS, 1), generator=generator)
     window = text[starts + torch.arange(CONTEXT + 1)]
@@ -50,7 +50,7 @@ def global_batch(text: Tensor, step: int) -> tuple[Tensor, Tensor]:
 
 
 def micro_batches(text: Tensor, step: int) -> list[tuple[Tensor, Tensor]]:
-    """Cut this rank's rows of the global batch into micro-batches."""
+    """Split this rank's rows of the global batch into micro-batches."""
     inputs, labels = global_batch(text, step)
     mine = slice(get_rank(), None, get_world_size())  # (2)
     parts = inputs[mine].chunk(MICRO_BATCHES), labels[mine].chunk(MICRO_BATCHES)
@@ -69,7 +69,7 @@ def make_model() -> nn.Module:
 def train(dtype: torch.dtype = torch.float32) -> tuple[list[float], dict[str, Tensor]]:
     """Train on this rank; return the global loss of each step, and the weights."""
     text = read_text()
-    group = get_default_group()  # any process group; None is one process
+    group = get_default_group()  # any process group; None for one process
     model = DataParallelBucket(make_model().to(dtype), group=group)  # (1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
@@ -86,7 +86,7 @@ def train(dtype: torch.dtype = torch.float32) -> tuple[list[float], dict[str, Te
         clip_grad_norm_(model, 1.0, group=group)  # (5)
         optimizer.step()
         optimizer.zero_grad()
-        all_reduce(total, group=group)  # for the log alone
+        all_reduce(total, group=group)  # only for the log
         losses.append(total.item())
     return losses, {name: weight.detach() for name, weight in model.state_dict().items()}
 
@@ -98,7 +98,7 @@ def main() -> None:
     for name, losses in (("one process", alone), ("two ranks", together)):
         print(name, *(f"{loss:.5f}" for loss in losses[:: STEPS - 1]))
     one, two = (torch.tensor(losses, dtype=torch.float64) for losses in (alone, together))
-    difference = (one / two - 1).abs().max()  # of a tensor: Python's own max passes over a NaN
+    difference = (one / two - 1).abs().max()  # Python's own max would miss a NaN
     print(f"largest relative difference of {STEPS} losses: {difference:.1e}")
 
 

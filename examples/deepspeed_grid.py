@@ -1,18 +1,18 @@
-"""DeepSpeed first, then scaletorch's grid and tensor parallel layers on the group that it made.
+"""DeepSpeed's process group with scaletorch's grid and tensor parallel layers.
 
-``pip install deepspeed scaletorch``, then ``python examples/deepspeed_grid.py``: a small Llama
+`pip install deepspeed scaletorch`, then `python examples/deepspeed_grid.py`: a small Llama
 learns a source file of the standard library, in one process with plain PyTorch, and on 4 local
 ranks as tp 2 x dp 2 and as cp 2 x dp 2 in DeepSpeed's engine, with ZeRO-1 and clipping. Losses and
 gradient norms are the same three times. Under torchrun call `train` itself.
 What to know:
 
-- `init_dist` finds the default group that DeepSpeed made and takes it. The grid makes its groups,
-  and `as_mpu` gives them to ``deepspeed.initialize``.
+- `init_dist` adopts the default group that DeepSpeed made. The grid makes its groups, and `as_mpu`
+  gives them to `deepspeed.initialize`.
 - DeepSpeed averages gradients over data-parallel ranks (and sums them over sequence-parallel
-  ones). A loss that is divided by the tokens of the *global* batch is multiplied by dp for that.
-- Its gradient norm counts a parameter on the first tp rank alone, unless it is marked as one of
-  which each rank has a shard: `mark_shards`. Without the marks the norm is too small, silently.
-- `as_mpu` refuses pipelines: DeepSpeed's engine runs its own only.
+  ones). So a loss divided by the tokens of the *global* batch has to be multiplied by dp.
+- Its gradient norm counts a parameter on the first tp rank only, unless `mark_shards` marks it as
+  sharded. Without the marks the norm is too small, silently.
+- `as_mpu` refuses pipelines: DeepSpeed's engine runs only its own.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_model() -> Llama:
 
 
 def rank_batch(step: int, manager: ProcessGroupManager) -> dict[str, Tensor]:
-    """Return this rank's rows (dp) and columns (cp) of a batch of real text."""
+    """Return this rank's rows (dp) and columns (cp) of a batch of text."""
     text = torch.frombuffer(bytearray(inspect.getsource(argparse).encode()), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - LENGTH, (ROWS, 1), generator=generator)
@@ -62,14 +62,14 @@ def rank_batch(step: int, manager: ProcessGroupManager) -> dict[str, Tensor]:
 
 
 def mark_shards(model: nn.Module) -> None:
-    """Mark parameters of which each tp rank has a shard, as Megatron does."""
+    """Mark parameters that are sharded over tp, as Megatron does."""
     for name, dim in shard_dims(model).items():
         if dim is not None:
             vars(model.get_parameter(name))["tensor_model_parallel"] = True
 
 
 def start_engine(model: nn.Module, manager: ProcessGroupManager) -> Any:
-    """Return DeepSpeed's engine around this rank's part of the model."""
+    """Return DeepSpeed's engine around this rank's shard of the model."""
     import deepspeed
 
     config = {
@@ -84,9 +84,9 @@ def start_engine(model: nn.Module, manager: ProcessGroupManager) -> Any:
 
 
 def train(tp: int = 1, cp: int = 1, dp: int = 1) -> Curve:
-    """Train on this rank, in the world that DeepSpeed makes."""
+    """Train on this rank, on DeepSpeed's default process group."""
     start_deepspeed()
-    init_dist()  # takes the group as it is
+    init_dist()  # adopts the group
     manager = setup_process_group_manager(tp_size=tp, cp_size=cp, dp_size=dp)
     model = apply_tensor_parallel(make_model(), group=manager.tp_group)
     apply_context_parallel(model, manager.cp_group, layout="zigzag")
@@ -98,10 +98,10 @@ def train(tp: int = 1, cp: int = 1, dp: int = 1) -> Curve:
         count = global_token_count(batch["labels"], group=manager.cp_dp_group)
         logits = engine(batch["input_ids"], batch.get("position_ids"))
         loss = token_loss_sum(logits, batch["labels"]) / count
-        engine.backward(loss * manager.dp_size)  # by which the engine divides
+        engine.backward(loss * manager.dp_size)  # the engine divides by this
         engine.step()
         total = loss.detach()
-        all_reduce(total, group=manager.cp_dp_group)  # for the log alone
+        all_reduce(total, group=manager.cp_dp_group)  # only for the log
         curve.append((total.item(), float(engine.get_global_grad_norm())))
     destroy_process_group_manager()
     cleanup_dist()  # leaves DeepSpeed's group to DeepSpeed
@@ -109,16 +109,16 @@ def train(tp: int = 1, cp: int = 1, dp: int = 1) -> Curve:
 
 
 def start_deepspeed() -> None:
-    """Let DeepSpeed make the default group, if it has not yet."""
+    """Let DeepSpeed make the default group, unless it exists."""
     import deepspeed
 
-    # On CPUs it would first compile an operator that only inference uses, for about a minute.
+    # On CPUs it would first compile an operator for inference, which takes about a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
 
 
 def train_alone() -> Curve:
-    """Train in one process with nothing but PyTorch."""
+    """Train in one process with plain PyTorch."""
     manager, model = setup_process_group_manager(), make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     curve = []

@@ -1,6 +1,6 @@
-"""A small diffusion transformer, whose blocks get a condition that travels through a pipeline.
+"""A small diffusion transformer; its pipeline also sends the condition that the blocks get.
 
-``python examples/diffusion_transformer.py`` prints the losses of one process and of 4 local ranks.
+`python examples/diffusion_transformer.py` prints the losses of one process and of 4 local ranks.
 """
 
 import torch
@@ -24,7 +24,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(SIZE, 2 * SIZE), nn.GELU(), nn.Linear(2 * SIZE, SIZE))
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        """Return hidden states as x, [B, L, SIZE]; the condition is [B, SIZE]."""
+        """Map hidden states [B, L, SIZE] to the same shape; the condition is [B, SIZE]."""
         scale, shift, gate = self.modulation(condition)[:, None].chunk(3, -1)
         h = self.norm(x) * (1 + scale) + shift
         x = x + gate * self.attention(h, h, h, need_weights=False)[0]
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Denoiser(nn.Module):
-    """Tells the noise in latents [B, L, 4], of which time [B] says how much it is."""
+    """Predicts the noise in latents [B, L, 4]; time [B] is the share of noise."""
 
     def __init__(self) -> None:
         super().__init__()

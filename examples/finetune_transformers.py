@@ -1,19 +1,19 @@
-"""Fine-tune a model of ``transformers`` on 4 ranks: tensor parallel 2 x context parallel 2.
+"""Fine-tune a model of `transformers` on 4 ranks: tensor parallel 2 x context parallel 2.
 
-``pip install "scaletorch[transformers]" safetensors``, then ``python
-examples/finetune_transformers.py``. So that nothing is downloaded, it first makes a small Llama
-with random weights and saves it with ``save_pretrained``; the data are a source file of the
-standard library, as bytes. Four local ranks tune it and save a checkpoint, which then one process
-loads: it finds the loss that the ranks had.
+`pip install "scaletorch[transformers]" safetensors`, then `python
+examples/finetune_transformers.py`. Nothing is downloaded: it first makes a small Llama with random
+weights and saves it with `save_pretrained`; the data are the bytes of a source file of the
+standard library. Four local ranks tune it and save a checkpoint. One process then loads the
+checkpoint and finds the ranks' loss.
 
-For your own: the folder of any causal model of a family that `parallelize` knows, your tokens in
-`global_batch`, and instead of `launch` under torchrun
+For your own model: the folder of any causal model of a family that `parallelize` knows, your tokens
+in `global_batch`, and under torchrun instead of `launch`
 
     init_dist()
     tune(folder, results, tp=4, cp=2, dp=2)
 
-The model class is not touched. What the ranks hold: `load_safetensors` reads each rank's rows and
-columns straight from the files; each rank has half of every sequence and half of every layer.
+The model class is unchanged. `load_safetensors` reads each rank's rows and columns straight from
+the files; each rank has half of every sequence and half of every layer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ROWS, LENGTH, STEPS = 4, 128, 12
 
 
 def make_pretrained(folder: Path) -> None:
-    """Write a model as it comes from a hub: config.json and model.safetensors."""
+    """Write a model in the format of the hub: config.json and model.safetensors."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -59,7 +59,7 @@ def make_pretrained(folder: Path) -> None:
 
 
 def build(folder: Path, manager: ProcessGroupManager) -> DataParallelBucket:
-    """Return this rank's part of the model, with the weights of the folder."""
+    """Return this rank's shard of the model, with the weights of the folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
@@ -69,7 +69,7 @@ def build(folder: Path, manager: ProcessGroupManager) -> DataParallelBucket:
 
 
 def global_batch(step: int) -> dict[str, Tensor]:
-    """Return the same rows of real text on every rank, with labels that are shifted already."""
+    """Return the same rows of text on every rank, with labels that are already shifted."""
     text = inspect.getsource(argparse).encode()
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(step)
@@ -81,7 +81,7 @@ def global_batch(step: int) -> dict[str, Tensor]:
 def tune(
     pretrained: Path, results: Path, tp: int = 1, cp: int = 1, dp: int = 1, steps: int = STEPS
 ) -> list[float]:
-    """Train on this rank; return the losses, the last of them of an unseen batch."""
+    """Train on this rank; return the losses, the last of them on an unseen batch."""
     manager = setup_process_group_manager(tp_size=tp, cp_size=cp, dp_size=dp)
     model = build(pretrained, manager)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -98,7 +98,7 @@ def tune(
         if is_main_process() and step % 4 == 0:
             print(f"step {step}: loss {loss.item():.4f}", flush=True)
     save(results / "steps", model, optimizer, manager, step=steps, scheduler=scheduler)
-    export_safetensors(model, results / "model", manager)  # for transformers itself
+    export_safetensors(model, results / "model", manager)  # for transformers
     losses.append(evaluate(model, manager, steps))
     destroy_process_group_manager()
     return losses
@@ -116,7 +116,7 @@ def evaluate(model: DataParallelBucket, manager: ProcessGroupManager, step: int)
 
 
 def resume(pretrained: Path, results: Path) -> tuple[float, int]:
-    """Load the ranks' checkpoint in one process; return the loss of the unseen batch, the step."""
+    """Load the ranks' checkpoint in one process; return the unseen batch's loss and the step."""
     manager = setup_process_group_manager()
     model = build(pretrained, manager)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -129,7 +129,7 @@ def resume(pretrained: Path, results: Path) -> tuple[float, int]:
 
 
 def main() -> None:
-    """Make a model, tune it on four ranks, load what they saved here."""
+    """Make a model, tune it on four ranks, and load their checkpoint in this process."""
     with tempfile.TemporaryDirectory() as folder:
         pretrained, results = Path(folder, "pretrained"), Path(folder, "results")
         make_pretrained(pretrained)

@@ -1,15 +1,15 @@
-"""FSDP2 as the data parallelism beside scaletorch's tensor and context parallelism.
+"""FSDP2 for data parallelism, with scaletorch's tensor and context parallelism.
 
-``python examples/fsdp2.py`` trains in one process, then on 4 local ranks as dp 2 x tp 2 and as
+`python examples/fsdp2.py` trains in one process, then on 4 local ranks as dp 2 x tp 2 and as
 dp 2 x cp 2, and prints the same losses three times. What to know:
 
 - Loss: a rank's loss is its sum of token losses divided by the tokens of the *global* batch, so
-  gradients are to be summed. FSDP2 averages them unless `shard_data_parallel` tells it otherwise.
-- Context parallelism: cp ranks have other positions of the same rows and the same weights, so their
-  gradients are summed too. Shard over cp x dp as one axis, and one reduce-scatter does both.
-- Checkpoints: FSDP2 takes a tensor-parallel weight for a whole one. Its DTensors know of dp alone,
-  and tp ranks have different ones under one name, of which torch.distributed.checkpoint would keep
-  one without a word. Where tp > 1 gather whole tensors first, as `whole_state` does.
+  gradients have to be summed. FSDP2 averages them; `shard_data_parallel` makes it sum.
+- Context parallelism: cp ranks have different positions of the same rows and the same weights, so
+  their gradients are summed too. Shard over cp x dp as one axis: one reduce-scatter does both.
+- Checkpoints: FSDP2 takes a tensor-parallel weight for a full one. Its DTensors know only dp, and
+  tp ranks have different ones under one name, of which torch.distributed.checkpoint would silently
+  keep one. If tp > 1, gather full tensors first, as `whole_state` does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from scaletorch.parallel.tensor_parallel import apply_tensor_parallel, gather_te
 
 
 def build(manager: ProcessGroupManager, dtype: torch.dtype) -> Llama:
-    """Return this rank's part of a model: first tp, then cp, and FSDP2 around both."""
+    """Return this rank's shard of a model: first tp, then cp, and FSDP2 around both."""
     torch.manual_seed(0)
     model = Llama(LlamaConfig(hidden_size=64, intermediate_size=96, num_layers=2)).to(dtype)
     if manager.tp_size > 1:
@@ -45,7 +45,7 @@ def build(manager: ProcessGroupManager, dtype: torch.dtype) -> Llama:
 
 
 def shard_data_parallel(model: Llama, manager: ProcessGroupManager) -> None:
-    """Shard parameters, gradients and the optimizer's state over dp, or over cp x dp."""
+    """Shard parameters, gradients and optimizer state over dp, or over cp x dp."""
     mesh = manager.device_mesh["dp"]
     if manager.cp_size > 1 and manager.cp_dp_group is not None:
         mesh = DeviceMesh.from_group(manager.cp_dp_group, get_comm_device().type)
@@ -53,12 +53,12 @@ def shard_data_parallel(model: Llama, manager: ProcessGroupManager) -> None:
         fully_shard(module, mesh=mesh)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # a sum ...
-            module.set_force_sum_reduction_for_comms(True)  # ... in an operation that gloo has
+            module.set_gradient_divide_factor(1.0)  # sum instead of average ...
+            module.set_force_sum_reduction_for_comms(True)  # ... by an operation that gloo supports
 
 
 def train_step(model: Llama, manager: ProcessGroupManager, step: int) -> Tensor:
-    """Run forward and backward of 4 rows of 32 bytes of text; return the loss over all of them."""
+    """Run forward and backward of 4 rows of 32 bytes of text; return the global loss."""
     text = torch.frombuffer(bytearray(inspect.getsource(argparse).encode()), dtype=torch.uint8)
     starts = torch.randint(len(text) - 33, (4, 1), generator=torch.Generator().manual_seed(step))
     tokens = text.long()[starts + torch.arange(33)]
@@ -69,12 +69,12 @@ def train_step(model: Llama, manager: ProcessGroupManager, step: int) -> Tensor:
     loss = token_loss_sum(logits, batch["labels"]) / count
     loss.backward()
     total = loss.detach()
-    all_reduce(total, group=manager.cp_dp_group)  # for the log alone
+    all_reduce(total, group=manager.cp_dp_group)  # only for the log
     return total
 
 
 def whole_state(model: nn.Module, manager: ProcessGroupManager) -> dict[str, Tensor]:
-    """Return the plain model's parameters on every rank: gathered over dp, then over tp."""
+    """Return the plain model's parameters on every rank, gathered over dp and then over tp."""
     named = model.named_parameters(remove_duplicate=False)
     parts = {n: p.full_tensor() if isinstance(p, DTensor) else p.data for n, p in named}
     return gather_tensors(model, parts, manager.tp_group)
@@ -83,7 +83,7 @@ def whole_state(model: nn.Module, manager: ProcessGroupManager) -> dict[str, Ten
 def work(
     tp: int = 1, cp: int = 1, dp: int = 1, dtype: torch.dtype = torch.float32
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Train on one rank of a grid; return the losses and the whole model's weights."""
+    """Train on one rank of a grid; return the losses and the full model's weights."""
     manager = setup_process_group_manager(tp_size=tp, cp_size=cp, dp_size=dp)
     model = build(manager, dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

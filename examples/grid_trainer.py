@@ -1,19 +1,19 @@
-"""`Trainer` of transformers on 4 ranks: tensor parallel 2 x data parallel 2, the loop untouched.
+"""`Trainer` of transformers on 4 ranks (tensor parallel 2 x data parallel 2), its loop unchanged.
 
-``pip install "scaletorch[transformers]" "accelerate>=1.1"``, then ``python
-examples/grid_trainer.py``. It trains a small Llama with plain `Trainer` in one process, and with
+`pip install "scaletorch[transformers]" "accelerate>=1.1"`, then `python
+examples/grid_trainer.py`. It trains a small Llama with plain `Trainer` in one process, and with
 `GridTrainer` on four local ranks: the same losses and gradient norms. `Trainer` keeps its loop,
-data, optimizer, schedule, callbacks and log; what a grid does otherwise is in the methods below.
+data, optimizer, schedule, callbacks and log; the methods below replace what differs on a grid.
 
-For your own: `GridTrainer` as it is, under torchrun, with your model, arguments and data set
+For your own model use `GridTrainer` as it is, under torchrun, with your arguments and data set
 
     init_dist()
     manager = setup_process_group_manager(tp_size=4, dp_size=2)
     GridTrainer(model, arguments, manager=manager, train_dataset=data).train()
 
-`per_device_train_batch_size` are the rows of a step of the *whole grid*, as in one process: every
-rank reads the same batch and takes its share. Ranks accumulate by `micro_batches`, which a pipeline
-needs.
+`per_device_train_batch_size` is the number of rows of a step of the *whole grid*, as in one
+process: every rank reads the same batch and takes its share. Ranks accumulate over `micro_batches`,
+which a pipeline needs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from scaletorch.parallel.pg_manager import (
 )
 
 STEPS, ROWS, LENGTH = 6, 8, 32
-OTHERWISE = {  # arguments that a grid has other ways for
+OTHERWISE = {  # arguments that a grid replaces by other means
     "gradient_accumulation_steps": "pass micro_batches=, of which each step has so many",
     "bf16": "load the model in bfloat16, and see data_parallel={'grad_type': torch.float32}",
     "fp16": "load the model in bfloat16",
@@ -68,13 +68,13 @@ OTHERWISE = {  # arguments that a grid has other ways for
 
 
 class GridTrainer(Trainer):  # type: ignore[misc]
-    """`Trainer` of a plain causal model, which it puts on all axes of a grid, in place.
+    """`Trainer` for a plain causal model, which it parallelizes over all axes of a grid, in place.
 
     Args:
         model: The plain model.
-        args: As for `Trainer`; rows are those of a step of the whole grid.
+        args: As for `Trainer`; the batch size is that of the whole grid.
         manager: The grid.
-        micro_batches: Of a data-parallel rank in a step.
+        micro_batches: Micro-batches of a data-parallel rank in a step.
         options: Further arguments of `parallelize`.
         others: As for `Trainer`.
     """
@@ -98,7 +98,7 @@ class GridTrainer(Trainer):  # type: ignore[misc]
         self.parallel = parallelize(model, manager, **options or {})
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Let every rank read what one process would: the grid shares it out."""
+        """Let every rank read the global batch; `shard_global_batch` divides it."""
         super().create_accelerator_and_postprocess()
         inner = self.accelerator.dataloader_config
         self.accelerator.prepare_data_loader = lambda loader, **_: prepare_data_loader(
@@ -109,30 +109,30 @@ class GridTrainer(Trainer):  # type: ignore[misc]
             use_seedable_sampler=inner.use_seedable_sampler,
             data_seed=inner.data_seed,
         )
-        self.accelerator.gather = lambda data: data  # a loss is the whole grid's on every rank
+        self.accelerator.gather = lambda data: data  # every rank has the global loss
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the rows of a step."""
         return int(self._train_batch_size)
 
     def _wrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
-        return self.parallel  # which accelerate is not to wrap again
+        return self.parallel  # accelerate must not wrap it again
 
     def _shares(self, inputs: dict[str, Tensor]) -> list[Any]:
-        """Return this rank's micro-batches; models of transformers shift labels, steps do not."""
+        """Return this rank's micro-batches, with labels shifted here as `train_step` expects."""
         batch = dict(self._prepare_inputs(inputs))
         batch["labels"] = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
         if "attention_mask" in batch and batch["attention_mask"].all():
-            del batch["attention_mask"]  # it says nothing
+            del batch["attention_mask"]  # it masks nothing
         return shard_global_batch(batch, self.micro_batches, self.manager, model=self.parallel)
 
     def training_step(self, model: Any, inputs: dict[str, Tensor], *_: Any) -> Tensor:
-        """Run forward and backward of the whole grid's batch; return its loss."""
+        """Run forward and backward of the global batch; return its loss."""
         model.train()
         return train_step(model, self._shares(inputs), self.manager)
 
     def prediction_step(self, model: Any, inputs: dict[str, Tensor], *_: Any, **__: Any) -> Any:
-        """Return the loss of the whole grid's batch, and neither logits nor labels."""
+        """Return the loss of the global batch, without logits and labels."""
         return eval_step(model, self._shares(inputs), self.manager), None, None
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
@@ -142,7 +142,7 @@ class GridTrainer(Trainer):  # type: ignore[misc]
         return global_grad_norm(model, self.manager) if grad_norm is None else grad_norm
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save in the place of what a run that was resumed from before has left, as `Trainer`."""
+        """Save, like `Trainer`, over a folder left by an earlier run that was resumed before it."""
         folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
         if self.args.should_save:
             shutil.rmtree(folder, ignore_errors=True)
@@ -150,7 +150,7 @@ class GridTrainer(Trainer):  # type: ignore[misc]
         super()._save_checkpoint(model, trial)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a folder that `from_pretrained` reads."""
+        """Write a folder for `from_pretrained`."""
         folder = output_dir or self.args.output_dir
         export_safetensors(self.parallel, folder, self.manager)
         if self.args.should_save:
@@ -172,14 +172,14 @@ class GridTrainer(Trainer):  # type: ignore[misc]
 
 
 class Curve(TrainerCallback):  # type: ignore[misc]
-    """Keeps what `Trainer` logs."""
+    """Keeps the losses and norms that `Trainer` logs."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.norms: list[float] = []
 
     def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-        """Take the loss and the norm of a step."""
+        """Keep the loss and the norm of a step."""
         if "grad_norm" in logs:
             self.losses.append(logs["loss"])
             self.norms.append(logs["grad_norm"])
@@ -196,7 +196,7 @@ def make_model() -> LlamaForCausalLM:
 
 
 def rows() -> list[dict[str, Tensor]]:
-    """Return rows of real text, the last tokens of some without labels."""
+    """Return rows of text; some have no labels for their last tokens."""
     text = inspect.getsource(argparse).encode()
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     found = []
@@ -216,7 +216,7 @@ def arguments(folder: Path, **others: Any) -> TrainingArguments:
 
 
 def plain(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Curve, Trainer]:
-    """Train in one process, with `Trainer` as it is."""
+    """Train in one process with plain `Trainer`."""
     curve, model = Curve(), make_model().to(dtype)
     trainer = Trainer(model, arguments(folder), train_dataset=rows(), callbacks=[curve])
     trainer.train()

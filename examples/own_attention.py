@@ -1,21 +1,21 @@
-"""Ring attention inside one's own attention layer, with scaletorch-cp and nothing else.
+"""Ring attention of scaletorch-cp inside your own attention layer, without the other packages.
 
-``pip install scaletorch-cp``, then ``python examples/own_attention.py``: a small decoder reads
+`pip install scaletorch-cp`, then `python examples/own_attention.py`: a small decoder reads
 sequences of a source file of the standard library, in one process and with every sequence in 4
 shards on 4 local ranks, and compares loss and gradients.
 
-What the layer does differently is one line: `ring_attention` where it called
-``F.scaled_dot_product_attention``. Around it
+The layer changes in one line: `ring_attention` replaces `F.scaled_dot_product_attention`.
+Around it
 
 - each rank gets its columns of the batch by `shard_batch`. Labels are shifted *before* that;
-- positions are given to the model, since a rank's first column is not position 0;
-- the loss is a sum over this rank's tokens, divided by the tokens of all. Parameters are the same
-  on all ranks, so their gradients are summed (here by `all_reduce_params`; scaletorch-dp's buckets
+- the model gets positions, since a rank's first column is not position 0;
+- the loss is a sum over this rank's tokens, divided by the tokens of all ranks. Parameters are
+  replicated, so their gradients are summed (here by `all_reduce_params`; scaletorch-dp's buckets
   do it while backward runs).
 
-Shards here are contiguous, so the last rank has the most pairs to compute. For balanced ones, any
-length and packed documents use `ShardedSequences` and its ``attention``; a model that calls
-``F.scaled_dot_product_attention`` needs no change at all: `apply_context_parallel`.
+Shards are contiguous here, so the last rank computes the most. For balanced shards, any length and
+packed documents use `ShardedSequences` and its `attention`. A model that calls
+`F.scaled_dot_product_attention` needs no change at all: use `apply_context_parallel`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROWS, LENGTH, HIDDEN, HEADS, LAYERS = 2, 256, 64, 4, 2
 
 
 class Attention(nn.Module):
-    """Causal attention over sequences of which each rank of ``group`` holds a shard."""
+    """Causal attention over sequences that are sharded over the ranks of `group`."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend; x is [B, L / ranks, H], and so is what is returned."""
+        """Attend; x and the result are [B, L / ranks, H]."""
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         # In one process: F.scaled_dot_product_attention(q, k, v, is_causal=True)
         attended = ring_attention(q, k, v, is_causal=True, group=self.group)
@@ -53,7 +53,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer: attention, then an MLP, which needs no other positions."""
+    """One pre-norm layer: attention, then an MLP, which works position by position."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         super().__init__()
@@ -64,14 +64,14 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the same shape as x."""
+        """Map x to the same shape."""
         x = x + self.attention(self.norms[0](x))
         mixed: Tensor = x + self.mlp(self.norms[1](x))
         return mixed
 
 
 class Decoder(nn.Module):
-    """A byte model that is told where its tokens stand."""
+    """A byte model with positions as an input."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         super().__init__()
@@ -86,15 +86,15 @@ class Decoder(nn.Module):
 
 
 def read_batch() -> dict[str, Tensor]:
-    """Return some real text as bytes: inputs, and labels that are shifted already, [B, L]."""
+    """Return text as bytes: inputs, and labels that are already shifted, [B, L]."""
     data = bytearray(inspect.getsource(argparse).encode()[: ROWS * (LENGTH + 1)])
     rows = torch.frombuffer(data, dtype=torch.uint8).long().view(ROWS, LENGTH + 1)
     return {"input_ids": rows[:, :-1], "labels": rows[:, 1:]}
 
 
 def run(dtype: torch.dtype = torch.float32) -> tuple[float, dict[str, Tensor]]:
-    """Run forward and backward on this rank; return the loss and the whole gradients."""
-    group = get_default_group()  # any process group; None is one process
+    """Run forward and backward on this rank; return the loss and the full gradients."""
+    group = get_default_group()  # any process group; None for one process
     torch.manual_seed(0)  # the same weights on every rank
     model = Decoder(group).to(dtype)
     batch = shard_batch(read_batch(), group)
@@ -119,7 +119,7 @@ def main() -> None:
         for _, found in others
         for name, whole in gradients.items()
     ]
-    worst = torch.stack(errors).max()  # of tensors: Python's own max passes over a NaN
+    worst = torch.stack(errors).max()  # Python's own max would miss a NaN
     print(f"largest relative difference of {len(gradients)} gradients on any rank: {worst:.1e}")
 
 

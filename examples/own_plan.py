@@ -1,6 +1,6 @@
-"""A tensor parallel plan for a model that no table knows: `PLAN`, of 7 lines.
+"""A tensor parallel plan for a model outside the built-in tables: `PLAN`, of 7 lines.
 
-``python examples/own_plan.py`` prints the losses of one process and of 4 local ranks.
+`python examples/own_plan.py` prints the losses of one process and of 4 local ranks.
 """
 
 from collections.abc import Mapping
@@ -17,20 +17,20 @@ from scaletorch.parallel.tensor_parallel import Divide, Fused
 SIZE, HEADS, PAIRS, LENGTH, WORDS, STEPS = 32, 8, 4, 4, 64, 6
 
 PLAN = {
-    # Queries, keys and values in one weight: each rank has its share of each of the three.
+    # Queries, keys and values in one weight: each rank has a shard of each of the three.
     "blocks.*.mix.into": Fused("column", (HEADS * LENGTH, PAIRS * LENGTH, PAIRS * LENGTH)),
     "blocks.*.mix.back": "row",
-    "blocks.*.mix": Divide("heads", "pairs"),  # attributes that count heads become a rank's
-    # The norm of each head is whole on every rank, and its gradient is summed without a word here.
+    "blocks.*.mix": Divide("heads", "pairs"),  # these attributes become local head counts
+    # The norm of each head is replicated; its gradient is summed without an entry here.
     "blocks.*.wide": Fused("column", 2),  # gate and up
     "blocks.*.narrow": "row",
-    "words": "vocab",  # rows of the table, which is the head's weight too
+    "words": "vocab",  # rows of the embedding, which is tied to the head
     "head": "column_gather",
 }
 
 
 class Mix(nn.Module):
-    """Attention in which two queries share a key, with one norm for the queries of all heads."""
+    """Attention with two query heads for each key head, and one norm for all query heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Mix(nn.Module):
         self.norm, self.back = nn.RMSNorm(LENGTH), nn.Linear(HEADS * LENGTH, SIZE)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return hidden states as x, [B, L, SIZE]."""
+        """Map hidden states [B, L, SIZE] to the same shape."""
         sizes = [count * LENGTH for count in (self.heads, self.pairs, self.pairs)]
         q, k, v = (y.unflatten(-1, (-1, LENGTH)) for y in self.into(x).split(sizes, -1))
         q, k, v = (y.transpose(1, 2) for y in (self.norm(q), k, v))
@@ -57,14 +57,14 @@ class Block(nn.Module):
         self.wide, self.narrow = nn.Linear(SIZE, 4 * SIZE), nn.Linear(2 * SIZE, SIZE)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return hidden states as x, [B, L, SIZE]."""
+        """Map hidden states [B, L, SIZE] to the same shape."""
         x = x + self.mix(self.norm(x))
         gate, up = self.wide(self.norm(x)).chunk(2, -1)
         return x.add(self.narrow(silu(gate) * up))
 
 
 class Model(nn.Module):
-    """A language model whose head has the table's weight."""
+    """A language model whose head is tied to the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Model(nn.Module):
         self.head.weight = self.words.weight
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Return logits [B, L, WORDS] of ids [B, L]."""
+        """Map ids [B, L] to logits [B, L, WORDS]."""
         x = self.words(input_ids)
         for block in self.blocks:
             x = block(x)

@@ -1,9 +1,9 @@
-"""A recurrent classifier of series: data parallelism and ZeRO are for any module.
+"""A recurrent classifier of series: data parallelism and ZeRO work for any module.
 
-``pip install scaletorch``, then ``python examples/recurrent.py``: a convolution and an LSTM learn
-the frequency of noisy waves, in one process and on 4 local ranks, with the optimizer's state and
-the gradients in shards, and print the same losses each time. A batch is a dataclass here; rows
-need not divide by the ranks.
+`pip install scaletorch`, then `python examples/recurrent.py`: a convolution and an LSTM learn
+the frequency of noisy waves, in one process and on 4 local ranks with sharded optimizer state and
+gradients, and print the same losses each time. A batch is a dataclass here; the number of rows
+need not be divisible by the ranks.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ ROWS, LENGTH, CLASSES, STEPS = 21, 24, 3, 8
 
 
 class Recurrent(nn.Module):
-    """Classifies series by what an LSTM makes of a convolution of them."""
+    """Classifies series by a convolution and an LSTM."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(16, CLASSES)
 
     def forward(self, series: Tensor) -> Tensor:
-        """Return logits [B, classes] of series [B, 1, L]."""
+        """Map series [B, 1, L] to logits [B, classes]."""
         states, _ = self.recurrent(self.convolution(series).transpose(1, 2))
         logits: Tensor = self.head(states.mean(1))
         return logits
@@ -54,7 +54,7 @@ def batch(step: int) -> Batch:
 
 
 def loss_fn(output: Tensor, micro_batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """Return the sum of a micro-batch's losses, and how many they are."""
+    """Return the sum of a micro-batch's losses, and their number."""
     return cross_entropy(output, micro_batch["labels"], reduction="sum"), len(output)
 
 

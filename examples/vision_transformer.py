@@ -1,6 +1,6 @@
-"""A vision transformer of torch alone, on tensor, pipeline and data parallel ranks.
+"""A vision transformer in plain torch, on tensor, pipeline and data parallel ranks.
 
-``python examples/vision_transformer.py`` prints the losses of one process and of 4 local ranks.
+`python examples/vision_transformer.py` prints the losses of one process and of 4 local ranks.
 """
 
 import torch
@@ -17,7 +17,7 @@ PLAN |= {f"blocks.*.{layer}": "row" for layer in ("out", "down")}
 
 
 class Block(nn.Module):
-    """Attention and an MLP; query, key and value of a head follow one another, as tp cuts them."""
+    """Attention and an MLP; each head's q, k and v are adjacent, so that tp can shard heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Block(nn.Module):
         self.head_dim, self.norm1, self.norm2 = 8, nn.LayerNorm(SIZE), nn.LayerNorm(SIZE)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return hidden states as x, [B, L, SIZE]."""
+        """Map hidden states [B, L, SIZE] to the same shape."""
         heads = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.head_dim))
         mixed = scaled_dot_product_attention(*heads.permute(3, 0, 2, 1, 4))
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Classifies images [B, 1, 16, 16]; a pipeline gives the first stage all before the blocks."""
+    """Classifies images [B, 1, 16, 16]; everything before the blocks runs in the first stage."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Build wheels and sdists of the packages, of what an sdist holds, and of other versions."""
+"""Build wheels and sdists of the packages, from sources, from an sdist, or as other versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUILD = "import sys, hatchling.build as it; print(getattr(it, sys.argv[1])(sys.a
 
 
 def build(source: Path, into: Path, kind: str = "wheel") -> Path:
-    """Build the ``wheel`` or the ``sdist`` of the package in the folder ``source``; return it."""
+    """Build the `wheel` or the `sdist` of the package in folder `source`; return its path."""
     command = [sys.executable, "-c", BUILD, f"build_{kind}", str(into)]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -23,15 +23,15 @@ def build(source: Path, into: Path, kind: str = "wheel") -> Path:
 
 
 def unpack(sdist: Path, into: Path) -> Path:
-    """Unpack an sdist; return the folder that it holds."""
+    """Unpack an sdist; return the folder in it."""
     with tarfile.open(sdist) as archive:
-        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # from Python 3.11.4 on
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # since Python 3.11.4
         archive.extractall(into)
     return into / sdist.name.removesuffix(".tar.gz")
 
 
 def of_version(package: str, other: str, into: Path) -> Path:
-    """Copy a package's sources into a folder, as another version; return the copy."""
+    """Copy a package's sources into a folder, with another version; return the copy."""
     copy = into / f"{package}-{other}"
     shutil.copytree(folder(package), copy, ignore=shutil.ignore_patterns("__pycache__", "tests"))
     for each in version_files(package):

@@ -1,8 +1,8 @@
 """Fresh environments that hold built wheels and nothing of this repository.
 
-They borrow third-party libraries from the running interpreter's through a ``.pth`` file, so that
-torch is not installed again. The running environment's editable packages stay invisible, since a
-borrowed folder's own ``.pth`` files are not read; and pip never touches what lies outside.
+They borrow third-party libraries from the running interpreter through a `.pth` file, so that torch
+is not installed again. The running environment's editable packages stay invisible, since `.pth`
+files of a borrowed folder are not read. pip never changes anything outside.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONP
 
 
 def libraries() -> Path:
-    """Return the folder of all libraries of the running interpreter."""
+    """Return the folder of the running interpreter's libraries."""
     return Path(sysconfig.get_path("purelib"))
 
 
 def needed(name: str, found: dict[str, Distribution]) -> dict[str, Distribution]:
-    """Return an installed library and those that it requires here, each by its name."""
+    """Return an installed library and all libraries that it requires here, by name."""
     if name not in found:
         found[name] = distribution(name)
         for line in found[name].requires or []:
@@ -38,7 +38,7 @@ def needed(name: str, found: dict[str, Distribution]) -> dict[str, Distribution]
 
 
 def torch_alone(folder: Path) -> Path:
-    """Fill a folder with links to torch and what torch requires, and to nothing else."""
+    """Fill a folder with links to torch and its requirements, and to nothing else."""
     folder.mkdir()
     for library in needed("torch", {}).values():
         for entry in {file.parts[0] for file in library.files or []} - {"..", "__pycache__"}:
@@ -48,15 +48,15 @@ def torch_alone(folder: Path) -> Path:
 
 
 def site_packages(folder: Path) -> Path:
-    """Return where an environment keeps what is installed in it."""
+    """Return the `site-packages` folder of an environment."""
     variables = {"base": str(folder), "platbase": str(folder)}
     return Path(sysconfig.get_path("purelib", vars=variables))
 
 
 def create(folder: Path, *borrowed: Path | str) -> Path:
-    """Make an environment that has the libraries of other folders; return its python.
+    """Create an environment that borrows the libraries of other folders; return its python.
 
-    A ``.pth`` file has a line for each: a folder, or a statement that every start executes.
+    Its `.pth` file has one line for each: a folder, or a statement that every start executes.
     """
     venv.create(folder, with_pip=False, symlinks=True)
     (site_packages(folder) / "borrowed.pth").write_text("".join(f"{b}\n" for b in borrowed))
@@ -64,7 +64,7 @@ def create(folder: Path, *borrowed: Path | str) -> Path:
 
 
 def pip(python: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run pip for an environment, which has none itself."""
+    """Run pip for an environment that has no pip itself."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
     return subprocess.run(
         [*command, *arguments], env=OUTSIDE, capture_output=True, text=True, check=False
@@ -74,7 +74,7 @@ def pip(python: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str
 def run(
     python: Path, *arguments: str | Path, folder: Path, limit: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """Run an environment's python in a folder, for ``limit`` seconds at most."""
+    """Run an environment's python in a folder, for at most `limit` seconds."""
     return subprocess.run(
         [python, *arguments],
         cwd=folder,
@@ -87,7 +87,7 @@ def run(
 
 
 def install(python: Path, wheels: Iterable[Path]) -> None:
-    """Install wheels as they are, without what they require."""
+    """Install wheels without their requirements."""
     done = pip(python, "install", "--no-index", "--no-deps", *wheels)
     if done.returncode:
         raise RuntimeError(f"pip cannot install the wheels:\n{done.stdout}{done.stderr}")

@@ -1,4 +1,4 @@
-"""How far tensors are from those of one process."""
+"""Differences between tensors and those of one process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from scaletorch.dist.testing import relative_error
 
 
 def gap(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Return the largest relative error of all tensors, and in which of them.
+    """Return the largest relative error of all tensors, and the name of its tensor.
 
-    An error is relative to the tensor's own largest value, or to a part in ten thousand of the
-    largest of all if that is more: some gradients are nothing but rounding.
+    An error is relative to the tensor's own largest value, or to 1e-4 of the largest value of all
+    if that is more: some gradients are only rounding errors.
     """
     floor = 1e-4 * max((t.abs().max() for t in expected.values() if _real(t)), default=0.0)
     worst = (0.0, "")

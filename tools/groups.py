@@ -1,4 +1,4 @@
-"""Process groups that others' code makes and leaves."""
+"""Process groups that foreign code creates and does not destroy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 
 @contextmanager
 def own_groups() -> Iterator[None]:
-    """Destroy the groups that are made in it: each has threads, and transformers makes many."""
+    """Destroy the groups created inside: each has threads, and transformers creates many."""
     groups = distributed_c10d._world.pg_map
     before = set(groups)
     try:

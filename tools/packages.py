@@ -1,4 +1,4 @@
-"""Which packages there are, and which of them need which: read from their pyprojects."""
+"""The packages and their requirements of one another, read from their pyprojects."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
 
 
 def pyproject(package: str) -> dict[str, Any]:
-    """Return a package's ``pyproject.toml``."""
+    """Return a package's `pyproject.toml`."""
     return tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())
 
 
 def distribution(requirement: str) -> str:
-    """Return the name in a requirement such as ``torch>=2.10``."""
+    """Return the name in a requirement such as `torch>=2.10`."""
     return re.split(r"[^\w-]", requirement)[0]
 
 
 def requirements(package: str) -> list[str]:
-    """Return the sibling packages that one names in its ``dependencies``."""
+    """Return the sibling packages in a package's `dependencies`."""
     names = map(distribution, pyproject(package)["project"]["dependencies"])
     return [name for name in names if name in PACKAGES]
 
 
 def closure(package: str) -> list[str]:
-    """Return the package and all siblings that it needs, directly or not."""
+    """Return the package and all siblings that it needs, directly or indirectly."""
     found: list[str] = []
     waiting = [package]
     while waiting:
@@ -40,12 +40,12 @@ def closure(package: str) -> list[str]:
 
 
 def dependents(package: str) -> list[str]:
-    """Return the siblings that need the package, directly or not."""
+    """Return the siblings that need the package, directly or indirectly."""
     return [name for name in PACKAGES if name != package and package in closure(name)]
 
 
 def portions(package: str) -> list[str]:
-    """Return the folders that the package's wheel installs, such as ``scaletorch/dist``."""
+    """Return the folders that the package's wheel installs, such as `scaletorch/dist`."""
     wheel = pyproject(package)["tool"]["hatch"]["build"]["targets"]["wheel"]
     return [folder.removeprefix("src/") for folder in wheel["only-include"]]
 
@@ -57,12 +57,12 @@ def version_file(package: str) -> Path:
 
 
 def version_files(package: str) -> list[Path]:
-    """Return all files of the package that say its version: portions import one without another."""
+    """Return all files with the package's version; a portion can be imported without the others."""
     return sorted(folder(package).glob("src/**/_version.py"))
 
 
 def modules(package: str) -> list[str]:
-    """Return the names under which the package's portions are imported."""
+    """Return the import names of the package's portions."""
     return [portion.replace("/", ".") for portion in portions(package)]
 
 
@@ -75,5 +75,5 @@ def version(package: str) -> str:
 
 
 def folder(package: str) -> Path:
-    """Return where the package lies."""
+    """Return the package's folder."""
     return ROOT / "packages" / package

@@ -1,4 +1,4 @@
-"""Ranks that are started once and run one cell after another."""
+"""Ranks that start once and run one cell after another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scaletorch.dist.ranks import RankPool
 
 
 class Pools:
-    """Ranks by how many there are; those that failed are replaced by new ones."""
+    """Pools of ranks by size; failed ranks are replaced by new ones."""
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
@@ -18,7 +18,7 @@ class Pools:
     def run(
         self, ranks: int, fn: Callable[..., Any], *args: Any, timeout: float, **kwargs: Any
     ) -> list[Any]:
-        """Return what a function returns on each rank, as `RankPool.run` does."""
+        """Return the result of a function on each rank, like `RankPool.run`."""
         pool = self._pools.pop(ranks, None) or RankPool(
             ranks, group_timeout=timedelta(seconds=300), seed=0
         )

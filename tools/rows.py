@@ -1,4 +1,4 @@
-"""Checks as rows of a table: what was checked, what was found, whether it is right."""
+"""Checks as rows of a table: the check, its finding, and whether it is right."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ Row = tuple[str, str, bool]
 
 
 class CheckError(Exception):
-    """A check that found something wrong; the message says what."""
+    """A check that found a fault; the message says which."""
 
 
 def row(what: str, check: Callable[[], str]) -> Row:
-    """Run a check, which returns what it found or raises."""
+    """Run a check, which returns its finding or raises."""
     try:
         return what, check(), True
     except CheckError as error:
         return what, str(error), False
-    except Exception as error:  # a check that breaks down has not passed, and others go on
+    except Exception as error:  # a check that crashes has failed; others go on
         return what, f"{type(error).__name__}: {error}", False
 
 
 def found(faults: Iterable[str], otherwise: str) -> str:
-    """Raise ``CheckError`` with all faults where there are any, else return what was found."""
+    """Raise `CheckError` with all faults if there are any, else return `otherwise`."""
     if wrong := list(faults):
         raise CheckError("\n".join(wrong))
     return otherwise
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return rows as a table of Markdown, with what is wrong in full below it."""
+    """Return rows as a Markdown table, followed by all faults in full."""
     cells = [("", "checked", "found")]
     cells += [("ok" if ok else "WRONG", what, brief(seen)) for what, seen, ok in rows]
     widths = [max(len(line[column]) for line in cells) for column in range(3)]

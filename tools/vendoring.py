@@ -1,8 +1,8 @@
-"""Copy packages into another project, as a plain ``scaletorch`` folder with a manifest.
+"""Copy packages into another project, as a plain `scaletorch` folder with a manifest.
 
-``python -m tools.vendoring --packages tp,cp --into path/to/acme/_vendor`` copies tp, cp and the
-packages that they need from this clone to ``path/to/acme/_vendor/scaletorch``; ``--update`` brings
-such a copy to the state of this clone; ``--check`` compares it with its manifest. The guide is
+`python -m tools.vendoring --packages tp,cp --into path/to/acme/_vendor` copies tp, cp and the
+packages that they need from this clone to `path/to/acme/_vendor/scaletorch`; `--update` brings
+such a copy to the state of this clone; `--check` compares it with its manifest. The guide is
 docs/vendoring.md.
 """
 
@@ -26,14 +26,14 @@ Manifest = dict[str, Any]
 
 
 class VendorError(Exception):
-    """The request cannot be met; the message says why."""
+    """A request that cannot be met; the message says why."""
 
 
 def vendor(packages: Iterable[str], into: Path) -> Manifest:
-    """Copy packages, and those they need, to a folder that has no copy yet.
+    """Copy packages, and those they need, to a folder without a copy.
 
     Raises:
-        VendorError: No such package, or the folder cannot hold an importable copy.
+        VendorError: There is no such package, or the folder cannot hold an importable copy.
     """
     manifest, sources = describe(packages)
     target = into / FOLDER
@@ -52,11 +52,11 @@ def update(into: Path, packages: Iterable[str] = ()) -> Manifest:
     """Bring a copy to the state of this clone; files that the manifest does not list stay.
 
     Args:
-        into: The folder that has the copy.
-        packages: The packages to copy from now on; as before by default.
+        into: Folder with the copy.
+        packages: Packages to copy from now on; by default those of the copy.
 
     Raises:
-        VendorError: Listed files were edited or removed, or others are where new ones would be.
+        VendorError: Listed files were edited or removed, or other files are in the way of new ones.
     """
     target = into / FOLDER
     old = read(target)
@@ -82,7 +82,7 @@ def check(into: Path) -> tuple[list[str], list[str]]:
     """Compare a copy with its manifest, and the manifest with this clone.
 
     Returns:
-        The problems of the copy, and the packages that differ in this clone.
+        Problems of the copy, and differences of this clone.
 
     Raises:
         VendorError: There is no copy, or its manifest cannot be read.
@@ -100,7 +100,7 @@ def check(into: Path) -> tuple[list[str], list[str]]:
 
 
 def describe(packages: Iterable[str]) -> tuple[Manifest, dict[str, Path]]:
-    """Return the manifest of packages in this clone, and where each of their files lies.
+    """Return the manifest of packages in this clone, and the path of each of their files.
 
     Raises:
         VendorError: There is no such package.
@@ -143,13 +143,13 @@ def read(folder: Path) -> Manifest:
 
 
 def contents(folder: Path) -> set[str]:
-    """Return the paths of all files in a folder but Python's caches."""
+    """Return the paths of all files in a folder except Python's caches."""
     files = (path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
     return {file.as_posix() for file in files if "__pycache__" not in file.parts}
 
 
 def differences(folder: Path, manifest: Manifest) -> list[str]:
-    """Return a line for each file of a folder that is not as its manifest says."""
+    """Return a line for each file of a folder that differs from its manifest."""
     there, files = contents(folder) - {NAME}, manifest["files"]
     edited = [name for name in there & files.keys() if _digest(folder / name) != files[name]]
     found = {"edited": edited, "missing": files.keys() - there, "stray": there - files.keys()}
@@ -164,7 +164,7 @@ def _copy(target: Path, manifest: Manifest, sources: Mapping[str, Path]) -> None
 
 
 def _full_name(package: str) -> str:
-    """Return a package's name, of a short one too: ``tp`` is ``scaletorch-tp``."""
+    """Return a package's full name; `tp` is short for `scaletorch-tp`."""
     for name in (package, f"scaletorch-{package}"):
         if name in PACKAGES:
             return name
@@ -173,7 +173,7 @@ def _full_name(package: str) -> str:
 
 
 def _sources(package: str) -> dict[str, Path]:
-    """Return the files that a package's wheel has below ``scaletorch``, by their path there."""
+    """Return the files of a package's wheel below `scaletorch`, by their path there."""
     folder = ROOT / "packages" / package
     target = pyproject(package)["tool"]["hatch"]["build"]["targets"]["wheel"]
     base = folder / target["sources"][0] / FOLDER
@@ -188,7 +188,7 @@ def _digest(path: Path) -> str:
 
 
 def _commit() -> str | None:
-    """Return the clone's commit, with "+" behind it where sources were changed since."""
+    """Return the clone's commit, followed by "+" if sources were changed since."""
     changes = ["status", "--porcelain", "--", LICENCE, ":(glob)packages/*/src/**"]
     try:
         commit, changed = (
@@ -201,7 +201,7 @@ def _commit() -> str | None:
 
 
 def main(arguments: list[str]) -> int:
-    """Do what the command line says; 1 where that cannot be done, or a check found something."""
+    """Run the command line; return 1 if that fails, or if a check found something."""
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m tools.vendoring")
     parser.add_argument("--into", type=Path, required=True, help="the folder in your project")
     parser.add_argument("--packages", help="such as tp,cp; 'scaletorch' is everything")

@@ -1,28 +1,28 @@
-"""Time to save and load a checkpoint, against the disk and against torch's own ways.
+"""Time to save and load a checkpoint, compared with the disk and with torch's own ways.
 
 The state is a Llama's and AdamW's after one step: three float32 numbers a parameter. Each repeat
-saves and loads by every way, shuffled, in the same processes and into new folders, which are
-removed between; everything saved is fsynced. Before each a file as large is written and removed
-unsynced, as a virtual machine's first use of a page is slow. Files go where temporary files do:
-TMPDIR tells.
+saves and loads by every way, shuffled, in the same processes and in new folders, which are removed
+afterwards; all saved files are fsynced. Before each way a file of the same size is written and
+removed unsynced, since a virtual machine's first use of a page is slow. Files go to the temporary
+folder: set TMPDIR.
 
     python -m benchmarks.checkpoint --out checkpoint.md
     TMPDIR=/mnt/disk python -m benchmarks.checkpoint --quick
 
-- raw: each rank writes as many bytes as ours does there to one file, by os.write of one buffer and
-  fsync, or reads as many as its tensors have into memory that is there already. "raw and crc32"
-  adds the checksums that ours saves and compares.
-- torch.save: by rank 0, and by the others of what they alone have; torch.load maps the files.
+- raw: each rank writes as many bytes as ours to one file, by os.write of one buffer and fsync, or
+  reads as many as its tensors have into existing memory. "raw and crc32" adds the checksums that
+  ours saves and compares.
+- torch.save: by rank 0, and by the other ranks for their own shards; torch.load maps the files.
 - DCP: torch.distributed.checkpoint with its FileSystemWriter and FileSystemReader, in place.
 
-Of the ranks the slower counts. Ratios are medians of each repeat's own. MiB/s of a save are of all
-files, of a load of all ranks' tensors. Loads read what was just written: from memory, not from the
+The slower rank counts. Ratios are medians of each repeat's own ratio. MiB/s of a save count all
+files, of a load all ranks' tensors. Loads read recently written files from memory, not from the
 disk. torch.load and DCP compare no checksums.
 
-Behind steps: a save in the background, and steps until it is done on all ranks. Stall: time in the
-call that begins it; the first of them makes buffers. Step ratio: a mean step under way / the
-median of the steps just before all of these. Lost: the stall and what all those steps took longer.
-Until wait: from the call until it is known to be finished, seen at the end of a step.
+Behind steps: a save in the background, and steps until it is done on all ranks. Stall: time of the
+call that starts it; the first one allocates buffers. Step ratio: mean step during the save / median
+of the steps just before all saves. Lost: the stall plus the extra time of all those steps. Until
+wait: time from the call until it is known to be finished, checked at the end of a step.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from .ways import ASYNCHRONOUS, OURS, RAW, SYNCHRONOUS, Job, Layout, Pending
 
 SMALL = LlamaConfig(2048, 512, 1408, 6, 8, 8)
 LARGE = LlamaConfig(2048, 1024, 2560, 8, 16, 16)
-USUAL = 2  # steps before each save that tell what a step takes
+USUAL = 2  # steps before each save that measure the usual step time
 SAVE, LOAD = 0, 1
-FIRST = "first"  # a folder's name
+FIRST = "first"  # name of the folder of the first save
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """How often everything is saved and loaded, and saved behind steps."""
+    """Number of plain saves and loads, and of saves in the background."""
 
     saves: int
     behind: int
@@ -68,7 +68,7 @@ class Repeats:
 
 @dataclass
 class Behind:
-    """Seconds of one save in the background: stall, until wait, steps before, steps under way."""
+    """Seconds of one background save: stall, until wait, steps before it, steps during it."""
 
     stall: float
     total: float
@@ -78,13 +78,13 @@ class Behind:
 
 @dataclass
 class Figures:
-    """What one rank measured.
+    """Measurements of one rank.
 
     Attributes:
-        times: seconds of a save and a load of each repeat.
-        files: bytes of all files of one checkpoint.
-        held: bytes of this rank's tensors.
-        behind: of each repeat.
+        times: Seconds of a save and a load, by way and repeat.
+        files: Bytes of all files of one checkpoint, by way.
+        held: Bytes of this rank's tensors.
+        behind: Background saves, by way and repeat.
     """
 
     held: int
@@ -94,7 +94,7 @@ class Figures:
 
 
 def measure(size: LlamaConfig, layout: Layout, root: Path, repeats: Repeats) -> Figures:
-    """Measure on one rank; every rank runs this alike."""
+    """Measure on one rank; all ranks call it in the same way."""
     warnings.simplefilter("ignore")  # DCP's deprecations
     job = Job(size, layout)
     found = Figures(job.held)
@@ -107,12 +107,12 @@ def measure(size: LlamaConfig, layout: Layout, root: Path, repeats: Repeats) -> 
 
 
 def with_folder(job: Job, folder: Path, task: Callable[[Path], None]) -> None:
-    """Run a task with a new folder, of all ranks."""
+    """Run a task on all ranks with a new shared folder."""
     if job.rank == 0:
         folder.mkdir()
     gc.collect()
     dist.barrier()
-    path = folder / f"{job.rank}.warm"  # or a way would pay for memory that was given back
+    path = folder / f"{job.rank}.warm"  # else a way would pay for pages that the last one freed
     path.write_bytes(job.memory)
     path.unlink()
     dist.barrier()
@@ -124,14 +124,14 @@ def with_folder(job: Job, folder: Path, task: Callable[[Path], None]) -> None:
 
 
 def first(job: Job, folder: Path) -> None:
-    """Save by ours, to load and connect what is needed, and see what it writes here."""
+    """Save by ours once, to load modules and open connections; note the bytes that it writes."""
     SYNCHRONOUS[OURS][SAVE](job, folder)
     path = folder / "step-00000001" / f"rank-{job.rank:05d}.safetensors"
     job.written = path.stat().st_size if path.exists() else 0
 
 
 def both(job: Job, name: str, found: Figures, folder: Path) -> None:
-    """Save and load; the first time, look whether it came back."""
+    """Save and load; the first time, check that the same tensors come back."""
     acts, check = SYNCHRONOUS[name], name not in found.times and not name.startswith(RAW)
     saved = timed(lambda: acts[SAVE](job, folder))
     dist.barrier()
@@ -171,7 +171,7 @@ def behind(job: Job, name: str, found: Figures, folder: Path) -> None:
 
 
 def busy(pending: Pending) -> bool:
-    """Return whether a rank still writes."""
+    """Return whether any rank still writes."""
     running = torch.tensor(float(not pending[0]()))
     dist.all_reduce(running)
     return bool(running)
@@ -181,18 +181,18 @@ Ranks = Sequence[Figures]
 
 
 def seconds(ranks: Ranks, name: str, act: int) -> list[float]:
-    """Return the time of each repeat, of the slower rank."""
+    """Return the time of each repeat, on the slower rank."""
     return largest([rank.times[name] for rank in ranks], itemgetter(act))
 
 
 def against_raw(ranks: Ranks, name: str, act: int) -> str:
-    """Write the median ratio."""
+    """Return the median ratio to the raw way."""
     found = ratios(seconds(ranks, name, act), seconds(ranks, RAW, act))
     return f"{statistics.median(found):.2f}"
 
 
 def synchronous_rows(ranks: Ranks) -> Iterator[Sequence[str]]:
-    """Write a way's row."""
+    """Yield a row for each way."""
     for name in SYNCHRONOUS:
         cells = [name, f"{ranks[0].files[name] / MIB:.1f}"]
         for act, size in enumerate((ranks[0].files[name], sum(rank.held for rank in ranks))):
@@ -203,7 +203,7 @@ def synchronous_rows(ranks: Ranks) -> Iterator[Sequence[str]]:
 
 
 def asynchronous_rows(ranks: Ranks) -> Iterator[Sequence[str]]:
-    """Write a way's row; stalls, losses of the first save apart."""
+    """Yield a row for each way; the stall of the first save is separate."""
     every = [each for repeats in ranks[0].behind.values() for each in repeats]
     usual = statistics.median(step for each in every for step in each.before)
     for name in ASYNCHRONOUS:
@@ -221,7 +221,7 @@ def asynchronous_rows(ranks: Ranks) -> Iterator[Sequence[str]]:
 
 
 def growth_rows(found: Mapping[tuple[str, Layout], Ranks]) -> Iterator[Sequence[str]]:
-    """Write how times grow from the smaller to the larger model."""
+    """Yield how times grow from the smaller to the larger model."""
     least, most = SIZES
     for layout in (layout for size, layout in found if size == most):
         small, large = found[least, layout], found[most, layout]
@@ -250,7 +250,7 @@ QUICK = {"21 M": {ALONE: Repeats(2, 2), ZERO: Repeats(2, 2)}}
 
 
 def report(quick: bool) -> Iterator[str]:
-    """Yield what to print."""
+    """Yield the lines to print."""
     yield machine()
     found: dict[tuple[str, Layout], Ranks] = {}
     for size, layouts in (QUICK if quick else PLAN).items():

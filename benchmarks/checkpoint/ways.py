@@ -1,4 +1,4 @@
-"""The ways to save and load that are compared, and the training whose state it is."""
+"""The ways to save and load that are compared, and the training that makes the state."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from scaletorch.parallel.pg_manager import setup_process_group_manager
 
 OURS, RAW, CHECKED, TORCH, DCP = "ours", "raw", "raw and crc32", "torch.save", "DCP"
 CACHED = "DCP, buffers kept"
-BLOCK = 2**22  # bytes under one checksum, as ours has them
-LENGTH = 16  # tokens of a sequence: short steps, so that many fall into one save
+BLOCK = 2**22  # bytes under one checksum, as in ours
+LENGTH = 16  # tokens of a sequence: steps are short, so that many run during one save
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A grid, and whether the optimizer's state is shared out over dp."""
+    """A grid, and whether the optimizer's state is sharded over dp."""
 
     dp: int = 1
     tp: int = 1
@@ -45,7 +45,7 @@ class Layout:
 
 
 class KeptBuffers(BlockingAsyncStager):
-    """Copies into the same memory each time, as torch's own stager does only with a CUDA device."""
+    """Copies into the same memory each time; torch's own stager does so only with a CUDA device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,11 +61,11 @@ class KeptBuffers(BlockingAsyncStager):
 
 
 class Job:
-    """A model and AdamW after one step, as one rank has them.
+    """A model and AdamW after one step, on one rank.
 
     Attributes:
         rank: The rank.
-        written: Bytes that ours writes on this rank, and so the raw ways too.
+        written: Bytes that ours writes on this rank, and therefore the raw ways too.
         held: Bytes of all tensors on this rank.
     """
 
@@ -83,7 +83,7 @@ class Job:
         batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].clone()}
         self._batches = shard_global_batch(batch, 1, self.manager)
         self.step()
-        self.side_group = dist.new_group(backend="gloo")  # for what goes on behind steps
+        self.side_group = dist.new_group(backend="gloo")  # for background saves
         self.stager = KeptBuffers()
         self.thread = ThreadPoolExecutor(1)
         self.written, self.held = 0, sum(each.nbytes for each in self.tensors().values())
@@ -97,7 +97,7 @@ class Job:
         self.optimizer.step()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors on this rank; alike on all ranks where the names are."""
+        """Return all tensors on this rank; equal names on several ranks mean equal tensors."""
         everywhere, cut = "", f"{self.rank}/"
         name = cut if self.layout.tp > 1 else everywhere
         found = {f"{name}{key}": each for key, each in self.model.state_dict().items()}
@@ -109,7 +109,7 @@ class Job:
         return found
 
     def fill_memory(self, size: int) -> None:
-        """Copy the first bytes of the tensors into memory of our own."""
+        """Copy the first bytes of the tensors into the raw ways' buffer."""
         memory, begin = torch.frombuffer(self.memory, dtype=torch.uint8), 0
         for each in self.tensors().values():
             part = each.detach().reshape(-1).view(torch.uint8)[: size - begin]
@@ -118,7 +118,7 @@ class Job:
 
 
 def raw_save(job: Job, folder: Path, *, checked: bool = False) -> None:
-    """Write one file, and wait for the disk."""
+    """Write one file and wait for the disk."""
     memory = memoryview(job.memory)[: job.written]
     file = os.open(folder / f"{job.rank}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     for part in parts(memory, BLOCK if checked else 2**30):
@@ -131,7 +131,7 @@ def raw_save(job: Job, folder: Path, *, checked: bool = False) -> None:
 
 
 def raw_load(job: Job, folder: Path, *, checked: bool = False) -> None:
-    """Read as many bytes as there are tensors here, first of this rank's own file."""
+    """Read as many bytes as this rank's tensors have, first from its own file."""
     memory = memoryview(job.memory)
     for path in sorted(folder.iterdir(), key=lambda path: path.name != f"{job.rank}"):
         with path.open("rb", buffering=0) as file:
@@ -142,13 +142,13 @@ def raw_load(job: Job, folder: Path, *, checked: bool = False) -> None:
 
 
 def parts(memory: memoryview, size: int) -> Iterator[memoryview]:
-    """Cut memory into parts of a size."""
+    """Split memory into pieces of a size."""
     for begin in range(0, len(memory), size):
         yield memory[begin : begin + size]
 
 
 def torch_save(job: Job, folder: Path) -> None:
-    """Write what no rank before has, by torch.save, and wait for the disk."""
+    """Save by torch.save what no lower rank has, and wait for the disk."""
     own = {k: v for k, v in job.tensors().items() if job.rank == 0 or "/" in k}
     if own:
         path = folder / f"{job.rank}.pt"
@@ -160,7 +160,7 @@ def torch_save(job: Job, folder: Path) -> None:
 
 @torch.no_grad()
 def torch_load(job: Job, folder: Path) -> None:
-    """Copy out of mapped files, which is faster than reading them first."""
+    """Copy from mapped files, which is faster than reading them first."""
     found: dict[str, Tensor] = {}
     for path in sorted(folder.iterdir()):
         found |= torch.load(path, weights_only=True, mmap=True)
@@ -200,13 +200,13 @@ SYNCHRONOUS: dict[str, tuple[Act, Act]] = {
 
 
 def raw_begin(job: Job, folder: Path) -> Pending:
-    """Copy what this rank writes, and write it in a thread."""
+    """Copy this rank's bytes and write them in a thread."""
     job.fill_memory(job.written)
     return _pending(job.thread.submit(raw_save, job, folder))
 
 
 def dcp_begin(job: Job, folder: Path, *, kept: bool = False) -> Pending:
-    """Save by async_save; it makes new buffers each time unless it is given a stager."""
+    """Save by async_save; without a stager it allocates new buffers each time."""
     stager: Any = job.stager if kept else None
     future: Any = state_dict_saver.async_save(
         job.tensors(),

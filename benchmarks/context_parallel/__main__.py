@@ -1,24 +1,24 @@
-"""Attention over two ranks by every method, beside one process of torch's own attention.
+"""Attention over two ranks by every method, compared with torch's own attention in one process.
 
-Causal forward and backward of 8 heads of 64, on two ranks of one thread each, and of the whole
-sequence by ``F.scaled_dot_product_attention`` in one process of one thread. Every repeat runs all
+Causal forward and backward of 8 heads of size 64, on two ranks of one thread each, and of the full
+sequence by `F.scaled_dot_product_attention` in one process of one thread. Every repeat runs all
 ways once, in the same processes, shuffled. Every result is compared with one process. "hybrid" is
-not among the ways: on two ranks its parts are one rank or both, so it is a ring or Ulysses.
+left out: on two ranks it is a ring or Ulysses.
 
     python -m benchmarks.context_parallel --length 4096 8192
     python -m benchmarks.context_parallel --length 32768 --forward --dtype bfloat16 --repeats 1
 
-One table a size; of the two ranks the larger figure counts, but for waiting.
+One table for each size; except for waiting, the larger figure of the two ranks counts.
 
 - ms: median of the repeats.
-- speed-up: median of each repeat's own ratio of one process to the way, and its quartiles.
-- CPU ms: median CPU time of the busier rank, gloo's threads included, and one process's over it.
-- waiting: median share of the time in communication calls and waits; of the rank that spends less.
-- bytes: sent by each rank, and how many more than by the formula of the method, `volumes`: 128
-  are the comparison of what the ranks were called with.
-- MiB: the most that tensors took, beside the inputs.
+- speed-up: median and quartiles of each repeat's ratio of one process to the way.
+- CPU ms: median CPU time of the busier rank, including gloo's threads, and one process's over it.
+- waiting: median share of time in communication calls and waits, on the rank that spends less.
+- bytes: sent by each rank, and the difference from the method's formula, `volumes`: 128 bytes are
+  for the comparison of the ranks' arguments.
+- MiB: peak memory of tensors, without the inputs.
 
-Where several lengths were measured, a last table shows how ms and MiB grow with them.
+If several lengths are measured, a last table shows how ms and MiB grow with them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs every start and stop
     lengths = [(length, True) for length in options.length]
     lengths += [(length, False) for length in options.forward]
     results = {}

@@ -1,4 +1,4 @@
-"""Measures attention by every method on one rank; every rank runs this in the same way."""
+"""Measurements of attention by every method on one rank; every rank runs the same."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from .tables import ALONE, Figures, Size
 
 RANKS, HEADS, HEAD_DIM = 2, 8, 64
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# In bfloat16 one process itself loses 2e-2 of dK and dV at 32,768 positions, a ring half.
+# One bfloat16 process is off by 2e-2 in dK and dV at 32,768 positions, a ring by half of that.
 BOUNDS = {"float32": 1e-5, "bfloat16": 5e-2}
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a sequence is divided, and how ranks attend."""
+    """A division of the sequence and an attention method."""
 
     method: str
     layout: str
 
     def formula(self, size: Size) -> int:
-        """Return the bytes that each rank sends."""
+        """Return the bytes that each rank sends by formula."""
         length, dtype = size.length // RANKS, DTYPES[size.dtype]
         volume = volumes(HEADS, HEADS, length, HEAD_DIM, ranks=RANKS, dtype=dtype)[self.method]
         return sum(volume) if size.backward else volume.forward
@@ -49,7 +49,7 @@ WAYS = {
 
 
 def step(attend: Callable[..., Tensor], inputs: list[Tensor], backward: bool) -> list[Tensor]:
-    """Return the output of [1, H, L, D] inputs, and the gradients of all three."""
+    """Return the output for [1, H, L, D] inputs, and the gradients of q, k and v."""
     if not backward:
         with torch.no_grad():
             return [attend(*inputs[:3])]
@@ -60,7 +60,7 @@ def step(attend: Callable[..., Tensor], inputs: list[Tensor], backward: bool) ->
 
 
 def prepare(size: Size) -> dict[str, Run]:
-    """Return each way's step, after a look at its results."""
+    """Return each way's step, after a check of its results."""
     generator = torch.Generator().manual_seed(1)
     shape = 1, HEADS, size.length, HEAD_DIM
     whole = [torch.randn(shape, generator=generator).to(DTYPES[size.dtype]) for _ in range(4)]
@@ -77,7 +77,7 @@ def prepare(size: Size) -> dict[str, Run]:
 
 
 def waiting(run: Run) -> float:
-    """Return the share of a call's time that this thread communicates or waits for it."""
+    """Return the share of a call's time that this thread communicates or waits."""
     start = time.perf_counter()
     spent = exposed(run)
     return spent / (time.perf_counter() - start)
@@ -91,7 +91,7 @@ def measure(size: Size, repeats: int) -> dict[str, Figures]:
 
 
 def figures(name: str, size: Size, run: Run, times: list[Spent]) -> Figures:
-    """Measure all of a way but its times, and put it together with them."""
+    """Measure everything except times, and combine it with the times."""
     formula = WAYS[name].formula(size) if name in WAYS else 0
     waits = [waiting(run) for _ in range(max(1, len(times) // 3))]
     return Figures(sent(run), formula, peak(run), times, waits)

@@ -1,4 +1,4 @@
-"""Tables of what attention over several ranks costs, beside one process."""
+"""Tables of attention over several ranks, compared with one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLUMNS = [
 
 @dataclass(frozen=True)
 class Size:
-    """What is computed by every way: forward and backward, or forward alone."""
+    """A problem: forward and backward, or forward only."""
 
     length: int
     dtype: str
@@ -28,20 +28,20 @@ class Size:
 
     @property
     def what(self) -> str:
-        """The size, but for its length, in words."""
+        """Dtype and passes in words."""
         return f"{self.dtype}, {'forward and backward' if self.backward else 'forward'}"
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured of one way; a list has one entry for each repeat.
+    """Measurements of one way; a list has one entry for each repeat.
 
     Attributes:
-        sent: bytes.
-        formula: the bytes that should be sent.
-        peak: bytes.
-        times: of each repeat.
-        exposed: share of the time that is communication.
+        sent: Bytes sent.
+        formula: Bytes to send by formula.
+        peak: Peak bytes.
+        times: Time of each repeat.
+        exposed: Share of the time that is communication.
     """
 
     sent: int
@@ -55,23 +55,23 @@ Ranks: TypeAlias = list[dict[str, Figures]]  # of every rank, by way
 
 
 def busier(ranks: Ranks, name: str, clock: str) -> list[float]:
-    """Return the milliseconds of each repeat, of the rank that took more of "wall" or "cpu"."""
+    """Return the milliseconds of each repeat, on the rank with more "wall" or "cpu" time."""
     of_ranks = [rank[name].times for rank in ranks]
     return [1e3 * each for each in largest(of_ranks, attrgetter(clock))]
 
 
 def most(ranks: Ranks, name: str) -> float:
-    """Return the MiB of the rank that took more."""
+    """Return the MiB of the rank with more."""
     return max(rank[name].peak for rank in ranks) / MIB
 
 
 def show(size: Size, ranks: Ranks) -> None:
-    """Print one size."""
+    """Print the table of one size."""
     print(f"\n{size.length} positions, {size.what}\n\n{table(COLUMNS, rows(ranks))}", flush=True)
 
 
 def rows(ranks: Ranks) -> Iterator[Sequence[str]]:
-    """Write a way's row."""
+    """Yield a row for each way."""
     alone, busy_alone = (busier(ranks[:1], ALONE, clock) for clock in ("wall", "cpu"))
     for name in ranks[0]:
         walls, busy = (busier(ranks, name, clock) for clock in ("wall", "cpu"))
@@ -87,7 +87,7 @@ def rows(ranks: Ranks) -> Iterator[Sequence[str]]:
 
 
 def show_growth(results: dict[Size, Ranks]) -> None:
-    """Print what each length takes, and its ratio to the length before."""
+    """Print the figures of each length, with the ratio to the length before."""
     for what in dict.fromkeys(size.what for size in results):
         sizes = sorted((size for size in results if size.what == what), key=lambda s: s.length)
         if len(sizes) == 1:
@@ -97,7 +97,7 @@ def show_growth(results: dict[Size, Ranks]) -> None:
 
 
 def grown(results: dict[Size, Ranks], sizes: list[Size]) -> Iterator[Sequence[str]]:
-    """Write a way's row."""
+    """Yield a row for each way."""
     for name in results[sizes[0]][0]:
         times = [statistics.median(busier(results[size], name, "wall")) for size in sizes]
         peaks = [most(results[size], name) for size in sizes]
@@ -105,6 +105,6 @@ def grown(results: dict[Size, Ranks], sizes: list[Size]) -> Iterator[Sequence[st
 
 
 def with_ratios(figures: list[float]) -> list[str]:
-    """Return figures with their ratio to the one before."""
+    """Return figures with their ratio to the previous one."""
     ratios = [f", x {after / before:.2f}" for before, after in itertools.pairwise(figures)]
     return [f"{figure:.1f}{r}" for figure, r in zip(figures, ["", *ratios], strict=True)]

@@ -1,33 +1,33 @@
-"""Gradients equal on two ranks, and whole steps, by our wrappers and by torch's.
+"""Gradient reduction on two ranks, and whole steps, by our wrappers and by torch's.
 
 Two ranks of one thread, over gloo. Every repeat runs a step of each way, shuffled, in the same
-processes. A step lets go of the last gradients, computes new ones and makes them equal on both
-ranks; in part D an optimizer follows, and three steps in a row are timed.
+processes. A step frees the last gradients, computes new ones and makes them equal on both ranks;
+in part D an optimizer follows, and three consecutive steps are timed.
 
     python -m benchmarks.data_parallel --out data_parallel.md
     python -m benchmarks.data_parallel --quick --part A D
     python -m benchmarks.data_parallel --slow                # as root: see harness/links.py
 
 A. One backward a step, of a model of 21 M parameters and one of 105 M.
-B. Four micro-batches a step, which accumulate.
-C. The same in bfloat16, with gradients that accumulate and are summed in float32.
-D. Steps with AdamW, and its state shared out over the ranks or not.
+B. Four micro-batches a step, with accumulation.
+C. The same in bfloat16, with gradients accumulated and reduced in float32.
+D. Steps with AdamW, its state sharded over the ranks or not.
 E. Memory, on new ranks for each way.
-F. (``--slow``) A small model on links of 10 ms each way, and on links of 100 Mbit/s.
-G. (``--slow``) The same on four ranks of two nodes, with such a link from node to node.
+F. (`--slow`) A small model on links of 10 ms each way, and on links of 100 Mbit/s.
+G. (`--slow`) The same on four ranks of two nodes, with such a link between the nodes.
 
-Of the ranks the slower counts. Ratios are medians of each repeat's own, and quartiles.
+The slower rank counts. Ratios are medians and quartiles of each repeat's own ratio.
 
-- CPU ms: of all threads of the busier rank. It tells more than ms where others use the cores.
-- differ: largest relative difference of a parameter's gradient from DDP's; in C from the exact
-  sum of the bfloat16 gradients of all micro-batches and ranks (a way that computes a norm in
-  another precision, as autocast does, has another such sum); in D of all parameters after two
+- CPU ms: of all threads of the busier rank; more reliable than ms if others use the cores.
+- differ: largest relative difference of a parameter's gradient from DDP's. In C it is from the
+  exact sum of the bfloat16 gradients of all micro-batches and ranks (a way that computes a norm in
+  another precision, as autocast does, has another such sum). In D it is of all parameters after two
   steps from those of the first way.
-- communication ms: time in which any collective is under way, from its call to its completion, of
-  steps apart, in which each call is recorded. Hidden: the share of it in which the thread that
-  computes is in its forward or backward and waits for none. DDP is seen through a hook.
-- MiB: the most that the process had resident in three steps, above what it had with the model; in
-  the third of them no buckets are ordered anew, and it is what is compared with compute alone.
+- communication ms: time in which any collective is in flight, from its call to its completion, in
+  separate recorded steps. Hidden: the share of it in which the computing thread is in forward or
+  backward and does not wait. DDP is measured by a communication hook.
+- MiB: peak resident memory in three steps, above that with the model alone. In the third step no
+  buckets are rebuilt; it is compared with compute alone.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def slow(quick: bool) -> Iterator[str]:
 
 
 def nodes(quick: bool) -> Iterator[str]:
-    """Compare gradients of nodes on slow links."""
+    """Compare gradients over slow links between nodes."""
     plan = Plan("nodes", replace(SMALL, batch=2), 2 if quick else 5, recorded=1)
     for what, (latency, bandwidth) in LINKS.items():
         found = run_on_nodes(measure, 2, RANKS, latency, bandwidth, plan)
@@ -117,7 +117,7 @@ def nodes(quick: bool) -> Iterator[str]:
 
 
 def timed(plan: Plan) -> str:
-    """Measure on new ranks, and write a table."""
+    """Measure on new ranks; return a table."""
     with RankPool(RANKS, timeout=None) as pool:
         return times(plan, pool.run(measure, plan))
 
@@ -148,7 +148,7 @@ def main() -> None:
 
 
 def report(parts: list[str], quick: bool) -> Iterator[str]:
-    """Yield what to print."""
+    """Yield the lines to print."""
     yield f"{RANKS} ranks (G: {2 * RANKS}), {machine()}"
     for part in parts:
         start = time.perf_counter()

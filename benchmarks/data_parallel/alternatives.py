@@ -1,4 +1,4 @@
-"""What else than a wrapper of torch or ours makes gradients equal on all ranks."""
+"""Ways to make gradients equal on all ranks other than our wrappers and torch's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FlatAllReduce(nn.Module):
         return self.module(*args)
 
     def finish(self) -> None:
-        """Reduce; the gradients are views of the buffer then, which saves copying back."""
+        """Reduce; the gradients become views of the buffer, which saves copying back."""
         parameters = list(self.module.parameters())
         flat = torch.cat([torch.as_tensor(each.grad).flatten() for each in parameters])
         dist.all_reduce(flat.div_(self._group.size()), group=self._group)
@@ -36,10 +36,10 @@ class FlatAllReduce(nn.Module):
 
 
 class MainGradients(nn.Module):
-    """Adds each bfloat16 gradient to a float32 one at once, and averages these after backward.
+    """Adds each bfloat16 gradient to a float32 one immediately, and averages those after backward.
 
-    It is what users of mixed precision write by hand: nothing overlaps, and nothing is copied
-    but once. ``main_grad`` of a parameter is its float32 gradient.
+    Users of mixed precision write this by hand: no overlap, and one copy only. `main_grad` of a
+    parameter is its float32 gradient.
     """
 
     def __init__(self, module: nn.Module, group: ProcessGroup) -> None:
@@ -56,7 +56,7 @@ class MainGradients(nn.Module):
         return self.module(*args)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the float32 gradients too."""
+        """Zero the float32 gradients too."""
         super().zero_grad(set_to_none)
         for flat in self._flats.values():
             flat.zero_()
@@ -67,7 +67,7 @@ class MainGradients(nn.Module):
             dist.all_reduce(flat.div_(self._group.size()), group=self._group)
 
     def _point(self, parameters: list[nn.Parameter]) -> None:
-        """Make the parameters' main gradients views of the buffer that they share."""
+        """Make the parameters' main gradients views of their shared buffer."""
         for parameter, view in zip(
             parameters, _views(self._flats[_key(parameters)], parameters), strict=True
         ):
@@ -79,15 +79,15 @@ class MainGradients(nn.Module):
 
 
 class MainGradientsDDP(MainGradients):
-    """`MainGradients` whose averaging overlaps with backward, in DDP's buckets.
+    """`MainGradients` that overlaps averaging with backward, in DDP's buckets.
 
-    DDP itself accumulates and sums bfloat16. Here its hook adds a bucket's gradients to the
-    float32 ones and reduces those, which lie as DDP has its buckets, so that none is copied.
+    DDP itself accumulates and reduces in bfloat16. Here its hook adds a bucket's gradients to the
+    float32 ones and reduces those; their buffers match DDP's buckets, so nothing is copied.
     """
 
     def __init__(self, module: nn.Module, group: ProcessGroup) -> None:
         super().__init__(module, group)
-        self._flats = {}  # one for each of DDP's buckets from now on
+        self._flats = {}  # from now on, one buffer for each DDP bucket
         for each in module.parameters():
             each.main_grad = torch.zeros_like(each, dtype=torch.float32)  # type: ignore[attr-defined]
         self.ddp = DistributedDataParallel(
@@ -104,13 +104,13 @@ class MainGradientsDDP(MainGradients):
         return self.ddp.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the float32 gradients too, before they lie in buckets as well."""
+        """Zero the float32 gradients too, even before they are views of buckets."""
         nn.Module.zero_grad(self, set_to_none)
         for each in self.module.parameters():
             each.main_grad.zero_()  # type: ignore[attr-defined]
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the hook has reduced everything."""
 
     def _take(self, parameter: Any) -> None:
         if not self.ddp.require_backward_grad_sync:
@@ -119,7 +119,7 @@ class MainGradientsDDP(MainGradients):
     def _reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         parameters: list[Any] = bucket.parameters()
         key = _key(parameters)
-        if key not in self._flats:  # at the first step, and when DDP ordered its buckets anew
+        if key not in self._flats:  # at the first step, and after DDP rebuilds its buckets
             self._flats[key] = torch.cat([each.main_grad.flatten() for each in parameters])
             self._point(parameters)
         for parameter, grad in zip(parameters, bucket.gradients(), strict=True):
@@ -132,7 +132,7 @@ class MainGradientsDDP(MainGradients):
 
 
 class AutocastDDP(nn.Module):
-    """DDP of float32 parameters that are cast in forward: float32 gradients, and more memory."""
+    """DDP of float32 parameters with autocast in forward: float32 gradients, and more memory."""
 
     def __init__(self, module: nn.Module, group: ProcessGroup) -> None:
         super().__init__()
@@ -150,12 +150,12 @@ class AutocastDDP(nn.Module):
 
 
 def fsdp2(model: nn.Module, group: ProcessGroup, *, mixed: bool = False) -> nn.Module:
-    """Shard every block, and the rest; gather the parameters once a step.
+    """Shard every block and the rest; gather parameters once a step.
 
     Args:
-        model: changed in place; it must have ``blocks``.
-        group: the ranks.
-        mixed: float32 shards, of which forward and backward see bfloat16, and float32 gradients.
+        model: A model with `blocks`, changed in place.
+        group: Process group.
+        mixed: Keep float32 shards, compute in bfloat16, and reduce float32 gradients.
     """
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else None
     options: dict[str, Any] = {"mp_policy": policy} if policy else {}
@@ -167,7 +167,7 @@ def fsdp2(model: nn.Module, group: ProcessGroup, *, mixed: bool = False) -> nn.M
 
 
 def paused(module: Any) -> AbstractContextManager[None]:
-    """Let a backward only accumulate."""
+    """Return a context in which backward only accumulates."""
     if isinstance(module, FSDPModule):
         return _fsdp2_paused(module)
     pause: Callable[[], AbstractContextManager[None]] = getattr(module, "no_sync", nullcontext)
@@ -177,14 +177,14 @@ def paused(module: Any) -> AbstractContextManager[None]:
 @contextmanager
 def _fsdp2_paused(module: FSDPModule) -> Iterator[None]:
     module.set_requires_gradient_sync(False)
-    module.set_reshard_after_backward(False)  # or every micro-batch would gather anew
+    module.set_reshard_after_backward(False)  # else every micro-batch would gather again
     yield
     module.set_requires_gradient_sync(True)
     module.set_reshard_after_backward(True)
 
 
 def _views(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
-    """Return the part of a buffer that is each parameter's."""
+    """Return each parameter's view of a flat buffer."""
     parts = flat.split([each.numel() for each in parameters])
     return [part.view_as(each) for part, each in zip(parts, parameters, strict=True)]
 

@@ -1,4 +1,4 @@
-"""What is measured, and whether all ways compute the same."""
+"""Measurement plans, and the check that all ways compute the same."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .ways import ALONE, TABLES
 
 Tensors = Mapping[str, Tensor]
 BOUND = 1e-5
-# Gradients of autocast, which computes norms in float32, are 2e-2 from the exact sum, of few tokens
-# 2e-1; parameters 2e-4 from each other. A factor of 2 would be more.
+# Autocast computes norms in float32: its gradients are off the exact sum by 2e-2, with few tokens
+# by 2e-1, and its parameters by 2e-4. A wrong factor of 2 would be more than the bounds.
 BFLOAT16_BOUNDS = {"mixed": 0.3, "mixed training": 2e-3}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure.
+    """A measurement.
 
     Attributes:
-        table: of the ways.
-        size: of the model.
-        repeats: steps of each way.
-        recorded: steps whose communication is looked at.
-        burst: steps in a row that are timed as one, since one may end within the next.
+        table: Name of the table of ways.
+        size: Size of the model.
+        repeats: Steps of each way.
+        recorded: Steps in which communication is recorded.
+        burst: Consecutive steps that are timed as one, since a step may end during the next.
     """
 
     table: str
@@ -42,17 +42,17 @@ class Plan:
 
     @property
     def ways(self) -> dict[str, Way]:
-        """The ways by their names."""
+        """The ways by name."""
         return TABLES[self.table]
 
     @property
     def trains(self) -> bool:
-        """Whether parameters change."""
+        """True if an optimizer changes the parameters."""
         return "training" in self.table
 
 
 def errors(plan: Plan, model: Transformer, ways: Mapping[str, Trainer]) -> dict[str, float]:
-    """Run two steps of every way, and return how far it is from what it should have computed."""
+    """Run two steps of every way; return the error of each."""
     batches = make_batches(plan.size, dist.get_rank())
     for way in ways.values():
         way.step(batches)
@@ -86,7 +86,7 @@ def exact_gradients(size: Size, model: Transformer) -> Tensors:
 
 
 def difference(found: Tensors, expected: Tensors) -> float:
-    """Return the largest relative difference of any tensor; infinite where one is missing."""
+    """Return the largest relative difference of any tensor; infinite if one is missing."""
     if found.keys() != expected.keys() or any(value is None for value in found.values()):
         return float("inf")
     return worst(

@@ -1,4 +1,4 @@
-"""Measures ways to train on one rank; every rank runs this in the same way."""
+"""Measurements of training ways on one rank; every rank runs the same."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from .ways import ALONE
 
 @dataclass
 class Figures:
-    """What one rank measured of one way.
+    """Measurements of one way on one rank.
 
     Attributes:
-        steps: of each repeat.
-        error: of the gradients, or after steps of optimizers of the parameters.
-        hidden: one for each recorded step.
-        state: bytes of the optimizer's state.
+        steps: Time of each repeat.
+        error: Error of the gradients, or of the parameters after optimizer steps.
+        hidden: Communication of each recorded step.
+        state: Bytes of the optimizer's state.
     """
 
     steps: list[Spent] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a rank's model, and what it took at most above it: in three steps, in the last."""
+    """Bytes of a rank's model, and peaks above it: of three steps, and of the last one."""
 
     model: int
     above: int
@@ -51,7 +51,7 @@ class Memory:
 
 
 def measure(plan: Plan) -> dict[str, Figures]:
-    """Measure every way, after a look at what it computes."""
+    """Measure every way, after a check of its results."""
     model = make_model(plan.size)
     batches = make_batches(plan.size, dist.get_rank())
     found = {name: Figures() for name in plan.ways}
@@ -69,8 +69,8 @@ def measure(plan: Plan) -> dict[str, Figures]:
 
 @contextmanager
 def trainers(plan: Plan, model: Transformer) -> Iterator[dict[str, Trainer]]:
-    """Make a trainer for each way, each with a group of its own."""
-    # Where nothing changes the parameters, the ways share their memory.
+    """Make a trainer for each way, each with its own process group."""
+    # If nothing changes the parameters, the ways share their memory.
     duplicate = copy.deepcopy if plan.trains else shared_copy
     groups = {name: dist.new_group() for name in plan.ways}
     ways = {name: Trainer(way, duplicate(model), groups[name]) for name, way in plan.ways.items()}
@@ -78,26 +78,26 @@ def trainers(plan: Plan, model: Transformer) -> Iterator[dict[str, Trainer]]:
     for way in ways.values():
         way.settle()
     ways.clear()
-    gc.collect()  # a DDP alive while its group goes may block
+    gc.collect()  # destroying the group of a live DDP may block
     for group in groups.values():
         dist.destroy_process_group(group)
 
 
 def take_turns(plan: Plan, ways: Mapping[str, Trainer]) -> Iterator[tuple[str, Spent]]:
-    """Run all ways in turn; yield what each step takes.
+    """Run all ways in turn; yield the time of each step.
 
-    A way keeps its gradients while others run: letting go of them is a part of its next step.
+    A way keeps its gradients while others run; freeing them is part of its next step.
     """
     batches = make_batches(plan.size, dist.get_rank())
     with collected():
         for name in in_turns(ways, plan.repeats):
-            gc.collect()  # or one way would pay for what another left
+            gc.collect()  # else a way would pay for another's garbage
             burst = partial(ways[name].steps, batches, plan.burst)
             yield name, timed(burst).over(plan.burst)
 
 
 def record(way: Trainer, batches: list[Batch], repeats: int) -> list[Hidden]:
-    """Look at a way's communication; DDP's is seen by a hook that does the same from Python."""
+    """Record a way's communication; DDP gets a Python hook that does the same."""
     ddp = getattr(way.module, "ddp", way.module)
     if isinstance(ddp, DistributedDataParallel) and not isinstance(way.module, MainGradientsDDP):
         ddp.register_comm_hook(ddp.process_group, allreduce_hook)
@@ -108,7 +108,7 @@ def record(way: Trainer, batches: list[Batch], repeats: int) -> list[Hidden]:
 def memory(plan: Plan, name: str) -> Memory:
     """Measure one way's memory, on a rank that ran nothing else."""
     tiny = replace(plan.size, dim=64, layers=1, length=16)
-    run_steps(plan.ways[name], tiny, make_model(tiny))  # loads what has to be loaded
+    run_steps(plan.ways[name], tiny, make_model(tiny))  # load libraries first
     model = make_model(plan.size)
     gc.collect()
     size = sum(each.numel() * each.element_size() for each in model.parameters())
@@ -118,7 +118,7 @@ def memory(plan: Plan, name: str) -> Memory:
 
 
 def run_steps(way: Way, size: Size, model: Transformer) -> tuple[int, int]:
-    """Return the peaks of two steps, in which buckets are ordered anew, and of a third."""
+    """Return the peak of two steps, in which buckets are rebuilt, and of a third."""
     batches, group = make_batches(size, dist.get_rank()), dist.new_group()
     trainer = Trainer(way, model, group)
     trainer.step(batches)

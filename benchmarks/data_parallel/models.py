@@ -16,16 +16,16 @@ Batch = tuple[Tensor, Tensor]  # tokens and labels, [batch, length] both
 
 @dataclass(frozen=True)
 class Size:
-    """A model, and what a step of it is given on every rank.
+    """A model, and its batch for a step on every rank.
 
     Attributes:
-        dim: of the hidden states.
-        layers: number of blocks.
-        length: tokens of a sequence.
-        batch: sequences of a micro-batch.
-        micro_batches: of a step.
-        dtype: of the parameters.
-        vocab: number of tokens there are.
+        dim: Hidden size.
+        layers: Number of blocks.
+        length: Tokens of a sequence.
+        batch: Sequences of a micro-batch.
+        micro_batches: Micro-batches of a step.
+        dtype: Dtype of the parameters.
+        vocab: Vocabulary size.
     """
 
     dim: int
@@ -49,7 +49,7 @@ class Size:
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward network, normalised before."""
+    """Pre-norm causal self-attention and feed-forward network."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Take and return [B, L, D]."""
+        """Map [B, L, D] to the same shape."""
         heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, -1, HEAD_DIM))
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -67,7 +67,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A language model of plain layers."""
+    """A plain language model."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -99,6 +99,6 @@ def make_batches(size: Size, rank: int) -> list[Batch]:
 
 
 def shared_copy(model: Transformer) -> Transformer:
-    """Return a model with parameters of its own in the same memory: their gradients are apart."""
+    """Return a copy whose parameters share memory with the model's, with separate gradients."""
     parameters = {id(each): nn.Parameter(each.detach()) for each in model.parameters()}
     return copy.deepcopy(model, parameters)

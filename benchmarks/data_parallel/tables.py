@@ -13,23 +13,23 @@ from .checks import Plan
 from .measure import Figures, Memory
 from .ways import ALONE, OURS
 
-Ranks = Sequence[Mapping[str, Figures]]  # what each rank measured
+Ranks = Sequence[Mapping[str, Figures]]  # measurements by rank and way
 
 
 def slowest(ranks: Ranks, name: str, clock: str = "wall") -> list[float]:
-    """Return the milliseconds of each repeat, of the rank that took more of "wall" or "cpu"."""
+    """Return the milliseconds of each repeat, on the rank with more "wall" or "cpu" time."""
     of_ranks = [rank[name].steps for rank in ranks]
     return [1e3 * each for each in largest(of_ranks, attrgetter(clock))]
 
 
 def best_alternative(ranks: Ranks) -> str:
-    """Return the fastest way that is not ours and leaves equal gradients."""
+    """Return the fastest way other than ours that makes gradients equal."""
     peers = [name for name in ranks[0] if name != ALONE and not name.startswith(OURS)]
     return min(peers, key=lambda name: statistics.median(slowest(ranks, name)))
 
 
 def times(plan: Plan, ranks: Ranks, links: str = "") -> str:
-    """Write what ways took, computed and communicated."""
+    """Return the table of times, errors and communication."""
     best = best_alternative(ranks)
     compared = "parameters" if plan.trains else "gradients"
     columns = [
@@ -57,7 +57,7 @@ def _time_rows(plan: Plan, ranks: Ranks, best: str) -> Iterator[Sequence[str]]:
 
 
 def _hidden(ranks: Ranks, name: str) -> tuple[str, str]:
-    """Write the milliseconds of communication, and the share of them that is hidden."""
+    """Return the milliseconds of communication, and its hidden share."""
     found = [each for rank in ranks for each in rank[name].hidden if each.communication]
     if not found:
         return "", ""
@@ -67,7 +67,7 @@ def _hidden(ranks: Ranks, name: str) -> tuple[str, str]:
 
 
 def peaks(plan: Plan, found: Mapping[str, Sequence[Memory]]) -> str:
-    """Write what ways take of memory."""
+    """Return the table of peak memory."""
     columns = [
         "way",
         "MiB above the model",

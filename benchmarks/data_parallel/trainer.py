@@ -1,4 +1,4 @@
-"""A model that one way trains on this rank: a step of it, and what it computed."""
+"""A model trained by one way on this rank: its steps and results."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Optimize = Callable[[nn.Module, ProcessGroup], Optimizer]
 
 @dataclass(frozen=True)
 class Way:
-    """How to train.
+    """A way to train.
 
     Attributes:
-        wrap: takes a model and a group of its own.
-        optimize: makes the wrapped model's optimizer; None where a step ends with backward.
+        wrap: Wraps a model, given its own process group.
+        optimize: Makes the wrapped model's optimizer; None if a step ends with backward.
     """
 
     wrap: Wrap
@@ -36,17 +36,17 @@ class Way:
 
 
 class Trainer:
-    """A model that one way trains on this rank."""
+    """A model trained by one way on this rank."""
 
     def __init__(self, way: Way, model: nn.Module, group: ProcessGroup) -> None:
         self.module: Any = way.wrap(model, group)
         self.optimizer = way.optimize(self.module, group) if way.optimize else None
-        # Ours sums gradients of losses that are divided by the tokens of all ranks; DDP divides.
+        # Ours sums gradients of losses divided by the tokens of all ranks; DDP averages.
         sums = isinstance(self.module, OURS) and self.module.op == "sum"
         self.share = 1 / group.size() if sums else 1.0
 
     def step(self, batches: list[Batch]) -> None:
-        """Forget gradients, make those of the mean loss of all micro-batches, and use them."""
+        """Zero gradients, compute those of the mean loss of all micro-batches, and update."""
         (self.optimizer or self.module).zero_grad()
         for batch in batches[:-1]:
             with paused(self.module):
@@ -58,7 +58,7 @@ class Trainer:
             self.optimizer.step()
 
     def steps(self, batches: list[Batch], count: int) -> None:
-        """Run so many steps, until nothing of them is under way."""
+        """Run `count` steps and wait for their end."""
         for _ in range(count):
             self.step(batches)
         self.settle()
@@ -68,12 +68,12 @@ class Trainer:
         return loss * (self.share / micro_batches)
 
     def settle(self) -> None:
-        """Wait for what the last step left under way."""
+        """Wait for communication that the last step left in flight."""
         if hasattr(self.module, "wait_for_parameters"):
             self.module.wait_for_parameters()
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return whole gradients by the parameters' names in the model."""
+        """Return full gradients by parameter name."""
         if isinstance(self.module, DataParallelBucket):
             return whole_gradients(self.module)
         model = getattr(self.module, "module", self.module)
@@ -83,15 +83,15 @@ class Trainer:
         }
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return all parameters in one, as some begin with zeros that optimizers make noise of."""
+        """Return all parameters as one tensor; alone, some that start at zero would be noise."""
         self.settle()
         model = getattr(self.module, "module", self.module)
         return {"all": torch.cat([_whole(each.detach()).flatten() for each in model.parameters()])}
 
     def state_bytes(self) -> int:
-        """Return the size of the optimizer's state on this rank."""
+        """Return the bytes of the optimizer's state on this rank."""
         self.settle()
-        own = getattr(self.optimizer, "optim", self.optimizer)  # of ZeroRedundancyOptimizer
+        own = getattr(self.optimizer, "optim", self.optimizer)  # unwrap ZeroRedundancyOptimizer
         states = [value for state in own.state.values() for value in state.values()] if own else []
         tensors = [_local(value) for value in states if isinstance(value, Tensor)]
         return sum(each.numel() * each.element_size() for each in tensors)

@@ -1,4 +1,4 @@
-"""The ways to train one model on all ranks: tables of wrappers and optimizers, by name."""
+"""The ways to train one model on all ranks: tables of wrappers and optimizers by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .alternatives import (
 )
 from .trainer import Way
 
-ALONE, DDP, OURS = "compute alone", "DDP", "ours"  # our ways' names begin with the last
+ALONE, DDP, OURS = "compute alone", "DDP", "ours"  # names of our ways begin with OURS
 KNOWN = inspect.signature(DataParallelBucket).parameters
 ADAMW: dict[str, Any] = {"lr": 1e-4, "foreach": True}
 
@@ -48,7 +48,7 @@ def _ours(model: nn.Module, group: ProcessGroup, **options: Any) -> nn.Module:
 
 
 def _at_the_end(model: nn.Module, group: ProcessGroup, **options: Any) -> nn.Module:
-    """Wrap it with no overlap: where wrappers share a group, ours leave all to backward's end."""
+    """Wrap without overlap: if wrappers share a group, ours reduce at the end of backward."""
     wrapper: Any = _ours(model, group, **options)
     wrapper.neighbours = [_ours(nn.Linear(1, 1), group)]
     return wrapper  # type: ignore[no-any-return]
@@ -72,14 +72,14 @@ def _sharded_adamw(module: Any, group: ProcessGroup, **options: Any) -> Optimize
 
 
 def _gradients_only(module: nn.Module, group: ProcessGroup) -> Optimizer:
-    """Share out the gradients, of float32 then, and update nothing."""
+    """Shard the gradients, in float32, and update nothing."""
     optimizer: Any = _sharded_adamw(module, group)
     optimizer.step = lambda: None
     return optimizer  # type: ignore[no-any-return]
 
 
 def _of_ours(options: Mapping[str, Mapping[str, Any]]) -> dict[str, Way]:
-    """Return ways with options of our wrapper, but for those that it does not know."""
+    """Return ways with options of our wrapper, without options that it does not have."""
     return {
         name: Way(partial(_ours, **each))
         for name, each in options.items()
@@ -106,10 +106,10 @@ GRADIENTS = {
 
 _ours_mixed = partial(_ours, grad_type=torch.float32)
 
-# bfloat16 parameters whose gradients accumulate and are summed in float32, which DDP of a
-# bfloat16 model does not. The fairest of these is DDP with main gradients: what ours promises,
+# bfloat16 parameters whose gradients are accumulated and reduced in float32. DDP of a bfloat16
+# model does not do so. The fairest comparison is DDP with main gradients: the same result as ours,
 # with DDP's overlap. FSDP2 and autocast keep float32 parameters, as an optimizer would want.
-# What ours leaves in parameter.grad is rounded to bfloat16 once; shards of it are not.
+# Ours rounds parameter.grad to bfloat16 once; its shards are not rounded.
 MIXED = {
     ALONE: Way(_alone),
     "main gradients, flat all-reduce": Way(MainGradients),
@@ -140,7 +140,7 @@ TRAINING = {
     f"{OURS}, sharded, stage 2": Way(_ours, partial(_sharded_adamw, stage=2)),
 }
 
-# Float32 masters of bfloat16 parameters: each way has them, and updates them.
+# Each way keeps and updates float32 master weights of bfloat16 parameters.
 MIXED_TRAINING = {
     ALONE: Way(_alone, _adamw),
     "DDP of float32, autocast": Way(AutocastDDP, _adamw),
@@ -153,7 +153,7 @@ MIXED_TRAINING = {
     f"{OURS}, sharded, stage 2": Way(_ours_mixed, partial(_sharded_adamw, stage=2)),
 }
 
-SMALL = 2**18  # elements, 1 MiB: a small model has few of the usual buckets
+SMALL = 2**18  # elements, 1 MiB: a small model has few buckets of the usual size
 SLOW = {
     ALONE: Way(_alone),
     "flat all-reduce": Way(FlatAllReduce),
@@ -166,13 +166,13 @@ SLOW = {
 
 
 def _levels(model: nn.Module, group: ProcessGroup, **options: Any) -> nn.Module:
-    """Wrap it on a group whose collectives go inside the nodes first."""
+    """Wrap on a group with hierarchical collectives, first inside the nodes."""
     if not use_hierarchy(group):
         raise SystemExit("the nodes were not found")
     return _ours(model, group, **options)
 
 
-# A node's ranks share its link. DDP with the bucket sizes that such a model could want.
+# A node's ranks share its link. DDP is run with bucket sizes that suit such a model.
 NODES = {
     ALONE: Way(_alone),
     **{f"DDP, {size:g} MB": Way(partial(_ddp, bucket_cap_mb=size)) for size in (0.5, 1, 2, 4, 25)},

@@ -1,8 +1,8 @@
 """Every call of scaletorch.dist against raw torch.distributed and MMEngine's dist, on two ranks.
 
-Two ranks over gloo. In every round each way takes its turn, shuffled, in the same processes; of the
-ranks the slower counts. What is shown are medians over the rounds: of the time of torch, and of
-each round's own difference and ratio of ours to torch's, and of MMEngine's to ours.
+Two ranks over gloo. In every round each way takes its turn, shuffled, in the same processes; the
+slower rank counts. The tables show medians over the rounds: of torch's time, of each round's
+difference and ratio of ours to torch's, and of its ratio of MMEngine's to ours.
 
     python -m benchmarks.dist --json dist.json
     python -m benchmarks.dist --parts "8 B" "1 KiB" --only all_reduce
@@ -10,10 +10,10 @@ each round's own difference and ratio of ours to torch's, and of MMEngine's to o
 
 The aims: at most 5 µs over torch in small calls, at most 1.02 times torch's time from 1 MiB on, and
 never slower than MMEngine (beyond 2 %, or 5 µs). `no network` is torch's "fake" backend: the time
-that Python takes, without that of messages, which is 20 times as much and varies.
+of Python without messages, which take 20 times as long and vary.
 
-MMEngine is skipped where `import mmengine.dist` fails: `pip install --no-deps mmengine` and
-`pip install addict yapf termcolor` are enough for it.
+MMEngine is skipped if `import mmengine.dist` fails. To install it: `pip install --no-deps mmengine`
+and `pip install addict yapf termcolor`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COLUMNS = ["torch µs", "over µs", "ratio", "to a loop", "MM/ours", "aims misse
 
 
 def cells(part: str, times: Times) -> tuple[list[str], list[str]]:
-    """Return one call's figures, and the aims that they miss."""
+    """Return the figures of one call, and the aims that they miss."""
     found, missed = [""] * 5, []
     ours = times[OURS]
     if TORCH in times:
@@ -57,12 +57,12 @@ def cells(part: str, times: Times) -> tuple[list[str], list[str]]:
 
 
 def difference(ours: list[float], theirs: list[float]) -> float:
-    """Return the median of each round's own difference."""
+    """Return the median of each round's difference."""
     return median(one - other for one, other in zip(ours, theirs, strict=True))
 
 
 def show(rows: Rows) -> None:
-    """Print a table of each part."""
+    """Print a table for each part."""
     missing = 0
     for part in dict.fromkeys(part for part, _ in rows):
         lines = []

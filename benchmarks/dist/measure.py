@@ -1,4 +1,4 @@
-"""Measures every call by every way on one rank; every rank runs this in the same way."""
+"""Measurements of every call by every way on one rank; every rank runs the same."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ..harness.turns import Run, in_turns, of_slowest_rank, repeated, seconds, t
 from .ways import Ways, barriers, models, objects, tensors
 
 SIZES = {"8 B": 8, "1 KiB": 1 << 10, "1 MiB": 1 << 20, "64 MiB": 64 << 20}
-SECONDS = 0.02  # of one way in one round, at most
-CALLS = 200  # of one way in one round, if nothing is sent
+SECONDS = 0.02  # longest time of one way in one round
+CALLS = 200  # calls of one way in one round, if nothing is sent
 Times = dict[str, list[float]]  # way → seconds of one call, in each round
 Rows = dict[tuple[str, str], Times]  # part, call → times
 
 
 def interleaved(ways: Ways, rounds: int) -> Times:
-    """Return the seconds of one call of each way in each round, in which all take their turn."""
+    """Return the seconds of one call of each way in each round; the ways take turns."""
     calls = _calls(ways)
     times = repeated(partial(_time, calls=calls), ways, rounds)
     return {name: of_slowest_rank(found) for name, found in times.items()}
 
 
 def _calls(ways: Ways) -> int:
-    """Return how many calls make a round, the same on all ranks; it warms up too."""
+    """Return the number of calls in a round, the same on all ranks; this also warms up."""
     _, spent = (max(_time(run, 2) for run in ways.values()) for _ in range(2))
     (longest,) = of_slowest_rank([spent])
     return max(1, min(50, int(SECONDS / longest)))
@@ -45,9 +45,9 @@ def measure(parts: list[str], rounds: int, only: str) -> Rows:
     """Measure on this rank.
 
     Args:
-        parts: of ``SIZES``, or "models", "objects".
-        rounds: how often each way takes its turn; large things take fewer.
-        only: what a call's name must contain.
+        parts: Keys of `SIZES`, "models" or "objects".
+        rounds: Number of turns of each way; large calls take a third.
+        only: Text that a call's name must contain.
     """
     rows: Rows = {}
     for part in parts:
@@ -71,7 +71,7 @@ PURE = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "exchange",
 
 
 def python_path(rounds: int) -> Rows:
-    """Measure the processor's time of small calls where nothing is sent: torch's "fake" backend."""
+    """Measure the CPU time of small calls without a network, on torch's "fake" backend."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         found = {name: ways for name, ways in [*tensors(8), *barriers()] if name in PURE}

@@ -1,6 +1,6 @@
-"""The calls that are compared, each as raw torch.distributed, as ours and as MMEngine's.
+"""The calls to compare, each in raw torch.distributed, in ours and in MMEngine's.
 
-Raw torch does the same job in the quickest way there is: what a call returns, it allocates too.
+Raw torch does the same job in the fastest way; it also allocates what the call returns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ all_gather_single = getattr(raw, "all_gather_single", None) or raw.all_gather_in
 
 
 def mmengine() -> Any:
-    """Return MMEngine's dist, or None where it does not import."""
+    """Return MMEngine's dist, or None if it cannot be imported."""
     try:
         return importlib.import_module("mmengine.dist")
     except ImportError:
@@ -33,10 +33,10 @@ def mmengine() -> Any:
 
 
 def tensors(size: int) -> Iterator[tuple[str, Ways]]:
-    """Return every call of a tensor, by name.
+    """Yield every call of a tensor, by name.
 
     Args:
-        size: bytes of this rank's tensor; for calls that split, of the whole.
+        size: Bytes of this rank's tensor; of the full tensor for calls that split it.
     """
     data = torch.zeros(max(2, size // 4)).fill_(0)
     yield from _rooted(data)
@@ -174,7 +174,7 @@ def _messages(data: Tensor) -> Iterator[tuple[str, Ways]]:
 
 
 def barriers() -> Iterator[tuple[str, Ways]]:
-    """Return the calls without data."""
+    """Yield the calls without data."""
     theirs = mmengine()
     yield (
         "barrier",
@@ -189,7 +189,7 @@ def barriers() -> Iterator[tuple[str, Ways]]:
 
 
 def models() -> Iterator[tuple[str, Ways]]:
-    """Return many parameters, and dicts; torch's is one flat all-reduce of the same bytes."""
+    """Yield calls on many parameters and on dicts; torch's way is one flat all-reduce."""
     large = [(4096, 1024)] * 4 + [(1024, 1024)] * 3 + [(1024,)] * 40
     for name, shapes in (
         ("all_reduce_params, 100 of 1000", [(1000,)] * 100),
@@ -224,7 +224,7 @@ def _parameters(params: list[Tensor]) -> Ways:
 
 
 def objects() -> Iterator[tuple[str, Ways]]:
-    """Return objects of several kinds through all_gather_object, and results."""
+    """Yield objects of several kinds through all_gather_object, and results."""
     kinds: dict[str, Any] = {
         "a small dict": {"loss": 1.5, "step": 3, "names": ["a", "b"]},
         "100 000 ints": [7 * i for i in range(100_000)],

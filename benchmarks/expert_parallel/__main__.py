@@ -1,25 +1,25 @@
 """A block of experts over two ranks: ours, transformers' own, and all-to-alls written by hand.
 
 Forward and backward of a router and 8 experts, top-2, on two ranks of one thread each, every rank
-with tokens of its own; and of all tokens in one process of one thread. Routing is as a random
-router has it, or skewed: its first expert gets nearly every token. Every repeat runs all ways once,
+with its own tokens; and of all tokens in one process of one thread. Routing is that of a random
+router, or skewed so that the first expert gets nearly every token. Every repeat runs all ways once,
 in the same processes, shuffled. Every result is compared with one process.
 
     python -m benchmarks.expert_parallel --tokens 64 1024 --dtype float32 bfloat16
     python -m benchmarks.expert_parallel --shared    # each block with a shared expert, too
     python -m benchmarks.expert_parallel --slow      # as root, on slow links: harness/links.py
 
-One table a size; of the two ranks the larger figure counts, but for exposed ms.
+One table for each size; except for exposed ms, the larger figure of the two ranks counts.
 
 - ms: median of the repeats.
-- x by hand: median of each repeat's own ratio to the way by hand, and its quartiles.
-- x by hand, CPU: the same of processor time, which other programs change least; of both ranks.
-- bytes sent: by each rank, were every collective a ring.
-- / formula: that over the bytes of the rows that have to go to the other rank, once a token and
+- x by hand: median and quartiles of each repeat's ratio to the way by hand.
+- x by hand, CPU: the same for the CPU time of both ranks, which other programs affect least.
+- bytes sent: by each rank, as if every collective were a ring.
+- / formula: that over the bytes of the rows that have to go to the other rank, each token once a
   rank: there and back, in forward and in backward.
-- peak MiB: the most that tensors took in forward and backward, beside weights and input.
-- exposed ms: median time in communication calls and in waiting for them; of the rank that spends
-  less there, since the other one also waits for it to come.
+- peak MiB: peak memory of tensors in forward and backward, without weights and input.
+- exposed ms: median time in communication calls and waits, on the rank that spends less, since the
+  other one also waits for its peer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ COLUMNS = [
 
 
 def show(size: Size, ranks: list[tuple[dict[str, Figures], int]]) -> None:
-    """Print one size."""
+    """Print the table of one size."""
     repeats = len(ranks[0][0][ALONE].spent)
     title = f"hidden {size.hidden}, {size.experts} experts, top-{size.top_k}"
     title += ", a shared one" * size.shared
@@ -63,7 +63,7 @@ def show(size: Size, ranks: list[tuple[dict[str, Figures], int]]) -> None:
 
 
 def rows(ranks: list[dict[str, Figures]], formula: int) -> Iterator[Sequence[str]]:
-    """Write a way's row; waiting for a slower rank is not communication."""
+    """Yield a row for each way; waiting for a slower rank is not communication."""
     spent = {name: [rank[name].spent for rank in ranks] for name in ranks[0]}
     times = {name: largest(each, lambda s: s.wall) for name, each in spent.items()}
     cpu = {name: [sum(s.cpu for s in both) for both in zip(*each, strict=True)]
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--slow", action="store_true", help="ranks 10 ms from each other (root)")
     parser.add_argument("--seconds", type=float, default=1.0, help="about, a way and size")
     options = parser.parse_args()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs every start and stop
     print(machine())
     with RankPool(RANKS, timeout=None) as pool:
         alike = partial(pool.run, measure)

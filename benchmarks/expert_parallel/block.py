@@ -1,4 +1,4 @@
-"""A block of routed experts, as transformers has them, and its router with a say in the balance."""
+"""A block of routed experts like transformers', with a router that can be skewed."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch import Tensor, nn
 
 
 def one(hidden: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Return an expert's results, [T, H], for tokens [T, H]."""
+    """Return an expert's results [T, H] for tokens [T, H]."""
     gate, up = F.linear(hidden, gate_up).chunk(2, dim=-1)
     return F.linear(F.silu(gate) * up, down)
 
 
 def grouped(hidden: Tensor, gate_up: Tensor, down: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return all experts' results, [T, H], for tokens [T, H] that lie one expert after another."""
+    """Return all experts' results [T, H] for tokens [T, H] that are sorted by expert."""
     ends = torch.tensor([*accumulate(sizes)], dtype=torch.int32)
     gate, up = F.grouped_mm(hidden, gate_up.mT, offs=ends).chunk(2, dim=-1)
     return F.grouped_mm(F.silu(gate) * up, down.mT, offs=ends)
 
 
 class Experts(nn.Module):
-    """SwiGLU experts in stacked weights; one after another computes the tokens that chose it.
+    """SwiGLU experts in stacked weights, computed in a loop over the experts.
 
     Args:
-        experts: Their number.
+        experts: Number of experts.
         hidden: Size of a token.
-        inner: Size inside of an expert.
+        inner: Size inside an expert.
     """
 
     def __init__(self, experts: int, hidden: int, inner: int) -> None:
@@ -40,10 +40,10 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.randn(experts, hidden, inner) * inner**-0.5)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted results [T, H] of the experts that tokens [T, H] chose, [T, K]."""
+        """Return the weighted results [T, H] of the experts [T, K] that tokens [T, H] chose."""
         total = torch.zeros_like(hidden)
         for expert in top_k_index.unique().tolist():
-            if expert == self.num_experts:  # that of another rank
+            if expert == self.num_experts:  # marks an expert of another rank
                 continue
             token, slot = torch.where(top_k_index == expert)
             found = one(hidden[token], self.gate_up_proj[expert], self.down_proj[expert])
@@ -53,9 +53,9 @@ class Experts(nn.Module):
 
 
 class GroupedExperts(Experts):
-    """The same experts, of which all tokens are computed by what transformers takes unless told."""
+    """The same experts, computed by transformers' default function."""
 
-    # What transformers' function asks of experts.
+    # Attributes that transformers' function reads.
     has_gate, has_bias, has_post_expert_norm, is_transposed = True, False, False, False
     _is_expert_parallel = False
 
@@ -64,7 +64,7 @@ class GroupedExperts(Experts):
         return F.silu(gate) * up
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted results [T, H] of the experts that tokens [T, H] chose, [T, K]."""
+        """Return the weighted results [T, H] of the experts [T, K] that tokens [T, H] chose."""
         from transformers.integrations import moe
 
         function: Any = moe.grouped_mm_experts_forward
@@ -73,11 +73,11 @@ class GroupedExperts(Experts):
 
 
 class SharedExperts(nn.Module):
-    """SwiGLU that every token goes through.
+    """A SwiGLU expert for every token.
 
     Args:
         hidden: Size of a token.
-        inner: Size inside.
+        inner: Inner size.
     """
 
     def __init__(self, hidden: int, inner: int) -> None:
@@ -99,13 +99,13 @@ class Block(nn.Module):
     """A router and its experts.
 
     Args:
-        experts: Their number.
+        experts: Number of experts.
         top_k: Experts of a token.
         hidden: Size of a token.
-        inner: Size inside of an expert.
-        skew: Added to the first expert's score.
-        shared: Whether there is a shared expert, of the same size inside.
-        code: The experts', one of `CODES`.
+        inner: Size inside an expert.
+        skew: Bias added to the first expert's score.
+        shared: Whether there is a shared expert of the same inner size.
+        code: The experts' code, one of `CODES`.
     """
 
     def __init__(

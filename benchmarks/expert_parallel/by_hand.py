@@ -1,8 +1,8 @@
-"""Experts over ranks written by hand for one block: pairs sorted by expert, two all-to-alls.
+"""Expert parallelism written by hand for one block: sort pairs by expert, two all-to-alls.
 
-Gradients of the weights are written once, those of tokens by the quicker kernel. That takes code of
-its own for the experts: a loop over `unbind`, or `grouped_mm` where theirs has it; a second way
-leaves the experts' own code as it is.
+Gradients of the weights are written once, those of tokens by the faster kernel. That needs special
+code for the experts: a loop over `unbind`, or `grouped_mm` if theirs uses it. A second way leaves
+the experts' own code unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _exchange(rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Te
 
 
 class _Exchange(Function):
-    """Rows to other ranks; backward sends gradients the other way."""
+    """Send rows to other ranks; backward sends gradients the other way."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
@@ -43,7 +43,7 @@ class _Exchange(Function):
 
 
 class ByHand(nn.Module):
-    """This rank's experts, and the way to the others'.
+    """This rank's experts, with the exchange of tokens with the other ranks.
 
     Args:
         whole: All experts; an equal number goes to each rank.
@@ -59,7 +59,7 @@ class ByHand(nn.Module):
             setattr(whole, name, nn.Parameter(parameter.detach()[rows].clone()))
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return [T, H], as all experts would."""
+        """Return [T, H], as all experts in one process would."""
         top_k, experts = top_k_index.shape[1], self.own * self.ranks
         chosen, order = top_k_index.flatten().sort(stable=True)
         counts = torch.bincount(chosen, minlength=experts)
@@ -69,7 +69,7 @@ class ByHand(nn.Module):
         heard = heard.view(self.ranks, -1)
         receives, sizes = heard.sum(1).tolist(), heard.flatten().tolist()
         came = _exchange(hidden.index_select(0, order // top_k), sends, receives)
-        pieces = came.split(sizes)  # by rank, and of each by expert
+        pieces = came.split(sizes)  # by rank, then by expert
         mine = [torch.cat(pieces[expert :: self.own]) for expert in range(self.own)]
         done = self.compute(mine)
         parts = [each.split(sizes[at :: self.own]) for at, each in enumerate(done)]
@@ -92,7 +92,7 @@ class ByHand(nn.Module):
 
 
 class AroundOwnCode(ByHand):
-    """The same exchange around experts whose code nobody wrote anew."""
+    """The same exchange around the experts' own code."""
 
     def compute(self, mine: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the results of each expert's rows."""
@@ -105,14 +105,14 @@ class AroundOwnCode(ByHand):
 
 
 def by_hand(block: Block) -> nn.Module:
-    """Put the experts of a block on the ranks, in place."""
+    """Shard the experts of a block over the ranks, in place."""
     whole = block.experts
     block.experts = ByHand(whole)  # type: ignore[assignment]
     return block
 
 
 def around_own_code(block: Block) -> nn.Module:
-    """Do the same, and leave the experts' code as it is."""
+    """Shard the experts, keeping their own code, in place."""
     whole = block.experts
     block.experts = AroundOwnCode(whole)  # type: ignore[assignment]
     return block

@@ -1,4 +1,4 @@
-"""Measures a block whose experts are on the ranks; every rank runs this in the same way."""
+"""Measurements of a block whose experts are sharded; every rank runs the same."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SKEWS = {"balanced": 0.0, "skewed": 4.0}
 
 @dataclass(frozen=True)
 class Size:
-    """What a block is run on; tokens are each rank's."""
+    """A problem; tokens are each rank's."""
 
     hidden: int
     experts: int
@@ -38,18 +38,18 @@ class Size:
     code: str = "loop"
 
     def formula(self, rows: int) -> int:
-        """Return the bytes of rows that go to other ranks, there and back, in both directions."""
+        """Return the bytes for `rows` rows sent to other ranks and back, forward and backward."""
         return 4 * rows * self.hidden * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured of one way; a list has one entry for each repeat.
+    """Measurements of one way; a list has one entry for each repeat.
 
     Attributes:
-        sent: Bytes.
-        peak: Bytes.
-        spent: By forward and backward.
+        sent: Bytes sent.
+        peak: Peak bytes.
+        spent: Time of forward and backward.
         exposed: Seconds in communication.
     """
 
@@ -60,7 +60,7 @@ class Figures:
 
 
 def make(size: Size) -> Block:
-    """Return the whole block, the same on every rank."""
+    """Return the full block, the same on every rank."""
     torch.manual_seed(0)
     skew = SKEWS[size.routing]
     inner = 2 * size.hidden
@@ -69,7 +69,7 @@ def make(size: Size) -> Block:
 
 
 def step(block: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Run forward and backward; return output and gradient of tokens, [T, H]."""
+    """Run forward and backward; return the output and the tokens' gradient, [T, H]."""
     x = x.detach().requires_grad_()
     out = block(x)
     out.backward(gradient)
@@ -79,7 +79,7 @@ def step(block: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]
 
 
 def prepare(size: Size) -> dict[str, Run]:
-    """Return each way's step, after a look at its results."""
+    """Return each way's step, after a check of its results."""
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randn(2, RANKS * size.tokens, size.hidden, generator=generator)
     x, gradient = drawn.to(DTYPES[size.dtype])
@@ -96,7 +96,7 @@ def prepare(size: Size) -> dict[str, Run]:
 
 
 def elsewhere(size: Size) -> int:
-    """Return how many rows go to other ranks if each token goes once to a rank."""
+    """Return the number of rows that go to other ranks, each token once a rank."""
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randn(2, RANKS * size.tokens, size.hidden, generator=generator)
     x, rank = drawn.to(DTYPES[size.dtype])[0].chunk(RANKS)[dist.get_rank()], dist.get_rank()
@@ -111,7 +111,7 @@ def elsewhere(size: Size) -> int:
 
 
 def measure(size: Size, budget: float) -> tuple[dict[str, Figures], int]:
-    """Measure every way on this rank, for about `budget` seconds each; and the formula's bytes."""
+    """Measure every way on this rank for about `budget` seconds; also return formula bytes."""
     runs = prepare(size)
     (spent,) = of_slowest_rank([sum(map(seconds, runs.values()))])
     repeats = min(MOST, max(LEAST, int(budget * len(runs) / spent)))

@@ -1,4 +1,4 @@
-"""The ways to put a block's experts on the ranks: by hand, ours, and transformers' own."""
+"""The ways to shard a block's experts over the ranks: by hand, ours, and transformers' own."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .by_hand import around_own_code, by_hand
 
 
 def ours(block: Block) -> nn.Module:
-    """Divide the experts by our plan."""
+    """Shard the experts by our plan."""
     return apply_expert_parallel(block, {"experts": "experts"}, dist.group.WORLD)
 
 
 def theirs(block: Block) -> nn.Module:
-    """Divide the experts as the plans of transformers do (`ep_dispatch_experts`)."""
+    """Shard the experts as the plans of transformers do (`ep_dispatch_experts`)."""
     from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed.expert_parallel import AllToAllEP
 

@@ -1,4 +1,4 @@
-"""What the guard costs: host time of what it adds to a call, and calls with it on and off.
+"""Cost of the guard: host time that it adds to a call, and calls with it on and off.
 
 python -m benchmarks.guard
 """
@@ -25,7 +25,7 @@ ROUNDS = 12
 
 
 def host_time(call: Callable[[], object], count: int = 1000) -> float:
-    """Return the microseconds of one call, best of several rounds."""
+    """Return the microseconds of one call, the best of several rounds."""
     best = float("inf")
     for _ in range(7):
         begun = time.perf_counter()
@@ -36,7 +36,7 @@ def host_time(call: Callable[[], object], count: int = 1000) -> float:
 
 
 def added() -> dict[str, float]:
-    """Measure what the guard itself does in a call, without any communication."""
+    """Measure the guard's own work in a call, without communication."""
     data, group = torch.ones(4, 4), c10d.group.WORLD
     with guard.watch():
         recorder = hooks.guard
@@ -48,7 +48,7 @@ def added() -> dict[str, float]:
             "note its wait": lambda: recorder.run((note,), _nothing),
             "end of a step": guard.step,
         }
-        # The same on both ranks, so that nothing is at fault.
+        # Both ranks do the same, so that the guard finds no fault.
         return {name: host_time(call) for name, call in others.items()}
 
 
@@ -59,7 +59,7 @@ def _nothing() -> None:
 def all_reduces(numel: int) -> list[float]:
     """Return microseconds of an all-reduce without and with the guard, medians in turns.
 
-    Time that passes, and time of this thread on a core, which other programs disturb less.
+    First wall time, then CPU time of this thread, which other programs affect less.
     """
     data = torch.zeros(numel)
     count = 400 if numel < 1000 else 20 if numel < 1_000_000 else 3
@@ -83,7 +83,7 @@ def all_reduces(numel: int) -> list[float]:
 
 
 def measure() -> tuple[dict[str, float], list[list[float]]]:
-    """Measure all on this rank."""
+    """Measure everything on this rank."""
     return added(), [[numel, *all_reduces(numel)] for numel in SIZES]
 
 

@@ -1,14 +1,14 @@
-"""What the guard finds of seeded faults on 2 to 8 ranks, how it names them, and how soon.
+"""Seeded faults on 2 to 8 ranks: which ones the guard finds, how it names them, and how soon.
 
     python -m benchmarks.guard.faults --count 340 --seed 0
     python -m benchmarks.guard.faults --count 340 --log faults.json # go on with what is not in it
     python -m benchmarks.guard.faults --seed 0 --only 17 --show     # that one again, with its text
     python -m benchmarks.guard.faults --healthy 60                  # programs without a fault
 
-Fault k of seed s is always the same program with the same mistake. A fault is *named* where every
-surviving rank raised `RankFaultError` with the guilty rank among its ranks, and its coordinates in
-the text; *exactly*, where it was the only one (two ranks that differ cannot be told apart). A fault
-of strides is no mistake to us: its result must be right, and it must raise nothing.
+Fault k of seed s is always the same program with the same mistake. A fault is *named* if every
+surviving rank raised `RankFaultError` with the guilty rank among its ranks and its coordinates in
+the text; *exactly* if it was the only one (two ranks that differ cannot be told apart). Different
+strides are not a mistake for us: the result must be right, and nothing may be raised.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from .kinds import CAUSE
 from .kinds import KINDS as TRAINING
 from .programs import KINDS, Program, groups_of, make_program, run_steps
 
-DEADLINE = 25.0  # s; whoever has not ended so long after the fault hangs
-START = 120.0  # s to come to it
-PATIENCE = 1.5  # s
-ENDLESS = ("kill", "stop", "stop first", "loop", "lock", "regex")  # their ranks say nothing more
-GONE = (*ENDLESS, "exception", "lines", "early", "interrupt")  # are no survivors
+DEADLINE = 25.0  # s after the fault, at which a rank that has not ended counts as hung
+START = 120.0  # s until the fault
+PATIENCE = 1.5  # s, the guard's
+ENDLESS = ("kill", "stop", "stop first", "loop", "lock", "regex")  # the guilty rank never reports
+GONE = (*ENDLESS, "exception", "lines", "early", "interrupt")  # the guilty rank is no survivor
 
-Row = tuple[int, str, int, dict[str, Any]]  # number, kind, ranks, what became of it
+Row = tuple[int, str, int, dict[str, Any]]  # number, kind, ranks, result
 
 
 def body(program: Program, folder: str) -> None:
-    """Run a program on one rank, and write down how it ended."""
+    """Run a program on one rank, and record how it ended."""
     groups = groups_of(program.size)
     rank = dist.get_rank()
 
@@ -59,22 +59,22 @@ def body(program: Program, folder: str) -> None:
 
 
 def note(folder: str) -> None:
-    """Write down that the fault comes now."""
+    """Record the time of the fault."""
     _write(folder, "begun", time.time())
 
 
 def guarded(
     folder: str, name: str, patience: float = PATIENCE
 ) -> contextlib.AbstractContextManager[None]:
-    """Return the guard, with ledgers that go with the folder."""
+    """Return the guard as a context, with its ledgers in the folder."""
     ledgers = os.path.join(folder, "ledgers")
     return guard.watch(ledgers, label=name, patience=patience, warn=patience / 2)
 
 
 def write_end(folder: str, rank: int, work: Callable[[], list[float]]) -> None:
-    """Do a rank's work, and write down how it ended."""
+    """Do a rank's work, and record how it ended."""
     _write(folder, f"pid{rank}", os.getpid())
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore SIGINT
     outcome: dict[str, Any] = {}
     try:
         outcome = {"results": work(), "error": ""}
@@ -90,7 +90,7 @@ def write_end(folder: str, rank: int, work: Callable[[], list[float]]) -> None:
 
 
 def label(rank: int) -> str:
-    """Name a rank by coordinates."""
+    """Return a rank's name with coordinates."""
     return f"rank {rank} (dp{rank // 2} tp{rank % 2})"
 
 
@@ -109,7 +109,7 @@ def _read(folder: str, name: str) -> Any:
 
 
 def run(program: Program) -> dict[str, Any]:
-    """Run a program on fresh ranks, and return what became of them."""
+    """Run a program on fresh ranks; return the result."""
     return run_body(body, program, _judge)
 
 
@@ -120,12 +120,12 @@ def run_body(
     *,
     init: bool = True,
 ) -> dict[str, Any]:
-    """Run a body that takes a program and a folder on fresh ranks, and judge how they ended."""
+    """Run a body, which takes a program and a folder, on fresh ranks; return the judged result."""
     with tempfile.TemporaryDirectory() as folder:
         watched = threading.Thread(target=_end_when_known, args=(program, folder))
         watched.start()
         said: dict[int, str] = {}
-        collecting.FAILURE_GRACE = START + 2 * DEADLINE  # who hangs is left alone
+        collecting.FAILURE_GRACE = START + 2 * DEADLINE  # do not end hung ranks early
         with RankPool(program.size, timeout=START + 2 * DEADLINE, init=init) as pool:
             try:
                 pool.run(body, program, folder)
@@ -137,7 +137,7 @@ def run_body(
 
 
 def _end_when_known(program: Program, folder: str) -> None:
-    """Let the ranks go, and kill the one that cannot, when all others have ended."""
+    """Wait for the ranks that can end, then release all and kill those that cannot."""
     fault = program.fault
     guilty = {fault.rank} if fault is not None and endless(fault.kind) else set()
     deadline = time.time() + START
@@ -146,7 +146,7 @@ def _end_when_known(program: Program, folder: str) -> None:
         waited = {rank for rank in waited if _read(folder, f"end{rank}") is None}
         for rank in [rank for rank in waited if _is_gone(_read(folder, f"pid{rank}"))]:
             if _read(folder, f"end{rank}") is None:
-                _write(folder, f"end{rank}", {"error": "aborted"})  # by gloo: no survivor
+                _write(folder, f"end{rank}", {"error": "aborted"})  # gloo aborted it: no survivor
         time.sleep(0.02)
     _write(folder, "over", True)
     for rank in (*guilty, *waited):
@@ -157,7 +157,7 @@ def _end_when_known(program: Program, folder: str) -> None:
 
 
 def endless(kind: str) -> bool:
-    """Tell whether the faulty rank of a kind says nothing more."""
+    """Return whether the faulty rank of a kind never reports."""
     return kind in ENDLESS or (kind in TRAINING and TRAINING[kind].endless)
 
 
@@ -170,7 +170,7 @@ def _is_gone(pid: int | None) -> bool:
 
 
 def _judge(program: Program, ends: dict[int, Any], begun: float | None) -> dict[str, Any]:
-    """Return what is counted of one run."""
+    """Return the counted properties of one run."""
     fault = program.fault
     if fault is None or fault.kind == "stride":
         errors = [end for end in ends.values() if end is None or end["error"]]
@@ -202,7 +202,7 @@ def _judge(program: Program, ends: dict[int, Any], begun: float | None) -> dict[
 
 
 def _right(program: Program, ends: dict[int, Any]) -> bool:
-    """Tell whether every rank's results are those of plain arithmetic, where they are alike."""
+    """Return whether every rank's all-reduces over all ranks have the right results."""
     by_rank = [ends[rank]["results"] for rank in range(program.size)]
     calls = [call for step in program.steps for call in step]
     for number, call in enumerate(calls):
@@ -218,7 +218,7 @@ def _right(program: Program, ends: dict[int, Any]) -> bool:
 
 
 def campaign(count: int, run_one: Callable[[int], Row], log: str | None) -> list[Row]:
-    """Run faults 0 to `count`, but those that a log has; each new one goes there at once."""
+    """Run faults 0 to `count` that a log does not have yet; append each result to it at once."""
     rows: list[Row] = []
     if log is not None and os.path.exists(log):
         with open(log) as file:
@@ -242,7 +242,7 @@ def one(seed: int, number: int, show: bool) -> Row:
 
 
 def tell(number: int, kind: str, program: Any, result: dict[str, Any], show: bool) -> None:
-    """Print what became of one run, where it is not as it should be, or `show` says so."""
+    """Print the result of one run if it is not as expected, or if `show` is set."""
     good = result.get("right", result.get("named")) and not result["hang"]
     if show or not good:
         counted = {name: value for name, value in result.items() if name not in ("ends", "said")}
@@ -279,7 +279,7 @@ def _sum(results: list[dict[str, Any]], name: str) -> int:
 
 
 def healthy(seed: int, count: int) -> int:
-    """Run programs without a fault; return how many raised, hung or were wrong."""
+    """Run programs without a fault; return the number that raised, hung or were wrong."""
     bad = 0
     for number in range(count):
         result = run(make_program(seed * 1_000_003 + number, None, steps=40))
@@ -290,7 +290,7 @@ def healthy(seed: int, count: int) -> int:
 
 
 def main() -> None:
-    """Run what the arguments say."""
+    """Parse the command line and run it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=340)

@@ -1,11 +1,11 @@
-"""Healthy jobs under the guard, made as trying as can be: it must not say a word.
+"""Healthy jobs under the guard, as demanding as possible: it must report nothing.
 
     python -m benchmarks.guard.healthy --count 100 --load 4 --seed 0
 
-Each run draws 2 to 4 ranks that make many new groups, pause for long, at one rank or at all, hold
-the interpreter's lock, stop for a moment, fork, send messages, leave calls of other lines and
-threads under way, and end unequally late, while other processes keep the cores busy. A word is an
-error, a warning, or a rank that waits in the end for one that has left.
+Each run draws 2 to 4 ranks that create many groups, pause for long, on one rank or on all, hold
+the GIL, stop for a moment, fork, send messages, keep calls from other lines and threads in flight,
+and end at different times, while other processes keep the cores busy. A report is an error, a
+warning, or a rank that waits in the end for one that has left.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STEPS = 25
 
 
 class _Heard(logging.Handler):
-    """Keeps what is logged."""
+    """Collects log messages."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -46,7 +46,7 @@ class _Heard(logging.Handler):
 
 
 def job(seed: int) -> tuple[list[str], float]:
-    """Run one job on this rank; return what the guard has said, and the seconds of its end."""
+    """Run one job on this rank; return the guard's messages, and the seconds to leave it."""
     heard = _Heard()
     log = logging.getLogger("scaletorch.guard")
     log.addHandler(heard)
@@ -69,7 +69,7 @@ def job(seed: int) -> tuple[list[str], float]:
 
 
 def _step(draw: random.Random, own: random.Random) -> None:
-    """Make a step's calls, alike on all ranks, and do something else on some."""
+    """Run a step's calls, the same on all ranks, and a trial on some ranks."""
     me, size = dist.get_rank(), dist.get_world_size()
     group = c10d.new_group() if draw.random() < 0.5 else None
     trial, victim, everybody = draw.choice(TRIALS), draw.randrange(size), draw.random() < 0.1
@@ -81,7 +81,7 @@ def _step(draw: random.Random, own: random.Random) -> None:
         dist.exchange([(sent, (me + 1) % size)], [(got, (me - 1) % size)], group)
     if me == victim:
         works.append(dist.broadcast(torch.ones(2), victim, group, async_op=True))
-    else:  # the same call from a line of its own
+    else:  # the same call from another line
         works.append(dist.broadcast(torch.ones(2), victim, group, async_op=True))
     if group is not None and draw.random() < 0.3:
         dist.all_gather_object({"from": me}, group)
@@ -98,17 +98,17 @@ def _long_pause(own: random.Random) -> None:
 
 
 def _hold(own: random.Random) -> None:
-    """Hold the interpreter's lock."""
+    """Hold the GIL in a sleep."""
     ctypes.PyDLL(None).usleep(int(own.choice((0.01, 1.0, 3.5)) * 1e6))
 
 
 def _dump(own: random.Random) -> None:
-    """Hold it, and work."""
+    """Hold the GIL in computation."""
     pickle.loads(pickle.dumps([{"row": row} for row in range(own.choice((10, 200_000)))]))
 
 
 def _be_stopped(own: random.Random) -> None:
-    """Be stopped for a moment."""
+    """Stop this process for a moment."""
     rank = os.getpid()
     child = os.fork()
     if child == 0:
@@ -145,7 +145,7 @@ def _spin(end: threading.Event) -> None:
 
 @contextlib.contextmanager
 def load(count: int) -> Iterator[None]:
-    """Keep the cores busy with so many processes."""
+    """Keep the cores busy with `count` processes."""
     command = [sys.executable, "-S", "-c", f"import os\nwhile os.getppid() == {os.getpid()}: pass"]
     others = [subprocess.Popen(command) for _ in range(count)]
     try:
@@ -157,7 +157,7 @@ def load(count: int) -> Iterator[None]:
 
 
 def main() -> None:
-    """Run what the arguments say."""
+    """Parse the command line and run it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=100)

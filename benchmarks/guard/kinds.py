@@ -1,4 +1,4 @@
-"""Kinds of faults in training programs, as data: what one rank does, when, and who tells of it."""
+"""Kinds of faults in training programs, as data: one rank's act, its moment, and who reports it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .programs import Call
 
 Batch = dict[str, torch.Tensor]
 
-OWN = (  # calls of the program's own in each step, as those of metrics are
+OWN = (  # the program's own calls in each step, such as those of metrics
     Call("all_reduce"),
     Call("broadcast", shape=(4,)),
     Call("all_reduce", shape=(2, 3)),
@@ -31,20 +31,20 @@ OWN = (  # calls of the program's own in each step, as those of metrics are
     Call("all_reduce", group="dp"),
     Call("ring", shape=(5,)),
 )
-BIG = 600_000  # elements of a tensor that goes by another way
+BIG = 600_000  # elements of a tensor that takes another transport
 
 
 class Leaves(Exception):
-    """Ends a program early, as a return does."""
+    """Ends a program early, like a return."""
 
 
 @dataclass
 class Scene:
-    """What a fault may touch.
+    """Everything that a fault may touch.
 
     Attributes:
-        calls: those of the program's own in this step.
-        count: micro-batches.
+        calls: The program's own calls in this step.
+        count: Number of micro-batches.
     """
 
     model: torch.nn.Module
@@ -61,17 +61,17 @@ class Kind:
     """A kind of fault.
 
     Attributes:
-        act: what the faulty rank does.
-        moment: ``step`` (before it), ``gradients`` (after backward), ``weights`` (after the
-            optimizer's step), ``seed`` or ``model`` (before it is made parallel).
-        told: ``named``: survivors raise `RankFaultError` with the rank in its first line;
-            ``two``: the rank is among those of the error; ``all``: all ranks raise, and say the
-            rank; ``alike``: all raise the same.
-        cause: what the first line must have besides.
-        endless: whether the rank says nothing more.
-        needs: the axes of which one must be divided.
-        rank: 0, -1, or any.
-        saves: whether the program writes checkpoints.
+        act: Act of the faulty rank.
+        moment: `step` (before it), `gradients` (after backward), `weights` (after the optimizer
+            step), `seed` or `model` (before it is parallelized).
+        told: `named`: survivors raise `RankFaultError` with the rank in its first line; `two`: the
+            rank is among those of the error; `all`: all ranks raise and name the rank; `alike`: all
+            ranks raise `CheckpointError`.
+        cause: Further text that the first line must have.
+        endless: Whether the rank never reports.
+        needs: Axes, one of which must be larger than 1.
+        rank: 0, -1, or None for any.
+        saves: `at once` or `beside` if the program writes checkpoints.
     """
 
     act: Callable[[Scene], None]
@@ -88,7 +88,7 @@ CAUSE = "ValueError: the seeded exception"
 
 
 def _raising(where: str, more: str = "") -> Callable[[Scene], None]:
-    """Return what has the model, or the optimizer, raise."""
+    """Return an act that makes the model or the optimizer raise."""
 
     def fail(*_: Any) -> None:
         raise ValueError(f"the seeded exception{more}")
@@ -118,7 +118,7 @@ def _signals(number: int) -> Callable[[Scene], None]:
 
 
 def _calls(**places: Any) -> Callable[[Scene], None]:
-    """Return what makes other calls: ``at3={...}`` changes the call at place 3."""
+    """Return an act that changes calls: `at3={...}` changes the call at index 3."""
 
     def act(scene: Scene) -> None:
         for place, changes in places.items():
@@ -163,7 +163,7 @@ def _opens_a_pipe(scene: Scene) -> None:
 
 
 def _makes_a_group(scene: Scene) -> None:
-    """Wait for the next rank; who is not in a group does not wait for it."""
+    """Wait for the next rank; ranks outside a group do not wait for it."""
     me, size = c10d.get_rank(), c10d.get_world_size()
     print(c10d.new_group([me, (me + 1) % size]))
 
@@ -196,7 +196,7 @@ def _evaluates(scene: Scene) -> None:
 
 def _swallows(scene: Scene) -> None:
     _raising("forward")(scene)
-    scene.folder = ""  # the program goes on without an error
+    scene.folder = ""  # makes `swallowed` catch the error
 
 
 def _rows(scene: Scene) -> None:
@@ -322,7 +322,7 @@ KINDS = {
 
 @contextlib.contextmanager
 def swallowed(scene: Scene) -> Iterator[None]:
-    """Go on after an exception where the fault is that."""
+    """Catch the exception if the fault is that the program swallows it."""
     try:
         yield
     except ValueError:

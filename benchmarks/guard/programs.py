@@ -1,4 +1,4 @@
-"""Seeded programs of collectives and messages, the same on all ranks, and faults put into them."""
+"""Seeded programs of collectives and messages, the same on all ranks, with faults to put in."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a program: ``root`` is a place in the group; ``sleep`` comes before it."""
+    """A call of a program: `root` is an index into the group; `sleep` comes before the call."""
 
     name: str
     group: str = "world"
@@ -45,7 +45,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Fault:
-    """What one rank does otherwise, at one call of one step."""
+    """One rank's deviation, at one call of one step."""
 
     kind: str
     rank: int
@@ -56,7 +56,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Program:
-    """As many steps of calls as `steps` holds, on `size` ranks."""
+    """Steps of calls on `size` ranks."""
 
     size: int
     steps: tuple[tuple[Call, ...], ...]
@@ -64,7 +64,7 @@ class Program:
 
 
 def make_program(seed: int, kind: str | None, steps: int = 12) -> Program:
-    """Return the program of a seed, with a fault of a kind, or without."""
+    """Return the program of a seed, with a fault of a kind, or without one."""
     draw = random.Random(f"{seed} {kind}")
     size = draw.choice((2, 2, 3, 4, 4, 5, 6, 8))
     groups = ["world", "ep"] + (["tp", "dp"] if size % 2 == 0 and size > 2 else [])
@@ -79,7 +79,7 @@ def make_program(seed: int, kind: str | None, steps: int = 12) -> Program:
     calls[step] = _make_room(draw, kind, calls[step], place, groups)
     rank = draw.randrange(size - size % 2 if kind in ("unsent", "crossed", "size") else size)
     if kind == "unsent":
-        rank -= rank % 2  # the one that sends first
+        rank -= rank % 2  # the rank that sends first
     delay = draw.choice((0.0, 0.1)) if kind == "interrupt" else 0.0
     return Program(size, tuple(calls), Fault(kind, rank, step, place, delay))
 
@@ -98,7 +98,7 @@ def _draw_call(draw: random.Random, groups: list[str], size: int) -> Call:
 def _make_room(
     draw: random.Random, kind: str, calls: tuple[Call, ...], place: int, groups: list[str]
 ) -> tuple[Call, ...]:
-    """Return the calls with one at `place` that the fault has a meaning for."""
+    """Return the calls, adapted so that the fault at `place` changes something."""
     call = calls[place]
     if kind in ("op", "dtype", "shape", "group", "call", "skip", "interrupt"):
         call = replace(call, name=draw.choice(("all_reduce", "broadcast")))
@@ -126,7 +126,7 @@ def _make_room(
 
 
 def groups_of(size: int) -> dict[str, Any]:
-    """Make the groups of a program; every rank calls it."""
+    """Create the groups of a program; every rank calls it."""
     me = dist.get_rank()
     found = {"world": c10d.group.WORLD, "ep": c10d.new_group(group_desc="scaletorch_ep")}
     if size % 2 == 0 and size > 2:
@@ -143,7 +143,7 @@ def groups_of(size: int) -> dict[str, Any]:
 
 
 def run_steps(program: Program, groups: dict[str, Any], note: Any) -> list[float]:
-    """Run a program on this rank; `note` is called right before the fault."""
+    """Run a program on this rank; `note` is called just before the fault."""
     results: list[float] = []
     fault = program.fault
     for step, calls in enumerate(program.steps):
@@ -167,7 +167,7 @@ def run_steps(program: Program, groups: dict[str, Any], note: Any) -> list[float
 
 
 def changed(calls: list[Call], fault: Fault, size: int, note: Any) -> list[Call]:
-    """Return what the faulty rank calls instead; those before the fault have been made."""
+    """Return the faulty rank's calls of the step."""
     place, call = fault.place, calls[fault.place]
     before, after = calls[:place], calls[place + 1 :]
     now = Call("fault", op=fault.kind, sleep=fault.delay, shape=(id(note),))
@@ -183,7 +183,7 @@ def changed(calls: list[Call], fault: Fault, size: int, note: Any) -> list[Call]
 
 
 def _other(call: Call, fault: Fault, size: int) -> dict[str, Any]:
-    """Return what of a call the faulty rank has otherwise."""
+    """Return the fields of a call that the faulty rank changes."""
     even = size % 2 == 0 and size > 2
     others: dict[str, dict[str, Any]] = {
         "call": {"name": "broadcast"},
@@ -204,7 +204,7 @@ _notes: dict[int, Any] = {}
 
 
 def make_call(call: Call, groups: dict[str, Any]) -> float:
-    """Make a call on this rank, and return what its result adds up to."""
+    """Make a call on this rank; return the sum of its result."""
     if call.sleep:
         time.sleep(call.sleep)
     group = groups[call.group]
@@ -216,7 +216,7 @@ def make_call(call: Call, groups: dict[str, Any]) -> float:
     if call.name == "all_reduce":
         dist.all_reduce(data, call.op, group)
     elif call.name == "again":
-        dist.all_reduce(data, call.op, group)  # from another line
+        dist.all_reduce(data, call.op, group)  # the same call from another line
     elif call.name == "broadcast":
         dist.broadcast(data, root, group)
     elif call.name == "reduce":
@@ -256,7 +256,7 @@ def _pair(name: str, data: torch.Tensor) -> None:
 
 def _happen(call: Call) -> None:
     note = _notes[call.shape[0]]
-    if call.op == "interrupt" and call.sleep:  # while it waits in the next call
+    if call.op == "interrupt" and call.sleep:  # interrupt during the next call
 
         def later() -> None:
             note()
@@ -272,9 +272,9 @@ def _happen(call: Call) -> None:
 
 
 def _end(op: str) -> None:
-    """Have this rank make no more calls."""
+    """Stop this rank from making more calls."""
     if op == "lock":
-        ctypes.PyDLL(None).sleep(1000)  # with the interpreter's lock held
+        ctypes.PyDLL(None).sleep(1000)  # holds the GIL
     if op == "regex":
         re.match("(a+)+$", 64 * "a" + "b")
     if op == "kill":

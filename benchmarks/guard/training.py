@@ -1,11 +1,11 @@
-"""What the guard finds of seeded faults in real training programs, and how it names them.
+"""Seeded faults in real training programs: which ones the guard finds and how it names them.
 
     python -m benchmarks.guard.training --count 120 --seed 0
     python -m benchmarks.guard.training --seed 0 --only 17          # that one again, with its text
 
-As `benchmarks.guard.faults`, with what bare calls do not have: a model on layouts of 2 to 4 ranks,
-a pipeline's runtime, a store in rank 0's process, checkpoints, other data, seeds and numbers on one
-rank, which `check_replicas` finds. The kinds are in `kinds.py`.
+Like `benchmarks.guard.faults`, with what bare calls do not have: a model on layouts of 2 to 4
+ranks, a pipeline runtime, a store in rank 0's process, checkpoints, and different data, seeds and
+numbers on one rank, which `check_replicas` finds. The kinds are in `kinds.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STEPS, FAULT = 7, 3
 
 @dataclass(frozen=True)
 class Fault:
-    """What one rank does otherwise in a step."""
+    """One rank's deviation in a step."""
 
     kind: str
     rank: int
@@ -70,12 +70,12 @@ def make_training(seed: int, kind: str) -> Training:
 
 
 def body(program: Training, folder: str) -> None:
-    """Train on this rank, and write down how it ended."""
+    """Train on this rank, and record how it ended."""
     write_end(folder, int(os.environ["RANK"]), lambda: train(program, folder))
 
 
 def train(program: Training, folder: str) -> list[float]:
-    """Train under the guard; the faulty rank goes wrong."""
+    """Train under the guard; the faulty rank makes its fault."""
     dist.init_dist("pytorch", "gloo", timeout=300)
     manager = setup_process_group_manager(**program.layout)
     with guarded(folder, describe_rank(), patience=4.0):
@@ -130,7 +130,7 @@ def _train(program: Training, manager: Any, folder: str) -> list[float]:
 
 
 def judge(program: Training, ends: dict[int, Any], begun: float | None) -> dict[str, Any]:
-    """Return what is counted of one run."""
+    """Return the counted properties of one run."""
     kind, guilty = KINDS[program.fault.kind], program.fault.rank
     others = {rank: end for rank, end in ends.items() if kind.told == "all" or rank != guilty}
     survivors = {r: e for r, e in others.items() if e is None or e["error"] != "aborted"}
@@ -148,14 +148,14 @@ def judge(program: Training, ends: dict[int, Any], begun: float | None) -> dict[
 
 
 def _names(program: Training, end: dict[str, Any]) -> bool:
-    """Tell whether a rank's error says what its kind of fault wants."""
+    """Return whether a rank's error says what its kind of fault requires."""
     kind, rank = KINDS[program.fault.kind], program.fault.rank
     if not end["error"]:
         return False
     first, said = end["text"].partition("\n")[0], rf"ranks? [\d, ]*\b{rank}\b"
     if kind.told == "alike":
         return bool(end["error"] == "CheckpointError")
-    if kind.told == "all" or end["error"] == "MismatchError":  # told to all before it was done
+    if kind.told == "all" or end["error"] == "MismatchError":  # found before the call
         return re.search(said, end["text"]) is not None
     if rank not in end.get("ranks", ()):
         return False
@@ -165,7 +165,7 @@ def _names(program: Training, end: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    """Run what the arguments say."""
+    """Parse the command line and run it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=2 * len(KINDS))

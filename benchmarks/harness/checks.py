@@ -1,4 +1,4 @@
-"""Whether a way computes the same as the others: a figure of a wrong result is worth nothing."""
+"""The check that a way computes the same as the others; a wrong result's time means nothing."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from torch import Tensor
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference over that of ``expected``."""
+    """Return the norm of the difference over that of `expected`."""
     exact = expected.double()
     return float((found.double() - exact).norm() / exact.norm())
 
 
 def check(name: object, found: Sequence[Tensor], expected: Sequence[Tensor], bound: float) -> None:
-    """Stop if a way computes something else than one process.
+    """Stop if a way's result differs from one process's.
 
     Raises:
-        SystemExit: A tensor is further off than ``bound``, or has a NaN.
+        SystemExit: A tensor is off by more than `bound`, or has a NaN.
     """
     for mine, theirs in zip(found, expected, strict=True):
         error = distance(mine, theirs)
-        if not error <= bound:  # a NaN is not
+        if not error <= bound:  # also true for NaN
             raise SystemExit(f"{name} is wrong by {error:.1e}")

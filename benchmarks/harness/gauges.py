@@ -1,4 +1,4 @@
-"""What a call costs beside time as a whole: bytes sent, time in communication, peak memory."""
+"""Costs of a call besides its time: bytes sent, time in communication, peak memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from .turns import Run
 
-# Python code communicates by these, whatever it calls them through: methods of groups and works
-# (some of which torch renamed), and operators.
+# All communication from Python ends in one of these: methods of groups and works
+# (torch renamed some of them), and operators.
 METHOD = re.compile("reduce|gather|scatter|all_?to_?all|^send$|^recv$")
 OPERATORS = (
     "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single",
@@ -32,11 +32,11 @@ PLACES: list[tuple[Any, str]] = [
 ]
 SILENT = ("barrier", "wait_tensor", "_wrap_tensor_autograd")  # operators that send no tensor
 TWICE = ("allreduce_", "all_reduce")  # a reduce_scatter and an all_gather
-DIRECT = {"send": 1, "recv_": 0}  # how often what one rank passes to another is sent
+DIRECT = {"send": 1, "recv_": 0}  # times that a message counts as sent
 
 
 class _Count(TorchDispatchMode):
-    """Adds up what each collective sends, at the dispatcher, which all of them pass."""
+    """Sums the bytes that each collective sends, at the dispatcher, which all collectives pass."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -45,7 +45,7 @@ class _Count(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
-        if DTensor in types:  # what it makes of the call comes here again
+        if DTensor in types:  # the resulting plain call comes here again
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
@@ -58,16 +58,16 @@ class _Count(TorchDispatchMode):
 
 
 def _bytes(value: object) -> int:
-    """Return the size of a tensor, or of all tensors in lists."""
+    """Return the bytes of a tensor, or of all tensors in lists."""
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def sent(run: Run) -> int:
-    """Return the bytes that this rank sends in a call, were each collective a ring over all ranks.
+    """Return the bytes that this rank sends in a call if each collective is a ring of all ranks.
 
-    Of n ranks, all_gather, reduce_scatter and all_to_all of B bytes (the larger of what goes in
-    and what comes out) send B (n - 1) / n; all_reduce sends twice as much, on two ranks B.
+    On n ranks, all_gather, reduce_scatter and all_to_all of B bytes (the larger of input and
+    output) send B (n - 1) / n; all_reduce sends twice that, on two ranks B.
     """
     count = _Count()
     with count:
@@ -76,7 +76,7 @@ def sent(run: Run) -> int:
 
 
 def exposed(run: Run) -> float:
-    """Return the seconds of a call that this thread spends in communication or waiting for it."""
+    """Return the seconds of a call that this thread spends in communication or waits for it."""
     spent = 0.0
 
     def timed(call: Any) -> Any:
@@ -94,15 +94,15 @@ def exposed(run: Run) -> float:
             change = mock.patch.object(owner, name, timed(getattr(owner, name)))
             stack.enter_context(change)
         dist.barrier()
-        spent = 0.0  # the barrier's own
+        spent = 0.0  # discard the barrier's time
         run()
     return spent
 
 
 def peak(run: Run) -> int:
-    """Return the bytes of tensors alive at most in a call, above those from before it.
+    """Return the peak bytes of tensors in a call, above those from before it.
 
-    They are what torch's CPU allocator handed out; what gloo buffers is not in it.
+    It counts memory from torch's CPU allocator, without gloo's buffers.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()

@@ -1,9 +1,9 @@
 """Slow links between ranks of this machine, for kernels with and without netem.
 
-Each rank enters a network namespace of its own, in which the one way out is a tun device. A process
-passes IP packets from device to device, at most so many bytes a second, and holds each for the
-latency, so that TCP and gloo run as they are. It needs root (of a user namespace, `unshare -r`,
-where /dev/net/tun is open to all).
+Each rank enters its own network namespace, where a tun device is the only way out. A process
+forwards IP packets between the devices at a limited bandwidth and delays each by the latency, so
+that TCP and gloo run unchanged. It needs root (also of a user namespace, `unshare -r`, if
+/dev/net/tun is open to all).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ IP_VERSION_4 = 4
 
 @contextlib.contextmanager
 def slow_links(num_ranks: int, seconds: float, bandwidth: float | None = None) -> Iterator[str]:
-    """Yield the address that ranks `join` by.
+    """Yield the address to `join`.
 
     Args:
-        num_ranks: of the ranks that will join.
-        seconds: that a packet takes one way.
-        bandwidth: bytes a second that each rank can receive; None for no limit.
+        num_ranks: Number of ranks that will join.
+        seconds: One-way latency of a packet.
+        bandwidth: Bytes a second that each rank can receive; None for no limit.
     """
     with tempfile.TemporaryDirectory() as folder:
         address = os.path.join(folder, "links")
@@ -54,10 +54,10 @@ def slow_links(num_ranks: int, seconds: float, bandwidth: float | None = None) -
 
 
 def join(address: str, rank: int) -> None:
-    """Put this process on the links; what it listens on from now on is reached by these alone.
+    """Put this process on the links; new sockets can be reached only through them.
 
     Raises:
-        OSError: It may not.
+        OSError: This process may not create a network namespace.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNET):
@@ -73,7 +73,7 @@ def join(address: str, rank: int) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         _connect(connection, address)
         socket.send_fds(connection, [bytes([rank])], [device])
-        connection.recv(1)  # comes once all are there
+        connection.recv(1)  # arrives when all ranks have joined
     os.close(device)
 
 
@@ -82,7 +82,7 @@ def _ip(rank: int) -> str:
 
 
 def _connect(connection: socket.socket, address: str) -> None:
-    """Connect once the process listens."""
+    """Connect as soon as the process listens."""
     for _ in range(200):
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
             connection.connect(address)
@@ -92,7 +92,7 @@ def _connect(connection: socket.socket, address: str) -> None:
 
 
 def _admit(address: str, num_ranks: int) -> dict[int, int]:
-    """Return the device of each rank, once all are there."""
+    """Return the device of each rank, once all have joined."""
     devices: dict[int, int] = {}
     connections = []
     with socket.socket(socket.AF_UNIX) as listener:
@@ -110,9 +110,9 @@ def _admit(address: str, num_ranks: int) -> dict[int, int]:
 
 
 def _pass_on(devices: dict[int, int], seconds: float, bandwidth: float) -> None:
-    """Pass packets on, each ``seconds`` after the link to its rank had time for it, for ever."""
+    """Forward packets forever, each `seconds` after the link to its rank had time for it."""
     held: dict[int, deque[tuple[float, bytes]]] = {device: deque() for device in devices.values()}
-    free = dict.fromkeys(held, 0.0)  # when a link will have passed what it has
+    free = dict.fromkeys(held, 0.0)  # time at which a link will have sent its queue
     while True:
         due = min((queue[0][0] for queue in held.values() if queue), default=None)
         wait = None if due is None else max(0.0, due - time.monotonic())
@@ -137,8 +137,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--bandwidth", type=float, default=math.inf)
     options = parser.parse_args()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # ends with who started it
-    with contextlib.suppress(PermissionError):  # packets do not wait for ranks that compute
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # end with the parent process
+    with contextlib.suppress(PermissionError):  # forward packets before ranks that compute
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     _pass_on(_admit(options.address, options.ranks), options.seconds, options.bandwidth)
 

@@ -1,4 +1,4 @@
-"""How much memory this process has."""
+"""Memory of this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def resident(kind: str = "RSS") -> int:
-    """Return the bytes of memory that this process has, or had at most (``HWM``)."""
+    """Return the resident bytes of this process, or their peak (`HWM`)."""
     found = re.search(rf"Vm{kind}:\s+(\d+) kB", STATUS.read_text())
     if not found:
         raise SystemExit(f"{STATUS} does not tell Vm{kind}: memory needs Linux")
@@ -18,7 +18,7 @@ def resident(kind: str = "RSS") -> int:
 
 
 def forget_peak() -> int:
-    """Give free memory back, let peaks begin anew, and return what this process has now."""
+    """Return free memory to the system, reset the peak, and return the resident bytes."""
     ctypes.CDLL(None).malloc_trim(0)
     CLEAR.write_text("5")
     return resident()

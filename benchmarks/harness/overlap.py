@@ -1,4 +1,4 @@
-"""How much communication runs behind backward."""
+"""The share of communication that runs behind backward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class Hidden:
-    """Seconds in which anything is communicated, and those of them behind backward."""
+    """Seconds of communication, and those of them behind backward."""
 
     communication: float
     behind: float
@@ -27,7 +27,7 @@ class Hidden:
 
 @dataclass
 class _Call:
-    """One collective: its handle, and when it began and ended."""
+    """A collective: its handle, start and end."""
 
     work: Any
     start: float
@@ -36,14 +36,14 @@ class _Call:
 
 @dataclass
 class _Record:
-    """What a step communicated, and when the thread that computes was busy with it or waited."""
+    """A step's collectives, and when the computing thread called or waited for them."""
 
     calls: list[_Call] = field(default_factory=list)
     busy: list[Span] = field(default_factory=list)
-    backward: float = 0.0  # its end
+    backward: float = 0.0  # end of backward
 
     def begin(self) -> None:
-        """Forget what is over."""
+        """Forget finished calls."""
         now = time.perf_counter()
         self.calls = [call for call in self.calls if not call.end]
         for call in self.calls:
@@ -58,7 +58,7 @@ class _Record:
             call = _Call(method(*args, **kwargs), start)
             self.calls.append(call)
             self.busy.append((start, time.perf_counter()))
-            with suppress(AttributeError, RuntimeError):  # a send ends when it is waited for
+            with suppress(AttributeError, RuntimeError):  # a send ends at its wait
                 call.work.get_future().add_done_callback(lambda _: _end(call))
             return call.work
 
@@ -79,7 +79,7 @@ class _Record:
         return wrapper
 
     def note_backward(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
-        """See when the gradient of the first layer's output is there: only its own is missing."""
+        """Note when the first layer's output has its gradient; only its backward remains."""
 
         def note(_grad: Tensor) -> None:
             self.backward = time.perf_counter()
@@ -92,21 +92,21 @@ def _end(call: _Call) -> None:
 
 
 def hidden(run: Callable[[], object], first: nn.Module) -> Hidden:
-    """Return how much of a step's communication runs while this thread computes, in the second run.
+    """Return the communication of a step's second run, and how much of it is hidden.
 
-    A collective takes from its call to its completion; the time in which several run counts once.
-    Where this thread makes the call or waits, nothing is hidden.
+    A collective lasts from its call to its completion; overlapping collectives count once. While
+    this thread makes a call or waits, nothing is hidden.
 
     Args:
-        run: the step.
-        first: the layer whose backward is last.
+        run: The step.
+        first: The layer whose backward is last.
     """
     record = _Record()
     with _patched(record):
         handle = first.register_forward_hook(record.note_backward)
         dist.barrier()
         run()
-        record.begin()  # calls that are still under way belong to the next step from here on
+        record.begin()  # calls still in flight count for the next step
         run()
         handle.remove()
     now = time.perf_counter()
@@ -136,7 +136,7 @@ def _until(end: float, spans: list[Span]) -> Iterator[Span]:
 
 @contextmanager
 def _patched(record: _Record) -> Iterator[None]:
-    """Record what Python code communicates; DDP does by a hook of its own only."""
+    """Record the communication of Python code; DDP's is seen only through its Python hook."""
     names = [name for name in dir(dist.ProcessGroup) if METHOD.search(name)]
     with ExitStack() as stack:
         for name in names:

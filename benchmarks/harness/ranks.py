@@ -1,4 +1,4 @@
-"""Ranks whose way to each other, or to those of another node, is slow links."""
+"""Ranks with slow links to each other, or to those of another node."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def run_on_links(
     bandwidth: float | None,
     *args: object,
 ) -> list[Any]:
-    """Return what `measure` returns on every rank, of which each is alone on its slow link.
+    """Return the result of `measure` on every rank; each rank has its own slow link.
 
     Args:
         measure: A function of a module.
-        num_ranks: How many ranks.
-        seconds: A packet's latency, as of `slow_links`.
-        bandwidth: Bytes a second, as of `slow_links`.
-        args: What `measure` is given.
+        num_ranks: Number of ranks.
+        seconds: Latency of a packet, as for `slow_links`.
+        bandwidth: Bytes a second, as for `slow_links`.
+        args: Arguments of `measure`.
     """
     return run_on_nodes(measure, num_ranks, 1, seconds, bandwidth, *args)
 
@@ -45,15 +45,15 @@ def run_on_nodes(
     bandwidth: float | None,
     *args: object,
 ) -> list[Any]:
-    """Return what `measure` returns on every rank of nodes that have slow links to each other.
+    """Return the result of `measure` on every rank of nodes that slow links connect.
 
     Args:
         measure: A function of a module.
-        num_nodes: How many nodes; their ranks follow one another.
+        num_nodes: Number of nodes; their ranks are consecutive.
         places: Ranks of a node, which reach each other by loopback.
-        seconds: A packet's latency, as of `slow_links`.
-        bandwidth: Bytes a second that a node can receive, as of `slow_links`.
-        args: What `measure` is given.
+        seconds: Latency of a packet, as for `slow_links`.
+        bandwidth: Bytes a second that a node can receive, as for `slow_links`.
+        args: Arguments of `measure`.
     """
     with (
         slow_links(num_nodes, seconds, bandwidth) as address,
@@ -71,13 +71,13 @@ def _enter_and_run(
     node, place = divmod(int(os.environ["RANK"]), places)
     _enter(node, place, address, Path(folder, f"node-{node}"))
     if places > 1:
-        os.environ["GROUP_RANK"] = str(node)  # as a torchrun on each node sets it
+        os.environ["GROUP_RANK"] = str(node)  # as torchrun on each node sets it
     _start(folder)
     return measure(*args)
 
 
 def _enter(node: int, place: int, address: str, leader: Path) -> None:
-    """Put this rank on its node: the first of a node joins the links, the others follow it."""
+    """Put this rank on its node: the first rank joins the links, the others its namespace."""
     if place == 0:
         join(address, node)
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
@@ -92,7 +92,7 @@ def _enter(node: int, place: int, address: str, leader: Path) -> None:
 
 
 def _start(folder: str) -> None:
-    """Start torch.distributed on this rank, over gloo and a file that all ranks see."""
+    """Initialize torch.distributed on this rank, over gloo and a shared file."""
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(os.path.join(folder, "store"), num_ranks)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)

@@ -1,4 +1,4 @@
-"""Several ways to do one thing take turns, on all ranks in the same shuffled order."""
+"""Turns: several ways to do one thing run in the same shuffled order on all ranks."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of one call: of the clock, of all threads, of the thread that calls."""
+    """Seconds of one call: wall time, CPU time of all threads, CPU time of the calling thread."""
 
     wall: float
     cpu: float
     main: float
 
     def over(self, calls: int) -> Spent:
-        """Return what one of so many calls in a row takes."""
+        """Return the time of one of `calls` consecutive calls."""
         return Spent(self.wall / calls, self.cpu / calls, self.main / calls)
 
 
 def in_turns(names: Iterable[Key], repeats: int) -> Iterator[Key]:
-    """Yield every name once a repeat, shuffled, in the same order on all ranks."""
+    """Yield every name once a repeat, in a shuffled order that is the same on all ranks."""
     order, chance = list(names), random.Random(0)
     for _ in range(repeats):
         chance.shuffle(order)
@@ -40,7 +40,7 @@ def in_turns(names: Iterable[Key], repeats: int) -> Iterator[Key]:
 
 
 def timed(run: Run) -> Spent:
-    """Return what a call takes, from when all ranks are there."""
+    """Return the time of a call that starts when all ranks are ready."""
     dist.barrier()
     wall, cpu, main = time.perf_counter(), time.process_time(), time.thread_time()
     run()
@@ -48,14 +48,14 @@ def timed(run: Run) -> Spent:
 
 
 def seconds(run: Run) -> float:
-    """Return the seconds of a call, from when all ranks are there."""
+    """Return the wall seconds of a call that starts when all ranks are ready."""
     return timed(run).wall
 
 
 def repeated(
     gauge: Callable[[Run], Found], runs: Mapping[Key, Run], repeats: int
 ) -> dict[Key, list[Found]]:
-    """Return what was measured of every way, which take turns."""
+    """Return the measurements of every way; the ways take turns."""
     found: dict[Key, list[Found]] = {name: [] for name in runs}
     for name in in_turns(runs, repeats):
         found[name].append(gauge(runs[name]))
@@ -63,7 +63,7 @@ def repeated(
 
 
 def of_slowest_rank(figures: Sequence[float]) -> list[float]:
-    """Return the largest of all ranks' figures, each of its own repeat; every rank calls it."""
+    """Return each repeat's largest figure over all ranks; every rank calls it."""
     found = torch.tensor(figures, dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return list(found.tolist())
@@ -71,7 +71,7 @@ def of_slowest_rank(figures: Sequence[float]) -> list[float]:
 
 @contextmanager
 def collected() -> Iterator[None]:
-    """Look through garbage once; what lives on need not be looked at again before every step."""
+    """Collect garbage once and freeze what is left, so that steps do not scan it again."""
     gc.collect()
     gc.freeze()
     yield

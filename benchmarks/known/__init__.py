@@ -1,4 +1,4 @@
-"""Models that are known by closed forms, runs that were published, and machines they ran on."""
+"""Models in closed form, published runs, and the machines that they ran on."""
 
 from .closed import transformer
 from .sizes import Program, Sizes

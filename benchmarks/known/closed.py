@@ -1,7 +1,7 @@
-"""Descriptions of transformers by closed forms, after Korthikanti et al. 2022 (arXiv 2205.05198).
+"""Descriptions of transformers in closed form, after Korthikanti et al. 2022 (arXiv 2205.05198).
 
-No torch: sizes go in, and what a layer holds, keeps, sends and computes comes out, term by term as
-the paper's sections 4 and 5 have them. Activations have 2 bytes, masks of dropout 1, logits 4.
+No torch: sizes go in; memory, messages and work of a layer come out, term by term as in sections 4
+and 5 of the paper. Activations have 2 bytes, dropout masks 1, logits 4.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def transformer(sizes: Sizes, cuts: Iterable[Cut], program: Program = GPT) -> De
     """Describe a transformer without running it.
 
     Args:
-        sizes: Of the model.
-        cuts: To describe beside the whole.
+        sizes: Sizes of the model.
+        cuts: Cuts to describe in addition to the whole model.
         program: How it is run, and what is counted.
 
     Example:
@@ -78,7 +78,7 @@ def _layer(terms: Terms) -> Behaviour:
     kept = norms + entering + masks + projected + statistics + inside
     kept += core if program.attention == "core" else 0
     again = core if program.attention == "selective" else 0
-    # Gradients of what is largest inside: probabilities and scores, or the MLP's.
+    # Gradients of the largest inner tensors: probabilities and scores, or the MLP's.
     gradients = max(
         2 * HALF * terms.scores if program.attention != "fused" else 0,
         HALF * of.inner * 2 * shared,

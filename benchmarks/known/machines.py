@@ -1,4 +1,4 @@
-"""Machines that published runs ran on: figures of data sheets, and three constants of each."""
+"""Machines of published runs: figures of data sheets, and three fitted constants each."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from scaletorch.plan import Optimizer
 from scaletorch.plan.clusters import DEVICES, Cluster, Link
 
 GIB = 2**30
-MOVING = 0.8  # share of the memory's bandwidth that all but products reach; assumed, not fitted
+MOVING = 0.8  # share of memory bandwidth that operations other than matmuls reach; assumed
 
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What no data sheet says, fitted on some runs.
+    """Figures that no data sheet gives, fitted on some runs.
 
     Attributes:
-        products: Share of the peak that products of matrices reach, attention's too.
-        overhead: Seconds that an operation takes besides.
-        reserved: Bytes that the device has lost besides: context, libraries, fragments, buffers.
+        products: Share of the peak that matrix products and attention reach.
+        overhead: Further seconds of each operation.
+        reserved: Further bytes of the device in use: context, libraries, fragments, buffers.
     """
 
     products: float
@@ -28,15 +28,15 @@ class Constants:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What runs ran on.
+    """The machine of some runs.
 
     Attributes:
         device: Key of `DEVICES`.
-        inside: Bytes a second of a rank to others of its node of 8.
-        between: And to those of other nodes.
-        constants: Fitted.
-        source: Of the figures.
-        hides: Share of communication that runs beside computation where the planner lets it.
+        inside: Bytes a second between ranks of a node of 8.
+        between: Bytes a second of a rank to other nodes.
+        constants: Fitted constants.
+        source: Source of the figures.
+        hides: Share of communication that overlaps with computation if the planner lets it.
     """
 
     device: str
@@ -47,7 +47,7 @@ class Machine:
     hides: float = 1.0
 
     def cluster(self, ranks: int, constants: Constants | None = None) -> Cluster:
-        """Return so many ranks of it, with other constants if they are given."""
+        """Return a cluster of `ranks` ranks, with other constants if they are given."""
         own = constants or self.constants
         shares = {name: ((1.0, own.products),) for name in ("matmul", "attention")}
         device = replace(
@@ -79,14 +79,14 @@ MACHINES["selene 2022"] = replace(MACHINES["selene"], constants=Constants(0.78, 
 MACHINES["selene, nothing hides"] = replace(MACHINES["selene"], hides=0.0)
 
 STATES = {
-    # 2 bytes of a parameter and 2 of its gradient, 14 of float32 sums, master weight and moments.
+    # 2 bytes of a parameter, 2 of its gradient; 14 of accumulated gradient, master weight, moments.
     "megatron": Optimizer(moments=7, item=2, per_tensor=0),
     "llama": Optimizer(item=4),
-    # Over dp: float32 gradient, master weight, moments; whole: half precision ones of both.
+    # Sharded over dp: float32 gradient, master weight, moments; replicated: fp16 weight, gradient.
     "deepspeed fp16": Optimizer(item=4, per_tensor=0),
-    # One rank keeps both gradients: 20 bytes.
+    # A single rank keeps both gradients: 20 bytes.
     "deepspeed fp16 alone": Optimizer(moments=5, item=2, per_tensor=0),
-    # Gradients in both precisions are whole.
+    # Gradients in both precisions are replicated.
     "deepspeed bf16": Optimizer(item=4, per_tensor=0, sum_item=6),
     "deepspeed bf16 alone": Optimizer(moments=7, item=2, per_tensor=0),
 }

@@ -1,4 +1,4 @@
-"""What tp and cp ranks of a transformer send, by closed forms, for a micro-batch."""
+"""Messages of a transformer's tp and cp ranks for a micro-batch, in closed form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def sent_by_layer(terms: Terms) -> tuple[Sent, ...]:
 
 
 def _tensor(terms: Terms) -> list[Sent]:
-    """Return two sums forward and two backward, or gathers and scatters of sequence shares."""
+    """Return two all-reduces each way, or all-gathers and reduce-scatters of sequence shards."""
     if terms.cut.tp == 1:
         return []
     one = _ring(terms, HALF * terms.sizes.hidden)
@@ -25,13 +25,13 @@ def _tensor(terms: Terms) -> list[Sent]:
         _sent("reduce_scatter", "forward", 2, one),
         _sent("all_gather", "backward", 2, one),
         _sent("reduce_scatter", "backward", 2, one),
-        # What entered is gathered once more, for gradients of weights, while others are computed.
+        # The input is gathered again for the weights' gradients, while others are computed.
         _sent("all_gather", "backward", 2, one, awaited=False),
     ]
 
 
 def _context(terms: Terms) -> list[Sent]:
-    """Return gathers of keys and values, and their gradients' scatter (Llama 3, section 3.3.2)."""
+    """Return all-gathers of keys and values, and reduce-scatters of gradients (Llama 3, 3.3.2)."""
     cp = terms.cut.cp
     if cp == 1:
         return []
@@ -44,11 +44,11 @@ def _context(terms: Terms) -> list[Sent]:
 
 
 def sent_by_ends(terms: Terms) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:
-    """Return the collectives of the embedding, and of last norm, head and loss."""
+    """Return the collectives of the embedding, and of the last norm, head and loss."""
     if terms.cut.tp == 1:
         return (), ()
     hidden, loss = _ring(terms, HALF * terms.sizes.hidden), _ring(terms, SINGLE)
-    sums = _sent("all_reduce", "forward", 3, 2 * loss)  # largest, sum of powers, the target's
+    sums = _sent("all_reduce", "forward", 3, 2 * loss)  # maximum, sum of exponentials, target logit
     if not terms.cut.sequence_parallel:
         first = (_sent("all_reduce", "forward", 1, 2 * hidden),)
         return first, (sums, _sent("all_reduce", "backward", 1, 2 * hidden))
@@ -66,7 +66,7 @@ def sent_by_ends(terms: Terms) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:
 
 
 def _ring(terms: Terms, token: float) -> float:
-    """Return bytes that a rank sends while a ring goes round once over a row's tokens."""
+    """Return the bytes that a rank sends in one round of a ring over a row's tokens."""
     return (terms.cut.tp - 1) * token * terms.shared
 
 

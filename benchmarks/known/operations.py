@@ -1,4 +1,4 @@
-"""What a transformer computes and which bytes that moves, by closed forms, for a micro-batch."""
+"""Flops and memory traffic of a transformer for a micro-batch, in closed form."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Phase = Literal["forward", "backward"]
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What all closed forms of a cut are made of.
+    """Common terms of the closed forms of a cut.
 
     Attributes:
-        sizes: Of the model.
-        program: How it runs.
-        cut: How layers are divided.
+        sizes: Sizes of the model.
+        program: How it is run.
+        cut: How layers are sharded.
     """
 
     sizes: Sizes
@@ -28,12 +28,12 @@ class Terms:
 
     @property
     def tokens(self) -> float:
-        """Of a row, on each cp rank."""
+        """Tokens of a row on each cp rank."""
         return self.sizes.length / self.cut.cp
 
     @property
     def shared(self) -> float:
-        """Tokens of a row, as if each tp rank had its share of them."""
+        """Tokens of a row divided over tp."""
         return self.tokens / self.cut.tp
 
     @property
@@ -43,7 +43,7 @@ class Terms:
 
     @property
     def scores(self) -> float:
-        """Elements of attention's scores of a row, on each rank."""
+        """Attention scores of a row on each rank."""
         return self.sizes.heads * self.shared * self.sizes.length
 
 
@@ -63,7 +63,7 @@ def work_of_layer(terms: Terms) -> tuple[Work, ...]:
 
 
 def _product(terms: Terms, rows: float, columns: float) -> tuple[Work, Work]:
-    """Return a product with a weight, forward, and both of its gradients."""
+    """Return a matmul with a weight in forward, and the two of its gradients."""
     flops = 2 * terms.tokens * rows * columns
     moved = Affine(HALF * rows * columns, HALF * terms.tokens * (rows + columns))
     twice = Affine(2 * moved.fixed, 2 * moved.per_row)
@@ -74,7 +74,7 @@ def _product(terms: Terms, rows: float, columns: float) -> tuple[Work, Work]:
 
 
 def _core(terms: Terms) -> list[Work]:
-    """Return attention's core; of causal attention all is computed unless it is fused."""
+    """Return attention's core; a causal one is computed in full unless it is fused."""
     of, program, scores = terms.sizes, terms.program, terms.scores
     flops = 2 * scores * of.hidden / of.heads  # one product
     sides = HALF * (2 * of.hidden + 2 * of.keys) * terms.shared
@@ -83,7 +83,7 @@ def _core(terms: Terms) -> list[Work]:
             Work("attention", 1, Affine(0, flops), Affine(0, sides)),
             Work("attention", 1, Affine(0, 2.5 * flops), Affine(0, 2 * sides), "backward"),
         ]
-    # Softmax reads and writes scores; dropout reads, writes and leaves a mask.
+    # Softmax reads and writes scores; dropout reads, writes and adds a mask.
     forward, backward = 2 * HALF, 3 * HALF
     if program.dropout:
         forward, backward = forward + 2 * HALF + 1, backward + 2 * HALF + 1
@@ -105,7 +105,7 @@ def _core(terms: Terms) -> list[Work]:
 
 
 def _between(terms: Terms) -> list[Work]:
-    """Return what lies between products: norms, sums with dropout, turns, the MLP's function."""
+    """Return the operations between matmuls: norms, residuals with dropout, rotary, activations."""
     of, dropout = terms.sizes, terms.program.dropout
     hidden, inner = HALF * of.hidden * terms.whole, HALF * of.inner * terms.shared
     heads = HALF * (of.hidden + 2 * of.keys) * terms.shared
@@ -117,7 +117,7 @@ def _between(terms: Terms) -> list[Work]:
     return [
         other(2, 2 * 2 * hidden), other(2, 2 * (3 * hidden + mask)),
         other(3, 2 * heads), other(1, (3 if of.gated else 2) * inner),
-        other(2, 2 * 4 * hidden, "backward"),  # of a norm, and the sum with the way around it
+        other(2, 2 * 4 * hidden, "backward"),  # a norm, and the residual sum
         other(2, 2 * (2 * hidden + mask) if dropout else 0, "backward"),
         other(3, 2 * heads, "backward"), other(1, (5 if of.gated else 3) * inner, "backward"),
     ]  # fmt: skip
@@ -128,11 +128,11 @@ def _summing(terms: Terms, weights: float) -> Work:
 
 
 def work_of_ends(terms: Terms) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
-    """Return the operations of the embedding, and of last norm, head and loss."""
+    """Return the operations of the embedding, and of the last norm, head and loss."""
     of = terms.sizes
     hidden, logits = HALF * of.hidden * terms.whole, of.vocab * terms.shared
     weights = of.vocab * of.hidden / terms.cut.tp
-    # From half to single precision; largest, less it, powers, sum; the target's; and back.
+    # Cast to float32; maximum, difference, exponentials, sum; target; gradient and cast back.
     loss, gradient = (HALF + SINGLE) + 5 * SINGLE, 2 * SINGLE + HALF
     first = (
         Work("other", 2, Affine(), Affine(0, 4 * hidden)),

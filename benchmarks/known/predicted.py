@@ -1,4 +1,4 @@
-"""What the planner says of published runs."""
+"""Predictions of the planner for published runs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .rows import Row
 
 
 def predicted_seconds(row: Row, constants: Constants | None = None) -> float:
-    """Return the seconds of a step, with other constants than the machine's if they are given."""
+    """Return the seconds of a step; `constants` replaces those of the machine."""
     described = transformer(row.sizes, [row.layout.cut], row.program)
     cluster = MACHINES[row.machine].cluster(row.layout.grid.world_size, constants)
     return time(described, row.layout, cluster).step
 
 
 def predicted_gib(row: Row) -> float:
-    """Return GiB of the fullest rank.
+    """Return the GiB of the fullest rank.
 
-    A stage keeps its whole output, even if each rank sends its share alone. The two holders of a
-    tied weight are counted as those of two weights, as ZeRO has them.
+    A stage keeps its full output, even if each rank sends only its shard. The two copies of a tied
+    weight count as two weights, as in ZeRO.
     """
     sizes = replace(row.sizes, tied=row.layout.grid.pp == 1)
     described = transformer(sizes, [row.layout.cut], replace(row.program, scattered=False))
@@ -35,11 +35,11 @@ def predicted_gib(row: Row) -> float:
 
 
 def fitted(machine: str, given: Iterable[Row]) -> Constants:
-    """Return a machine's constants of its rows that are marked so.
+    """Return a machine's constants, fitted on its rows marked `fit`.
 
-    `products` and `overhead` leave the least mean square of the logarithm of predicted to measured
-    seconds, on a grid of hundredths and microseconds; what is reserved is the mean of what measured
-    memory has more, in tenths of a GiB. A machine with fewer than three rows keeps its `overhead`.
+    `products` and `overhead` minimize the mean square of the logarithm of predicted over measured
+    seconds, on a grid of hundredths and microseconds. `reserved` is the mean of measured minus
+    predicted memory, in tenths of a GiB. A machine with fewer than three rows keeps its `overhead`.
     """
     rows = [row for row in given if row.machine == machine and row.fit]
     timed, weighed = [r for r in rows if r.seconds], [r for r in rows if r.gib]

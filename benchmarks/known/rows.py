@@ -1,7 +1,7 @@
-"""Runs that were published: what ran, on what, and what was measured.
+"""Published runs: layout, machine and measurements.
 
-Where a source leaves an option out it is assumed, and said in a comment. Rows with `fit` are those
-that a machine's constants were fitted on; errors are reported of the others.
+Options that a source leaves out are assumed, as comments say. A machine's constants are fitted on
+rows with `fit`; errors are reported for the others.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from .trials import FITTED, HEADS, RAMP, SHOWN, Trial
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A run.
+    """A published run.
 
     Attributes:
         table: Key of `SOURCES`.
-        sizes: Of the model.
-        layout: Of the run.
+        sizes: Sizes of the model.
+        layout: Layout of the run.
         program: How the model was run.
         machine: Key of `MACHINES`.
         states: Key of `STATES`.
-        seconds: Of a step; 0 if it was not measured.
-        gib: Of the fullest rank; 0 if it was not measured.
+        seconds: Seconds of a step; 0 if not measured.
+        gib: GiB of the fullest rank; 0 if not measured.
         fit: Whether the machine's constants were fitted on it.
-        note: What its source says of it.
+        note: Remark of its source.
         full: Whether it ran out of memory.
     """
 
@@ -63,7 +63,7 @@ SOURCES = {
 CORE = Program(scattered=True)
 SELECTIVE = Program("selective", scattered=True)
 FLASH = Program("fused", dropout=False)
-# The embedding took the place of a layer from February 28th on.
+# From February 28th on, the embedding counts as a layer when layers are distributed.
 PLACED = Program(scattered=True, placed=True)
 
 
@@ -83,7 +83,7 @@ def _layout(
 
 
 def _a_seconds(sizes: Sizes, batch: int, ranks: int, share: float) -> float:
-    """Return the step of which a share of the peak was printed, of the model's operations alone."""
+    """Return the step time for a printed share of the peak, of the model's operations alone."""
     h, more = sizes.hidden, sizes.length / (6 * sizes.hidden)
     head = sizes.vocab / (12 * sizes.layers * h)
     flops = 72 * batch * sizes.length * sizes.layers * h * h * (1 + more + head)
@@ -116,7 +116,7 @@ def _a() -> list[Row]:
 
 
 def _b_seconds(sizes: Sizes, batch: int, ranks: int, teraflops: float) -> float:
-    """Return the step of which a rate was printed: the paper's F has the recomputation in it."""
+    """Return the step time for a printed rate; the paper's F includes the recomputation."""
     h, more = sizes.hidden, sizes.length / (6 * sizes.hidden)
     head = sizes.vocab / (16 * sizes.layers * h)
     flops = 96 * batch * sizes.length * sizes.layers * h * h * (1 + more + head)
@@ -124,8 +124,8 @@ def _b_seconds(sizes: Sizes, batch: int, ranks: int, teraflops: float) -> float:
 
 
 def _b() -> list[Row]:
-    # Chunks and micro-batches of table 1 are not printed: 2 chunks, or 3 of 105 layers over 35
-    # ranks; one row, or 4 without a pipeline. Every second row is fitted on.
+    # Chunks and micro-batches of table 1 are not printed. Assume 2 chunks, or 3 for 105 layers on
+    # 35 ranks, and one row, or 4 without a pipeline. Every second row is used for the fit.
     first = (  # billions, heads, hidden, layers, tp, pp, ranks, batch, TFLOP/s
         (1.7, 24, 2304, 24, 1, 1, 32, 512, 137), (3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
         (7.5, 32, 4096, 36, 4, 1, 128, 512, 142), (18.4, 48, 6144, 40, 8, 1, 256, 1024, 135),
@@ -172,7 +172,7 @@ def _m() -> list[Row]:
 
 
 def llama_flops(sizes: Sizes, tokens: int) -> float:
-    """Return 6 N D, and attention's causal half."""
+    """Return 6 N D plus the causal half of attention."""
     layer = sizes.hidden * (2 * sizes.hidden + 2 * sizes.keys + 3 * sizes.inner)
     parameters = sizes.layers * layer + 2 * sizes.vocab * sizes.hidden
     return 6.0 * tokens * (parameters + sizes.layers * sizes.hidden * sizes.length)
@@ -186,7 +186,7 @@ def _d() -> list[Row]:
             "405B", 16384, 126, 128, 128256, length, kv_heads=8, ffn=53248, gated=True,
             plain=True, tied=False,
         )  # fmt: skip
-        # Chunks are not printed: 4 of one or two layers each. Gradients are scattered once a step.
+        # Chunks are not printed: assume 4 of 1 or 2 layers. Gradients are scattered once a step.
         layout = _layout(
             8, 16, dp, rows * dp, 1, chunks=4, cp=cp, recompute=False, sequence=True, zero=1
         )
@@ -214,7 +214,7 @@ def _g(trials: Sequence[Trial], table: str, *, fit: bool = False) -> list[Row]:
 
 
 def rows() -> list[Row]:
-    """Return all runs, those fitted on too."""
+    """Return all runs, including those of the fit."""
     return [
         *_a(), *_b(), *_m(), *_d(), *_g(SHOWN, "G"), *_g(FITTED, "G", fit=True),
         *_g(HEADS, "heads"), *_g(RAMP, "ramp"),

@@ -1,4 +1,4 @@
-"""A transformer's sizes, and how a program runs it, as far as bytes and seconds depend on that."""
+"""A transformer's sizes, and how a program runs it, as far as memory and time depend on that."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 from scaletorch.dist.errors import InvalidArgumentError
 
-HALF, SINGLE = 2, 4  # bytes of what is computed with, and of sums
+HALF, SINGLE = 2, 4  # bytes of an element in computation, and in sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,20 +15,20 @@ class Sizes:
     """A decoder-only transformer.
 
     Attributes:
-        name: Of the model.
-        hidden: Size between layers.
-        layers: How many.
-        heads: Of queries; `hidden` is shared out over them.
-        vocab: Rows of the embedding, as padded.
+        name: Name of the model.
+        hidden: Hidden size.
+        layers: Number of layers.
+        heads: Number of query heads.
+        vocab: Rows of the embedding, with padding.
         length: Tokens of a sequence.
-        kv_heads: Of keys and values; 0 for as many as `heads`.
-        ffn: Size inside the MLP; 0 for four times `hidden`.
-        gated: Whether the MLP has a gate, as Llama's, or GELU alone, as GPT's.
-        plain: Whether biases, learned positions and layer norms are left out, as in Llama.
-        tied: Whether the head is the embedding.
+        kv_heads: Number of key/value heads; 0 for as many as `heads`.
+        ffn: Inner size of the MLP; 0 for four times `hidden`.
+        gated: Whether the MLP is gated, as Llama's, or has plain GELU, as GPT's.
+        plain: Whether it has no biases, learned positions and layer norms, as Llama.
+        tied: Whether the head is tied to the embedding.
 
     Raises:
-        InvalidArgumentError: A size below 1, or heads that do not divide what they share out.
+        InvalidArgumentError: A size is below 1, or heads do not divide what they share.
     """
 
     name: str
@@ -58,30 +58,30 @@ class Sizes:
 
     @property
     def keys(self) -> int:
-        """Size of the keys of a token in all heads."""
+        """Size of a token's keys in all heads."""
         return self.hidden // self.heads * (self.kv_heads or self.heads)
 
     @property
     def inner(self) -> int:
-        """Size inside the MLP."""
+        """Inner size of the MLP."""
         return self.ffn or 4 * self.hidden
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """How a program runs a transformer, and what of it a paper counts.
+    """The way a program runs a transformer, and the terms that a paper counts.
 
     Attributes:
-        attention: "core" keeps scores and probabilities, "selective" computes them again in
-            backward (Korthikanti et al. 2022), "fused" never writes them (Dao et al. 2022).
-        dropout: Whether it drops attention's probabilities and what layers add.
+        attention: "core" keeps scores and probabilities, "selective" recomputes them in backward
+            (Korthikanti et al. 2022), "fused" never writes them (Dao et al. 2022).
+        dropout: Whether it drops attention probabilities and the layers' residual additions.
         ends: Whether embeddings, the last norm, the head and the loss are counted.
         small: Whether biases, norms and positions are counted.
-        summing: Bytes moved for each parameter to add a micro-batch's gradient to the sum.
-        scattered: Whether tp ranks hand their shares to the next stage, which gathers them
-            (Narayanan et al. 2021, section 4.1), or each the whole.
-        placed: Whether the embedding takes the place of a layer where these are distributed.
-        messages: Whether what stages hand one another is counted.
+        summing: Bytes moved for each parameter to accumulate a micro-batch's gradient.
+        scattered: Whether tp ranks send only their shards to the next stage, which gathers them
+            (Narayanan et al. 2021, section 4.1), or each the full output.
+        placed: Whether the embedding counts as a layer when layers are distributed.
+        messages: Whether messages between stages are counted.
     """
 
     attention: Literal["core", "selective", "fused"] = "core"

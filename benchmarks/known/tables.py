@@ -1,4 +1,4 @@
-"""Published runs and what is predicted of them, as tables in Markdown."""
+"""Published runs and their predictions, as Markdown tables."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ RULE = "| --- |" + " ---: |" * 2 + " --- |" + " ---: |" * 7
 
 
 class Errors(NamedTuple):
-    """How far predictions are off, as shares of what was measured.
+    """Errors of predictions, relative to the measurements.
 
     Attributes:
-        rows: How many.
-        mean: Of their sizes.
-        most: The largest.
+        rows: Number of rows.
+        mean: Mean absolute error.
+        most: Largest absolute error.
     """
 
     rows: int
@@ -31,7 +31,7 @@ class Errors(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """A run and what is predicted of it; 0 is not measured."""
+    """A run and its predictions; 0 means not measured."""
 
     row: Row
     seconds: float
@@ -39,17 +39,17 @@ class Compared(NamedTuple):
 
     @property
     def time_error(self) -> float:
-        """Of the step."""
+        """Relative error of the step time."""
         return self.seconds / self.row.seconds - 1
 
     @property
     def memory_error(self) -> float:
-        """Of the fullest rank."""
+        """Relative error of the fullest rank's memory."""
         return self.gib / self.row.gib - 1
 
 
 def compared(rows: Iterable[Row]) -> list[Compared]:
-    """Return runs with predictions of what was measured of them."""
+    """Return runs with predictions of their measured figures."""
     return [
         Compared(
             row,
@@ -61,12 +61,12 @@ def compared(rows: Iterable[Row]) -> list[Compared]:
 
 
 def time_errors(found: Iterable[Compared]) -> Errors | None:
-    """Return how far steps are off; None if none was measured."""
+    """Return the errors of step times; None if none was measured."""
     return _errors([each.time_error for each in found if each.row.seconds])
 
 
 def memory_errors(found: Iterable[Compared]) -> Errors | None:
-    """Return how far memory is off; None if none was measured."""
+    """Return the errors of memory; None if none was measured."""
     return _errors([each.memory_error for each in found if each.row.gib])
 
 
@@ -78,7 +78,7 @@ def _errors(off: Sequence[float]) -> Errors | None:
 
 
 def lines(found: Iterable[Compared]) -> Iterator[str]:
-    """Yield a line of a table for each run."""
+    """Yield a table row for each run."""
     for row, seconds, gib in found:
         layout, grid = row.layout, row.layout.grid
         sort = ", selective" if row.program.attention == "selective" else ""
@@ -101,7 +101,7 @@ def _pair(measured: float, planned: float, digits: int, *, full: bool = False) -
 
 
 def summary(tables: Mapping[str, Sequence[Compared]]) -> Iterator[str]:
-    """Yield a table of mean and largest errors, a line for each table of runs."""
+    """Yield a table of mean and largest errors, a row for each table of runs."""
     yield "| table | rows | time, mean | largest | rows | memory, mean | largest |"
     yield "| --- |" + " ---: |" * 6
     for name, found in tables.items():

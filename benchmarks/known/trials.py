@@ -1,4 +1,4 @@
-"""Trials of BigScience before BLOOM, as its chronicles have them (bigscience, tr11-176B-ml)."""
+"""Trials of BigScience before BLOOM, from its chronicles (bigscience, tr11-176B-ml)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN: Sequence[Trial] = (
     (72, 14336, 64, 16, 4, 6, 4, 2048, 75, 117.11, "02-25"),
     (72, 14336, 64, 16, 2, 12, 2, 2048, 63, 112.50, "02-25"),
     (72, 14336, 64, 8, 2, 24, 1, 2048, 44, 119.53, "02-25"),
-    # Heads are not printed.
+    # The number of heads is not printed.
     (96, 12288, 64, 8, 1, 48, 1, 2048, 58, 142.17, "02-25"),
     (80, 14400, 96, 1, 8, 10, 1, 2048, 73, 844.81, "02-17"),
     (8, 14400, 32, 1, 8, 1, 1, 2048, 67, 769.99, "02-17"),

@@ -2,25 +2,26 @@
 
 Both cut the same model, in the same processes of one thread each; every repeat runs a step of each
 schedule and contender, shuffled. Every gradient is compared with one process that accumulates the
-micro-batches in order. Beside our `zb_h1` is torch's interleaved zero bubble, of one stage a rank.
+micro-batches in order. Our `zb_h1` is compared with torch's interleaved zero bubble with one stage
+a rank.
 
     python -m benchmarks.pipeline_parallel --part A B C
     python -m benchmarks.pipeline_parallel --quick --part C  # as root: see harness/links.py
 
-A. Two ranks and a transformer: time of a step, gradients, memory, and how full the ranks are.
-B. Four ranks and next to no work: what an action costs the host, by number of micro-batches.
-C. Two and four ranks whose messages take 2 ms more each way. "sleeping" layers take their time and
-   no core, as if every rank had a device of its own; four transformers would wait for two cores.
+A. Two ranks and a transformer: step time, gradients, memory, and use of the ranks.
+B. Four ranks and almost no work: the host's cost of an action, by number of micro-batches.
+C. Two and four ranks with 2 ms more latency each way. "sleeping" layers take time but no core, as
+   if every rank had its own device; four transformers would wait for two cores.
 
-Of the ranks the largest figure counts. Ratios are medians of each repeat's own, and quartiles.
+The largest figure of the ranks counts. Ratios are medians and quartiles of each repeat's own ratio.
 
-- x simulated: time from the first action to the last over that of `simulate`, which is given the
-  schedule that ran, the step's own mean time of each kind of action and the latency, but not what
-  a message takes beside it.
+- x simulated: time from the first action to the last over that of `simulate` with the same
+  schedule, the step's own mean time of each kind of action, and the latency, but without further
+  costs of a message.
 - bubble: share of that time in which ranks compute nothing.
-- live: on each rank, of how many stages and micro-batches a graph keeps anything, at most. What
-  ours leaves for a "W", inputs and gradients of linear layers, is in no graph: the peak has it.
-- peak MiB: the most that tensors took in a step, beside weights.
+- live: on each rank, the largest number of (stage, micro-batch) graphs that keep anything. Inputs
+  and gradients of linear layers that ours keeps for a "W" are in no graph, but in the peak.
+- peak MiB: peak memory of tensors in a step, without weights.
 - CPU us: time of all threads of all ranks over their actions; main us: of their main threads.
 """
 
@@ -55,7 +56,7 @@ def part_a(quick: bool) -> None:
 
 
 def part_b(quick: bool) -> None:
-    """Measure what actions cost the host."""
+    """Measure the host's cost of actions."""
     with RankPool(4, timeout=None) as pool:
         for micro_batches in (8, 32, 128)[: 2 if quick else None]:
             size = replace(LINEAR, micro_batches=micro_batches)
@@ -76,7 +77,7 @@ def part_c(quick: bool) -> None:
 
 
 def on_slow_links(size: Size, num_ranks: int, plan: Plan) -> list[dict[Key, Figures]]:
-    """Return what each rank measures."""
+    """Return each rank's measurements."""
     return run_on_links(measure, num_ranks, plan.latency, None, size, plan)
 
 
@@ -89,7 +90,7 @@ def main() -> None:
     parser.add_argument("--part", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--quick", action="store_true", help="less of all, to see that it runs")
     options = parser.parse_args()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs every start and stop
     for part in options.part:
         PARTS[part](options.quick)
 

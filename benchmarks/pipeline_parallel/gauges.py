@@ -1,4 +1,4 @@
-"""What a step of a pipeline keeps alive, and what the simulator makes of its times."""
+"""Live graphs of a pipeline step, and the simulation of its timeline."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class _Kept:
 
 
 class LiveGraphs:
-    """Counts the layers' forwards of which anything is kept, one of a micro-batch each."""
+    """Counts forwards of layers, one for each micro-batch, whose graph keeps any tensor."""
 
     def __init__(self) -> None:
         self.most = 0
-        self._kept: dict[int, int] = defaultdict(int)  # tensors by forward
+        self._kept: dict[int, int] = defaultdict(int)  # kept tensors by forward
         self._forwards = 0
 
     @contextmanager
     def watching(self, layers: Sequence[nn.Module]) -> Iterator[None]:
-        """Count forwards of these layers."""
+        """Count the forwards of these layers."""
         with ExitStack() as hooks:
             for layer in layers:
                 hooks.enter_context(self._watching(layer))
@@ -77,7 +77,7 @@ def _unpack(kept: _Kept) -> Tensor:
 
 
 def live_graphs(step: Callable[[], object], layers: Sequence[nn.Module]) -> int:
-    """Return of how many forwards of ``layers`` a step keeps anything at a time, at most."""
+    """Return the largest number of forwards of `layers` whose graphs are alive at a time."""
     graphs = LiveGraphs()
     with graphs.watching(layers):
         step()
@@ -85,11 +85,11 @@ def live_graphs(step: Callable[[], object], layers: Sequence[nn.Module]) -> int:
 
 
 def predicted(timeline: Timeline, latency: float) -> Timeline:
-    """Return what the simulator makes of a step's schedule and its mean times of actions.
+    """Return the simulated timeline of a step, from its schedule and mean times of actions.
 
     Args:
-        timeline: the step, in seconds.
-        latency: seconds of a message.
+        timeline: Timeline of the step, in seconds.
+        latency: Seconds of a message.
     """
     times = defaultdict(list)
     for span in timeline.spans:

@@ -1,4 +1,4 @@
-"""Measures the steps of all pipelines on one rank; every rank runs this in the same way."""
+"""Measurements of all pipelines' steps on one rank; every rank runs the same."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ LOSS = "the loss"
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure.
+    """A measurement.
 
     Attributes:
-        repeats: steps of each way.
-        recorded: steps whose actions are timed.
-        memory: whether to look at memory.
-        latency: seconds of a message.
+        repeats: Steps of each way.
+        recorded: Steps whose actions are timed.
+        memory: Whether memory is measured.
+        latency: Seconds of a message.
     """
 
     repeats: int
@@ -44,13 +44,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Fill:
-    """How full the ranks are in a step, as measured and as simulated.
+    """The ranks' use in a step, as measured and as simulated.
 
     Attributes:
-        actions: of all ranks.
-        ratio: measured time over simulated.
-        bubble: measured share.
-        least: simulated share.
+        actions: Actions of all ranks.
+        ratio: Measured time over simulated time.
+        bubble: Measured share of idle time.
+        least: Simulated share of idle time.
     """
 
     actions: int
@@ -61,14 +61,14 @@ class Fill:
 
 @dataclass
 class Figures:
-    """What one rank measured of one way.
+    """Measurements of one way on one rank.
 
     Attributes:
-        equal: its gradients have the bits of one process.
-        steps: one for each repeat.
-        fills: one for each recorded step, the same on all ranks.
-        live: stages and micro-batches with a graph, at most.
-        peak: bytes.
+        equal: Whether its gradients are bit-identical to one process's.
+        steps: Time of each repeat.
+        fills: Use of the ranks in each recorded step, the same on all ranks.
+        live: Largest number of (stage, micro-batch) graphs alive.
+        peak: Peak bytes.
     """
 
     equal: bool = True
@@ -79,7 +79,7 @@ class Figures:
 
 
 def measure(size: Size, plan: Plan) -> dict[Key, Figures]:
-    """Measure every way, after a look at its gradients."""
+    """Measure every way, after a check of its gradients."""
     model, batches = make(size)
     whole = copy.deepcopy(model)
     alone = partial(accumulate, size, whole, batches)
@@ -110,7 +110,7 @@ def measure(size: Size, plan: Plan) -> dict[Key, Figures]:
 
 
 def check(key: Key, way: Pipeline, expected: Mapping[str, Tensor], dtype: str) -> bool:
-    """Stop if a way is wrong; return whether its gradients have the bits of one process."""
+    """Stop if a way is wrong; return whether its gradients are bit-identical to one process's."""
     bound = 1e-4 if dtype == "float32" else 1e-1
     loss = way.step()
     dist.all_reduce(loss)  # only one rank has it
@@ -127,12 +127,12 @@ def check(key: Key, way: Pipeline, expected: Mapping[str, Tensor], dtype: str) -
 def timed_step(run: Run, module: nn.Module) -> Spent:
     """Time a step."""
     module.zero_grad()
-    gc.collect()  # or one way would pay for what another left
+    gc.collect()  # else a way would pay for another's garbage
     return timed(run)
 
 
 def fill(way: Pipeline, latency: float) -> Fill:
-    """Run a recorded step beside its simulation."""
+    """Run a recorded step and simulate it."""
     way.module.zero_grad()
     timeline = way.recorded()
     simulated = predicted(timeline, latency)
@@ -141,7 +141,7 @@ def fill(way: Pipeline, latency: float) -> Fill:
 
 
 def memory(schedule: str, way: Pipeline, size: Size) -> tuple[float, int]:
-    """Return how many stages' graphs are alive at most, and the bytes that tensors take."""
+    """Return the largest number of stages' graphs alive, and the peak bytes of tensors."""
     kind: Any = LAYERS[size.layer]
     layers = [module for module in way.module.modules() if isinstance(module, kind)]
     of_stage = size.num_layers / dist.get_world_size() / THEIRS[schedule].chunks
@@ -152,4 +152,4 @@ def memory(schedule: str, way: Pipeline, size: Size) -> tuple[float, int]:
 
 
 def _nothing() -> None:
-    """Wait for the rank that runs alone."""
+    """Do nothing while another rank runs alone."""

@@ -1,4 +1,4 @@
-"""Models to cut into stages, of equal layers between an embedding and a head that cost little."""
+"""Models to cut into stages: equal layers between an embedding and a cheap head."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Size:
-    """What a step is run on.
+    """A problem.
 
     Attributes:
-        layer: one of `LAYERS`.
-        num_layers: layers of the whole model.
-        hidden: of a token.
-        micro_batches: of a step.
-        batch: sequences of a micro-batch.
-        length: tokens of a sequence.
-        dtype: one of `DTYPES`.
+        layer: One of `LAYERS`.
+        num_layers: Layers of the full model.
+        hidden: Hidden size.
+        micro_batches: Micro-batches of a step.
+        batch: Sequences of a micro-batch.
+        length: Tokens of a sequence.
+        dtype: One of `DTYPES`.
     """
 
     layer: str
@@ -42,7 +42,7 @@ class Size:
     dtype: str = "float32"
 
     def __str__(self) -> str:
-        """Write it as a title."""
+        """Return a title."""
         return (
             f"{self.num_layers} {self.layer} layers, hidden {self.hidden}, {self.micro_batches} "
             f"micro-batches of {self.batch}x{self.length} tokens, {self.dtype}"
@@ -50,7 +50,7 @@ class Size:
 
 
 class Transformer(Block):
-    """A Llama block that has its rotary tables, so that hidden states are all it takes."""
+    """A Llama block with its own rotary tables, so that hidden states are its only input."""
 
     def __init__(self, size: Size) -> None:
         heads = size.hidden // HEAD_DIM
@@ -66,25 +66,25 @@ class Transformer(Block):
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, x_BLH: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the same shape as ``x_BLH``."""
+        """Return the same shape as `x_BLH`."""
         cos: Any = self.cos
         sin: Any = self.sin
         return super().forward(x_BLH, cos, sin)
 
 
 class Linear(nn.Linear):
-    """Little more than the least there can be: torch's "I" refuses outputs that are views."""
+    """An almost minimal layer; it adds its input since torch's "I" refuses views as outputs."""
 
     def __init__(self, size: Size) -> None:
         super().__init__(size.hidden, size.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the same shape as ``x``."""
+        """Return the same shape as `x`."""
         return x + super().forward(x)
 
 
 class _Slow(torch.autograd.Function):
-    """The identity, whose backward leaves the core alone for a while."""
+    """The identity, whose backward sleeps without using a core."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -98,7 +98,7 @@ class _Slow(torch.autograd.Function):
 
 
 class Sleeping(nn.Module):
-    """A layer that takes its time and no core, as if every rank had a device of its own.
+    """A layer that takes time but no core, as if every rank had its own device.
 
     Forward, the gradient of the input and that of the weight take `SECONDS` each.
     """
@@ -112,17 +112,17 @@ class Sleeping(nn.Module):
         self.linear.weight.register_hook(self._work)
 
     def _work(self, gradient: Tensor | None) -> None:
-        if gradient is not None:  # a backward of inputs passes by here without one
+        if gradient is not None:  # a backward of inputs calls this without a gradient
             time.sleep(self.SECONDS)
 
     def __deepcopy__(self, memo: Any) -> Sleeping:
-        """Return a layer with a hook of its own: copies of tensors have none."""
+        """Return a layer with its own hook: copies of tensors lose hooks."""
         twin = Sleeping(self._size)
         twin.load_state_dict(self.state_dict())
         return twin
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the same shape as ``x``."""
+        """Return the same shape as `x`."""
         time.sleep(self.SECONDS)
         slow: Any = _Slow.apply
         x = slow(x, self.SECONDS)
@@ -138,7 +138,7 @@ LAYERS: dict[str, Callable[[Size], nn.Module]] = {
 
 
 class Model(nn.Module):
-    """The whole model; knows nothing of pipelines."""
+    """The full model, without any code for pipelines."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Model(nn.Module):
         self.head = nn.Linear(size.hidden, VOCABULARY)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Return logits [B, L, V] of tokens [B, L]."""
+        """Map tokens [B, L] to logits [B, L, V]."""
         x = self.embed(input_ids)
         for layer in self.layers:
             x = layer(x)
@@ -156,12 +156,12 @@ class Model(nn.Module):
 
 
 class StagePart(nn.Module):
-    """One stage of a `Model`, as its user writes it for torch's pipelining; names stay.
+    """One stage of a `Model`, as users write it for torch's pipelining; names are unchanged.
 
     Args:
-        model: the whole model, of which this takes copies.
-        stage: which stage, from 0.
-        num_stages: of all ranks; must divide the layers.
+        model: The full model, which is copied.
+        stage: Index of the stage.
+        num_stages: Stages of all ranks; must divide the layers.
     """
 
     def __init__(self, model: Model, stage: int, num_stages: int) -> None:
@@ -173,7 +173,7 @@ class StagePart(nn.Module):
         self.head = copy.deepcopy(model.head) if stage == num_stages - 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return hidden states, or logits from the last stage; takes tokens on the first."""
+        """Map tokens or hidden states to hidden states, or to logits on the last stage."""
         if self.embed is not None:
             x = self.embed(x)
         for layer in self.layers.values():
@@ -182,7 +182,7 @@ class StagePart(nn.Module):
 
 
 def make(size: Size) -> tuple[Model, list[Batch]]:
-    """Return the whole model and a step's micro-batches, the same on every rank."""
+    """Return the full model and a step's micro-batches, the same on every rank."""
     torch.manual_seed(0)
     model = Model(size).to(DTYPES[size.dtype])
     shape = size.micro_batches, size.batch, size.length + 1
@@ -191,7 +191,7 @@ def make(size: Size) -> tuple[Model, list[Batch]]:
 
 
 def token_loss(size: Size) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the loss of a micro-batch: its tokens' losses over the number of all tokens."""
+    """Return the loss of a micro-batch: its sum of token losses over the number of all tokens."""
     count = size.micro_batches * size.batch * size.length
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def token_loss(size: Size) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def accumulate(size: Size, model: nn.Module, batches: list[Batch]) -> Tensor:
-    """Run a step in one process, one micro-batch after another; return its loss."""
+    """Run a step in one process, micro-batch by micro-batch; return its loss."""
     loss_fn, total = token_loss(size), torch.zeros(())
     for batch in batches:
         loss = loss_fn(model(batch["input_ids"]), batch["labels"])

@@ -1,4 +1,4 @@
-"""The tables of steps, of what hosts spend and of slow links."""
+"""Tables of steps, of host costs and of slow links."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .measure import ALONE, Figures, Fill, Key
 from .models import Size
 from .ways import CONTENDERS
 
-Ranks = Sequence[dict[Key, Figures]]  # what each rank measured
+Ranks = Sequence[dict[Key, Figures]]  # measurements by rank and way
 OURS, TORCH = CONTENDERS
 
 
 def schedules(ranks: Ranks) -> list[str]:
-    """Return what was run."""
+    """Return the schedules that were run."""
     return list(dict.fromkeys(name for name, who in ranks[0] if who))
 
 
 def walls(ranks: Ranks, key: Key) -> list[float]:
-    """Return the milliseconds of each repeat, of the slowest rank."""
+    """Return the milliseconds of each repeat, on the slowest rank."""
     return [1e3 * each for each in largest([rank[key].steps for rank in ranks], attrgetter("wall"))]
 
 
@@ -37,7 +37,7 @@ def print_row(*cells: object) -> None:
 
 
 def times(ranks: Ranks, name: str) -> tuple[str, str, str]:
-    """Write the time of ours, of torch's, and their ratio."""
+    """Return the time of ours, of torch's, and their ratio, as text."""
     ours, theirs = walls(ranks, (name, OURS)), walls(ranks, (name, TORCH))
     middles = (f"{statistics.median(found):.1f}" for found in (ours, theirs))
     return *middles, ratio(ours, theirs)  # type: ignore[return-value]
@@ -49,7 +49,7 @@ def median(fills: Iterable[Fill], value: Callable[[Fill], float]) -> float:
 
 
 def title(size: Size, ranks: Ranks, more: str = "") -> None:
-    """Print what follows, and what one process takes for it."""
+    """Print a title, and one process's time."""
     alone = walls(ranks[:1], ALONE)
     print(f"\n{len(ranks)} ranks{more}, {size}, {len(alone)} repeats")
     print(f"One process of one thread takes {statistics.median(alone):.1f} ms.")
@@ -69,7 +69,7 @@ def show_steps(size: Size, ranks: Ranks) -> None:
 
 
 def show_fill(ranks: Ranks) -> None:
-    """Print how full the ranks were, and how full the simulator would have them."""
+    """Print the use of the ranks, measured and simulated."""
     print_head(
         "schedule", "ours x simulated", "torch's x simulated",
         "our bubble, simulated", "torch's bubble, simulated",
@@ -85,14 +85,14 @@ def show_fill(ranks: Ranks) -> None:
 
 
 def of_actions(ranks: Ranks, key: Key, value: Callable[[Spent], float]) -> list[float]:
-    """Return microseconds of all ranks over all ranks' actions, of each repeat."""
+    """Return each repeat's microseconds of all ranks over all ranks' actions."""
     count = ranks[0][key].fills[0].actions
     repeats = zip(*(rank[key].steps for rank in ranks), strict=True)
     return [1e6 * sum(map(value, steps)) / count for steps in repeats]
 
 
 def show_hosts(size: Size, ranks: Ranks) -> None:
-    """Print what actions cost the hosts."""
+    """Print the hosts' cost of actions."""
     title(size, ranks)
     work = statistics.median(step.cpu for step in ranks[0][ALONE].steps)
     actions = 2 * size.micro_batches * len(ranks)

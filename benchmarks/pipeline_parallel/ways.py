@@ -1,4 +1,4 @@
-"""The contenders: a pipeline of ours and one of torch's, by the name of our schedule."""
+"""The contenders: our pipeline and torch's, by the name of our schedule."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class Pipeline(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """Hold this rank's parameters, by their names in the whole model."""
+        """Parameters of this rank, under their names in the full model."""
 
     def step(self) -> Tensor:
-        """Add gradients and return the loss, on the rank with the last stage."""
+        """Accumulate gradients; return the loss on the rank with the last stage."""
 
     def recorded(self) -> Timeline:
-        """Run a step and return when each action ran, on every rank."""
+        """Run a step; return the times of every rank's actions, on every rank."""
 
 
 class Ours:
@@ -69,7 +69,7 @@ class Ours:
         return train_step_pipeline(self.module, self._batches, loss_fn=self._loss_fn)
 
     def recorded(self) -> Timeline:
-        """Run a step with a clock around its actions."""
+        """Run a step and time its actions."""
         spans: list[Span] = []
         run = Training.run
 
@@ -84,12 +84,12 @@ class Ours:
 
 @dataclass(frozen=True)
 class Theirs:
-    """How torch runs a schedule.
+    """Torch's form of a schedule.
 
     Attributes:
-        kind: of its schedule.
-        chunks: stages of each rank.
-        v_shape: ranks have their second stages in reverse order.
+        kind: Class of torch's schedule.
+        chunks: Stages of each rank.
+        v_shape: Whether the second stages are on the ranks in reverse order.
     """
 
     kind: Any
@@ -108,11 +108,11 @@ THEIRS: Mapping[str, Theirs] = {
     "1f1b": Theirs(Schedule1F1B),
     "interleaved_1f1b": Theirs(ScheduleInterleaved1F1B, 2),
     "looped_bfs": Theirs(ScheduleLoopedBFS, 2),
-    "zb_h1": Theirs(ScheduleInterleavedZeroBubble),  # of one stage each: ZB1P
+    "zb_h1": Theirs(ScheduleInterleavedZeroBubble),  # with one stage a rank: ZB1P
     "zb_v": Theirs(ScheduleZBVZeroBubble, 2, v_shape=True),
     "dualpipe_v": Theirs(ScheduleDualPipeV, 2, v_shape=True),
 }
-# What the actions of torch's schedules call, with the micro-batch first, and what they then are.
+# Methods that torch's actions call, with the micro-batch first, and the kind of action of each.
 CALLS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "forward_one_chunk": lambda options: "F",
     "backward_one_chunk": lambda options: "B" if options.get("full_backward", True) else "I",
@@ -135,7 +135,7 @@ class Torch:
             for stage in self._placed[rank]
         ]  # fmt: skip
         one = issubclass(way.kind, PipelineScheduleSingle)
-        # The losses are over all tokens of the step already, so gradients need no further scale.
+        # The losses are divided by all tokens of the step, so gradients need no further scale.
         self._runner = way.kind(
             self._stages[0] if one else self._stages, size.micro_batches,
             loss_fn=token_loss(size), scale_grads=False,
@@ -147,7 +147,7 @@ class Torch:
 
     @cached_property
     def module(self) -> nn.Module:
-        """Hold the parts of all stages."""
+        """The modules of all stages."""
         return _Parts([stage.submod for stage in self._stages])
 
     def step(self) -> Tensor:
@@ -157,7 +157,7 @@ class Torch:
         return sum((loss.detach() for loss in losses), torch.zeros(()))
 
     def recorded(self) -> Timeline:
-        """Run a step with a clock around what its actions call."""
+        """Run a step and time the methods that its actions call."""
         spans: list[Span] = []
         with _clocks(self._stages, spans):
             return _timeline(self.step, spans, self._name, self._placed)
@@ -166,7 +166,7 @@ class Torch:
 def _timeline(
     step: Callable[[], object], spans: list[Span], name: str, placed: tuple[tuple[int, ...], ...]
 ) -> Timeline:
-    """Run a step whose actions are added to `spans`; return those of all ranks, in seconds."""
+    """Run a step that appends its actions to `spans`; return those of all ranks, in seconds."""
     dist.barrier()
     zero = time.perf_counter()
     step()
@@ -179,7 +179,7 @@ def _timeline(
 
 
 class _Parts(nn.Module):
-    """Several stages' parts, with the names of their parameters as they are."""
+    """The modules of several stages, with parameter names unchanged."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class _Parts(nn.Module):
 
 @contextmanager
 def _clocks(stages: list[PipelineStage], spans: list[Span]) -> Iterator[None]:
-    """Note when each action of these stages begins and ends."""
+    """Record the start and end of each action of these stages."""
 
     def timed(chunk: int, call: Any, kind_of: Callable[[Mapping[str, Any]], str]) -> Any:
         def wrapper(micro_batch: int, *args: Any, **options: Any) -> Any:

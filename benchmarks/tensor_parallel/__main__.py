@@ -1,23 +1,24 @@
 """A Llama block over two ranks: ours, torch's DTensor plans, and linear layers written by hand.
 
 Forward and backward of one block on two ranks of one thread each, without and with sequence
-parallelism (the block's input and output are shares of the sequence then), and of the whole block
-in one process of one thread. `by_hand.py` is the floor. Every repeat runs all ways once, in the
-same processes, shuffled. Every result is compared with one process.
+parallelism (the block's input and output are then sequence shards), and of the full block in one
+process of one thread. `by_hand.py` is the floor. Every repeat runs all ways once, in the same
+processes, shuffled. Every result is compared with one process.
 
     python -m benchmarks.tensor_parallel --hidden 512 1024 --tokens 1x8 1x64 1x512 4x256
 
-One table a size; of the two ranks the larger figure counts, but for exposed ms.
+One table for each size; except for exposed ms, the larger figure of the two ranks counts.
 
 - ms: median of the repeats.
-- x floor: median of each repeat's own ratio to the way by hand, and its quartiles.
-- bytes sent: by each rank, were every collective a ring. On two ranks all_reduce of n bytes sends
-  n; all_gather to n bytes, and reduce_scatter (also one made of all_to_all) of n bytes, send n / 2.
-- / formula: that over 4 x tokens x hidden x element size. With sequence parallelism it is the same,
-  and the norms' gradients.
-- peak MiB: the most that tensors took in forward and backward, beside weights and input.
-- exposed ms: median time in communication calls and in waiting for them, in repeats of its own; of
-  the rank that spends less there, since the other one also waits for it to come.
+- x floor: median and quartiles of each repeat's ratio to the way by hand.
+- bytes sent: by each rank, as if every collective were a ring. On two ranks all_reduce of n bytes
+  sends n; all_gather to n bytes, and reduce_scatter (also one made of all_to_all) of n bytes, send
+  n / 2.
+- / formula: that over 4 x tokens x hidden x element size, plus the norms' gradients with sequence
+  parallelism.
+- peak MiB: peak memory of tensors in forward and backward, without weights and input.
+- exposed ms: median time in communication calls and waits, in separate repeats, on the rank that
+  spends less, since the other one also waits for its peer.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ COLUMNS = ["way", "ms", "x floor (quartiles)", "bytes sent", "/ formula", "peak 
 
 
 def show(size: Size, ranks: list[dict[str, Figures]]) -> None:
-    """Print one size."""
+    """Print the table of one size."""
     repeats = len(ranks[0][ALONE].seconds)
     title = f"hidden {size.hidden}, tokens {size.batch}x{size.length}, {size.dtype}"
     print(f"\n{title}, {repeats} repeats\n\n{table(COLUMNS, rows(size, ranks))}", flush=True)
 
 
 def rows(size: Size, ranks: list[dict[str, Figures]]) -> Iterator[Sequence[str]]:
-    """Write a way's row; waiting for a slower rank is not communication."""
+    """Yield a row for each way; waiting for a slower rank is not communication."""
     times = {name: largest([r[name].seconds for r in ranks], float) for name in ranks[0]}
     for name, seconds in times.items():
         sequence = name in WAYS and WAYS[name].sequence
@@ -68,7 +69,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--seconds", type=float, default=1.0, help="about, a way and size")
     options = parser.parse_args()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs every start and stop
     with RankPool(RANKS, timeout=None) as pool:
         for hidden, text, dtype in itertools.product(options.hidden, options.tokens, options.dtype):
             batch, length = map(int, text.split("x"))

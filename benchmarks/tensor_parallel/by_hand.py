@@ -1,4 +1,4 @@
-"""A Llama block divided over the ranks by hand: the least that any library must do.
+"""A Llama block sharded over the ranks by hand: the minimum that any library must do.
 
 Plain linear layers on shards. Each half of the block begins and ends with one autograd function,
 which communicates once: in forward or in backward, or in both with sequence parallelism.
@@ -19,41 +19,41 @@ Call = Callable[[Tensor], Tensor]
 
 
 class Communicate(torch.autograd.Function):
-    """One call forward, and the one that is its transpose backward."""
+    """A call in forward, and its transpose in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Call, transpose: Call) -> Tensor:
-        """Return what the call makes of ``x``."""
+        """Return the result of the call on `x`."""
         ctx.transpose = transpose
         return call(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Return what the transpose makes of the gradient."""
+        """Return the result of the transpose on the gradient."""
         return ctx.transpose(grads[0]), None, None
 
 
 def as_it_is(x: Tensor) -> Tensor:
-    """Return ``x``."""
+    """Return `x`."""
     return x.view_as(x)
 
 
 def summed(x: Tensor) -> Tensor:
-    """Return the sum of every rank's ``x``."""
+    """Return the sum of all ranks' `x`."""
     x = x.clone()
     dist.all_reduce(x)
     return x
 
 
 def gathered(x: Tensor) -> Tensor:
-    """Join shares [B, L / N, H] along the sequence."""
+    """Gather sequence shards [B, L / N, H] along the sequence."""
     parts = x.new_empty((dist.get_world_size() * x.shape[0], *x.shape[1:]))
     dist.all_gather_single(parts, x.contiguous())
     return torch.cat(parts.split(x.shape[0]), 1)
 
 
 def scattered(x: Tensor) -> Tensor:
-    """Sum [B, L, H] over the ranks and keep this rank's share."""
+    """Sum [B, L, H] over the ranks and keep this rank's sequence shard."""
     parts = torch.cat(x.chunk(dist.get_world_size(), 1))
     own = torch.empty_like(parts[: x.shape[0]])
     dist.reduce_scatter_single(own, parts)
@@ -61,12 +61,12 @@ def scattered(x: Tensor) -> Tensor:
 
 
 class Half(nn.Module):
-    """A half of the block written by hand: its input enters, its output leaves.
+    """A half of the block written by hand.
 
     Args:
-        inner: the half on shards.
-        enter: makes the input whole; it is also how the output's gradient enters.
-        leave: sums the output over the ranks; it is also how the input's gradient leaves.
+        inner: The half on shards.
+        enter: Makes the input of the shards; also applied to the output's gradient.
+        leave: Sums the output over the ranks; also applied to the input's gradient.
     """
 
     def __init__(self, inner: nn.Module, enter: Call, leave: Call) -> None:
@@ -83,18 +83,18 @@ class Half(nn.Module):
 
 
 def divide_heads(block: Block) -> None:
-    """Give the attention of this rank its share of the heads."""
+    """Set this rank's number of heads."""
     block.self_attn.num_heads //= dist.get_world_size()
     block.self_attn.num_kv_heads //= dist.get_world_size()
 
 
 def by_hand(block: Block, styles: Mapping[str, str], *, sequence: bool = False) -> nn.Module:
-    """Cut every weight of the block, in place.
+    """Shard every weight of the block, in place.
 
     Args:
-        block: the whole block, equal on every rank.
-        styles: name of a linear layer -> "column" or "row".
-        sequence: between the halves each rank holds its share of the sequence.
+        block: The full block, equal on every rank.
+        styles: "column" or "row" by name of a linear layer.
+        sequence: Whether each rank holds a sequence shard between the halves.
     """
     for name, style in styles.items():
         layer: Any = block.get_submodule(name)
@@ -108,7 +108,7 @@ def by_hand(block: Block, styles: Mapping[str, str], *, sequence: bool = False) 
 
 
 def sum_norms(block: nn.Module) -> None:
-    """Sum the norms' gradients over the ranks: each saw its share of the tokens alone."""
+    """Sum the norms' gradients over the ranks, since each saw only its sequence shard."""
     norms = [p for name, p in block.named_parameters() if "norm" in name and p.grad is not None]
     total = torch.cat([torch.as_tensor(p.grad) for p in norms])
     dist.all_reduce(total)

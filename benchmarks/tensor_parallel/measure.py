@@ -1,4 +1,4 @@
-"""Measures a Llama block divided over the ranks; every rank runs this in the same way."""
+"""Measurements of a sharded Llama block; every rank runs the same."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALONE = "one process"
 
 @dataclass(frozen=True)
 class Size:
-    """What a block is run on."""
+    """A problem."""
 
     hidden: int
     batch: int
@@ -36,20 +36,20 @@ class Size:
     dtype: str
 
     def formula(self, sequence: bool) -> int:
-        """Return the bytes that two ranks need to send, each."""
+        """Return the bytes that each of two ranks has to send."""
         tokens, norms = self.batch * self.length, len(NORMS) if sequence else 0
         return (4 * tokens + norms) * self.hidden * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured of one way; a list has one entry for each repeat.
+    """Measurements of one way; a list has one entry for each repeat.
 
     Attributes:
-        sent: bytes.
-        peak: bytes.
-        seconds: of forward and backward.
-        exposed: seconds in communication.
+        sent: Bytes sent.
+        peak: Peak bytes.
+        seconds: Time of forward and backward.
+        exposed: Seconds in communication.
     """
 
     sent: int
@@ -59,7 +59,7 @@ class Figures:
 
 
 def make(size: Size) -> Block:
-    """Return the whole block, the same on every rank."""
+    """Return the full block, the same on every rank."""
     torch.manual_seed(0)
     heads = size.hidden // HEAD_DIM
     config = LlamaConfig(
@@ -70,20 +70,20 @@ def make(size: Size) -> Block:
 
 
 def own_share(x: Tensor) -> Tensor:
-    """Return this rank's share of a sequence [B, L, H]."""
+    """Return this rank's shard of a sequence [B, L, H]."""
     return x.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
 
 
 def step(
     block: nn.Module, x: Tensor, tables: tuple[Tensor, Tensor], finish: Finish = nothing
 ) -> tuple[Tensor, Tensor]:
-    """Run forward and backward; return the output and the input's gradient, shaped as ``x``.
+    """Run forward and backward; return the output and the input's gradient, shaped as `x`.
 
     Args:
-        block: the block.
-        x: [B, L, H], or this rank's share of the sequence.
-        tables: of the rotary embedding.
-        finish: is called with the block after backward.
+        block: The block.
+        x: Hidden states [B, L, H], or this rank's sequence shard.
+        tables: Tables of the rotary embedding.
+        finish: Called with the block after backward.
     """
     x = x.detach().requires_grad_()
     out = block(x, *tables)
@@ -95,7 +95,7 @@ def step(
 
 
 def prepare(size: Size) -> dict[str, Run]:
-    """Return each way's step, after a look at its results."""
+    """Return each way's step, after a check of its results."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(size.batch, size.length, size.hidden, generator=generator)
     x = x.to(DTYPES[size.dtype])
@@ -112,18 +112,18 @@ def prepare(size: Size) -> dict[str, Run]:
 
 
 def count_repeats(runs: Mapping[str, Run], budget: float) -> int:
-    """Return how often to run all ways for about ``budget`` seconds each, the same on all ranks."""
+    """Return the number of repeats for about `budget` seconds a way, the same on all ranks."""
     (spent,) = of_slowest_rank([sum(map(seconds, runs.values()))])
     return min(MOST, max(LEAST, int(budget * len(runs) / spent)))
 
 
 def measure(size: Size, budget: float) -> dict[str, Figures]:
-    """Measure every way on this rank, for about ``budget`` seconds each."""
+    """Measure every way on this rank, for about `budget` seconds each."""
     runs = prepare(size)
     repeats = count_repeats(runs, budget)
     times = repeated(seconds, runs, repeats)
     waits = repeated(exposed, runs, repeats // 3)
-    # Gloo's threads may free what they sent late: the lesser of two peaks is the way's own.
+    # Gloo's threads may free sent tensors late: the smaller of two peaks is the way's own.
     peaks = {name: min(peak(run) for _ in range(2)) for name, run in runs.items()}
     return {
         name: Figures(sent(run), peaks[name], times[name], waits[name])

@@ -1,10 +1,9 @@
-"""The loss of logits whose vocabulary is divided over two ranks: time and peak memory.
+"""The loss of logits sharded by vocabulary over two ranks: time and peak memory.
 
 Ours, torch's `loss_parallel`, and the plain loss on gathered logits, on two ranks of one thread;
-and the plain loss on whole logits in one process, beside which memory is measured. Times are of
-forward and backward, the slower rank's, every way in turn. Memory is the most that torch's CPU
-allocator had handed out at a time (profiler events; what gloo buffers is not in it), including the
-logits themselves and their gradient.
+and the plain loss on full logits in one process, the reference for memory. Times are of forward
+and backward on the slower rank, every way in turn. Memory is the peak of torch's CPU allocator
+(profiler events; without gloo's buffers), including the logits themselves and their gradient.
 
     python -m benchmarks.tensor_parallel.vocab_loss --tokens 512 --vocabulary 32000 --repeats 15
 """
@@ -43,7 +42,7 @@ COLUMNS = ["way", "ms", "ratio (quartiles)", "peak MiB", "of plain", "loss error
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured of one way: seconds of each repeat, peak bytes, error of the loss."""
+    """Measurements of one way: seconds of each repeat, peak bytes, error of the loss."""
 
     seconds: list[float]
     peak: int
@@ -51,7 +50,7 @@ class Figures:
 
 
 def ours(logits: Tensor, targets: Tensor) -> Tensor:
-    """Communicate three numbers a token."""
+    """Compute the loss with three numbers a token communicated."""
     group, vocabulary = torch_dist.group.WORLD, RANKS * logits.shape[-1]
     loss = vocab_parallel_cross_entropy(logits, targets, group=group, vocab_size=vocabulary)
     loss.backward()
@@ -59,7 +58,7 @@ def ours(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def gathered(logits: Tensor, targets: Tensor) -> Tensor:
-    """Join the logits on every rank, then compute as one process does."""
+    """Gather the logits on every rank, then compute as one process does."""
     loss = functional.cross_entropy(gather(logits, -1, torch_dist.group.WORLD), targets)
     loss.backward()
     return loss
@@ -86,7 +85,7 @@ def torch_parallel(mesh: DeviceMesh) -> Step:
 
 
 def run(step: Step, logits: Tensor, targets: Tensor) -> Tensor:
-    """Run a step on new memory for the logits; return the loss."""
+    """Run a step on a new copy of the logits; return the loss."""
     return step(logits.clone().requires_grad_(), targets).detach()
 
 
@@ -107,7 +106,7 @@ def measure(dtype: torch.dtype, tokens: int, vocabulary: int, repeats: int) -> d
         PLAIN: (plain, whole),
     }
     runs = {name: partial(run, step, logits, targets) for name, (step, logits) in ways.items()}
-    repeated(seconds, runs, 1)  # the first use of each warms up
+    repeated(seconds, runs, 1)  # warm-up
     times = repeated(seconds, runs, repeats)
     return {
         name: Figures(of_slowest_rank(times[name]), peak(each), abs(each().item() - exact.item()))
@@ -116,7 +115,7 @@ def measure(dtype: torch.dtype, tokens: int, vocabulary: int, repeats: int) -> d
 
 
 def report(title: str, ranks: list[dict[str, Figures]]) -> None:
-    """Print a table, of the rank that needs most memory."""
+    """Print a table, of the rank that needs the most memory."""
     base, whole = ranks[0][OURS].seconds, ranks[0][PLAIN].peak
     rows = []
     for name, figures in ranks[0].items():
@@ -136,7 +135,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.vocabulary % RANKS:
         parser.error(f"--vocabulary must divide over {RANKS} ranks, got {args.vocabulary}")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs every start and stop
     for dtype in (torch.float32, torch.bfloat16):
         size = (args.tokens, args.vocabulary)
         ranks = launch(measure, RANKS, dtype, *size, args.repeats, timeout=600)

@@ -1,4 +1,4 @@
-"""The ways to divide a Llama block over the ranks: by hand, ours, and torch's DTensor plans."""
+"""The ways to shard a Llama block over the ranks: by hand, ours, and torch's DTensor plans."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ Finish = Callable[[nn.Module], None]
 
 
 def nothing(block: nn.Module) -> None:
-    """Leave the gradients as they are."""
+    """Leave the gradients unchanged."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How to divide a block.
+    """A way to shard a block.
 
     Attributes:
-        divide: makes the whole block this rank's shard of it, in place.
-        sequence: its input and output are this rank's shares of the sequence.
-        finish: what backward leaves to do for the norms' gradients.
+        divide: Turns the full block into this rank's shard, in place.
+        sequence: Whether input and output are this rank's sequence shards.
+        finish: Completes the norms' gradients after backward.
     """
 
     divide: Callable[[Block], nn.Module]
@@ -63,7 +63,7 @@ class Way:
 
 
 def ours(block: Block, *, sequence: bool = False, overlap: bool = True) -> nn.Module:
-    """Apply a plan."""
+    """Apply our plan."""
     apply_tensor_parallel(block, PLAN, dist.group.WORLD, sequence_parallel=sequence)
     for layer in block.modules():
         if isinstance(layer, ColumnParallelLinear):
@@ -72,7 +72,7 @@ def ours(block: Block, *, sequence: bool = False, overlap: bool = True) -> nn.Mo
 
 
 def dtensor(block: Block, *, sequence: bool = False) -> nn.Module:
-    """Apply torch's plan, as its tutorial on tensor parallelism has it."""
+    """Apply torch's plan, from its tutorial on tensor parallelism."""
     shares, whole = Shard(1), Replicate()
     plan: dict[str, ParallelStyle] = {
         name: ColwiseParallel()
@@ -91,7 +91,7 @@ def dtensor(block: Block, *, sequence: bool = False) -> nn.Module:
 
 
 def sum_dtensor_norms(block: nn.Module) -> None:
-    """Sum the norms' gradients, which torch leaves partial until an optimizer needs them."""
+    """Sum the norms' gradients, which torch keeps as partial sums until an optimizer needs them."""
     for name in NORMS:
         weight: Any = block.get_parameter(f"{name}.weight")
         weight.grad = weight.grad.redistribute(placements=[Replicate()])

@@ -1,7 +1,7 @@
-"""Experts cut over tensor-parallel ranks by hand.
+"""Experts sharded over tensor-parallel ranks by hand.
 
-``python mixture.py runs/one`` and ``torchrun --nproc-per-node=2 mixture.py runs/tp``. Each rank has
-a slice of every expert, so that the gradient that comes back to the scores is a part of a sum.
+`python mixture.py runs/one` and `torchrun --nproc-per-node=2 mixture.py runs/tp`. Each rank has
+a slice of every expert, so the gradient of the routing scores on a rank is a partial sum.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EXPERTS, TOP = 4, 2
 
 
 class Experts(nn.Module):
-    """Two matrices for each expert; their results are weighted and added up."""
+    """Two matrices for each expert; the results are weighted and summed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,20 +31,20 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INNER) / INNER**0.5)
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
-        """Map [B, L, HIDDEN] to the same, with weights [B, L, EXPERTS] of which most are 0."""
+        """Map [B, L, HIDDEN] to the same shape, with weights [B, L, EXPERTS], most of them 0."""
         inner = F.silu(torch.einsum("blh,eih->blei", x, self.up))
         return torch.einsum("blei,ehi,ble->blh", inner, self.down, weights)
 
 
 class Mixture(nn.Module):
-    """A gate and its experts, in the place of an MLP."""
+    """A router and its experts, in place of an MLP."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.experts = nn.Linear(HIDDEN, EXPERTS, bias=False), Experts()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [B, L, HIDDEN] to the same."""
+        """Map [B, L, HIDDEN] to the same shape."""
         scores = self.gate(x)
         kept = scores >= scores.topk(TOP, dim=-1).values[..., -1:]
         out: Tensor = self.experts(x, scores.masked_fill(~kept, float("-inf")).softmax(-1))
@@ -60,7 +60,7 @@ def routed() -> Decoder:
 
 
 def parallelize(mixture: Mixture, mesh: DeviceMesh) -> None:
-    """Cut experts over the ranks; the gate is the same on all of them."""
+    """Shard the experts over the ranks; the router is replicated."""
 
     def enter(_module: nn.Module, inputs: Any, _mesh: DeviceMesh) -> Any:
         return (DTensor.from_local(inputs[0], mesh, [Replicate()]),)
@@ -88,7 +88,7 @@ def parallelize(mixture: Mixture, mesh: DeviceMesh) -> None:
 
 
 def step(folder: str) -> Decoder:
-    """Train one step of the whole batch, recorded."""
+    """Train one step of the global batch, recorded."""
     model = routed()
     if dist.is_initialized():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -1,6 +1,6 @@
-"""One process, plain PyTorch: what the others are compared with.
+"""The reference for the other programs: one process and plain PyTorch.
 
-``python one_process.py runs/one``
+`python one_process.py runs/one`
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from scaletorch import bisect
 
 
 def step(folder: str) -> Decoder:
-    """Train one step of the whole batch, recorded."""
+    """Train one step of the global batch, recorded."""
     model, (ids, labels) = build(), batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with bisect.record(folder, model=model) as tape:

@@ -1,7 +1,7 @@
-"""A training script without a line of this library: it is recorded by itself.
+"""A training script without this library, which the doctor records by itself.
 
-``python -m scaletorch.bisect doctor plain_training.py ddp --nproc 2``. In the place of `ddp` there
-may be `fsdp2`, `tensor`, `pipeline` or `accelerate`; a word behind it puts a fault into the script.
+`python -m scaletorch.bisect doctor plain_training.py ddp --nproc 2`. Instead of `ddp` use
+`fsdp2`, `tensor`, `pipeline` or `accelerate`; a further word puts a fault into the script.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from with_pipelining import Stage
 
 
 def train_pipeline(fault: str) -> None:
-    """Train two stages on micro-batches of a row each."""
+    """Train two pipeline stages on micro-batches of one row."""
     part, device = Stage(build(torch.float32), dist.get_rank(), 2), torch.device("cpu")
     stage = PipelineStage(part, dist.get_rank(), 2, device)
     optimizer = torch.optim.AdamW(stage.submod.parameters(), lr=0.01)
@@ -41,7 +41,7 @@ def train_pipeline(fault: str) -> None:
 
 
 def prepared(how: str, fault: str) -> tuple[Any, Any]:
-    """Return the model as ranks have it, and its optimizer."""
+    """Return the parallelized model and its optimizer."""
     model: Any = build(torch.float32)
     if how == "tensor":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -60,7 +60,7 @@ def prepared(how: str, fault: str) -> tuple[Any, Any]:
 
 
 def train(how: str, fault: str) -> None:
-    """Train steps of two micro-batches on each rank."""
+    """Train one step of two micro-batches on each rank."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     model, optimizer = prepared(how if ranks > 1 else "", fault if ranks > 1 else "")
     ids, labels = batch()
@@ -80,7 +80,7 @@ def train(how: str, fault: str) -> None:
 
 
 def train_accelerate(fault: str) -> None:
-    """Train by accelerate, which divides losses by the number of micro-batches."""
+    """Train with accelerate, which divides losses by the number of micro-batches."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -99,7 +99,7 @@ def train_accelerate(fault: str) -> None:
 
 
 def main(how: str = "ddp", fault: str = "") -> None:
-    """Train on the ranks of torchrun, or alone."""
+    """Train on torchrun's ranks, or in one process."""
     if how == "accelerate":
         return train_accelerate(fault)
     if "RANK" in os.environ:

@@ -1,4 +1,4 @@
-"""A small decoder in plain PyTorch, its batch and its loss: what all programs here train."""
+"""The small decoder in plain PyTorch that all programs here train, its batch and its loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROWS, LENGTH = 4, 8
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions, over as many heads as its projections give."""
+    """Causal attention with rotary positions; the projections' sizes give the number of heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [B, L, HIDDEN] to the same."""
+        """Map [B, L, HIDDEN] to the same shape."""
         given = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         q, k, v = (each.unflatten(-1, (-1, HEAD)).transpose(1, 2) for each in given)
         out = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
@@ -29,7 +29,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """A gated layer."""
+    """A gated MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,13 +38,13 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(INNER, HIDDEN, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [B, L, HIDDEN] to the same."""
+        """Map [B, L, HIDDEN] to the same shape."""
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
 class Block(nn.Module):
-    """One layer."""
+    """One transformer layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,14 +52,14 @@ class Block(nn.Module):
         self.mlp_norm, self.mlp = nn.LayerNorm(HIDDEN), MLP()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [B, L, HIDDEN] to the same."""
+        """Map [B, L, HIDDEN] to the same shape."""
         x = x + self.attn(self.attn_norm(x))
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
 
 
 class Decoder(nn.Module):
-    """The model; the same weights at each call."""
+    """A decoder-only language model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Decoder(nn.Module):
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Return [B, heads, L, HEAD] turned by its positions."""
+    """Return [B, heads, L, HEAD] rotated by the positions."""
     angles = torch.arange(x.shape[2])[:, None] / 10.0 ** torch.arange(HEAD // 2)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x.chunk(2, -1)
@@ -85,13 +85,13 @@ def rotated(x: Tensor) -> Tensor:
 
 
 def build(dtype: torch.dtype = torch.float64) -> Decoder:
-    """Return the model with the weights that every program begins with."""
+    """Return the model with the initial weights that every program uses."""
     torch.manual_seed(0)
     return Decoder().to(dtype)
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Return tokens and labels [ROWS, LENGTH]; later rows have fewer labels than earlier ones."""
+    """Return tokens and labels [ROWS, LENGTH]; later rows have fewer labels."""
     tokens = torch.randint(
         VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1)
     )
@@ -100,5 +100,5 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum of the token losses that count."""
+    """Return the sum of the losses of labelled tokens."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")

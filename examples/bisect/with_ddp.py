@@ -1,7 +1,7 @@
-"""`DistributedDataParallel`, each rank with its rows.
+"""`DistributedDataParallel`; each rank has its own rows.
 
-``torchrun --nproc-per-node=2 with_ddp.py runs/ddp``; with ``--no-sync`` the step is taken for one
-of accumulation, and ranks keep their own gradients.
+`torchrun --nproc-per-node=2 with_ddp.py runs/ddp`; `--no-sync` runs the step under
+`no_sync`, so that ranks keep their own gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from scaletorch import bisect
 
 
 def step(folder: str, *, synchronised: bool = True) -> DistributedDataParallel:
-    """Train one step of this rank's rows, recorded."""
+    """Train one step on this rank's rows, recorded."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(build())
     ids, labels = batch()
@@ -26,7 +26,7 @@ def step(folder: str, *, synchronised: bool = True) -> DistributedDataParallel:
     rows = list(range(rank * total // ranks, (rank + 1) * total // ranks))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with bisect.record(folder, model=model, describe={"rows": (rows, total)}) as tape:
-        # DDP averages gradients, so that a sum over ranks is to be multiplied by their number.
+        # DDP averages gradients; multiply by the number of ranks to get a sum.
         with nullcontext() if synchronised else model.no_sync():
             loss = loss_sum(model(ids[rows]), labels[rows]) / count * ranks
             loss.backward()

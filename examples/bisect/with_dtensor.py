@@ -1,6 +1,6 @@
-"""Tensor parallelism by DTensor, and with ``--sequence`` sequence parallelism beside it.
+"""Tensor parallelism by DTensor; `--sequence` adds sequence parallelism.
 
-``torchrun --nproc-per-node=2 with_dtensor.py runs/dtensor``.
+`torchrun --nproc-per-node=2 with_dtensor.py runs/dtensor`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SHARED_LAYER: dict[str, ParallelStyle] = {
 
 
 def step(folder: str, *, sequence: bool = False) -> Decoder:
-    """Train one step of the whole batch, recorded."""
+    """Train one step of the global batch, recorded."""
     model, mesh = build(), init_device_mesh("cpu", (dist.get_world_size(),))
     parallelize_module(model, mesh, SHARED if sequence else WHOLE)
     for layer in model.layers:

@@ -1,6 +1,6 @@
-"""FSDP2: parameters, gradients and the optimizer's state sharded, each rank with its rows.
+"""FSDP2: sharded parameters, gradients and optimizer state; each rank has its own rows.
 
-``torchrun --nproc-per-node=2 with_fsdp2.py runs/fsdp2``.
+`torchrun --nproc-per-node=2 with_fsdp2.py runs/fsdp2`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scaletorch import bisect
 
 
 def step(folder: str) -> Decoder:
-    """Train one step of every other row, recorded."""
+    """Train one step on every n-th row, recorded."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model, mesh = build(), init_device_mesh("cpu", (ranks,))
     for module in (*model.layers, model):

@@ -1,7 +1,7 @@
-"""`torch.distributed.pipelining`: stages cut out of the model, and a schedule.
+"""`torch.distributed.pipelining`: stages of the model and a schedule.
 
-``torchrun --nproc-per-node=2 with_pipelining.py runs/pipelining``, or with the name of another
-schedule behind it, such as ``Interleaved1F1B`` or ``ZBVZeroBubble``.
+`torchrun --nproc-per-node=2 with_pipelining.py runs/pipelining`; append the name of another
+schedule, such as `Interleaved1F1B` or `ZBVZeroBubble`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from scaletorch import bisect
 
-STAGES = {"GPipe": [[0], [1]], "1F1B": [[0], [1]], "ZBVZeroBubble": [[0, 3], [1, 2]]}  # of ranks
+STAGES = {"GPipe": [[0], [1]], "1F1B": [[0], [1]], "ZBVZeroBubble": [[0, 3], [1, 2]]}  # by rank
 
 
 class Stage(nn.Module):
-    """What a stage has of the model, by the model's names."""
+    """The modules of one stage, under their names in the model."""
 
     def __init__(self, whole: Decoder, stage: int, stages: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Stage(nn.Module):
         self.head = whole.head if "head" in own else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map tokens, or hidden states, to hidden states or logits."""
+        """Map tokens or hidden states to hidden states or logits."""
         x = x if self.embed is None else self.embed(x)
         for layer in self.layers.values():
             x = layer(x)
@@ -48,14 +48,14 @@ def step(
     halves: int = 1,
     scaled: bool = False,
 ) -> list[PipelineStage]:
-    """Train one step of the whole batch, recorded.
+    """Train one step of the global batch, recorded.
 
     Args:
-        folder: Of the recording.
-        schedule: Its name.
-        mean: Whether a loss is the mean of its micro-batch, whatever others have.
-        halves: How often the schedule runs in the step.
-        scaled: Whether each time all gradients are divided by the number of micro-batches.
+        folder: Folder of the recording.
+        schedule: Name of the schedule.
+        mean: Whether each micro-batch's loss is its own mean, regardless of the others' labels.
+        halves: Number of runs of the schedule in the step.
+        scaled: Whether each run divides all gradients by the number of micro-batches.
     """
     own = STAGES.get(schedule, [[0, 2], [1, 3]])
     several = sum(map(len, own))

@@ -1,7 +1,7 @@
-"""The `Trainer` of transformers, with one line for the recording.
+"""The `Trainer` of transformers, recorded by one more line.
 
-``python with_trainer.py runs/one``, then ``torchrun --nproc-per-node=2 with_trainer.py runs/two``:
-ranks have half of the rows in each micro-batch, of which there are two.
+`python with_trainer.py runs/one`, then `torchrun --nproc-per-node=2 with_trainer.py runs/two`:
+a step has two micro-batches, and two ranks have half of each one's rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scaletorch import bisect
 def train(folder: str, *, own_mean: bool = False) -> None:
     """Train two steps; the first is recorded.
 
-    With `own_mean` a loss is the mean over a rank's own labels, however many others have.
+    With `own_mean` a rank's loss is the mean over its own labels, regardless of the other ranks'.
     """
     ids, labels = batch()
     rows = [{"input_ids": i, "labels": own} for i, own in zip(ids, labels, strict=True)]

@@ -1,7 +1,7 @@
-"""A model of transformers by its own tensor parallelism, `tp_plan="auto"`.
+"""A transformers model with its own tensor parallelism, `tp_plan="auto"`.
 
-``python with_transformers.py runs/one``, then ``torchrun --nproc-per-node=2 with_transformers.py
-runs/tp``; the first leaves a tiny model with random weights in runs/model, which both load.
+`python with_transformers.py runs/one`, then `torchrun --nproc-per-node=2 with_transformers.py
+runs/tp`; the first run writes a tiny random model to runs/model, which both load.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def save(folder: str | Path) -> None:
 
 
 def step(folder: str, saved: str | Path) -> nn.Module:
-    """Train one step of the whole batch, recorded."""
+    """Train one step of the global batch, recorded."""
     options = {"dtype": torch.float64}
     if dist.is_initialized():
         options["distributed_config"] = DistributedConfig(tp_plan="auto")

@@ -1,4 +1,4 @@
-"""Apertus by its own tensor parallel plan: nobody sums gradients of xIELU (transformers 5.24.0)."""
+"""Apertus by its own tensor parallel plan: xIELU's gradients are unsummed (transformers 5.24.0)."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ if "RANK" in os.environ:
     summed: Any = {"model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}
     plan = summed if "--mended" in sys.argv else "auto"
     options["distributed_config"] = DistributedConfig(tp_size=2, tp_plan=plan)
-    dist.barrier()  # rank 0 has written the model
+    dist.barrier()  # wait until the model is written
 model = ApertusForCausalLM.from_pretrained(folder, **options)
 with bisect.record(sys.argv[1], model) as tape:
     loss = model(input_ids=ids, labels=ids).loss

@@ -1,4 +1,4 @@
-"""HRM-Text by its own tensor parallel plan: weights are read wrongly (transformers 5.24.0)."""
+"""HRM-Text by its own tensor parallel plan: fused weights load wrongly (transformers 5.24.0)."""
 
 import os
 import sys
@@ -15,12 +15,12 @@ torch.manual_seed(0)
 sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
 model: Any = HrmTextForCausalLM(HrmTextConfig(**sizes, num_attention_heads=4, head_dim=4)).double()
 ids, folder, options = torch.randint(32, (4, 8)), sys.argv[1] + ".model", {"dtype": torch.float64}
-fused = "--mended" not in sys.argv  # its checkpoints have q, k, v and gate in one weight
+fused = "--mended" not in sys.argv  # original checkpoints fuse q, k, v and gate into one weight
 model.save_pretrained(folder, save_original_format=fused)
 if "RANK" in os.environ:
     dist.init_process_group("gloo")
     options["distributed_config"] = DistributedConfig(tp_size=2, tp_plan="auto")
-    dist.barrier()  # rank 0 has written the model
+    dist.barrier()  # wait until the model is written
 model = HrmTextForCausalLM.from_pretrained(folder, **options)
 with bisect.record(sys.argv[1], model) as tape:
     loss = model(input_ids=ids, labels=ids).loss

@@ -15,10 +15,10 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 32)).double()
 ids = torch.randint(32, (4, 8))
 labels = ids.masked_fill(torch.arange(8) > 7 - 2 * torch.arange(4)[:, None], -100)
-own = labels[rank::ranks]  # later rows have fewer labels
+own = labels[rank::ranks]  # later rows have fewer labels than earlier ones
 if ranks > 1:
     dist.init_process_group("gloo")
-    fully_shard(model)  # it takes the mean of the ranks' gradients
+    fully_shard(model)  # averages the ranks' gradients
 with bisect.record(sys.argv[1], model, describe={"rows": (range(rank, 4, ranks), 4)}) as tape:
     losses = nn.functional.cross_entropy(model(ids[rank::ranks]).mT, own, reduction="sum")
     count = (labels != -100).sum() / ranks if "--mended" in sys.argv else (own != -100).sum()

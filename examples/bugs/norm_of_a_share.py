@@ -1,4 +1,4 @@
-"""A norm on a share of positions: https://github.com/NVIDIA/Megatron-LM/issues/1446 (2.13)."""
+"""A norm on sequence shards: https://github.com/NVIDIA/Megatron-LM/issues/1446 (torch 2.13)."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Gradients scaled at each of two steps: https://github.com/pytorch/torchtitan/pull/1732 (2.13)."""
+"""Gradients scaled in each of two steps: https://github.com/pytorch/torchtitan/pull/1732 (2.13)."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from scaletorch import bisect
 rank, mended = int(os.environ.get("RANK", "-1")), "--mended" in sys.argv
 torch.manual_seed(0)
 model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
-x, parts = torch.randn(8, 8).double(), 4 if mended else 2  # of the loss of a micro-batch
+x, parts = torch.randn(8, 8).double(), 4 if mended else 2  # divisor of a micro-batch's loss
 if rank >= 0:
     dist.init_process_group("gloo")
     stage = PipelineStage(model[rank : rank + 1], rank, 2, x.device)

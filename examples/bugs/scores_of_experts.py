@@ -1,4 +1,4 @@
-"""Scores of experts that ranks divide: https://github.com/pytorch/torchtitan/issues/2387 (2.13)."""
+"""Scores of sharded experts: https://github.com/pytorch/torchtitan/issues/2387 (torch 2.13)."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from scaletorch import bisect
 torch.manual_seed(0)
 x, rank = torch.randn(16, 8).double(), int(os.environ.get("RANK", "-1"))
 gate, experts = nn.Linear(8, 4).double(), nn.Bilinear(8, 4, 8, bias=False).double()
-if rank >= 0:  # expert i is weight[:, :, i]; a rank has the columns for half of the features
+if rank >= 0:  # expert i is weight[:, :, i]; a rank has half of its input features
     dist.init_process_group("gloo")
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     experts.weight.data = experts.weight.data.chunk(2, 1)[rank].clone()

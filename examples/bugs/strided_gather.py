@@ -1,4 +1,4 @@
-"""Gloo takes strided memory for dense: https://github.com/pytorch/pytorch/issues/192920 (2.13)."""
+"""Gloo reads strided tensors as dense: https://github.com/pytorch/pytorch/issues/192920 (2.13)."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from scaletorch import bisect
 rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 torch.manual_seed(0)
 qkv, x = nn.Linear(16, 48).double(), torch.randn(2, 8, 16).double().chunk(ranks, 1)[rank]
-positions = range(rank * 8 // ranks, (rank + 1) * 8 // ranks)  # those that this rank has
+positions = range(rank * 8 // ranks, (rank + 1) * 8 // ranks)  # this rank's positions
 if ranks > 1:
     dist.init_process_group("gloo")
 with bisect.record(sys.argv[1], qkv, describe={"positions": (positions, 8)}) as tape:

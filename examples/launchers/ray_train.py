@@ -1,6 +1,6 @@
-"""The same job under Ray Train:  ``pip install "ray[train]"; python ray_train.py --workers 4``.
+"""The same job under Ray Train:  `pip install "ray[train]"; python ray_train.py --workers 4`.
 
-Ray starts the workers and their process group (`TorchTrainer`); ``init_dist`` takes it as it is.
+Ray starts the workers and their process group (`TorchTrainer`); `init_dist` takes it as it is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import scaletorch.dist as dist
 
 
 def work(config: dict[str, int]) -> None:
-    """Run in each worker of Ray."""
+    """Run on each Ray worker."""
     dist.init_dist()
     with tempfile.TemporaryDirectory() as folder:
         loss = train(config["steps"], Path(folder, "state.pt"))

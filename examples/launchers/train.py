@@ -1,8 +1,8 @@
-"""A small job that runs the same under every launcher; the scripts beside this file start it.
+"""A small job that runs the same under every launcher; the scripts in this folder start it.
 
-``torchrun --nproc-per-node=2 train.py``, ``srun``, ``mpirun -n 2 python train.py``, Ray Train, or
-``python train.py`` for one process. With ``--checkpoint FILE`` it goes on where it was, so that
-torchrun's ``--max-restarts`` and a requeued batch job lose one step at most.
+`torchrun --nproc-per-node=2 train.py`, `srun`, `mpirun -n 2 python train.py`, Ray Train, or
+`python train.py` for one process. With `--checkpoint FILE` it resumes from the file, so that
+torchrun's `--max-restarts` and a requeued batch job lose at most one step.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import scaletorch.dist as dist
 
 
 def train(steps: int = 20, checkpoint: Path | None = None) -> float:
-    """Fit a line on every rank's own data and return the last loss, the same on all ranks."""
-    torch.manual_seed(0)  # the same weights everywhere
+    """Fit a line to each rank's own data; return the last loss, the same on all ranks."""
+    torch.manual_seed(0)  # the same weights on all ranks
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     first, loss = 0, torch.zeros(())
@@ -38,7 +38,7 @@ def train(steps: int = 20, checkpoint: Path | None = None) -> float:
         if checkpoint is not None and dist.is_main_process():
             new = checkpoint.with_suffix(".new")
             torch.save({"model": model.state_dict(), "step": step + 1}, new)
-            new.replace(checkpoint)  # a rank that dies here leaves the old one
+            new.replace(checkpoint)  # a rank that dies before this line leaves the old file
         dist.barrier()
     loss = loss.detach()
     dist.all_reduce(loss, op="mean")
@@ -46,7 +46,7 @@ def train(steps: int = 20, checkpoint: Path | None = None) -> float:
 
 
 def main() -> None:
-    """Read the command line, join the other ranks, train, and leave."""
+    """Parse the command line, join the other ranks, train, and leave."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--checkpoint", type=Path)

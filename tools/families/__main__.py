@@ -1,8 +1,8 @@
 """Try every causal family of the installed transformers on every axis and pair of axes.
 
-python -m tools.families                        all, and writes docs/families.json and the pages
-python -m tools.families bert gpt2 --axes tp,cp these alone
-python -m tools.families --quarter 3            the families of a quarter, of four that turn
+python -m tools.families                        all; writes docs/families.json and the pages
+python -m tools.families bert gpt2 --axes tp,cp only these
+python -m tools.families --quarter 3            one quarter of the families, in turn
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .verdicts import FAULTS
 
 
 def main() -> int:
-    """Run what the command line says; 1 if a cell is an obscure error, differs or hangs."""
+    """Run the command line; return 1 if a cell is an obscure error, differs or hangs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

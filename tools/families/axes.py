@@ -1,4 +1,4 @@
-"""The columns of the table: how many ranks, laid out how, with which options."""
+"""The columns of the table: layouts, with their options."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Axis:
     """One layout.
 
     Attributes:
-        sizes: Of the grid.
-        options: Of `parallelize`.
-        micro_batches: Of each data-parallel rank.
+        sizes: Sizes of the grid.
+        options: Options of `parallelize`.
+        micro_batches: Micro-batches of each data-parallel rank.
         zero: Stage of the sharded optimizer; 0 for none.
     """
 
@@ -26,7 +26,7 @@ class Axis:
 
     @property
     def ranks(self) -> int:
-        """How many ranks it takes; those of experts are among those of the others."""
+        """The number of ranks; ep ranks are among those of the other axes."""
         return prod(size for name, size in self.sizes.items() if name != "ep_size")
 
 

@@ -1,4 +1,4 @@
-"""Which families there are, and the classes that make one's model."""
+"""The families, and the classes of their models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tiny import tiny
 
 
 def names() -> list[str]:
-    """Return every family for which transformers has a causal language model, as it calls it."""
+    """Return every family with a causal language model in transformers, by transformers' name."""
     return [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
 
 
@@ -24,7 +24,7 @@ def model_class(name: str) -> Any:
 
 
 def module_of(name: str) -> str | None:
-    """Return the name of the module that has a family's model; None if it cannot be imported."""
+    """Return the name of the module with a family's model, or None if it cannot be imported."""
     try:
         return str(importlib.import_module(model_class(name).__module__).__name__)
     except Exception:

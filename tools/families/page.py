@@ -1,4 +1,4 @@
-"""The table of families as a page, in English and in Chinese, from what was recorded."""
+"""The table of families as a page, in English and in Chinese, from the recorded verdicts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Verdicts = Mapping[str, Mapping[str, Verdict]]
 
 
 class Reason(NamedTuple):
-    """Why cells are refused or fail: the words of the first of them, and how many there are."""
+    """A reason for refused or failed cells: the words of the first one, and the number of cells."""
 
     mark: str
     words: str
@@ -30,7 +30,7 @@ class Reason(NamedTuple):
 
 
 def reasons(verdicts: Verdicts) -> dict[str, Reason]:
-    """Return the reasons by what is alike in them, the most frequent first."""
+    """Return the reasons by their common words, most frequent first."""
     first: dict[str, str] = {}
     counts: Counter[str] = Counter()
     for cells in verdicts.values():
@@ -48,7 +48,7 @@ def reasons(verdicts: Verdicts) -> dict[str, Reason]:
 
 
 def alike(verdict: Verdict) -> str:
-    """Return a verdict's word and words without names and numbers, which differ by family."""
+    """Return the key of equal reasons: a verdict's text without names and numbers."""
     words = _QUOTED.sub("'...'", verdict.words)
     return f"{verdict.word}: {_NUMBER.sub('N', _CLASS.sub('Class', words))}"
 
@@ -61,8 +61,8 @@ def render(verdicts: Verdicts, version: str, text: Mapping[str, str]) -> str:
     """Return a page.
 
     Args:
-        verdicts: What was recorded.
-        version: Of transformers.
+        verdicts: Recorded verdicts.
+        version: Version of transformers.
         text: The page in one language (`page.LANGUAGE.md`), and heads of a table.
     """
     known = reasons(verdicts)

@@ -1,4 +1,4 @@
-"""One cell, on one rank: trains on the layout, and compares all with one process."""
+"""One cell on one rank: train on the layout, and compare everything with one process."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from ..gaps import gap
 from .axes import Axis
 from .reference import STEPS, Reference, adam, batch, build
 
-# What a rank says: how it ended ("trained", "refused", "heard" of another's refusal), the largest
-# error, and where it is or the words.
+# A rank's result: how it ended ("trained", "refused", "heard" of another's refusal), the largest
+# error, and its place or the error's words.
 Said = tuple[str, float, str]
 
 
 def run_cell(name: str, axis: Axis, expected: Reference) -> Said:
-    """Train two steps on this rank; anything but a refusal in words is raised."""
+    """Train two steps on this rank; only refusals are caught, other errors are raised."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     try:

@@ -1,4 +1,4 @@
-"""Verdicts as they were last found, in a file."""
+"""The file with the last verdicts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ FILE = ROOT / "docs" / "families.json"
 
 
 class Record(NamedTuple):
-    """What was found.
+    """Recorded verdicts.
 
     Attributes:
-        version: Of transformers.
+        version: Version of transformers.
         verdicts: By family and axis.
     """
 
@@ -25,7 +25,7 @@ class Record(NamedTuple):
 
 
 def read(file: Path = FILE) -> Record:
-    """Return what a file has; nothing if there is none."""
+    """Return the record in a file; an empty one if there is no file."""
     plain = _plain(file)
     verdicts = {
         name: {axis: Verdict(**cell) for axis, cell in cells.items()}
@@ -35,7 +35,7 @@ def read(file: Path = FILE) -> Record:
 
 
 def keep(file: Path, version: str, name: str, axis: str, verdict: Verdict) -> None:
-    """Write one verdict into the file, beside those that are there."""
+    """Add or replace one verdict in the file."""
     plain = _plain(file)
     plain["transformers"] = version
     cells = plain["families"].setdefault(name, {})

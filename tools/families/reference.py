@@ -1,4 +1,4 @@
-"""What one process in float64 finds: losses, every gradient of two steps, and the weights then."""
+"""The reference, one float64 process: losses, all gradients of two steps, and the final weights."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .names import plain_model
 from .tiny import LENGTH, VOCABULARY
 
 STEPS, ROWS = 2, 4
-LARGEST = 4_000_000  # parameters: a family with more has sizes that `tiny` does not know
+LARGEST = 4_000_000  # parameters: a family with more has size fields that `tiny` does not know
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What is compared.
+    """The values to compare with.
 
     Attributes:
-        losses: Of each step.
-        gradients: Of each step, by parameters' names.
-        weights: After the last step.
-        has_experts: The model has routed experts.
+        losses: Loss of each step.
+        gradients: Gradients of each step, by parameter name.
+        weights: Weights after the last step.
+        has_experts: Whether the model has routed experts.
     """
 
     losses: list[Tensor]
@@ -35,7 +35,7 @@ class Reference:
 
 
 def build(name: str) -> nn.Module:
-    """Return a family's model in float64, the same on every rank, in which every weight counts."""
+    """Return a family's model in float64, the same on every rank, with weights that all matter."""
     torch.manual_seed(1)
     model = plain_model(name).double()
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -58,14 +58,14 @@ def build(name: str) -> nn.Module:
 def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
     """Return the optimizer of every run.
 
-    Some gradients are nothing but rounding (those of keys' biases), of which a small eps would make
-    updates.
+    Some gradients are only rounding errors (those of keys' biases); a small eps would turn them
+    into updates.
     """
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-5)
 
 
 def batch(step: int) -> dict[str, Tensor]:
-    """Return a global batch: rows of which each has another number of labels."""
+    """Return a global batch; its rows differ in the number of labels."""
     generator = torch.Generator().manual_seed(100 + step)
     shape = (ROWS, LENGTH)
     ids = torch.randint(3, VOCABULARY, shape, generator=generator)

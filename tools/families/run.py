@@ -1,4 +1,4 @@
-"""Running cells: ranks that are started once, one process's figures once a family."""
+"""Runs of cells: ranks start once, and the reference is computed once for each family."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .ranks import run_cell
 from .reference import Reference, refer
 from .verdicts import ALONE, HANGS, NONE, Verdict, described, of_failure, of_ranks
 
-LIMIT = 25.0  # seconds that a cell may take; one that takes longer gets twice as many once more
+LIMIT = 25.0  # seconds for a cell; one that takes longer is run again with twice the time
 _EVERYWHERE = ("torch._dynamo", "transformers", "tools.families.ranks")
 
 
@@ -46,7 +46,7 @@ def cells(names: Sequence[str], axes: Iterable[str]) -> Iterator[tuple[str, str,
         coming = [ahead.submit(refer, name) for name in names[:1]]
         for name, after in zip(names, [*names[1:], None], strict=True):
             found = coming.pop()
-            if after is not None:  # its figures are computed while ranks are at this one
+            if after is not None:  # compute the next reference while the ranks run this family
                 coming.append(ahead.submit(refer, after))
             yield from ((name, *cell) for cell in _family(name, found, axes, pools))
 
@@ -65,6 +65,6 @@ def _family(
             yield axis, Verdict(NONE)
             continue
         verdict = run(pools, name, AXES[axis], expected, LIMIT)
-        if verdict.word == HANGS:  # or the machine is busy
+        if verdict.word == HANGS:  # perhaps the machine is busy
             verdict = run(pools, name, AXES[axis], expected, 2 * LIMIT)
         yield axis, verdict

@@ -1,4 +1,4 @@
-"""A tiny configuration of a class of transformers: its own fields, with small numbers."""
+"""A tiny configuration of a transformers class: its own fields, with small numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 VOCABULARY, LENGTH, LAYERS = 64, 16, 2
 
-# Field -> its value, whatever the default.
+# Field -> its value, regardless of the default.
 SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size"), 32),
     **dict.fromkeys(("hidden_size_global", "adapter_in_dim", "adapter_out_dim"), 32),
@@ -72,19 +72,19 @@ SIZES: Mapping[str, Any] = {
     "interleave_moe_layer_step": 1,
 }
 
-# Field -> its value where the class has one: such a window is more than half of the length.
+# Field -> its value if the default is an int: a window of more than half of the length.
 WINDOWS: Mapping[str, Any] = {
     **dict.fromkeys(("sliding_window", "sliding_window_size", "local_attention"), 9),
     **dict.fromkeys(("attention_window_size", "attention_chunk_size", "keep_window_size"), 9),
     "original_max_position_embeddings": VOCABULARY,
 }
 
-# Fields that name the kind of each layer.
+# Fields with the kind of each layer.
 KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "indexer_types")
 
 _ROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 
-# Model type -> fields that it has to have otherwise than by the rules above.
+# Model type -> fields that differ from the rules above.
 OTHERS: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3]},
@@ -139,17 +139,17 @@ def tiny(config_class: type, model_type: str = "") -> Any:
     """Return a configuration of this class whose model has some ten thousand parameters.
 
     Args:
-        config_class: Of transformers.
-        model_type: The family, if it needs fields of its own (`OTHERS`).
+        config_class: Class of transformers.
+        model_type: Family, if it needs fields of its own (`OTHERS`).
     """
     default = config_class()
-    made = vars(default)  # asked by name, what differs by layer would be refused
+    made = vars(default)  # getattr would refuse fields that differ by layer
     given: dict[str, Any] = {}
     for name, own in _fields(config_class).items():
         value = _value(name, own, made.get(name))
         if value is not None:
             given[name] = value
-    if "kv_lora_rank" in given:  # every head has keys of its own
+    if "kv_lora_rank" in given:  # every head has its own keys
         given |= {name: 4 for name in ("num_key_value_heads", "head_dim") if name in given}
     _set_kinds({name: made.get(name) for name in _fields(config_class)}, given)
     return config_class(**{**given, **OTHERS.get(model_type, {})})
@@ -158,7 +158,7 @@ def tiny(config_class: type, model_type: str = "") -> Any:
 def _fields(config_class: type) -> dict[str, Any]:
     """Return the fields of a configuration and their defaults.
 
-    They are those of a dataclass, or in transformers 5.0 arguments of `__init__`.
+    They are dataclass fields, or in transformers 5.0 arguments of `__init__`.
     """
     if is_dataclass(config_class):
         return {field.name: field.default for field in fields(config_class)}
@@ -171,9 +171,9 @@ def _value(name: str, default: Any, made: Any) -> Any:
     """Return the small value of a field, or None to leave it as it is.
 
     Args:
-        name: The field's.
-        default: What the class says.
-        made: What a default configuration has.
+        name: Name of the field.
+        default: Default of the class.
+        made: Value in a default configuration.
     """
     if name in SIZES:
         return SIZES[name]
@@ -189,12 +189,12 @@ def _value(name: str, default: Any, made: Any) -> Any:
 
 
 def is_config(value: object) -> bool:
-    """Return whether something is a configuration of transformers."""
+    """Return whether a value is a configuration of transformers."""
     return any(base.__name__ == "PreTrainedConfig" for base in type(value).__mro__)
 
 
 def _set_kinds(made: Mapping[str, Any], given: dict[str, Any]) -> None:
-    """Have a layer of each kind that a default configuration has, two layers at least."""
+    """Set the kinds of layers so that each kind of the default occurs, with two layers at least."""
     lists = {n: made[n] for n in KINDS if isinstance(made.get(n), list | tuple)}
     kinds = {name: list(dict.fromkeys(each)) for name, each in lists.items()}
     if not kinds:

@@ -1,4 +1,4 @@
-"""What became of a cell, in one word, and with what error or in which words."""
+"""The verdict on a cell: one word, and an error or a message."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ SAME, REFUSED, ALONE = "as one process", "refused", "one process fails"
 OBSCURE, DIFFERS, HANGS, NONE = "OBSCURE", "DIFFERS", "HANGS", "no experts"
 FAULTS = (OBSCURE, DIFFERS, HANGS)
 _RANK = re.compile(r"\b(?:rank \d+ )?\(?dp\d+ pp\d+ cp\d+ tp\d+(?: edp\d+ ep\d+ etp\d+)?\)?:? ?")
-_HEARD = re.compile(r"^failed in .*?Error: ")  # what another rank of a pipeline has raised
+_HEARD = re.compile(r"^failed in .*?Error: ")  # an error that another pipeline rank raised
 _LONGEST = 320
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a cell.
+    """The verdict on a cell.
 
     Attributes:
-        word: One of those above.
-        error: The largest relative error of loss, gradients and weights, if it trained.
-        words: What was said, or which tensor is furthest off.
+        word: One of the words above.
+        error: Largest relative error of loss, gradients and weights, if it trained.
+        words: Message, or name of the tensor with the largest error.
     """
 
     word: str
@@ -38,12 +38,12 @@ class Verdict:
     words: str = ""
 
     def plain(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the verdict as JSON values."""
         return {name: value for name, value in asdict(self).items() if value not in (None, "")}
 
 
 def of_ranks(said: Sequence[Said]) -> Verdict:
-    """Return the verdict if every rank came to an end."""
+    """Return the verdict if every rank returned."""
     refused = sorted(said, key=lambda each: ("refused", "heard", "trained").index(each[0]))
     if refused[0][0] != "trained":
         if len({each[0] == "trained" for each in said}) > 1:
@@ -72,9 +72,9 @@ def described(error: BaseException) -> str:
 
 
 def first_sentence(text: str) -> str:
-    """Return a refusal's first sentence, without the place of the rank that it comes from.
+    """Return a refusal's first sentence, without the coordinates of its rank.
 
-    One that quotes an error of the model's own code goes on with why, which belongs to it.
+    If it quotes an error of the model's own code, the quoted text is kept.
     """
     words = " ".join(_HEARD.sub("", _RANK.sub("", text)).split())
     sentence = re.split(r"(?<=[^.])[.;] |\.$", words)[0]
@@ -82,13 +82,13 @@ def first_sentence(text: str) -> str:
 
 
 def _innermost(trace: str) -> str:
-    """Return where a traceback ends: the file, the line and the function."""
+    """Return the innermost file, line and function of a traceback."""
     found = re.findall(r'File "(?:.*/)?([^"/]+)", line (\d+),? in (\S+)', trace)
     return " ".join(found[-1]) if found else ""
 
 
 def worse(found: Verdict, recorded: Verdict) -> bool:
-    """Return whether a cell is worse than it was: what trained does not, or a fault is new."""
+    """Return whether a cell got worse: it no longer trains the same, or it is a new fault."""
     if recorded.word == SAME:
         return found.word != SAME
     return found.word in FAULTS and recorded.word not in FAULTS

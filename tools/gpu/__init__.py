@@ -1,1 +1,1 @@
-"""What a GPU shows: tests, proof, faults and figures, each group in a process of its own."""
+"""Checks on a GPU: tests, proofs, faults and figures; each group has its own process."""

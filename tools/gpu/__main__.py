@@ -1,4 +1,4 @@
-"""What a GPU shows: tests, proof, faults and figures, each group in a process of its own.
+"""Checks on a GPU: tests, proofs, faults and figures; each group has its own process.
 
 hatch run gpu                       everything, in 8 minutes at most, on the first CUDA device
 hatch run gpu --only matrix         the groups whose names begin so
@@ -22,7 +22,7 @@ from .checks import FAILED, HUNG, SKIPPED, SLACK
 from .groups import GROUPS, Group
 from .run import Outcome, Running
 
-SECONDS = 470.0  # of all groups together; the rest of the 8 minutes is for the start and the end
+SECONDS = 470.0  # for all groups together; start and end take the rest of the 8 minutes
 HEADER = ("group", "", "s", "checks", "worst error", "")
 
 
@@ -40,7 +40,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Return what the figures belong to."""
+    """Return the machine and versions that the figures belong to."""
     found: dict[str, Any] = {"device": "CPU", "python": sys.version.split()[0]}
     found |= {"torch": torch.__version__, "cuda": torch.version.cuda}
     if device == "cuda":
@@ -51,7 +51,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def outcomes(groups: Sequence[Group], folder: Path, given: dict[str, Any]) -> Iterator[Outcome]:
-    """Run groups one after another; while one runs, the next one loads its libraries."""
+    """Run groups one after another; meanwhile the next group loads its libraries."""
     slack, following = SLACK[given["device"]], None
     end = time.monotonic() + SECONDS * slack
     try:
@@ -72,7 +72,7 @@ def outcomes(groups: Sequence[Group], folder: Path, given: dict[str, Any]) -> It
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line says; 1 if a group failed or hung, 2 without a CUDA device."""
+    """Run the command line; return 1 if a group failed or hung, 2 without a CUDA device."""
     given = parse(arguments)
     groups = [each for each in GROUPS if each.name.startswith(tuple(given.only))]
     if given.list or not groups:
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found.append(outcome)
             print(row(outcome.cells()), flush=True)
             plain = {**here, "groups": [each.plain() for each in found]}
-            given.out.write_text(json.dumps(plain, indent=1))  # each time: what is there is kept
+            given.out.write_text(json.dumps(plain, indent=1))  # keep what is done
     for outcome in found:
         for each in outcome.rows:
             if each.figures:

@@ -1,4 +1,4 @@
-"""What a group of checks finds, a line of JSON for each check as soon as it is there."""
+"""Results of a group's checks, written as one line of JSON as soon as each check ends."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from typing import Any
 from scaletorch.dist.errors import RankFailedError
 
 PASSED, FAILED, HUNG, SKIPPED = "passed", "failed", "hung", "skipped"
-SLACK = {"cuda": 1, "cpu": 10}  # limits are a card's
-_LOST = ("CUDA error", "illegal memory access", "device-side assert")  # nothing runs after these
+SLACK = {"cuda": 1, "cpu": 10}  # time limits are for a GPU
+_LOST = ("CUDA error", "illegal memory access", "device-side assert")  # the device is lost
 
 
 class Skip(Exception):
-    """A check that cannot be made here; the message says why."""
+    """A check that cannot be run here; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
-        error: The largest relative error, if numbers were compared.
-        bound: What it may be.
-        note: What else is to be said.
+        error: Largest relative error, if numbers were compared.
+        bound: Largest allowed error.
+        note: Further remark.
         figures: Measured figures by name.
     """
 
@@ -41,7 +41,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One check, as it is written down; `text` has tracebacks and the stacks of hung ranks."""
+    """A check as it is written down; `text` has tracebacks and stacks of hung ranks."""
 
     name: str
     word: str
@@ -53,12 +53,12 @@ class Row:
 
 
 class Checks:
-    """Runs the checks of a group and writes down what they find.
+    """Runs the checks of a group and writes down their results.
 
     Attributes:
         device: 'cuda' or 'cpu'.
-        quick: Few and small checks.
-        slack: What limits of time are multiplied by.
+        quick: Whether to run few and small checks.
+        slack: Factor of all time limits.
     """
 
     def __init__(self, out: Path, device: str, quick: bool, seconds: float) -> None:
@@ -67,11 +67,11 @@ class Checks:
         self._out, self._end = out, time.monotonic() + seconds
 
     def left(self) -> float:
-        """Return the seconds that this group still has."""
+        """Return the seconds left for this group."""
         return self._end - time.monotonic()
 
     def run(self, name: str, check: Callable[..., Found], *args: Any) -> None:
-        """Run one check; what it raises is written down, and goes on if the device is lost."""
+        """Run one check and write down what it raises; re-raise if the device is lost."""
         start = time.monotonic()
         try:
             if self.left() <= 0:
@@ -88,7 +88,7 @@ class Checks:
                 raise
 
     def _add(self, name: str, found: Found, seconds: float) -> None:
-        """Write down what a check has found; an error that is NaN is beyond every bound."""
+        """Write down a check's result; a NaN error exceeds every bound."""
         fine = found.error is None or found.error <= found.bound
         note = found.note if fine else f"bound {found.bound:.1e} {found.note}"
         word = PASSED if fine else FAILED
@@ -100,7 +100,7 @@ class Checks:
 
 
 def brief(error: BaseException) -> str:
-    """Return an error's class and the line that tells most: of ranks, the last one of the first."""
+    """Return an error's class and its most informative line: of ranks, the last of the first."""
     lines = [line for line in str(error).splitlines() if line.strip()] or [""]
     if isinstance(error, RankFailedError) and error.failures:
         lines = [next(iter(error.failures.values())).rstrip().splitlines()[-1]]
@@ -108,6 +108,6 @@ def brief(error: BaseException) -> str:
 
 
 def rows(out: Path) -> list[Row]:
-    """Read what a group has written; nothing if it did not come so far."""
+    """Return the rows that a group has written so far."""
     lines = out.read_text().splitlines() if out.exists() else []
     return [Row(**json.loads(line)) for line in lines]

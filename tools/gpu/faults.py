@@ -1,4 +1,4 @@
-"""Ranks that are killed, frozen or wrong, and checkpoints that are written while a step runs."""
+"""Ranks that are killed, frozen or wrong, and checkpoints that are saved during a step."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ SIGNALS = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
 KINDS = {
     "killed": "death", "frozen": "stopped", "raised": "exception", "mismatched": "mismatch"
 }  # fmt: skip
-FREE = 15.0  # s after which a rank that still waits is not free
+FREE = 15.0  # s after the fault in which the other ranks must stop waiting
 
 
 def guarded(checks: Checks) -> None:
-    """Have one of three ranks fail, in each way; the others must name it and come free."""
+    """Make one of three ranks fail in each way; the others must name it and stop waiting."""
     with TemporaryDirectory() as folder:
         started = {fault: _start(checks.device, fault, Path(folder, fault)) for fault in KINDS}
         try:
@@ -60,7 +60,7 @@ def _start(device: str, fault: str, folder: Path) -> Ranks:
     folder.mkdir()
     names = {"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD), "TMPDIR": str(folder)}
     names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    names["SCALETORCH_SHARE_DEVICES"] = "1"  # three ranks, whatever there is
+    names["SCALETORCH_SHARE_DEVICES"] = "1"  # three ranks on any number of devices
     command = [sys.executable, "-m", __spec__.name, device, fault, str(folder)]
     places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(WORLD)]
     return [subprocess.Popen(command, env={**os.environ, **names, **each}) for each in places]
@@ -76,7 +76,7 @@ def _guarded(checks: Checks, fault: str, ranks: Ranks, folder: Path) -> Found:
 
 
 def _wait(ranks: Ranks, folder: Path, limit: float) -> dict[int, Any]:
-    """Wait until the innocent have written what they heard, `limit` after the fault at most."""
+    """Wait until the innocent ranks have written their errors, at most `limit` after the fault."""
     end = None
     said: dict[int, Any] = {}
     while end is None or time.monotonic() < end:
@@ -91,7 +91,7 @@ def _wait(ranks: Ranks, folder: Path, limit: float) -> dict[int, Any]:
 
 
 def rank_main(device: str, fault: str, folder: str) -> None:
-    """Run one rank: calls under the guard, the fault on one rank, and what the others hear."""
+    """Run one rank: calls under the guard, the fault on one rank, and the others' errors."""
     dist.init_dist("pytorch", backend="gloo" if device == "cpu" else "nccl", timeout=60)
     rank, began = dist.get_rank(), Path(folder, "fault")
     try:
@@ -104,15 +104,15 @@ def rank_main(device: str, fault: str, folder: str) -> None:
                 shared = torch.ones(4, device=device)
                 dist.all_reduce(shared, "max" if wrong else "sum")
                 guard.step()
-                float(shared[0])  # a loop that reads its loss
+                float(shared[0])  # like a loop that reads its loss
     except RankFaultError as error:
         heard = [error.kind, error.ranks, time.time() - began.stat().st_mtime]
-        dist.cleanup_dist()  # must end, too
+        dist.cleanup_dist()  # must return as well
         written = Path(folder, f"said-{rank}.new")
         written.write_text(json.dumps(heard))
         written.rename(Path(folder, f"said-{rank}"))
     except ValueError:
-        time.sleep(2 * FREE)  # its end would free the others
+        time.sleep(2 * FREE)  # ending now would release the others
     finally:
         os._exit(0)
 
@@ -130,7 +130,7 @@ LOADED = (Problem({"pp_size": 2}), Problem({"cp_size": 2}, zero=2))
 
 
 def checkpoints(checks: Checks) -> None:
-    """Save in the background while the next steps run; load on other layouts and compare."""
+    """Save in the background during the next step; load with other layouts and compare."""
     with TemporaryDirectory() as folder:
         saved = replace(SAVED, sizes={"dp_size": 2}) if checks.quick else SAVED
         exact: Weights = {}
@@ -151,7 +151,7 @@ def _again(checks: Checks, problem: Problem, folder: str, exact: Weights) -> Fou
 
 
 def _second_step(device: str, problem: Problem, folder: str, saves: bool) -> Weights:
-    """Return the weights after the second step: of a run that saves meanwhile, or loads before."""
+    """Return the weights after the second step of a run that saves meanwhile, or loads before."""
     manager = setup_process_group_manager(**problem.sizes)
     try:
         model = on_grid(problem, device, manager)

@@ -1,4 +1,4 @@
-"""Figures: steps beside a plain loop, kernels beside torch's, what ranks wait for."""
+"""Figures: steps compared with a plain loop, kernels with torch's, and waits of ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .checks import Checks, Found
 from .ranks import on_ranks
 from .training import AXES, SMALL, Problem, batch, build, config_of, loss_of, on_grid, stepping
 
-PEAK = 989e12  # dense bfloat16 FLOP/s of an H100 SXM and an H200, by their data sheets
+PEAK = 989e12  # dense bfloat16 FLOP/s of an H100 SXM and an H200, from their data sheets
 TITAN = {"eager": 5762, "compiled": 6667}  # tokens/s a GPU of torchtitan, Llama 3 8B on 8 H100
 WARM, TIMED = 3, 6  # steps
 HALF = "bfloat16"
@@ -57,7 +57,7 @@ def synchronize(device: str) -> None:
 
 
 def seconds_of(calls: Iterable[Callable[[], Any]], device: str) -> float:
-    """Return the median time of calls, each of them waited for."""
+    """Return the median time of calls, each with a synchronization."""
     times = []
     for call in calls:
         start = time.perf_counter()
@@ -85,7 +85,7 @@ def measured(problem: Problem, step: Callable[[int], Any], device: str) -> dict[
 
 
 def waits(step: Callable[[int], Any], device: str) -> dict[str, Any]:
-    """Return how often the host waits for the device in a step, and in which lines most."""
+    """Return how often the host waits for the device in a step, and the lines that wait most."""
     if device != "cuda":
         return {}
     torch.cuda.set_sync_debug_mode("warn")
@@ -112,14 +112,14 @@ def speed(checks: Checks, compiled: bool) -> None:
 
 
 def _alone(problem: Problem, device: str, plain: bool, compiled: bool) -> Found:
-    gc.collect()  # of what ran before
+    gc.collect()  # garbage of earlier checks
     if device == "cuda":
         torch.cuda.empty_cache()
     return Found(figures=figures_of(device, problem, plain, compiled))
 
 
 def figures_of(device: str, problem: Problem, plain: bool, compiled: bool) -> dict[str, Any]:
-    """Return the figures of this rank's step, with this library or, on dp alone, without it."""
+    """Return the figures of this rank's step, with this library or, on dp only, without it."""
     manager = setup_process_group_manager(**problem.sizes)
     try:
         make = _loop if plain else _ours
@@ -141,7 +141,7 @@ def _ours(
 def _loop(
     problem: Problem, device: str, manager: ProcessGroupManager, compiled: bool
 ) -> Callable[[int], Any]:
-    """Return a step of plain PyTorch: alone, or by DistributedDataParallel."""
+    """Return a step of plain PyTorch: on one rank, or with DistributedDataParallel."""
     model, rank, size = build(problem, device), manager.dp_rank, manager.dp_size
     for layer in getattr(model, "layers", ()) if compiled else ():
         layer.compile()
@@ -165,7 +165,7 @@ def _loop(
 
 
 def large(checks: Checks) -> None:
-    """Time a step of the shape of Llama 3 8B; where 32 layers do not fit, with 8 of them."""
+    """Time a step of the shape of Llama 3 8B, with 8 layers if 32 do not fit."""
     checks.run("train_step", _large, checks.device, checks.quick)
 
 
@@ -179,7 +179,7 @@ def _large(device: str, quick: bool) -> Found:
     return Found(note="8 layers do not fit this device's memory")
 
 
-SDPA = {  # heads, kv heads, length, options of ours
+SDPA = {  # heads, kv heads, length, options of our attention
     "causal": (32, 8, 8192, {"causal": True}),
     "full": (32, 8, 8192, {}),
     "causal, 32k": (32, 8, 32768, {"causal": True}),
@@ -189,7 +189,7 @@ SDPA = {  # heads, kv heads, length, options of ours
 
 
 def attention(checks: Checks) -> None:
-    """Time attention of head dim 128 beside torch's own, which computes no windows or caps."""
+    """Time attention with head dim 128, compared with torch's, which has no windows or caps."""
     for name, case in SDPA.items():
         checks.run(name, _attention, checks.device, checks.quick, *case)
 
@@ -224,7 +224,7 @@ WIDE = {
 
 
 def axes(checks: Checks) -> None:
-    """Count what a step costs on each axis, beside DistributedDataParallel."""
+    """Measure the cost of a step on each axis, compared with DistributedDataParallel."""
     base = Problem(config=WIDE, length=1024, micro_batches=4, dtype=HALF)
     if checks.quick:
         base = replace(base, config=SMALL, length=32, dtype="float32")
@@ -242,7 +242,7 @@ def _axis(checks: Checks, problem: Problem, plain: bool) -> Found:
 
 
 def messages(step: Callable[[int], Any], device: str) -> dict[str, Any]:
-    """Return NCCL's calls in a step, and the share of their time with computation beside it."""
+    """Return NCCL's calls in a step, and the share of their time that overlaps with computation."""
     if device != "cuda":
         return {}
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -250,7 +250,7 @@ def messages(step: Callable[[int], Any], device: str) -> dict[str, Any]:
         torch.cuda.synchronize()
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for event in profiler.events():
-        if event.device_type.name == "CUDA" and not event.name.startswith("nccl:"):  # its label
+        if event.device_type.name == "CUDA" and not event.name.startswith("nccl:"):  # a label
             span = event.time_range.start, event.time_range.end
             spans[re.match("nccl(Dev)?Kernel", event.name) is not None].append(span)
     nccl, compute = merged(spans[True]), merged(spans[False])
@@ -261,7 +261,7 @@ def messages(step: Callable[[int], Any], device: str) -> dict[str, Any]:
 
 
 def merged(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return spans of time as the fewest that do not touch."""
+    """Return the union of spans as disjoint spans."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:

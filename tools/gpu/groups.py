@@ -1,4 +1,4 @@
-"""The groups, in the order in which they run: the table to change."""
+"""The groups in the order in which they run: the table to change."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from scaletorch.parallel.context_parallel.kernels import table
 
 
 class Group(NamedTuple):
-    """One group of checks, which has a process of its own.
+    """One group of checks, which has its own process.
 
     Attributes:
-        name: Its name; `--only` takes all that begin with a word.
-        function: `file.function` of this folder; called with `Checks` and the arguments.
-        limit: Seconds after which it is taken for hung.
-        arguments: What else the function is given.
-        shares: Its ranks share a card under a CUDA MPS daemon of the group's own, which makes
-            messages a hundred times faster, and lets one rank's fault end all.
+        name: Name; `--only` takes all groups whose names begin with a word.
+        function: `file.function` of this folder, called with `Checks` and the arguments.
+        limit: Seconds after which the group counts as hung.
+        arguments: Further arguments of the function.
+        shares: Whether its ranks share a GPU under the group's own CUDA MPS daemon, which makes
+            messages a hundred times faster, but lets one rank's fault end all.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Group(NamedTuple):
     shares: bool = True
 
 
-# What may make four stages with a tied head wait for ever: one thing is changed in each.
+# Possible reasons why four stages with a tied head hang: each setting changes one thing.
 MATRIX: dict[str, dict[str, str]] = {
     "as it is": {},
     "all pairs first": {},
@@ -41,7 +41,7 @@ SCHEDULES = (
     "1f1b", "afab", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_v", "dualpipe_v",
 )  # fmt: skip
 METHODS = ("ring", "all_gather", "ulysses", "hybrid")
-# Name, ranks or layouts, dtypes, values of the proof's options, and sizes of expert parallelism.
+# Name -> ranks or layouts, dtypes, values of the proof's options, sizes of expert parallelism.
 PROOFS: dict[str, tuple[Any, ...]] = {
     "2 ranks": (2, ALL, {}, None),
     "4 ranks": (4, ALL, {}, None),
@@ -86,5 +86,5 @@ GROUPS = (
     Group("shape of Llama 3 8B", "figures.large", 60, (), False),
     Group("kernels beside torch", "figures.attention", 40, (), False),
     Group("axes", "figures.axes", 60),
-    *_PROOFS[2:],  # what the time leaves
+    *_PROOFS[2:],  # as far as time allows
 )

@@ -1,4 +1,4 @@
-"""Attention kernels of one block, and whole calls of attention, against float64 on the device."""
+"""Attention kernels of one block, and attention calls, compared with float64 on the device."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from scaletorch.parallel.context_parallel.masks.blocks import CAUSAL, FULL, Band
 
 from .checks import Checks, Found, Skip
 
-# Of out, lse and gradients: the largest difference over the largest exact value.
+# For out, lse and gradients: the largest difference over the largest exact value.
 BOUNDS = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 1e-4}
 HEADS = ((4, 4), (8, 2))
 DIMS = (64, 80, 128)
 ODD = 36  # a head dim that fused operators refuse
 CAP = 20.0
 CAPS = (CAP, None)
-SHAPES = ((513, 513), (300, 700))  # rows and keys: no multiples of a tile
+SHAPES = ((513, 513), (300, 700))  # rows and keys, no multiples of a tile
 BANDS: dict[str, Band] = {
     "full": FULL, "causal": CAUSAL, "window 100": (-99, 0), "two-sided": (-40, 40),
 }  # fmt: skip
@@ -44,7 +44,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 def inputs(device: str, dtype: torch.dtype, *shape: int) -> list[Tensor]:
-    """Return q, k, v and the gradient of out, for query and key heads, head dim, rows and keys."""
+    """Return q, k, v and the gradient of out, for (heads, kv heads, head dim, rows, keys)."""
     heads, kv_heads, dim, rows, keys = shape
     generator = torch.Generator().manual_seed(0)
     return [
@@ -56,7 +56,7 @@ def inputs(device: str, dtype: torch.dtype, *shape: int) -> list[Tensor]:
 def dense(
     given: list[Tensor], seen: Tensor, softcap: float | None = None, sinks: Tensor | None = None
 ) -> list[Tensor]:
-    """Return out, lse, dq, dk, dv and the sinks' gradient in float64, from the whole matrix."""
+    """Return out, lse, dq, dk, dv and the sinks' gradient in float64, from full scores."""
     leaves = [x.detach().double().requires_grad_() for x in given[:3]]
     group = given[0].shape[1] // given[1].shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in leaves[1:])
@@ -76,7 +76,7 @@ def dense(
 
 
 def visible(device: str, rows: int, keys: int, band: Band) -> Tensor:
-    """Return which keys each row sees."""
+    """Return the mask of keys that each row sees."""
     distance = torch.arange(keys, device=device) - torch.arange(rows, device=device)[:, None]
     lower, upper = band
     seen = torch.ones_like(distance, dtype=torch.bool)
@@ -85,11 +85,11 @@ def visible(device: str, rows: int, keys: int, band: Band) -> Tensor:
 
 
 def blocks(checks: Checks, name: str) -> None:
-    """Compare a kernel, forward and backward, in whatever it says that it fits."""
+    """Compare a kernel, forward and backward, in all cases that it supports."""
     kernels = (*table.KERNELS[checks.device], table.TILE)
     kernel = next((each for each in kernels if each.name == name), None)
     cases: Iterable[Any] = itertools.product(BOUNDS, HEADS, DIMS, (None,), SHAPES, BANDS)
-    if name == table.FLEX.name:  # it compiles for each dtype, head dim and number of heads
+    if name == table.FLEX.name:  # compiled for each dtype, head dim and number of heads
         cases = itertools.product(tuple(BOUNDS)[1:], HEADS[1:], (ODD, 128), CAPS, SHAPES, BANDS)
     for dtype, heads, dim, cap, shape, band in itertools.islice(cases, 3 if checks.quick else None):
         says = f"{str(dtype)[6:]} {heads} {dim} {shape} {band}" + (" cap" if cap else "")
@@ -103,7 +103,7 @@ def _block(device: str, kernel: Kernel | None, case: Any, band: str, cap: float 
     how = (case[3] ** -0.5, BANDS[band], *(() if cap is None else (cap,)))
     if kernel is None or not kernel.fits(q, k, v, BANDS[band]):
         raise Skip("the kernel does not fit")
-    with warnings.catch_warnings():  # flex_attention would leave the block to the tile
+    with warnings.catch_warnings():  # flex_attention would fall back to the tile kernel
         warnings.filterwarnings("error", "flex_attention does not run")
         out, lse = kernel.forward(q, k, v, *how)
         found = kernel.backward(Operands(grad, q, k, v, out, lse), *how)
@@ -114,7 +114,7 @@ def _block(device: str, kernel: Kernel | None, case: Any, band: str, cap: float 
 
 
 def calls(checks: Checks) -> None:
-    """Compare what a model calls, on one rank, with the kernels that it chooses."""
+    """Compare attention calls of a model on one rank, with the kernels that they choose."""
     cases = itertools.product(BOUNDS, HEADS, DIMS, CALLS)
     some = itertools.islice(cases, len(CALLS) if checks.quick else None)
     for dtype, heads, dim, name in sorted(some, key=_is_compiled):
@@ -124,7 +124,7 @@ def calls(checks: Checks) -> None:
 
 
 def _is_compiled(case: tuple[torch.dtype, tuple[int, int], int, str]) -> bool:
-    """Return whether flex_attention computes a call on CUDA: these take long, and come last."""
+    """Return whether a call on CUDA uses flex_attention: these are slow and run last."""
     dtype, options = case[0], CALLS[case[3]]
     return "softcap" in options or (dtype == torch.float32 and "window" in options)
 
@@ -146,7 +146,7 @@ def _call(device: str, case: Any, options: dict[str, Any]) -> Found:
         document = torch.bucketize(torch.arange(case[-1], device=device), ends, right=True)
         seen &= document == document[:, None]
     exact = dense(given, seen, options.get("softcap"), options.get("sinks"))
-    del exact[1]  # attention gives no lse
+    del exact[1]  # attention returns no lse
     return _judged([out.detach(), *found], exact, case[0])
 
 

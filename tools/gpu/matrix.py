@@ -1,4 +1,4 @@
-"""Four stages with a tied head, one thing changed in each group: what decides whether they hang."""
+"""Four stages with a tied head, one setting changed in each group, to find why they hang."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .checks import Checks, Found
 from .ranks import on_ranks
 from .training import SMALL, Problem, compare, losses_on_grid
 
-SECONDS = 20.0  # after which ranks hang; other settings took 3 to 6 with their start
+SECONDS = 20.0  # after which ranks count as hung; other settings took 3 to 6 with their start
 STAGES = 4
 TIED = {**SMALL, "num_layers": STAGES, "tie_embeddings": True}
 
 
 def cell(checks: Checks, name: str, env: Mapping[str, str]) -> None:
-    """Run one setting of the matrix with both schedules, or the messages alone."""
+    """Run one setting of the matrix with both schedules, or only the messages."""
     if name == "torch alone":
         checks.run(name, _alone, checks)
         return
@@ -36,7 +36,7 @@ def _once(checks: Checks, name: str, problem: Problem, env: Mapping[str, str]) -
 
 
 def _pairs_first(device: str, problem: Problem) -> list[float]:
-    """Train after every pair of ranks has exchanged a number both ways."""
+    """Train after every pair of ranks has exchanged a number in both directions."""
     rank, one = c10d.get_rank(), torch.ones(1, device=device)
     peers = [peer for peer in range(STAGES) if peer != rank]
     calls = [c10d.P2POp(c10d.isend, one, peer) for peer in peers]
@@ -49,17 +49,17 @@ def _pairs_first(device: str, problem: Problem) -> list[float]:
 def _alone(checks: Checks) -> Found:
     """Send a pipeline's messages in its order, without this library."""
     every = on_ranks(checks, _messages, STAGES, timeout=SECONDS)
-    exact = torch.full((2, 2), 3.0)  # what reaches both ends, and the owners' sum
+    exact = torch.full((2, 2), 3.0)  # the values at both ends, and the owners' sum
     return Found(relative_error(torch.tensor([every[0], every[-1]]), exact), 0.0)
 
 
 def _messages(device: str) -> tuple[float, float]:
-    """Do one micro-batch: activations down, gradients up, and the tied weight's two owners.
+    """Run one micro-batch: activations down, gradients up, and the tied weight's two owners.
 
-    Each stage adds 1 to what it passes on; the owners add up 1 and 2.
+    Each stage adds 1 to the value that it passes on; the owners sum 1 and 2.
     """
     rank, last = c10d.get_rank(), STAGES - 1
-    c10d.all_reduce(torch.ones(1, device=device))  # as ranks agree before they begin
+    c10d.all_reduce(torch.ones(1, device=device))  # like the agreement of ranks before a step
     if rank in (0, last):  # the tied weight's value
         _exchange(device, {last: 0.0} if rank == 0 else {}, [0] if rank else [])
     result = owned = 0.0

@@ -1,4 +1,4 @@
-"""Ranks of this machine on its device: over NCCL on CUDA devices, over gloo on the CPU."""
+"""Ranks on this machine's device: over NCCL on CUDA devices, over gloo on the CPU."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from scaletorch.dist.testing import run_ranks
 
 from .checks import Checks
 
-MOST = 4  # ranks of any check
+MOST = 4  # largest number of ranks of a check
 
 
 def is_shared() -> bool:
-    """Return whether ranks have to share cards, as `run_ranks` lets them."""
+    """Return whether ranks have to share GPUs, which `run_ranks` allows."""
     return 0 < torch.cuda.device_count() < MOST
 
 
@@ -27,7 +27,7 @@ def on_ranks(
     timeout: float = 60.0,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Return what `fn(device, *args)` returns on each rank; an error has hung ranks' stacks."""
+    """Return the result of `fn(device, *args)` on each rank; errors contain hung ranks' stacks."""
     backend: dict[str, Any] = {} if checks.device == "cpu" else {"backend": "nccl"}
     limit = max(1.0, min(timeout * checks.slack, checks.left()))
     return run_ranks(fn, world_size, checks.device, *args, timeout=limit, env=env, **backend)

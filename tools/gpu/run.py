@@ -1,4 +1,4 @@
-"""Groups as processes: each has its log, its limit, and a CUDA MPS daemon of its own."""
+"""Groups as processes, each with its own log, time limit and CUDA MPS daemon."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .checks import FAILED, HUNG, PASSED, SKIPPED, Row
 from .groups import Group
 
 MPS = "nvidia-cuda-mps-control"
-STACKS_AFTER = 2.0  # s that a hung process gets to write its stacks
-_TAIL = 6000  # characters of a log that are kept
+STACKS_AFTER = 2.0  # s for a hung process to write its stacks
+_TAIL = 6000  # characters of a log to keep
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a group."""
+    """The outcome of a group."""
 
     name: str
     word: str
@@ -56,7 +56,7 @@ class Outcome:
         return self.name, self.word, f"{self.seconds:.0f}", count, error, note[:100]
 
     def plain(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the outcome as JSON values."""
         return {**asdict(self), "worst_error": self.error}
 
 
@@ -82,7 +82,7 @@ class Running:
             )  # fmt: skip
 
     def finish(self, seconds: float) -> Outcome:
-        """Let it run for so many seconds at most; return what became of it."""
+        """Let it run for at most `seconds`; return the outcome."""
         start, late = time.monotonic(), False
         with self._daemon():
             try:
@@ -96,7 +96,7 @@ class Running:
         return self._outcome(time.monotonic() - start, late)
 
     def end(self) -> None:
-        """End the process and what it started; ranks end with the process that they belong to."""
+        """Kill the process and its children; ranks end with their parent process."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -114,7 +114,7 @@ class Running:
 
     @contextlib.contextmanager
     def _daemon(self) -> Iterator[None]:
-        """Serve the group's ranks by an MPS daemon, if this machine has one."""
+        """Run an MPS daemon for the group's ranks, if this machine has one."""
         control = shutil.which(MPS) if self._shares else None
         if control is None:
             yield

@@ -1,4 +1,4 @@
-"""Tests and proofs that the repository has, on this device."""
+"""The repository's tests and proofs, on this device."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from .checks import Checks, Found, Skip
 from .ranks import on_ranks
 
 DIST = "packages/scaletorch-dist/tests"
-TESTS = {  # and what they need beside pytest
+TESTS = {  # file -> libraries that it needs besides pytest
     f"{DIST}/test_collectives_gpu.py": (),
     "packages/scaletorch-cp/tests/test_cp_kernels.py": ("hypothesis",),
 }
 
 
 def marked(checks: Checks) -> None:
-    """Run the tests that are marked `gpu`."""
+    """Run the tests marked `gpu`."""
     with TemporaryDirectory() as folder:
-        # Without the settings of pyproject.toml, which need plugins.
+        # The settings of pyproject.toml need plugins, so leave them out.
         plain = ["-c", os.devnull, f"--rootdir={ROOT}", "--import-mode=importlib"]
         plain += ["-o", "faulthandler_timeout=20"]
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={folder}/xml"]
@@ -51,7 +51,7 @@ def _told(case: ElementTree.Element) -> Found:
 
 
 def bodies(checks: Checks) -> None:
-    """Run what two ranks must be able to do on every backend, one body after another."""
+    """Run the bodies that two ranks must be able to run on every backend, one after another."""
     sys.path.insert(0, str(ROOT / DIST))
     every_backend = importlib.import_module("every_backend")
     calls = [(file, *call) for file, some in every_backend.BODIES.items() for call in some]
@@ -87,7 +87,7 @@ def proof(
     options: Mapping[str, Sequence[str | int]],
     ep: Sequence[int] | None,
 ) -> None:
-    """Compare layouts with one process on this device, a case after another until time is over."""
+    """Compare layouts with one process on this device, case after case until the time is over."""
 
     def progress(result: CaseResult) -> None:
         checks.run(str(result.case), _case, result)

@@ -1,4 +1,4 @@
-"""Small models trained on a layout, beside the same in one process without this library."""
+"""Small models trained on a layout, compared with one process without this library."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from .checks import Checks, Found
 from .ranks import on_ranks
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_heads": 8, "num_kv_heads": 4}
-BOUND = 1e-5  # of float32 losses
+BOUND = 1e-5  # relative error of float32 losses
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is trained, and on which layout.
+    """A model, its data and a layout.
 
     Attributes:
-        sizes: Of the grid, as `setup_process_group_manager` takes them.
-        config: Of the Llama; with `num_experts`, of the mixture.
-        options: Of `parallelize`.
+        sizes: Sizes of the grid, as arguments of `setup_process_group_manager`.
+        config: Configuration of the Llama; with `num_experts`, of the mixture.
+        options: Options of `parallelize`.
         zero: Stage of ZeRO, 0 for none.
     """
 
@@ -51,12 +51,12 @@ class Problem:
 
     @property
     def world_size(self) -> int:
-        """How many ranks the layout has; experts are shared out over those that are there."""
+        """The number of ranks of the layout; ep ranks are among those of the other axes."""
         return math.prod(size for name, size in self.sizes.items() if name != "ep_size")
 
 
 def build(problem: Problem, device: str) -> nn.Module:
-    """Return the plain model on the device; the same on every rank."""
+    """Return the plain model on the device, the same on every rank."""
     torch.manual_seed(0)
     config = config_of(problem)
     with torch.device(device):
@@ -65,7 +65,7 @@ def build(problem: Problem, device: str) -> nn.Module:
 
 
 def config_of(problem: Problem) -> LlamaConfig:
-    """Return the model's sizes."""
+    """Return the model's configuration."""
     kind = MixtureConfig if "num_experts" in problem.config else LlamaConfig
     return kind(**problem.config)
 
@@ -85,7 +85,7 @@ def loss_of(model: nn.Module, some: Mapping[str, Tensor]) -> Tensor:
 
 
 def plain_losses(problem: Problem, device: str) -> list[float]:
-    """Return the losses of a loop of plain PyTorch."""
+    """Return the losses of a plain PyTorch loop."""
     model, losses = build(problem, device), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(problem.steps):
@@ -113,7 +113,7 @@ def stepping(
     model: DataParallelBucket,
     optimizer: torch.optim.Optimizer,
 ) -> Callable[[int], Tensor]:
-    """Return a function that does one step and returns its loss."""
+    """Return a function that runs one step and returns its loss."""
     if problem.zero:
         shard_optimizer(optimizer, model, stage=problem.zero, overlap=True)
 
@@ -128,7 +128,7 @@ def stepping(
 
 
 def losses_on_grid(device: str, problem: Problem) -> list[float]:
-    """Train on this rank's place of the grid; return the losses."""
+    """Train on this rank of the grid; return the losses."""
     manager = setup_process_group_manager(**problem.sizes)
     try:
         model = on_grid(problem, device, manager)
@@ -142,7 +142,7 @@ def losses_on_grid(device: str, problem: Problem) -> list[float]:
 def compare(
     checks: Checks, problem: Problem, body: Callable[..., Any] = losses_on_grid, **how: Any
 ) -> Found:
-    """Train on ranks and in one process; the error is that of the losses."""
+    """Train on ranks and in one process; return the error of the losses."""
     exact = torch.tensor(plain_losses(problem, checks.device))
     every = on_ranks(checks, body, problem.world_size, problem, **how)
     return Found(worst(relative_error(torch.tensor(mine), exact) for mine in every), BOUND)
@@ -161,13 +161,13 @@ AXES = {
 
 
 def rehearsals(checks: Checks) -> None:
-    """Begin training on every axis with the rehearsal, which is on by default."""
+    """Train on every axis with the rehearsal, which is on by default."""
     for name, problem in list(AXES.items())[: 1 if checks.quick else None]:
         checks.run(name, compare, checks, problem)
 
 
 def messages(checks: Checks) -> None:
-    """Train pipelines whose messages are of 1 KB and of 8 MB, with small weights."""
+    """Train pipelines with messages of 1 KB and of 8 MB, with small weights."""
     tiny = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 4, "num_kv_heads": 2}
     wide = {"hidden_size": 1024, "intermediate_size": 64, "num_heads": 8, "num_kv_heads": 2}
     small = Problem(config=tiny, rows=4, length=8, micro_batches=4)

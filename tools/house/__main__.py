@@ -1,6 +1,6 @@
-"""``hatch run house``: files and lines of every wheel, the longest, and how far one call goes.
+"""`hatch run house`: files and lines of every wheel, the longest ones, and the files a call enters.
 
-``--no-calls`` leaves the calls out, ``--words`` lists docstrings that leave their dialect.
+`--no-calls` leaves out the calls, `--words` lists docstrings that break the rules for words.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def offenders(names: list[str]) -> None:
 
 
 def calls() -> None:
-    """Print how many files of ours a warm call enters, and where they lie."""
+    """Print how many library files a warm call enters, by folder."""
     from .walk import WALKS, rooms, walk
 
     for name, (_, ranks, most) in WALKS.items():
@@ -50,7 +50,7 @@ def calls() -> None:
 
 
 def words(names: list[str]) -> None:
-    """Print what docstrings say otherwise than agreed."""
+    """Print docstrings that break the rules for words."""
     for name in names:
         for path in sources(folder(name) / "src"):
             for line, reason in offences(path):
@@ -58,7 +58,7 @@ def words(names: list[str]) -> None:
 
 
 def main() -> None:
-    """Print what is asked for."""
+    """Print the requested reports."""
     parser = argparse.ArgumentParser("hatch run house", description=__doc__)
     parser.add_argument("packages", nargs="*", help="all by default")
     parser.add_argument("--no-calls", action="store_true", help="leave the calls out")

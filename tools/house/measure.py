@@ -1,4 +1,4 @@
-"""How long files and functions are, and where too long."""
+"""Lengths of files and functions, and those that are too long."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Length:
     """Lines of a file, or of a function in it."""
 
     lines: int
-    name: str  # with the line of a function
+    name: str  # for a function with its line
 
     @property
     def place(self) -> str:
@@ -30,13 +30,13 @@ def sources(folder: Path) -> list[Path]:
 
 
 def file_lengths(paths: Iterable[Path], root: Path) -> Iterator[Length]:
-    """Yield how long files are, by their names below a folder."""
+    """Yield the lengths of files, named relative to a folder."""
     for path in paths:
         yield Length(len(path.read_text().splitlines()), str(path.relative_to(root)))
 
 
 def function_lengths(paths: Iterable[Path], root: Path) -> Iterator[Length]:
-    """Yield how long functions are, from ``def`` to the last line; decorators do not count."""
+    """Yield the lengths of functions, from `def` to the last line, without decorators."""
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -45,7 +45,7 @@ def function_lengths(paths: Iterable[Path], root: Path) -> Iterator[Length]:
 
 
 def too_long(folder: Path, root: Path) -> list[Length]:
-    """Return the files and functions below a folder that are longer than may be, longest first."""
+    """Return the files and functions below a folder that are too long, longest first."""
     paths = sources(folder)
     files = [each for each in file_lengths(paths, root) if each.lines > LONGEST_FILE]
     functions = [each for each in function_lengths(paths, root) if each.lines > LONGEST_FUNCTION]

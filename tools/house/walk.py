@@ -1,4 +1,4 @@
-"""How many files of ours one warm call enters, by tracing it on real ranks."""
+"""Count the library files that a warm call enters, by tracing it on real ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from scaletorch.parallel.context_parallel import attention
 from scaletorch.parallel.pg_manager import setup_process_group_manager
 from scaletorch.parallel.tensor_parallel import apply_tensor_parallel
 
-LIBRARY = "/scaletorch/"  # of sources, and of installed wheels
+LIBRARY = "/scaletorch/"  # in paths of sources and of installed wheels
 WARM = 3  # calls before the one that is traced
 
 
 def entered(call: Callable[[], object]) -> set[str]:
-    """Return the files of ours whose functions a call runs, once it is warm.
+    """Return the library files whose functions a warm call runs.
 
-    Of this thread and of those that begin Python within the call, as autograd's do.
+    It covers this thread and threads that start Python during the call, such as autograd's.
     """
     for _ in range(WARM):
         call()
@@ -65,7 +65,7 @@ def ring_attention() -> set[str]:
 
 
 def step_4d() -> set[str]:
-    """Train a step of the built-in Llama with every kind of parallelism on."""
+    """Train a step of the built-in Llama with tensor, context and pipeline parallelism."""
     manager = setup_process_group_manager(tp_size=2, cp_size=2, pp_size=2, dp_size=1)
     torch.manual_seed(0)
     config = LlamaConfig(64, 16, 32, 4, 4, 2)
@@ -81,13 +81,13 @@ def step_4d() -> set[str]:
 
 
 def shard_model() -> set[str]:
-    """Divide the built-in Llama over two ranks, with sequence parallelism."""
+    """Shard the built-in Llama over two ranks, with sequence parallelism."""
     setup_process_group_manager(tp_size=2, cp_size=1, pp_size=1, dp_size=1)
     models = [Llama(LlamaConfig(64, 16, 32, 4, 4, 2)) for _ in range(WARM + 1)]
     return entered(lambda: apply_tensor_parallel(models.pop(), sequence_parallel=True))
 
 
-# What is called, on how many ranks, and how many files it may enter.
+# Name -> function, number of ranks, most files that it may enter.
 WALKS: dict[str, tuple[Callable[[], set[str]], int, int]] = {
     "all_reduce": (small_all_reduce, 2, 5),
     "attention": (ring_attention, 2, 25),
@@ -104,5 +104,5 @@ def walk(name: str) -> set[str]:
 
 
 def rooms(files: set[str]) -> Counter[str]:
-    """Return how many of the files lie in each package's folder."""
+    """Return the number of files in each package's folder."""
     return Counter("/".join(file.split("/")[:2]) for file in files)

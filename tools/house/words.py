@@ -1,6 +1,6 @@
 """Check docstrings for plain English that a newcomer reads at once.
 
-``python -m tools.house.words FILES`` prints what to say otherwise; 1 if there is anything.
+`python -m tools.house.words FILES` prints the docstrings to change; 1 if there are any.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENTRY = re.compile(r"^    (\*{0,2}\w+(?: \([^)]*\))?): +([a-z]\S*)")
 
 
 def offences(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line and the reason of what should be said otherwise in a module's docstrings."""
+    """Yield the line and the reason of each phrase to change in a module's docstrings."""
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -50,7 +50,7 @@ def _in(text: str) -> Iterator[tuple[int, str]]:
 
 
 def main(names: list[str]) -> int:
-    """Print what docstrings of files say otherwise than agreed; return 1 if anything is."""
+    """Print phrases of docstrings to change; return 1 if there are any."""
     found = [f"{name}:{line}: {reason}" for name in names for line, reason in offences(Path(name))]
     print("\n".join(found), end="\n" if found else "")
     return int(bool(found))

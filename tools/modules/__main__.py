@@ -1,7 +1,7 @@
-"""Token models composed at random, on random layouts, beside one float64 process.
+"""Random token models on random layouts, compared with one float64 process.
 
-python -m tools.modules --seeds 0-99           three layouts of each seed's module
-python -m tools.modules --seeds 0- --minutes 5 as many as come
+python -m tools.modules --seeds 0-99           three layouts for the module of each seed
+python -m tools.modules --seeds 0- --minutes 5 as many seeds as the time allows
 python -m tools.modules --seeds 7 --layouts tp2 "pp2 tp2 zb_v sequence_parallel mb4"
 python -m tools.modules --seeds 7 --layouts tp2 --recipe mlp=topk plan=no_head
 """
@@ -22,7 +22,7 @@ from .verdicts import FAULTS, FOUND, REFUSED, UNSEEN, reason
 
 
 def settings(given: argparse.Namespace) -> Iterator[Setting]:
-    """Yield what the command line asks for."""
+    """Yield the settings that the command line selects."""
     first, ranged, last = given.seeds.partition("-")
     seeds: Iterable[int] = range(int(first), int(last or first) + 1)
     if ranged and not last:
@@ -36,7 +36,7 @@ def settings(given: argparse.Namespace) -> Iterator[Setting]:
 
 
 def table(verdicts: list[tuple[Setting, Verdict]]) -> str:
-    """Return how many settings came to which verdict, by axes, and why modules were refused."""
+    """Return the number of settings by verdict and axes, and the reasons of refusals."""
     words = sorted({verdict.word for _, verdict in verdicts})
     counts = Counter((" ".join(s.layout.axes), verdict.word) for s, verdict in verdicts)
     lines = [f"{'':8}" + "".join(f"{word:>24}" for word in words)]
@@ -49,7 +49,7 @@ def table(verdicts: list[tuple[Setting, Verdict]]) -> str:
 
 
 def main() -> int:
-    """Run what the command line says; 1 if a setting is a fault."""
+    """Run the command line; return 1 if a setting is a fault."""
     parser = argparse.ArgumentParser(
         "hatch run modules", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -74,7 +74,7 @@ def main() -> int:
             print(f"{verdict.word:22} {error:6} {setting}\n    {verdict.words[:300]}", flush=True)
             if verdict.word in FAULTS:
                 print(f"    {setting.again(drawn=given.recipe is None)}", flush=True)
-                if given.shrink and verdict.word != HANGS:  # which would take minutes
+                if given.shrink and verdict.word != HANGS:  # shrinking would take minutes
                     less = runner.shrink(setting, verdict)
                     needed[f"{verdict.word}: {recipe.shown(less.recipe)}"] += 1
                     print(f"    {less.again(drawn=False)}", flush=True)

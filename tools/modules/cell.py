@@ -1,4 +1,4 @@
-"""One module on one layout, as one rank: trains, and compares all with one process."""
+"""One module on one layout, as one rank: train, and compare everything with one process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REHEARSES = "rehearse" in inspect.signature(parallelize).parameters
 
 
 class Expected(NamedTuple):
-    """What one process finds: of each step, gradients by names; and the weights at the end."""
+    """One process's results: losses and gradients of each step, and the final weights."""
 
     losses: list[Tensor]
     gradients: list[dict[str, Tensor]]
@@ -46,24 +46,24 @@ class Expected(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a rank says."""
+    """A rank's result."""
 
-    kind: str  # "right", "wrong", "refused" or "rehearsal", which is refused by the rehearsal
-    words: str  # why, or what differs
+    kind: str  # "right", "wrong", "refused", or "rehearsal" if the rehearsal refused
+    words: str  # the reason, or the tensor that differs
     error: float = 0.0
-    warned: tuple[str, ...] = ()  # warnings, and what the rehearsal did not compare
+    warned: tuple[str, ...] = ()  # warnings, and tensors that the rehearsal did not compare
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.SGD(trained or [torch.zeros(1)], lr=RATE)  # a stage may be frozen whole
+    return torch.optim.SGD(trained or [torch.zeros(1)], lr=RATE)  # all of a stage may be frozen
 
 
 def refer(recipe: Recipe, seed: int, depth: int) -> Expected:
     """Train a module in this process.
 
     Raises:
-        ValueError: What it computes grows without end, or is made of rounding.
+        ValueError: Its values grow without bound, or consist of rounding errors.
     """
     expected, other = (_alone(recipe, seed, depth, noise) for noise in (0.0, 1e-14))
     pairs = zip(other.gradients, expected.gradients, strict=True)
@@ -74,7 +74,7 @@ def refer(recipe: Recipe, seed: int, depth: int) -> Expected:
 
 
 def _alone(recipe: Recipe, seed: int, depth: int, noise: float) -> Expected:
-    """Train in one process with weights that are off by some noise."""
+    """Train in one process, with noise added to the weights."""
     model = make(recipe, seed, depth)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -99,7 +99,7 @@ def _alone(recipe: Recipe, seed: int, depth: int, noise: float) -> Expected:
 def _train(
     recipe: Recipe, seed: int, layout: Layout, expected: Expected, rehearse: bool
 ) -> tuple[float, str]:
-    """Return the largest error on this layout, and where it is."""
+    """Return the largest error on this layout, and its tensor."""
     manager = setup_process_group_manager(**layout.sizes)
     plain = make(recipe, seed, layout.depth)
     own: dict[str, Any] = {}
@@ -127,14 +127,14 @@ def _train(
         optimizer.step()
     errors.append(gap(full_state_dict(model), expected.weights))
     far = [each for each in errors if not each[0] < BOUND]
-    return far[0] if far else max(errors)  # the first one tells most
+    return far[0] if far else max(errors)  # the first one is the most informative
 
 
 def cell(
     recipe: Recipe, seed: int, layout: Layout, expected: Expected, *, rehearse: bool = True
 ) -> Told:
-    """Return what became of a module; anything but a refusal in words is raised."""
-    said = io.StringIO()  # where a rehearsal tells what it compared
+    """Return the result of a module; only refusals are caught, other errors are raised."""
+    said = io.StringIO()  # a rehearsal reports here what it compared
     with warnings.catch_warnings(record=True) as heard, contextlib.redirect_stderr(said):
         warnings.simplefilter("always")
         try:

@@ -1,4 +1,4 @@
-"""Layouts of 2 and 4 ranks, drawn, and as words."""
+"""Layouts of 2 and 4 ranks: drawn at random, and as words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RECOMPUTE = {"recompute": True, "selective": "selective"}
 
 
 def draw(source: random.Random) -> Layout:
-    """Return a layout on which modules are often wrong: with one or two axes."""
+    """Return a layout with one or two axes, on which modules often go wrong."""
     ranks = source.choice((2, 2, 4))
     two = ranks == 4 and source.random() < 0.75
     axes = source.sample(_AXES, 2 if two else 1)
@@ -60,7 +60,7 @@ def parsed(text: str) -> Layout:
 
 
 def shown(layout: Layout) -> str:
-    """Return it as `parsed` reads it."""
+    """Return a layout as words that `parsed` reads."""
     words = [f"{axis}{size}" for axis, size in layout.axes.items()]
     words += [name if on is True else str(on) for name, on in layout.options.items()]
     words += [f"zero{layout.zero}"] * bool(layout.zero)

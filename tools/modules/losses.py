@@ -19,7 +19,7 @@ ROWS, LENGTHS = 8, (16, 12, 16, 12, 11)
 
 
 def batch(seed: int, step: int) -> dict[str, Tensor]:
-    """Return a global batch: rows of which each has another number of labels."""
+    """Return a global batch; its rows differ in the number of labels."""
     generator = torch.Generator().manual_seed(100 * seed + step)
     length = LENGTHS[seed % len(LENGTHS)]
     tokens = torch.randint(VOCAB, (ROWS, length + 1), generator=generator)
@@ -35,11 +35,11 @@ def _tokens(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
 
 
 def _sequences(logits: Tensor, labels: Tensor) -> Tensor:
-    """Weigh every sequence alike, however many labels it has."""
+    """Return a loss with equal weight for every sequence, regardless of its number of labels."""
     return (_tokens(logits, labels).sum(1) / (labels != -100).sum(1).clamp(min=1)).sum()
 
 
-# What is added to the cross entropy of tokens.
+# Terms added to the cross entropy of tokens.
 _TERMS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "z_loss": lambda logits, labels: 0.01 * logits.logsumexp(-1).square(),
     "rolled": lambda logits, labels: 0.5 * _tokens(logits, labels.roll(1, 1)),
@@ -48,20 +48,20 @@ _TERMS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def count_of(form: str) -> Callable[[Batch], Any] | None:
-    """Return a loss's count, where it is not that of labels."""
+    """Return the count function of a loss, or None if it counts labels."""
     return (lambda micro_batch: len(micro_batch["labels"])) if form == "sequences" else None
 
 
 def loss_of(form: str, model: nn.Module, *, whole: bool = False) -> Loss:
-    """Return a loss for a plain model that is still whole.
+    """Return a loss function for a plain, unsharded model.
 
     Args:
-        form: Of the loss.
-        model: Whose parameters it may read.
-        whole: Write it for one process, which has no such function.
+        form: Form of the loss.
+        model: Model whose parameters it may read.
+        whole: Whether to write it for one process, without `token_losses`.
     """
     read = [p for p in model.parameters() if form == "penalty" or p.ndim > 1]
-    read = {"penalty": read, "reads": read[-1:]}.get(form, [])  # all, or the head's
+    read = {"penalty": read, "reads": read[-1:]}.get(form, [])  # all, or the head's weight
 
     def loss_fn(output: Any, micro_batch: Batch) -> tuple[Tensor, Any]:
         logits, labels = getattr(output, "logits", output), micro_batch["labels"]

@@ -1,4 +1,4 @@
-"""The whole model: embeddings, layers and what is between them, and the head."""
+"""The full model: embeddings, layers and what is between them, and the head."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .recipe import Recipe
 
 VOCAB, LONGEST = 24, 16
 
-# Beside attention and MLP: a form's own module, and what it makes of hidden states.
+# Additional branches: a form's own module, and its function of hidden states.
 _OWN: Mapping[str, Callable[[], nn.Module]] = {
     "conv": lambda: nn.Conv1d(HIDDEN, HIDDEN, 3),
     "gru": lambda: nn.GRU(HIDDEN, HIDDEN, batch_first=True),
@@ -38,7 +38,7 @@ _ASIDE: Mapping[str, Callable[[Any, Tensor, Any], Tensor]] = {
     "rows": lambda m, x, ids: -x.mean(0),
     "count": lambda m, x, ids: x / m.counted(),
 }
-# How layers are called, if not as functions.
+# Calls of layers other than as functions.
 _CALLS: Mapping[str, Callable[..., Any]] = {
     "forward": lambda layer, *args: layer.forward(*args),
     "checkpoint": partial(checkpoint, use_reentrant=False),
@@ -47,7 +47,7 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
 
 
 class Aside(nn.Module):
-    """Something that is added to hidden states."""
+    """A branch that is added to hidden states."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ class Aside(nn.Module):
             self.own = _OWN[form]()
 
     def counted(self) -> int:
-        """Return how often it was called."""
+        """Return the number of calls so far."""
         self.calls += 1
         return self.calls
 
     def forward(self, x: Tensor, ids: Any) -> Tensor:
-        """Return the sum."""
+        """Return hidden states plus half of the branch."""
         return x + 0.5 * _ASIDE[self.form](self, x, ids)
 
 
@@ -102,10 +102,10 @@ class Layer(nn.Module):
 
 
 class Halved(Layer):
-    """A layer with a `__call__` of its own."""
+    """A layer with its own `__call__`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it, and halve what comes out."""
+        """Return half of the layer's output."""
         return 0.5 * super().__call__(*args, **kwargs)
 
 
@@ -117,7 +117,7 @@ class Output:
 
 
 class Model(nn.Module):
-    """A language model by a recipe."""
+    """A language model with a recipe."""
 
     sines: Tensor
     gain: nn.Parameter
@@ -189,13 +189,13 @@ class Model(nn.Module):
         return self.widen(x) if form == "factored" else x if form == "table" else 4.0 * x
 
     def _each(self) -> list[Any]:
-        """Return the layers in the order in which they are called."""
+        """Return the layers in the order of their calls."""
         own: Any = self.layers.values() if isinstance(self.layers, nn.ModuleDict) else self.layers
         form = self.recipe["shared"]
         return [x for x in own for _ in range(1 + (form == "twice"))] * (1 + (form == "looped"))
 
     def _through(self, x: Tensor, ids: Tensor, more: list[Any]) -> Tensor:
-        """Call the layers."""
+        """Run the layers."""
         form, layers, call = self.recipe["between"], self._each(), _CALLS.get(self.recipe["calls"])
         if isinstance(self.layers, nn.Sequential) and form == "none" and not more and not call:
             for _ in range(len(layers) // len(self.layers)):
@@ -234,7 +234,7 @@ class Model(nn.Module):
         )()
 
     def compute(self, ids: Tensor, position_ids: Tensor | None = None) -> Any:
-        """Return logits [B, L, V], perhaps in an object, for ids [B, L]."""
+        """Return logits [B, L, V] for ids [B, L], in an object if the recipe says so."""
         x, form, angles = self._embedded(ids), self.recipe["positions"], None
         if position_ids is None:
             position_ids = torch.arange(ids.shape[1], device=ids.device)[None]
@@ -255,7 +255,7 @@ class Model(nn.Module):
 
 
 class Counting(Model):
-    """Counts its own positions."""
+    """A model that counts its own positions."""
 
     def forward(self, input_ids: Tensor) -> Any:
         """Return logits."""
@@ -263,7 +263,7 @@ class Counting(Model):
 
 
 class Given(Model):
-    """Takes positions, and counts them if it is given none."""
+    """A model that takes positions, and counts them if there are none."""
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Any:
         """Return logits."""
@@ -271,7 +271,7 @@ class Given(Model):
 
 
 def _sharing(form: str, layers: list[Layer]) -> list[Layer]:
-    """Let the last layer share something with the first."""
+    """Let the last layer share modules or weights with the first."""
     first, last = layers[0], layers[-1]
     if form == "layers":
         return [*layers[:-1], first]
@@ -286,7 +286,7 @@ def _sharing(form: str, layers: list[Layer]) -> list[Layer]:
     return layers
 
 
-# Parameters that are frozen, by how their names begin or end or what is within.
+# Frozen parameters, by a test of their names.
 _FROZEN: Mapping[str, Callable[[str], bool]] = {
     "none": lambda name: False,
     "embed": lambda name: name.startswith("embed"),
@@ -298,7 +298,7 @@ _FROZEN: Mapping[str, Callable[[str], bool]] = {
 
 
 def make(recipe: Recipe, seed: int, depth: int) -> Model:
-    """Return a model in float64 whose weights, drawn by the seed, all count."""
+    """Return a model in float64 with random weights of the seed that all matter."""
     torch.manual_seed(seed)
     model = (Given if recipe["positions"] in ("given", "rotary") else Counting)(recipe, depth)
     generator = torch.Generator().manual_seed(seed)
@@ -316,13 +316,13 @@ def make(recipe: Recipe, seed: int, depth: int) -> Model:
 
 
 def hook_layers(model: nn.Module) -> None:
-    """Let a hook scale what layers return."""
+    """Register a hook that scales what layers return."""
     for layer in (module for module in model.modules() if isinstance(module, Layer)):
         layer.register_forward_hook(lambda module, args, output: 0.8 * output)
 
 
 def split_of(model: Model) -> Split:
-    """Return how a pipeline divides a model whose layers are in no list."""
+    """Return the pipeline split of a model whose layers are not in a list."""
     names = [name for name, _ in model.named_children()]
     place = names.index("layers")
     return Split(first=tuple(names[:place]), layers="layers", last=tuple(names[place + 1 :]))

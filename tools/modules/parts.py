@@ -1,4 +1,4 @@
-"""Norms, attention and MLPs in the forms that people write."""
+"""Norms, attention and MLPs in forms that people write."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from torch import Tensor, nn
 from .recipe import Recipe
 
 HIDDEN, INNER = 16, 24
-_COUNTS = {"4": (4, 4), "8": (8, 2), "ungrouped8": (8, 4)}  # heads and their length
+_COUNTS = {"4": (4, 4), "8": (8, 2), "ungrouped8": (8, 4)}  # number of heads, head size
 
 
 class HandNorm(nn.Module):
-    """An RMS norm over the last dim, written out."""
+    """An RMS norm over the last dim, written by hand."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norm."""
+        """Normalize."""
         return self.weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 class TokenGroups(nn.GroupNorm):
-    """A group norm of each token's features."""
+    """A group norm over each token's features."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norm."""
+        """Normalize."""
         return super().forward(x.reshape(-1, x.shape[-1])).view_as(x)
 
 
@@ -53,12 +53,12 @@ def rotary(positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return heads [B, heads, L, length] turned by their positions' angles."""
+    """Return heads [B, heads, L, length] rotated by their positions' angles."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-# How a projection's features become heads; `name` is the attribute that counts them.
+# Ways to split a projection's features into heads; `name` is the attribute with their number.
 _SPLITS: Mapping[str, Callable[[Any, Tensor, str], Tensor]] = {
     "length": lambda m, x, name: x.unflatten(-1, (-1, m.head_dim)),
     "attribute": lambda m, x, name: x.view(*x.shape[:2], getattr(m, name), -1),
@@ -151,7 +151,7 @@ class Attention(nn.Module):
             return q, k
         if form == "l2":
             return F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-        if form == "bare":  # over the features of all heads, without weights
+        if form == "bare":  # over all heads' features, without weights
             return F.rms_norm(q, q.shape[-2:]), F.rms_norm(k, k.shape[-2:])
         if form == "whole":
             q, k = (
@@ -217,7 +217,7 @@ class Attention(nn.Module):
 
 
 def _kept(x: Tensor) -> Tensor:
-    """Return the largest third of all features; the others are zero."""
+    """Return the largest third of all features, with zeros for the others."""
     return torch.where(x >= x.topk(x.shape[-1] // 3, -1).values[..., -1:], x, 0.0)
 
 
@@ -225,9 +225,9 @@ def _normed(x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:])
 
 
-# Layers between hidden states and `down`, by form; others have `up` alone.
+# Layers before the inner features, by form; other forms have only `up`.
 _ENTRANCES = {"gated": ("gate", "up"), **dict.fromkeys(("fused", "glu", "pairs"), ("gate_up",))}
-# What an MLP computes between them.
+# The function of an MLP before `down`.
 _INNER: Mapping[str, Callable[[Any, Tensor], Tensor]] = {
     "gated": lambda m, x: F.silu(m.gate(x)) * m.up(x),
     "plain": lambda m, x: F.gelu(m.up(x)),
@@ -252,7 +252,7 @@ _INNER: Mapping[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """Layers into more features, something between them, and `down`."""
+    """Layers into more features, a function, and `down`."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()

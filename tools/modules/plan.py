@@ -1,4 +1,4 @@
-"""The plan that a user would write for a module, and what may be wrong with it."""
+"""The tensor parallel plan that a user would write for a module, and possible mistakes in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Plan = dict[str, Any]
 
 def _attention(recipe: Recipe) -> Plan:
     if recipe["head_norm"] == "whole" or recipe["across"] == "group":
-        return {}  # what is over all heads leaves it whole
+        return {}  # it normalizes over all heads, so it stays unsharded
     attention = Attention(recipe)
     kv, query = attention.kv_size, attention.q_size
     thirds = recipe["qkv"] in ("thirds", "packed") and kv == query
@@ -51,7 +51,7 @@ def _mlp(recipe: Recipe) -> Plan:
         "glu": {"gate_up": Fused("column", 2)},
         "pairs": {"gate_up": "column"},
     }
-    if form == "normed":  # over all features
+    if form == "normed":  # it normalizes over all features
         return {"up": "column_gather", "down": "row_split"}
     plan = {**entrances.get(form, {"up": "column"})}
     if form == "gained":
@@ -60,7 +60,7 @@ def _mlp(recipe: Recipe) -> Plan:
 
 
 def right(recipe: Recipe) -> Plan:
-    """Return a plan without mistakes; where a module has no right one, that of its usual form."""
+    """Return a plan without mistakes; if a module has no right plan, that of its usual form."""
     plan: Plan = {} if recipe["embed"] == "one_hot" else {"embed": "vocab"}
     for place, part in (("attn", _attention(recipe)), ("mlp", _mlp(recipe))):
         plan |= {f"layers.*.{place}.{name}".rstrip("."): style for name, style in part.items()}
@@ -85,7 +85,7 @@ def _undivided(plan: Plan) -> Plan:
     return {n: style for n, style in plan.items() if not isinstance(style, Divide | PerHead)}
 
 
-# Mistakes; some leave the plan as it was, or right.
+# Mistakes; some leave the plan unchanged or correct.
 _MISTAKES: Mapping[str, Callable[[Plan], Plan]] = {
     "no_head": _without("head"),
     "head_column": _with("column", "head"),

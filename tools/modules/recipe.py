@@ -1,4 +1,4 @@
-"""Which form each part of a module has, drawn by a seed."""
+"""The form of each part of a module, drawn by a seed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 Recipe = Mapping[str, str]  # part -> form
 
-# The first form of a part is the usual one.
+# The first form of each part is the usual one.
 FORMS: Mapping[str, str] = {
     "embed": "table scaled factored one_hot types normed by_frequency max_norm",
     "positions": "none table given slice sinusoid rotary rotary_inside",
@@ -43,7 +43,7 @@ _RARE = {"plan": 0.15, "loss": 0.25, "shared": 0.25, "frozen": 0.2}
 
 
 def draw(seed: int) -> Recipe:
-    """Return a recipe in which few parts, or many, have another form than the usual one."""
+    """Return a recipe in which some parts differ from the usual form; their share varies."""
     source = random.Random(f"module {seed}")
     odd = source.choice((0.08, 0.2, 0.4))
     recipe = {
@@ -56,7 +56,7 @@ def draw(seed: int) -> Recipe:
 
 
 def fitting(recipe: Recipe) -> Recipe:
-    """Return a recipe without forms that do not go together."""
+    """Return a recipe without incompatible forms."""
     found = {**USUAL, **recipe}
     if found["temperature"] == "per_head" or found["attend"] in ("alibi_buffer", "sinks"):
         found["heads"] = "length"  # a plan has one style for each module
@@ -75,12 +75,12 @@ def fitting(recipe: Recipe) -> Recipe:
 
 
 def odd(recipe: Recipe) -> Recipe:
-    """Return the parts whose form is not the usual one."""
+    """Return the parts that differ from the usual form."""
     return {part: form for part, form in recipe.items() if form != USUAL[part]}
 
 
 def shown(recipe: Recipe) -> str:
-    """Return it as `parsed` reads it."""
+    """Return a recipe as words that `parsed` reads."""
     return " ".join(f"{part}={form}" for part, form in odd(recipe).items()) or "usual"
 
 

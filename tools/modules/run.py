@@ -1,4 +1,4 @@
-"""Settings and what becomes of them; and which parts of a module a fault needs."""
+"""Runs of settings, and the search for the parts of a module that a fault needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .cell import Expected, cell, refer
 from .recipe import USUAL, Recipe, fitting, odd, shown
 from .verdicts import FOUND, after, of_failure, of_ranks
 
-LIMIT = 25.0  # seconds that a setting may take; one that takes longer gets twice as many once more
+LIMIT = 25.0  # seconds for a setting; one that takes longer is run again with twice the time
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Setting:
         return f"{self.seed:5} {layouts.shown(self.layout):44} {shown(self.recipe)}"
 
     def again(self, *, drawn: bool) -> str:
-        """Return the command that runs it once more."""
+        """Return the command that runs it again."""
         command = f'hatch run modules --seeds {self.seed} --layouts "{layouts.shown(self.layout)}"'
         return command if drawn else f"{command} --recipe {shown(self.recipe)}"
 
 
 def layouts_of(seed: int, count: int) -> list[Layout]:
-    """Return different layouts, drawn by a seed."""
+    """Return `count` different layouts, drawn by a seed."""
     source = random.Random(f"layouts {seed}")
     found: dict[str, Layout] = {}
     while len(found) < count:
@@ -50,7 +50,7 @@ def layouts_of(seed: int, count: int) -> list[Layout]:
 
 @dataclass
 class Runner:
-    """Runs settings on ranks that stay."""
+    """Runs settings on persistent ranks."""
 
     limit: float = LIMIT
     pools: Pools = field(default_factory=Pools)
@@ -61,7 +61,7 @@ class Runner:
         preload("tools.modules.cell")
 
     def run(self, setting: Setting) -> Verdict:
-        """Return the verdict."""
+        """Return the verdict on a setting."""
         expected = self._expected(setting)
         if isinstance(expected, Verdict):
             return expected
@@ -96,7 +96,7 @@ class Runner:
         return verdict
 
     def shrink(self, setting: Setting, verdict: Verdict) -> Setting:
-        """Return the setting with as few odd parts as still end with the same verdict."""
+        """Return the setting with as few odd parts as possible that has the same verdict."""
         for part in odd(setting.recipe):
             less = Setting(
                 fitting({**setting.recipe, part: USUAL[part]}), setting.seed, setting.layout

@@ -1,4 +1,4 @@
-"""What became of a module on a layout, in one word, and for which reason."""
+"""The verdict on a module on a layout: one word, and the reason."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ REFUSED, WARNED, FOUND = "refused", "wrong, warned", "found by the rehearsal"
 SILENT, FALSE = "WRONG IN SILENCE", "FALSE REFUSAL"
 FAULTS = (SILENT, FALSE, OBSCURE, HANGS)
 _NAMES = (
-    (r"\(dp\d.*?\)|dp\d+ pp\d+ cp\d+ tp\d+", ""),  # places of ranks
-    (r"'[^']*'|\"[^\"]*\"|\[[^]]*\]", "_"),  # what is quoted, shapes
+    (r"\(dp\d.*?\)|dp\d+ pp\d+ cp\d+ tp\d+", ""),  # coordinates of ranks
+    (r"'[^']*'|\"[^\"]*\"|\[[^]]*\]", "_"),  # quoted text, shapes
     (r"\b(\w+\.)+\w+(\(\))?", "_"),  # dotted names
     (r"\b\w*[A-Z_0-9]\w*\b", "_"),  # classes, numbers, names with underscores
     (r"(_\W*)+_", "_ "),
@@ -27,11 +27,11 @@ _NAMES = (
 
 
 def of_ranks(told: Sequence[Told]) -> Verdict:
-    """Return the verdict if every rank came to an end."""
+    """Return the verdict if every rank returned."""
     kinds = {each.kind for each in told}
     refusals = [each for each in told if each.kind in ("refused", "rehearsal")]
     if refusals:
-        # Ranks that heard of it from others say so in other words.
+        # Ranks that heard of it from others raise MismatchError.
         own = [each for each in refusals if not each.words.startswith("MismatchError")]
         words = (own or refusals)[0].words
         if not kinds <= {"refused", "rehearsal"}:
@@ -52,7 +52,7 @@ def of_failure(error: RankFailedError) -> Verdict:
 
 
 def after(rehearsal: Verdict, without: Verdict) -> Verdict:
-    """Return the verdict of what a rehearsal refused, from a run without it."""
+    """Return the verdict on a rehearsal's refusal, given a run without the rehearsal."""
     if without.word in (RIGHT, UNSEEN):
         return replace(rehearsal, word=FALSE)
     return rehearsal

@@ -1,1 +1,1 @@
-"""Random mutants of the sources, and which of proof and tests notices each."""
+"""Random mutants of the sources, and the proof or test that notices each."""

@@ -1,8 +1,8 @@
-"""Change one place of the sources at a time, at random, and ask which test notices.
+"""Change one random place of the sources at a time, and find the test that notices.
 
-python -m tools.mutation hunt FOLDER --seed 1 --count 400    goes on where it was ended
-python -m tools.mutation show FOLDER                         the figure, and what survives
-python -m tools.mutation again FOLDER 17 --tests FILE::TEST  tests of today against survivors
+python -m tools.mutation hunt FOLDER --seed 1 --count 400    resumes if it was ended before
+python -m tools.mutation show FOLDER                         the figure, and the survivors
+python -m tools.mutation again FOLDER 17 --tests FILE::TEST  run today's tests against survivors
 python -m tools.mutation planted FOLDER [--names NAME ...]   faults of known kinds, by their tests
 """
 
@@ -21,7 +21,7 @@ from .show import show
 
 
 def main() -> None:
-    """Parse the command line and do what it says."""
+    """Parse the command line and run it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Tests of the working tree, written since, against mutants that survived."""
+"""New tests of the working tree against mutants that survived."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .hunt import Hunt, sentence
 from .verdict import Verdict, judge
 from .worker import Worker
 
-ROUND = 9  # in results: after all rounds of the hunt
-LIMIT = 600.0  # s for all the tests without a mutant
+ROUND = 9  # number in the results: after all rounds of the hunt
+LIMIT = 600.0  # s for all tests without a mutant
 
 
 def again(hunt: Hunt, numbers: list[int], tests: list[str], say: Callable[[str], None]) -> None:
-    """Judge mutants of a hunt by files of tests, or tests in them, and add to its results.
+    """Judge mutants of a hunt by test files, or tests in them, and append the results.
 
     Raises:
-        ValueError: the tests do not pass without a mutant.
+        ValueError: The tests do not pass without a mutant.
     """
     known = json.loads((hunt.out / "hunt.json").read_text())
     hunt = replace(hunt, **known)
@@ -44,7 +44,7 @@ def control(worker: Worker, files: list[str], tests: list[str]) -> measure.Measu
     """Run the tests without a mutant.
 
     Raises:
-        ValueError: One of them fails, or is skipped or not there: it could catch nothing.
+        ValueError: A test fails, is skipped or does not exist, so it could catch nothing.
     """
     events, ended = worker.ask(files, LIMIT, only=tests)
     failed = [event for event in events if "failed" in event]
@@ -60,7 +60,7 @@ def control(worker: Worker, files: list[str], tests: list[str]) -> measure.Measu
 
 
 def is_of(test: str, name: str) -> bool:
-    """Return whether a test is the one of a name, a case of it, or in the file of that name."""
+    """Return whether a test has a name, is a case of it, or is in the file of that name."""
     return test == name or test.startswith((f"{name}[", f"{name}::"))
 
 

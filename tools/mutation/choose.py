@@ -1,4 +1,4 @@
-"""Which tests are asked about a mutant, in which order, and how long each may take."""
+"""The choice of tests for a mutant, with their order and time limits."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from itertools import accumulate
 from .measure import Measured
 from .places import AT_IMPORT, Place
 
-PARAMETERS = 0.3  # s by which each further parameter of one test function comes later
-ELSEWHERE = 1.0  # s by which a test of another package comes later
-LEAST = 15.0  # s that a test may take, however fast it was
-TIMES = 8.0  # and how many times what it took
+PARAMETERS = 0.3  # s of delay in the order for each further case of a test function
+ELSEWHERE = 1.0  # s of delay in the order for a test of another package
+LEAST = 15.0  # s that every test may take
+TIMES = 8.0  # further time, as a multiple of the measured time
 
 
 def candidates(place: Place, measured: Measured) -> list[str]:
@@ -24,7 +24,7 @@ def _reaching(place: Place, measured: Measured) -> Iterable[str]:
     if place.lines != AT_IMPORT:
         first, last = place.lines
         return (test for line in range(first, last + 1) for test in lines.get(line, ()))
-    if lines:  # what runs at import matters to whoever runs a function of the file
+    if lines:  # code at import matters to every test that runs a function of the file
         return (test for tests in lines.values() for test in tests)
     return (test for test in measured.seconds if _package(test) == _package(place.file))
 
@@ -34,7 +34,7 @@ def _package(path: str) -> str:
 
 
 def _ordered(tests: set[str], measured: Measured, package: str) -> list[str]:
-    """Sort by time, so that the parameters of one function and other packages wait a little."""
+    """Sort by time; further cases of a function and other packages come later."""
     seen: dict[str, int] = {}
     costs: dict[str, float] = {}
     for test in sorted(tests, key=lambda test: (measured.seconds[test], test)):
@@ -46,7 +46,7 @@ def _ordered(tests: set[str], measured: Measured, package: str) -> list[str]:
 
 
 def within(tests: list[str], measured: Measured, budget: float) -> list[str]:
-    """Return the first tests that together took ``budget`` seconds, one at least."""
+    """Return the first tests that take `budget` seconds together, at least one."""
     spent = accumulate(measured.seconds[test] for test in tests)
     return [
         test
@@ -56,5 +56,5 @@ def within(tests: list[str], measured: Measured, budget: float) -> list[str]:
 
 
 def limits(tests: Iterable[str], measured: Measured) -> dict[str, float]:
-    """Return test → seconds after which it counts as hanging."""
+    """Return for each test the seconds after which it counts as hanging."""
     return {test: LEAST + TIMES * measured.seconds[test] for test in tests}

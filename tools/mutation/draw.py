@@ -1,4 +1,4 @@
-"""Mutants drawn at random: a place of all those that there are, and one of its changes."""
+"""Mutants drawn at random: a place among all places, and one of its changes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .places import Place, changed, places
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A place, and what stands there instead; `number` is its turn in the draw."""
+    """A place and its replacement; `number` is its turn in the draw."""
 
     number: int
     place: Place
     after: str
 
     def data(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the mutant as JSON values."""
         place = asdict(self.place)
         return {"mutant": self.number, **place, "after": self.after}
 
@@ -34,9 +34,9 @@ def all_places(folder: Path, files: list[str]) -> list[Place]:
 
 
 def draw(found: list[Place], seed: int, count: int) -> list[Mutant]:
-    """Return ``count`` mutants, of as many places, each place as likely as any other.
+    """Return `count` mutants at different places, all equally likely.
 
-    A longer draw of the same seed begins with the shorter one.
+    A longer draw with the same seed begins with the shorter one.
     """
     generator = random.Random(seed)
     order = list(range(len(found)))

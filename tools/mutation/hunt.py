@@ -1,4 +1,4 @@
-"""The hunt: measure once, then judge drawn mutants, several at a time; what is done stays done."""
+"""The hunt: measure once, then judge drawn mutants, several at a time; it can be resumed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .worker import Worker
 ROUNDS = (
     25.0,
     200.0,
-)  # s that the tests asked in each took; the second is for survivors of the first
+)  # s of tests asked in each round; the second round is for survivors of the first
 
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
 class Hunt:
-    """A folder of results, and what they are of."""
+    """A folder of results, and the settings of its hunt."""
 
     root: Path
     out: Path
@@ -46,10 +46,10 @@ class Hunt:
 
 
 def open_hunt(hunt: Hunt) -> None:
-    """Make the folder, or go on in it.
+    """Create the folder, or resume in it.
 
     Raises:
-        ValueError: it holds results of another commit or seed.
+        ValueError: It holds results of another commit or seed.
     """
     hunt.out.mkdir(parents=True, exist_ok=True)
     place = hunt.out / "hunt.json"
@@ -67,7 +67,7 @@ def resolve(root: Path, commit: str) -> str:
 
 
 def read(hunt: Hunt) -> list[dict[str, Any]]:
-    """Return all results so far; a last line that was cut short by a kill is left out."""
+    """Return all results so far, without a last line that a kill cut short."""
     if not hunt.results.exists():
         return []
     lines = hunt.results.read_text().split("\n")
@@ -77,7 +77,7 @@ def read(hunt: Hunt) -> list[dict[str, Any]]:
 
 
 def go(hunt: Hunt, say: Callable[[str], None]) -> None:
-    """Measure what is not measured, and judge what is not judged."""
+    """Measure what is not measured yet, and judge what is not judged yet."""
     open_hunt(hunt)
     names = [hunt.out / f"tree-{n}" for n in range(hunt.workers)]
     folders = [tree.make(hunt.root, hunt.commit, name) for name in names]
@@ -117,7 +117,7 @@ def _measure(worker: Worker, file: str, out: Path, say: Callable[[str], None]) -
 def _judge(
     worker: Worker, mutant: Mutant, measured: measure.Measured, turn: int
 ) -> tuple[Verdict, int]:
-    """Ask the tests of one round; the verdict, and how many tests run the place at all."""
+    """Run the tests of one round; return the verdict, and how many tests run the place at all."""
     tests = candidates(mutant.place, measured)
     if not tests:
         return Verdict("not run"), 0
@@ -128,7 +128,7 @@ def _judge(
 
 
 def _waiting(results: list[dict[str, Any]], mutants: list[Mutant], turn: int) -> list[Mutant]:
-    """Mutants that this round has not judged, and that survived those before."""
+    """Return mutants that survived earlier rounds and are not judged in this one."""
     done = [e for e in results if e["round"] >= turn or e["verdict"] != "survived"]
     done += [each for each in results if each["asked"] == each["of"]]
     judged = {each["mutant"] for each in done}
@@ -138,7 +138,7 @@ def _waiting(results: list[dict[str, Any]], mutants: list[Mutant], turn: int) ->
 def _share(
     workers: list[Worker], items: Iterable[Item], work: Callable[[Worker, Item], None]
 ) -> None:
-    """Do the work on every item, one at a time on each worker; the first error ends it."""
+    """Do the work on every item, one at a time on each worker; stop at the first error."""
     waiting: queue.SimpleQueue[Item] = queue.SimpleQueue()
     for item in items:
         waiting.put(item)
@@ -165,7 +165,7 @@ def _share(
 
 
 def sentence(line: dict[str, Any]) -> str:
-    """Say a result in one line."""
+    """Return a result as one line."""
     change = f"{line['before']!r} -> {line['after']!r}".replace("\\n", " ")
     fate = {
         "caught": f"{line['how']} {line['by']}",

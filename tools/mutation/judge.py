@@ -1,4 +1,4 @@
-"""Run chosen tests in this process, in order, until one fails; write down what each did."""
+"""Run chosen tests in this process, in order, until one fails, and record the result of each."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from . import recorder
 
 
 class Reporter:
-    """Chooses and orders tests, limits their time, and writes a line as each begins and ends."""
+    """Selects and orders tests, limits their time, and writes a line when each begins and ends."""
 
     def __init__(self, request: dict[str, Any]) -> None:
-        self.limits: dict[str, float] | None = request.get("tests")  # test → seconds; None: all
-        self.only: list[str] = request.get("only", [""])  # how names begin, where all may run
+        self.limits: dict[str, float] | None = request.get("tests")  # test → seconds; None for all
+        self.only: list[str] = request.get("only", [""])  # beginnings of names, if `tests` is None
         self.record = Path(request["record"]) if "record" in request else None
         self.file = open(request["report"], "a", buffering=1)  # noqa: SIM115 - till the end
         self.numbers: dict[str, int] = {}
@@ -28,7 +28,7 @@ class Reporter:
         self.file.write(json.dumps(event) + "\n")
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Keep the tests that were asked for, in their order."""
+        """Keep the requested tests, in their order."""
         if self.limits is None:
             items[:] = [item for item in items if self.wanted(item)]
             self.numbers = {item.nodeid: n for n, item in enumerate(items, 1)}
@@ -39,18 +39,18 @@ class Reporter:
             item.add_marker(pytest.mark.timeout(self.limits[item.nodeid]), append=False)
 
     def wanted(self, item: pytest.Item) -> bool:
-        """Tell whether a test runs, where none was named."""
+        """Return whether a test runs when no test is named."""
         marked = any(item.get_closest_marker(name) for name in ("gpu", "slow"))
         return not marked and item.nodeid.startswith(tuple(self.only))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """A test begins."""
+        """Record that a test begins."""
         if self.record:
             recorder.set_test(self.record, self.numbers[nodeid])
         self.write(began=nodeid, number=self.numbers.get(nodeid))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A part of a test ended."""
+        """Record the end of a phase of a test."""
         self.spent[report.nodeid] = self.spent.get(report.nodeid, 0) + report.duration
         if report.failed:
             text = report.longreprtext
@@ -62,7 +62,7 @@ class Reporter:
             self.write(ended=report.nodeid, seconds=self.spent[report.nodeid])
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file does not load."""
+        """Record a file that does not load."""
         if report.failed:
             self.write(
                 failed=report.nodeid or "collection", late=False, text=str(report.longrepr)[-600:]
@@ -85,7 +85,7 @@ def run(request: dict[str, Any]) -> int:
         "-p",
         "no:cacheprovider",
     ]
-    words += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # the libraries are loaded
+    words += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # libraries are already imported
     words += ["--tb=short"] if request.get("tests") is None else ["-x", "--tb=line"]
     reporter = Reporter(request)
     status = int(pytest.main([*words, *request["files"]], plugins=[reporter]))

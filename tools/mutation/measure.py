@@ -1,4 +1,4 @@
-"""Once for a commit: how long each test takes without a mutant, and which lines it runs."""
+"""Measurements, once for a commit: each test's time without a mutant, and the lines it runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ LIMIT = 900.0  # s for the tests of one file, measured
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What is known of the tests of all files.
+    """Measurements of the tests of all files.
 
     Attributes:
-        seconds: test → time that it took; those that passed alone.
-        failed: tests that fail, or do not end, without a mutant; they are never asked.
-        lines: file → line → tests that run it.
+        seconds: Test → its time; only tests that pass alone.
+        failed: Tests that fail or hang without a mutant; they are never asked.
+        lines: File → line → tests that run it.
     """
 
     seconds: dict[str, float]
@@ -29,12 +29,12 @@ class Measured:
 
 
 def waiting(folder: Path, out: Path) -> list[str]:
-    """Return the test files of a tree that ``out`` has no measurement of."""
+    """Return the test files of a tree that `out` has no measurement of."""
     return [file for file in tree.tests(folder) if not _place(out, file).exists()]
 
 
 def measure(worker: Worker, file: str, out: Path) -> None:
-    """Run the tests of one file, and write down what was measured."""
+    """Run the tests of one file and write down the measurements."""
     place = _place(out, file)
     record = worker.folder / ".mutation" / "records" / place.stem
     recorder.prepare(record, tree.sources(worker.folder))
@@ -55,11 +55,11 @@ def _place(out: Path, file: str) -> Path:
 def _gather(
     events: list[dict[str, Any]], ended: bool, ran: dict[int, dict[str, set[int]]]
 ) -> dict[str, Any]:
-    """Put together what one file's tests reported and recorded."""
+    """Combine the reports and records of one file's tests."""
     numbers = {e["began"]: e["number"] for e in events if "began" in e}
     failed = {e["failed"] for e in events if "failed" in e}
     seconds = {e["ended"]: e["seconds"] for e in events if "ended" in e}
-    if not ended:  # the one that hung
+    if not ended:  # the test that hung
         failed |= set(numbers) - set(seconds)
     good = {test: taken for test, taken in seconds.items() if test not in failed}
     lines = {

@@ -1,8 +1,8 @@
-"""A process that has the libraries loaded, and forks one that runs tests for each request.
+"""A process with libraries loaded that forks a process to run the tests of each request.
 
-It runs apart (`python -m mutation.nursery TREE MODULES`, with the tree's sources on PYTHONPATH),
-answers one JSON line with another, and has imported nothing of the tree itself: each fork sees the
-sources as they are then.
+It runs separately (`python -m mutation.nursery TREE MODULES`, with the tree's sources on
+PYTHONPATH), and answers one JSON line with another. It imports nothing of the tree itself, so each
+fork sees the sources as they are then.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any
 
 from . import judge, recorder, warm_ranks
 
-_SUBREAPER = 36  # prctl: orphans of forks become children of this process, which ends them
+_SUBREAPER = 36  # prctl: orphans of forks become children of this process, which kills them
 
 
 def serve(tree: str, modules: Iterable[str]) -> None:
-    """Answer requests until standard input ends; import modules first, those that are there."""
+    """Import the modules that exist, then answer requests until standard input ends."""
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     os.chdir(tree)
     for name in modules:
@@ -42,7 +42,7 @@ def serve(tree: str, modules: Iterable[str]) -> None:
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Run the request in a fork; how it ended, after all its processes have."""
+    """Run the request in a fork; return how it ended, after all its processes have ended."""
     began = time.monotonic()
     pid = os.fork()
     if pid == 0:
@@ -51,7 +51,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     ready = select.select([waiting, sys.stdin], [], [], request["limit"])[0]
     os.close(waiting)
     _end_all()
-    if sys.stdin in ready:  # nobody asks before the answer: the caller is gone
+    if sys.stdin in ready:  # a caller sends nothing before the answer, so it is gone
         os._exit(0)
     return {"ended": bool(ready), "seconds": time.monotonic() - began}
 
@@ -69,7 +69,7 @@ def _end_all() -> None:
 
 
 def _below(root: int) -> list[int]:
-    """Process numbers of the children of a process, and of theirs."""
+    """Return the process ids of all descendants of a process."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -95,7 +95,7 @@ def _become(request: dict[str, Any]) -> None:
         if "record" in request:
             os.environ["MUTATION_RECORD"] = request["record"]
         recorder.start()
-        with contextlib.suppress(ModuleNotFoundError):  # where no test could start ranks
+        with contextlib.suppress(ModuleNotFoundError):  # then no test can start ranks
             warm_ranks.prepare()
         code = judge.run(request)
     except BaseException:

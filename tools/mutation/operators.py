@@ -1,4 +1,4 @@
-"""What becomes of an operator or a constant: data. Each choice keeps the grouping of its text."""
+"""Replacements of operators and constants, as data; each keeps the grouping of its expression."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMPARISONS: dict[type[ast.cmpop], tuple[str, tuple[str, ...]]] = {
     ast.NotIn: ("not in", ("in",)),
 }
 
-# `|` is left alone: it joins types and dictionaries, where another operator is a TypeError.
+# `|` is not mutated: it joins types and dicts, for which another operator is a TypeError.
 ARITHMETIC: dict[type[ast.operator], tuple[str, tuple[str, ...]]] = {
     ast.Add: ("+", ("-",)),
     ast.Sub: ("-", ("+",)),
@@ -38,7 +38,7 @@ LOGIC: dict[type[ast.boolop], tuple[str, tuple[str, ...]]] = {
 
 
 def other_constants(value: object) -> tuple[str, ...]:
-    """Return what may stand for a constant; none for strings, None and the like."""
+    """Return replacements of a constant; none for strings, None and others."""
     if isinstance(value, bool):
         return (str(not value),)
     if isinstance(value, int):

@@ -1,6 +1,6 @@
-"""All places of a source file where it can be changed, each with what may stand there instead.
+"""All places of a source file that can be changed, each with its replacements.
 
-Positions are bytes of the file, and a change never adds or removes a line.
+Positions are bytes of the file. A change never adds or removes a line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from . import scope
 from .operators import ARITHMETIC, COMPARISONS, LOGIC, other_constants
 
-Lines = tuple[int, int]  # first and last of those whose run shows that a place is reached
+Lines = tuple[int, int]  # first and last line; a test that runs one of them reaches the place
 AT_IMPORT: Lines = (0, 0)
 
 
@@ -22,14 +22,14 @@ class Place:
     """One place.
 
     Attributes:
-        file: path below the tree.
-        line: its number.
-        kind: comparison, arithmetic, constant, call or condition.
-        start: first byte.
-        end: the byte after the last.
-        before: the text there.
-        choices: texts that may replace it.
-        lines: of the statement around it; (0, 0) for what runs at import.
+        file: Path below the tree.
+        line: Line number.
+        kind: Comparison, arithmetic, constant, call or condition.
+        start: First byte.
+        end: Byte after the last one.
+        before: Text of the place.
+        choices: Texts that may replace it.
+        lines: Lines of the statement around it; (0, 0) for code that runs at import.
     """
 
     file: str
@@ -49,12 +49,12 @@ def places(file: str, source: bytes) -> list[Place]:
 
 
 def changed(source: bytes, place: Place, after: str) -> bytes:
-    """Return the source with the place changed; its lines keep their numbers."""
+    """Return the source with the place changed; line numbers stay."""
     return source[: place.start] + after.encode() + source[place.end :]
 
 
 class _Finder:
-    """The source of one file, and the walk over its tree."""
+    """The source of one file, and the walk over its syntax tree."""
 
     def __init__(self, file: str, source: bytes) -> None:
         self.file = file
@@ -88,7 +88,7 @@ class _Finder:
             yield from self.statement(statement, in_function)
 
     def statement(self, node: ast.stmt, in_function: bool) -> Iterator[Place]:
-        """Places of a statement and of those below it."""
+        """Yield the places of a statement and of statements inside it."""
         match node:
             case ast.Raise() | ast.Import() | ast.ImportFrom():
                 return
@@ -114,7 +114,7 @@ class _Finder:
                 yield from self.child(child, lines, in_function)
 
     def child(self, node: object, lines: Lines, in_function: bool) -> Iterator[Place]:
-        """Places of what a statement holds: other statements, or expressions."""
+        """Yield the places of a statement's child: a statement or an expression."""
         if isinstance(node, ast.stmt):
             yield from self.statement(node, in_function)
         elif isinstance(node, ast.ExceptHandler | ast.match_case):
@@ -128,7 +128,7 @@ class _Finder:
             yield from self.expression(node, lines)
 
     def header(self, node: ast.stmt) -> Lines:
-        """Lines of a statement, without those of the statements below it."""
+        """Return the lines of a statement without those of statements inside it."""
         below = [getattr(node, "body", []), getattr(node, "cases", [])]
         first = next((part[0] for part in below if part), None)
         if first is None:
@@ -137,7 +137,7 @@ class _Finder:
         return node.lineno, max(node.lineno, line - 1)
 
     def own(self, node: ast.stmt, lines: Lines) -> Iterator[Place]:
-        """Places of the statement itself."""
+        """Yield the places of the statement itself."""
         match node:
             case ast.Expr(value=ast.Call()):
                 start, end = self.span(node)
@@ -152,7 +152,7 @@ class _Finder:
                 yield from self.condition(node.test, lines)
 
     def expression(self, node: ast.expr, lines: Lines) -> Iterator[Place]:
-        """Places of an expression and of those below it."""
+        """Yield the places of an expression and of expressions inside it."""
         if isinstance(node, ast.JoinedStr):
             return
         yield from self.here(node, lines)
@@ -166,12 +166,12 @@ class _Finder:
                     yield from self.expression(part, lines)
                 for part in child.ifs:
                     yield from self.condition(part, lines)
-            elif isinstance(child, ast.arguments):  # of a lambda
+            elif isinstance(child, ast.arguments):  # a lambda's
                 for part in (*child.defaults, *filter(None, child.kw_defaults)):
                     yield from self.expression(part, lines)
 
     def here(self, node: ast.expr, lines: Lines) -> Iterator[Place]:
-        """Places of one node."""
+        """Yield the places of one node."""
         match node:
             case ast.Constant():
                 if choices := other_constants(node.value):
@@ -192,7 +192,7 @@ class _Finder:
                 yield from self.condition(node.test, lines)
 
     def unary(self, node: ast.UnaryOp, lines: Lines) -> Iterator[Place]:
-        """A sign or a `not` that is left out; a constant's sign is its own."""
+        """Yield the removal of a sign or a `not`; a constant's sign belongs to the constant."""
         start, end = self.span(node)
         if isinstance(node.op, ast.USub) and not isinstance(node.operand, ast.Constant):
             text = self.source[start + 1 : end].decode()
@@ -208,13 +208,13 @@ class _Finder:
         operators: list[tuple[str, tuple[str, ...]]],
         lines: Lines,
     ) -> Iterator[Place]:
-        """The operators between parts."""
+        """Yield the operators between operands."""
         for left, right, operator in zip(parts, parts[1:], operators, strict=False):
             gap = self.span(left)[1], self.span(right)[0]
             yield from self.between(kind, gap, *operator, lines)
 
     def condition(self, node: ast.expr, lines: Lines) -> Iterator[Place]:
-        """The condition inverted, where no change of its own operator does the same."""
+        """Yield the inverted condition, unless a change of its own operator does the same."""
         if isinstance(node, ast.Compare | ast.Constant | ast.NamedExpr) or (
             isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
         ):
@@ -226,7 +226,7 @@ class _Finder:
     def between(
         self, kind: str, gap: tuple[int, int], text: str, choices: tuple[str, ...], lines: Lines
     ) -> Iterator[Place]:
-        """An operator that stands between two operands, beside brackets, breaks and comments."""
+        """Yield an operator between two operands, among brackets, line breaks and comments."""
         bare = re.sub(rb"#[^\n]*", lambda m: b" " * len(m[0]), self.source[slice(*gap)])
         pattern = rb"\s+".join(re.escape(word).encode() for word in text.split())
         found = re.search(pattern, bare)

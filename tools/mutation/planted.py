@@ -1,4 +1,4 @@
-"""Faults of known kinds, written into the sources one at a time; each has a test that must fail."""
+"""Faults of known kinds, put into the sources one at a time; each has a test that must fail."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Plant:
     """One fault.
 
     Attributes:
-        name: What it is called.
-        fault: One line that says what is wrong then.
-        file: The source that is changed.
-        before: Text that it has once.
-        after: What stands there instead.
-        test: The one that must fail, or a function of which one case must.
+        name: Name of the fault.
+        fault: The fault in one line.
+        file: Source file to change.
+        before: Text that occurs in it once.
+        after: Replacement of the text.
+        test: Test that must fail, or a function with a case that must fail.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Plant:
         """Return the change of a tree's source.
 
         Raises:
-            ValueError: The text is not there, or not once.
+            ValueError: The text does not occur exactly once.
         """
         source = (root / self.file).read_bytes()
         text = self.before.encode()
@@ -64,15 +64,15 @@ def plants() -> list[Plant]:
 
 
 def hunt(given: Hunt, names: Iterable[str], say: Callable[[str], None]) -> bool:
-    """Plant faults into a commit's sources, one at a time; return whether their tests catch all.
+    """Plant faults in a commit's sources, one at a time; return whether their tests catch all.
 
     Args:
-        given: Whose commit; results are said and not kept.
-        names: Which; all if there are none.
-        say: Called with a line for each.
+        given: Hunt with the commit; results are reported and not kept.
+        names: Names of faults; all if empty.
+        say: Called with a line for each fault.
 
     Raises:
-        ValueError: A text is not there, or a test fails without a fault, or does not run.
+        ValueError: A text does not occur, or a test fails without a fault or does not run.
     """
     wanted = set(names)
     chosen = [each for each in plants() if not wanted or each.name in wanted]
@@ -97,7 +97,7 @@ def hunt(given: Hunt, names: Iterable[str], say: Callable[[str], None]) -> bool:
 
 
 def to_markdown(given: Iterable[Plant]) -> str:
-    """Return a table of faults, and the test that sees each."""
+    """Return a table of faults with the test that catches each."""
     rows = [f"| {each.name} | {each.fault} | `{short(each.test)}` |" for each in given]
     return "\n".join(["| planted | fault | test |", "| --- | --- | --- |", *rows]) + "\n"
 

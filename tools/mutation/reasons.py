@@ -1,4 +1,4 @@
-"""Mutants that nobody could notice, and why: data that people wrote."""
+"""Equivalent mutants, which no test can notice, with reasons that people wrote."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ REASONS = Path(__file__).with_name("equivalents.json")
 
 
 def equivalents(commit: str, seed: int) -> dict[int, str]:
-    """Return mutant → why nobody could notice it, of one hunt."""
+    """Return mutant number → reason for the equivalent mutants of one hunt."""
     known = json.loads(REASONS.read_text())
     for hunt in known:
         if commit.startswith(hunt["commit"]) and hunt["seed"] == seed:

@@ -1,7 +1,7 @@
-"""Which test runs which lines: every process of a test writes the lines that it runs.
+"""The record of lines that each test runs; every process of a test writes its lines.
 
-`start` is for processes that share a folder: forks inherit it, new interpreters begin with
-`sitecustomize.py` (see `tree.py`). Lines of functions count, not those that run at import.
+`start` is for processes that share a folder: forks inherit it, new interpreters call it from
+`sitecustomize.py` (see `tree.py`). Only lines of functions count, not those that run at import.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-FOLDER = "MUTATION_RECORD"  # environment variable: where to write; without it nothing is recorded
+FOLDER = "MUTATION_RECORD"  # environment variable: folder of the record; unset: no recording
 TREE = "MUTATION_TREE"  # environment variable: the copy of the repository whose sources run
 _FUNCTION = 0x1  # CO_OPTIMIZED: a function's code, not a module's or a class's
 _RECORD = struct.Struct("<III")  # test, file, line
@@ -23,13 +23,13 @@ _NUMBER = struct.Struct("<I")
 
 
 def set_test(folder: Path, number: int) -> None:
-    """Say which test runs from now on, in all processes."""
+    """Set the number of the running test, for all processes."""
     with (folder / "test").open("r+b") as file:
         file.write(_NUMBER.pack(number))
 
 
 def prepare(folder: Path, files: list[str]) -> None:
-    """Make the folder: files are what is to be recorded, as paths below the tree."""
+    """Create the folder; `files` are the paths to record, below the tree."""
     folder.mkdir(parents=True)
     (folder / "test").write_bytes(_NUMBER.pack(0))
     (folder / "lines").touch()
@@ -37,7 +37,7 @@ def prepare(folder: Path, files: list[str]) -> None:
 
 
 def start() -> None:
-    """Record in this process and its forks, where the environment says so."""
+    """Record in this process and its forks, if the environment says so."""
     if FOLDER not in os.environ:
         return
     folder = Path(os.environ[FOLDER])
@@ -70,7 +70,7 @@ def start() -> None:
 
 
 def read(folder: Path) -> dict[int, dict[str, set[int]]]:
-    """Return test number → file → lines that it ran."""
+    """Return test number → file → lines that the test ran."""
     names = (folder / "files").read_text().splitlines()
     found: dict[int, dict[str, set[int]]] = {}
     for test, file, line in _RECORD.iter_unpack((folder / "lines").read_bytes()):

@@ -1,11 +1,11 @@
-"""What is mutated, what is left out, and which tests are not asked: data with reasons."""
+"""Files to mutate, files to leave out, and tests that are not asked: data with reasons."""
 
 from __future__ import annotations
 
 _DIST = "packages/scaletorch-dist/src/scaletorch/dist"
 _UMBRELLA = "packages/scaletorch/src/scaletorch"
 
-# Files and folders that hold what computes, moves or keeps numbers.
+# Files and folders that compute, move or store numbers.
 SOURCES = (
     f"{_DIST}/collectives",
     f"{_DIST}/params.py",
@@ -21,7 +21,7 @@ SOURCES = (
     f"{_UMBRELLA}/checkpoint",
 )
 
-# Of these, patterns of files that are not mutated.
+# Patterns of files among them that are not mutated.
 FILES_LEFT_OUT = {
     "*/__init__.py": "names what is public and defines nothing",
     "*/public.py": "the same",
@@ -30,13 +30,13 @@ FILES_LEFT_OUT = {
     "*/drawing.py": "pictures",
 }
 
-# Functions that are not mutated: they write for people.
+# Functions that are not mutated: they make text for people.
 FUNCTIONS_LEFT_OUT = ("__repr__", "__str__")
 
-# Never mutated wherever they are: strings, f-strings and what is computed in them, docstrings, what
-# `raise` raises (the condition above it is mutated), annotations, decorators, imports.
+# Never mutated anywhere: strings, f-strings and expressions in them, docstrings, the operand of
+# `raise` (the condition above it is mutated), annotations, decorators, imports.
 
-# Patterns of tests that are not asked. A mutant that only they notice counts as a survivor.
+# Patterns of tests that are not run. A mutant that only they notice counts as a survivor.
 TESTS_LEFT_OUT = {
     "*/real_launchers/*": "start what other tests start too, by foreign launchers",
     "*/test_collectives_gpu.py": "needs a GPU",
@@ -61,7 +61,7 @@ TESTS_LEFT_OUT = {
     "packages/scaletorch-pg/*": "of another package's own numbers",
 }
 
-# What tests import slowly: a process that has it is forked for each mutant.
+# Modules that import slowly: a process that has them is forked for each mutant.
 PRELOAD = (
     "torch",
     "torch.distributed",

@@ -1,4 +1,4 @@
-"""The figure of a hunt, and what survives, with the reasons that are known."""
+"""The figure of a hunt, and its survivors without a known reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .reasons import equivalents
 
 
 def show(results: list[dict[str, Any]], commit: str, seed: int) -> str:
-    """Return the figure and a line for each survivor that has no reason."""
+    """Return the figure, and a line for each survivor without a reason."""
     fates = latest(results)
     reasons = equivalents(commit, seed)
     counts = Counter(_fate(each, reasons) for each in fates)
@@ -23,7 +23,7 @@ def show(results: list[dict[str, Any]], commit: str, seed: int) -> str:
 
 
 def latest(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one result for each mutant: the catch where there is one, else the last."""
+    """Return one result for each mutant: a catch if there is one, else the last result."""
     fates: dict[int, dict[str, Any]] = {}
     for each in results:
         if fates.get(each["mutant"], {}).get("verdict") != "caught":

@@ -1,4 +1,4 @@
-"""Copies of one commit of the repository, each for one worker, in which sources are changed."""
+"""Copies of one commit of the repository, one for each worker, in which sources are changed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if "MUTATION_RECORD" in os.environ:
 
 
 def make(root: Path, commit: str, folder: Path) -> Path:
-    """Copy a commit of the repository at ``root`` into a new folder; return the folder."""
+    """Copy a commit of the repository at `root` into a new folder; return the folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     archive = subprocess.run(
@@ -37,7 +37,7 @@ def make(root: Path, commit: str, folder: Path) -> Path:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return variables with which Python finds the copy's sources, and this tool."""
+    """Return the environment in which Python finds the copy's sources and this tool."""
     paths = [*sorted(folder.glob("packages/*/src")), folder / ".mutation", TOOLS, folder / "tools"]
     own = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "MUTATION_TREE": str(folder)}
     fixed = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "TMPDIR": str(temporary(folder))}
@@ -50,7 +50,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def temporary(folder: Path) -> Path:
-    """Return where processes of the copy's tests keep what they leave."""
+    """Return the folder for temporary files of the copy's tests."""
     return folder / ".mutation" / "tmp"
 
 
@@ -65,7 +65,7 @@ def sources(folder: Path) -> list[str]:
 
 
 def tests(folder: Path) -> list[str]:
-    """Return the files of tests that are asked, as paths below the folder."""
+    """Return the test files that are asked, as paths below the folder."""
     names = sorted(
         p.relative_to(folder).as_posix() for p in folder.glob("packages/*/tests/test_*.py")
     )

@@ -1,4 +1,4 @@
-"""One mutant's fate: which test notices it."""
+"""The verdict on one mutant: the test that notices it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from .draw import Mutant
 from .measure import Measured
 from .worker import Worker
 
-START = 60.0  # s for a fork to begin, and for pytest to load files, on a busy machine
-AGAIN = 20.0  # s at least for a test that is run again because it was late
-TOTAL = 4.0  # how many times their measured time all tests together may take
-_LATE = ("did not finish", "timed out", "Timeout")  # in the words of a failure that load may cause
+START = 60.0  # s for a fork to start and for pytest to load files, on a busy machine
+AGAIN = 20.0  # least limit in s for the second run of a test that was late
+TOTAL = 4.0  # limit of all tests together, as a multiple of their measured time
+_LATE = ("did not finish", "timed out", "Timeout")  # in messages of failures that load may cause
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a mutant.
+    """The verdict on a mutant.
 
     Attributes:
-        verdict: caught, survived, or "not run".
-        by: the test that caught it.
-        how: failed, hangs or dies.
-        asked: tests that ran, or were to run until one failed.
+        verdict: "caught", "survived" or "not run".
+        by: Test that caught it.
+        how: "failed", "hangs" or "dies".
+        asked: Number of tests that ran, or were to run until one failed.
     """
 
     verdict: str
@@ -36,15 +36,15 @@ class Verdict:
     text: str = ""
 
     def data(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the verdict as JSON values."""
         return asdict(self)
 
 
 def judge(worker: Worker, mutant: Mutant, tests: list[str], measured: Measured) -> Verdict:
     """Run tests against a mutant until one fails.
 
-    What fails by its time alone is run again: without the mutant, then with it, and six times as
-    long as without. So no load of the machine counts as a catch.
+    A test that fails only by its time is run again: without the mutant, then with it for six times
+    as long. So load on the machine does not count as a catch.
     """
     rest = tests
     while rest:
@@ -58,7 +58,7 @@ def judge(worker: Worker, mutant: Mutant, tests: list[str], measured: Measured) 
 
 
 def _again(worker: Worker, mutant: Mutant, found: Verdict, measured: Measured) -> Verdict:
-    """Run a test that was late once more; it is no catch where it fails without the mutant too."""
+    """Run a late test again; it is no catch if it also fails without the mutant."""
     control, taken = _ask(worker, {found.by: 10 * limits([found.by], measured)[found.by]}, measured)
     if control.verdict != "survived":
         return Verdict("survived", found.by)
@@ -72,7 +72,7 @@ def _with(worker: Worker, mutant: Mutant, tests: dict[str, float], measured: Mea
 
 
 def _ask(worker: Worker, tests: dict[str, float], measured: Measured) -> tuple[Verdict, float]:
-    """Run tests as the sources are now; the verdict, and the seconds that the tests took."""
+    """Run tests on the current sources; return the verdict, and the seconds of the tests."""
     files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
     usual = sum(measured.seconds.get(test, 0.0) for test in tests)
     limit = START + max(TOTAL * usual, max(tests.values()) + usual)
@@ -81,7 +81,7 @@ def _ask(worker: Worker, tests: dict[str, float], measured: Measured) -> tuple[V
 
 
 def _read(events: list[dict[str, Any]], ended: bool, tests: dict[str, float]) -> Verdict:
-    """Say what events mean."""
+    """Return the verdict that events mean."""
     began = [event["began"] for event in events if "began" in event]
     last = began[-1] if began else next(iter(tests))
     for event in events:
@@ -98,7 +98,7 @@ def _read(events: list[dict[str, Any]], ended: bool, tests: dict[str, float]) ->
 
 
 class Planted:
-    """A mutant in a copy of the sources, for as long as this is entered."""
+    """A context with a mutant in a copy of the sources."""
 
     def __init__(self, folder: Path, mutant: Mutant) -> None:
         self.path = folder / mutant.place.file
@@ -107,12 +107,12 @@ class Planted:
         self.times = self.path.stat()
 
     def __enter__(self) -> None:
-        """Write the changed source, with a time by which no bytecode of another one is taken."""
+        """Write the changed source, with a file time that no cached bytecode has."""
         self.path.write_bytes(self.mutant.apply(self.source))
         moment = 10**9 + self.mutant.number
         os.utime(self.path, (moment, moment))
 
     def __exit__(self, *_: object) -> None:
-        """Put the source back."""
+        """Restore the source."""
         self.path.write_bytes(self.source)
         os.utime(self.path, ns=(self.times.st_atime_ns, self.times.st_mtime_ns))

@@ -1,4 +1,4 @@
-"""The fork-server of ranks begins in a fork of a process that has torch, not in a new one."""
+"""Start the ranks' fork server in a fork of a process with torch, not in a new interpreter."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import traceback
 from types import SimpleNamespace
 from typing import Any
 
-_HIGH = 200  # number for a descriptor that another one's number must not meet
+_HIGH = 200  # lowest descriptor number for moves, above all numbers in use
 
 
 def prepare() -> None:
-    """Let the fork-server of ranks begin in a fork of this process, once."""
+    """Let the ranks' fork server start in a fork of this process, once."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
@@ -41,7 +41,7 @@ def prepare() -> None:
 
 
 def _become_server(channel: socket.socket) -> None:
-    """Wait for the command that a new interpreter would run, and run it here."""
+    """Wait for the command of the new interpreter, and run it here."""
     try:
         own = socket.socket(fileno=fcntl.fcntl(channel.fileno(), fcntl.F_DUPFD_CLOEXEC, _HIGH))
         channel.close()
@@ -67,7 +67,7 @@ def _become_server(channel: socket.socket) -> None:
 
 
 class Forked:
-    """A forked process, as far as a user of `subprocess.Popen` asks."""
+    """A forked process with the methods of `subprocess.Popen` that its user calls."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

@@ -1,4 +1,4 @@
-"""The caller's side of a nursery: one copy of the sources, and the process that runs its tests."""
+"""The caller's side of a nursery: a copy of the sources, and the process that runs its tests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Worker:
         return answer
 
     def ask(self, files: list[str], limit: float, **more: Any) -> tuple[list[dict[str, Any]], bool]:
-        """Run tests; return what the processes wrote down, and whether they ended by themselves."""
+        """Run tests; return the recorded events, and whether the processes ended by themselves."""
         shutil.rmtree(tree.temporary(self.folder), ignore_errors=True)
         tree.temporary(self.folder).mkdir()
         report = self.folder / ".mutation" / "report"
@@ -52,7 +52,7 @@ class Worker:
         return [json.loads(line) for line in report.read_text().splitlines()], ended
 
     def close(self) -> None:
-        """End the process and what it started."""
+        """End the process and its children."""
         assert self.process.stdin
         assert self.process.stdout
         self.process.stdin.close()

@@ -1,4 +1,4 @@
-"""Run the programs of examples/bugs, and write their reports into docs/bugs_found.md anew.
+"""Run the programs of examples/bugs, and update their reports in docs/bugs_found.md.
 
 python -m tools.pages.bug_reports
 """
@@ -45,7 +45,7 @@ class Found(NamedTuple):
 
 
 def run_program(name: str, *arguments: str) -> None:
-    """Run a program in this process, or on this rank of a pool, which has its group already."""
+    """Run a program in this process, or on a rank of a pool, which already has its group."""
     given = mock.patch.object(sys, "argv", [name, *arguments])
     group = mock.patch.object(dist, "init_process_group")
     with given, group, own_groups(), warnings.catch_warnings():
@@ -54,7 +54,7 @@ def run_program(name: str, *arguments: str) -> None:
 
 
 def reports(folder: Path) -> dict[str, Found]:
-    """Run all programs, with folders of their own below this one; return their reports."""
+    """Run all programs, each in its own folder below this one; return their reports."""
     preload(*_IMPORTED)
     found = {}
     with RankPool(2) as pool:
@@ -64,18 +64,18 @@ def reports(folder: Path) -> dict[str, Found]:
             run_program(name, str(own / "one"))
             pool.run(run_program, name, str(own / "two"))
             pool.run(run_program, name, str(own / "mended"), "--mended")
-            with contextlib.chdir(own):  # reports name the folders as a reader would
+            with contextlib.chdir(own):  # so that reports show relative folders
                 found[name] = Found(compare("one", "two"), compare("one", "mended"))
     return found
 
 
 def shown(text: str) -> dict[str, str]:
-    """Return the reports that a page shows, by program."""
+    """Return the reports on a page, by program."""
     return {program: report for _, program, report in _SHOWN.findall(text)}
 
 
 def rounded(report: str) -> str:
-    """Return a report without the right tensor that is farthest off, and how far.
+    """Return a report without the correct tensor that is farthest off and its distance.
 
     That is rounding, which differs between machines.
     """

@@ -1,7 +1,7 @@
-"""What mkdocs cannot do by itself: pages from outside docs/, the Chinese part, the API's pages.
+"""Extensions of mkdocs: pages from outside docs/, the Chinese section, the API's pages.
 
-mkdocs calls the functions named ``on_…``. Links in pages stay as they are on GitHub, relative to
-the file; here they are turned to the page that the file has become, and dropped where it is none.
+mkdocs calls the functions named `on_…`. In the sources links are relative to the file, as on
+GitHub. Here they point to the page made of the file, or are dropped if there is none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
-# Files that become pages, beside those of docs/.
+# Files outside docs/ that become pages.
 PAGES = {
     "README.md": "index.md",
     "README.zh-CN.md": "zh/index.md",
@@ -30,7 +30,7 @@ PAGES = {
     **{f"packages/{path.name}/README.md": f"packages/{path.name}.md" for path in PACKAGES},
 }
 CHINESE = "中文"
-# Titles of the navigation, on pages in Chinese.
+# Titles of the navigation on Chinese pages.
 TITLES = {
     "Home": "首页",
     "Guides": "指南",
@@ -42,15 +42,15 @@ TITLES = {
     "Running": "运行",
     "Project": "项目",
 }
-# Modules to import from that are no wheel's whole portion.
+# Public modules that are part of a wheel's portion.
 MODULES = tuple(f"scaletorch.dist.{name}" for name in ("devices", "functional", "testing"))
-# Parts of pages that are no prose, and links.
+# Code blocks, and links.
 _FENCE = re.compile(r"^( *)```.*?^\1```$", re.S | re.M)
 _LINK = re.compile(r"\[((?:[^][]|\[[^][]*\])*)\]\(\s*([^)\s]+?)\s*\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Complete the navigation: packages, the API, and what is translated."""
+    """Complete the navigation: packages, the API, and translated pages."""
     nav: list[Any] = config.nav or []
     guides = nav[-1]["Guides"]
     found = [page for file, page in PAGES.items() if (ROOT / file).exists()]
@@ -66,7 +66,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def _translated(pages: list[Any]) -> list[Any]:
-    """Return the navigation of the translations: the same sections, their titles translated."""
+    """Return the navigation of the translations: the same sections, with translated titles."""
     found: list[Any] = []
     for entry in pages:
         if isinstance(entry, str):
@@ -79,7 +79,7 @@ def _translated(pages: list[Any]) -> list[Any]:
 
 
 def _reference() -> dict[str, str]:
-    """Return the importable portions of all wheels, and the page of each."""
+    """Return the importable portions of all wheels, with the page of each."""
     portions = []
     for package in PACKAGES:
         data = tomllib.loads((package / "pyproject.toml").read_text(encoding="utf-8"))
@@ -105,7 +105,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, files: Files, **_: Any) -> str:
-    """Turn the links of a page, outside of its programs."""
+    """Rewrite the links of a page, except in code blocks."""
     parts, end = [], 0
     for fence in _FENCE.finditer(markdown):
         parts += [_turn(markdown[end : fence.start()], page, files), fence[0]]
@@ -133,7 +133,7 @@ def _turn(text: str, page: Page, files: Files) -> str:
 
 
 def on_page_context(context: Any, *, page: Page, config: MkDocsConfig, nav: Any) -> Any:
-    """Give the theme the language of the page, its titles, and the same page in the other one."""
+    """Set the theme's language, the titles, and the link to the same page in the other language."""
     here = page.file.src_uri
     chinese = here.startswith("zh/")
     config.theme["language"] = "zh" if chinese else "en"

@@ -1,7 +1,7 @@
 """The pictures of the guides, drawn from the library's own objects.
 
-``python -m tools.pages.pictures`` writes them to ``docs/pictures/``; a test compares them with what
-is there.
+`python -m tools.pages.pictures` writes them to `docs/pictures/`; a test compares them with the
+files there.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from scaletorch.parallel.pipeline_parallel import SCHEDULES, Costs, check, simul
 from ..packages import ROOT
 
 FOLDER = ROOT / "docs" / "pictures"
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")  # of ranks; distinct for most eyes
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")  # of ranks; distinct for most readers
 PALE, INK = "#eef1f5", "#222222"
 SHOWN = ("1f1b", "interleaved_1f1b", "zb_v")  # schedules
 RANKS, MICRO_BATCHES = 4, 8
-KINDS = {  # of a rank's first stage and, paler, of its second
+KINDS = {  # colours of a rank's first stage and, paler, of its second
     "F": ("#4477aa", "#b4c7dd"), "B": ("#228833", "#a7cfad"),
     "I": ("#33a7cc", "#c2ebf8"), "W": ("#a89a20", "#ebe5b4"),
 }  # fmt: skip
@@ -58,7 +58,7 @@ def finished(root: Xml.Element) -> str:
 
 
 def grid() -> str:
-    """Draw the sixteen ranks of a grid, and what an axis divides."""
+    """Draw the sixteen ranks of a grid, and the data that each axis divides."""
     root, sizes = canvas(720, 300), Grid(tp=2, cp=2, pp=2, dp=2)
     for rank in range(sizes.world_size):
         at = sizes.coordinates(rank)
@@ -84,7 +84,7 @@ def grid() -> str:
 
 
 def masks() -> str:
-    """Draw which rank computes which pairs of a causal mask, in three layouts."""
+    """Draw the rank that computes each pair of a causal mask, in three layouts."""
     root, side = canvas(720, 290), 12
     layouts = {"contiguous": contiguous(16, 4), "zigzag": zigzag(16, 4), "stripe": stripe(16, 4)}
     for n, (name, layout) in enumerate(layouts.items()):
@@ -102,7 +102,7 @@ def masks() -> str:
 
 
 def schedules() -> str:
-    """Draw schedules on one axis of time; a rank's layers together take 1 forward, 2 backward."""
+    """Draw schedules on one time axis; a rank's layers together take 1 forward, 2 backward."""
     root, scale = canvas(720, 140 * len(SHOWN) + 40), 18
     for n, name in enumerate(SHOWN):
         top, schedule = 30 + 140 * n, SCHEDULES[name](RANKS, MICRO_BATCHES)
@@ -127,7 +127,7 @@ def schedules() -> str:
 
 
 def memory() -> str:
-    """Draw the most activations that each rank keeps, in parts of the model's layers."""
+    """Draw each rank's peak activations, in micro-batches of all layers of a rank."""
     names = [name for name in SCHEDULES if name != "forward_only"]
     root = canvas(720, 40 + 34 * len(names) + 24)
     text(
@@ -148,7 +148,7 @@ def memory() -> str:
 
 
 def peaks(name: str) -> list[float]:
-    """Return each rank's peak, where a rank's layers together count as one."""
+    """Return each rank's peak, with a rank's layers together as one."""
     schedule = SCHEDULES[name](RANKS, MICRO_BATCHES)
     chunks = schedule.num_stages / schedule.num_ranks
     return [live / chunks for live in check(schedule).peak_live]
@@ -158,7 +158,7 @@ PICTURES = {"grid": grid, "masks": masks, "schedules": schedules, "memory": memo
 
 
 def draw_all() -> Iterable[tuple[Path, str]]:
-    """Yield each file and what belongs in it."""
+    """Yield each file and its content."""
     for name, picture in PICTURES.items():
         yield FOLDER / f"{name}.svg", picture()
 

@@ -1,9 +1,9 @@
-"""Hold the Chinese pages against the English ones.
+"""Compare the Chinese pages with the English ones.
 
-``python -m tools.pages.translations`` prints where they differ: headings, kinds of blocks, code,
-numbers, names in backticks, links; and what has changed in English since it was translated.
-``python -m tools.pages.translations --record`` says that the Chinese pages are right as they are:
-run it after translating.
+`python -m tools.pages.translations` prints their differences: headings, kinds of blocks, code,
+numbers, names in backticks, links; and English sections that changed since their translation.
+`python -m tools.pages.translations --record` records that the Chinese pages are up to date: run it
+after translating.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path("tools") / "pages" / "translated.txt"
-TABLE_LEFT_OUT = {"docs/mutants.md"}  # a program writes this table: the Chinese page points to it
-PICTURES = ("```text", "```mermaid")  # have words in them, which are translated
+TABLE_LEFT_OUT = {"docs/mutants.md"}  # a program writes this table; the Chinese page links to it
+PICTURES = ("```text", "```mermaid")  # contain words, which are translated
 CODE, TABLE, LIST, TEXT, PICTURE = "code", "table", "list", "text", "picture"
-ITEM = re.compile(r"^(?:\||[-*] |\d+\. )", re.M)  # a row of a table, an item of a list
+ITEM = re.compile(r"^(?:\||[-*] |\d+\. )", re.M)  # a table row, or a list item
 FENCE = re.compile(r"\s*(`{3,})")
 ANCHOR = re.compile(r'<a id="([^"]+)"></a>')
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -31,7 +31,7 @@ NAME = re.compile(r"`[^`]+`")
 
 
 class Section(NamedTuple):
-    """A heading and the blocks below it, each a kind and its text."""
+    """A heading and the blocks below it, each as (kind, text)."""
 
     heading: str
     blocks: list[tuple[str, str]]
@@ -41,7 +41,7 @@ class Section(NamedTuple):
         return [text for kind, text in self.blocks if kind in kinds]
 
     def form(self) -> str:
-        """Say what the section is made of."""
+        """Describe the section's blocks."""
         sizes = {TABLE: " of {} rows", LIST: " of {} items"}
         return ", ".join(
             kind + sizes.get(kind, "").format(len(ITEM.findall(text))) for kind, text in self.blocks
@@ -49,22 +49,22 @@ class Section(NamedTuple):
 
 
 def pages(root: Path = ROOT) -> list[str]:
-    """Return the English pages that are to be had in Chinese."""
+    """Return the English pages that need a Chinese one."""
     return ["README.md", *(f"docs/{path.name}" for path in sorted(root.glob("docs/*.md")))]
 
 
 def chinese_of(page: str) -> str:
-    """Return where the Chinese page of an English one is."""
+    """Return the path of the Chinese page for an English one."""
     return page.replace("README.md", "README.zh-CN.md").replace("docs/", "docs/zh/")
 
 
 def english_of(path: str) -> str:
-    """Return the English page of a Chinese one; any other path as it is."""
+    """Return the English page of a Chinese one; other paths are unchanged."""
     return path.replace("README.zh-CN.md", "README.md").replace("docs/zh/", "docs/")
 
 
 def _end(lines: list[str], start: int) -> int:
-    """Return the line after the block that begins at one."""
+    """Return the number of the line after the block that starts at `start`."""
     end = start + 1
     if fence := FENCE.match(lines[start]):
         while end < len(lines) and lines[end].strip() != fence[1]:
@@ -88,7 +88,7 @@ def _kind(text: str) -> str:
 
 
 def sections(text: str) -> list[Section]:
-    """Take a page apart; anchors and comments are no blocks."""
+    """Split a page into sections; anchors and comments are no blocks."""
     found, lines, at = [Section("its beginning", [])], text.split("\n"), 0
     while at < len(lines):
         end = _end(lines, at)
@@ -102,7 +102,7 @@ def sections(text: str) -> list[Section]:
 
 
 def _links(text: str, page: str) -> list[tuple[str, str]]:
-    """Return path and anchor of each link to a file, the path as from the root."""
+    """Return path and anchor of each link to a file, the path relative to the root."""
     found = []
     for target in LINK.findall(text):
         path, _, anchor = target.partition("#")
@@ -115,13 +115,13 @@ def _links(text: str, page: str) -> list[tuple[str, str]]:
 
 
 def _odd(what: str, english: Counter[str], chinese: Counter[str]) -> list[str]:
-    """Name what only one of the two has."""
+    """Return a line for each page with items that the other page lacks."""
     sides = ("only in English", english - chinese), ("only in Chinese", chinese - english)
     return [f"{what} {side}: {', '.join(only)}" for side, only in sides if only]
 
 
 def _compare_block(kind: str, english: str, chinese: str) -> list[str]:
-    """Return what differs: code to the letter, otherwise the numbers, by row in a table."""
+    """Return the differences: of code in all characters, else of the numbers, by table row."""
     if kind == CODE:
         return [] if english == chinese else [f"code differs: {english[:60]!r}"]
     both = [text.split("\n") if kind == TABLE else [text] for text in (english, chinese)]
@@ -149,7 +149,7 @@ def _compare_section(page: str, english: Section, chinese: Section) -> list[str]
 
 
 def compare(page: str, english: str, chinese: str) -> list[str]:
-    """Return what differs between a page in English and in Chinese, by section."""
+    """Return the differences between an English page and its Chinese one, by section."""
     both = sections(english), sections(chinese)
     if len(both[0]) != len(both[1]):
         return [f"{page}: {len(both[0]) - 1} headings in English, {len(both[1]) - 1} in Chinese"]
@@ -163,7 +163,7 @@ def compare(page: str, english: str, chinese: str) -> list[str]:
 
 
 def _misled(page: str, text: str, root: Path) -> list[str]:
-    """Return the links of a Chinese page that leave Chinese, or look for a missing anchor."""
+    """Return links of a Chinese page to English pages, or to missing anchors."""
     found, here = [], chinese_of(page)
     for path, anchor in _links(text, here):
         is_chinese = path != english_of(path) and (root / path).exists()
@@ -175,7 +175,7 @@ def _misled(page: str, text: str, root: Path) -> list[str]:
 
 
 def digests(page: str, english: str) -> dict[str, str]:
-    """Return a digest of each section's words, whatever their lines."""
+    """Return a digest of each section's words, independent of line breaks."""
     kinds = (LIST, TEXT) if page in TABLE_LEFT_OUT else (TABLE, LIST, TEXT, PICTURE)
     found = {}
     for number, section in enumerate(sections(english)):
@@ -186,7 +186,7 @@ def digests(page: str, english: str) -> dict[str, str]:
 
 
 def differences(root: Path = ROOT) -> list[str]:
-    """Return all that is to be done."""
+    """Return all differences, as lines."""
     lines = (root / RECORD).read_text().splitlines()
     known = {name: digest for digest, name in (line.split(" ", 1) for line in lines)}
     found, wanted = [], {chinese_of(page) for page in pages(root)}
@@ -204,7 +204,7 @@ def differences(root: Path = ROOT) -> list[str]:
 
 
 def main() -> int:
-    """Print what differs; with --record, after writing down what was translated."""
+    """Print the differences; with --record, first record the pages as translated."""
     parser = argparse.ArgumentParser(description="Hold the Chinese pages against the English ones.")
     parser.add_argument("--record", action="store_true", help="Chinese is right as it is")
     if parser.parse_args().record:

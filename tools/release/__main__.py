@@ -1,4 +1,4 @@
-"""`hatch run release` raises versions and builds what is to be published."""
+"""`hatch run release` raises versions and builds the distributions to publish."""
 
 import sys
 

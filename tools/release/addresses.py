@@ -1,8 +1,8 @@
-"""Where the project lives, which the owner of a release says once, and what wheels say of it.
+"""Addresses of the project, which the owner of a release sets once, and the wheels' URLs.
 
-``repository`` in ``[tool.scaletorch]`` of the workspace's pyproject is the address of a public copy
-of this repository; ``documentation`` is the site's, and may be left out. The sources name neither
-until somebody who owns them does.
+`repository` in `[tool.scaletorch]` of the workspace's pyproject is the address of a public copy of
+this repository; `documentation` is the site's address and optional. Both are unset until the owner
+of the addresses sets them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _URLS = re.compile(r"^\[project\.urls\]\n(?:[^\[\n].*\n)*\n", re.M)
 
 
 def setting(name: str) -> str | None:
-    """Return an address of the workspace's settings, or None where it is not given.
+    """Return an address of the workspace's settings, or None if it is not set.
 
     Raises:
-        ReleaseError: it is no address of a page.
+        ReleaseError: The value is not the address of a page.
     """
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"].get("scaletorch", {})
     address: str | None = settings.get(name)
@@ -35,7 +35,7 @@ def setting(name: str) -> str | None:
 
 
 def urls(package: str) -> dict[str, str]:
-    """Return the ``[project.urls]`` that a package's wheel has; none where no address is given."""
+    """Return the `[project.urls]` of a package's wheel; empty if no address is set."""
     repository = setting("repository")
     if repository is None:
         return {}
@@ -50,13 +50,13 @@ def urls(package: str) -> dict[str, str]:
 
 
 def require_repository() -> None:
-    """Raise ReleaseError where nobody has said where the project lives."""
+    """Raise ReleaseError if the repository's address is not set."""
     if setting("repository") is None:
         raise ReleaseError(f"the wheels would not say where they come from: {WANTED}")
 
 
 def write_urls(package: str) -> None:
-    """Write a package's ``[project.urls]``."""
+    """Write a package's `[project.urls]`."""
     file = folder(package) / "pyproject.toml"
     lines = [f'{name} = "{address}"\n' for name, address in urls(package).items()]
     section = "".join(["[project.urls]\n", *lines, "\n"]) if lines else ""
@@ -65,7 +65,7 @@ def write_urls(package: str) -> None:
 
 
 def check_urls(package: str) -> None:
-    """Raise ReleaseError where a package's ``[project.urls]`` are not those of the settings."""
+    """Raise ReleaseError if a package's `[project.urls]` differ from the settings."""
     require_repository()
     if pyproject(package)["project"].get("urls", {}) != urls(package):
         raise ReleaseError(f"{package} has other [project.urls] than pyproject.toml says: bump it")

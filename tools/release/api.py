@@ -1,8 +1,7 @@
 """Record the public names of each package, and compare with the record.
 
-``python -m tools.release.api`` reads the sources (nothing is imported) and compares every public
-module's ``__all__``, with signatures, with ``packages/NAME/api.txt``; ``--accept`` writes these
-files.
+`python -m tools.release.api` reads the sources without importing them, and compares every public
+module's `__all__`, with signatures, with `packages/NAME/api.txt`; `--accept` writes these files.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ..packages import PACKAGES, ROOT
 
 _PARALLEL = "scaletorch.parallel"
 
-# The public modules of each package; those without `__all__` give all names without underscore.
+# The public modules of each package; without `__all__`, all names without underscore are public.
 MODULES = {
     "scaletorch": [
         "scaletorch.checkpoint",
@@ -87,12 +86,12 @@ HEAD = """\
 
 
 def record(package: str) -> str:
-    """Return the text for one package: each public module, and under it its names."""
+    """Return the text for one package: each public module with its names."""
     sources = ROOT / "packages" / package / "src"
     loader = griffe.GriffeLoader(search_paths=[sources], allow_inspection=False)
     modules = loader.modules_collection
     loader.load("scaletorch")
-    named: dict[str, str] = {}  # where something is defined → its first public name
+    named: dict[str, str] = {}  # path of the definition → its first public name
     lines = HEAD.format(package=package).splitlines()
     for module in MODULES[package]:
         lines += ["", module]
@@ -103,7 +102,7 @@ def record(package: str) -> str:
 
 
 def public_names(module: griffe.Object | griffe.Alias) -> list[str]:
-    """Return ``__all__``, or all that the module defines without an underscore."""
+    """Return `__all__`, or all names without underscore that the module defines."""
     module = tabled(module)
     if module.exports is not None:
         return [str(name) for name in module.exports]
@@ -112,16 +111,16 @@ def public_names(module: griffe.Object | griffe.Alias) -> list[str]:
 
 
 def tabled(module: griffe.Object | griffe.Alias) -> griffe.Object | griffe.Alias:
-    """Return the module that imports a module's names: itself, or `public` beside it.
+    """Return the module that imports a module's names: itself, or the submodule `public`.
 
-    That is so of packages whose names are imported when they are asked for.
+    Packages whose names are imported on first access have such a submodule.
     """
     public = module.members.get("public")
     return module if public is None or not public.is_module else public
 
 
 def find(modules: griffe.ModulesCollection, path: str) -> griffe.Object | str:
-    """Return what a path means, or that itself where it is another package's or torch's.
+    """Return the definition of a path, or the path itself if it belongs to another package.
 
     A module's imports are followed by hand, since a path may also be that of a submodule.
     """
@@ -137,7 +136,7 @@ def find(modules: griffe.ModulesCollection, path: str) -> griffe.Object | str:
 
 
 def one_name(path: str, found: griffe.Object | str, named: dict[str, str]) -> list[str]:
-    """Return the lines of a public name; of a second name for the same, only what it is."""
+    """Return the lines of a public name; a second name for the same object refers to the first."""
     if isinstance(found, str):
         return [f"{path.rpartition('.')[2]} = {found}"]
     first = named.setdefault(found.path, path)
@@ -161,7 +160,7 @@ def described(defined: griffe.Object) -> list[str]:
 
 
 def members(defined: griffe.Class) -> list[griffe.Object]:
-    """Return what a class lets its users call and read, also from bases without a public name."""
+    """Return the public members of a class, including those of bases without a public name."""
     private = [base for base in defined.mro() if base.name.startswith("_")]
     found = {k: v for each in [*reversed(private), defined] for k, v in each.members.items()}
     public = [name for name in sorted(found) if name == "__init__" or not name.startswith("_")]
@@ -174,7 +173,7 @@ def indented(lines: Iterable[str]) -> list[str]:
 
 
 def difference(package: str) -> str:
-    """Return how the package's public names differ from the record, empty where they do not."""
+    """Return a diff of the package's public names from the record; empty if they are equal."""
     file = record_file(package)
     old = file.read_text() if file.exists() else ""
     names = (f"{file.relative_to(ROOT)}, the record", "the sources")
@@ -190,7 +189,7 @@ def record_file(package: str) -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    """Write or compare all records; 1 if one differs."""
+    """Write or compare all records; return 1 if one differs."""
     if arguments == ["--accept"]:
         for package in PACKAGES:
             record_file(package).write_text(record(package))

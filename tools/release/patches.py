@@ -1,4 +1,4 @@
-"""What a patch release may change: not a name that users or other wheels have of a package."""
+"""The limits of a patch release: it must keep all public names."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .versions import ReleaseError, current
 
 
 def require_kept(new: Mapping[str, Version]) -> None:
-    """Refuse patch releases that take recorded names away, or change them.
+    """Refuse patch releases that remove or change recorded names.
 
     Args:
-        new: The new version of each package that a release concerns.
+        new: New version of each package in the release.
 
     Raises:
         ReleaseError: A package's api.txt has lost lines since the tag of its current version, and
@@ -37,12 +37,12 @@ def require_kept(new: Mapping[str, Version]) -> None:
 
 
 def now(package: str) -> str:
-    """Return the public names as they are recorded now."""
+    """Return the public names as recorded now."""
     return (ROOT / "packages" / package / "api.txt").read_text()
 
 
 def recorded(package: str, tag: str) -> str:
-    """Return the public names as they were recorded at a tag; empty if there is no such tag."""
+    """Return the public names as recorded at a tag; empty if there is no such tag."""
     shown = f"{tag}:packages/{package}/api.txt"
     done = subprocess.run(
         ["git", "-C", str(ROOT), "show", shown], capture_output=True, text=True, check=False
@@ -51,7 +51,7 @@ def recorded(package: str, tag: str) -> str:
 
 
 def entries(text: str) -> Iterator[str]:
-    """Yield each recorded name with the module and the class that it is of."""
+    """Yield each recorded name with its module and class."""
     module = owner = ""
     for line in text.splitlines():
         name = line.strip()

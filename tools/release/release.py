@@ -1,14 +1,14 @@
 """Make a release: versions, pins, changelogs, distributions. Nothing is committed or uploaded.
 
-``python -m tools.release bump minor scaletorch-dist`` raises the package's version, moves the pins
-of those that need it (which raises them too, where their pin refused the new version), writes where
-the project lives into every package (``addresses.py``), turns the fragments in
-``packages/NAME/changes`` into changelog entries, builds and checks the distributions, and prints
-the commands that come next. The step is ``patch``, ``minor``, ``major`` or a version. With
-``--dry-run`` all of it happens in a scratch clone and is shown as a diff.
+`python -m tools.release bump minor scaletorch-dist` raises the package's version, moves the pins of
+packages that need it (and raises their versions if their pin refused the new one), writes the
+project's addresses into every package (`addresses.py`), turns the fragments in
+`packages/NAME/changes` into changelog entries, builds and checks the distributions, and prints the
+next commands. The step is `patch`, `minor`, `major` or a version. With `--dry-run` everything
+happens in a scratch clone and is shown as a diff.
 
-``python -m tools.release build`` builds and checks those packages whose changelog has a date for
-their version, or those that are named.
+`python -m tools.release build` builds and checks the packages whose changelog has a date for their
+version, or the named ones.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from .versions import (
     write_version,
 )
 
-NO_CHANGES = "No significant changes."  # what towncrier writes where there are no fragments
+NO_CHANGES = "No significant changes."  # written by towncrier if there are no fragments
 
 
 def git(*arguments: str) -> str:
-    """Return what git prints."""
+    """Return the output of a git command."""
     command = ["git", "-C", str(ROOT), *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def bump(packages: list[str], step: str, date: str, into: Path) -> None:
-    """Write the new versions, pins and changelogs, and build what they name."""
+    """Write the new versions, pins and changelogs, and build the packages."""
     new = plan(packages, step)
     for package, version in new.items():
         print(f"{package} {current(package)} -> {version}")
@@ -67,7 +67,7 @@ def bump(packages: list[str], step: str, date: str, into: Path) -> None:
 
 
 def write_changelog(package: str, version: Version, date: str) -> None:
-    """Turn the package's fragments into the changelog's section of this version."""
+    """Turn the package's fragments into the changelog section of this version."""
     folder = changelog(package).parent
     command = [sys.executable, "-m", "towncrier", "build", "--yes", "--dir", str(folder)]
     command += ["--config", str(ROOT / "pyproject.toml")]
@@ -78,7 +78,7 @@ def write_changelog(package: str, version: Version, date: str) -> None:
 
 
 def join_unreleased(text: str, heading: str, version: Version) -> str:
-    """Put what was written by hand under ``(unreleased)`` into the section of the release."""
+    """Move hand-written text under `(unreleased)` into the section of the release."""
     sections = re.split(r"^(?=## )", text, flags=re.M)
     by_hand = f"## {version} (unreleased)\n"
     for place, section in enumerate(sections):
@@ -92,7 +92,7 @@ def join_unreleased(text: str, heading: str, version: Version) -> str:
 
 
 def build(packages: list[str], into: Path) -> None:
-    """Build source distributions and wheels, and have twine check them."""
+    """Build source distributions and wheels, and check them with twine."""
     if not packages:
         raise ReleaseError("no changelog has a date for its package's version: bump one first")
     for package in packages:
@@ -106,7 +106,7 @@ def build(packages: list[str], into: Path) -> None:
 
 
 def rehearse(packages: list[str], step: str, date: str) -> None:
-    """Do it all in a scratch clone, and show what would differ."""
+    """Run everything in a scratch clone, and show the diff."""
     with tempfile.TemporaryDirectory(prefix="scaletorch-release-") as scratch:
         git("clone", "-q", str(ROOT), scratch)
         words = [sys.executable, "-m", "tools.release", "bump", step, *packages, "--date", date]
@@ -118,7 +118,7 @@ def rehearse(packages: list[str], step: str, date: str) -> None:
 
 
 def next_commands(tag: str, into: Path) -> str:
-    """Return what a maintainer does after looking at the changes."""
+    """Return the commands for a maintainer to run after looking at the changes."""
     return f"""
 Next, after a look at `git diff` and {into}:
   git add -A && git commit -m "Release {tag}"
@@ -127,7 +127,7 @@ Next, after a look at `git diff` and {into}:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Return the words of the command line by name."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="release", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     bumping = commands.add_parser("bump", help="new versions, changelogs and distributions")
@@ -142,11 +142,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def run(words: argparse.Namespace) -> None:
-    """Do what the command line says.
+    """Run the command line.
 
     Raises:
-        ReleaseError: uncommitted changes, no address of the repository, or see `plan` and
-            `require_kept`.
+        ReleaseError: There are uncommitted changes, no address of the repository is set, or see
+            `plan` and `require_kept`.
     """
     if words.command == "build":
         build(words.packages or list(filter(is_released, PACKAGES)), words.into)
@@ -165,7 +165,7 @@ def run(words: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run; 1 where something keeps the release from being made."""
+    """Run; return 1 if something prevents the release."""
     try:
         run(parse(arguments))
     except ReleaseError as error:

@@ -1,4 +1,4 @@
-"""Versions of the packages and the pins between them: what a release moves, and moving it."""
+"""Versions of the packages and the pins between them, and their changes in a release."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _VERSION = re.compile(r'__version__ = "([^"]+)"')
 
 
 class ReleaseError(ValueError):
-    """Something that keeps a release from being made; the message says what would do."""
+    """An error that prevents a release; the message says how to fix it."""
 
 
 def current(package: str) -> Version:
-    """Return the version that the sources have now."""
+    """Return the current version of the sources."""
     return Version(version(package))
 
 
 def stepped(version: Version, step: str) -> Version:
-    """Return the version after a step: ``patch``, ``minor`` or ``major``."""
+    """Return the version after a step: `patch`, `minor` or `major`."""
     major, minor, micro = version.release
     numbers = {
         "patch": (major, minor, micro + 1),
@@ -37,11 +37,11 @@ def stepped(version: Version, step: str) -> Version:
 
 
 def target(package: str, step: str) -> Version:
-    """Return the version that a step, or a version in words, leads to.
+    """Return the version that a step or an explicit version leads to.
 
     Raises:
-        ReleaseError: neither; a version below the present one; or the present one, where that has
-            been released already.
+        ReleaseError: It is neither; or the version is below the current one, or is the current one
+            and released already.
     """
     if step in STEPS:
         return stepped(current(package), step)
@@ -64,18 +64,18 @@ def changelog(package: str) -> Path:
 
 
 def is_unreleased(package: str) -> bool:
-    """Tell whether the changelog calls the present version unreleased."""
+    """Return whether the changelog calls the current version unreleased."""
     return f"## {current(package)} (unreleased)\n" in changelog(package).read_text()
 
 
 def is_released(package: str) -> bool:
-    """Tell whether the changelog has a date for the present version."""
+    """Return whether the changelog has a date for the current version."""
     heading = rf"^## {re.escape(str(current(package)))} \(\d{{4}}-\d\d-\d\d\)$"
     return re.search(heading, changelog(package).read_text(), re.M) is not None
 
 
 def siblings_needed(package: str) -> Iterator[Requirement]:
-    """Yield the requirements of other packages of ours, those of extras too."""
+    """Yield the requirements of sibling packages, including those of extras."""
     project = pyproject(package)["project"]
     extras = project.get("optional-dependencies", {}).values()
     for text in itertools.chain(project["dependencies"], *extras):
@@ -85,13 +85,13 @@ def siblings_needed(package: str) -> Iterator[Requirement]:
 
 
 def plan(packages: list[str], step: str) -> dict[str, Version]:
-    """Return the new version of each package that a release concerns.
+    """Return the new version of each package in a release.
 
-    A package whose pin refuses the new version of another gets a new pin, and with it the next
-    minor version itself: its users move to another series of what it needs.
+    If a package's pin refuses the new version of another, it gets a new pin and the next minor
+    version itself, since its users move to another series of what it needs.
 
     Raises:
-        ReleaseError: an unknown package, or see `target`.
+        ReleaseError: A package is unknown, or see `target`.
     """
     if unknown := set(packages) - {*PACKAGES}:
         raise ReleaseError(f"unknown: {', '.join(sorted(unknown))}; one of {', '.join(PACKAGES)}")
@@ -108,7 +108,7 @@ def plan(packages: list[str], step: str) -> dict[str, Version]:
 
 
 def refused(package: str, needed: str, version: Version) -> bool:
-    """Tell whether a pin of ``package`` keeps this version of ``needed`` out."""
+    """Return whether a pin of `package` excludes this version of `needed`."""
     return any(
         requirement.name == needed and not requirement.specifier.contains(version)
         for requirement in siblings_needed(package)
@@ -122,9 +122,9 @@ def write_version(package: str, new: Version) -> None:
 
 
 def move_pins(package: str, new: dict[str, Version]) -> list[str]:
-    """Write pins that admit the new versions of others; return the names of those that moved.
+    """Write pins that admit the new versions of others; return the names of the moved ones.
 
-    They are in the metadata, and in the code that compares versions when it is imported.
+    Pins are in the metadata, and in the code that compares versions at import.
     """
     moved = sorted(name for name, version in new.items() if refused(package, name, version))
     for file in (folder(package) / "pyproject.toml", *version_files(package)):

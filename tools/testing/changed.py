@@ -1,13 +1,12 @@
-"""Tell which packages a change touches, and which others need those.
+"""Find the packages that a change touches, and the packages that need those.
 
-``python -m tools.testing.changed [BASE]`` compares the working tree with the last commit that it
-shares with ``BASE`` (a branch, tag or commit) and prints a line for each suite of tests that the
-change concerns: the packages that it touches, then those that need them, then what crosses
-packages. Without ``BASE`` it is ``origin``'s main branch, or where that has this very commit
-already, the commit before it. ``--json`` prints one list, for the matrix of a workflow; ``--all``
-all suites.
+`python -m tools.testing.changed [BASE]` compares the working tree with its merge base with `BASE`
+(a branch, tag or commit) and prints a line for each suite of tests that the change concerns: the
+packages that it touches, then those that need them, then the tests across packages. The default
+`BASE` is `origin`'s main branch, or the previous commit if that contains this commit. `--json`
+prints one list, for the matrix of a workflow; `--all` prints all suites.
 
-Where git cannot tell (no repository, a shallow clone, no such commit) everything is touched.
+If git cannot tell (no repository, a shallow clone, no such commit), everything counts as touched.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from collections.abc import Iterable
 
 from ..packages import PACKAGES, ROOT, closure, dependents
 
-CROSSING = "tests"  # the suite of what crosses packages
+CROSSING = "tests"  # the suite of tests across packages
 SUITES = [*PACKAGES, CROSSING]
 MAIN_BRANCHES = ("origin/HEAD", "origin/main", "origin/master")
 
-# Suites that a file concerns, by the first pattern that matches its whole path. What matches none
-# (configuration, tools) touches everything.
+# Suites that a file concerns, by the first pattern that matches its whole path. Files without one
+# (configuration, tools) concern everything.
 PACKAGE_ALONE = re.compile(r"packages/([^/]+)/(?:tests/.*|changes/.*|[A-Z]+\.md)")
 PACKAGE = re.compile(r"packages/([^/]+)/.*")
 OTHERS = [
-    (r"docs/(communication|devices)\.md", ["scaletorch-dist", CROSSING]),  # its tests read them
+    (r"docs/(communication|devices)\.md", ["scaletorch-dist", CROSSING]),  # read by its tests
     (r"examples/.*", ["scaletorch", "scaletorch-dist", CROSSING]),
     (r"docs/.*|tests/.*|benchmarks/.*|[^/]*\.md|CITATION\.cff|LICENSE", [CROSSING]),
     (r"\.github/(ISSUE_TEMPLATE/.*|[^/]*\.md)|mkdocs\.yml", [CROSSING]),
@@ -37,7 +36,7 @@ OTHERS = [
 
 
 def git(*arguments: str) -> str | None:
-    """Return what git prints, or None where it fails."""
+    """Return the output of a git command, or None if it fails."""
     command = ["git", "-C", str(ROOT), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -47,7 +46,7 @@ def git(*arguments: str) -> str | None:
 
 
 def default_base() -> str | None:
-    """Return the commit that a change is compared with where none is named."""
+    """Return the commit to compare with by default."""
     for branch in MAIN_BRANCHES:
         if shared := git("merge-base", branch, "HEAD"):
             return shared if shared != git("rev-parse", "HEAD") else git("rev-parse", "HEAD^1")
@@ -55,7 +54,7 @@ def default_base() -> str | None:
 
 
 def changed_files(base: str | None) -> list[str] | None:
-    """Return the files that differ from ``base``, new ones too; None where git cannot tell."""
+    """Return the files that differ from `base`, including new ones, or None if git cannot tell."""
     shared = git("merge-base", base, "HEAD") if base else default_base()
     if not shared:
         return None
@@ -65,7 +64,7 @@ def changed_files(base: str | None) -> list[str] | None:
 
 
 def concerned(files: Iterable[str]) -> list[str]:
-    """Return the suites that changed files concern, those that they touch first."""
+    """Return the suites that changed files concern, touched ones first."""
     touched: set[str] = set()
     needing: set[str] = set()
     for file in filter(None, files):
@@ -76,7 +75,7 @@ def concerned(files: Iterable[str]) -> list[str]:
             needing.update(dependents(package[1]))
         else:
             touched.update(next((s for form, s in OTHERS if re.fullmatch(form, file)), SUITES))
-    if not touched <= {*SUITES}:  # a package that was taken away
+    if not touched <= {*SUITES}:  # a package that was removed
         touched = {*SUITES}
     crossing = [CROSSING] if touched else []
     return _needed_first(touched) + _needed_first(needing - touched) + crossing
@@ -88,7 +87,7 @@ def _needed_first(suites: set[str]) -> list[str]:
 
 
 def suites_since(base: str | None = None) -> list[str]:
-    """Return the suites that the change since ``base`` concerns, all where git cannot tell."""
+    """Return the suites that the change since `base` concerns, or all if git cannot tell."""
     files = changed_files(base)
     found = SUITES if files is None else concerned(files)
     return SUITES if {*found} == {*SUITES} else found

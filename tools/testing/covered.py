@@ -1,8 +1,8 @@
-"""Lines of a package that its own tests run, ranks and other processes included.
+"""Lines of a package that its own tests run, including ranks and other processes.
 
-A suite runs under coverage.py, which starts in every Python process that the tests start, follows
-forks, and saves when a rank leaves by `os._exit` and after each function that ran on it. Of
-processes that are killed, what they did since is not counted.
+A suite runs under coverage.py. It starts in every Python process of the tests, follows forks, and
+saves when a rank leaves by `os._exit` and after each function that ran on it. Killed processes lose
+what they did since the last save.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 
 from ..packages import ROOT, portions
 
-BOUND = 90.0  # % of lines that each package's own tests run, at least
+BOUND = 90.0  # least % of lines that each package's own tests run
 CONFIGURATION = f"--rcfile={ROOT / 'pyproject.toml'}"
-START = "import lines_start"  # a line of a .pth file: every Python of the environment does it
+START = "import lines_start"  # a line of a .pth file, which every Python of the environment runs
 START_MODULE = Path(__file__).with_name("lines_start.py")
 
 
@@ -32,23 +32,23 @@ class Covered:
 
     @property
     def percent(self) -> float:
-        """Covered lines of a hundred."""
+        """Percentage of covered lines."""
         return 100 * self.covered / self.lines
 
 
 def measuring(package: str, site: Path) -> list[str]:
-    """Return the words for a Python that measures the package, installed in folder ``site``."""
+    """Return Python arguments that measure the package installed in folder `site`."""
     sources = ",".join(str(site / portion) for portion in portions(package))
     return ["-m", "coverage", "run", CONFIGURATION, _data(site), f"--source={sources}"]
 
 
 def _data(site: Path) -> str:
-    """Where processes write: each a file of this name and more."""
+    """Return the option for the files that processes write; each adds a suffix to the name."""
     return f"--data-file={site / 'measured' / 'lines'}"
 
 
 def collect(package: str, site: Path) -> Covered:
-    """Put together what the processes of the package's suite measured, run from ``site``."""
+    """Combine the measurements of all processes of the package's suite, run from `site`."""
     tool = [sys.executable, "-m", "coverage"]
     file = _data(site)
     report = site / "measured.json"
@@ -64,7 +64,7 @@ def collect(package: str, site: Path) -> Covered:
 
 
 def table(results: list[Covered]) -> str:
-    """Return a table of packages, and the missing lines of one alone or below the bound."""
+    """Return a table of packages, with missing lines of a single one or one below the bound."""
     rows = [f"\n{'package':<16}{'lines':>8}{'covered':>9}{'%':>8}"]
     for one in results:
         below = f"  below {BOUND:g}" if one.percent < BOUND else ""
@@ -81,7 +81,7 @@ def missing(one: Covered) -> str:
 
 
 def ranges(lines: list[int]) -> str:
-    """Return numbers in words such as ``3-5, 9``."""
+    """Return numbers as text such as `3-5, 9`."""
     runs: list[list[int]] = []
     for line in lines:
         if runs and runs[-1][-1] == line - 1:

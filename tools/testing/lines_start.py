@@ -1,6 +1,6 @@
-"""Begin to measure lines in this process, where its environment tells to; see `covered`.
+"""Start measuring lines in this process if its environment says so; see `covered`.
 
-It is copied into environments in which tests run, and imported when a Python of theirs starts.
+It is copied into test environments, and imported when their Python starts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if os.environ.get("COVERAGE_PROCESS_CONFIG"):
     coverage.process_startup()
 
     def __rank_state__() -> None:
-        """Save: ranks ask every module this after each function, and may be killed in the next."""
+        """Save: ranks call this after each function, and may be killed in the next one."""
         current = coverage.Coverage.current()
         if current is not None:
             current.save()

@@ -1,8 +1,8 @@
-"""Check the types of what changed and run a few fast tests of each package, in minutes.
+"""Check the types of changed files and run a few fast tests of each package, in minutes.
 
-``hatch run quick [BASE]`` does both after the lint: mypy on the files that differ from ``BASE``
-(see ``changed.py``), and ``TESTS`` in the running environment: of each package what it is for, on
-ranks. ``hatch run check`` tests everything, each package with only the wheels that it needs.
+`hatch run quick [BASE]` does both after the lint: mypy on the files that differ from `BASE` (see
+`changed.py`), and `TESTS` in the running environment: the main purpose of each package, on ranks.
+`hatch run check` tests everything, each package with only the wheels that it needs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from ..packages import ROOT, folder
 from . import changed
 
-# Whole files: starting pytest and the ranks' server is what takes long.
+# Whole files, since starting pytest and the ranks' server takes the most time.
 TESTS = {
     "scaletorch-dist": [
         "test_p2p.py",
@@ -40,7 +40,7 @@ TESTS = {
 
 
 def typed(files: list[str] | None) -> list[str]:
-    """Return which of these files mypy checks; none means all that the configuration names."""
+    """Return the files that mypy checks; an empty list means all files of the configuration."""
     if files is None:
         return []
     checked = ("packages/scaletorch/tests/mutants/", "tools/", "benchmarks/", "examples/")
@@ -63,7 +63,7 @@ def tests() -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run both, or with `--tests` the tests alone; 1 if anything failed."""
+    """Run both, or only the tests with `--tests`; return 1 if anything failed."""
     commands = [["pytest", "-q", *tests()]]
     base = arguments[0] if arguments else None
     files = [] if base == "--tests" else changed.changed_files(base)

@@ -1,9 +1,9 @@
-"""Why tests skipped, and whether they may have.
+"""Reasons of skipped tests, and whether they are allowed.
 
-A test that skips for want of a launcher or a compiler looks like one that passed. A machine that is
-meant to have them says so: ``SCALETORCH_TESTS_HAVE="slurm mpi compiler"`` (``.ci/run`` installs
-them and sets it). There a suite fails if a test skipped for want of one of these, or for a reason
-that is not in ``REASONS``.
+A test that skips because a launcher or a compiler is missing looks like one that passed. A machine
+that should have them says so: `SCALETORCH_TESTS_HAVE="slurm mpi compiler"` (`.ci/run` installs them
+and sets it). There a suite fails if a test skipped because one of these is missing, or for a reason
+that is not in `REASONS`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 VARIABLE = "SCALETORCH_TESTS_HAVE"
-# What a test lacks, by the reason that it gives; the first that matches.
+# The missing thing by the reason of a skip; the first match counts.
 REASONS = {
     r"needs a CUDA device|no CUDA device|does not fit this device": "cuda",
     r"GiB of free memory": "memory",
@@ -36,25 +36,25 @@ NAMES = frozenset(REASONS.values())
 
 
 def lacking(reason: str) -> str:
-    """Return what a test that skipped for this reason lacks; the reason itself if unknown."""
+    """Return the thing that is missing for this reason; the reason itself if it is unknown."""
     return next((need for form, need in REASONS.items() if re.search(form, reason)), reason)
 
 
 def skipped(report: Path) -> Counter[str]:
-    """Return the reasons in pytest's report in JUnit's form, and how many tests gave each."""
+    """Return the reasons in pytest's JUnit report, with the number of tests for each."""
     root = ElementTree.parse(report).getroot()
     return Counter(each.get("message", "") for each in root.iter("skipped"))
 
 
 def forbidden(reasons: Counter[str], has: str | None) -> list[str]:
-    """Return a line for each reason for which no test may skip on a machine that has these.
+    """Return a line for each reason for which no test may skip on this machine.
 
     Args:
-        reasons: Reasons and how many tests gave each.
-        has: Words of ``SCALETORCH_TESTS_HAVE``; None where it is not set: every test may skip.
+        reasons: Reasons with the number of tests for each.
+        has: Words of `SCALETORCH_TESTS_HAVE`; None if it is not set, so that every test may skip.
 
     Raises:
-        ValueError: A word is none of ``NAMES``.
+        ValueError: A word is not in `NAMES`.
     """
     if has is None:
         return []

@@ -1,17 +1,16 @@
 """Run each package's tests with only its own wheel and those it needs installed.
 
-``python -m tools.testing`` tests every package and what crosses packages (``tests/``, with all
-of them), first what takes long, then what the last change concerns (see ``changed.py``);
-``python -m tools.testing scaletorch-tp`` tests one. ``--coverage`` shows how many lines of each
-package its tests run, and fails below a bound; other words that begin with ``-`` go to pytest.
-Three suites run side by side, since ranks that wait for each other leave cores idle some of the
-time, and the longest in parts; what each prints is then shown when it ends. Where the machine says
-what it has, a test that skips for want of it fails its suite (``skips.py``).
+`python -m tools.testing` tests every package and the tests across packages (`tests/`, with all
+packages): the longest suites first, then those that the last change concerns (see `changed.py`).
+`python -m tools.testing scaletorch-tp` tests one. `--coverage` shows how many lines of each package
+its tests run, and fails below a bound; other words that begin with `-` go to pytest. Three suites
+run in parallel, since ranks that wait for each other leave cores idle, and the longest are split;
+their output is then shown when they end. On a machine that says what it has, a test that skips for
+lack of it fails its suite (`skips.py`).
 
 Each run gets a fresh virtual environment that borrows third-party libraries from the running
-interpreter's through a ``.pth`` file, so that torch is not installed again. The running
-environment's editable packages stay invisible, since a borrowed folder's own ``.pth`` files are
-not read.
+interpreter through a `.pth` file, so that torch is not installed again. The running environment's
+editable packages stay invisible, since `.pth` files of a borrowed folder are not read.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from .covered import Covered
 
 EVERYTHING = changed.CROSSING
 SIDE_BY_SIDE = 3
-# Of the files of a suite, where it takes so long that the end would wait for it alone.
+# Number of splits of a suite that takes so long that the end would wait for it alone.
 PARTS = {"scaletorch-dist": 2, "scaletorch": 4}
-LONGEST = (EVERYTHING, "scaletorch-dist", "scaletorch")  # beside the last one nothing runs
+LONGEST = (EVERYTHING, "scaletorch-dist", "scaletorch")  # at the end nothing else runs
 
 
 @dataclass(frozen=True)
 class Suite:
-    """The tests of one package, or those that cross packages, and an environment for them."""
+    """The tests of one package, or those across packages, and an environment for them."""
 
     target: str
     python: Path
@@ -51,28 +50,28 @@ class Suite:
 
     @property
     def name(self) -> str:
-        """What it is called in what is printed."""
+        """Name in the output."""
         return self.target if self.parts == 1 else f"{self.target} {self.part + 1}/{self.parts}"
 
     @property
     def tests(self) -> list[Path]:
-        """The folder of its tests, or its part of the files there."""
+        """The folder of its tests, or its share of the files there."""
         tests = ROOT / EVERYTHING if self.target == EVERYTHING else folder(self.target) / "tests"
         if self.parts == 1:
             return [tests]
         return sorted(tests.rglob("test_*.py"))[self.part :: self.parts]
 
     def split(self) -> list[Suite]:
-        """Return its parts."""
+        """Return the splits of the suite."""
         parts = PARTS.get(self.target, 1)
         return [replace(self, part=part, parts=parts) for part in range(parts)]
 
     def run(self, options: list[str], quietly: bool) -> bool:
-        """Run the tests; tell whether they passed and none skipped that must not.
+        """Run the tests; return whether they passed and no test skipped that must not.
 
         Args:
-            options: Words for pytest.
-            quietly: Show what they print when they have ended, not at once.
+            options: Arguments for pytest.
+            quietly: Whether to show the output at the end instead of immediately.
         """
         files, begin = [str(path.relative_to(ROOT)) for path in self.tests], time.monotonic()
         print(f"\n=== {self.name}: {files[0]} begin", flush=True)
@@ -93,7 +92,7 @@ class Suite:
 
 
 def prepare(target: str, wheels: list[Path], scratch: Path, measure: bool) -> Suite:
-    """Make an environment with these wheels, and what coverage needs."""
+    """Create an environment with these wheels, and the start of coverage."""
     python = create(scratch / target, libraries(), covered.START)
     site = site_packages(scratch / target)
     shutil.copy(covered.START_MODULE, site)
@@ -103,7 +102,7 @@ def prepare(target: str, wheels: list[Path], scratch: Path, measure: bool) -> Su
 
 
 def run(targets: list[str], options: list[str], measure: bool) -> tuple[list[str], list[Covered]]:
-    """Run the suites; return those that failed, and what was measured."""
+    """Run the suites; return the failed ones and the measured coverage."""
     with tempfile.TemporaryDirectory(prefix="scaletorch-alone-") as scratch:
         needed = {t: PACKAGES if t == EVERYTHING else closure(t) for t in targets}
         every = sorted(set().union(*needed.values()))
@@ -115,7 +114,7 @@ def run(targets: list[str], options: list[str], measure: bool) -> tuple[list[str
             suites = [
                 *pool.map(lambda t: prepare(t, installed[t], Path(scratch), measure), targets)
             ]
-            # By turns: parts of one package wait for the same things, and keep no core busy.
+            # Alternate packages: splits of one package wait for the same things, with idle cores.
             parts = sorted((p for suite in suites for p in suite.split()), key=_turn)
             passed = [*pool.map(lambda part: part.run(options, len(parts) > 1), parts)]
         failed = {part.target for part, good in zip(parts, passed, strict=True) if not good}
@@ -129,14 +128,14 @@ def _turn(part: Suite) -> int:
 
 
 def in_order(first: list[str]) -> list[str]:
-    """Return all suites: the longest, those that a change concerns, and all others."""
+    """Return all suites: the longest, then those that a change concerns, then the others."""
     suites = [*first, *(name for name in changed.SUITES if name not in first)]
     long = {name: place - len(LONGEST) for place, name in enumerate(LONGEST)}
     return sorted(suites, key=lambda name: (long.get(name, 0), name not in first))
 
 
 def main(arguments: list[str]) -> int:
-    """Test what was named, or everything; 1 if anything failed."""
+    """Test the named suites, or everything; return 1 if anything failed."""
     measure = "--coverage" in arguments
     options = [a for a in arguments if a.startswith("-") and a != "--coverage"]
     everything = in_order(changed.suites_since())

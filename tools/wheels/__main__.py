@@ -1,4 +1,4 @@
-"""`hatch run wheels` checks each wheel alone."""
+"""`hatch run wheels` checks each wheel in isolation."""
 
 import sys
 

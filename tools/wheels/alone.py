@@ -1,4 +1,4 @@
-"""What one built wheel does in an environment that holds it, what it requires, and nothing else."""
+"""Checks of one built wheel in an environment with it, its requirements, and nothing else."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .metadata import metadata
 
 SNIPPET = re.compile(r"^```python\n(.*?)^```(?:\n\n```output\n(.*?)^```)?", re.S | re.M)
 
-NAME = re.compile(r"# (\w+\.py)\n")  # by which the other snippets import it
+NAME = re.compile(r"# (\w+\.py)\n")  # file name, under which other snippets import it
 
 RUNNER = Path(__file__).with_name("snippets.py")
 PROGRAM = "snippet.py"
 
-# Every module, as a foreign import may hide in any; but a __main__ is a command, a plugin is for
-# another program, and dist.guard is a name of another wheel: these may need an extra.
+# All modules, since any may have a foreign import; but a __main__ is a command, a plugin is for
+# another program, and dist.guard is another wheel's name: these may need an extra.
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 names = []
@@ -39,7 +39,7 @@ print(len(files))
 
 @dataclass(frozen=True)
 class Alone:
-    """A wheel, the folder of wheels that pip may choose from, and an environment for it."""
+    """A wheel, the folder of wheels that pip may use, and an environment for it."""
 
     package: str
     wheel: Path
@@ -47,7 +47,7 @@ class Alone:
     python: Path
 
     def install(self) -> str:
-        """Install the wheel with what it requires: torch, which is there, and our own wheels."""
+        """Install the wheel with its requirements: torch, which is there, and our own wheels."""
         report = self.python.parent / "report.json"
         source = ["--no-index", "--find-links", str(self.wheels)]
         done = pip(self.python, "install", *source, "--report", report, self.package)
@@ -64,14 +64,14 @@ class Alone:
         )
 
     def imports(self) -> str:
-        """Import every module, quietly."""
+        """Import every module; nothing may be printed."""
         done = run(self.python, "-c", IMPORT_ALL, *modules(self.package), folder=self.wheels)
         if done.returncode or not done.stdout.strip().isdigit():
             raise CheckError(f"an import fails, or prints:\n{done.stdout}{done.stderr}")
         return f"{done.stdout.strip()} modules, where torch and what it requires is all there is"
 
     def readme(self) -> str:
-        """Run every Python snippet of the README that the wheel carries."""
+        """Run every Python snippet of the wheel's README."""
         snippets = SNIPPET.findall(metadata(self.wheel).description or "")
         if not snippets:
             raise CheckError("the README has no Python snippet")
@@ -94,7 +94,7 @@ class Alone:
         return f"{len(snippets)} snippets run"
 
     def extras(self) -> str:
-        """Resolve all extras together, beside the torch that is there; install and build none."""
+        """Resolve all extras together with the installed torch, without installing or building."""
         names = metadata(self.wheel).provides_extra or []
         if not names:
             return "none"

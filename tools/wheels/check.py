@@ -1,7 +1,7 @@
-"""Show that each wheel is good alone: build, open, install, import, try and rebuild every one.
+"""Check each wheel in isolation: build, open, install, import, try and rebuild every one.
 
-Extras are resolved from the package index that pip is set to. Prints a table; 1 if anything in it
-is wrong.
+Extras are resolved from the package index that pip is set to. Prints a table; returns 1 if anything
+in it is wrong.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def check(packages: list[str], with_tests: bool = False) -> list[Row]:
 def check_package(
     package: str, scratch: Path, wheels: dict[str, Path], with_tests: bool
 ) -> list[Row]:
-    """Check one wheel: first as a file, then installed, then made again."""
+    """Check one wheel: as a file, installed, and rebuilt."""
     wheel, own = wheels[package], scratch / package
     alone = Alone(package, wheel, wheel.parent, create(own / "alone", scratch / "torch"))
     checks = {
@@ -69,7 +69,7 @@ def check_package(
 
 
 def twine(files: Iterable[Path]) -> str:
-    """Ask twine whether an index would take the files."""
+    """Check with twine whether an index would accept the files."""
     command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -78,7 +78,7 @@ def twine(files: Iterable[Path]) -> str:
 
 
 def asked(words: list[str]) -> tuple[list[str], bool]:
-    """Return what a command line asks for: packages, and whether their tests are to run."""
+    """Return the requested packages, and whether to run their tests."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("packages", nargs="*", help="those to check, else every one")
     parser.add_argument(

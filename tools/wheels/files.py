@@ -1,4 +1,4 @@
-"""The files of built wheels: each has its own, all of them, and nobody else's."""
+"""The files of built wheels: each wheel has all of its own files and no others."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def names(wheel: Path) -> set[str]:
 
 
 def about(wheel: Path, name: str) -> str:
-    """Return the text of a file in a wheel's ``.dist-info``, empty where there is none."""
+    """Return the text of a file in a wheel's `.dist-info`, empty if there is none."""
     with zipfile.ZipFile(wheel) as archive:
         held = [each for each in archive.namelist() if each.endswith(f".dist-info/{name}")]
         return archive.read(held[0]).decode() if held else ""
 
 
 def sources(package: str) -> set[str]:
-    """Return the paths below a package's ``src``, which its wheel should have."""
+    """Return the paths below a package's `src`, which its wheel must have."""
     source = folder(package) / "src"
     files = (path for path in source.rglob("*") if path.is_file())
     return {str(f.relative_to(source)) for f in files if f.parent.name != "__pycache__"}
 
 
 def wrong_files(wheel: Path, package: str) -> Iterator[str]:
-    """Yield a sentence for each file that is not the package's own, or of its own is missing."""
+    """Yield a sentence for each foreign file of a wheel, and for each missing one."""
     held = {name for name in names(wheel) if ".dist-info/" not in name}
     inside = {n for n in held if any(n.startswith(f"{each}/") for each in portions(package))}
     for name in sorted(held - inside):
@@ -56,13 +56,13 @@ def own_files(wheel: Path, package: str) -> str:
 
 
 def shared_paths(wheels: Iterable[Path]) -> list[str]:
-    """Return the paths that several wheels hold, where one's file would replace another's."""
+    """Return the paths in several wheels, of which one file would replace the other."""
     count = Counter(name for wheel in wheels for name in names(wheel))
     return sorted(name for name, times in count.items() if times > 1)
 
 
 def no_shared_paths(wheels: Iterable[Path]) -> str:
-    """Check that the wheels can all be installed beside one another."""
+    """Check that all wheels can be installed together."""
     wheels = list(wheels)
     total = sum(len(names(wheel)) for wheel in wheels)
     faults = (f"{path} is in several wheels" for path in shared_paths(wheels))

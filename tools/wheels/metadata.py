@@ -1,4 +1,4 @@
-"""What a built wheel says of itself: the package's own words, and no foreign requirement."""
+"""The metadata of a built wheel: the package's own values, and no foreign requirement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RELATIVE_LINK = re.compile(r"\]\((?!https?://|#)([^)]*)\)")
 
 
 def metadata(wheel: Path) -> Metadata:
-    """Return a wheel's metadata; what the standard forbids raises ``CheckError``."""
+    """Return a wheel's metadata; raise `CheckError` if it breaks the standard."""
     try:
         return Metadata.from_email(about(wheel, "METADATA"), validate=True)
     except ExceptionGroup as several:
@@ -28,7 +28,7 @@ def metadata(wheel: Path) -> Metadata:
 
 
 def wrong_words(wheel: Path, package: str) -> Iterator[str]:
-    """Yield a sentence for each field that says something else than the package, or nothing."""
+    """Yield a sentence for each missing field, and each that differs from the package's value."""
     said = metadata(wheel)
     expected = {
         "name": package,
@@ -51,7 +51,7 @@ def wrong_words(wheel: Path, package: str) -> Iterator[str]:
 
 
 def wrong_requirements(wheel: Path, package: str) -> Iterator[str]:
-    """Yield a sentence for each foreign requirement and each sibling not held to its series."""
+    """Yield a sentence for each foreign requirement, and each sibling without a pinned series."""
     said = [each for each in metadata(wheel).requires_dist or [] if each.marker is None]
     for each in said:
         if each.name in PACKAGES:
@@ -64,7 +64,7 @@ def wrong_requirements(wheel: Path, package: str) -> Iterator[str]:
 
 
 def wrong_pin(sibling: Requirement) -> Iterator[str]:
-    """Yield a sentence if a sibling's own version would not do, or its next series would."""
+    """Yield a sentence if a pin refuses the sibling's version here, or allows its next series."""
     now = version(sibling.name)
     if not sibling.specifier.contains(now, prereleases=True):
         yield f"{sibling} refuses {sibling.name} {now}, which is the one here"
@@ -73,13 +73,13 @@ def wrong_pin(sibling: Requirement) -> Iterator[str]:
 
 
 def next_series(package: str) -> str:
-    """Return the first version of a package's next series, ``0.2.0`` where it is at ``0.1.7``."""
+    """Return the first version of a package's next series: `0.2.0` if it is at `0.1.7`."""
     major, minor, *_ = version(package).split(".")
     return f"{major}.{int(minor) + 1}.0"
 
 
 def pins_at_import(wheel: Path, package: str) -> set[str]:
-    """Return the pins of siblings that a wheel's code compares when it is imported."""
+    """Return the pins of siblings that a wheel's code compares at import."""
     path = version_file(package).relative_to(folder(package) / "src")
     with ZipFile(wheel) as archive:
         text = archive.read(str(path)).decode() if str(path) in archive.namelist() else ""

@@ -1,4 +1,4 @@
-"""Wheels of two series refuse each other: pip does, and where it lets one in the import does."""
+"""Refusal of wheels from two series: by pip, or by the import if pip lets one in."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .metadata import next_series
 
 
 def build_next(packages: list[str], into: Path) -> None:
-    """Build the wheel of each package as of its next series."""
+    """Build the wheel of each package in its next series."""
     for package in packages:
         build(of_version(package, next_series(package), into / "sources"), into)
 
 
 def refuses(alone: Alone, newer: Path) -> str:
-    """Ask for an installed package beside the next series of a sibling; then upgrade that alone.
+    """Ask pip for an installed package with a sibling's next series; then upgrade only the sibling.
 
-    pip refuses the first. The second it does, and prints a line: so the import has to refuse.
+    pip refuses the first. It does the second and only prints a line, so the import has to refuse.
     """
     sibling = requirements(alone.package)[-1]
     new = f"{sibling}=={next_series(sibling)}"

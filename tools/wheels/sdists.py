@@ -1,4 +1,4 @@
-"""What an sdist is good for: the same wheel, and tests that run from it."""
+"""The sdist of a package: it builds the same wheel, and its tests run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..rows import CheckError
 
 
 def sdist(package: str, wheel: Path, into: Path) -> str:
-    """Build the sdist, and from it alone a wheel, which has to be ``wheel`` to the byte."""
+    """Build the sdist, and from it alone a wheel, which must equal `wheel` byte for byte."""
     copy = unpacked(package, into)
     again = build(copy, into)
     if again.name != wheel.name or again.read_bytes() != wheel.read_bytes():
@@ -23,19 +23,19 @@ def sdist(package: str, wheel: Path, into: Path) -> str:
 
 
 def unpacked(package: str, into: Path) -> Path:
-    """Build a package's sdist into a folder; return it unpacked there."""
+    """Build a package's sdist and unpack it into a folder; return the unpacked folder."""
     into.mkdir()
     return unpack(build(folder(package), into, "sdist"), into)
 
 
 def test_files(source: Path) -> set[Path]:
-    """Return the files of tests below a package's folder, wherever that lies."""
+    """Return the relative paths of test files below a package's folder."""
     tests = (path for path in (source / "tests").rglob("*") if path.is_file())
     return {p.relative_to(source) for p in tests if p.parent.name != "__pycache__"}
 
 
 def tests(package: str, python: Path, into: Path) -> str:
-    """Run the tests of the unpacked sdist, as who has nothing but it would."""
+    """Run the tests of the unpacked sdist, as a user with only the sdist would."""
     done = run(python, "-m", "pytest", "-q", "tests", folder=unpacked(package, into), limit=3600)
     if done.returncode:
         raise CheckError(f"{done.stdout[-3000:]}{done.stderr[-1000:]}")

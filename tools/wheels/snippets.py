@@ -1,9 +1,8 @@
-"""Run programs, each as `python snippet.py` in its folder, with torch imported once.
+"""Run programs, each like `python snippet.py` in its folder, with torch imported once.
 
-It runs apart (`python snippets.py FOLDER …`, in the environment of a wheel, where torch and what
-was installed is all there is). Each program is a fork of this process, which goes on with the next
-one behind it. What one prints lies in `stdout` and `stderr` of its folder; if one fails, no other
-begins, and this ends with 1.
+It runs separately (`python snippets.py FOLDER …`) in the environment of a wheel. Each program runs
+in a fork of this process. Its output goes to `stdout` and `stderr` in its folder; if one fails, no
+further program starts, and this process exits with 1.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import torch.distributed as _  # noqa: F401 - which each would import, in 2 s of a processor
+import torch.distributed as _  # noqa: F401 - else each program would import it, in 2 s of CPU time
 
 PROGRAM = "snippet.py"
 
 
 def main(folders: list[str]) -> None:
-    """Fork for each folder; return in the fork, when its program has ended, or behind the last."""
+    """Fork for each folder; return in the fork after its program, in the parent at the end."""
     for folder in folders:
         pid = os.fork()
         if pid == 0:
@@ -30,7 +29,7 @@ def main(folders: list[str]) -> None:
 
 
 def run(folder: Path) -> None:
-    """Be a new interpreter that runs the folder's program."""
+    """Run the folder's program as a new interpreter would."""
     os.chdir(folder)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)

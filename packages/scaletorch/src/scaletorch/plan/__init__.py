@@ -1,7 +1,7 @@
-"""The choice of a layout by memory and time, planned from the object that will run.
+"""Choose a parallel layout by its memory and step time.
 
-A search is arithmetic on what is known of a model, and imports no torch. What runs models imports
-it when it is asked for: `describe`, `calibrate`.
+A search is arithmetic on a model description and imports no torch. Only the functions that run
+models import it: `describe`, `calibrate`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""`python -m scaletorch.plan --model FOLDER --length 4096 --rows 256 --ranks 64`: which layout?
+"""`python -m scaletorch.plan --model FOLDER --length 4096 --rows 256 --ranks 64`: choose a layout.
 
-`python -m scaletorch.plan describe` writes what is known of a model to a file, from which plans are
-made without it, and `python -m scaletorch.plan calibrate` what this machine reaches.
+`python -m scaletorch.plan describe` writes a model description to a file, so that later plans do
+not need the model. `python -m scaletorch.plan calibrate` measures the speed of this machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .showing import explained, fits, grouped, named, page, table
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run the command: 0 if a layout fits, 1 if none does, 2 for what cannot be planned."""
+    """Run the command; return 0 if a layout fits, 1 if none does, 2 for an error."""
     command, arguments = subcommand(sys.argv[1:] if given is None else list(given))
     try:
         return {"plan": _plan, "describe": _describe, "calibrate": _calibrate}[command](arguments)
@@ -48,7 +48,7 @@ def _plan(arguments: Any) -> int:
     description = description_of(arguments, cluster.device.kernels)
     options = options_of(arguments)
     grid = parse_layout(arguments.explain) if arguments.explain else None
-    if grid and not (arguments.json or arguments.html):  # no other is looked at
+    if grid and not (arguments.json or arguments.html):  # estimate no other grid
         sizes = (
             {axis: [getattr(grid, axis)] for axis in AXES} if options.meant(grid) else {"dp": []}
         )
@@ -98,11 +98,11 @@ def _calibrate(arguments: Any) -> int:
 
 
 def description_of(arguments: Any, kernels: Kernels) -> Description:
-    """Return what is known of the model: read, or found out by running its layers hollow.
+    """Return the model description: read from a file, or made by running the layers hollow.
 
     Args:
-        arguments: The command line's.
-        kernels: With which it is run.
+        arguments: Parsed command-line arguments.
+        kernels: The device type whose kernels run the model.
 
     Raises:
         InvalidArgumentError: No model is named, or it cannot be described.
@@ -118,7 +118,7 @@ def description_of(arguments: Any, kernels: Kernels) -> Description:
         )
     if arguments.length is None:
         raise InvalidArgumentError("say --length: how many tokens a sequence has")
-    # Torch, and all that runs models: a plan of a description has no need of it.
+    # These import torch; planning from a description file does not need it.
     from ..compose.naming import read_argument
     from ..parallel.pipeline_parallel import Split
     from .describing import describe, experts_of
@@ -150,10 +150,10 @@ def _loaded(arguments: Any, option: str, kind: Any) -> Any:
 
 
 def _chosen(found: Plan, grid: Grid, text: str) -> Estimate:
-    """Return the best estimate of a layout.
+    """Return the best estimate for a grid.
 
     Raises:
-        InvalidArgumentError: There is none, and why.
+        InvalidArgumentError: No estimate has this grid; the message says why.
     """
     for each in chain(found.ranked(), found.over):
         if each.layout.grid == grid:
@@ -167,7 +167,7 @@ def _chosen(found: Plan, grid: Grid, text: str) -> Estimate:
 
 
 def _none(found: Plan, sizes: dict[str, list[int]]) -> str:
-    """Return why no layout is legal: the reason of most of them."""
+    """Return the message for a search without legal layouts, with the most frequent reason."""
     named = ", ".join(f"{name} {' or '.join(map(str, own))}" for name, own in sizes.items())
     start = f"no layout of {found.cluster.ranks} ranks with {found.rows} rows"
     start += f" and {named}" if named else ""

@@ -1,6 +1,6 @@
-"""The wheel's version, and those of the siblings that plans alone need; `compose` has the others.
+"""The wheel's version, and a check of the sibling wheels that planning needs.
 
-Those import torch, and plans do not.
+`compose` checks the others, which import torch; planning does not.
 """
 
 from ..dist._version import __version__ as dist

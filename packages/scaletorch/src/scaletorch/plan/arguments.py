@@ -1,4 +1,4 @@
-"""The command line's arguments, and the cluster and the cuts that they ask for."""
+"""The command line's arguments, and the cluster, options and cuts that they select."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Exit status: 0 a layout fits, 1 none does, 2 what is asked for cannot be planned
 
 
 def subcommand(given: Sequence[str]) -> tuple[str, Any]:
-    """Return the name of the command that is asked for, and its arguments."""
+    """Return the name of the subcommand and its parsed arguments."""
     prog, parsers = f"python -m {__package__}", {"describe": _describing, "calibrate": _calibrating}
     if given and (parser := parsers.get(given[0])):
         return given[0], parser(f"{prog} {given[0]}").parse_args(given[1:])
@@ -81,7 +81,7 @@ def _calibrating(prog: str) -> argparse.ArgumentParser:
 
 
 def _model(parser: argparse.ArgumentParser, axes: Sequence[str]) -> None:
-    """Add the options that name a model and the ways of cutting it."""
+    """Add the options that name a model and the cuts to describe."""
     say = parser.add_argument
     say("--model", help="folder with a config.json of transformers, or package.module:function")
     say("--length", type=_count, metavar="N", help="tokens of a sequence")
@@ -110,10 +110,10 @@ def _count(text: str) -> int:
 
 
 def cluster_of(arguments: Any) -> Cluster:
-    """Return what is planned for.
+    """Return the cluster to plan for.
 
     Raises:
-        InvalidArgumentError: An unknown device, cluster or unit, or links that do not join all.
+        InvalidArgumentError: A device, cluster or unit is unknown, or links do not join all ranks.
     """
     ranks, named = arguments.ranks, arguments.cluster
     if named and (arguments.device or arguments.link):
@@ -162,7 +162,7 @@ def _link(text: str) -> Link:
 
 
 def options_of(arguments: Any) -> Options:
-    """Return what is tried."""
+    """Return the search options that the arguments select."""
     names = ("micro_rows", "zero", "recompute", "cp_methods")
     found: dict[str, Any] = {
         name: tuple(values) for name in names if (values := getattr(arguments, name))
@@ -175,16 +175,16 @@ def options_of(arguments: Any) -> Options:
 
 
 def sizes_of(arguments: Any) -> dict[str, list[int]]:
-    """Return the sizes of axes that layouts are restricted to."""
+    """Return the sizes to which the arguments restrict each axis."""
     return {axis: sizes for axis in AXES if (sizes := getattr(arguments, axis))}
 
 
 def cuts_of(arguments: Any, experts: int) -> list[Cut]:
-    """Return the ways of cutting a model that are worth knowing.
+    """Return the cuts to describe.
 
     Args:
-        arguments: With `ranks`, and sizes if they are named.
-        experts: How many a layer has; 1 for none.
+        arguments: Parsed arguments with `ranks`, and sizes if any are named.
+        experts: Number of experts in a layer; 1 for a dense model.
     """
     from .describing.describe import MOST, usual_cuts
 

@@ -1,4 +1,4 @@
-"""Measure this machine: what its ranks reach, and the links between them, as a cluster."""
+"""Measure the computing speed of this machine's ranks and the links between them, as a cluster."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from .layout import Layout
 from .timing import time
 
 CALLS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv")
-HEADS, WIDTH = 4, 64  # of attention
-# Tokens and widths of products, lengths of attention, elements that are moved; cards need more.
+HEADS, WIDTH = 4, 64  # attention heads and head size
+# Tokens and widths of matmuls, sequence lengths of attention, elements to copy; GPUs need more.
 SIZES = {
     "cpu": (256, (64, 256, 1024), (32, 256, 1024), (2**10, 2**17, 2**22)),
     "cuda": (4096, (256, 2048, 8192), (256, 1024, 8192), (2**14, 2**20, 2**26)),
 }
-UPDATED, TENSORS = 2**19, 16  # elements of each tensor that AdamW updates, and how many
-MODEL = LlamaConfig(2048, 384, 1056, 3, 8, 8)  # which is trained
+UPDATED, TENSORS = 2**19, 16  # elements in each tensor that AdamW updates, number of tensors
+MODEL = LlamaConfig(2048, 384, 1056, 3, 8, 8)  # the model of the trial steps
 LENGTH, ROWS, STEPS, WARMING = 160, 8, 9, 2
 
 
@@ -51,19 +51,20 @@ def calibrate(
     seconds: float = 0.5,
     backend: str = "gloo",
 ) -> Cluster:
-    """Measure this machine with so many ranks, which all compute and send at once.
+    """Measure this machine with all ranks computing and sending at the same time.
 
-    Single operations and messages are measured first. Then a small model takes a few steps: by as
-    much as its computing takes longer than its operations alone, the device is slower.
+    Single operations and messages are timed first. Then a small model is trained for a few steps.
+    If its step takes longer than planned from the single operations, the device's figures are
+    slowed by that ratio.
 
     Args:
-        ranks: As many as will train; more than there are cores share them.
-        dtype: In which will be trained.
-        seconds: For each of some twenty figures, about.
-        backend: Of the ranks.
+        ranks: Number of ranks that will train; ranks beyond the number of cores share them.
+        dtype: Dtype of the training.
+        seconds: Approximate time for each of some twenty measurements.
+        backend: Backend of the ranks.
 
     Raises:
-        InvalidArgumentError: No rank.
+        InvalidArgumentError: `ranks` is below 1.
         RankFailedError: A rank failed.
     """
     if ranks < 1:
@@ -74,7 +75,7 @@ def calibrate(
 
 
 def _as_trained(cluster: Cluster, dtype: torch.dtype, took: float) -> Cluster:
-    """Return a cluster on which a step of the small model takes as long as it took, if longer."""
+    """Return the cluster, slowed if necessary to match the measured step of the small model."""
     layout, device = Layout(Grid(dp=cluster.ranks), micro_rows=ROWS), cluster.device
     known = describe(lambda: Llama(MODEL).to(dtype), LENGTH, cuts=[], kernels=device.kernels)
     planned = time(known, layout, cluster)
@@ -87,7 +88,7 @@ def _as_trained(cluster: Cluster, dtype: torch.dtype, took: float) -> Cluster:
 
 
 def _link(ranks: int, seconds: float, backend: str) -> Link:
-    """Return what `python -m scaletorch.dist.bench` measures between all ranks."""
+    """Return the link between all ranks, measured by `python -m scaletorch.dist.bench`."""
     with tempfile.TemporaryDirectory(prefix="scaletorch-calibrate-") as folder:
         file = Path(folder, "bench.json")
         command = [
@@ -102,12 +103,12 @@ def _link(ranks: int, seconds: float, backend: str) -> Link:
 
 
 def _measure(seconds: float, dtype: torch.dtype, backend: str) -> tuple[Device, float]:
-    """Return the device of this rank, measured by all ranks at once, and what a step takes."""
+    """Return this rank's device, measured by all ranks at once, and the seconds of a step."""
     ranks, device = torch.distributed.get_world_size(), current_device()
     cpu, spreads = device.type == "cpu", list[float]()
 
     def gauge(run: Callable[[], Any]) -> float:
-        """Return the median seconds of a call, while all ranks make it."""
+        """Return the median seconds of a call while all ranks make it."""
         barrier()
         timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
         found = timer.blocked_autorange(min_run_time=seconds)
@@ -118,13 +119,13 @@ def _measure(seconds: float, dtype: torch.dtype, backend: str) -> tuple[Device, 
     small = make(8, requires_grad=True)
     overhead = gauge(lambda: small + small)
     tokens, widths, lengths, sizes = SIZES["cpu" if cpu else "cuda"]
-    rates: dict[str, list[tuple[float, float]]] = {}  # sizes of operations, and rates
+    rates: dict[str, list[tuple[float, float]]] = {}  # (size of the operation, rate) by kind
     for sort, flops, run, inputs in _operations(tokens, widths, lengths, make):
         output = run(*inputs)
         gradient = torch.ones_like(output)
         back = partial(torch.autograd.grad, output, inputs, gradient, retain_graph=True)
-        more = 2.5 if sort == "attention" else 2.0  # attention makes its scores again
-        size = more * flops if sort == "attention" else flops  # of one operation
+        more = 2.5 if sort == "attention" else 2.0  # attention recomputes its scores
+        size = more * flops if sort == "attention" else flops  # flops of one operation
         rates.setdefault(sort, []).append((flops, flops / gauge(partial(run, *inputs))))
         rates.setdefault(f"{sort} backward", []).append((size, more * flops / gauge(back)))
     peak = max(rate for pairs in rates.values() for _, rate in pairs)
@@ -152,19 +153,19 @@ def _measure(seconds: float, dtype: torch.dtype, backend: str) -> tuple[Device, 
 def _operations(
     tokens: int, widths: Sequence[int], lengths: Sequence[int], make: Callable[..., Tensor]
 ) -> Iterator[tuple[str, float, Callable[..., Tensor], list[Tensor]]]:
-    """Yield a sort of operation, its flops, a call and the inputs of that, by size."""
+    """Yield operations to time: kind, flops, function and inputs, in ascending size."""
     learned = partial(make, requires_grad=True)
     for width in widths:
         flops = 2.0 * tokens * width**2
         yield "matmul", flops, F.linear, [learned(tokens, width), learned(width, width)]
     attend = partial(F.scaled_dot_product_attention, is_causal=True)
     for length in lengths:
-        flops = 2.0 * HEADS * length**2 * WIDTH  # half of the scores are seen
+        flops = 2.0 * HEADS * length**2 * WIDTH  # the causal mask halves the scores
         yield "attention", flops, attend, [learned(1, HEADS, length, WIDTH) for _ in range(3)]
 
 
 def _updating(gauge: Callable[[Callable[[], Any]], float], make: Callable[..., Tensor]) -> float:
-    """Return bytes a second of AdamW: it reads four tensors, and writes three."""
+    """Return AdamW's bytes a second; an update reads four tensors and writes three."""
     parameters = [nn.Parameter(make(UPDATED)) for _ in range(TENSORS)]
     for each in parameters:
         each.grad = torch.ones_like(each)
@@ -180,7 +181,7 @@ def _memory(device: torch.device) -> int:
 
 
 def _train(dtype: torch.dtype, device: torch.device) -> list[float]:
-    """Return the seconds of forwards and backwards of this rank."""
+    """Return the seconds of each `train_step` on this rank, without the warm-up steps."""
     manager = setup_process_group_manager(dp_size=torch.distributed.get_world_size())
     torch.manual_seed(0)
     model = parallelize(Llama(MODEL).to(device, dtype), manager, rehearse=False)

@@ -1,9 +1,9 @@
-"""Clusters as data: devices, links by level, and figures as measured or by data sheets.
+"""Clusters as data: devices, links by level, and their measured or published figures.
 
-The table's peaks are of dense matrix products. Data sheets do not say which share of them programs
-reach: `ASSUMED` is a guess for all of them, and `spread` says how far it may be off. Attention of
-`HOPPER` was measured: cuDNN's, causal, 8,192 positions of 32 query and 8 key/value heads of 128 in
-bfloat16 took 1.01 ms forward and 2.97 ms backward on an H200.
+The table's peaks are for dense matrix products. Data sheets do not say which share of the peak a
+program reaches: `ASSUMED` is a guess for all devices, and `spread` is its uncertainty. The
+attention shares in `HOPPER` were measured: cuDNN's causal attention with 8,192 positions, 32 query
+and 8 key/value heads of size 128 in bfloat16 took 1.01 ms forward and 2.97 ms backward on an H200.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Shares = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A level of the network.
+    """One level of the network.
 
     Attributes:
-        ranks: How many ranks it joins: those of a node, of a rack, all.
+        ranks: Number of ranks that it joins: those of a node, of a rack, or all.
         latency: Seconds of a message, alpha.
-        bandwidth: Bytes a second that a rank sends and at the same time receives, 1 / beta.
-        calls: Latency of a step and bandwidth of single operations, if they were measured, such as
-            "all_reduce"; the two above hold for all others.
+        bandwidth: Bytes a second that a rank sends while it receives as many, 1 / beta.
+        calls: Measured latency of a step and bandwidth by operation, such as "all_reduce";
+            operations that are not listed use the two figures above.
     """
 
     ranks: int
@@ -44,32 +44,32 @@ class Link:
                 )
 
     def of(self, operation: str) -> tuple[float, float]:
-        """Return latency and bandwidth of an operation."""
+        """Return the latency and bandwidth of an operation."""
         return self.calls.get(operation) or (self.latency, self.bandwidth)
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device on which a rank computes.
+    """The device of one rank.
 
     Attributes:
-        name: Such as "A100-SXM-80GB".
+        name: Name, such as "A100-SXM-80GB".
         memory: Bytes that a program may use.
-        flops: Operations a second of matrix products, by dtype.
-        moving: Bytes a second of its memory.
-        overhead: Seconds that an operation takes beside its computing.
-        efficiency: Share that a sort of operation reaches, by its size, as pairs (size, share),
-            ascending; between two it is interpolated. "matmul", "attention" and "attention
-            backward" have a share of `flops` by the flops of one operation, "other" one of
-            `moving` by the bytes that one operation moves.
-        updating: Bytes a second of an update of parameters; 0 for `moving`.
-        hides: Share of communication that may run beside computation; less than 1 if the same
+        flops: Peak flops a second of matrix products, by dtype.
+        moving: Memory bandwidth in bytes a second.
+        overhead: Fixed seconds of each operation, such as a kernel launch.
+        efficiency: Share of the peak that each kind of operation reaches, by size, as ascending
+            pairs (size, share); shares between two sizes are interpolated. "matmul", "attention"
+            and "attention backward" are shares of `flops` by the flops of one operation; "other" is
+            a share of `moving` by the bytes that one operation moves.
+        updating: Bytes a second of an optimizer update; 0 means `moving`.
+        hides: Share of communication that can overlap with computation; less than 1 if the same
             cores do both.
-        spread: By which share times of computation may be off either way.
-        source: Where the figures are from: a data sheet, or what was measured.
-        group_memory: Bytes that each communicator holds of `memory`, as the table of
-            `scaletorch.dist.devices` has it.
-        kernels: Of which sort it runs: models are described with them.
+        spread: Relative uncertainty of computing times, in either direction.
+        source: Source of the figures: a data sheet or a measurement.
+        group_memory: Bytes of `memory` that each communicator holds, as in the table of
+            `scaletorch.dist.devices`.
+        kernels: Device type of its kernels; model descriptions are made for one type.
     """
 
     name: str
@@ -96,10 +96,10 @@ class Device:
                 )
 
     def peak(self, dtype: str) -> float:
-        """Return operations a second of matrix products of a dtype.
+        """Return the peak flops a second of matrix products in a dtype.
 
         Raises:
-            InvalidArgumentError: None are known.
+            InvalidArgumentError: The device has no figure for the dtype.
         """
         if dtype not in self.flops:
             raise InvalidArgumentError(
@@ -110,15 +110,15 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Devices of one sort, and what joins them.
+    """Devices of one type and the links between them.
 
     Attributes:
-        ranks: How many.
-        device: Of each rank, as quick as it is while all ranks compute.
-        links: By level, the innermost first; the last joins all ranks.
+        ranks: Number of ranks.
+        device: The device of each rank, at its speed while all ranks compute.
+        links: Links by level, innermost first; the last joins all ranks.
 
     Raises:
-        InvalidArgumentError: Links that do not join all ranks, or not in ascending order.
+        InvalidArgumentError: The links are not in ascending order, or do not join all ranks.
     """
 
     ranks: int
@@ -153,9 +153,9 @@ HOPPER: dict[str, Shares] = {
     "attention": (*ASSUMED["attention"], (5.5e11, 0.55)),
     "attention backward": (*ASSUMED["attention backward"], (1.37e12, 0.47)),
 }
-_OVERHEAD = 3e-6  # seconds between two kernels; assumed as well
+_OVERHEAD = 3e-6  # seconds between two kernels; also assumed
 _SPREAD = 0.3
-_NCCL_GROUP = 512 * 2**20  # of each communicator, as in the table of devices
+_NCCL_GROUP = 512 * 2**20  # bytes of each communicator, as in the table of devices
 
 
 def _device(name: str, gib: int, half: float, single: float, moving: float, source: str) -> Device:
@@ -169,7 +169,7 @@ def _device(name: str, gib: int, half: float, single: float, moving: float, sour
     )  # fmt: skip
 
 
-# float32 is what torch computes unless TF32 is allowed.
+# The float32 peaks are without TF32, which is torch's default.
 DEVICES: dict[str, Device] = {
     each.name: each
     for each in (
@@ -182,21 +182,21 @@ DEVICES: dict[str, Device] = {
     )
 }
 
-# Of a rank: bytes a second inside a node one way, and of its own adapter; ranks of a node.
+# Device, ranks of a node, and a rank's one-way bytes a second: inside the node, by its adapter.
 _NODES: dict[str, tuple[str, int, float, float]] = {
     "dgx-a100": ("A100-SXM-80GB", 8, 300e9, 25e9),  # NVLink 3, 8 adapters of 200 Gbit/s
     "dgx-h100": ("H100-SXM", 8, 450e9, 50e9),  # NVLink 4, 8 adapters of 400 Gbit/s
     "dgx-h200": ("H200", 8, 450e9, 50e9),
 }
 CLUSTERS = tuple(_NODES)
-_INSIDE, _BETWEEN = 3e-6, 8e-6  # seconds of a message; assumed
+_INSIDE, _BETWEEN = 3e-6, 8e-6  # latency in seconds inside and between nodes; assumed
 
 
 def device_named(name: str) -> Device:
     """Return a device of the table.
 
     Raises:
-        InvalidArgumentError: There is none of this name.
+        InvalidArgumentError: The name is not in the table.
     """
     if name not in DEVICES:
         raise InvalidArgumentError(_unknown("device", name, DEVICES))
@@ -204,10 +204,10 @@ def device_named(name: str) -> Device:
 
 
 def cluster_named(name: str, ranks: int) -> Cluster:
-    """Return nodes of a sort that is in `CLUSTERS`, as many as the ranks need.
+    """Return a cluster of one of the node types in `CLUSTERS`, with enough nodes for the ranks.
 
     Raises:
-        InvalidArgumentError: There is none of this name.
+        InvalidArgumentError: The name is not in `CLUSTERS`.
     """
     if name not in _NODES:
         raise InvalidArgumentError(_unknown("cluster", name, _NODES))

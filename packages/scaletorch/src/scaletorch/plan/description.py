@@ -1,8 +1,8 @@
-"""The description of a model: a small JSON, made once with torch and read without it.
+"""The description of a model: a small JSON file, made once with torch and read without it.
 
-A model is a line of blocks, each of a kind: what stands before the layers, the layers, what stands
-behind them. How a kind behaves on a rank is measured for each way of cutting it (`Cut`), as numbers
-that are affine in the rows of a micro-batch.
+A model is a sequence of blocks: the modules before the layers, the layers, and the modules after
+them. Equal blocks share a kind. The work and memory of a kind on a rank are measured for each cut
+(`Cut`), as affine functions of the rows of a micro-batch.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from typing import Literal
 
 from ..dist.errors import InvalidArgumentError
 
-Kernels = Literal["cpu", "cuda"]  # of which device: what autograd keeps goes by them
+Kernels = Literal["cpu", "cuda"]  # device type; what autograd keeps depends on it
 
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """A number that grows with the rows of a micro-batch: `fixed + per_row * rows`."""
+    """A quantity that is affine in the rows of a micro-batch: `fixed + per_row * rows`."""
 
     fixed: float = 0
     per_row: float = 0
 
     def at(self, rows: int) -> float:
-        """Return the number for so many rows."""
+        """Return the value for a number of rows."""
         return self.fixed + self.per_row * rows
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of a kind.
+    """A parameter of a kind of block.
 
     Attributes:
-        name: Inside its block.
-        elements: Of the whole tensor.
+        name: Name inside its block.
+        elements: Elements of the full tensor.
         item: Bytes of an element.
-        local: Elements on a rank, that with the most.
+        local: Elements on the rank that holds the most.
         expert: Whether it belongs to experts, which are divided over ep.
     """
 
@@ -48,15 +48,15 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Collectives of one sort that a block makes for a micro-batch.
+    """Collectives of one kind that a block runs for a micro-batch.
 
     Attributes:
         axis: "tp", "cp" or "ep".
-        operation: As `scaletorch.dist` calls it: "all_reduce", "all_gather", "reduce_scatter",
+        operation: Name in `scaletorch.dist`: "all_reduce", "all_gather", "reduce_scatter",
             "all_to_all", "send" ...
-        phase: Whether forward or backward makes them.
-        count: How many.
-        bytes: What this rank sends over the wire in all of them, as rings send it.
+        phase: The pass that runs them, forward or backward.
+        count: Number of calls.
+        bytes: Bytes that this rank sends in all of them with ring algorithms.
         awaited: Whether computation waits for them; False if they are asynchronous.
     """
 
@@ -70,14 +70,14 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Operations of one sort of a block for a micro-batch.
+    """Operations of one kind that a block runs for a micro-batch.
 
     Attributes:
         operation: "matmul", "attention", or "other", which only moves memory.
-        count: How many.
-        flops: Of all of them.
-        moved: Bytes that all of them read and write.
-        phase: Whether forward or backward runs them.
+        count: Number of operations.
+        flops: Total flops.
+        moved: Total bytes read and written.
+        phase: The pass that runs them, forward or backward.
     """
 
     operation: str
@@ -92,18 +92,18 @@ class Behaviour:
     """The work and memory of a kind of block on the fullest rank of a cut.
 
     Attributes:
-        parameters: Its parameters and how they are cut.
-        kept: Bytes that autograd keeps between forward and backward, each memory once, without
-            parameters and without `shared`.
-        shared: Bytes that all layers of a stage keep together, once: angles of positions, a mask.
-            Of kinds that keep unlike ones, such as masks of two sorts, the larger counts.
-        left: Bytes that the first half of a backward leaves for the second: inputs of linear
-            layers, each memory once, and gradients of their outputs.
-        entered: Bytes of its input, which is all that is kept with `recompute`; the rest of `kept`
-            comes when it runs again.
+        parameters: Its parameters and their local sizes.
+        kept: Bytes that autograd keeps between forward and backward, without parameters and
+            `shared`; each storage counts once.
+        shared: Bytes that all layers of a stage share, such as rotary angles or a mask. If kinds
+            share different ones, such as two kinds of masks, the larger counts.
+        left: Bytes that a split backward keeps from its first to its second half: inputs of linear
+            layers, each storage once, and gradients of their outputs.
+        entered: Bytes of its input, which is all that `recompute` keeps; the rest of `kept` is made
+            again in backward.
         forward_peak: Bytes above `kept` while forward runs.
-        backward_peak: Bytes above `kept` while backward runs, without gradients of parameters.
-        handed: Bytes of what it returns to the next block.
+        backward_peak: Bytes above `kept` while backward runs, without parameter gradients.
+        handed: Bytes of the output that the next block gets.
         sent: Its collectives.
         work: Its operations.
     """
@@ -122,15 +122,15 @@ class Behaviour:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The division of a layer.
+    """The way a layer is divided over ranks.
 
     Attributes:
         tp: Tensor parallel size.
         cp: Context parallel size.
         ep: Expert parallel size.
-        sequence_parallel: Whether tp ranks hold shares of sequences between sharded layers.
-        cp_method: How cp ranks attend; "" if cp is 1.
-        selective: Whether layers make again what is cheap, which changes what they keep and send.
+        sequence_parallel: Whether tp ranks hold sequence shards between sharded layers.
+        cp_method: Attention method of context parallelism; "" if cp is 1.
+        selective: Whether layers recompute cheap operations, which changes what they keep and send.
     """
 
     tp: int = 1
@@ -141,7 +141,7 @@ class Cut:
     selective: bool = False
 
     def __str__(self) -> str:
-        """Return what is not 1, such as "tp 4, cp 2, sp, ring"."""
+        """Return the settings that differ from the default, such as "tp 4, cp 2, sp, ring"."""
         sizes = {"tp": self.tp, "cp": self.cp, "ep": self.ep}
         said = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
         said += ["sp"] * self.sequence_parallel
@@ -152,11 +152,12 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A part of the line.
+    """A block of the model.
 
     Attributes:
-        name: Of its module, such as "model.layers.3"; several, before or behind the layers, with +.
-        kind: Index into `Behaviour`s.
+        name: Module name, such as "model.layers.3"; before and after the layers, several names
+            joined by "+".
+        kind: Index into the `Behaviour`s of a cut.
         place: "first", "layer" or "last".
     """
 
@@ -167,20 +168,20 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A model and a length of sequences.
+    """A model at one sequence length.
 
     Attributes:
-        name: Of the model.
+        name: Name of the model.
         length: Tokens of a sequence.
-        dtype: Of parameters, without "torch.".
-        blocks: In the order of the forward.
-        cuts: Behaviours of the kinds, by how they are cut.
-        refused: Cuts that the model cannot have, and why.
-        tied: Names of parameters, as "kind.parameter", that are one tensor.
-        source: What it was made with: versions, or a paper.
-        early: Whether messages between stages begin early and are held as this library's runtime
-            does it; in another program there is one that has come, and one on its way.
-        kernels: Of which device it was described with.
+        dtype: Dtype of the parameters, without "torch.".
+        blocks: Blocks in the order of the forward.
+        cuts: The behaviour of each kind, by cut.
+        refused: Cuts that the model cannot have, with the reason.
+        tied: Groups of parameter names, as "kind.parameter", that share one tensor.
+        source: Origin: library versions, or a paper.
+        early: Whether pipeline messages start early and gradients are allocated late, as in
+            this library. Other programs (False) hold one received and one outgoing message.
+        kernels: Device type whose kernels the description assumes.
     """
 
     name: str
@@ -195,10 +196,10 @@ class Description:
     kernels: Kernels = "cpu"
 
     def behaviours(self, cut: Cut) -> tuple[Behaviour, ...]:
-        """Return how the kinds behave in a cut.
+        """Return the behaviour of each kind in a cut.
 
         Raises:
-            InvalidArgumentError: The model cannot be cut so, or it was not described.
+            InvalidArgumentError: The model cannot have this cut, or was not described with it.
         """
         if (found := self.cuts.get(cut)) is not None:
             return found
@@ -208,7 +209,7 @@ class Description:
 
     @property
     def elements(self) -> int:
-        """Parameters of the whole model, what is tied once."""
+        """Number of parameters of the whole model; tied parameters count once."""
         whole = self.behaviours(Cut())
         twice = {name for names in self.tied for name in names[1:]}
         return sum(

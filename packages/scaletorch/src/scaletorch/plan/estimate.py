@@ -1,4 +1,4 @@
-"""The cost of a layout: memory of its stages, seconds of its step."""
+"""The cost of a layout: memory of its pipeline ranks, seconds of its step."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on the fullest rank of one place in the pipeline.
+    """Bytes on the fullest rank at one place of the pipeline.
 
     Attributes:
-        parameters: The rank's shards.
-        gradients: Buffers in which gradients are summed.
-        optimizer: The optimizer's state, and master weights if it keeps any.
-        activations: Kept for backward at the peak, also between the halves of a backward.
-        working: Above that while a block runs, forward or backward, whichever is more.
-        buffers: Of communication: gradient buckets, messages.
+        parameters: The rank's parameter shards.
+        gradients: Buffers in which gradients are accumulated.
+        optimizer: The optimizer's state, and its master weights if it has any.
+        activations: Bytes kept for backward at the peak, including those between the two halves of
+            a split backward.
+        working: Temporary bytes above that while a block runs, the larger of forward and backward.
+        buffers: Communication buffers: gradient buckets and messages.
     """
 
     parameters: int
@@ -37,7 +38,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all fields."""
         return (
             self.parameters + self.gradients + self.optimizer + self.activations + self.working
             + self.buffers
@@ -46,17 +47,17 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """Seconds of a step, of its slowest rank of the pipeline.
+    """Seconds of a step, on the slowest rank of the pipeline.
 
     Attributes:
-        step: In all.
+        step: Total.
         computing: Forward, backward and recomputation.
         exposed: Communication that computation waits for, by axis.
         hidden: Communication that overlaps with computation, by axis.
-        bubble: Share of the step in which the pipeline's ranks wait for one another.
-        update: The optimizer's.
-        low: The step, if what is uncertain is good.
-        high: The step, if it is bad.
+        bubble: Share of the step in which pipeline ranks wait for one another.
+        update: Optimizer update.
+        low: Optimistic estimate of the step.
+        high: Pessimistic estimate of the step.
     """
 
     step: float
@@ -75,9 +76,9 @@ class Estimate:
 
     Attributes:
         layout: The layout.
-        memory: Of each rank of the pipeline.
-        time: Of a step.
-        communicators: Bytes of every rank's communicators, beside `memory`.
+        memory: Memory of each rank of the pipeline.
+        time: Time of a step.
+        communicators: Bytes of communicators on each rank, not included in `memory`.
     """
 
     layout: Layout
@@ -87,28 +88,28 @@ class Estimate:
 
     @property
     def fullest(self) -> int:
-        """The rank of the pipeline that holds the most."""
+        """The pipeline rank that holds the most."""
         return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total)
 
     @property
     def peak(self) -> int:
-        """Bytes of the fullest rank, its communicators included."""
+        """Bytes on the fullest rank, including its communicators."""
         return self.memory[self.fullest].total + self.communicators
 
     def parallelize(
         self, model: nn.Module, manager: ProcessGroupManager, **options: Any
     ) -> DataParallelBucket:
-        """Put a plain model on the grid as this layout says; see `compose.parallelize`.
+        """Parallelize a plain model with this layout; see `compose.parallelize`.
 
         Args:
             model: As for `compose.parallelize`.
-            manager: Of the layout's grid.
+            manager: Process groups of the layout's grid.
             options: Further arguments of `compose.parallelize`.
 
         Raises:
-            InvalidArgumentError: The manager has another grid; and as `compose.parallelize`.
+            InvalidArgumentError: The manager has another grid, or `compose.parallelize` refuses.
         """
-        from ..compose import parallelize  # all else here does without torch
+        from ..compose import parallelize  # the rest of this module needs no torch
 
         if manager.grid != self.layout.grid:
             raise InvalidArgumentError(
@@ -117,5 +118,5 @@ class Estimate:
         return parallelize(model, manager, **{**self.layout.arguments(), **options})
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain containers and numbers."""
+        """Return the estimate as plain containers and numbers."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""Descriptions and clusters as JSON files: dataclasses, each field checked by its type."""
+"""Descriptions and clusters as JSON files; each dataclass field is checked against its type."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from ..dist.errors import InvalidArgumentError
 from .clusters import Cluster, Link, device_named
 from .description import Description
 
-VERSION = 9  # of descriptions
-# Calls as the bench names them, and as descriptions do, if these are others.
+VERSION = 9  # of the description format
+# Calls whose name in the bench differs from that in descriptions.
 _CALLS = {"send_recv": "send"}
-_DOUBTFUL = 1.0  # constants with a larger relative error are noise
+_DOUBTFUL = 1.0  # constants with a larger relative error are ignored as noise
 
 
 def write(description: Description, path: Path) -> None:
-    """Write a description: a line for each number, so that two can be compared."""
+    """Write a description with one number a line, so that two files can be compared by diff."""
     content = {"version": VERSION, **_plain(description)}
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def read(path: Path) -> Description:
-    """Read what `write` wrote.
+    """Read a description that `write` wrote.
 
     Raises:
-        InvalidArgumentError: It is no description, or one of another version.
+        InvalidArgumentError: The file is not a description, or has another version.
     """
     content = _json_of(path)
     if (version := content.pop("version", "none")) != VERSION:
@@ -54,14 +54,14 @@ def read_cluster(path: Path, ranks: int | None = None) -> Cluster:
     """Read a cluster: `{"ranks": 16, "device": "H100-SXM", "links": [{"ranks": 8, ...}, ...]}`.
 
     Args:
-        path: Of a file as `write_cluster` writes it, in bytes and seconds; the device may be a name
-            of the table, and a link `{"ranks": 8, "bench": FILE}` for what `scaletorch.dist.bench`
-            measured.
-        ranks: Of the job; None for all that the file has.
+        path: A file in the format of `write_cluster`, in bytes and seconds. The device may be a
+            name of the table, and a link may be `{"ranks": 8, "bench": FILE}` with a result of
+            `scaletorch.dist.bench`.
+        ranks: Number of ranks of the job; None for all ranks in the file.
 
     Raises:
-        InvalidArgumentError: No such file, a field that is missing, unknown or of another type, or
-            links that do not join all ranks.
+        InvalidArgumentError: The file does not exist, a field is missing, unknown or of the wrong
+            type, or the links do not join all ranks.
     """
     content = _json_of(path)
     if isinstance(name := content.get("device"), str):
@@ -75,7 +75,7 @@ def read_cluster(path: Path, ranks: int | None = None) -> Cluster:
 
 
 def _measured(link: Any, folder: Path) -> Any:
-    """Return a link with what its file of the bench has, if it names one."""
+    """Return a link with the figures of the bench file that it names, if any."""
     if not isinstance(link, Mapping) or "bench" not in link:
         return link
     more = {name: own for name, own in link.items() if name != "bench"}
@@ -83,7 +83,7 @@ def _measured(link: Any, folder: Path) -> Any:
 
 
 def read_bench(path: Path) -> Link:
-    """Read what `python -m scaletorch.dist.bench --json FILE` measured, as the link of its ranks.
+    """Read a file of `python -m scaletorch.dist.bench --json FILE` as the link between its ranks.
 
     Raises:
         InvalidArgumentError: It is another file, or has neither all_reduce nor send_recv.
@@ -111,7 +111,7 @@ def _json_of(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Raises:
-        InvalidArgumentError: It cannot be read, or is none.
+        InvalidArgumentError: The file cannot be read, or is not a JSON object.
     """
     try:
         content = json.loads(path.read_text())
@@ -125,7 +125,7 @@ def _json_of(path: Path) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it; a dict whose keys are no text as a list of pairs."""
+    """Return a value in JSON types; a dict with keys other than str becomes a list of pairs."""
     if is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, tuple):
@@ -138,12 +138,12 @@ def _plain(value: Any) -> Any:
 
 
 def _read_as(kind: Any, given: Any, where: str) -> Any:
-    """Return JSON content as a value of a type.
+    """Convert JSON content to a value of a type.
 
     Args:
         kind: A dataclass, a tuple, a dict, a `Literal` or a plain type.
-        given: The content, as `_plain` returns it.
-        where: The place, for messages.
+        given: Content, as `_plain` returns it.
+        where: Position in the file, for error messages.
 
     Raises:
         InvalidArgumentError: A field is missing or unknown, or has another type.
@@ -167,7 +167,7 @@ def _read_as(kind: Any, given: Any, where: str) -> Any:
 
 
 def _is_plain(kind: Any, given: Any) -> bool:
-    """Return whether a value is one of a `Literal`, a finite number or of a plain type."""
+    """Return whether a value is one of a `Literal`, a finite float, or exactly of a plain type."""
     if get_origin(kind) is Literal:
         return given in get_args(kind)
     if kind is float:
@@ -191,6 +191,6 @@ def _dataclass(kind: Any, given: Any, where: str) -> Any:
 
 @cache
 def _fields(kind: Any) -> tuple[frozenset[str], dict[str, Any]]:
-    """Return the fields that have no default, and the types of all."""
+    """Return the names of fields without a default, and the types of all fields."""
     needed = (f.name for f in fields(kind) if f.default is f.default_factory is MISSING)
     return frozenset(needed), get_type_hints(kind)

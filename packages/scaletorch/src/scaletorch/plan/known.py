@@ -1,4 +1,4 @@
-"""Facts of a description for ranks: what each holds of the model, in which groups and buckets."""
+"""Facts derived from a description: the blocks, parameter groups and gradient buckets of ranks."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from .description import Description
 from .layout import Layout
 from .stages import Content, contents
 
-BUCKET_SIZE = 2**24  # elements, the default of `parallelize`
-SMALL = 2**18  # elements of a bucket that costs little more to start than to send
-LEAST_BUCKETS = 8  # of a model
+BUCKET_SIZE = 2**24  # elements; the default of `parallelize`
+SMALL = 2**18  # least elements of a bucket; below this, latency dominates
+LEAST_BUCKETS = 8  # buckets of a model, unless `SMALL` allows fewer
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """The state of an optimizer, and the dtype in which gradients are summed.
+    """The state of an optimizer, and the dtype in which gradients are accumulated.
 
     Attributes:
-        moments: Tensors that it keeps of the form of each that it updates.
-        item: Bytes of their elements; None is as those of what it updates.
-        per_tensor: Bytes besides for each tensor, such as a step.
-        sum_item: Bytes of the elements of summed gradients; None is as those of parameters. 4 is
-            `grad_type=torch.float32`.
-        native: Whether the backend sums shards by itself, as NCCL does, but of 16-bit floats, which
-            are summed here; gloo takes all that other ranks send.
+        moments: Number of state tensors with the shape of each updated tensor.
+        item: Bytes of their elements; None for those of the updated tensor.
+        per_tensor: Further bytes for each tensor, such as a step count.
+        sum_item: Bytes of the elements of accumulated gradients; None for those of the parameters.
+            4 is `grad_type=torch.float32`.
+        native: Whether the backend reduce-scatters by itself, as NCCL does for all but 16-bit
+            floats, which this library sums; gloo receives the full data of the other ranks.
     """
 
     moments: int = 2
@@ -39,17 +39,17 @@ class Optimizer:
 
 
 class Group(NamedTuple):
-    """Parameters of a rank whose gradients are summed over the same ranks.
+    """Parameters of a rank whose gradients are reduced over the same ranks.
 
     Attributes:
         axis: "cp_dp", or "edp" for experts.
         item: Bytes of an element.
-        elements: Of all of them.
-        tensors: How many there are.
-        largest: Elements of the largest.
-        others: Of how many other ranks of the pipeline they are tied to, all of these.
-        layer: Elements of a layer, at most.
-        rest: Elements of those outside of layers.
+        elements: Elements of all parameters.
+        tensors: Number of parameters.
+        largest: Elements of the largest parameter.
+        others: Number of other pipeline ranks to which all of these are tied.
+        layer: Elements in the largest layer.
+        rest: Elements outside the layers.
     """
 
     axis: str
@@ -63,43 +63,43 @@ class Group(NamedTuple):
 
     @property
     def usual(self) -> int:
-        """Elements of a bucket of several tensors, at most."""
+        """The largest number of elements in a bucket of several tensors."""
         return min(BUCKET_SIZE, max(self.elements // LEAST_BUCKETS, SMALL))
 
     @property
     def bucket(self) -> int:
-        """Elements of the largest bucket: a large tensor has one of its own."""
+        """Elements of the largest bucket; a large tensor has a bucket of its own."""
         return min(self.elements, max(self.usual, self.largest))
 
     def in_a_row(self, count: int) -> int:
-        """Return the elements of so many buckets that are filled one after another.
+        """Return the elements of `count` buckets that are filled one after another.
 
-        There are two at most where a tensor fills half of a bucket: they leave between layers.
+        At most two are open if a tensor fills half of a bucket, since buckets leave between layers.
         """
-        alone = self.largest > self.usual and self.layer > 0  # each tensor has one of its own
+        alone = self.largest > self.usual and self.layer > 0  # each tensor has its own bucket
         most = 2 if 2 * self.largest > self.usual else count
         return min(most * self.bucket, self.layer if alone else self.elements)
 
 
 class Once:
-    """Works nothing out twice."""
+    """A cache of results by key."""
 
     def __init__(self) -> None:
         self._found: dict[Any, Any] = {}
 
     def once(self, key: object, work_out: Callable[[], T]) -> T:
-        """Return what is known under a key, worked out at the first call."""
+        """Return the result for a key; `work_out` runs at the first call only."""
         if key not in self._found:
             self._found[key] = work_out()
         return cast(T, self._found[key])
 
 
 class Known(Once):
-    """A description, and what was worked out of it.
+    """A description, and cached results derived from it.
 
     Args:
         description: The model.
-        optimizer: What it keeps; by default AdamW.
+        optimizer: State of the optimizer; AdamW's by default.
     """
 
     def __init__(self, description: Description, optimizer: Optimizer | None = None) -> None:
@@ -109,10 +109,10 @@ class Known(Once):
         self._contents: dict[Content, int] = {}
 
     def numbers(self, layout: Layout) -> tuple[int, ...]:
-        """Return for each rank of the pipeline a number, the same for ranks with the same content.
+        """Return a number for each pipeline rank; ranks with the same content share it.
 
         Raises:
-            InvalidArgumentError: Fewer layers than stages, or a schedule that is not to be had.
+            InvalidArgumentError: Fewer layers than stages, or an invalid schedule.
         """
 
         def work_out() -> tuple[int, ...]:
@@ -122,11 +122,11 @@ class Known(Once):
         return self.once((layout.schedule, layout.grid.pp, layout.chunks), work_out)
 
     def content(self, number: int) -> Content:
-        """Return what ranks of a number have."""
+        """Return the content of the ranks with a number."""
         return self.once(("content", number), lambda: [*self._contents][number])
 
     def handed(self, layout: Layout) -> int:
-        """Return the bytes of a message between stages: the most that a block hands on."""
+        """Return the bytes of a message between stages: the largest output of a block."""
 
         def work_out() -> int:
             kinds = {block.kind for block in self.description.blocks if block.place != "last"}
@@ -136,10 +136,10 @@ class Known(Once):
         return self.once(("handed", layout.cut, layout.micro_rows), work_out)
 
     def ends(self, layout: Layout) -> list[tuple[int, int]]:
-        """Return number and rank of the first and the last rank of each number.
+        """Return (number, rank) of the first and the last rank with each number.
 
-        One of these holds the most: along the pipeline ranks with equal blocks keep ever more
-        micro-batches, or ever fewer.
+        One of these holds the most: along the pipeline, the micro-batches that ranks with equal
+        blocks keep only increase, or only decrease.
         """
 
         def work_out() -> list[tuple[int, int]]:
@@ -150,14 +150,14 @@ class Known(Once):
         return self.once(("ends", layout.schedule, layout.grid.pp, layout.chunks), work_out)
 
     def groups(self, layout: Layout, number: int) -> tuple[Group, ...]:
-        """Return the parameters of a rank of this number, on the fullest of its tp and ep ranks."""
+        """Return the parameter groups of a rank with this number, on the fullest tp and ep rank."""
         grid = layout.grid
         key = "groups", grid.tp, grid.ep, grid.etp, number
         return self.once(key, lambda: tuple(self._groups(layout, number)))
 
     def _groups(self, layout: Layout, number: int) -> list[Group]:
         grid, behaviours = layout.grid, self.description.behaviours(layout.cut)
-        apart = grid.ep * grid.etp != grid.tp  # else edp is cp x dp
+        apart = grid.ep * grid.etp != grid.tp  # if equal, edp is cp x dp
         content = self.content(number)
         others, seen = dict(content.ties), set[str]()
         found: dict[tuple[str, int, int], Group] = {}
@@ -165,7 +165,7 @@ class Known(Once):
             sizes: dict[tuple[str, int, int], int] = {}
             for each in behaviours[kind].parameters:
                 name = f"{kind}.{each.name}"
-                if name in seen:  # tied to one that is here
+                if name in seen:  # tied to a parameter of this rank
                     continue
                 tied = next((names for names in self.description.tied if name in names), ())
                 seen.update(tied)

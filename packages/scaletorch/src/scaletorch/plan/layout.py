@@ -1,4 +1,4 @@
-"""A layout: the grid and the options that decide what ranks hold, send and wait for."""
+"""A layout: the grid, and the options that decide memory and communication."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from ..parallel.pipeline_parallel import interleaved_1f1b, looped_breadth_first
 from .description import Cut
 
 Recompute = Literal["none", "selective", "full", "offload"]
-# Schedules that take any number of chunks, and how many the others have, if not one.
+# Schedules with any number of chunks (`CHUNKS` has the default); V-shaped ones have two.
 LOOPED = {"interleaved_1f1b": interleaved_1f1b, "looped_bfs": looped_breadth_first}
 V_SHAPED = ("zb_v", "dualpipe_v")
-_RECOMPUTE = {"none": False, "full": True}  # of `parallelize`, which has the other words too
+_RECOMPUTE = {"none": False, "full": True}  # `parallelize` takes the other words as they are
 CHUNKS = dict.fromkeys((*LOOPED, *V_SHAPED), 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A way to train.
+    """A parallel layout and its training options.
 
     Attributes:
-        grid: Of the ranks.
+        grid: Grid of ranks.
         sequence_parallel: As for `parallelize`.
-        recompute: "full" is `recompute=True` of `parallelize`; "selective" and "offload" are its
-            words.
-        zero: Stage of ZeRO, 0 to 3, over cp x dp.
-        schedule: Of the pipeline, a name of `SCHEDULES`.
-        chunks: Stages on a pipeline rank.
-        cp_method: How cp ranks attend.
+        recompute: "full" is `recompute=True` of `parallelize`; "selective" and "offload" are passed
+            on as they are.
+        zero: ZeRO stage over cp x dp, 0 to 3.
+        schedule: Pipeline schedule, a name of `SCHEDULES`.
+        chunks: Stages on each pipeline rank.
+        cp_method: Attention method of context parallelism.
         micro_rows: Rows of a micro-batch.
-        micro_batches: Of a step on each data-parallel rank.
+        micro_batches: Micro-batches of a step on each data-parallel rank.
     """
 
     grid: Grid
@@ -47,7 +47,7 @@ class Layout:
 
     @property
     def cut(self) -> Cut:
-        """The division of its layers."""
+        """The cut of its layers."""
         grid = self.grid
         return cut_of(
             grid.tp, grid.cp, grid.ep, self.sequence_parallel and grid.tp > 1,
@@ -55,7 +55,7 @@ class Layout:
         )  # fmt: skip
 
     def arguments(self) -> dict[str, Any]:
-        """Return what `parallelize` takes for it; `zero` is for `shard_optimizer`."""
+        """Return the arguments of `parallelize`; `zero` is not one, it is for `shard_optimizer`."""
         chunked = LOOPED.get(self.schedule)
         return {
             "sequence_parallel": self.sequence_parallel,
@@ -67,5 +67,5 @@ class Layout:
 
 @cache
 def cut_of(tp: int, cp: int, ep: int, shares: bool, method: str, selective: bool) -> Cut:
-    """Return a cut; the same object for the same one, so that it is found in no time."""
+    """Return a cut; equal arguments give the same object, which makes dict look-ups fast."""
     return Cut(tp, cp, ep, shares, method, selective)

@@ -1,8 +1,8 @@
-"""Bytes on the ranks of a layout, in closed form from what a description says of each block.
+"""Memory on the ranks of a layout, in closed form from the description of each block.
 
-A rank holds parameters, gradients and the optimizer's state, what autograd keeps of the
-micro-batches that are alive, what the block that needs the most takes beside that while it runs,
-gradient buckets on their way, and messages between stages. Real ranks are within 3 % of the sum.
+A rank holds its parameters, gradients and optimizer state, the activations of the live
+micro-batches, the temporary memory of the running block that needs the most, gradient buckets in
+flight, and messages between stages. On real ranks the total is within 3 % of this sum.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from .known import Group, Known, Optimizer
 from .layout import Layout
 from .stages import SPLIT, Moment, Runs, alive
 
-IN_FLIGHT = 8  # sends under way, as the pipeline's runtime has it, which needs torch
-OPEN = 3  # buckets that a backward fills with ZeRO 2 before the first has left
-GATHERED = 4  # layers that are whole with ZeRO 3: one that runs, the next, and gradients of two
+IN_FLIGHT = 8  # messages in flight; copied from the pipeline runtime, which imports torch
+OPEN = 3  # buckets that a backward with ZeRO 2 fills before the first one is sent
+GATHERED = 4  # unsharded layers with ZeRO 3: the running one, the next, and gradients of two
 
 
 class State(NamedTuple):
-    """Bytes of a rank's parameters and of what goes with them.
+    """Bytes of a rank's parameters, gradients and optimizer state.
 
     Attributes:
-        parameters: Its shards.
-        gradients: Where they are summed, from step to step.
-        optimizer: The optimizer's state, and master weights.
-        brought: Gradients or shards of them that the first backward makes.
-        again: Shards that each later backward makes beside these.
-        last: Shards that the last backward alone makes.
-        start: What is whole of buckets or of parameters when a backward begins.
+        parameters: Parameter shards.
+        gradients: Gradient buffers that persist across steps.
+        optimizer: Optimizer state and master weights.
+        brought: Gradients, or their shards, that the first backward makes.
+        again: Further shards that each later backward makes.
+        last: Shards that only the last backward makes.
+        start: Unsharded buckets or parameters when a backward begins.
         inside: The same while its layers run.
-        bucket: Of a bucket of these gradients.
-        pair: Of the last two buckets, if they are no part of `gradients`.
-        ending: Of what is received for the last two buckets.
-        whole: Of all that come in buckets.
-        opened: Of those with several tensors, which the first of their gradients opens.
-        ties: Gradients of tied weights that other stages send when a step ends.
+        bucket: One gradient bucket.
+        whole: All gradients that go through buckets.
+        opened: All gradients of buckets with several tensors, opened by their first gradient.
+        pair: The last two buckets, if `gradients` does not include them.
+        ending: Receive buffers of the last two buckets.
+        ties: Gradients of tied weights from other stages at the end of a step.
     """
 
     parameters: int = 0
@@ -60,12 +60,12 @@ class State(NamedTuple):
 
 
 def state(known: Known, layout: Layout, number: int) -> State:
-    """Return what a rank keeps of parameters, gradients and the optimizer's state.
+    """Return the parameter, gradient and optimizer bytes of a rank.
 
     Args:
-        known: Of the description.
+        known: Facts of the description.
         layout: The layout.
-        number: Of `known.numbers(layout)`.
+        number: A number of `known.numbers(layout)`.
     """
     grid, zero = layout.grid, layout.zero
     rounds = min(layout.micro_batches, 2) if zero == 2 else 0
@@ -83,12 +83,12 @@ def state(known: Known, layout: Layout, number: int) -> State:
 
 
 def _state(known: Known, layout: Layout, group: Group, ranks: int) -> State:
-    """Return what there is of parameters that are summed over so many ranks."""
+    """Return the bytes of one parameter group, reduced over `ranks` ranks."""
     optimizer, item, zero = known.optimizer, group.item, layout.zero
     sums, whole = optimizer.sum_item or item, group.elements
     early = known.description.early
     if not zero or group.others:
-        # Sums of another dtype are kept beside the gradients that the optimizer takes.
+        # Sums of another dtype are kept in addition to the gradients for the optimizer.
         gradients = whole * (item if sums == item else item + sums)
         gradients += whole * item * (group.others > 0 and sums == item and ranks > 1)
         states = whole * optimizer.moments * (optimizer.item or item)
@@ -111,11 +111,11 @@ def _state(known: Known, layout: Layout, group: Group, ranks: int) -> State:
             start=rest + layer, inside=rest + GATHERED * layer,
         )  # fmt: skip
     bucket, pair, coming, ending = group.bucket * sums, 0, 0, 0
-    if ranks > 1:  # received into memory of a shard, or of a bucket where sums are made here
+    if ranks > 1:  # the receive buffer is a shard, or a full bucket if this library sums
         part = 1 if not optimizer.native or sums == 2 else ranks
         pair = group.in_a_row(2) * sums
         coming, ending = bucket // part, pair // part
-    if zero == 1 and not early:  # other programs have shards from the start
+    if zero == 1 and not early:  # other programs allocate shards from the start
         return State(whole * item, whole * sums + own * master, states)
     if zero == 1:
         return State(whole * item, whole * sums, states, last=own * master, inside=coming,
@@ -130,16 +130,15 @@ def _state(known: Known, layout: Layout, group: Group, ranks: int) -> State:
 
 
 class Chunk(NamedTuple):
-    """Bytes of a chunk of blocks for a micro-batch.
+    """Bytes of a pipeline chunk for a micro-batch.
 
     Attributes:
-        kept: What autograd keeps until backward.
-        left: What the first half of a backward leaves for the second.
-        working: By the kind of an action, what the block that needs the most takes while it runs,
-            above what is kept.
-        inside: The same of layers alone, backward.
-        tail: What the first layer needs in backward, when nothing else is kept.
-        ahead: Share of the rank's parameters whose gradients have not come by then.
+        kept: Activations that autograd keeps until backward.
+        left: Bytes that the first half of a split backward leaves for the second.
+        working: By action kind, temporary bytes above `kept` of the block that needs the most.
+        inside: The same for the layers alone, in backward.
+        tail: Bytes that the first layer needs in backward, when nothing else is kept.
+        ahead: Share of the rank's parameters whose gradients are still missing by then.
     """
 
     kept: int
@@ -161,12 +160,12 @@ def memory(
 
     Args:
         description: The model.
-        layout: The layout; with `zero` 3 as `fully_shard` of torch has it, a block at a time.
-        optimizer: What is kept for each parameter.
-        known: Of the same description and optimizer, to work out nothing twice.
+        layout: The layout; `zero` 3 is torch's `fully_shard`, one block at a time.
+        optimizer: State of the optimizer.
+        known: Facts of the same description and optimizer, to reuse cached results.
 
     Raises:
-        InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
+        InvalidArgumentError: The model cannot have this cut, or has fewer layers than stages.
     """
     own = known or Known(description, optimizer)
     return tuple(
@@ -175,7 +174,7 @@ def memory(
 
 
 def peak(known: Known, layout: Layout, room: int | None = None) -> int:
-    """Return the largest total of `memory`; of one above `room` something above it, sooner."""
+    """Return the largest total of `memory`, or the first one found above `room`."""
     found = 0
     for number, rank in known.ends(layout):
         own = state(known, layout, number)
@@ -196,7 +195,7 @@ def before(known: Known, layout: Layout) -> int:
 
 
 def _fullest(known: Known, layout: Layout, number: int, rank: int) -> Memory:
-    """Return what a rank holds at the moment at which that is the most."""
+    """Return the memory of a rank at its peak moment."""
     own = state(known, layout, number)
     gradients, *rest = max(_parts(known, layout, number, rank), key=sum)
     return Memory(own.parameters, own.gradients + gradients, own.optimizer, *rest)
@@ -205,18 +204,18 @@ def _fullest(known: Known, layout: Layout, number: int, rank: int) -> Memory:
 def _parts(
     known: Known, layout: Layout, number: int, rank: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield gradients, activations, working memory and buffers when they may be the most.
+    """Yield gradients, activations, working memory and buffers at each moment that may be the peak.
 
-    In a backward activations go as fast as gradients come: the most is there when it begins, when
-    as many buckets are open as it fills at a time, or when it ends. On 22 layouts of ranks with
-    ZeRO each of these moments, `ahead` and `filled` made 2 to 7 % of some peak.
+    In a backward, activations are freed as gradients arrive. The peak is when it begins, when as
+    many buckets are open as it fills at a time, or when it ends. On 22 layouts measured on real
+    ranks with ZeRO, each of these moments, `ahead` and `filled` changed some peak by 2 to 7 %.
     """
     own, chunks = state(known, layout, number), chunks_of(known, layout, number)
     kept, left = [chunk.kept for chunk in chunks], [chunk.left for chunk in chunks]
-    # A bucket leaves when it is full, and by then as large a share of activations has gone.
+    # A bucket is sent when full; by then the same share of activations has been freed.
     share = own.bucket / own.whole if own.whole else 0.0
     open_ = min(1.0, share * (1 if own.last else OPEN - 1))
-    # A layer that runs again fills a bucket as what it takes goes.
+    # A recomputed layer fills a bucket while its activations are freed.
     filled = own.bucket if layout.recompute == "full" else 0
     for moment in alive(layout, rank):
         chunk, count = chunks[moment.chunk], len(chunks)
@@ -225,13 +224,13 @@ def _parts(
         brought = own.brought * moment.begun // count
         yield brought, activations, chunk.working[moment.kind], messages + own.start
         if moment.kind == "I" and own.opened:
-            # Gradients of norms have come, so that all buckets wait for those of linear layers.
+            # Gradients of norms are there; all buckets wait for those of linear layers.
             rest = activations - chunk.kept + chunk.left
             yield brought, rest, 0, messages + own.opened // count + own.ending
             continue
-        if own.last and count > 1:  # what the other chunks had is sent when the step ends
+        if own.last and count > 1:  # buckets of the other chunks are sent when the step ends
             continue
-        if own.last:  # of the last backward, when no other micro-batch is alive
+        if own.last:  # the last backward: no other micro-batch is alive
             activations, coming = chunk.kept, own.last
         elif own.inside or own.brought:
             coming = (own.again if moment.begun else own.brought) // count
@@ -246,7 +245,7 @@ def _parts(
             rest = max(0, activations - round(chunk.kept * gone) + min(0, works))
             opened = max(0, own.inside - min(filled, max(0, works)))
             yield base + come, rest, max(0, works), messages + opened
-    # The last two buckets come while the shards of all before them are there.
+    # The last two buckets are received while the shards of all earlier ones exist.
     before, coming = (own.brought, own.again) if layout.micro_batches > 1 else (0, own.brought)
     if own.ending and (own.last or layout.schedule not in SPLIT):
         yield before + round((coming + own.last) * (1 - share)), 0, 0, own.pair + own.ending
@@ -256,9 +255,8 @@ def _parts(
 def _messages(known: Known, layout: Layout, number: int, moment: Moment) -> int:
     """Return the bytes of messages between stages.
 
-    What was sent on stays until its backward, in this library's runtime beside the latest
-    `IN_FLIGHT` messages and the one that has come; in another program there is one that has come,
-    and one on its way.
+    A sent output stays until its backward. This library's runtime also holds the latest `IN_FLIGHT`
+    messages and the received one; other programs hold one received and one outgoing message.
     """
     if layout.grid.pp == 1:
         return 0
@@ -268,7 +266,7 @@ def _messages(known: Known, layout: Layout, number: int, moment: Moment) -> int:
         return 0
     size, alive_ = known.handed(layout), sum(moment.whole)
     passed = round(alive_ * content.sent / len(content.chunks))
-    if layout.recompute == "offload":  # what has come is kept here, too
+    if layout.recompute == "offload":  # the received input is kept here as well
         passed += round(alive_ * content.received / len(content.chunks))
     if not known.description.early:
         return (passed + ways) * size
@@ -279,7 +277,7 @@ def _messages(known: Known, layout: Layout, number: int, moment: Moment) -> int:
 
 
 def chunks_of(known: Known, layout: Layout, number: int) -> list[Chunk]:
-    """Return what the chunks of a rank keep of a micro-batch and need to run."""
+    """Return the memory needs of a rank's chunks for a micro-batch."""
     split = layout.schedule in SPLIT
     way = layout.cut, layout.recompute, layout.micro_rows, split
 
@@ -296,16 +294,16 @@ def chunks_of(known: Known, layout: Layout, number: int) -> list[Chunk]:
 
 
 def _chunk(known: Known, layout: Layout, runs: Runs, *, split: bool) -> Chunk:
-    """Return a chunk's bytes.
+    """Return the bytes of a chunk.
 
-    While a block runs, those behind it keep nothing yet, or no more, but for what the first half of
-    a backward leaves, and the gradient of its output.
+    While a block runs, the blocks after it keep nothing (not yet in forward, no more in backward)
+    except `left` of a split backward and the gradient of the running block's output.
     """
     rows = layout.micro_rows
     behaviours = known.description.behaviours(layout.cut)
     shared = left = under = 0.0
     forwards: list[float] = []
-    backwards: list[tuple[float, float, bool]] = []  # bytes, what is left behind, of a layer
+    backwards: list[tuple[float, float, bool]] = []  # bytes, `left`, whether it is a layer
     gradients = [behaviours[kind].entered.at(rows) for kind, _ in runs[1:]] + [0.0]
     for (kind, times), gradient in zip(runs, gradients, strict=True):
         own, layer = behaviours[kind], kind in known.layers
@@ -317,7 +315,7 @@ def _chunk(known: Known, layout: Layout, runs: Runs, *, split: bool) -> Chunk:
         if layout.recompute != "offload":
             shared = max(shared, own.shared.at(rows))
         leaves, needs = own.left.at(rows) * split, own.backward_peak.at(rows) + again
-        # Of equal blocks the last has the most before it, and the first the most behind it.
+        # In a run of equal blocks, `kept` is largest at the last one and `left` at the first.
         first = under + keeps + needs + (entered if times > 1 else gradient)
         under += keeps * times
         forwards.append(under + own.forward_peak.at(rows))

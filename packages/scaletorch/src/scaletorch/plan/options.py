@@ -1,4 +1,4 @@
-"""The layouts to try, and the reasons against others."""
+"""The layouts to try, and the reasons to refuse the others."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from .layout import Layout, Recompute
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The choices of a search; the first of each is preferred, except sizes: all are tried.
+    """The choices of a search; the first value of each is preferred, unless all are tried.
 
     Attributes:
-        sequence_parallel: The first that the model can have is taken, where tp is above 1: shares
-            send as many bytes and keep less.
-        recompute: More than the first only where memory asks for it; "selective" of models that are
-            described so (`usual_cuts(selective=...)`).
-        zero: Of these, too, more than the first only where memory asks for it; none of them where a
-            rank has its parameters alone. 3 is `fully_shard` of torch.
-        schedules: Names and chunks; all are tried. Those with one chunk and whole backwards that
-            `1f1b` outdoes in memory at no loss of time (`afab`, `looped_bfs`) are left out.
-        cp_methods: All are tried where cp is above 1.
-        micro_rows: Rows of a micro-batch; all are tried that divide the rows of a rank.
-        sizes: What axes are restricted to, by "dp", "pp", "cp", "tp" and "ep".
+        sequence_parallel: If tp is above 1, the first value that the model supports is taken;
+            sequence shards send as many bytes and keep less.
+        recompute: Later values only if memory requires them; "selective" only for models described
+            with it (`usual_cuts(selective=...)`).
+        zero: Later values only if memory requires them; 0 if no other rank has the same
+            parameters. 3 is torch's `fully_shard`.
+        schedules: Names and chunks; all are tried. The default leaves out `afab` and `looped_bfs`,
+            which need more memory than `1f1b` and are not faster.
+        cp_methods: All are tried if cp is above 1.
+        micro_rows: Rows of a micro-batch; all values that divide a rank's rows are tried.
+        sizes: Allowed sizes by axis: "dp", "pp", "cp", "tp" and "ep".
     """
 
     sequence_parallel: tuple[bool, ...] = (True, False)
@@ -47,12 +47,12 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A grid or a layout that cannot be taken.
+    """A grid or a layout that is refused.
 
     Attributes:
-        grid: Its sizes.
-        why: In words.
-        layout: If the grid itself can be taken.
+        grid: The grid.
+        why: The reason, in words.
+        layout: The refused layout; None if the grid itself is refused.
     """
 
     grid: Grid
@@ -63,19 +63,19 @@ class Refused:
 def legal(
     description: Description, rows: int, ranks: int, options: Options | None = None
 ) -> Iterator[Layout | Refused]:
-    """Yield the layouts of so many ranks, with the first of `zero` and `recompute` each.
+    """Yield the layouts of a number of ranks, each with the first of `zero` and `recompute`.
 
     Args:
-        description: The model, and the cuts that it can have.
-        rows: Sequences of a step, of all ranks.
-        ranks: How many.
-        options: What is tried.
+        description: The model and its cuts.
+        rows: Sequences of a step, over all ranks.
+        ranks: Number of ranks.
+        options: The choices to try.
 
     Yields:
-        Layouts, and the grids that none of them has, with the reason.
+        Layouts, and refused grids with the reason.
 
     Raises:
-        InvalidArgumentError: No rows, or no ranks.
+        InvalidArgumentError: `rows` or `ranks` is below 1.
     """
     chosen = options or Options()
     if rows < 1 or ranks < 1:
@@ -96,7 +96,7 @@ def _layouts(description: Description, grid: Grid, rows: int, options: Options) 
     """Yield the layouts of a grid.
 
     Raises:
-        InvalidArgumentError: It has none.
+        InvalidArgumentError: The grid has no layout.
     """
     batches = [(each, rows // (grid.dp * each)) for each in options.micro_rows
                if rows % (grid.dp * each) == 0]  # fmt: skip
@@ -124,14 +124,14 @@ def _layouts(description: Description, grid: Grid, rows: int, options: Options) 
 
 
 def ladder(layout: Layout, options: Options) -> Iterator[tuple[tuple[int, int], Layout]]:
-    """Yield a layout with ever more of what saves memory: recomputation and ZeRO.
+    """Yield a layout with increasing memory savings by recomputation and ZeRO.
 
     Args:
         layout: The layout.
-        options: What is tried.
+        options: The choices to try.
 
     Yields:
-        Places in `options.recompute` and `options.zero`, and the layout; first with little of both.
+        Indices into `options.recompute` and the ZeRO stages, and the layout; least savings first.
     """
     zeros = _zeros(layout.grid, options)
     steps = product(range(len(options.recompute)), range(len(zeros)))
@@ -142,15 +142,15 @@ def ladder(layout: Layout, options: Options) -> Iterator[tuple[tuple[int, int], 
 
 
 def _zeros(grid: Grid, options: Options) -> tuple[int, ...]:
-    """Return the stages of ZeRO that are tried: none where no ranks share parameters."""
+    """Return the ZeRO stages to try: only 0 if no ranks share parameters."""
     return options.zero if grid.cp * grid.dp > 1 else (0,)
 
 
 def _cuts(description: Description, grid: Grid, options: Options) -> Iterator[tuple[bool, str]]:
-    """Yield for each method whether sequences are shared, as the model can have it.
+    """Yield each cp method with the sequence parallelism that the model supports.
 
     Raises:
-        InvalidArgumentError: It cannot be cut so, or is not described so.
+        InvalidArgumentError: The model has no such cut, or was not described with one.
     """
     methods = options.cp_methods if grid.cp > 1 else options.cp_methods[:1]
     why = ""

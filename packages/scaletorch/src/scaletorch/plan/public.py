@@ -1,4 +1,4 @@
-"""All names of the package, each imported when it is asked for."""
+"""All public names of the package, each imported on first access."""
 
 from .calibration import calibrate
 from .clusters import (

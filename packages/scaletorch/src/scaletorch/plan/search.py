@@ -1,4 +1,4 @@
-"""All layouts of a job, the cost of each, and the best one."""
+"""The search for the best layout of a job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .options import Options, Refused, ladder, legal
 from .timing import Steps
 from .units import in_bytes
 
-# How exact the time is by which a layout waits in the queue of a search; if exact, its bytes.
+# Sort key after the time of a queued layout: kind of lower bound, or peak bytes if exact.
 FLOOR, LEAST = -2, -1
 
 
@@ -29,10 +29,10 @@ class Plan:
 
     Attributes:
         description: The model.
-        rows: Sequences of a step, of all ranks.
-        cluster: The ranks that it would run on.
-        optimizer: The state that is kept for each parameter.
-        illegal: Grids that have no layout, and why.
+        rows: Sequences of a step, over all ranks.
+        cluster: The cluster it runs on.
+        optimizer: State of the optimizer.
+        illegal: Grids without a layout, and why.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class Plan:
         return size * count_communicators(grid) if size else 0
 
     def _try(self, layout: Layout) -> tuple[list[Layout], list[Layout]]:
-        """Return what fits with the least that saves memory of a layout, and all that was tried."""
+        """Return the variants of a layout that fit with the least savings, and all variants."""
         room = self.cluster.device.memory - self._groups(layout.grid)
         found: list[Layout] = []
         tried: list[Layout] = []
         enough: list[tuple[int, int]] = []
         for (recompute, zero), own in ladder(layout, self._options):
-            if any(a <= recompute and b <= zero for a, b in enough):  # a step before it fits
+            if any(a <= recompute and b <= zero for a, b in enough):  # fewer savings fit already
                 continue
-            if own.cut not in self.description.cuts:  # with selective recomputation, or without
+            if own.cut not in self.description.cuts:  # not described with this recomputation
                 continue
             tried.append(own)
             if peak(self._known, own, room) <= room:
@@ -79,20 +79,21 @@ class Plan:
 
     @cached_property
     def fitting(self) -> list[Layout]:
-        """Return the layouts that fit, in no order."""
+        """Layouts that fit, in no order."""
         return [own for each in self._legal for own in self._fitting(each)[0]]
 
     @cached_property
     def tried(self) -> list[list[Layout]]:
-        """Return of each layout that does not fit all ways of saving memory that were tried."""
+        """For each layout that does not fit, the variants that were tried."""
         each = map(self._fitting, self._legal)
         return [tried for found, tried in each if tried and not found]
 
     def ranked(self) -> Iterator[Estimate]:
-        """Yield what fits, the quickest first.
+        """Yield the estimates that fit, fastest first.
 
-        No more layouts are fitted into memory, and no more steps simulated, than tell which is the
-        next best: each waits in a queue by a time that it takes at the least, ever more exact.
+        Layouts wait in a queue by a lower bound of their step time, which is refined when they
+        reach the front. So only as many layouts are fitted into memory and simulated as needed to
+        find the next best.
         """
         steps = self._steps
         queue = [(steps.floor(each), FLOOR, (at, 0), each) for at, each in enumerate(self._legal)]
@@ -108,22 +109,22 @@ class Plan:
                 yield self.estimate(layout)
 
     def top(self, count: int) -> list[Estimate]:
-        """Return the best layouts that fit, or if none does those nearest to it."""
+        """Return the best layouts that fit, or the ones nearest to fitting if none does."""
         return list(islice(self.ranked(), count)) or list(self.over[:count])
 
     @cached_property
     def estimates(self) -> tuple[Estimate, ...]:
-        """Return all that fits, the best first."""
+        """All estimates that fit, fastest first."""
         return tuple(self.ranked())
 
     @cached_property
     def over(self) -> tuple[Estimate, ...]:
-        """Return what takes more memory than there is, the least first."""
+        """The smallest estimate of each layout that does not fit, by increasing memory."""
         return tuple(map(self.estimate, sorted(map(self._nearest, self.tried), key=self._peak)))
 
     @cached_property
     def refused(self) -> tuple[Refused, ...]:
-        """Return grids and layouts that cannot be taken, and why."""
+        """Refused grids and layouts, and why."""
         full = [Refused(own.grid, self._why(own), own) for own in map(self._nearest, self.tried)]
         return (*self.illegal, *full)
 
@@ -131,7 +132,7 @@ class Plan:
         return min(tried, key=self._peak)
 
     def _why(self, layout: Layout) -> str:
-        """Return why a layout takes too much memory."""
+        """Return the reason why a layout needs too much memory."""
         room, how = self.cluster.device.memory, f"with zero {layout.zero}"
         early = before(self._known, layout) + self._groups(layout.grid)
         if early > room:
@@ -140,24 +141,24 @@ class Plan:
         return f"needs {needs} of {in_bytes(room)}, {how} and recompute {layout.recompute}"
 
     def estimate(self, layout: Layout) -> Estimate:
-        """Return what a layout costs.
+        """Return the cost of a layout.
 
         Raises:
-            InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
+            InvalidArgumentError: The model cannot have this cut, or has fewer layers than stages.
         """
         held = memory(self.description, layout, known=self._known)
         return Estimate(layout, held, self._time(layout), self._groups(layout.grid))
 
     @cached_property
     def first(self) -> Estimate | None:
-        """Return the best of what fits, if anything does."""
+        """The fastest estimate that fits, or None."""
         return next(self.ranked(), None)
 
     def best(self) -> Estimate:
-        """Return the first estimate.
+        """Return the fastest estimate that fits.
 
         Raises:
-            InvalidArgumentError: No layout is legal and fits; the message has some reasons.
+            InvalidArgumentError: No layout is legal and fits; the message has up to three reasons.
         """
         if self.first is not None:
             return self.first
@@ -176,27 +177,27 @@ def plan(
     options: Options | None = None,
     optimizer: Optimizer | None = None,
 ) -> Plan:
-    """Return the layouts of a job and what they cost, ranked by the time of a step.
+    """Plan a job: estimate all layouts and rank those that fit by step time.
 
-    All sizes of the grid are tried that the model is described for. Of ZeRO's stages and of
-    recomputation a layout has as little as lets it fit, since they cost time: a step further is
-    tried only if no step before it fits. `Options` says what is tried of the rest.
+    All grid sizes that the model is described for are tried. Recomputation and ZeRO cost time, so a
+    layout gets as little of both as it needs to fit: more is tried only if less does not fit.
+    `Options` sets the other choices.
 
     Args:
         description: The model.
-        rows: Sequences of a step, of all ranks.
-        cluster: Its ranks, and the memory of one.
-        options: What is tried.
-        optimizer: What is kept for each parameter; by default AdamW.
+        rows: Sequences of a step, over all ranks.
+        cluster: The ranks and their memory.
+        options: The choices to try.
+        optimizer: State of the optimizer; AdamW's by default.
 
     Raises:
         InvalidArgumentError: No rows, no ranks, or no figure of the device for the model's dtype.
     """
     collecting = gc.isenabled()
-    gc.disable()  # a search makes no cycles, and very many objects that stay
+    gc.disable()  # a search makes no reference cycles, but very many long-lived objects
     try:
         found = Plan(description, rows, cluster, options or Options(), optimizer)
-        _ = found.first  # worked out now
+        _ = found.first  # compute it now
     finally:
         if collecting:
             gc.enable()

@@ -1,4 +1,4 @@
-"""A plan as text: a table, a layout in full, and both on one HTML page."""
+"""A plan as text: a table, a layout in full, and both on an HTML page."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .units import in_bytes, in_seconds, in_short
 
 GIB, WIDTH = 2**30, 120
 SORTS = ("parameters", "gradients", "optimizer", "activations", "working", "buffers", "total")
-REASONS = 6  # that the table lists
-IN_FULL = 3  # layouts on the page
+REASONS = 6  # refusal reasons in the table
+IN_FULL = 3  # layouts that the page shows in full
 PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -35,12 +35,12 @@ PAGE = """<!doctype html>
 
 
 def table(plan: Plan, top: int = 10, notes: Sequence[str] = ()) -> str:
-    """Return the plan as text.
+    """Return the plan as a table.
 
     Args:
         plan: The plan.
-        top: Layouts in the table.
-        notes: Assumptions, a sentence each.
+        top: Number of layouts in the table.
+        notes: Assumptions, one sentence each.
     """
     lines = [*_wrapped(_heading(plan)), ""]
     if listed := plan.top(top):
@@ -52,7 +52,7 @@ def table(plan: Plan, top: int = 10, notes: Sequence[str] = ()) -> str:
 
 
 def explained(plan: Plan, estimate: Estimate) -> str:
-    """Return a layout in full: its step, the memory of each rank, when its pipeline computes."""
+    """Return a layout in full: its step, the memory of each rank and its pipeline timeline."""
     grid, fullest = estimate.layout.grid, estimate.fullest
     lines = [*_summary(plan, estimate), ""]
     rows = [
@@ -62,7 +62,7 @@ def explained(plan: Plan, estimate: Estimate) -> str:
     ]
     lines += ["memory of each rank of the pipeline", *_columns(("GiB of rank", *SORTS), rows, 1)]
     if grid.pp > 1:
-        # As few micro-batches as show how the pipeline repeats itself.
+        # Just enough micro-batches to show the steady state of the pipeline.
         batches = min(estimate.layout.micro_batches, 2 * grid.pp)
         few = replace(estimate.layout, micro_batches=batches)
         drawn = to_text(timeline(plan.description, few, plan.cluster), WIDTH)
@@ -71,12 +71,12 @@ def explained(plan: Plan, estimate: Estimate) -> str:
 
 
 def page(plan: Plan, top: int = 10, notes: Sequence[str] = ()) -> str:
-    """Return a plan as an HTML page, which fetches nothing and needs no JavaScript.
+    """Return a plan as an HTML page without external resources and JavaScript.
 
     Args:
         plan: The plan.
-        top: Layouts in the table; the first three are shown in full.
-        notes: Assumptions, a sentence each.
+        top: Number of layouts in the table; the first three are shown in full.
+        notes: Assumptions, one sentence each.
     """
     title = f"Plan for {plan.description.name} on {plan.cluster.ranks} x {plan.cluster.device.name}"
     notes = [*notes, f"figures of the device: {plan.cluster.device.source or 'as given'}"]
@@ -97,13 +97,13 @@ def _columns(heads: Sequence[str], rows: Sequence[Sequence[str]], words: int) ->
 
 
 def _wrapped(lines: Iterable[str]) -> Iterator[str]:
-    """Yield sentences in lines that fit a terminal."""
+    """Yield sentences wrapped to the width of the output."""
     for each in lines:
         yield from textwrap.wrap(each, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _heading(plan: Plan) -> list[str]:
-    """Return what is planned, and how many layouts fit."""
+    """Return the title lines: the job, and the number of layouts that fit."""
     device, known = plan.cluster.device, plan.description
     return [
         f"{known.name}: {plan.rows} rows of {known.length} tokens a step on {plan.cluster.ranks} x "
@@ -126,7 +126,7 @@ def _ranking(plan: Plan, listed: Sequence[Estimate], shared: Sequence[str]) -> I
 
 
 def _below(plan: Plan, listed: Sequence[Estimate]) -> Iterator[str]:
-    """Yield what is to be said of the table of layouts."""
+    """Yield remarks on the table of layouts."""
     memory = in_bytes(plan.cluster.device.memory)
     if not plan.fitting:
         cures = "take more ranks, --recompute full, --zero 3 or --micro-rows 1"
@@ -139,7 +139,7 @@ def _below(plan: Plan, listed: Sequence[Estimate]) -> Iterator[str]:
 
 
 def _refusals(plan: Plan) -> Iterator[str]:
-    """Yield why layouts are refused, the most frequent reasons first."""
+    """Yield the reasons for refused layouts, most frequent first."""
     reasons = grouped(plan.refused)
     for count, example, why in reasons[:REASONS]:
         others = f" and {count - 1} like it" if count > 1 else ""
@@ -150,7 +150,7 @@ def _refusals(plan: Plan) -> Iterator[str]:
 
 
 def _summary(plan: Plan, estimate: Estimate) -> Iterator[str]:
-    """Yield a layout, whether it fits, how long its step takes and which axes leave a node."""
+    """Yield a layout's memory verdict, step time, and the axes that cross nodes."""
     layout, room = estimate.layout, in_bytes(plan.cluster.device.memory)
     verdict = "fits in" if fits(plan, estimate) else "does not fit in"
     yield f"DP x PP x CP x TP {layout_name(layout.grid)}, {', '.join(words_of(layout))}"
@@ -177,7 +177,7 @@ def _summary(plan: Plan, estimate: Estimate) -> Iterator[str]:
 
 
 def words_of(layout: Layout) -> list[str]:
-    """Return the options that matter to a layout, a word or two each."""
+    """Return the options that matter for a layout, one or two words each."""
     grid, rows = layout.grid, layout.micro_rows
     said = {
         "sp": layout.sequence_parallel and grid.tp > 1,
@@ -192,16 +192,16 @@ def words_of(layout: Layout) -> list[str]:
 
 
 def _common(listed: Sequence[Estimate]) -> list[str]:
-    """Return the options that all layouts have, if they are several."""
+    """Return the options that all listed layouts share; none for a single layout."""
     options = [words_of(each.layout) for each in listed]
     found = [word for word in options[0] if all(word in own for own in options)]
     return found if len(listed) > 1 else []
 
 
 def grouped(refused: Iterable[Refused]) -> list[tuple[int, str, str]]:
-    """Return reasons, the most frequent first: how many layouts, an example, and its reason.
+    """Return (number of layouts, an example, its reason) by reason, most frequent first.
 
-    Reasons are the same if they differ in numbers alone.
+    Reasons that differ only in numbers count as one.
     """
     found: dict[str, list[tuple[str, str]]] = {}
     for each in refused:
@@ -212,7 +212,7 @@ def grouped(refused: Iterable[Refused]) -> list[tuple[int, str, str]]:
 
 
 def named(refused: Refused) -> str:
-    """Return the name of a grid or a layout that is refused."""
+    """Return the name of a refused grid or layout."""
     name, layout = layout_name(refused.grid), refused.layout
     if layout is None:
         return name
@@ -221,23 +221,23 @@ def named(refused: Refused) -> str:
 
 
 def _crossing(grid: Grid, cluster: Cluster, axis: str) -> str:
-    """Return in words whether an axis leaves the nodes."""
+    """Return in words whether an axis stays inside a node."""
     size = cluster.links[0].ranks if cluster.links else 1
     spanned = {rank // size for rank in grid.group(axis, 0)}
     return "inside a node" if len(spanned) == 1 else f"over {len(spanned)} nodes"
 
 
 def fits(plan: Plan, estimate: Estimate) -> bool:
-    """Return whether the fullest rank has memory enough."""
+    """Return whether the fullest rank has enough memory."""
     return estimate.peak <= plan.cluster.device.memory
 
 
 def _speed(plan: Plan, estimate: Estimate) -> str:
-    """Return tokens of all ranks a second; "any" of blocks that have no work."""
+    """Return tokens a second over all ranks; "any" if the step takes no time."""
     tokens, step = plan.rows * plan.description.length, estimate.time.step
     return in_short(tokens / step) if step else "any"
 
 
 def _gib(size: float) -> str:
-    """Return GiB with two decimals, if there is room."""
+    """Return GiB with two decimals, or none from 100 GiB on."""
     return f"{size / GIB:.2f}" if size < 100 * GIB else f"{size / GIB:.0f}"

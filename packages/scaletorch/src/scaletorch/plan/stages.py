@@ -1,7 +1,7 @@
-"""The blocks on each rank of a pipeline, and the micro-batches alive there.
+"""The blocks on each pipeline rank, and the micro-batches alive there.
 
-As the pipeline itself distributes them: layers by count, what stands before them on the first
-stage and what stands behind them on the last; the stages of a rank are those of its schedule.
+Blocks are distributed as the pipeline runtime does it: layers by count, the modules before them on
+the first stage and those after them on the last. The schedule gives each rank its stages.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from ..parallel.pipeline_parallel import SCHEDULES, Schedule, distribute_layers
 from .description import Description
 from .layout import LOOPED, V_SHAPED, Layout
 
-SPLIT = ("zb_h1", "zb_v", "dualpipe_v")  # schedules whose backwards may come in two halves
-# What an action changes: whole micro-batches, and halves that wait for their weights' gradients.
+SPLIT = ("zb_h1", "zb_v", "dualpipe_v")  # schedules that may split a backward in two halves
+# Change of each action in live micro-batches, and in halves that wait for weight gradients.
 CHANGES = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}
-ROUNDS = 2  # of interleaving until no more micro-batches are kept
+ROUNDS = 2  # rounds of interleaving until the number of live micro-batches stops growing
 
-Runs = tuple[tuple[int, int], ...]  # kinds of blocks, and how many follow one another
+Runs = tuple[tuple[int, int], ...]  # (kind of block, number in a row)
 Places = tuple[tuple[tuple[int, ...], ...], ...]
 """For each rank of the pipeline, for each of its chunks: indices of blocks."""
 
 
 class Moment(NamedTuple):
-    """The moment of an action at which a rank keeps the most.
+    """The moment of an action at which a rank holds the most.
 
     Attributes:
-        kind: Of the action: "F", whose own micro-batch counts, "B", or "I" for the first half of a
-            backward; "FB" if either may run.
-        chunk: Of the action.
-        whole: Whole micro-batches by chunk.
-        halves: Halves of backwards that wait for the others, by chunk.
-        begun: Of how many chunks a backward has ended before.
+        kind: Kind of the action: "F", whose own micro-batch counts, "B", or "I" for the first half
+            of a backward; "FB" if either may run.
+        chunk: Chunk of the action.
+        whole: Live micro-batches by chunk, without halves.
+        halves: First halves of backwards that wait for their second, by chunk.
+        begun: Number of chunks in which an earlier backward has ended.
     """
 
     kind: str
@@ -45,13 +45,13 @@ class Moment(NamedTuple):
 
 
 class Content(NamedTuple):
-    """The content of one rank of the pipeline.
+    """The blocks of one pipeline rank.
 
     Attributes:
-        chunks: Runs of blocks of each chunk.
-        sent: How many chunks send their output to another rank.
-        received: How many get their input from another rank.
-        ties: Names of tied parameters, and how many other ranks have them.
+        chunks: Runs of equal blocks, by chunk.
+        sent: Number of chunks that send their output to another rank.
+        received: Number of chunks that receive their input from another rank.
+        ties: Names of tied parameters, with the number of other ranks that have them.
     """
 
     chunks: tuple[Runs, ...]
@@ -69,10 +69,10 @@ class Content(NamedTuple):
 
 
 def schedule_of(layout: Layout) -> Schedule:
-    """Return the schedule of a layout, action by action.
+    """Return the schedule of a layout with all its actions.
 
     Raises:
-        InvalidArgumentError: An unknown schedule, or chunks that it does not have.
+        InvalidArgumentError: The schedule is unknown, or has no such number of chunks.
     """
     return _built(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)
 
@@ -87,19 +87,19 @@ def _built(schedule: str, pp: int, micro_batches: int, chunks: int) -> Schedule:
 
 
 def stages_of(schedule: str, pp: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the stages of each rank of the pipeline, chunk by chunk.
+    """Return the stages of each pipeline rank, in the order of its chunks.
 
     Raises:
-        InvalidArgumentError: An unknown schedule, or chunks that it does not have.
+        InvalidArgumentError: The schedule is unknown, or has no such number of chunks.
     """
     return _built(schedule, pp, 1, chunks).stages
 
 
 def places(description: Description, layout: Layout) -> Places:
-    """Return which blocks each rank of the pipeline has, chunk by chunk.
+    """Return the block indices of each pipeline rank, by chunk.
 
     Raises:
-        InvalidArgumentError: Fewer layers than stages, or a schedule that is not to be had.
+        InvalidArgumentError: There are fewer layers than stages, or the schedule is invalid.
     """
     where = [block.place for block in description.blocks]
     first, layers, last = where.count("first"), where.count("layer"), where.count("last")
@@ -119,16 +119,16 @@ def places(description: Description, layout: Layout) -> Places:
 
 
 def contents(description: Description, layout: Layout) -> list[Content]:
-    """Return what each rank of a layout's pipeline has.
+    """Return the content of each pipeline rank.
 
     Raises:
-        InvalidArgumentError: As `places`.
+        InvalidArgumentError: As for `places`.
     """
     where = places(description, layout)
     stages = stages_of(layout.schedule, layout.grid.pp, layout.chunks)
     owner = {stage: rank for rank, own in enumerate(stages) for stage in own}
     kinds = [[[description.blocks[at].kind for at in chunk] for chunk in own] for own in where]
-    on: dict[str, set[int]] = {}  # ranks by kind
+    on: dict[str, set[int]] = {}  # kind -> ranks that have it
     for rank, own in enumerate(kinds):
         for kind in chain(*own):
             on.setdefault(str(kind), set()).add(rank)
@@ -146,11 +146,11 @@ def contents(description: Description, layout: Layout) -> list[Content]:
 
 
 def alive(layout: Layout, rank: int) -> tuple[Moment, ...]:
-    """Return the moments at which a rank of the pipeline keeps the most micro-batches.
+    """Return the moments at which a pipeline rank holds the most micro-batches.
 
-    For each sort of action one with the most whole ones, and one with the most of whole ones and
-    halves together. No more micro-batches are followed than it takes until the pipeline repeats
-    itself.
+    For each kind of action: one with the most live micro-batches, and one with the most of live
+    ones and halves together. Only as many micro-batches are followed as the pipeline needs to
+    repeat.
     """
     schedule, pp, chunks = layout.schedule, layout.grid.pp, layout.chunks
     m = layout.micro_batches
@@ -158,20 +158,20 @@ def alive(layout: Layout, rank: int) -> tuple[Moment, ...]:
     if schedule in ("afab", "looped_bfs"):
         none = (0,) * chunks
         first = Moment("FB", chunks - 1, (m,) * chunks, none, 0)
-        # With gradients, when one is gone.
+        # With gradients, once the first micro-batch is freed.
         return (first, Moment("B", chunks - 1, (m - 1,) * chunks, none, chunks))[: min(m, 2)]
     few = enough(schedule, pp, m)
     return _alive(schedule, pp, few, chunks, few < m, rank)
 
 
 def enough(schedule: str, pp: int, micro_batches: int) -> int:
-    """Return how many micro-batches keep as much alive as so many."""
+    """Return a number of micro-batches, at most `micro_batches`, that keeps as many alive."""
     if schedule in V_SHAPED:
         return min(micro_batches, 2 * pp)
     if schedule != "interleaved_1f1b":
         return min(micro_batches, pp)
     number = max(1, micro_batches // pp)
-    size, longer = divmod(micro_batches, number)  # rounds of unlike lengths
+    size, longer = divmod(micro_batches, number)  # `longer` rounds have size + 1
     return (size + 1) * min(longer, ROUNDS) + size * min(number - longer, ROUNDS)
 
 
@@ -179,7 +179,7 @@ def enough(schedule: str, pp: int, micro_batches: int) -> int:
 def _alive(
     schedule: str, pp: int, m: int, chunks: int, more: bool, rank: int
 ) -> tuple[Moment, ...]:
-    """Return the moments of `m` micro-batches; `more`: whether others follow, which repeat them."""
+    """Return the moments of `m` micro-batches; `more` says whether others follow."""
     if schedule == "1f1b":
         return (Moment("FB", 0, (min(pp - rank, m),), (0,), int(more or pp - rank < m)),)
     whole, halves, begun = [0] * chunks, [0] * chunks, set[int]()
@@ -190,7 +190,7 @@ def _alive(
         added, parts = CHANGES[kind]
         whole[chunk] += added
         halves[chunk] += parts
-        if kind == "W":  # less than the other half took
+        if kind == "W":  # holds less than the first half did
             continue
         counts = (tuple(whole), tuple(halves)) if kind == "F" else before
         both = sum(counts[0]), sum(counts[1])
@@ -201,7 +201,7 @@ def _alive(
         if kind != "F":
             begun.add(chunk)
     found = dict.fromkeys(moment for _, moment in most.values())
-    # The fullest first: what does not fit is seen soonest there.
+    # The fullest first, so that a layout that does not fit is rejected soonest.
     return tuple(sorted(found, key=lambda moment: -sum(moment.whole)))
 
 

@@ -1,4 +1,4 @@
-"""Numbers with units: read as people write them, "80GiB" or "3us", and written in few digits."""
+"""Numbers with units: parse text such as "80GiB" or "3us", and format with few digits."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ BYTES_A_SECOND = {
 
 
 def quantity(given: str, units: dict[str, float], name: str) -> float:
-    """Read a number with a unit; a bare number is of the plain one.
+    """Parse a number with a unit; a number without one is in the base unit.
 
     Args:
         given: Text such as "80GiB".
-        units: How many of the plain unit each is: `BYTES`, `SECONDS` or `BYTES_A_SECOND`.
-        name: Of the quantity, for messages.
+        units: Factor of each unit: `BYTES`, `SECONDS` or `BYTES_A_SECOND`.
+        name: Name of the quantity, for error messages.
 
     Raises:
-        InvalidArgumentError: No number above 0, or an unknown unit.
+        InvalidArgumentError: The number is not above 0, or the unit is unknown.
 
     Example:
         >>> quantity("20us", SECONDS, "latency")
@@ -50,7 +50,7 @@ def quantity(given: str, units: dict[str, float], name: str) -> float:
 
 
 def in_bytes(size: float) -> str:
-    """Return bytes with a unit that suits them."""
+    """Return bytes in a suitable unit."""
     for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size >= 2**power:
             return f"{_three(size / 2**power)} {unit}"
@@ -58,7 +58,7 @@ def in_bytes(size: float) -> str:
 
 
 def in_seconds(seconds: float) -> str:
-    """Return a time with a unit that suits it."""
+    """Return a time in a suitable unit."""
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
         if seconds * scale >= 1:
             return f"{_three(seconds * scale)} {unit}"
@@ -66,7 +66,7 @@ def in_seconds(seconds: float) -> str:
 
 
 def in_short(count: float) -> str:
-    """Return a large number in at most five letters, as 1.23M."""
+    """Return a large number in at most five characters, such as 1.23M."""
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= scale:
             return f"{count / scale:.3g}{unit}"
@@ -74,5 +74,5 @@ def in_short(count: float) -> str:
 
 
 def _three(number: float) -> str:
-    """Return three digits, or all in front of the point."""
+    """Return three significant digits, or all digits before the decimal point."""
     return f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"

@@ -1,4 +1,4 @@
-"""The main job: a Llama-style model trained on real text, on any layout."""
+"""Pre-training of a Llama-style model on real text, with any parallel layout."""
 
 from .config import PretrainConfig
 from .run import Result, pretrain

@@ -25,10 +25,10 @@ and what you pass comes after these.
 
 
 def load_tyro() -> Any:
-    """Return the library that reads command lines.
+    """Return tyro, which parses the command line.
 
     Raises:
-        SystemExit: A library that the command needs is not installed.
+        SystemExit: tyro or rich is not installed.
     """
     try:
         import rich  # noqa: F401
@@ -41,7 +41,7 @@ def load_tyro() -> Any:
 
 
 def parse(arguments: list[str]) -> PretrainConfig:
-    """Read the command line of a training run."""
+    """Parse the command line of a training run."""
     config: PretrainConfig = load_tyro().cli(
         PretrainConfig, prog=PROGRAM, description=DESCRIPTION, args=arguments
     )
@@ -49,7 +49,7 @@ def parse(arguments: list[str]) -> PretrainConfig:
 
 
 def summary(config: PretrainConfig, result: Result, seconds: float) -> str:
-    """Return the closing lines."""
+    """Return the closing lines of a run."""
     first, last = (f"{x:.4f}" for x in (result.losses[0], result.losses[-1]))
     lines = [
         f"{config.grid}: loss {first} -> {last} in {len(result.losses)} steps, {seconds:.0f} s",
@@ -67,7 +67,7 @@ def summary(config: PretrainConfig, result: Result, seconds: float) -> str:
 
 
 def as_one_process(config: PretrainConfig, result: Result) -> bool:
-    """Return whether every loss is one process's but for rounding, where that was asked."""
+    """Return whether every loss equals one process's but for rounding, or was not compared."""
     if result.reference is None or not result.differences():
         return True
     _, found, bound = result.furthest(config)
@@ -75,14 +75,14 @@ def as_one_process(config: PretrainConfig, result: Result) -> bool:
 
 
 def way_on(config: PretrainConfig, result: Result) -> str:
-    """Return what to do next."""
+    """Return a hint for the next run."""
     if config.save_every and (result.out / "checkpoints").is_dir():
         return f"next: --out {result.out} --resume auto --steps N goes on from here"
     return "next: with --out FOLDER --save-every N there is a checkpoint to resume"
 
 
 def report_interrupt(config: PretrainConfig) -> None:
-    """Print how far a run that Ctrl-C ended has come, and how to continue it."""
+    """Print the last step of a run that Ctrl-C ended, and how to continue it."""
     out = config.out
     steps = max(logged_losses(out), default=0) if out is not None else 0
     saved = None if out is None else latest(out / "checkpoints")
@@ -95,7 +95,7 @@ def report_interrupt(config: PretrainConfig) -> None:
 
 
 def one_line(error: ScaletorchError) -> str:
-    """Return an error's text; of ranks that all failed with the same error of ours, that one's."""
+    """Return an error's text; if all ranks failed with the same error of ours, that one's text."""
     if isinstance(error, RankFailedError):
         found = error.exceptions.values()
         causes = {without_coordinates(f"{type(each).__name__}: {each}"): each for each in found}
@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Train.
 
     Returns:
-        1 where the loss curve leaves one process's, 2 for wrong settings, 130 after Ctrl-C.
+        1 if the loss curve differs from one process's, 2 for invalid settings, 130 after Ctrl-C.
     """
     config, start = parse(sys.argv[1:] if arguments is None else arguments), time.perf_counter()
     try:

@@ -24,7 +24,7 @@ def check_config(config: PretrainConfig) -> None:
     """Refuse settings that cannot work.
 
     Raises:
-        InvalidArgumentError: Which, and what would.
+        InvalidArgumentError: A setting is invalid; the message names it and a valid value.
     """
     _check_words(config)
     _check_numbers(config)
@@ -80,7 +80,7 @@ def _check_backend(backend: str) -> None:
 
 
 def _check_experts(config: PretrainConfig) -> None:
-    """Fold the ranks as experts would."""
+    """Check the expert parallel size; reading `grid` checks that ep folds the other axes."""
     experts = getattr(sizes_of(config), "num_experts", 0)
     if config.ep > 1 and not experts:
         raise InvalidArgumentError(
@@ -92,7 +92,7 @@ def _check_experts(config: PretrainConfig) -> None:
 
 
 def _check_model(config: PretrainConfig) -> None:
-    """Cut the model as the ranks would, without a weight of it."""
+    """Shard the model as the ranks would, on the meta device."""
     stages = SCHEDULES[config.schedule](config.pp, config.micro_batches).num_stages
     if config.pp > 1 and stages > config.model.num_layers:
         raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""Every setting of a pre-training run, as one value, and the model that they ask for."""
+"""All settings of a pre-training run, and the model that they describe."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ class PretrainConfig:
 
     @property
     def grid(self) -> Grid:
-        """The layout."""
+        """The grid of ranks."""
         return Grid(tp=self.tp, cp=self.cp, pp=self.pp, dp=self.dp, ep=self.ep)
 
     def one_process(self) -> PretrainConfig:
-        """The same training on one process, leaving nothing behind."""
+        """Return the settings of the same training in one process, without checkpoints."""
         return replace(
             self, tp=1, cp=1, pp=1, dp=1, ep=1, micro_batches=self.micro_batches * self.dp,
             zero=0, save_every=0, keep=0, resume="no", out=None, compare=False,
@@ -93,10 +93,10 @@ class PretrainConfig:
 
 
 def sizes_of(config: PretrainConfig) -> LlamaConfig:
-    """Return the sizes of a run's model, with its experts if it has any.
+    """Return the sizes of a run's model, including its experts.
 
     Raises:
-        InvalidArgumentError: They make no model.
+        InvalidArgumentError: The sizes do not make a model.
     """
     if not config.experts:
         return config.model
@@ -105,5 +105,5 @@ def sizes_of(config: PretrainConfig) -> LlamaConfig:
 
 
 def plain_model(sizes: LlamaConfig) -> Llama:
-    """Return the plain model of these sizes."""
+    """Return the plain model with these sizes."""
     return Mixture(sizes) if isinstance(sizes, MixtureConfig) else Llama(sizes)

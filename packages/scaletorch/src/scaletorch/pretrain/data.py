@@ -1,4 +1,4 @@
-"""Real text as one stream of tokens, and deterministic global batches cut from it."""
+"""Text as one stream of tokens, and deterministic global batches from it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Corpus:
     """Documents joined into one stream.
 
     Attributes:
-        tokens: [T] uint8 or int32.
+        tokens: Token ids, [T] uint8 or int32.
         starts: [T] bool, True at the first token of each document.
-        vocab_size: One more than the highest token that can occur.
-        digest: Hash of the text, equal on machines that hold the same.
+        vocab_size: Highest possible token id plus one.
+        digest: Hash of the text, the same on all machines with the same text.
     """
 
     tokens: Tensor
@@ -39,19 +39,19 @@ class Corpus:
     def global_batch(
         self, step: int, *, batch_size: int, seq_len: int, seed: int
     ) -> dict[str, Tensor]:
-        """Return the global batch of `step`: the same on every rank and for every layout."""
+        """Return the global batch of `step`, the same on every rank and for every layout."""
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         offsets = torch.randint(len(self.tokens) - seq_len, (batch_size, 1), generator=generator)
         return self.window(offsets, seq_len)
 
     def window(self, offsets: Tensor, seq_len: int) -> dict[str, Tensor]:
-        """Return sequences that begin at offsets [B, 1].
+        """Return the sequences that begin at offsets [B, 1].
 
-        Labels are aligned with their inputs (`labels[:, i]` follows `input_ids[:, i]`) and are
-        -100 where the next token begins another document.
+        Labels are aligned with their inputs (`labels[:, i]` follows `input_ids[:, i]`). They are
+        -100 if the next token begins another document.
 
         Returns:
-            input_ids and labels, [B, seq_len] int64.
+            `input_ids` and `labels`, [B, seq_len] int64.
         """
         positions = offsets + torch.arange(seq_len + 1)
         window = self.tokens[positions].long()
@@ -60,11 +60,11 @@ class Corpus:
 
 
 def load_corpus(data: Iterable[Path], tokenizer: Path | None, *, seq_len: int) -> Corpus:
-    """Read documents from files and folders, or the Python standard library's own sources.
+    """Read documents from files and folders, by default the Python standard library's sources.
 
     Raises:
-        InvalidArgumentError: a path does not exist, or there are fewer than `seq_len + 1` tokens.
-        StateError: a tokenizer was asked for and the `tokenizers` library is not installed.
+        InvalidArgumentError: A path does not exist, or there are fewer than `seq_len + 1` tokens.
+        StateError: A tokenizer is given and the `tokenizers` library is not installed.
     """
     encode, vocab_size = (byte_tokens, 256) if tokenizer is None else tokenizer_encoder(tokenizer)
     texts = [path.read_bytes() for path in list(text_files(data)) or standard_library()]
@@ -83,10 +83,10 @@ def load_corpus(data: Iterable[Path], tokenizer: Path | None, *, seq_len: int) -
 
 
 def check_paths(data: Iterable[Path], tokenizer: Path | None) -> None:
-    """Refuse paths that are not there, and a tokenizer that cannot be read.
+    """Refuse paths that do not exist and a tokenizer that cannot be read.
 
     Raises:
-        InvalidArgumentError: Which.
+        InvalidArgumentError: A path does not exist, or the tokenizer cannot be read.
         StateError: The `tokenizers` library is not installed.
     """
     for _ in text_files(data):
@@ -96,7 +96,7 @@ def check_paths(data: Iterable[Path], tokenizer: Path | None) -> None:
 
 
 def text_files(data: Iterable[Path]) -> Iterator[Path]:
-    """Yield the files named, and the text files below the folders named, in a fixed order."""
+    """Yield the named files and the text files below named folders, in a fixed order."""
     for path in map(Path, data):
         if path.is_file():
             yield path
@@ -125,7 +125,7 @@ def read_tokenizer(path: Path) -> Any:
     """Return the `Tokenizer` of a `tokenizers` file.
 
     Raises:
-        InvalidArgumentError: There is none, or it cannot be read.
+        InvalidArgumentError: The file does not exist, or cannot be read.
         StateError: The `tokenizers` library is not installed.
     """
     try:
@@ -138,14 +138,14 @@ def read_tokenizer(path: Path) -> Any:
         raise InvalidArgumentError(f"tokenizer {path} is not a file")
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library has no class of its own
+    except Exception as error:  # the library raises plain Exception
         raise InvalidArgumentError(
             f"tokenizer {path} cannot be read as a tokenizer.json: {error}"
         ) from error
 
 
 def vocabulary_size(tokenizer: Path | None) -> int:
-    """Return how many tokens there are: a `tokenizers` file's, or 256 bytes."""
+    """Return the vocabulary size: that of a `tokenizers` file, or 256 for bytes."""
     size: int = 256 if tokenizer is None else read_tokenizer(tokenizer).get_vocab_size()
     return size
 
@@ -161,7 +161,7 @@ def tokenizer_encoder(path: Path) -> tuple[Encoder, int]:
 
 
 def check_same_data(corpus: Corpus) -> None:
-    """Raise MismatchError on every rank when ranks read different text."""
+    """Raise MismatchError on every rank if ranks read different text."""
     digests = all_gather_object(corpus.digest)
     if len(set(digests)) > 1:
         shown = ", ".join(f"rank {rank}: {digest}" for rank, digest in enumerate(digests))

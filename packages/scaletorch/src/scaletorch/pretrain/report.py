@@ -1,4 +1,4 @@
-"""Progress and JSON lines of rank 0; model FLOPs utilisation."""
+"""Progress bar and JSON log of rank 0, and model FLOPs utilisation (MFU)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LOG = "log.jsonl"
 
 
 class Reporter:
-    """Writes one JSON line a step and moves a progress bar; does nothing where `folder` is None.
+    """Writes one JSON line a step and moves a progress bar; does nothing if `folder` is None.
 
     Args:
-        folder: Where the log goes; None on all ranks but 0.
-        title: Shown beside the bar.
-        start: Steps done before this run (of a resumed one).
-        steps: The last step's number.
+        folder: Folder of the log; None on all ranks but 0.
+        title: Text beside the bar.
+        start: Number of steps that earlier runs have done.
+        steps: Number of the last step.
     """
 
     def __init__(self, folder: Path | None, title: str, start: int, steps: int) -> None:
@@ -59,11 +59,11 @@ class Reporter:
         """Report one step.
 
         Args:
-            step: 1-based number.
-            values: Loss, gradient norm, learning rate.
+            step: 1-based number of the step.
+            values: Loss, gradient norm and learning rate.
             tokens: Tokens of the global batch.
             flops: Model FLOPs of the global batch.
-            peak: FLOP/s that the job could reach.
+            peak: Peak FLOP/s of the job.
         """
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
@@ -83,14 +83,14 @@ class Reporter:
 
 
 def set_aside(path: Path, start: int) -> None:
-    """Keep the log of an earlier run under another name, where this one begins at its start."""
+    """Rename the log of an earlier run if this run starts from step 0."""
     if start == 0 and path.is_file() and path.stat().st_size:
         names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
         path.rename(next(name for name in names if not name.exists()))
 
 
 def logged_losses(folder: Path) -> dict[int, float]:
-    """Return the losses of a log by their steps' numbers, without a line that has no end."""
+    """Return the losses of a log by step number; an incomplete last line is ignored."""
     path = folder / LOG
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -98,7 +98,7 @@ def logged_losses(folder: Path) -> dict[int, float]:
 
 
 def cut_log(path: Path, steps: int) -> None:
-    """Drop the rows after so many steps, and one that a killed run left without an end."""
+    """Drop the rows after `steps` steps, and an incomplete line that a killed run left."""
     path.touch()
     with path.open("rb+") as log:
         end = 0
@@ -110,7 +110,7 @@ def cut_log(path: Path, steps: int) -> None:
 
 
 def progress_bar() -> Any:
-    """Return a rich progress bar; on something that is no terminal it prints its last state."""
+    """Return a rich progress bar; without a terminal it prints only its last state."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -119,7 +119,7 @@ def progress_bar() -> Any:
         TimeRemainingColumn,
     )
 
-    return Progress(  # all of it in 80 columns
+    return Progress(  # fits 80 columns
         TextColumn("{task.description}"), BarColumn(bar_width=12), MofNCompleteColumn(),
         TextColumn("{task.fields[numbers]}"), TimeRemainingColumn(compact=True),
     )  # fmt: skip
@@ -133,20 +133,20 @@ def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
     head_dim = config.hidden_size // config.num_heads
     attention = config.hidden_size * head_dim * 2 * (config.num_heads + config.num_kv_heads)
     mlp = 3 * config.hidden_size * config.intermediate_size
-    if isinstance(config, MixtureConfig):  # of the experts that it goes to, and the router
+    if isinstance(config, MixtureConfig):  # the token's top_k experts, and the router
         mlp = config.top_k * mlp + config.num_experts * config.hidden_size
     weights = config.num_layers * (attention + mlp) + config.hidden_size * config.vocab_size
     return 6.0 * weights + 6.0 * config.num_layers * config.hidden_size * seq_len
 
 
 def job_peak(device: torch.device, dtype: torch.dtype, world_size: int) -> float:
-    """Return the FLOP/s that `world_size` ranks could reach; CPU ranks share one node's cores.
+    """Return the peak FLOP/s of `world_size` ranks; CPU ranks share the cores of one node.
 
-    A square matmul is measured on one rank's share of the device, the best of several.
+    A square matmul is timed on one rank's device; the best of several runs counts.
     """
     ranks = world_size if device.type != "cpu" else min(world_size, os.cpu_count() or 1)
     size = 512 if device.type == "cpu" else 8192
-    a = torch.ones(size, size, device=device, dtype=dtype)  # draws nothing: resuming is bitwise
+    a = torch.ones(size, size, device=device, dtype=dtype)  # not random: resuming is bitwise
     best = float("inf")
     for _ in range(8):
         start = time.perf_counter()

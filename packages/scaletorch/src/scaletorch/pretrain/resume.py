@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when they are written, and going on from the last, on any layout."""
+"""Checkpoints of a run: saving them, and resuming from the last one with any layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from .config import PretrainConfig
 from .report import LOG
 
-# Settings that a resumed run may change; all others decide the numbers, but for rounding.
+# Settings that a resumed run may change; the losses depend on all others.
 FREE = frozenset(
     ("out", "save_every", "keep", "resume", "compare", "backend", "data", "tokenizer",
      "tp", "cp", "pp", "dp", "ep", "schedule", "zero", "micro_batches", "steps", "check_every")
@@ -34,8 +34,8 @@ def identity(config: PretrainConfig, data: str) -> dict[str, Any]:
     """Return what must agree between the run that saved and the run that resumes.
 
     Args:
-        config: Its settings.
-        data: The text's digest.
+        config: Settings of the run.
+        data: Digest of the text.
     """
     settings = {name: value for name, value in asdict(config).items() if name not in FREE}
     settings["decay_steps"] = config.decay_steps or config.steps
@@ -44,14 +44,14 @@ def identity(config: PretrainConfig, data: str) -> dict[str, Any]:
 
 
 def folder_of(config: PretrainConfig) -> Path:
-    """Return where a run keeps its checkpoints."""
+    """Return the folder of a run's checkpoints."""
     if config.out is None:
         raise InvalidArgumentError("checkpoints need a folder: pass --out")
     return config.out / "checkpoints"
 
 
 def refuse_mixing(config: PretrainConfig) -> None:
-    """Raise on every rank when a new run would write over another run's files."""
+    """Raise StateError on every rank if a new run would overwrite an earlier run's files."""
     if config.out is None or config.resume == "auto":
         return
     found = [_files_of_a_run(config.out) if is_main_process() else ""]
@@ -71,10 +71,10 @@ def _files_of_a_run(out: Path) -> str:
 
 
 def planned(config: PretrainConfig) -> PretrainConfig:
-    """Return the settings with the plan of the rate that a run to be resumed was begun with.
+    """Return the settings with the `decay_steps` of the run to resume.
 
-    A run of 20 steps that goes on to 30 keeps its lowest rate for the last ten; `decay_steps`
-    plans anew. Nothing is checked here but for that.
+    A run of 20 steps that goes on to 30 thus keeps its lowest rate for the last ten; an explicit
+    `decay_steps` overrides this. Other settings are not checked here.
     """
     if config.resume != "auto" or config.decay_steps or config.out is None:
         return config
@@ -95,11 +95,11 @@ def save_step(
     data: str,
     sizes: LlamaConfig,
 ) -> Saving:
-    """Begin to write the state after `step` steps; training goes on meanwhile.
+    """Start to save the state after `step` steps; training goes on meanwhile.
 
     Raises:
         NonFiniteError: A weight is infinite or NaN; nothing was written or removed.
-        MismatchError: That is so on another rank.
+        MismatchError: A weight is not finite on another rank.
     """
     agree(f"the checkpoint after step {step}", [], error=caught(refuse_nonfinite, model, step))
     return save(
@@ -115,7 +115,7 @@ def save_step(
 
 
 def refuse_nonfinite(model: nn.Module, step: int) -> None:
-    """Raise NonFiniteError where a weight on this rank is infinite or NaN."""
+    """Raise NonFiniteError if a weight on this rank is infinite or NaN."""
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise NonFiniteError(
@@ -132,10 +132,10 @@ def load_last(
     manager: ProcessGroupManager,
     data: str,
 ) -> int:
-    """Restore the newest good checkpoint in `out`; return the steps it holds, 0 if none.
+    """Restore the newest good checkpoint in `out`; return its number of steps, 0 if there is none.
 
     Raises:
-        StateError: the checkpoint belongs to other settings, other text or another program;
+        StateError: The checkpoint belongs to other settings, other text or another program;
             nothing was loaded.
     """
     folder, now = folder_of(config), identity(config, data)
@@ -145,7 +145,7 @@ def load_last(
         if not isinstance(saved, dict):
             raise StateError(f"{folder} has a checkpoint that this program did not save")
         older = {"decay_steps": config.decay_steps, "experts": 0, "top_k": now["top_k"]}
-        before = {**older, **saved}  # versions before had fewer settings
+        before = {**older, **saved}  # earlier versions had fewer settings
         if different := [f"{k}: saved {before.get(k)}, now {v}" for k, v in now.items()
                          if k != "decay_steps" and before.get(k) != v]:  # fmt: skip
             raise StateError(
@@ -158,12 +158,12 @@ def load_last(
 
 
 class Saver:
-    """Saves while training goes on, and waits for the last one at the end.
+    """Saves checkpoints while training goes on, and waits for the last one at the end.
 
     Args:
-        save: Begins to write the state after so many steps.
+        save: Starts to save the state after a number of steps.
         every: Steps between checkpoints; 0 saves none.
-        start: Steps that were saved before.
+        start: Number of steps already saved.
     """
 
     def __init__(self, save: Callable[[int], Saving], every: int, start: int) -> None:
@@ -174,7 +174,7 @@ class Saver:
         return self
 
     def after(self, step: int) -> None:
-        """Save after `step` steps, if it is time."""
+        """Save after `step` steps if it is a multiple of `every`."""
         if self._every and step % self._every == 0:
             self._saving, self._saved = self._save(step), step
 
@@ -189,6 +189,6 @@ class Saver:
         if error is None:
             self._saving.wait()
         elif isinstance(error, NonFiniteError | MismatchError) or get_world_size() == 1:
-            # On all ranks: none is waited for.
+            # These errors are raised on all ranks, so no rank waits for a missing one.
             with suppress(CheckpointError):
-                self._saving.wait()  # the last good one may be half-way
+                self._saving.wait()  # the last good checkpoint may be incomplete

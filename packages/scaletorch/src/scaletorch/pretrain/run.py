@@ -1,4 +1,4 @@
-"""The start of ranks, by a launcher or by ourselves; and the comparison with one process."""
+"""The start of ranks, by a launcher or on this machine, and the comparison with one process."""
 
 from __future__ import annotations
 
@@ -29,22 +29,21 @@ from .data import vocabulary_size
 from .resume import planned
 from .train import train
 
-# How far a layout's loss curve may lie from one process's before it is no rounding any more. A
-# step's loss is rounded as everything that `verify` compares: 4 x epsilon x the root of the
-# additions until then. Training amplifies that, the more so the higher the learning rate: over 60
-# steps on two ranks, losses differ by 1 epsilon at the default rate; at three times that rate by 2
-# until step 30 and by 1,300 at step 41, at ten times by 1 until step 14 and by 23,000 at step 24.
-# So a step may be off by `GROWTH` times what the one before it may, and none by more than
-# `LARGEST`: the first 8 steps of float32, and the first 43 of float64, are held to rounding.
-# bfloat16 is held to `LARGEST` alone: its sums are float32, and counted with its own epsilon the
-# additions would allow everything.
+# Largest relative difference between a layout's loss curve and one process's. A step's loss may
+# have the rounding error that `verify` allows: 4 x epsilon x the root of the additions until then.
+# Training amplifies it, more so at a higher learning rate: over 60 steps on two ranks, losses
+# differ by 1 epsilon at the default rate; at three times that rate by 2 until step 30 and by 1,300
+# at step 41, at ten times by 1 until step 14 and by 23,000 at step 24. So a step's bound is
+# `GROWTH` times that of the step before, and at most `LARGEST`, which takes over after 8 steps of
+# float32 and 43 of float64. bfloat16 has only `LARGEST`: its sums are float32, and its own epsilon
+# would allow everything.
 LARGEST = {"float32": 1e-3, "float64": 1e-8, "bfloat16": 2e-2}
-GROWTH = 1.25  # by which training may amplify a difference in a step
-FAR = 1000  # steps, after which growth is no float any more and `LARGEST` holds long since
+GROWTH = 1.25  # factor by which a step may amplify a difference
+FAR = 1000  # cap of the exponent, which would overflow a float; `LARGEST` holds long before
 
 
 def loss_bounds(config: PretrainConfig, steps: Iterable[int]) -> list[float]:
-    """Return the largest relative difference of each of some 0-based steps' losses."""
+    """Return the largest allowed relative difference of the loss of each 0-based step."""
     largest = LARGEST[config.dtype]
     if config.dtype == "bfloat16":
         return [largest for _ in steps]
@@ -66,9 +65,9 @@ class Result:
     """The result of a run.
 
     Attributes:
-        losses: The global loss of each step done.
+        losses: Global loss of each step of this run.
         out: Folder with log and checkpoints.
-        reference: One process's losses of the same steps, when they were asked for.
+        reference: One process's losses of the same steps, if a comparison was asked for.
     """
 
     losses: list[float]
@@ -76,12 +75,12 @@ class Result:
     reference: list[float] | None = None
 
     def differences(self) -> list[float]:
-        """Return each step's relative difference of the loss from one process's.
+        """Return the relative difference of each step's loss from one process's.
 
-        It is infinite where either loss is not finite.
+        It is infinite if either loss is not finite.
 
         Raises:
-            StateError: there is nothing to compare with: the run was made without `compare`.
+            StateError: The run was made without `compare`, so there is no reference.
         """
         if self.reference is None:
             raise StateError("expected losses of one process, got none: train with compare=True")
@@ -89,15 +88,18 @@ class Result:
         return [relative_error(ours, one) for ours, one in pairs]
 
     def worst_difference(self) -> float:
-        """Return the largest of `differences`, and 0 where no step was left to do."""
+        """Return the largest of `differences`, or 0 if there are no steps."""
         found = self.differences()
         return worst(found) if found else 0.0
 
     def furthest(self, config: PretrainConfig) -> tuple[int, float, float]:
-        """Return the 1-based step that is furthest off for its bound, its difference, its bound.
+        """Return the step with the largest ratio of difference to bound, and both.
 
         Args:
-            config: Of the run, which has ended: its last step is the last of the losses.
+            config: Settings of the finished run, whose last step is the last of the losses.
+
+        Returns:
+            The 1-based step number, its relative difference and its bound.
         """
         found = self.differences()
         last = max(config.steps, len(found))
@@ -111,19 +113,19 @@ def _numbers(losses: list[float]) -> torch.Tensor:
 
 
 def pretrain(config: PretrainConfig) -> Result | None:
-    """Train on the grid of `config`, with a launcher's ranks or with local ranks of our own.
+    """Train on the grid of `config`, on a launcher's ranks or on local ranks that this starts.
 
     Args:
-        config: The settings.
+        config: Settings of the run.
 
     Returns:
-        The result on rank 0, and None on a launcher's other ranks.
+        The result on rank 0, None on a launcher's other ranks.
 
     Raises:
-        InvalidArgumentError: settings that cannot work, before any rank starts.
-        StateError: a Slurm job of several tasks runs this without srun.
+        InvalidArgumentError: A setting cannot work; raised before any rank starts.
+        StateError: A Slurm job with several tasks runs this without srun.
     """
-    init_dist(backend=config.backend)  # does nothing where no launcher started this process
+    init_dist(backend=config.backend)  # does nothing if no launcher started this process
     agree("the settings of the run", [], error=caught(prepare, config))
     config, out = agree_on_plan(config)
     if is_distributed():
@@ -139,7 +141,7 @@ def pretrain(config: PretrainConfig) -> Result | None:
 
 
 def agree_on_plan(config: PretrainConfig) -> tuple[PretrainConfig, Path]:
-    """Return the settings and the folder as rank 0 finds them, on every rank."""
+    """Return rank 0's settings and output folder on every rank."""
     found = [("", 0)]
     if is_main_process():
         out = config.out or tempfile.mkdtemp(prefix="scaletorch-")
@@ -150,10 +152,10 @@ def agree_on_plan(config: PretrainConfig) -> tuple[PretrainConfig, Path]:
 
 
 def prepare(config: PretrainConfig) -> None:
-    """Check the settings, and that there can be a folder.
+    """Check the settings and make the output folder.
 
     Raises:
-        InvalidArgumentError: Which cannot work.
+        InvalidArgumentError: A setting cannot work.
     """
     check_config(config)
     if config.out is not None:
@@ -176,9 +178,9 @@ def train_locally(config: PretrainConfig) -> list[float]:
 
 
 def local_backend(asked: str) -> str | None:
-    """Return the backend of local ranks; None, the machine's own, in place of an unusable default.
+    """Return the backend of local ranks, or None, the machine's own, if the default is unusable.
 
-    Another one that cannot be used is replaced too, with a warning of `launch`.
+    `launch` replaces any other unusable backend with a warning.
     """
     named = [name for _, name in devices.resolve_backend(asked)]
     usable = all(devices.backend_problem(name) is None for name in named)
@@ -186,11 +188,11 @@ def local_backend(asked: str) -> str | None:
 
 
 def one_process_losses(config: PretrainConfig, steps: int) -> list[float]:
-    """Return the last `steps` losses of the same training in one process of its own."""
+    """Return the last `steps` losses of the same training in a separate single process."""
     if not steps:
         return []
     with tempfile.TemporaryDirectory(prefix="scaletorch-") as folder:
         alone = replace(config.one_process(), out=Path(folder))
-        with RankPool(1, timeout=None) as pool:  # its own process, as a launcher's rank is not one
+        with RankPool(1, timeout=None) as pool:  # a new process: a launcher's rank has a group
             losses: list[float] = pool.run(train, alone)[0]
     return losses[len(losses) - steps :]

@@ -47,17 +47,17 @@ from .resume import Saver, load_last, refuse_mixing, save_step
 
 
 def train(config: PretrainConfig) -> list[float]:
-    """Train on this process's share of the grid; every rank calls it.
+    """Train on this process's rank of the grid; every rank calls it.
 
     Args:
-        config: The settings, the same on every rank.
+        config: Settings, the same on every rank.
 
     Returns:
-        The global loss of each step done by this call, the same on every rank.
+        The global loss of each step of this call, the same on every rank.
 
     Raises:
-        NonFiniteError: The loss or the gradients' norm is infinite or NaN; on every rank. The last
-            good checkpoint stays.
+        NonFiniteError: The loss or the gradient norm is infinite or NaN; raised on every rank. The
+            last good checkpoint stays.
     """
     manager = setup_process_group_manager(config.tp, config.cp, config.pp, config.dp, config.ep)
     try:
@@ -71,7 +71,7 @@ def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float
     """Build everything, resume if asked to, and train to the last step."""
     refuse_mixing(config)
     if is_distributed():
-        set_device(get_local_rank())  # which ranks of gloo have not done
+        set_device(get_local_rank())  # gloo ranks have not set it
     device = current_device()
     corpus = load_corpus(config.data, config.tokenizer, seq_len=config.seq_len)
     check_same_data(corpus)
@@ -109,13 +109,13 @@ def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float
 
 
 def short_name(grid: Grid) -> str:
-    """Return a layout in few letters, such as `tp2 dp2`."""
+    """Return a short name of a layout, such as `tp2 dp2`."""
     sizes = {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp, "ep": grid.ep}
     return " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one process"
 
 
 def notes(config: PretrainConfig, device: torch.device, peak: float) -> Iterator[str]:
-    """Yield what is worth a line before the first step."""
+    """Yield lines to print before the first step."""
     if is_distributed():
         yield f"ranks compute on {device.type} and communicate over {get_backend()}"
     yield (
@@ -134,10 +134,11 @@ def optimizer_step(
     corpus: Corpus,
     step: int,
 ) -> dict[str, float]:
-    """Do 0-based `step`; return its loss, gradient norm and learning rate.
+    """Run 0-based `step`; return its loss, gradient norm and learning rate.
 
     Raises:
-        NonFiniteError: Loss or norm is infinite or NaN; on every rank, before the optimizer steps.
+        NonFiniteError: The loss or norm is infinite or NaN; raised on every rank, before the
+            optimizer step.
     """
     device, drawn = (
         current_device(),
@@ -164,14 +165,14 @@ def finite_norm(
     """Clip the gradients and return their norm.
 
     Raises:
-        NonFiniteError: Loss or norm is infinite or NaN; both are the same on every rank.
+        NonFiniteError: The loss or norm is infinite or NaN; both are the same on every rank.
     """
     culprits = "none of the gradients, but the loss"
     try:
         norm = clip_grad_norm_(model, config.clip, error_if_nonfinite=True)
         if loss.isfinite():
             return norm
-    except NonFiniteError:  # before anything was scaled
+    except NonFiniteError:  # raised before any gradient was scaled
         culprits = name_culprits(nonfinite_gradients(model)) or "their norm alone"
     raise NonFiniteError(
         f"step {step + 1}: the loss is {loss.item()}, and not all gradients are finite: {culprits}"
@@ -181,7 +182,7 @@ def finite_norm(
 
 
 def learning_rate(config: PretrainConfig, step: int) -> float:
-    """Return the rate of 0-based `step`: linear warm-up, a cosine down to a tenth, a tenth."""
+    """Return the rate of 0-based `step`: linear warm-up, cosine decay to a tenth, then constant."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     end = config.decay_steps or config.steps
@@ -190,17 +191,17 @@ def learning_rate(config: PretrainConfig, step: int) -> float:
 
 
 def build_model(config: PretrainConfig, sizes: LlamaConfig, device: torch.device) -> nn.Module:
-    """Return the whole plain model; the same weights on every rank and for every layout."""
+    """Return the full plain model, with the same weights on every rank and for every layout."""
     torch.manual_seed(config.seed)
     model = plain_model(sizes).to(device)
-    if config.dtype == "bfloat16":  # around forward alone: backward must not run under autocast
+    if config.dtype == "bfloat16":  # wrap only forward: backward must not run under autocast
         cast = torch.autocast(device.type, torch.bfloat16)(type(model).forward)
         model.__dict__["forward"] = MethodType(cast, model)
     return model.to(torch.float64 if config.dtype == "float64" else torch.float32)
 
 
 def build_optimizer(config: PretrainConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW that decays matrices only."""
+    """Return AdamW with weight decay for matrices only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
     groups: list[dict[str, Any]] = [
@@ -213,7 +214,7 @@ def build_optimizer(config: PretrainConfig, model: nn.Module) -> torch.optim.Opt
 
 
 def shared_peak(config: PretrainConfig, device: torch.device, world_size: int) -> float:
-    """Measure on rank 0 while the others wait, so that ranks on one machine do not share cores."""
+    """Measure the peak on rank 0 while the others wait, so that no ranks share its cores."""
     dtype = {"bfloat16": torch.bfloat16, "float64": torch.float64}.get(config.dtype, torch.float32)
     peak = job_peak(device, dtype, world_size) if is_main_process() else 1.0
     barrier()

@@ -1,4 +1,4 @@
-"""Describing a model by running it hollow: no memory of its size, no ranks."""
+"""Describe a model by running it on hollow tensors: without its memory and without ranks."""
 
 from .describe import describe, usual_cuts
 from .named import experts_of, named

@@ -1,4 +1,4 @@
-"""The blocks of a model and their kinds; of each kind one stays, the others pass through."""
+"""The blocks of a model and their kinds; one layer of each kind runs, the others are skipped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..description import Block
 
 
 class _Skipped(PassThrough):
-    """Stands for a layer whose like has run: returns what that would, with its own input."""
+    """A stand-in for a layer: returns its input, with the latest layer's other outputs."""
 
     def __init__(self, replaced: nn.Module, like: list[Any]) -> None:
         super().__init__(replaced, "a layer like another")
@@ -30,9 +30,9 @@ class _Skipped(PassThrough):
 
 
 def kinds_of(layers: Sequence[nn.Module]) -> list[int]:
-    """Return for each layer the number of its kind: same classes, shapes and settings."""
+    """Return the kind of each layer; a kind has the same classes, shapes and settings."""
     forms = [dict(_form(layer)) for layer in layers]
-    # A layer may know its own place.
+    # Ignore attributes that hold the layer's index.
     places = {
         key for key in set().union(*forms)
         if len(forms) > 1 and all(form.get(key) == index for index, form in enumerate(forms))
@@ -54,12 +54,12 @@ def _form(layer: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
 
 
 def blocks_of(model: nn.Module, split: Split | None) -> tuple[tuple[Block, ...], dict[int, str]]:
-    """Return the line of blocks, and by kind the name of the first layer of it.
+    """Return the sequence of blocks, and the name of the first layer of each kind.
 
-    Kind 0 is all that stands before the layers, the last kind all that stands behind.
+    Kind 0 is everything before the layers, the last kind everything after them.
 
     Raises:
-        InvalidArgumentError: Layers that are not one module each.
+        InvalidArgumentError: A layer consists of several modules.
     """
     first, *layers, last = parts_of(model, split)
     if any(len(layer) > 1 for layer in layers):
@@ -80,7 +80,7 @@ def blocks_of(model: nn.Module, split: Split | None) -> tuple[tuple[Block, ...],
 
 
 def thin_out(model: nn.Module, blocks: Sequence[Block], chosen: Mapping[int, str]) -> list[Any]:
-    """Replace, in place, all layers but the chosen; return where what those return is to be put."""
+    """Replace, in place, all layers but the chosen ones; return the list for the latest output."""
     like: list[Any] = [None]
     for block in blocks:
         if block.place == "layer" and chosen[block.kind] != block.name:
@@ -91,7 +91,7 @@ def thin_out(model: nn.Module, blocks: Sequence[Block], chosen: Mapping[int, str
 
 
 def fill(model: nn.Module, make: Any) -> None:
-    """Give every parameter on the meta device memory, in place; what is tied stays so."""
+    """Allocate every parameter of the meta device, in place; tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -106,7 +106,7 @@ def fill(model: nn.Module, make: Any) -> None:
 
 
 def block_of(name: str, blocks: Sequence[Block]) -> Block | None:
-    """Return the block that a parameter or a module is in."""
+    """Return the block that contains a parameter or a module."""
     return next(
         (
             block for block in blocks
@@ -117,5 +117,5 @@ def block_of(name: str, blocks: Sequence[Block]) -> Block | None:
 
 
 def inner(name: str, block: Block) -> str:
-    """Return what a parameter is called in its block: the same in all layers of a kind."""
+    """Return the name of a parameter inside its block: the same in all layers of a kind."""
     return name.removeprefix(f"{block.name}.") if block.place == "layer" else name

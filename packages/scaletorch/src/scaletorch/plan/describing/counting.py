@@ -1,4 +1,4 @@
-"""Counts of an operation's arithmetic and traffic, and of the bytes that a collective sends."""
+"""Flops and memory traffic of an operation, and the bytes that a collective sends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
-# Of what it is called with, n being the group's size: what a rank sends as rings send it.
+# Names of c10d's operations in `scaletorch.dist`.
 _OPERATIONS = {
     "allreduce": "all_reduce", "allgather": "all_gather", "_allgather_base": "all_gather",
     "reduce_scatter": "reduce_scatter", "_reduce_scatter_base": "reduce_scatter",
@@ -21,12 +21,12 @@ _OPERATIONS = {
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes of tensors' elements."""
+    """Return the total bytes of the elements of tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def sort_of(func: Any) -> str:
-    """Return what `Work.operation` calls an operation."""
+    """Return an operation's kind, as in `Work.operation`."""
     name = func._schema.name
     if "attention" in name:
         return "attention"
@@ -35,11 +35,11 @@ def sort_of(func: Any) -> str:
 
 
 def flops_of(func: Any, args: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
-    """Return multiplications and additions; half of attention's if it is causal."""
+    """Return the flops of an operation; a causal attention counts half."""
     name = func._schema.name
     if "attention" in name:
         return _attention(func, inputs, args)
-    if func is aten._grouped_mm.default:  # of all tokens with the experts they go to
+    if func is aten._grouped_mm.default:  # each token with its expert
         a, b = inputs[:2]
         return 2.0 * a.numel() * b.shape[-1]
     formula = flop_registry.get(func._overloadpacket)
@@ -59,7 +59,7 @@ def _attention(func: Any, inputs: Sequence[Tensor], args: Any) -> float:
 
 
 def sent_by(func: Any, tensors: Sequence[Tensor], size: int) -> tuple[str, float]:
-    """Return the name of a collective and the bytes that a rank of a group of this size sends."""
+    """Return the name of a collective and the bytes that a rank sends, with ring algorithms."""
     raw = func._schema.name.removeprefix("c10d::").rstrip("_")
     operation = next(
         (mine for theirs, mine in _OPERATIONS.items() if raw == theirs.rstrip("_")), raw
@@ -69,7 +69,7 @@ def sent_by(func: Any, tensors: Sequence[Tensor], size: int) -> tuple[str, float
         return operation, float(bytes_of(tensors[:1]))
     if operation in {"receive", "barrier"}:
         return operation, 0.0
-    if raw in {"allgather", "reduce_scatter", "alltoall"}:  # lists of the ranks' parts
+    if raw in {"allgather", "reduce_scatter", "alltoall"}:  # lists with one tensor for each rank
         whole = max(bytes_of(tensors) // 2, bytes_of(tensors) * size // (size + 1))
     turns = 2 if operation == "all_reduce" else 1
     return operation, turns * whole * (size - 1) / size

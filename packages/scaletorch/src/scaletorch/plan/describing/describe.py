@@ -1,4 +1,4 @@
-"""A description of any model: each kind of its layers runs once, hollow, in each cut."""
+"""Describe any model: one layer of each kind runs on hollow tensors, in each cut."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from .kernels import kernels_of
 from .meter import Meter, behaviour
 from .world import pretended
 
-MOST = 8  # ranks of tp, and of cp, that are tried if none is named
-ROWS = (2, 3)  # what is affine in rows is known from two
-OURS = ("torch", "scaletorch", "contextlib")  # whose lines are none of the model's
-REPLICAS = 2  # of what is divided: the groups of an axis are those of no other then
+MOST = 8  # largest size of tp and of cp that is tried by default
+ROWS = (2, 3)  # two row counts determine an affine function of rows
+OURS = ("torch", "scaletorch", "contextlib")  # packages that are not the model's own code
+REPLICAS = 2  # replicas of sharded parameters, so that no two axes have the same groups
 Batch = Mapping[str, Tensor]
 
 
@@ -53,29 +53,29 @@ def describe(
     name: str = "",
     kernels: Kernels = "cpu",
 ) -> Description:
-    """Describe a model for planning; nothing is computed, and no memory of its size is taken.
+    """Describe a model for planning, without computing and without allocating its memory.
 
-    Each kind of layer is put on each cut by `parallelize` and runs in `train_step`, on tensors that
-    nobody fills, as rank 0 of ranks that do not exist. Tokens are taken to be shared out evenly
-    over experts. This process has no process group meanwhile.
+    One layer of each kind is parallelized with each cut by `parallelize` and runs in `train_step`
+    on unfilled tensors, as rank 0 of simulated ranks. Tokens are assumed to be spread evenly over
+    experts. This process has a simulated process group meanwhile, so it must have none of its own.
 
     Args:
-        build: Makes the plain module; its parameters are put on the meta device as they are made.
-        length: Tokens of a sequence, or positions of another; 1 of rows that have none.
-        cuts: Ways to cut it; None is `usual_cuts(8)`.
-        batch: `batch(rows)`, the batch as `train_step` wants it; None is ids and labels.
+        build: Makes the plain module; its parameters are created on the meta device.
+        length: Tokens of a sequence, or positions of another one; 1 for rows without a sequence.
+        cuts: Ways to cut the model; None for `usual_cuts(8)`.
+        batch: `batch(rows)` returns a batch for `train_step`; None for ids and labels.
         plan: As for `parallelize`.
         split: As for `parallelize`.
         row_dims: As for `shard_global_batch`.
         sequence_dims: As for `shard_global_batch`.
-        loss_fn: As for `train_step`; None is the cross entropy of tokens.
-        name: Of the model; by default that of its class.
-        kernels: By which device's it runs: "cuda" for the cards of the table, "cpu" for ranks on
-            cores of a machine.
+        loss_fn: As for `train_step`; None for the cross entropy of tokens.
+        name: Name of the model; by default that of its class.
+        kernels: Device type whose kernels run the model: "cuda" for the GPUs of the table, "cpu"
+            for ranks on CPU cores.
 
     Raises:
         InvalidArgumentError: The model needs data to be built, has no list of layers, or cannot run
-            in one process; what cuts it cannot have is `Description.refused`.
+            in one process. Cuts that it cannot have go to `Description.refused` instead.
     """
     model = _built(build)
     blocks, chosen = blocks_of(model, split)
@@ -87,7 +87,7 @@ def describe(
     job = _Job(made, model, blocks, chosen, given, plan, split, dims, loss_fn, kernels)
     for cut in dict.fromkeys((Cut(), *(usual_cuts(8) if cuts is None else cuts))):
         try:
-            # Torch sets new context variables at each call of its own settings, and leaves them.
+            # Torch's settings set new context variables at each call and never remove them.
             known[cut] = copy_context().run(job.measure, cut)
         except ScaletorchError as error:
             if cut == Cut():
@@ -110,16 +110,16 @@ def usual_cuts(
     methods: Sequence[str] = ("ring",),
     selective: Sequence[bool] = (False,),
 ) -> list[Cut]:
-    """Return the ways of cutting a model that are worth knowing, each once.
+    """Return the usual cuts of a model, without duplicates.
 
     Args:
-        ranks: At most.
-        tp: Sizes; None is those of up to 8 that divide the ranks.
-        cp: Sizes; None is the same.
+        ranks: Largest number of ranks.
+        tp: Sizes; None for all up to 8 that divide the ranks.
+        cp: Sizes; None as for tp.
         ep: Sizes.
-        sequence_parallel: Without and with.
-        methods: How cp ranks attend.
-        selective: Without and with selective recomputation.
+        sequence_parallel: Values to combine.
+        methods: Attention methods of context parallelism.
+        selective: Values of selective recomputation to combine.
     """
     sizes = [size for size in range(1, min(ranks, MOST) + 1) if ranks % size == 0]
     every = product(tp or sizes, cp or sizes, ep, sequence_parallel, methods, selective)
@@ -133,10 +133,10 @@ def usual_cuts(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A model to be described: the arguments of `describe`, and the model, whole.
+    """The arguments of `describe`, and the full model.
 
-    It is built for each run anew: what hangs on a model, such as a forward under autocast, is not
-    always copied with it.
+    Each run builds a new model: a copy may lose what is attached to a model, such as a forward
+    under autocast.
     """
 
     build: Callable[[], nn.Module]
@@ -151,10 +151,10 @@ class _Job:
     kernels: str
 
     def measure(self, cut: Cut) -> tuple[Behaviour, ...]:
-        """Return how each kind behaves in a cut.
+        """Return the behaviour of each kind in a cut.
 
         Raises:
-            ScaletorchError: The model cannot be cut so.
+            ScaletorchError: The model cannot have this cut.
         """
         pair = []
         with _own_code(cut), pretended(_grid(cut)) as manager:
@@ -189,14 +189,14 @@ class _Job:
         return seen, model
 
     def _loss(self) -> dict[str, Any]:
-        """Return what `train_step` is told of the loss: a count that has no value is not read."""
+        """Return the loss arguments of `train_step`; 1 replaces the hollow token count."""
         function = self.loss_fn
         if function is None:
             return {}
         return {"loss_fn": lambda x, batch: (function(x, batch)[0], 1), "count_fn": lambda _: 1}
 
     def _parameters(self, model: nn.Module) -> dict[int, list[Parameter]]:
-        """Return by kind what this rank holds: the first, which has the most of what is uneven."""
+        """Return by kind the parameters of this rank, the first: it has the largest shards."""
         whole = dict(self.model.named_parameters(remove_duplicate=False))
         experts = expert_names(model)
         found: dict[int, list[Parameter]] = {block.kind: [] for block in self.blocks}
@@ -216,7 +216,7 @@ def _built(build: Callable[[], nn.Module]) -> nn.Module:
             model = build()
     except ScaletorchError:
         raise
-    except Exception as error:  # it is the caller's
+    except Exception as error:  # raised by the caller's code
         raise InvalidArgumentError(
             "the model cannot be built without data: its parameters are on the meta device while "
             f"it is described ({type(error).__name__}: {str(error).partition(chr(10))[0]}); give a "
@@ -238,7 +238,7 @@ def _tokens(length: int) -> Callable[[int], Batch]:
 
 
 def _tied(model: nn.Module, blocks: Sequence[Block]) -> tuple[tuple[str, ...], ...]:
-    """Return names of parameters that are one, by the kinds of their blocks."""
+    """Return groups of tied parameter names, as "kind.parameter"."""
     users: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if (block := block_of(name, blocks)) is not None:
@@ -247,7 +247,7 @@ def _tied(model: nn.Module, blocks: Sequence[Block]) -> tuple[tuple[str, ...], .
 
 
 def _grid(cut: Cut) -> Grid:
-    """Return the smallest grid with the cut's groups, each divided thing there twice."""
+    """Return the smallest grid with the cut's groups and two replicas of each shard."""
     held = cut.tp * cut.cp
     dp = REPLICAS * cut.ep // math.gcd(cut.ep, held)
     return Grid(tp=cut.tp, cp=cut.cp, dp=dp, ep=cut.ep)
@@ -255,13 +255,13 @@ def _grid(cut: Cut) -> Grid:
 
 @contextmanager
 def _own_code(cut: Cut) -> Iterator[None]:
-    """Turn an error of the model's own code into one that says which, where and what to do.
+    """Turn an error of the model's own code into one that names the cut, the line and the remedy.
 
     Args:
-        cut: In which the model runs; `Cut()` is whole.
+        cut: The cut in which the model runs; `Cut()` is the whole model.
 
     Raises:
-        InvalidArgumentError: Of any error that is none of this library's.
+        InvalidArgumentError: On any error that is not one of this library's.
     """
     try:
         yield
@@ -281,7 +281,7 @@ def _own_code(cut: Cut) -> Iterator[None]:
 
 
 def _place(error: Exception) -> str:
-    """Return the last line of the model's that the error came through."""
+    """Return the last line of the model's code in the traceback, or ""."""
     frames = [
         (frame.f_code.co_filename, line)
         for frame, line in walk_tb(error.__traceback__)

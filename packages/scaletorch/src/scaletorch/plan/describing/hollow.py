@@ -1,9 +1,9 @@
-"""Tensors of any size that nobody fills: the library's own code runs on them and computes nothing.
+"""Hollow tensors: of any size and never filled, so that code runs on them and computes nothing.
 
-A hollow tensor is a plain CPU tensor whose memory was never touched, so that the system has only
-promised it: kernels are chosen, storages shared and messages sent as with any other, and a model
-of a trillion parameters needs none of a laptop's memory. What indexes are computed from (ids,
-positions, counts of tokens) is small and stays real.
+A hollow tensor is a plain CPU tensor whose memory is never touched, so the system never commits it.
+Kernels are chosen, storages shared and messages sent as for any other tensor, and a model with a
+trillion parameters fits on a laptop. Small data from which indices are computed (ids, positions,
+token counts) stays real.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .counting import bytes_of
 from .meter import Meter
 
 aten = torch.ops.aten
-_SMALL = 2**20  # bytes that are made for real where nothing hollow goes in
+_SMALL = 2**20  # largest tensor in bytes that is filled for real
 _FACTORIES = frozenset(
     getattr(aten, name).default
     for name in ("new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like",
@@ -31,9 +31,9 @@ _FACTORIES = frozenset(
 
 
 class Hollow(TorchDispatchMode):
-    """Runs code on hollow tensors.
+    """Run code on hollow tensors.
 
-    Tokens are shared out evenly over experts: a choice of the best scores takes all in turn.
+    Tokens are spread evenly over experts: a selection of the best scores takes all experts in turn.
     """
 
     def __init__(self, meter: Meter) -> None:
@@ -43,14 +43,14 @@ class Hollow(TorchDispatchMode):
         self._hollow: set[int] = set()
 
     def make(self, like: Tensor) -> Tensor:
-        """Return a hollow tensor of the same form."""
+        """Return a hollow tensor with the same shape, strides and dtype."""
         with _disable_current_modes():
             made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
         self._note(made, hollow=True)
         return made
 
     def is_hollow(self, tensor: Tensor) -> bool:
-        """Return whether nothing was ever written into a tensor's memory."""
+        """Return whether a tensor's memory was never written."""
         return tensor.untyped_storage()._cdata in self._hollow
 
     def __torch_dispatch__(
@@ -60,7 +60,7 @@ class Hollow(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operation for real if nothing hollow goes in, and else only its shapes."""
+        """Run an operation if no input is hollow; otherwise compute only its output shapes."""
         kwargs = kwargs or {}
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         hollow = [tensor for tensor in inputs if self.is_hollow(tensor)]
@@ -113,9 +113,9 @@ class Hollow(TorchDispatchMode):
         return tree_map(lambda form: self.make(form) if isinstance(form, Tensor) else form, forms)
 
     def _choose(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what a choice of the best returns: everything as often as anything else.
+        """Return a selection that takes all items equally often.
 
-        The scores of what `topk` chose are all the same, and real: experts get them with indices.
+        The scores selected by `topk` are real and all equal: experts receive them with the indices.
         """
         if func is aten.gather.default:
             with _disable_current_modes():
@@ -149,7 +149,7 @@ class Hollow(TorchDispatchMode):
             return result
         with _disable_current_modes():
             work = torch.ops.c10d.barrier(torch.zeros(1), group, [], False, -1)
-        for tensor in tensors:  # what comes of hollow tensors is hollow
+        for tensor in tensors:  # results of hollow tensors are hollow
             self._note(tensor, hollow=True)
         given = [arg for arg in args if isinstance(arg, Tensor | list)]
         made = [
@@ -175,7 +175,7 @@ class Hollow(TorchDispatchMode):
 
 
 def _all_chosen() -> Any:
-    """Let a choice by a hollow mask take everything."""
+    """Let a selection by a hollow mask take everything."""
     return _config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
 
 
@@ -193,7 +193,7 @@ def _form(value: Any) -> Any:
 
 
 def _is_large(args: Sequence[Any]) -> bool:
-    """Return whether a choice is of more than experts for tokens, such as of logits for labels."""
+    """Return whether a gather index is too large to be expert routing (e.g. logits by label)."""
     return isinstance(args[2] if len(args) > 2 else 0, Tensor) and bytes_of(args[2:3]) > 2**24
 
 
@@ -209,22 +209,22 @@ def _dim_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 
 
 def _grouped(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Tensor:
-    """Return the form of products of groups, which torch's own formula has for bfloat16 alone."""
+    """Return the shape of a grouped matmul; torch's own shape formula takes only bfloat16."""
     form = aten._grouped_mm.default(a.bfloat16(), b.bfloat16(), *rest, **options)
     return cast(Tensor, form).to(a.dtype)
 
 
 def _shared_out(count: int, size: int) -> Tensor:
-    """Return so many choices that take each thing as often as any other, in random order.
+    """Return `count` choices of `size` items, all equally often, in random order.
 
-    In random order, since a token whose experts are neighbours is sent to their rank once.
+    The order is random because a token is sent only once to a rank that has several of its experts.
     """
     blocks = torch.rand(-(-count // size), size, generator=torch.Generator().manual_seed(0))
     return blocks.argsort(-1).flatten()[:count]
 
 
 def _exchange(output: Tensor, sent: Tensor, ranks: int, sizes: Sequence[int]) -> None:
-    """Receive of every rank what this one sends to itself, the first: all are as this one."""
+    """Fill the output with rank 0's own share from each rank, as if all ranks were identical."""
     own = sent[: sizes[0] if sizes else sent.shape[0] // ranks]
     if own.shape[0] * ranks == output.shape[0]:
         with _disable_current_modes():
@@ -232,7 +232,7 @@ def _exchange(output: Tensor, sent: Tensor, ranks: int, sizes: Sequence[int]) ->
 
 
 def _number(_: Any, args: Sequence[Any], __: Any) -> Any:
-    """Return what is read from a hollow tensor: that all is well, and one of everything."""
+    """Return the value read from a hollow scalar: True, 1.0 or 0."""
     return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 0
 
 

@@ -1,4 +1,4 @@
-"""Operations that are one kernel on cards and several on the CPU, which keep more for backward."""
+"""Operations that are one kernel on GPUs but several on the CPU, which keep more for backward."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def kernels_of(device: str) -> AbstractContextManager[Any]:
-    """Let hollow tensors, which are the CPU's, be computed by the kernels of "cpu" or "cuda"."""
+    """Run hollow tensors, which are on the CPU, by the kernels of "cpu" or "cuda"."""
     return _OfCuda() if device == "cuda" else nullcontext()
 
 
 class _OfCuda(TorchFunctionMode):
-    """Calls one operator of CUDA's where torch would choose several for tensors of the CPU."""
+    """Call CUDA's fused operator where torch would run several for CPU tensors."""
 
     def __torch_function__(
         self,
@@ -30,7 +30,7 @@ class _OfCuda(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run a function of torch."""
+        """Run the fused replacement of a torch function, if there is one."""
         return _FUSED.get(func, func)(*args, **(kwargs or {}))
 
 
@@ -39,10 +39,11 @@ def _attention(
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Attend by flash (cuDNN's operator keeps the same), or as torch does where that does not fit.
+    """Attend by flash attention (cuDNN's operator keeps the same), or by torch's fallback.
 
-    Kept are q, k and v, grouped heads as they are, `out` and a log-sum-exp of float32. Masks that
-    are not learned go to cuDNN, float32 to the efficient operator, and all else to plain products.
+    Kept are q, k and v with grouped heads as they are, `out` and a float32 log-sum-exp. Masks that
+    are not learned go to cuDNN, float32 to the memory-efficient operator, the rest to plain
+    matmuls.
     """
     half = query.dtype in _HALF and query.shape[-1] == value.shape[-1]
     learned = attn_mask is not None and attn_mask.requires_grad
@@ -63,7 +64,7 @@ def _attention(
 
 
 def _added(mask: Tensor, query: Tensor) -> Tensor:
-    """Return a mask as it is added to scores."""
+    """Return a mask in the additive form."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
@@ -72,18 +73,18 @@ def _added(mask: Tensor, query: Tensor) -> Tensor:
 def _rms_norm(
     input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """Normalize in one kernel that keeps its input and a float32 a row.
+    """Normalize in one kernel that keeps its input and one float32 a row.
 
-    torch's own operator of it is taken apart for the CPU before anybody sees it: layer norm's moves
-    as much, and keeps one number a row more.
+    Torch decomposes its own operator on the CPU before a mode sees it. Layer norm moves as many
+    bytes and keeps one number a row more.
     """
     if weight is not None and weight.dtype != input.dtype:
-        return F.rms_norm(input, normalized_shape, weight, eps)  # several kernels there, too
+        return F.rms_norm(input, normalized_shape, weight, eps)  # CUDA runs several kernels as well
     return F.layer_norm(input, normalized_shape, weight, None, 1e-6 if eps is None else eps)
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Drop in one kernel, which keeps a mask of bytes."""
+    """Drop in one kernel that keeps a mask of bytes."""
     if not training or p == 0 or inplace:
         return F.dropout(input, p, training, inplace)
     return torch.native_dropout(input, p, training)[0]

@@ -1,4 +1,4 @@
-"""Counts of a hollow step, block by block: memory, what autograd keeps, operations, messages."""
+"""Measurements of a hollow step by block: memory, saved activations, operations and messages."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from .counting import aten, bytes_of, flops_of, sent_by, sort_of
 Phase = Literal["forward", "backward"]
 PHASES: tuple[Phase, Phase] = ("forward", "backward")
 FORWARD, BACKWARD = PHASES
-Operation = tuple[str, float, float]  # sort, flops, bytes moved
+Operation = tuple[str, float, float]  # kind, flops, bytes moved
 
 
 @dataclass(slots=True)
 class Seen:
-    """One phase of one block.
+    """Measurements of one phase of one block.
 
     Attributes:
-        work: (sort, flops, bytes moved) of each operation.
+        work: (kind, flops, bytes moved) of each operation.
         sent: (axis, operation, bytes) of each collective.
         base: Bytes alive when the phase began.
-        peak: The most bytes alive in it.
+        peak: Most bytes alive during it.
     """
 
     work: list[Operation] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Seen:
 
     @property
     def taken(self) -> int:
-        """Bytes above those with which the phase began."""
+        """Peak bytes above those alive when the phase began."""
         return max(self.peak - self.base, 0)
 
 
@@ -60,12 +60,13 @@ class Held:
 
 
 class Meter:
-    """Measures a step: what stands before the layers is block 0, behind them block `last`.
+    """Measures a step; block 0 is everything before the layers, block `last` everything after them.
 
     Args:
-        axes: The groups of this rank by axis; what is sent over others is not counted.
-        last: The block behind the layers.
-        selective: Layers keep what selective recomputation keeps, which no hook of autograd sees.
+        axes: Groups of this rank by axis; traffic in other groups is not counted.
+        last: Number of the block after the layers.
+        selective: Whether layers keep what selective recomputation keeps, which autograd's hooks do
+            not see.
     """
 
     def __init__(
@@ -76,24 +77,24 @@ class Meter:
         self.held: dict[int, Held] = defaultdict(Held)
         self._axes: dict[str, str] = {}
         for axis, group in axes.items():
-            if group is not None:  # the first axis with these ranks, if several have them
+            if group is not None:  # if several axes have the same group, count for the first
                 self._axes.setdefault(group.group_name, axis)
         self._block, self._phase, self._on = 0, FORWARD, False
-        self._events: list[tuple[Seen, int, int]] = []  # where, which storage, change of bytes
+        self._events: list[tuple[Seen, int, int]] = []  # phase, storage, change of bytes
         self._born: dict[int, int] = {}  # storage -> block
         self._inputs: dict[int, int] = {}  # block -> storage
-        self._multiplied: set[tuple[int, int]] = set()  # block, storage of a linear layer's input
-        self._counted: set[int] = set()  # storages that are kept, and those of parameters
-        self._added: tuple[int, int] | None = None  # what a sum was added to, and its own event
+        self._multiplied: set[tuple[int, int]] = set()  # (block, storage of a linear layer's input)
+        self._counted: set[int] = set()  # storages of parameters, and those already counted as kept
+        self._added: tuple[int, int] | None = None  # (storage of an operand, its event)
 
     @contextmanager
     def watch(self, model: nn.Module, chosen: Mapping[int, str], like: list[Any]) -> Iterator[None]:
         """Measure a step of a model.
 
         Args:
-            model: Whose layers are hooked for as long.
-            chosen: By kind, the layer that runs.
-            like: Gets what the latest layer returned.
+            model: The model; its layers are hooked meanwhile.
+            chosen: Name of the layer that runs, by kind.
+            like: A list whose first item is set to the latest layer's output.
         """
         first, *_, final = [*chosen, *chosen]
 
@@ -136,7 +137,7 @@ class Meter:
         self._find_peaks()
 
     def _find_peaks(self) -> None:
-        """Go through the memory once more without what stays, such as gradients of parameters."""
+        """Replay the memory events without storages that stay, such as parameter gradients."""
         alive: dict[int, int] = {}
         for index, (_, key, change) in enumerate(self._events):
             if change > 0:
@@ -158,12 +159,12 @@ class Meter:
         self.held[block].entered, self._inputs[block] = storage.nbytes(), storage._cdata
 
     def _when_gradient(self, tensor: Tensor, block: int) -> None:
-        """Go on with the backward of a block when a gradient comes."""
+        """Switch to the backward of a block when a tensor's gradient arrives."""
         if tensor.requires_grad:
             tensor.register_hook(lambda _: self._enter(block, BACKWARD))
 
     def _multiply(self, _: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        """Note that a linear layer has run whose weight's gradient may be put off."""
+        """Count input and output gradient of a linear layer with a deferrable weight gradient."""
         storage, block = args[0].untyped_storage(), self._block
         if self._on and self._phase == FORWARD and output.requires_grad:
             if (block, storage._cdata) not in self._multiplied:
@@ -174,7 +175,7 @@ class Meter:
     def operation(
         self, func: Any, args: Any, ins: Sequence[Tensor], outs: Sequence[Tensor]
     ) -> None:
-        """Count an operation for the block that runs."""
+        """Count an operation for the running block."""
         self._added = None
         if self._on:
             if self._phase == FORWARD and torch._C._current_graph_task_id() != -1:
@@ -189,18 +190,18 @@ class Meter:
                 self._added = ins[0].untyped_storage()._cdata, len(self._events) - 1
 
     def collective(self, func: Any, group: ProcessGroup, tensors: Sequence[Tensor]) -> None:
-        """Count a call for the block that runs."""
+        """Count a collective for the running block."""
         axis = self._axes.get(group.group_name)
         if self._on and group.size() > 1 and axis is not None:
             self._now.sent.append((axis, *sent_by(func, tensors, group.size())))
 
     def memory(self, key: int, change: int) -> None:
-        """Follow what is alive."""
+        """Record an allocation or, with a negative change, a release."""
         if self._on and (change > 0 or self._born.get(key, -1) >= 0):
             at = len(self._events)
             if change < 0 and self._added is not None and self._added[0] == key:
-                # Nobody else had it: autograd adds in place, but where a dispatch mode looks on.
-                # Without this, mixtures of experts are planned 1 to 4 % larger.
+                # The operand was autograd's alone: without a dispatch mode it would add in place.
+                # Without this, plans of mixtures of experts are 1 to 4 % too large.
                 at = self._added[1]
             self._events.insert(at, (self._now, key, change))
         self._born[key] = self._block if self._on and change > 0 else -1
@@ -210,13 +211,13 @@ class Meter:
         return self.seen[self._block, self._phase]
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        """Count what autograd keeps: for all layers once if it was made before them."""
+        """Count a tensor that autograd keeps; it is shared if it was made before the layers."""
         storage, block = tensor.untyped_storage(), self._block
         key = storage._cdata
         if self._on and key not in self._counted:
             self._counted.add(key)
             early = self._born.get(key, -1) < 1 and self._inputs.get(block) != key
-            if early and 0 < block < self._last:  # such as angles or a mask
+            if early and 0 < block < self._last:  # such as rotary angles or a mask
                 self.held[block].shared += storage.nbytes()
             else:
                 self.held[block].kept += storage.nbytes()
@@ -224,9 +225,9 @@ class Meter:
 
 
 def _is_put_off(module: nn.Module) -> bool:
-    """Return whether the second half of a backward makes the gradient of a module's weight.
+    """Return whether a split backward defers the gradient of a module's weight to its second half.
 
-    So it is with `nn.Linear`'s own forward, which gradient buckets take over in the same way.
+    That holds for `nn.Linear`'s own forward, which gradient buckets may have wrapped in a partial.
     """
     return (
         isinstance(module, nn.Linear)
@@ -239,13 +240,13 @@ def _is_put_off(module: nn.Module) -> bool:
 def behaviour(
     kind: int, rows: tuple[int, int], pair: Sequence[Meter], parameters: Sequence[Parameter]
 ) -> Behaviour:
-    """Return how a kind of block behaves, from steps of two numbers of rows.
+    """Return the behaviour of a kind of block, from two steps with different numbers of rows.
 
     Args:
-        kind: Of the block.
-        rows: Of the steps.
-        pair: What was measured of them.
-        parameters: Of the block.
+        kind: Kind of the block.
+        rows: Rows of the two steps.
+        pair: Meters of the two steps.
+        parameters: Parameters of the block.
     """
     slope = 1 / (rows[1] - rows[0])
 
@@ -285,10 +286,10 @@ def behaviour(
 
 
 def _alike(low: list[Operation], high: list[Operation]) -> Iterator[list[list[Operation]]]:
-    """Yield operations of one size, of both steps; all together if one step has more of them.
+    """Yield operations of the same size in both steps; all together if the steps differ in number.
 
-    What only moves memory is of one size if it moves about as much. What rows decide, such as which
-    experts have tokens, may leave some out.
+    Operations that only move memory count as the same size within a factor of 8. The number can
+    differ because rows decide, for example, which experts have tokens.
     """
     if len(low) != len(high):
         yield [low, high]

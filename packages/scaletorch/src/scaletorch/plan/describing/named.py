@@ -1,4 +1,4 @@
-"""A model as a command line names it: a config of transformers, or a function."""
+"""A model named on a command line: a config of transformers, or a function."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ...parallel.pipeline_parallel import meta_parameters
 
 
 def named(given: str, dtype: str | None = None) -> tuple[str, Callable[[], nn.Module]]:
-    """Return the name of a model, "" for that of its class, and what builds it.
+    """Return the model's name ("" for that of its class) and a function that builds it.
 
     Args:
-        given: A folder with a `config.json` of transformers, such a file, or `package.module:name`
-            of a function or a class that makes the module.
-        dtype: Of its parameters, such as "bfloat16"; None is as it is built.
+        given: A folder with a `config.json` of transformers, the file itself, or
+            `package.module:name` of a function or class that makes the module.
+        dtype: Dtype of the parameters, such as "bfloat16"; None to keep them as built.
 
     Raises:
-        InvalidArgumentError: There is none, or transformers is missing.
+        InvalidArgumentError: There is no such model, or transformers is missing.
     """
     known = None if dtype is None else getattr(torch, dtype, None)
     if dtype is not None and not (isinstance(known, torch.dtype) and known.is_floating_point):
@@ -47,11 +47,11 @@ def named(given: str, dtype: str | None = None) -> tuple[str, Callable[[], nn.Mo
 
 
 def experts_of(build: Callable[[], nn.Module]) -> int:
-    """Return how many experts a layer of the model has; 1 for none."""
+    """Return the number of experts in a layer of the model; 1 for none."""
     try:
         with meta_parameters():
             model = build()
-    except Exception:  # which `describe` tells more of
+    except Exception:  # `describe` reports it in full
         return 1
     return count_experts(model) if isinstance(model, nn.Module) else 1
 
@@ -63,7 +63,7 @@ def _of_file(path: Path, dtype: str | None) -> tuple[str, Callable[[], nn.Module
     transformers = _transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(file)
-    except Exception as error:  # of validators, too, which are no ValueErrors
+    except Exception as error:  # validators raise other types than ValueError
         why = " ".join(str(error).split("\n")[:2])
         raise InvalidArgumentError(f"{file} is no config of transformers: {why}") from error
     name = path.resolve().name if path.is_dir() else path.resolve().parent.name
@@ -72,7 +72,7 @@ def _of_file(path: Path, dtype: str | None) -> tuple[str, Callable[[], nn.Module
 
 def _of_config(config: Any, dtype: str | None) -> nn.Module:
     transformers = _transformers()
-    config.use_cache = False  # which training has no use for
+    config.use_cache = False  # training does not need a cache
     more = {} if dtype is None else {"dtype": getattr(torch, dtype)}
     causal = transformers.AutoModelForCausalLM
     if type(config) not in causal._model_mapping and not getattr(config, "auto_map", None):

@@ -1,4 +1,4 @@
-"""A world of ranks that only this process believes in, for as long as a block lasts."""
+"""A simulated world of ranks in one process."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ...parallel.pg_manager import (
     setup_process_group_manager,
 )
 
-_COUNTED = 64  # numbers; what is larger is hollow
+_COUNTED = 64  # elements; larger tensors are hollow
 
 
 @contextmanager
 def pretended(grid: Grid) -> Iterator[ProcessGroupManager]:
-    """Be rank 0 of a grid whose other ranks do not exist: calls return at once.
+    """Become rank 0 of a grid of simulated ranks: collectives return at once.
 
     Raises:
         InvalidArgumentError: This process has a process group.
@@ -35,7 +35,7 @@ def pretended(grid: Grid) -> Iterator[ProcessGroupManager]:
             "a model is described before init_dist, in a process without a process group: "
             "describe it first, or in a process of its own"
         )
-    excepthook = sys.excepthook  # in front of which each start of torch's puts another
+    excepthook = sys.excepthook  # torch wraps it each time a process group is created
     c10d.init_process_group("fake", rank=0, world_size=grid.world_size, store=FakeStore())
     all_reduce = c10d.all_reduce
     try:
@@ -51,7 +51,7 @@ def pretended(grid: Grid) -> Iterator[ProcessGroupManager]:
 
 
 def _all_alike(all_reduce: Any) -> Any:
-    """Return a call whose sums are those of ranks that are all as this one: of what is counted."""
+    """Wrap `all_reduce` so that a sum of few numbers is as if all ranks were identical."""
 
     def run(
         tensor: Tensor, op: Any = c10d.ReduceOp.SUM, group: Any = None, *rest: Any, **options: Any

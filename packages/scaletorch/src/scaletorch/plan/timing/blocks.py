@@ -1,4 +1,4 @@
-"""Seconds of a block's forward and backward on a rank: a roofline for each sort of operation."""
+"""Seconds of a block's forward and backward on a rank, by a roofline for each kind of operation."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SORTS = ("matmul", "attention", "other")
 
 
 class Seconds(NamedTuple):
-    """Seconds that a rank spends.
+    """Seconds of a rank.
 
     Attributes:
-        computing: Without messages.
-        weights: Of that, on gradients of weights, which some schedules put off.
-        exposed: Messages that it waits for, by axis.
-        hidden: Messages that run beside computation, by axis.
+        computing: Computation without messages.
+        weights: The share of it for weight gradients, which some schedules defer.
+        exposed: Messages that computation waits for, by axis.
+        hidden: Messages that overlap with computation, by axis.
     """
 
     computing: float = 0.0
@@ -31,12 +31,12 @@ class Seconds(NamedTuple):
 
     @property
     def total(self) -> float:
-        """With the messages that it waits for."""
+        """Computation and exposed messages."""
         return self.computing + sum(self.exposed.values())
 
 
 def summed(parts: Iterable[tuple[Seconds, float]]) -> Seconds:
-    """Add up seconds, each so many times."""
+    """Return the weighted sum of pairs (seconds, factor)."""
     computing = weights = 0.0
     exposed: dict[str, float] = {}
     hidden: dict[str, float] = {}
@@ -53,10 +53,10 @@ def block_seconds(
     behaviour: Behaviour, phase: str, rows: int, dtype: str, cluster: Cluster,
     routes: Mapping[str, Route],
 ) -> Seconds:  # fmt: skip
-    """Return the seconds of a block in a phase, "forward" or "backward", for a micro-batch.
+    """Return the seconds of a block in "forward" or "backward" of a micro-batch.
 
-    Asynchronous messages of cp run beside the attention of the rank's own positions, others beside
-    all that the block computes, as far as the device can do both.
+    Asynchronous cp messages overlap with attention on the rank's own positions, other asynchronous
+    messages with all computation of the block, as far as the device can do both.
     """
     times = dict.fromkeys(SORTS, 0.0)
     for work in behaviour.work:
@@ -70,7 +70,7 @@ def block_seconds(
         if sent.phase == phase:
             axis = "tp" if sent.axis == "etp" else sent.axis
             took = seconds(sent.operation, sent.count, sent.bytes.at(rows), routes[axis], cluster)
-            # A ring's keys and values travel while those before them are attended to.
+            # A ring sends keys and values during the attention on the previous ones.
             passes = not sent.awaited or (axis == "cp" and sent.operation == "send")
             into = beside if passes else exposed
             into[axis] = into.get(axis, 0.0) + took
@@ -79,13 +79,13 @@ def block_seconds(
         room = times["attention"] if axis == "cp" else computing
         hidden[axis] = min(took * cluster.device.hides, room)
         exposed[axis] = exposed.get(axis, 0.0) + took - hidden[axis]
-    # Of the two products of a backward one is for the weights.
+    # One of the two matrix products of a backward is for the weights.
     weights = times["matmul"] / 2 if phase == "backward" else 0.0
     return Seconds(computing, weights, exposed, hidden)
 
 
 def _roofline(work: Work, sort: str, rows: int, dtype: str, device: Device) -> float:
-    """Return the larger of computing and moving, and the overhead of each operation."""
+    """Return the larger of compute and memory time, plus the overhead of each operation."""
     count, flops, moved = work.count, work.flops.at(rows), work.moved.at(rows)
     if not count:
         return 0.0
@@ -100,9 +100,9 @@ def _roofline(work: Work, sort: str, rows: int, dtype: str, device: Device) -> f
 
 
 def efficiency(shares: Shares, size: float) -> float:
-    """Return the share of the peak that an operation of a size reaches: 1 if none are known.
+    """Return the share of the peak that an operation of a size reaches; 1 if no shares are known.
 
-    Between two sizes it goes by their logarithm; beyond the ends it stays.
+    Shares are interpolated by the logarithm of the size, and constant beyond the ends.
 
     Example:
         >>> efficiency(((1e6, 0.2), (1e8, 0.6)), 1e7)

@@ -1,4 +1,4 @@
-"""Seconds of collectives: the links that a group crosses, and alpha-beta of what runs on them."""
+"""Seconds of collectives: the links that a group crosses, and an alpha-beta model of its calls."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ...parallel.pg_manager import Grid
 from ..clusters import Cluster
 
 WORLD = "tp_cp_pp_dp"  # all ranks
-_ONE = ("send", "exchange")  # a message, to one other rank
-_NONE = ("receive", "barrier")  # counted where they are sent; never in a step
+_ONE = ("send", "exchange")  # one message to one other rank
+_NONE = ("receive", "barrier")  # counted at the sender; not part of a step
 
 
 class Level(NamedTuple):
-    """The use that a group makes of a level of links.
+    """A group's use of one level of links.
 
     Attributes:
-        size: Ranks of the group that the level joins.
-        inside: Ranks of the group that the level below joins: they send side by side.
+        size: Ranks of the group that this level joins.
+        inside: Ranks of the group that the level below joins; they send in parallel.
         at: Index of the link.
     """
 
@@ -29,18 +29,18 @@ class Level(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The links that a group uses, the innermost first; none for a group of one."""
+    """The levels of links that a group uses, innermost first; none for a group of one rank."""
 
     ranks: int
     levels: tuple[Level, ...]
 
 
 def route(grid: Grid, axis: str, cluster: Cluster) -> Route:
-    """Return which links the groups of an axis use.
+    """Return the links that the groups of an axis use.
 
     Args:
-        grid: Of the ranks, which lie on the cluster in their order.
-        axis: As `Grid` names it; "edp" and "ep" fold the ranks of a stage.
+        grid: Grid of the ranks, which are placed on the cluster in rank order.
+        axis: Axis of `Grid`; "edp" and "ep" fold the ranks of a stage.
         cluster: The cluster.
     """
     group = range(grid.world_size) if axis == WORLD else grid.group(axis, 0)
@@ -55,17 +55,18 @@ def route(grid: Grid, axis: str, cluster: Cluster) -> Route:
 
 
 def seconds(operation: str, count: float, size: float, way: Route, cluster: Cluster) -> float:
-    """Return the seconds of so many calls, one after another.
+    """Return the seconds of `count` calls, one after another.
 
-    A ring's steps cross each level as often as its neighbours do; all ranks of a group that lie
-    inside the level below carry a share over the level, each over its own link. In all_to_all
-    every rank sends to every other by its own link alone, and a message takes the slowest.
+    A ring's steps cross each level as often as its neighbours do. The ranks of a group inside the
+    level below each carry a share of the data over the level, by their own links. In all_to_all
+    each rank sends to every other by its own link. A single message takes the outermost, slowest
+    level.
 
     Args:
-        operation: As `scaletorch.dist` calls it.
-        count: Calls.
-        size: Bytes that a rank sends in all of them, as rings send it.
-        way: Of the group.
+        operation: Name in `scaletorch.dist`.
+        count: Number of calls.
+        size: Bytes that a rank sends in all calls, with ring algorithms.
+        way: Links of the group.
         cluster: The cluster.
     """
     if way.ranks < 2 or operation in _NONE:
@@ -88,7 +89,7 @@ def seconds(operation: str, count: float, size: float, way: Route, cluster: Clus
 
 
 def in_turn(operation: str, hops: int) -> int:
-    """Return steps one after another at a level: of a ring, or of a tree if that has fewer."""
+    """Return the sequential steps at a level: of a ring, or of a tree if that has fewer."""
     if operation in _ONE:
         return 1
     if operation == "all_reduce":

@@ -1,7 +1,7 @@
 """Seconds of a step of a layout on a cluster: blocks, the pipeline, gradients and update.
 
-A pipeline is its schedule, simulated. It repeats itself: a long one is simulated twice with few
-micro-batches, and each further round takes what the last one took.
+The pipeline's schedule is simulated. Since it repeats itself, a long one is simulated twice with
+few micro-batches and extrapolated by their difference.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from ..stages import SPLIT, schedule_of, stages_of
 from .blocks import Seconds, block_seconds, summed
 from .messages import WORLD, Route, route, seconds
 
-INNER = ("tp", "cp", "ep")  # axes inside of blocks
-OUTER = ("pp", "cp_dp", "edp")  # axes outside of blocks
-# All-reduces of a few numbers in each step: tokens are counted, ranks agree, losses are summed.
+INNER = ("tp", "cp", "ep")  # axes of communication inside blocks
+OUTER = ("pp", "cp_dp", "edp")  # axes of communication between blocks and of gradients
+# Small all-reduces in each step: token counts, agreement of ranks, losses.
 CONTROL = {WORLD: 1, "pp": 2, "cp_dp": 2}
-SURE = 0.97  # of a bound, since ratios of times are rounded before a schedule is simulated
-DIGITS = 2  # of the ratios of times by which simulations are told apart
+SURE = 0.97  # safety factor of lower bounds: times are rounded before a schedule is simulated
+DIGITS = 2  # digits of the time ratios in the cache key of simulations
 UPDATED = 7  # Adam reads parameter, gradient and two moments, and writes all but the gradient
 
 Stage = tuple[Seconds, Seconds]  # forward and backward of a micro-batch
 
 
 class Rank(NamedTuple):
-    """Seconds of a rank of the pipeline.
+    """Seconds of a pipeline rank.
 
     Attributes:
-        stages: Of each of its chunks, for a micro-batch.
-        batch: Of a micro-batch, all chunks and both ways.
-        end: Of gradients after the pipeline.
-        update: Of the optimizer.
+        stages: Forward and backward of a micro-batch, by chunk.
+        batch: A micro-batch in all chunks, forward and backward.
+        end: Gradient and parameter messages after the pipeline.
+        update: Optimizer update.
     """
 
     stages: list[Stage]
@@ -52,45 +52,44 @@ class Rank(NamedTuple):
 
     @property
     def after(self) -> float:
-        """Seconds that follow its pipeline."""
+        """Seconds after its pipeline ends."""
         return self.end.total + self.update
 
 
 def time(description: Description, layout: Layout, cluster: Cluster) -> Time:
     """Return the seconds of a step: forward, backward and update of a global batch.
 
-    Computing is a roofline of each block's operations with the shares of the peaks that the device
-    reaches; messages are alpha-beta by the links that a group crosses; the pipeline is its
-    schedule, simulated. `low` and `high` are the step if computing is off by the device's `spread`
-    either way, and for `high` if nothing of what is taken to hide does: no bounds, but what the
-    estimate is least sure of.
+    Computing is a roofline of each block's operations, with the peak shares that the device
+    reaches. Messages follow an alpha-beta model of the links that a group crosses. The pipeline's
+    schedule is simulated. `low` and `high` change computing by the device's `spread`; for `high`,
+    no communication is hidden. They are no bounds, but cover the least certain assumptions.
 
-    Offloading (`recompute="offload"`) is taken to hide behind computing.
+    Offloading (`recompute="offload"`) is assumed to be hidden by computing.
 
     Args:
-        description: Of the model.
-        layout: Of `layout.grid.world_size` ranks.
-        cluster: With so many at least.
+        description: The model.
+        layout: A layout of `layout.grid.world_size` ranks.
+        cluster: A cluster with at least as many ranks.
 
     Raises:
-        InvalidArgumentError: The model is not described so, or cannot be cut so; or the device has
-            no figure for its dtype.
+        InvalidArgumentError: The model is not described with this cut, or cannot have it; or the
+            device has no figure for its dtype.
     """
     return Steps(description, cluster).exact(layout)
 
 
 def timeline(description: Description, layout: Layout, cluster: Cluster) -> Timeline:
-    """Return when each rank of the pipeline computes what in a step, in seconds.
+    """Return the computing intervals of each pipeline rank in a step, in seconds.
 
-    Without gradients' sums and the update, which come after it.
+    It leaves out gradient reductions and the update, which follow the pipeline.
 
     Args:
-        description: Of the model.
-        layout: Of `layout.grid.world_size` ranks.
-        cluster: With so many at least.
+        description: The model.
+        layout: A layout of `layout.grid.world_size` ranks.
+        cluster: A cluster with at least as many ranks.
 
     Raises:
-        InvalidArgumentError: As `time`.
+        InvalidArgumentError: As for `time`.
     """
     steps = Steps(description, cluster)
     costs = _costs(steps.stages(layout, steps.ranks(layout)), steps.message(layout))
@@ -98,7 +97,7 @@ def timeline(description: Description, layout: Layout, cluster: Cluster) -> Time
 
 
 class Steps(Once):
-    """Times of layouts of one model on a cluster: what they share is worked out once."""
+    """Step times of one model's layouts on a cluster, with a cache of what layouts share."""
 
     def __init__(
         self, description: Description, cluster: Cluster, known: Known | None = None
@@ -111,7 +110,7 @@ class Steps(Once):
         )
 
     def ranks(self, layout: Layout) -> list[Rank]:
-        """Return the seconds of each rank of the pipeline; equal ones are worked out once."""
+        """Return the seconds of each pipeline rank; equal ranks are computed once."""
         ways = self._routes(layout.grid)
         rounds = layout.micro_batches if layout.zero >= 2 else 1
         own = (
@@ -126,7 +125,7 @@ class Steps(Once):
         return [each[number] for number in numbers]
 
     def _of_kinds(self, layout: Layout, ways: Mapping[str, Route]) -> list[Stage]:
-        """Return the seconds of a block of each kind; with recomputation layers run twice."""
+        """Return the seconds of a block of each kind; full recomputation runs layers twice."""
         known, rows = self._description, layout.micro_rows
 
         def work_out() -> list[Stage]:
@@ -159,9 +158,9 @@ class Steps(Once):
         return Rank([*zip(forward, backward, strict=True)], batch, end, update)
 
     def floor(self, layout: Layout) -> float:
-        """Return seconds below those of `least`, sooner still: the mean computing of a rank.
+        """Return a cheaper lower bound than `least`: the mean computing time of a rank.
 
-        Without recomputation, messages and update, so that it holds for all ways to save memory.
+        It leaves out recomputation, messages and update, so it holds for all memory savings.
         """
 
         def work_out() -> float:
@@ -171,19 +170,19 @@ class Steps(Once):
             each = (kinds[block.kind] for block in self._description.blocks)
             return sum(way.computing for pair in each for way in pair)
 
-        # Computing does not depend on where ranks lie.
+        # Computing does not depend on the placement of ranks.
         computing = self.once(("floor", layout.cut, layout.micro_rows), work_out)
         return SURE * computing * layout.micro_batches / layout.grid.pp
 
     def least(self, layout: Layout) -> float:
-        """Return seconds that a step takes at the least, much sooner than those that it takes.
+        """Return a lower bound of the step time without a simulation; `SURE` allows for rounding.
 
-        As far as roundings leave that sure. Of the first and the last rank of equal ones: until the
-        first micro-batch comes, all that it computes without a pause, and if backwards are whole,
-        the way of the last one back to the first rank.
+        It looks at the first and the last of equal ranks: the time until the first micro-batch
+        arrives, plus all computing without a pause, plus the last backward's way to the first rank
+        if backwards are not split.
         """
         ranks, number = self.ranks(layout), layout.micro_batches
-        coming, going = [0.0], [0.0]  # of the chunks that come first
+        coming, going = [0.0], [0.0]  # passes through earlier ranks' first chunks
         for rank in ranks:
             forward, backward = rank.stages[0]
             coming.append(coming[-1] + forward.total)
@@ -198,17 +197,17 @@ class Steps(Once):
         return found
 
     def stages(self, layout: Layout, ranks: list[Rank]) -> list[Stage]:
-        """Return the stages of all ranks in the order of the forward."""
+        """Return the seconds of all stages, in the order of the forward."""
         order = _order(layout.schedule, layout.grid.pp, layout.chunks)
         return [ranks[rank].stages[chunk] for rank, chunk in order]
 
     def message(self, layout: Layout) -> float:
-        """Return seconds of a message between stages: a layer's output, the slowest way."""
+        """Return the seconds of a message between stages, which has the largest output's size."""
         way = self._routes(layout.grid)["pp"]
         return seconds("send", 1, self._known.handed(layout), way, self._cluster)
 
     def exact(self, layout: Layout) -> Time:
-        """Return the time of a step, of the rank that ends it last."""
+        """Return the time of a step, on the rank that ends last."""
         ranks, number = self.ranks(layout), layout.micro_batches
         message, stages = self.message(layout), self.stages(layout, ranks)
         done, ways = ends(layout, stages, message), self._routes(layout.grid)
@@ -238,17 +237,17 @@ def _ended(
     groups: Sequence[Group], layout: Layout, computing: Sequence[float], cluster: Cluster,
     routes: Mapping[str, Route],
 ) -> tuple[Seconds, float]:  # fmt: skip
-    """Return the messages of gradients and parameters that follow a pipeline, and the update.
+    """Return the gradient and parameter messages that follow a pipeline, and the update.
 
-    Buckets leave as backward fills them, one after another: all but the last hide behind what is
-    left of the backward, as far as there is any. Tied weights' gradients are sent between stages.
+    Buckets are sent one after another as backward fills them. All but the last can hide behind the
+    rest of the backward. Gradients of tied weights are sent between stages.
 
     Args:
-        groups: The rank's parameters.
+        groups: Parameter groups of the rank.
         layout: The layout.
-        computing: Seconds that it computes forward, and backward, for a micro-batch.
+        computing: Seconds of a micro-batch's forward and of its backward.
         cluster: The cluster.
-        routes: By axis.
+        routes: Links by axis.
     """
     exposed: dict[str, float] = {}
     hidden: dict[str, float] = {}
@@ -270,7 +269,7 @@ def _ended(
         exposed[axis], hidden[axis] = (took - beside) * rounds, beside * rounds
         if layout.zero:
             gather = seconds("all_gather", buckets, over, way, cluster)
-            # ZeRO 3 gathers before the forward and the backward of every micro-batch.
+            # ZeRO 3 gathers parameters before each forward and each backward of a micro-batch.
             times, each = (1, [0.0]) if layout.zero < 3 else (rounds, computing)
             for room in each:
                 covered = min(gather, room) * device.hides
@@ -286,12 +285,12 @@ def _ended(
 
 
 def ends(layout: Layout, stages: Sequence[Stage], message: float) -> list[float]:
-    """Return when each rank of the pipeline ends its last action.
+    """Return the time at which each pipeline rank ends its last action.
 
     Args:
-        layout: With the schedule.
-        stages: In the order of the forward.
-        message: Seconds from a stage to the next.
+        layout: A layout with its schedule.
+        stages: Seconds of the stages in the order of the forward.
+        message: Seconds of a message between stages.
     """
     number, ranks = layout.micro_batches, layout.grid.pp
     if ranks == 1:
@@ -327,9 +326,9 @@ def _ends(
 
 
 def _costs(stages: Sequence[Stage], message: float) -> Costs:
-    """Return costs with a factor for each stage on the mean of forward and backward.
+    """Return costs with each stage's factor relative to the mean.
 
-    If no stage has any work, messages are all that takes time.
+    If no stage has any work, only messages take time.
     """
     forward = sum(each.total for each, _ in stages)
     backward = sum(each.total for _, each in stages)
@@ -344,7 +343,7 @@ def _costs(stages: Sequence[Stage], message: float) -> Costs:
 
 @cache
 def _order(schedule: str, pp: int, chunks: int) -> list[tuple[int, int]]:
-    """Return rank and chunk of each stage."""
+    """Return (rank, chunk) of each stage in the order of the forward."""
     each = enumerate(stages_of(schedule, pp, chunks))
     found = {stage: (rank, at) for rank, own in each for at, stage in enumerate(own)}
     return [found[stage] for stage in sorted(found)]
