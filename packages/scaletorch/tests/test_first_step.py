@@ -191,7 +191,7 @@ BAD = [
     (lambda m: parallelize(llama(), Grid()), "manager must be a ProcessGroupManager.* Grid"),
     (lambda m: parallelize(3, m), "takes a plain nn.Module, got int"),
     (lambda m: parallelize(parallelize(llama(), m), m), "plain nn.Module, got DataParallelBucket"),
-    (lambda m: seed_ranks("a", m), "seed must be an integer; it is 'a'"),
+    (lambda m: seed_ranks("a", m), "seed must be a whole number; it is 'a'"),
     (lambda m: LlamaConfig(hidden_size="128"), "hidden_size must be a whole number.* '128'"),
     (lambda m: LlamaConfig(num_layers=0), "num_layers must be .*: 0"),
     (lambda m: volumes(4, 2, 8, 8, ranks=0), "ranks must be a whole number, at least 1; it is 0"),
