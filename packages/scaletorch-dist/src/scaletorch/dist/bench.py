@@ -3,8 +3,8 @@
 python -m scaletorch.dist.bench --ranks 2
 torchrun --nproc-per-node 4 -m scaletorch.dist.bench --grid tp=2,dp=2 --axis tp --json tp.json
 
-As in nccl-tests, the size of a call is that of the whole buffer: each rank's tensor for all_reduce,
-reduce and broadcast; the ranks' tensors together for the calls that split or join.
+As in nccl-tests, size is that of the whole buffer: each rank's tensor for all_reduce, reduce and
+broadcast; the ranks' tensors together for the calls that split or join.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -206,10 +207,7 @@ def sizes_between(least: int, most: int, factor: int) -> list[int]:
 
 
 def measure(name: str, size: int, place: Place, seconds: float) -> Row:
-    """Measure a call at one size for about `seconds`; the row is the same on every rank.
-
-    A round is many calls; its time is that of the slowest rank.
-    """
+    """Measure a call at one size for about `seconds`; the row is the same on every rank."""
     case, ranks = CASES[name], len(place.ranks)
     size = 0 if name == "barrier" else case.size(size, ranks)
     run = place.call(name, size)
@@ -348,8 +346,7 @@ def report(given: argparse.Namespace) -> None:
     conditions = ", ".join(f"{name} {value}" for name, value in result["conditions"].items())
     tell(["", conditions, "", *constants_text(result["constants"])])
     if given.json and tell is _say:
-        with open(given.json, "w") as file:
-            json.dump(result, file, indent=1)
+        Path(given.json).write_text(json.dumps(result, indent=1))
 
 
 def _say(lines: Iterable[Any]) -> None:

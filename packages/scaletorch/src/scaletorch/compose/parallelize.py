@@ -70,29 +70,26 @@ def parallelize(
     Args:
         model: A plain module; its parameters keep their names.
         manager: The grid; axes of size 1 cost nothing.
-        plan: Tensor parallel plan. The style "experts" marks expert modules; `Stacked` marks those
-            that tp cuts as well. None uses the plan of the model's family, or the model's own.
+        plan: Tensor parallel plan; "experts" marks expert modules, `Stacked` those that tp cuts as
+            well. None uses the model's own plan, or one that a forward suggests.
         split: Pipeline split; None infers it from the module.
-        schedule: Pipeline schedule: a name, a schedule, or a function of the numbers of ranks and
-            micro-batches that returns one.
+        schedule: A name, a schedule, or a function of numbers of ranks and micro-batches.
         bucket_size: Elements in a gradient bucket.
-        recompute: True runs layers again in backward; "selective" runs only their cheap operations
-            again; "offload" keeps their activations in host memory.
+        recompute: True runs layers again in backward, "selective" only their cheap operations;
+            "offload" keeps their activations in host memory.
         sequence_parallel: Let each tp rank hold a shard of every sequence between sharded layers.
         loss_parallel: Keep logits sharded over tp; the head must have the style "column_gather".
         cp_layout: Order of positions: "zigzag" for causal, "contiguous" for full attention.
         cp_method: Context-parallel attention: "ring", "all_gather", "ulysses", "hybrid" or "auto".
         data_parallel: Further settings of `DataParallelBucket`, such as `grad_type` or `order`.
-        rehearse: Keep the plain model's structure (no weights), so that the first `train_step` can
-            compare the layout with the plain model; see `rehearse`.
+        rehearse: Let the first `train_step` compare with the plain model; see `rehearse`.
 
     Returns:
         This rank's pipeline stage, which knows the grid. Pass it to `train_step`, and make the
         optimizer for its parameters. Gradients are summed over ranks that hold the same shard.
 
     Raises:
-        InvalidArgumentError: The plan does not fit the model, or the grid cannot train the model
-            (for example a router's auxiliary loss in a pipeline).
+        InvalidArgumentError: The plan does not fit, or the grid cannot train the model.
         MismatchError: Models or arguments differ between ranks; names the parameters and ranks.
     """
     settings = _How(sequence_parallel, loss_parallel, recompute, cp_layout, cp_method, rehearse)

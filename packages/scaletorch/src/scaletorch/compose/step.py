@@ -48,16 +48,11 @@ def train_step(
     """Run forward and backward of one global batch; all ranks call it.
 
     Gradients are complete when it returns, except within `no_sync`; then call `optimizer.step()`.
+    Before each step ranks check their batches and models, and all raise if one fails. They compare
+    a sample of the parameters that they share, and the loop's changes to gradients.
 
-    Every step, before forward: each rank checks its batch and model, and all ranks raise together
-    if one of them fails. The same all-reduce compares a sample of the parameters that ranks share,
-    and how the training loop scaled gradients since the last step.
-
-    First step: a rehearsal (see `rehearse`) comes first, unless `parallelize` got `rehearse=False`
-    or the model has gradients; it also comes before the first step with another loss_fn. Then the
-    ranks compare their batches. At the end of the step they check that forward changed no
-    parameter, and no buffer in a way that depends on the layout. If the first step has one
-    micro-batch, the first step with several checks these changes again.
+    The first step, and the first with another loss_fn, begins with a rehearsal (see `rehearse`). It
+    compares batches, and whether forward changed parameters, or buffers as the layout has it.
 
     Args:
         model: The model that `parallelize` returned.
@@ -79,9 +74,8 @@ def train_step(
         it. A 0-d tensor, in float32 at least, equal on every rank.
 
     Raises:
-        InvalidArgumentError: The model or the batch does not fit the layout; a loss_fn did not
-            return a sum and a number, or its number differs from that of count_fn; or forward
-            changed a parameter, or a buffer in a way that depends on the layout.
+        InvalidArgumentError: The model or the batch does not fit the layout; or a loss_fn did not
+            return a sum and a number, or another number than count_fn.
         RehearsalError: The layout does not compute what one process computes; see `rehearse`.
         MismatchError: Batches, shared parameters, gradient scales or losses differ between ranks
             that must have the same, or another rank has failed.
