@@ -52,7 +52,7 @@ def train_step(
     a sample of the parameters that they share, and the loop's changes to gradients.
 
     The first step, and the first with another loss_fn, begins with a rehearsal (see `rehearse`). It
-    compares batches, and whether forward changed parameters, or buffers as the layout has it.
+    also compares batches, and refuses changes by forward that would depend on the layout.
 
     Args:
         model: The model that `parallelize` returned.
