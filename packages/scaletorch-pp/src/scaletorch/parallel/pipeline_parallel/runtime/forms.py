@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
@@ -17,6 +18,15 @@ from ...pg_manager import describe_rank
 Hidden = Tensor | tuple[Any, ...] | list[Any] | dict[str, Any]
 HEADER_BYTES = 8192
 PLAIN = (bool, int, float, str, type(None))
+# All that a header may name besides dtypes. A header is a pickle, and its sender may be any rank.
+_PACKAGE = __name__.removesuffix(".runtime.forms")
+_NAMED = {
+    (f"{_PACKAGE}.runtime.forms", "Form"),
+    (f"{_PACKAGE}.stages.extras", "Passed"),
+    (f"{_PACKAGE}.stages.extras", "Place"),
+    ("torch", "Size"),
+    ("torch._utils", "_rebuild_meta_tensor_no_storage"),
+}
 
 
 class Form:
@@ -147,9 +157,31 @@ def to_header(form: Form | None) -> Tensor:
 
 
 def from_header(header: Tensor) -> Form | None:
-    """Decode a form that `to_header` has encoded."""
-    form: Form | None = pickle.loads(bytes(header.cpu().tolist()))
+    """Decode a form that `to_header` has encoded.
+
+    Raises:
+        InvalidArgumentError: The header names anything that a form does not need.
+    """
+    form: Form | None = _Unpickler(io.BytesIO(bytes(header.cpu().tolist()))).load()
     return form
+
+
+class _Unpickler(pickle.Unpickler):
+    """An unpickler of forms alone, so that a header cannot run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class, function or dtype that a form needs.
+
+        Raises:
+            InvalidArgumentError: It is another one.
+        """
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and (module, name) not in _NAMED:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: a message between stages names {module}.{name}, which no form "
+                "of hidden states has; do all ranks run the same version?"
+            )
+        return super().find_class(module, name)
 
 
 def autocasts(device: torch.device) -> bool:

@@ -9,6 +9,7 @@ has its failures explained. Later forwards send the same arguments.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -130,7 +131,7 @@ class Extras:
         module, call = self._next(name)
         if not self._received:
             return given
-        places = iter(range(1_000_000))
+        places = itertools.count()
 
         def taken(tensor: Tensor) -> Tensor:
             found = self._received.get(Place(module, call, next(places)))
