@@ -80,12 +80,17 @@ def tiny(tmp_path, monkeypatch):
     (folder / "same.py").write_text(same)
     monkeypatch.setattr(api, "ROOT", tmp_path)
     monkeypatch.setattr(api, "PACKAGES", ["tiny"])
-    monkeypatch.setattr(api, "MODULES", {"tiny": ["scaletorch.tiny", "scaletorch.tiny.same"]})
+    (folder / "building.py").write_text("def inner() -> None: ...\n")
+    modules = ["scaletorch.tiny", "scaletorch.tiny.same", "scaletorch.tiny.building"]
+    monkeypatch.setattr(api, "MODULES", {"tiny": modules})
     return folder
 
 
 def test_a_record_names_everything_public_with_its_signature(tiny):
-    assert api.record("tiny").endswith(RECORD)
+    assert api.record("tiny", "api.txt").endswith(RECORD)
+    assert api.record("tiny", "building.txt").endswith(
+        "scaletorch.tiny.building\n    inner() -> None\n"
+    )
 
 
 def test_a_change_is_shown_until_it_is_accepted(tiny, capsys):

@@ -242,7 +242,7 @@ require_kept({"scaletorch-dist": Version(sys.argv[1])})
 
 
 def test_a_patch_release_takes_no_name_away(workspace):
-    file = workspace / DIST / "api.txt"
+    file = workspace / DIST / "building.txt"
     version = re.search(
         r'"(.+)"', (workspace / DIST / "src/scaletorch/dist/_version.py").read_text()
     )

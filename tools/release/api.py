@@ -1,12 +1,14 @@
 """Record the public names of each package, and compare with the record.
 
 `python -m tools.release.api` reads the sources without importing them, and compares every public
-module's `__all__`, with signatures, with `packages/NAME/api.txt`; `--accept` writes these files.
+module's `__all__`, with signatures, with `packages/NAME/api.txt`, and the names that other wheels
+build on with `packages/NAME/building.txt`; `--accept` writes these files.
 """
 
 from __future__ import annotations
 
 import difflib
+import itertools
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -79,26 +81,46 @@ MODULES = {
     ],
 }
 
-HEAD = """\
+# File of a record -> its first lines.
+HEADS = {
+    "api.txt": """\
 # Public names of {package}. A change here is a change for its users: make it on purpose, tell
 # them in packages/{package}/changes, and write this file anew with `hatch run api --accept`.
-"""
+""",
+    "building.txt": """\
+# Names of {package} for wheels that build on it, not for users. A patch release keeps them; write
+# this file anew with `hatch run api --accept`.
+""",
+}
 
 
-def record(package: str) -> str:
-    """Return the text for one package: each public module with its names."""
+def record(package: str, file: str) -> str:
+    """Return the text of one record of a package: its modules with their names, or "" without any.
+
+    Args:
+        package: The package.
+        file: "api.txt", for users; or "building.txt", for other wheels.
+    """
+    modules = [each for each in MODULES[package] if for_wheels(each) is (file == "building.txt")]
+    if not modules:
+        return ""
     sources = ROOT / "packages" / package / "src"
     loader = griffe.GriffeLoader(search_paths=[sources], allow_inspection=False)
-    modules = loader.modules_collection
+    loaded = loader.modules_collection
     loader.load("scaletorch")
     named: dict[str, str] = {}  # path of the definition → its first public name
-    lines = HEAD.format(package=package).splitlines()
-    for module in MODULES[package]:
+    lines = HEADS[file].format(package=package).splitlines()
+    for module in modules:
         lines += ["", module]
-        for name in sorted(public_names(modules[module])):
+        for name in sorted(public_names(loaded[module])):
             path = f"{module}.{name}"
-            lines += indented(one_name(path, find(modules, path), named))
+            lines += indented(one_name(path, find(loaded, path), named))
     return "\n".join(lines) + "\n"
+
+
+def for_wheels(module: str) -> bool:
+    """Return whether a module's names are for other wheels, not for users."""
+    return module.rpartition(".")[2] in ("building", "deferred", "siblings")
 
 
 def public_names(module: griffe.Object | griffe.Alias) -> list[str]:
@@ -173,26 +195,28 @@ def indented(lines: Iterable[str]) -> list[str]:
 
 
 def difference(package: str) -> str:
-    """Return a diff of the package's public names from the record; empty if they are equal."""
-    file = record_file(package)
-    old = file.read_text() if file.exists() else ""
-    names = (f"{file.relative_to(ROOT)}, the record", "the sources")
-    lines = difflib.unified_diff(
-        old.splitlines(), record(package).splitlines(), *names, lineterm=""
-    )
+    """Return a diff of the package's names from its records; empty if they are equal."""
+    lines: list[str] = []
+    for name in HEADS:
+        file = record_file(package, name)
+        old = file.read_text() if file.exists() else ""
+        names = (f"{file.relative_to(ROOT)}, the record", "the sources")
+        new = record(package, name)
+        lines += difflib.unified_diff(old.splitlines(), new.splitlines(), *names, lineterm="")
     return "\n".join(lines)
 
 
-def record_file(package: str) -> Path:
-    """Return the file that holds a package's record."""
-    return ROOT / "packages" / package / "api.txt"
+def record_file(package: str, name: str) -> Path:
+    """Return a file that holds a record of a package."""
+    return ROOT / "packages" / package / name
 
 
 def main(arguments: list[str]) -> int:
     """Write or compare all records; return 1 if one differs."""
     if arguments == ["--accept"]:
-        for package in PACKAGES:
-            record_file(package).write_text(record(package))
+        for package, name in itertools.product(PACKAGES, HEADS):
+            if text := record(package, name):
+                record_file(package, name).write_text(text)
         return 0
     differences = [text for package in PACKAGES if (text := difference(package))]
     print(*differences, sep="\n\n")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from packaging.version import Version
 
 from ..packages import ROOT
+from .api import HEADS
 from .versions import ReleaseError, current
 
 
@@ -18,8 +19,8 @@ def require_kept(new: Mapping[str, Version]) -> None:
         new: New version of each package in the release.
 
     Raises:
-        ReleaseError: A package's api.txt has lost lines since the tag of its current version, and
-            its new version is of the same series.
+        ReleaseError: A package's api.txt or building.txt has lost lines since the tag of its
+            current version, and its new version is of the same series.
     """
     for package, version in new.items():
         old = current(package)
@@ -37,17 +38,21 @@ def require_kept(new: Mapping[str, Version]) -> None:
 
 
 def now(package: str) -> str:
-    """Return the public names as recorded now."""
-    return (ROOT / "packages" / package / "api.txt").read_text()
+    """Return the names as recorded now."""
+    files = (ROOT / "packages" / package / name for name in HEADS)
+    return "\n".join(file.read_text() for file in files if file.exists())
 
 
 def recorded(package: str, tag: str) -> str:
-    """Return the public names as recorded at a tag; empty if there is no such tag."""
-    shown = f"{tag}:packages/{package}/api.txt"
-    done = subprocess.run(
-        ["git", "-C", str(ROOT), "show", shown], capture_output=True, text=True, check=False
-    )
-    return done.stdout if done.returncode == 0 else ""
+    """Return the names as recorded at a tag; empty if there is no such tag."""
+    shown = [f"{tag}:packages/{package}/{name}" for name in HEADS]
+    runs = [
+        subprocess.run(
+            ["git", "-C", str(ROOT), "show", each], capture_output=True, text=True, check=False
+        )
+        for each in shown
+    ]
+    return "\n".join(done.stdout for done in runs if done.returncode == 0)
 
 
 def entries(text: str) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Names for `scaletorch.compose` and checkpoints, beside the public ones.
 
-They are recorded in api.txt and versioned: a patch release changes none of them.
+They are recorded in building.txt and versioned: a patch release changes none of them.
 """
 
 from .culprits import name_culprits
