@@ -3,33 +3,59 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-_PLAIN = (bool, int, float, complex, str, type(None))
+_PLAIN = (bool, int, float, complex, str, type(None), Tensor)
+_CONTAINERS = (list, dict, set, deque)
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_is_hf_initialized"}
+_LIBRARIES = ("torch", __name__.partition(".")[0])
 
 
 class Attributes:
     """A snapshot of the attributes of modules.
 
+    Restoring binds each name to its old value, and gives containers and objects their old entries.
+    A tensor that was changed in place keeps its new values.
+
     Args:
         modules: The modules.
-        every: Save all attributes, including torch's own; else only numbers, strings, None and
-            tuples of these that the module's own code sets.
+        every: Save all attributes, including torch's own; else only the data among those that the
+            module's own code sets: numbers, strings, None, tensors, containers and plain objects.
     """
 
     def __init__(self, modules: Iterable[nn.Module], *, every: bool = False) -> None:
         self._every = every
         self._held = [(module, self._of(module)) for module in modules]
+        # id -> a container or the dict of an object, with a copy of its entries
+        self._entries: dict[int, tuple[Any, Any]] = {}
+        for _, held in self._held:
+            for value in held.values():
+                entries = _entries_of(value)
+                if entries is not None and id(entries) not in self._entries:
+                    self._entries[id(entries)] = entries, copy(entries)
 
-    def changed(self) -> bool:
-        """Return whether any attribute was changed, added or deleted since."""
-        return any(self._of(module) != held for module, held in self._held)
+    def changed(self) -> list[str]:
+        """Return the names of the attributes that were changed, added or deleted since."""
+        found: dict[str, None] = {}
+        for module, held in self._held:
+            now = self._of(module)
+            for name in now.keys() | held.keys():
+                if name not in now or name not in held or self._differs(held[name], now[name]):
+                    found[name] = None
+        return [*found]
+
+    def _differs(self, before: Any, now: Any) -> bool:
+        if before is not now:
+            return isinstance(before, Tensor) or isinstance(now, Tensor) or bool(before != now)
+        entries = _entries_of(now)
+        return entries is not None and _ids(entries) != _ids(self._entries[id(entries)][1])
 
     def put_back(self) -> None:
         """Restore all attributes and delete those added since."""
@@ -37,37 +63,64 @@ class Attributes:
             for name in self._of(module).keys() - held.keys():
                 del vars(module)[name]
             vars(module).update(held)
+        for entries, before in self._entries.values():
+            if _ids(entries) != _ids(before):
+                entries.clear()
+                (entries.extend if hasattr(entries, "extend") else entries.update)(before)
 
     def _of(self, module: nn.Module) -> dict[str, Any]:
         found = vars(module).items()
-        return {n: x for n, x in found if self._every or (n not in _OF_TORCH and _is_plain(x))}
+        return {n: x for n, x in found if self._every or (n not in _OF_TORCH and _is_data(x))}
 
 
-def _is_plain(value: object) -> bool:
-    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+def _is_data(value: object) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_data, value))
+    return isinstance(value, _PLAIN) or _entries_of(value) is not None
+
+
+def _entries_of(value: Any) -> Any:
+    """Return a container, or the dict of an object of a class of the user's; else None."""
+    if type(value) in _CONTAINERS:
+        return value
+    own = hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, Tensor))
+    if not own or callable(value) or type(value).__module__.partition(".")[0] in _LIBRARIES:
+        return None
+    return vars(value)
+
+
+def _ids(entries: Any) -> Any:
+    if isinstance(entries, dict):
+        return [(key, id(value)) for key, value in entries.items()]
+    ids = map(id, entries)
+    return {*ids} if isinstance(entries, set) else [*ids]
 
 
 class ModuleState:
-    """A snapshot of the buffers and attributes of modules; see `Attributes`."""
+    """A snapshot of the buffers and attributes of modules; see `Attributes`.
+
+    Buffers, and tensors that are attributes, get their old values too.
+    """
 
     def __init__(self, modules: Iterable[nn.Module], *, every: bool = False) -> None:
         modules = [*modules]
         self._attributes = Attributes(modules, every=every)
-        self._buffers = [
-            (module, name, buffer, buffer.detach().clone())
+        self._tensors = [
+            (held, name, tensor, tensor.detach().clone())
             for module in modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None and not buffer.is_meta
+            for held in (module._buffers, vars(module))
+            for name, tensor in held.items()
+            if isinstance(tensor, Tensor) and not (tensor.is_meta or tensor.requires_grad)
         ]
 
     def put_back(self) -> None:
         """Restore all buffers and attributes."""
         self._attributes.put_back()
         with torch.no_grad():
-            for module, name, buffer, values in self._buffers:
-                if not torch.equal(buffer, values):  # a write would break a later backward
-                    buffer.copy_(values)
-                module._buffers[name] = buffer
+            for held, name, tensor, values in self._tensors:
+                if not torch.equal(tensor, values):  # a write would break a later backward
+                    tensor.copy_(values)
+                held[name] = tensor
 
 
 @contextmanager

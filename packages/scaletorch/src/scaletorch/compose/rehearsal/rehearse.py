@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -19,7 +19,7 @@ from ...dist.errors import RehearsalError
 from ...parallel.context_parallel.building import expect_attention
 from ...parallel.data_parallel import DataParallelBucket
 from ...parallel.pg_manager import ProcessGroupManager, describe_rank
-from ...parallel.pg_manager.building import restored
+from ...parallel.pg_manager.building import Attributes, restored
 from ..balance import router_loss
 from ..batches import Batch, real_positions, real_tokens
 from ..before.initial import require_one_batch
@@ -86,16 +86,27 @@ def rehearse_step(
     expect_attention(pipeline.module, False)
     plain.follow(pipeline.module, device)
 
-    def compared(*, wide: bool) -> tuple[Replay, _Found]:
-        with as_for_a_rehearsal(model, plain, terms, wide=wide):
-            small, loss, records = trained(partial(cut, wide=wide), model, plain, step)
-            ranks = Ranks(model, manager, plain, small, records, device)
-            ranks.exchange()
-            batch = {n: on_device(x, device) for n, x in small.called.items()}
-            return _replayed(plain, ranks, batch, partial(_loss, small, terms, loss_fn), loss)
+    def compared(*, wide: bool, steps: int = 1) -> tuple[Replay, _Found]:
+        with as_for_a_rehearsal(model, plain, terms, wide=wide), restored(plain.model):
+            for _ in range(steps):
+                attributes = Attributes(pipeline.module.modules())
+                small, loss, records = trained(partial(cut, wide=wide), model, plain, step)
+                ranks = Ranks(model, manager, plain, small, records, device)
+                ranks.exchange()
+                batch = {n: on_device(x, device) for n, x in small.called.items()}
+                run = partial(_loss, small, terms, loss_fn)
+                kept = attributes.changed()
+                made = _replayed(plain, ranks, batch, run, loss, kept=kept, shares=steps == 1)
+                if made[1].first is not None or made[1].problem is not None:
+                    break
+                model.reset()
+        return made
 
     try:
         replay, found = _widest(compared, narrow)
+        kept = found.kept if found.first is found.problem is None else []
+        if kept:  # what a forward leaves in attributes may change the next one
+            replay, found = _widest(partial(compared, steps=2), narrow)
     except Exception as error:
         if not added or isinstance(error, torch.OutOfMemoryError):
             raise
@@ -105,7 +116,7 @@ def rehearse_step(
         )
         return
     if found.first is not None:
-        _refuse(found.first, found, terms, manager, len(micro_batches))
+        _refuse(found.first, found, terms, manager, len(micro_batches), kept)
     replay.unasked += [f"loss_fn, which reads {listed(added)}"] * bool(added)
     _report(replay, found, terms, pipeline.module, time.perf_counter() - began)
 
@@ -168,19 +179,25 @@ def _replayed(
     batch: Mapping[str, Any],
     loss_of: Callable[[Any], Tensor | None],
     loss: Tensor,
+    *,
+    kept: list[str],
+    shares: bool,
 ) -> tuple[Replay, _Found]:
     """Run the plain model, and return the replay and the findings of all ranks.
 
-    First the ranks share the units. If anything differs or fails, every rank runs all units. If
-    that fails, a small model runs as a whole, since its root may use the weights of units.
+    If `shares`, the ranks first share the units. If anything differs or fails, every rank runs all
+    units. If that fails, a small model runs as a whole, since its root may use the weights of
+    units. `kept` names the attributes of this rank's modules that the forward changed.
     """
     additions = chain_length(plain.model, batch["input_ids"])
 
     def run(*, gives_out: bool = False) -> tuple[Replay, _Found]:
         replay = Replay(plain, ranks, Judge(additions), gives_out=gives_out)
-        return replay, _ran(replay, partial(replay.run, batch, loss_of, loss))
+        return replay, _ran(replay, partial(replay.run, batch, loss_of, loss), kept, shares)
 
-    replay, found = run(gives_out=True)
+    replay, found = run(gives_out=shares)
+    if not shares:
+        return replay, found
     if found.first is not None or found.problem is not None:
         replay, found = run()
     if found.problem is not None and _size(plain) <= _ALL_AT_ONCE:
@@ -189,12 +206,12 @@ def _replayed(
     return replay, found
 
 
-def _ran(replay: Replay, run: Callable[[], None]) -> _Found:
+def _ran(replay: Replay, run: Callable[[], None], kept: list[str], restores: bool) -> _Found:
     """Run a replay, and return the findings of all ranks."""
     ranks, problem = replay.ranks, None
     ranks.compared.clear()
     try:
-        with restored(replay.plain.model):
+        with restored(replay.plain.model) if restores else nullcontext():
             run()
         ranks.meet("the end")
     except PartedError as error:
@@ -203,7 +220,7 @@ def _ran(replay: Replay, run: Callable[[], None]) -> _Found:
         problem = f"{type(error).__name__}: {error}"
         with suppress(PartedError):
             ranks.meet(problem, failed=True)
-    return _first_of_all(replay.judge, problem, ranks.manager)
+    return _first_of_all(replay.judge, problem, kept, ranks.manager)
 
 
 def _size(plain: Plain) -> int:
@@ -254,6 +271,7 @@ class _Found(NamedTuple):
         right: Ranks that found no difference.
         problem: The reason why the plain model could not run, if it could not.
         worst: The largest error within its bound.
+        kept: The attributes that a forward changed, on any rank.
     """
 
     first: Finding | None
@@ -261,10 +279,14 @@ class _Found(NamedTuple):
     right: list[int]
     problem: str | None
     worst: float
+    kept: list[str]
 
 
-def _first_of_all(judge: Judge, problem: str | None, manager: ProcessGroupManager) -> _Found:
-    told = all_gather_object((judge.findings[:3], problem, judge.worst), manager.world_group)
+def _first_of_all(
+    judge: Judge, problem: str | None, kept: list[str], manager: ProcessGroupManager
+) -> _Found:
+    own = judge.findings[:3], problem, judge.worst, kept
+    told = all_gather_object(own, manager.world_group)
     found = sorted(
         ((each.order, rank, each) for rank, (theirs, *_) in enumerate(told) for each in theirs),
         key=lambda each: each[:2],
@@ -272,8 +294,9 @@ def _first_of_all(judge: Judge, problem: str | None, manager: ProcessGroupManage
     first = found[0][2] if found else None
     then = [each.what for _, _, each in found if first is not None and each.what != first.what]
     right = [rank for rank, (theirs, *_) in enumerate(told) if not theirs]
-    problem = next((why for _, why, _ in told if why), None)
-    return _Found(first, [*dict.fromkeys(then)], right, problem, max(each[-1] for each in told))
+    problem = next((why for _, why, *_ in told if why), None)
+    worst, names = max(each[2] for each in told), sorted({n for *_, kept in told for n in kept})
+    return _Found(first, [*dict.fromkeys(then)], right, problem, worst, names)
 
 
 def _report(
@@ -304,7 +327,12 @@ def _write(line: str) -> None:
 
 
 def _refuse(
-    first: Finding, found: _Found, terms: Terms, manager: ProcessGroupManager, micro_batches: int
+    first: Finding,
+    found: _Found,
+    terms: Terms,
+    manager: ProcessGroupManager,
+    micro_batches: int,
+    kept: Sequence[str],
 ) -> NoReturn:
     divided = {
         "tp": manager.tp_size > 1,
@@ -319,6 +347,7 @@ def _refuse(
         f"{describe_rank()}: {terms.name} computes something else on {manager.grid} than in one "
         f"process: {first.what} is off by {first.error:.2g} of its size{note}, which rounding "
         "does not explain"
+        + (f" (in a second step: forward keeps {listed(kept)} from call to call)" if kept else "")
         + (f"; then {', '.join(found.then[:2])}" if found.then else "")
         + (f"; right on ranks {', '.join(map(str, found.right))}" if found.right else "")
         + (f". {why}" if why else "")
