@@ -29,7 +29,8 @@ from torch.distributed import ProcessGroup
 
 from . import dist
 from .collectives.barrier import barrier
-from .devices import default_backend, get_comm_device, synchronize
+from .devices import default_backend, get_comm_device
+from .devices.current import synchronize
 from .errors import InvalidArgumentError, ScaletorchError
 from .launchers.environment import infer_launcher
 from .ranks import launch

@@ -10,7 +10,7 @@ from .agreement import agree, caught
 from .collectives.all_to_all import all_to_all_flat
 from .collectives.flat import all_gather_flat, all_reduce_flat, reduce_scatter_flat
 from .containers import map_tensors, tensors_in
-from .devices.threads import prepare_backward
+from .devices.current import prepare_backward
 from .differences import relative_error, worst
 from .launchers.host import this_host
 from .launchers.interfaces import is_loopback

@@ -46,8 +46,6 @@ def plugin_problem(plugin: str) -> str | None:
 
 def device_problem(entry: DeviceEntry) -> str | None:
     """Return the reason why this machine cannot use an entry's device, or None if it can."""
-    if entry.device == "cpu":
-        return None
     problem = plugin_problem(entry.plugin) if entry.plugin else None
     if problem is not None:
         return f"{problem}; it comes from {entry.source}"
@@ -64,7 +62,14 @@ def backend_problem(backend: str) -> str | None:
     """
     entry = entry_of_backend(backend)
     if entry is not None and not c10d.is_backend_available(backend):
-        problem = _bring(entry)
+        problem = device_problem(entry)
+        try:
+            if problem is None and entry.activate is not None:
+                entry.activate()
+        except ScaletorchError as error:
+            problem = str(error)
+        except Exception as error:  # another package's code may raise anything
+            problem = f"backend {backend!r} does not start ({type(error).__name__}: {error})"
         if problem is not None:
             return problem
     if c10d.is_backend_available(backend):
@@ -79,22 +84,6 @@ def backend_problem(backend: str) -> str | None:
             "registered with torch.distributed"
         )
     return f"this torch has no {backend}; it comes from {entry.source}"
-
-
-def _bring(entry: DeviceEntry) -> str | None:
-    """Import an entry's plugin and register its backend; return the problem, or None."""
-    problem = plugin_problem(entry.plugin) if entry.plugin else None
-    if problem is not None:
-        return f"{problem}; it comes from {entry.source}"
-    problem = device_problem(entry)
-    if problem is None and entry.activate is not None:
-        try:
-            entry.activate()
-        except ScaletorchError as error:
-            return str(error)
-        except Exception as error:  # another package's code may raise anything
-            return f"backend {entry.backend!r} does not start ({type(error).__name__}: {error})"
-    return problem
 
 
 def default_entry() -> DeviceEntry:

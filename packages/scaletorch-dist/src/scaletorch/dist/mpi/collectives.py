@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import InvalidArgumentError
 from ..wire.ops import op_name
-from .progress import Call
+from .handles import Call
 
 # Names in mpi4py.MPI of the dtypes that MPI reduces.
 _TYPES = {

@@ -16,10 +16,12 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from . import collectives
-from .progress import Call, Engine, MPIWork
+from .handles import Call, Engine, MPIWork, join_calls
 
 # The stub declares two signatures for most methods; torch.distributed calls only one of them.
 _ProcessGroup: Any = c10d.ProcessGroup
+
+Tensors = list[Tensor]
 
 
 class _Options:
@@ -30,8 +32,8 @@ class _Options:
         self.backend = "mpi4py"
 
 
-class MPIMembers(_ProcessGroup):  # type: ignore[misc]
-    """The members of one communicator: the group and, at once, its only backend."""
+class MPIGroup(_ProcessGroup):  # type: ignore[misc]
+    """Collectives and messages on one communicator: the group and, at once, its only backend."""
 
     supports_coalescing = False
     supports_splitting = False
@@ -56,7 +58,7 @@ class MPIMembers(_ProcessGroup):  # type: ignore[misc]
     def abort(self) -> None:
         """Do nothing: MPI cannot cancel a collective."""
 
-    def _get_backend(self, device: torch.device) -> MPIMembers:
+    def _get_backend(self, device: torch.device) -> MPIGroup:
         if torch.device(device).type != "cpu":
             raise RuntimeError(f"backend 'mpi4py' has no communication for device {device}")
         return self
@@ -104,13 +106,6 @@ class MPIMembers(_ProcessGroup):  # type: ignore[misc]
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: each rank counts its own calls."""
 
-
-Tensors = list[Tensor]
-
-
-class MPIGroup(MPIMembers):
-    """Collectives and point-to-point messages on one communicator."""
-
     def _start(self, make: Callable[..., Call], *args: Any, opts: Any = None) -> MPIWork:
         seconds: float = self.options._timeout.total_seconds()
         asked = getattr(opts, "timeout", None)
@@ -118,7 +113,7 @@ class MPIGroup(MPIMembers):
             seconds = asked.total_seconds()
         mpi, comm = self.engine.mpi, self.communicator
         self._sequence += 1
-        return MPIWork(self.engine, self.engine.start(lambda: make(mpi, comm, *args)), seconds)
+        return self.engine.start(lambda: make(mpi, comm, *args), seconds)
 
     def _start_several(
         self, make: Callable[..., Call], *columns: Sequence[Any], opts: Any = None
@@ -127,7 +122,7 @@ class MPIGroup(MPIMembers):
 
         def several(mpi: Any, comm: Any) -> Call:
             rows = zip(*columns, strict=True)
-            return Call.of_several([make(mpi, comm, *row) for row in rows])
+            return join_calls([make(mpi, comm, *row) for row in rows])
 
         return self._start(several, opts=opts)
 

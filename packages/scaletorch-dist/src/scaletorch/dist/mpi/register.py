@@ -13,7 +13,7 @@ import torch.distributed as c10d
 from ..errors import StateError
 from ..launchers.environment import ENVIRONMENTS, find_environment
 from .group import MPIGroup
-from .progress import Engine
+from .handles import Engine
 
 _START = "start the program with mpirun, as in `mpirun -n 4 python train.py`"
 
@@ -38,12 +38,13 @@ def load_mpi() -> Any:
         ) from error
 
 
-def check_world(mpi: Any, rank: int, size: int) -> None:
+def check_world(rank: int, size: int) -> None:
     """Check that MPI has the same rank and world size as torch.distributed.
 
     Raises:
         StateError: It does not: no mpirun started this process, or one of another MPI did.
     """
+    mpi = load_mpi()
     world = mpi.COMM_WORLD
     seen = world.Get_size()
     if seen != size:
@@ -101,10 +102,10 @@ def _base() -> Any:
 
 def _create(options: Any, backend_options: Any) -> MPIGroup:
     """Create the default group or another one; only its members call this."""
-    mpi, engine = load_mpi(), _engine()
+    engine = _engine()
     ranks = options.global_ranks_in_group
     if not ranks:
-        check_world(mpi, options.group_rank, options.group_size)
+        check_world(options.group_rank, options.group_size)
         communicator = _base().Dup()
     else:
         tag = zlib.crc32(options.group_id.encode()) % _LOWEST_TAG_BOUND

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from ..startup.sharing import Notice, crowded, prepare_local_rank, refuse_shared_devices
+from ..startup.sharing import Notice, prepare_local_rank
 from . import state as rank_state
 from .filters import filtered
 from .locate import Locator, loading
@@ -106,8 +106,6 @@ def _join_group(request: dict[str, Any]) -> Notice | None:
         world_size=ranks,
         timeout=None if seconds is None else timedelta(seconds=seconds),
     )
-    if crowded(backend, ranks) is not None:
-        refuse_shared_devices(backend, ranks)
     return notice
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as c10d
 
 from .. import devices
+from ..devices.probe import backend_config, require_plugin
 from ..errors import InvalidArgumentError, StateError
 from ..launchers.environment import Placement
 from .rendezvous import Meeting
@@ -41,12 +42,12 @@ def choose_backend(backend: str, *, warn: bool = True) -> str:
     for device, name in pairs:
         entry = devices.entry_of_backend(name)
         if entry is not None:
-            devices.require_plugin(entry)
+            require_plugin(entry)
         problem = problem or devices.backend_problem(name)
         devices.check_pair(device, name)
     if problem is None:
         _refuse_companions(pairs)
-        return devices.backend_config(",".join(f"{d}:{n}" if d else n for d, n in pairs))
+        return backend_config(",".join(f"{d}:{n}" if d else n for d, n in pairs))
     own = devices.default_backend()
     if warn:
         asked = f"{backend!r}, the default," if backend == DEFAULT else repr(backend)
@@ -56,7 +57,7 @@ def choose_backend(backend: str, *, warn: bool = True) -> str:
             RuntimeWarning,
             stacklevel=3,
         )
-    return devices.backend_config(own)
+    return backend_config(own)
 
 
 def _refuse_companions(pairs: list[tuple[str, str]]) -> None:

@@ -12,7 +12,8 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..devices import REDUCED, comm_entry, entry_of_backend, get_comm_device
+from ..devices import comm_entry, entry_of_backend, get_comm_device
+from ..devices.table import REDUCED
 from ..members import require_member
 from ..world.info import get_world_size, info_of, infos
 from . import port
