@@ -11,7 +11,7 @@ import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, MismatchError, NotInGroupError, check_collectives
 from scaletorch.dist import functional as F
 from scaletorch.dist.testing import run_ranks
-from scaletorch.dist.wire import checks
+from scaletorch.dist.wire import backend, checks
 from scaletorch.dist.wire import port as hooks
 from scaletorch.dist.wire.checks import checking
 
@@ -234,7 +234,7 @@ def count_messages():
     """Every difference is found by one small message, and none is sent with the checks off."""
     data = x(2)
     with mock.patch.object(
-        checks, "all_gather_single", side_effect=checks.all_gather_single
+        backend, "all_gather_single", side_effect=backend.all_gather_single
     ) as call:
         dist.all_reduce(data)
         assert not call.called
@@ -265,7 +265,7 @@ def test_a_guard_records_calls_whether_or_not_they_are_compared(monkeypatch, com
     recorded, compared = [], []
     guard = SimpleNamespace(record=lambda group, call, facts: recorded.append(call))
     monkeypatch.setattr(hooks, "guard", guard)
-    monkeypatch.setattr(checks, "exchange_texts", lambda text, group: compared.append(text))
+    monkeypatch.setattr(checks, "differing_texts", lambda text, group: compared.append(text))
     check_collectives(compares)
     try:
         checks.compare(SimpleNamespace(size=lambda: 2), "all_reduce", x(1))

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..collectives.gather import gather
-from ..collectives.messages import MOST, exchange, send
+from ..collectives.messages import recv, send
 from ..transport.ways import arrived, way_of
-from ..wire.backend import bring_home, gather_ints, host_device
+from ..wire.backend import bring_home, gather_texts, host_device
 from ..wire.work import given
 from ..world.info import group_ranks
 
@@ -72,35 +72,29 @@ def gather_bytes(own: Buffer, lengths: list[int], dst: int, members: ProcessGrou
     if longest <= SMALL:
         rows = gather(_filled_up(own, longest, members), dst, members)
         return [_read(row, n) for row, n in zip(rows, lengths, strict=False)]
-    if c10d.get_rank() != dst:
+    rank = c10d.get_rank()
+    if rank != dst:
         wire = torch.frombuffer(own, dtype=torch.uint8).to(device)
         for piece in wire.split(PIECE):
             send(piece, dst, members)
         return []
-    ranks = group_ranks(members)
-    parts = [own if r == dst else bytearray(n) for r, n in zip(ranks, lengths, strict=True)]
-    hosts = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
-    wires = [host.to(device) for host in hosts]
-    arrivals = [
-        (piece, rank)
-        for rank, wire in zip(ranks, wires, strict=True)
-        if rank != dst
-        for piece in wire.split(PIECE)
-    ]
-    for start in range(0, len(arrivals), MOST):
-        exchange(recvs=arrivals[start : start + MOST], group=members)
-    for host, wire in zip(hosts, wires, strict=True):
-        bring_home(host, wire)
-    return parts
+    found: list[Buffer] = []
+    for source, length in zip(group_ranks(members), lengths, strict=True):
+        found.append(own if source == rank else bytearray(length))
+        if source != rank:
+            data = torch.frombuffer(found[-1], dtype=torch.uint8)
+            wire = data.to(device)
+            for piece in wire.split(PIECE):
+                recv(piece, source, members)
+            bring_home(data, wire)
+    return found
 
 
 def errors_of_all(error: str | None, members: ProcessGroup) -> list[str]:
     """Gather the errors of all ranks, each named with its rank; every rank must call it."""
-    content = bytearray((error or "")[:LONGEST_ERROR].encode(errors="backslashreplace") or b"\0")
-    lengths = [length for (length,) in gather_ints((len(content),), members)]
-    texts = [bytes(text).decode() for text in all_gather_bytes(content, lengths, members)]
+    texts = gather_texts((error or "")[:LONGEST_ERROR], members)
     ranks = group_ranks(members)
-    return [f"rank {r}: {text}" for r, text in zip(ranks, texts, strict=True) if text != "\0"]
+    return [f"rank {rank}: {text}" for rank, text in zip(ranks, texts, strict=True) if text]
 
 
 def _read(data: Tensor, length: int) -> bytearray:

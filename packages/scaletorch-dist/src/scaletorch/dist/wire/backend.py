@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -185,3 +186,20 @@ def broadcast_ints(values: Sequence[int], src: int, group: ProcessGroup) -> list
     raw_broadcast(data, src, group)
     result: list[int] = data.tolist()
     return result
+
+
+def gather_texts(text: str, group: ProcessGroup) -> list[str]:
+    """All-gather a text of any length from each rank."""
+    data = text.encode(errors="backslashreplace")
+    lengths = [length for (length,) in gather_ints((len(data),), group)]
+    content = bytearray(data.ljust(max(*lengths, 1), b"\0"))
+    own = torch.frombuffer(content, dtype=torch.uint8).to(host_device(group))
+    rows = own.new_empty((group.size(), own.numel()))
+    all_gather_single(rows.view(-1), own, group=group)
+    return [bytes(row[:n]).decode() for row, n in zip(rows.tolist(), lengths, strict=True)]
+
+
+def digest_of(text: str) -> int:
+    """Return a number of 64 bits that differs for different texts."""
+    digest = hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

@@ -9,7 +9,6 @@ a call fails on one rank before the comparison, its error takes part in it, so t
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -24,10 +23,9 @@ from ..errors import InvalidArgumentError, MismatchError, NotInGroupError
 from ..naming import name_ranks
 from ..world.info import group_ranks
 from . import port
-from .backend import all_gather_single, host_device, process_group, route
+from .backend import digest_of, gather_ints, gather_texts, process_group, route
 
 VARIABLE = "SCALETORCH_DIST_CHECK"
-WIDTH = 512  # bytes of a description that are sent; a longer one is cut and ends in a digest
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -84,9 +82,9 @@ def compare(group: ProcessGroup, call: str, *facts: Any) -> None:
         if not comparing():
             return
     _compared += 1
-    texts = exchange_texts(describe(call, *facts, f"{group.size()} ranks"), group)
-    if texts is not None:
-        raise MismatchError(f"ranks make different calls: {who_says_what(texts, group)}")
+    difference = differing_texts(describe(call, *facts, f"{group.size()} ranks"), group)
+    if difference:
+        raise MismatchError(f"ranks make different calls: {difference}")
 
 
 def begin(group: ProcessGroup | None, call: str, *facts: Any) -> ProcessGroup | None:
@@ -127,7 +125,7 @@ def tells_failure(call: Callable[P, R]) -> Callable[P, R]:
             group = _group_among((*args, *options.values()))
             if group is not None and before == _compared:
                 _compared += 1  # an enclosing call need not report it again
-                exchange_texts(f"{call.__name__.lstrip('_')} fails: {error}", group)
+                differing_texts(f"{call.__name__.lstrip('_')} fails: {error}", group)
             raise
 
     return told
@@ -154,28 +152,19 @@ def _fact(fact: Any) -> str:
     return str(fact)
 
 
-def exchange_texts(text: str, group: ProcessGroup) -> list[str] | None:
-    """Return every rank's text, cut to `WIDTH` bytes, if they differ, or None if all are equal."""
-    data = text.encode(errors="backslashreplace")
-    if len(data) > WIDTH:
-        digest = hashlib.sha256(data).hexdigest()[:16]
-        data = f"{data[: WIDTH - 24].decode(errors='ignore')} … #{digest}".encode()
-    own = torch.frombuffer(bytearray(data.ljust(WIDTH, b"\0")), dtype=torch.uint8)
-    own = own.to(host_device(group))
-    rows = own.new_empty((group.size(), WIDTH))
-    all_gather_single(rows.view(-1), own, group=group)
-    if bool((rows == own).all()):
-        return None
-    return [bytes(row).rstrip(b"\0").decode() for row in rows.tolist()]
+def differing_texts(text: str, group: ProcessGroup) -> str:
+    """Return each text with the ranks that sent it, the most frequent first; "" if all are equal.
 
-
-def who_says_what(texts: Sequence[str], group: ProcessGroup | None) -> str:
-    """Return each text with the global ranks that sent it, the most frequent first."""
+    Costs one message of 8 bytes per rank; the texts themselves are sent only if they differ.
+    """
+    digests = gather_ints((digest_of(text),), group)
+    if digests.count(digests[0]) == len(digests):
+        return ""
     speakers: dict[str, list[int]] = {}
-    for rank, text in zip(group_ranks(group), texts, strict=True):
-        speakers.setdefault(text, []).append(rank)
+    for rank, said in zip(group_ranks(group), gather_texts(text, group), strict=True):
+        speakers.setdefault(said, []).append(rank)
     ordered = sorted(speakers.items(), key=lambda item: (-len(item[1]), item[1]))
-    return "; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in ordered)
+    return "; ".join(f"{name_ranks(ranks)}: {said}" for said, ranks in ordered)
 
 
 def check_tensor(data: Any, call: str, name: str = "data") -> None:
