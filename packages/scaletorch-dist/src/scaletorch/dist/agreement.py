@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from .errors import MismatchError, ScaletorchError
-from .naming import name_ranks
+from .members import name_ranks
 from .wire.backend import digest_of, gather_ints, gather_texts
 from .wire.checks import begin
 from .world.info import get_rank, group_ranks

@@ -27,7 +27,7 @@ import torch.distributed as c10d
 from torch.distributed import ProcessGroup
 
 from . import dist
-from .collectives.barrier import barrier
+from .collectives.broadcast import barrier
 from .devices import default_backend, get_comm_device
 from .devices.current import synchronize
 from .errors import InvalidArgumentError, ScaletorchError
@@ -126,11 +126,7 @@ class Row(NamedTuple):
 
 
 def sizes_between(least: int, most: int, factor: int) -> list[int]:
-    """Return sizes that grow by a factor, up to and including the largest.
-
-    Raises:
-        InvalidArgumentError: The range is empty, or the factor is below 2.
-    """
+    """Return sizes that grow by a factor, up to and including the largest."""
     if not 1 <= least <= most or factor < 2:
         message = f"sizes grow from 1 byte or more, by 2 or more: got {least} to {most} by {factor}"
         raise InvalidArgumentError(message)

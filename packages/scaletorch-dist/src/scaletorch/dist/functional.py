@@ -31,7 +31,6 @@ from torch.distributed import ProcessGroup
 from .collectives import shards
 from .errors import InvalidArgumentError
 from .wire.backend import process_group
-from .wire.checks import tells_failure
 
 Group = ProcessGroup | None
 Sizes = Sequence[int] | None
@@ -211,7 +210,6 @@ def copy(x: Tensor, group: Group = None) -> Tensor:
     return x if _stays(x, group) or not torch.is_grad_enabled() else _apply(Copy, x, group)
 
 
-@tells_failure
 def reduce(x: Tensor, group: Group = None) -> Tensor:
     """Return the sum of every rank's `x`; the gradient passes unchanged (leaves a parallel region).
 
@@ -222,7 +220,6 @@ def reduce(x: Tensor, group: Group = None) -> Tensor:
     return x if _stays(x, group) else _apply(Reduce, x, group)
 
 
-@tells_failure
 def all_reduce(x: Tensor, group: Group = None) -> Tensor:
     """Return the sum of every rank's `x`; backward sums the gradient over the ranks too.
 
@@ -233,7 +230,6 @@ def all_reduce(x: Tensor, group: Group = None) -> Tensor:
     return x if _stays(x, group) else _apply(AllReduce, x, group)
 
 
-@tells_failure
 def all_gather(x: Tensor, dim: int, group: Group = None, *, sizes: Sizes = None) -> Tensor:
     """Return every rank's `x` joined along `dim`; backward reduce-scatters the gradient.
 
@@ -251,7 +247,6 @@ def all_gather(x: Tensor, dim: int, group: Group = None, *, sizes: Sizes = None)
     return _apply(AllGather, x, dim, group, sizes)
 
 
-@tells_failure
 def reduce_scatter(x: Tensor, dim: int, group: Group = None, *, sizes: Sizes = None) -> Tensor:
     """Sum `x` over the ranks and return this rank's shard along `dim`; backward all-gathers.
 
@@ -271,7 +266,6 @@ def reduce_scatter(x: Tensor, dim: int, group: Group = None, *, sizes: Sizes = N
     return _apply(ReduceScatter, x, dim, group, sizes)
 
 
-@tells_failure
 def gather(x: Tensor, dim: int, group: Group = None, *, sizes: Sizes = None) -> Tensor:
     """Return every rank's `x` joined along `dim`; backward keeps this rank's shard.
 
@@ -306,7 +300,6 @@ def split(x: Tensor, dim: int, group: Group = None, *, sizes: Sizes = None) -> T
     return _apply(Split, x, dim, group, sizes)
 
 
-@tells_failure
 def all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: Group = None) -> Tensor:
     """Send shard i of `x` along `split_dim` to rank i; join the received ones along `concat_dim`.
 

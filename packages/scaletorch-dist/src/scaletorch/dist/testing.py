@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from .differences import relative_error, worst
 from .errors import RankFailedError
 from .ranks.locate import BODY_ATTRIBUTE, PYTEST_REWRITING, importing
 from .ranks.pool import RankPool
 from .ranks.process import get_server
 from .ranks.state import environment
+from .tensors import relative_error, worst
 
 __all__ = [
     "GROUP_TIMEOUT",

@@ -20,7 +20,6 @@ from ..wire.checks import (
     check_target,
     check_tensor,
     checking,
-    tells_failure,
 )
 from ..wire.sums import as_one
 from ..wire.work import Async, Sync, Work, given, settled
@@ -44,7 +43,6 @@ def all_to_all(
 def all_to_all(
     send_list: Sequence[Tensor], recv_list: Sequence[Tensor], group: Group = ..., *, async_op: Async
 ) -> Work[None]: ...
-@tells_failure
 def all_to_all(*args: Any, **options: Any) -> Any:
     """Send one block to every rank, and receive one block from each.
 
@@ -78,7 +76,6 @@ def all_to_all(*args: Any, **options: Any) -> Any:
     return _all_to_all_lists(*args, **options)
 
 
-@tells_failure
 def all_to_all_flat(
     data: Tensor, counts: Sequence[int], received_counts: Sequence[int], group: Group = None
 ) -> Work[Tensor]:

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from ..errors import InvalidArgumentError
 from ..transport.ways import way_of
 from ..wire.backend import bring_home, on_wire, process_group
-from ..wire.checks import begin, tells_failure
+from ..wire.checks import begin
 from ..wire.recipes import recipe_for
 from ..wire.sums import even_parts, fold, parts_of, sum_dtype
 from ..wire.work import Work, given, nothing, settled
@@ -23,7 +23,6 @@ from .reduce import all_reduce
 SCALED = {"sum": False, "mean": True}
 
 
-@tells_failure
 def all_reduce_flat(
     data: Tensor, op: str = "sum", group: ProcessGroup | None = None, *, ordered: bool = False,
     start: Tensor | None = None,
@@ -62,7 +61,6 @@ def all_reduce_flat(
     return Work((all_reduce(data, op, group, async_op=True),), partial(given, data))
 
 
-@tells_failure
 def reduce_scatter_flat(
     data: Tensor, counts: Sequence[int], op: str = "sum", group: ProcessGroup | None = None, *,
     ordered: bool = False, start: Tensor | None = None,
@@ -103,7 +101,6 @@ def reduce_scatter_flat(
     return cast(Work[Tensor], way.exchange(wire, counts, [counts[rank]] * size, done, True))
 
 
-@tells_failure
 def all_gather_flat(
     data: Tensor,
     counts: Sequence[int],

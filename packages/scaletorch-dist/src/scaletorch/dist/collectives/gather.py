@@ -19,7 +19,6 @@ from ..wire.checks import (
     check_member,
     check_target,
     check_tensor,
-    tells_failure,
 )
 from ..wire.work import Async, Sync, Work, settled
 from ..world.info import get_world_size
@@ -39,7 +38,6 @@ def all_gather(
 def all_gather(
     tensor_list: Sequence[Tensor], tensor: Tensor, group: Group = ..., *, async_op: Async
 ) -> Work[None]: ...
-@tells_failure
 def all_gather(*args: Any, **options: Any) -> Any:
     """Gather a tensor from every rank, in the group's order.
 
@@ -103,7 +101,6 @@ def gather(
 def gather(
     data: Tensor, dst: int = ..., group: Group = ..., *, async_op: Async
 ) -> Work[list[Tensor]]: ...
-@tells_failure
 def gather(
     data: Tensor, dst: int = 0, group: Group = None, async_op: bool = False
 ) -> list[Tensor] | Work[list[Tensor]]:

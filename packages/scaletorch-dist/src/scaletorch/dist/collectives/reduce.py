@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from ..transport.ways import arrived, way_of
 from ..wire.backend import on_wire, route
-from ..wire.checks import begin, check_list, check_member, check_target, tells_failure
+from ..wire.checks import begin, check_list, check_member, check_target
 from ..wire.ops import Op
 from ..wire.recipes import Recipe, recipe_for
 from ..wire.sums import as_one
@@ -27,7 +27,6 @@ def all_reduce(data: Tensor, op: Op = ..., group: Group = ..., async_op: Sync = 
 def all_reduce(
     data: Tensor, op: Op = ..., group: Group = ..., *, async_op: Async
 ) -> Work[None]: ...
-@tells_failure
 def all_reduce(
     data: Tensor, op: Op = "sum", group: Group = None, async_op: bool = False
 ) -> Work[None] | None:
@@ -64,7 +63,6 @@ def reduce(
 def reduce(
     data: Tensor, dst: int = ..., op: Op = ..., group: Group = ..., *, async_op: Async
 ) -> Work[None]: ...
-@tells_failure
 def reduce(
     data: Tensor, dst: int = 0, op: Op = "sum", group: Group = None, async_op: bool = False
 ) -> Work[None] | None:
@@ -105,7 +103,6 @@ def reduce_scatter(
     output: Tensor, input_list: Sequence[Tensor], op: Op = ..., group: Group = ...,
     *, async_op: Async,
 ) -> Work[None]: ...  # fmt: skip
-@tells_failure
 def reduce_scatter(
     output: Tensor,
     input_list: Sequence[Tensor],

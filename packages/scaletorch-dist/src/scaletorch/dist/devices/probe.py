@@ -101,11 +101,7 @@ def default_backend() -> str:
 
 
 def require_plugin(entry: DeviceEntry) -> None:
-    """Check that this machine has an entry's plugin if it has the hardware.
-
-    Raises:
-        StateError: The plugin is missing; the message says where to get it.
-    """
+    """Check that this machine has an entry's plugin if it has the hardware."""
     problem = plugin_problem(entry.plugin) if entry.plugin else None
     if problem is not None and entry.nodes and glob.glob(entry.nodes):
         raise StateError(

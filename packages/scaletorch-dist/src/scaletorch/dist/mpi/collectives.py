@@ -66,11 +66,7 @@ def typed(mpi: Any, data: Tensor) -> list[Any]:
 
 
 def reducible(data: Tensor) -> Tensor:
-    """Convert a flat tensor for reduction: widen 16-bit floats, view bools and complex as others.
-
-    Raises:
-        InvalidArgumentError: MPI does not reduce the dtype.
-    """
+    """Convert a flat tensor for reduction: widen 16-bit floats, view bools and complex as others."""
     if data.dtype in _HALVES:
         return data.float()
     if data.dtype == torch.bool:
@@ -83,11 +79,7 @@ def reducible(data: Tensor) -> Tensor:
 
 
 def reduce_op(mpi: Any, op: Any, dtype: torch.dtype) -> tuple[Any, str]:
-    """Return MPI's operation for torch's, and its name in `wire.ops`.
-
-    Raises:
-        InvalidArgumentError: MPI lacks the operation, or lacks it for this dtype.
-    """
+    """Return MPI's operation for torch's, and its name in `wire.ops`."""
     name = op_name(op)
     table = _BOOL_OPS if dtype == torch.bool else _OPS
     senseless = dtype.is_floating_point and name in ("band", "bor", "bxor")

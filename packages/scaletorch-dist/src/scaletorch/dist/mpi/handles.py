@@ -170,14 +170,6 @@ class MPIWork(c10d.Work):
             self._engine.poll()
         return self._done
 
-    def is_success(self) -> bool:
-        """Return whether the call is done without an error."""
-        return self.is_completed() and self._error is None
-
-    def exception(self) -> BaseException | None:
-        """Return the call's error, or None."""
-        return self._error
-
     def result(self) -> list[Tensor]:
         """Return the tensors that hold the result."""
         return self._results

@@ -19,11 +19,7 @@ _START = "start the program with mpirun, as in `mpirun -n 4 python train.py`"
 
 
 def load_mpi() -> Any:
-    """Return the module `mpi4py.MPI`; the first call initializes MPI.
-
-    Raises:
-        StateError: `mpi4py` or an MPI library is missing.
-    """
+    """Return the module `mpi4py.MPI`; the first call initializes MPI."""
     try:
         return importlib.import_module("mpi4py.MPI")
     except ImportError as error:
@@ -39,11 +35,7 @@ def load_mpi() -> Any:
 
 
 def check_world(rank: int, size: int) -> None:
-    """Check that MPI has the same rank and world size as torch.distributed.
-
-    Raises:
-        StateError: It does not: no mpirun started this process, or one of another MPI did.
-    """
+    """Check that MPI has the same rank and world size as torch.distributed."""
     mpi = load_mpi()
     world = mpi.COMM_WORLD
     seen = world.Get_size()
@@ -80,9 +72,6 @@ def register_backend() -> None:
 
     Afterwards `init_process_group("mpi4py", ...)` and `new_group(backend="mpi4py")` work.
     `init_dist` calls this for backend 'mpi' if torch was built without MPI.
-
-    Raises:
-        StateError: `mpi4py` or an MPI library is missing.
     """
     load_mpi()
     if not hasattr(c10d.Backend, BACKEND.upper()):

@@ -64,11 +64,7 @@ def refusal(who: str, allow_pickle: bool) -> str:
 
 
 def dump_object(data: Any, terms: Terms = _ALL) -> memoryview:
-    """Serialize an object: by pickle if allowed, else as a plain object.
-
-    Raises:
-        InvalidArgumentError: It does not pickle, or it is not plain and pickle is forbidden.
-    """
+    """Serialize an object: by pickle if allowed, else as a plain object."""
     sink = io.BytesIO()  # its buffer can be sent without a copy
     plain = terms.forbidden or not pickle_allowed(terms.allow_pickle)
     try:
@@ -85,11 +81,7 @@ def dump_object(data: Any, terms: Terms = _ALL) -> memoryview:
 
 
 def load_object(data: bytearray | memoryview, terms: Terms = _ALL) -> Any:
-    """Load an object that `dump_object` serialized.
-
-    Raises:
-        InvalidArgumentError: It does not unpickle, or it is pickled although pickle is forbidden.
-    """
+    """Load an object that `dump_object` serialized."""
     plain = bytes(data[: len(_SAVED)]) == _SAVED
     if not plain and not pickle_allowed(terms.allow_pickle):
         raise InvalidArgumentError(refusal("what arrived", terms.allow_pickle))

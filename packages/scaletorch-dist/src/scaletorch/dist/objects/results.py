@@ -14,7 +14,6 @@ from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError, StateError
 from ..wire.backend import process_group
-from ..wire.checks import tells_failure
 from ..world.info import get_rank, group_ranks
 from .byte_moves import errors_of_all
 from .object_calls import broadcast_object_list, gather_object
@@ -25,7 +24,6 @@ T = TypeVar("T")
 _DEVICE_NAMES = ("cpu", "gpu", "npu", "cuda", "mlu", "musa", "xpu")
 
 
-@tells_failure
 def collect_results(
     results: list[Any],
     size: int,

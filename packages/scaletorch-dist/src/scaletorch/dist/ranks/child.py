@@ -24,7 +24,6 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from ..startup.sharing import Notice, prepare_local_rank
 from . import state as rank_state
-from .filters import filtered
 from .locate import Locator, loading
 
 
@@ -120,7 +119,7 @@ def _run(
         fn = locator.find()
         with loading(locator):
             args, kwargs = ForkingPickler.loads(arguments)
-        with filtered(filters):
+        with rank_state.filtered(filters):
             result = fn(*args, **kwargs)
             _finish_threads()
     except BaseException as error:

@@ -18,11 +18,10 @@ from typing import Any
 from ..errors import InvalidArgumentError, StateError
 from ..launchers.interfaces import LOOPBACK
 from ..startup.rendezvous import free_port
-from .collect import collect
-from .filters import own_filters
+from .collect import RankReport, collect
 from .locate import locate, rank_body
 from .process import START_TIMEOUT, RankProcess, get_server, stop
-from .report import RankReport
+from .state import own_filters
 
 CLOSE_GRACE = 2.0  # seconds that ranks get to exit before they are killed
 # Variables of an outer launch, which would mislead a rank started here.

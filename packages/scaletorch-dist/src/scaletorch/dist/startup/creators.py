@@ -31,11 +31,6 @@ def choose_backend(backend: str, *, warn: bool = True) -> str:
 
     Returns:
         A configuration for `init_process_group`, such as 'cpu:gloo,cuda:nccl'.
-
-    Raises:
-        InvalidArgumentError: The backend is unknown, does not serve the device paired with it, or
-            the pairs cannot be parsed.
-        StateError: The machine has the hardware, but the plugin is missing.
     """
     pairs = devices.resolve_backend(backend)
     problem = None

@@ -39,11 +39,7 @@ class Meeting:
 
 
 def find_meeting(placement: Placement, port: int | None) -> Meeting:
-    """Return the store's address and port; the caller's and the environment's values come first.
-
-    Raises:
-        StateError: No address was found; the message names the variable to set.
-    """
+    """Return the store's address and port; the caller's and the environment's values come first."""
     if placement.launcher == "pytorch" and agent_holds_store():
         return replace(_meet_by_environment(placement, None), by_agent=True)
     return _FINDERS[placement.launcher](placement, port)
@@ -160,9 +156,6 @@ def free_port() -> int:
 
     It is not an ephemeral port: other programs, and every gloo group, ask the system for those and
     might get this one before a rank binds it.
-
-    Raises:
-        OSError: No free port was found.
     """
     for _ in range(_TRIES):
         port = derived_port(secrets.token_hex(8))

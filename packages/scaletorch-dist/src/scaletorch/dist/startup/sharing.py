@@ -45,9 +45,6 @@ def rank_variables(
 
     Returns:
         The variables, and a log notice about sharing, or None.
-
-    Raises:
-        StateError: Ranks would share devices, and the backend has no way for that.
     """
     wanted: dict[str, str] = {}
     notice = None

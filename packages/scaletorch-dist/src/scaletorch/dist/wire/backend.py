@@ -61,11 +61,7 @@ MOVABLE = frozenset(
 
 
 def process_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return the group of a call, or None for a process without torch.distributed.
-
-    Raises:
-        NotInGroupError: This rank is outside `group`.
-    """
+    """Return the group of a call, or None for a process without torch.distributed."""
     if group is None:
         if c10d.is_initialized():
             return c10d.group.WORLD

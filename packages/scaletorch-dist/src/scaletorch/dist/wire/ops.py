@@ -34,11 +34,7 @@ _OF_COMPLEX = frozenset(("sum", "mean"))
 
 
 def op_name(op: Op) -> str:
-    """Return the key in `REDUCE_OPS` for a name in any case, an alias or a ReduceOp.
-
-    Raises:
-        InvalidArgumentError: The operation is unknown.
-    """
+    """Return the key in `REDUCE_OPS` for a name in any case, an alias or a ReduceOp."""
     if isinstance(op, str):
         name = op.lower()
         name = ALIASES.get(name, name)
@@ -57,11 +53,7 @@ def op_name(op: Op) -> str:
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Check that the operation `name` is defined for `dtype`.
-
-    Raises:
-        InvalidArgumentError: It is undefined, or no backend can compute it.
-    """
+    """Check that the operation `name` is defined for `dtype`."""
     if dtype in INTEGERS or dtype in WIDENED or dtype == torch.bool:
         return
     if dtype in FLOATS:

@@ -57,9 +57,6 @@ def recipe_for(op: Op, dtype: torch.dtype, taken: bool = True) -> Recipe:
         op: The operation.
         dtype: The tensor's dtype.
         taken: Whether the backend reduces this dtype; else torch does, which keeps NaNs.
-
-    Raises:
-        InvalidArgumentError: The operation is unknown, or undefined for the dtype.
     """
     name = op_name(op)
     check_dtype(name, dtype)

@@ -1,9 +1,11 @@
-"""Ranks and nodes: local rank, local size, and the node of each rank."""
+"""Ranks and nodes: local rank, local size, the node of each rank, and the identity of this host."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import socket
+from pathlib import Path
 
 import torch
 import torch.distributed as c10d
@@ -11,7 +13,6 @@ from torch.distributed import ProcessGroup
 
 from ..devices import get_comm_device
 from ..launchers.environment import find_environment, read_placement
-from ..launchers.host import this_host
 from .info import get_rank, get_world_size, info_of, is_distributed
 
 
@@ -97,3 +98,20 @@ def wait_for_connections() -> None:
     world = c10d.group.WORLD
     if world is not None and torch.device("cpu") in world._device_types:
         c10d.all_reduce(torch.zeros(1), group=world)
+
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_SPACES = ("pid", "net")  # namespaces that decide whether processes can reach one another
+
+
+def this_host() -> int:
+    """Return a number below 2**63 that is the same in all processes of one host and boot.
+
+    Each container counts as a host.
+    """
+    facts = [socket.gethostname(), _BOOT.read_text() if _BOOT.exists() else ""]
+    for space in _SPACES:
+        link = f"/proc/self/ns/{space}"
+        facts.append(os.readlink(link) if os.path.exists(link) else "")
+    digest = hashlib.blake2b("\0".join(facts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

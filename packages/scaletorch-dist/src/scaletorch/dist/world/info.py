@@ -1,6 +1,10 @@
 """Ranks, sizes and other facts of process groups, cached in one record per group.
 
 Every function also works without torch.distributed.
+
+A project may vendor a copy of this library while another is installed, and both may use one process
+group. Then both must, for example, number that group's messages with one counter: `one_per_process`
+stores such objects in a module of torch.
 """
 
 from __future__ import annotations
@@ -186,3 +190,20 @@ def _timeout_of(backend: Any) -> timedelta | None:
     except (AttributeError, RuntimeError):  # it has no options, or options without a timeout
         return None
     return timeout
+
+
+T = TypeVar("T")
+
+
+def one_per_process(name: str, make: Callable[[], T]) -> T:
+    """Return this process's object of a name; the first call creates it.
+
+    Do not call it at import, which must have no side effects. Copies may have different versions,
+    so the interface of the object under one name must not change.
+
+    Args:
+        name: Name of the object.
+        make: Creates the object, cheaply; called every time, but only the first object is kept.
+    """
+    kept: T = vars(c10d.distributed_c10d).setdefault(f"_scaletorch_{name}", make())
+    return kept
