@@ -66,7 +66,7 @@ def typed(mpi: Any, data: Tensor) -> list[Any]:
 
 
 def reducible(data: Tensor) -> Tensor:
-    """Convert a flat tensor for reduction: widen 16-bit floats, view bools and complex as others."""
+    """Convert a flat tensor for reduction: widen 16-bit floats, view bools and complex."""
     if data.dtype in _HALVES:
         return data.float()
     if data.dtype == torch.bool:
