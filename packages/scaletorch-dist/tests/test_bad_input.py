@@ -24,8 +24,6 @@ CALLS = {
     "backend": (lambda: devices.resolve_backend(None), "named by a text such as 'nccl', got None"),
     "local rank": (lambda: devices.set_device("0"), "local_rank must be a number of at least 0"),
     "negative rank": (lambda: devices.set_device(-1), "local_rank must be a number of at least 0"),
-    "env": (lambda: dist.launch(print, 2, env=["A"]), "env must be a mapping of names to texts"),
-    "env value": (lambda: dist.RankPool(2, env={"A": 1}), r"env\['A'\] must be a text, or None"),
 }
 OF_TWO = {
     "tag of send": lambda peer: dist.send(X, peer, tag="a"),

@@ -43,17 +43,11 @@ HEAD = f"{'call':22}{'size':>10}{'time µs':>11}{'alg GB/s':>10}{'bus GB/s':>10}
 
 
 class Case(NamedTuple):
-    """The cost of one call on a ring.
+    """The cost of one call on a ring, or with a root on a binary tree."""
 
-    Attributes:
-        factor: Number of ranks → bytes on the busiest link per byte of size.
-        steps: Number of ranks → consecutive messages, on a ring or (rooted calls) a binary tree.
-        split: Whether the size is divided evenly among the ranks.
-    """
-
-    factor: Callable[[int], float]
-    steps: Callable[[int], int]
-    split: bool = False
+    factor: Callable[[int], float]  # number of ranks → bytes on the busiest link per byte of size
+    steps: Callable[[int], int]  # number of ranks → consecutive messages
+    split: bool = False  # the size is divided evenly among the ranks
 
     def size(self, asked: int, ranks: int) -> int:
         """Round a requested size up to whole float32 elements, on each rank if it is split."""
@@ -97,23 +91,14 @@ def prepare(name: str, size: int, group: ProcessGroup, device: torch.device) -> 
 
 
 class Row(NamedTuple):
-    """One line of the table.
+    """One line of the table."""
 
-    Attributes:
-        call: Name in `CASES`.
-        size: Bytes, counted as in `CASES`.
-        seconds: Time of one call; the median of the rounds.
-        algorithm_bandwidth: Size / seconds, in bytes per second.
-        bus_bandwidth: Bytes per second on the busiest link.
-        calls: Number of calls in all rounds.
-    """
-
-    call: str
-    size: int
-    seconds: float
-    algorithm_bandwidth: float
-    bus_bandwidth: float
-    calls: int
+    call: str  # name in `CASES`
+    size: int  # bytes, counted as in `CASES`
+    seconds: float  # of one call; the median of the rounds
+    algorithm_bandwidth: float  # size / seconds, in bytes per second
+    bus_bandwidth: float  # bytes per second on the busiest link
+    calls: int  # in all rounds
 
     def __str__(self) -> str:
         """Return a line of the table."""
@@ -225,15 +210,7 @@ def constants_text(constants: dict[str, dict[str, Any]]) -> Iterator[str]:
 def measure_all(
     arguments: argparse.Namespace, show: Callable[[Iterable[Any]], None]
 ) -> dict[str, Any]:
-    """Measure all calls; every rank calls this.
-
-    Args:
-        arguments: The command's options, the same on every rank.
-        show: Called with each new row, in a list.
-
-    Returns:
-        Conditions, rows and constants, in seconds and bytes.
-    """
+    """Measure all calls, and show each row; every rank calls this."""
     group = c10d.group.WORLD
     if group is None or group.size() < 2:
         message = f"calls are measured between ranks, and the group has {get_world_size(group)}"

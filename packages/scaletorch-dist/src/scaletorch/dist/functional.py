@@ -269,14 +269,7 @@ def reduce_scatter(x: Tensor, dim: int, group: Group = None, *, sizes: Sizes = N
 def gather(x: Tensor, dim: int, group: Group = None, *, sizes: Sizes = None) -> Tensor:
     """Return every rank's `x` joined along `dim`; backward keeps this rank's shard.
 
-    Args:
-        x: As in `all_gather`.
-        dim: As in `all_gather`.
-        group: As in `all_gather`.
-        sizes: As in `all_gather`.
-
-    Raises:
-        InvalidArgumentError: As in `all_gather`.
+    Args and errors as in `all_gather`.
     """
     if _stays(x, group):
         return shards.joined(x, dim, group, sizes)
@@ -286,14 +279,7 @@ def gather(x: Tensor, dim: int, group: Group = None, *, sizes: Sizes = None) -> 
 def split(x: Tensor, dim: int, group: Group = None, *, sizes: Sizes = None) -> Tensor:
     """Return a copy of this rank's shard of `x` along `dim`; backward joins the gradients.
 
-    Args:
-        x: The same values on every rank.
-        dim: As in `reduce_scatter`.
-        group: As in `reduce_scatter`.
-        sizes: As in `reduce_scatter`.
-
-    Raises:
-        InvalidArgumentError: As in `reduce_scatter`.
+    `x` has the same values on every rank. Args and errors as in `reduce_scatter`.
     """
     if _stays(x, group):
         return shards.shard_of(x, dim, group, sizes)

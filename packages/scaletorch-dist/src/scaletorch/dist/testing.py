@@ -110,14 +110,7 @@ def distributed_test(
     """Decorate a test so that its body runs on every rank.
 
     The test keeps its signature: fixtures and parameters are sent to the ranks, so they must
-    pickle. The test is skipped if every rank skips.
-
-    Args:
-        world_size: Number of ranks.
-        timeout: Seconds.
-        init: As in `run_ranks`.
-        env: As in `run_ranks`.
-        backend: As in `run_ranks`.
+    pickle. The test is skipped if every rank skips. Args as in `run_ranks`.
 
     Example:
         >>> @distributed_test(world_size=4)

@@ -51,7 +51,7 @@ def all_reduce(
         return settled((), nothing, async_op)
     recipe = _recipe_on(op, data, members)
     buffer = recipe.pack(on_wire(data, members, reduced=True))
-    done = partial(unpack_into, data, recipe, members.size())
+    done = partial(_unpack_into, data, recipe, members.size())
     return way_of(buffer, members).all_reduce(buffer, recipe, done, async_op)
 
 
@@ -89,7 +89,7 @@ def reduce(
     buffer = recipe.pack(on_wire(data, members, reduced=True))
     if buffer.data_ptr() == data.data_ptr() and not mine:
         buffer = buffer.clone()  # backends write partial results into it
-    done = partial(unpack_into, data, recipe, members.size()) if mine else arrived
+    done = partial(_unpack_into, data, recipe, members.size()) if mine else arrived
     return way_of(buffer, members).reduce(buffer, dst, recipe, done, async_op)
 
 
@@ -141,7 +141,7 @@ def reduce_scatter(
     if flat.numel() == 0:
         return settled((), nothing, async_op)
     counts = [entry.numel() for entry in input_list]
-    done = partial(unpack_into, output, recipe, size)
+    done = partial(_unpack_into, output, recipe, size)
     return way_of(flat, members).reduce_scatter(flat, counts, recipe, done, async_op)
 
 
@@ -150,15 +150,8 @@ def _recipe_on(op: Op, data: Tensor, group: ProcessGroup) -> Recipe:
     return recipe_for(op, data.dtype, data.dtype in route(data, group).reduces)
 
 
-def unpack_into(data: Tensor, recipe: Recipe, size: int, reduced: Tensor) -> None:
-    """Unpack a reduced tensor into `data`.
-
-    Args:
-        data: Filled in place.
-        recipe: The recipe that packed the tensor.
-        size: Number of ranks whose tensors were reduced.
-        reduced: The packed result.
-    """
+def _unpack_into(data: Tensor, recipe: Recipe, size: int, reduced: Tensor) -> None:
+    """Unpack a tensor that was reduced over `size` ranks into `data`."""
     result = recipe.unpack(reduced, size)
     if result.data_ptr() != data.data_ptr():
         data.detach().copy_(result.view(data.shape))

@@ -13,19 +13,10 @@ LAUNCHERS = ("pytorch", "slurm", "mpi")
 
 @dataclass(frozen=True, slots=True)
 class LauncherEnvironment:
-    """The variables that one program sets for each process it starts.
+    """The names of the variables that one program sets for each process it starts."""
 
-    Attributes:
-        program: The program that the user ran.
-        launcher: Its launcher name in `init_dist`.
-        rank: Variable with the rank.
-        world_size: Variable with the number of ranks.
-        local_rank: Variable with the local rank on this node.
-        local_size: Variable with the number of ranks on this node.
-    """
-
-    program: str
-    launcher: str
+    program: str  # the program that the user ran
+    launcher: str  # its name in `init_dist`
     rank: str
     world_size: str
     local_rank: str

@@ -29,11 +29,8 @@ def gloo_interface(address: str, one_machine: bool) -> str | None:
 
     On one machine it is loopback: gloo then listens on no other interface and resolves no name. On
     several machines gloo uses the address to which this host's name resolves. If that is loopback
-    or does not exist (a container, Debian's 127.0.1.1), other ranks could not connect.
-
-    Args:
-        address: Address of rank 0.
-        one_machine: Whether all ranks are known to be on this machine.
+    or does not exist (a container, Debian's 127.0.1.1), other ranks could not connect. `address` is
+    that of rank 0.
     """
     if one_machine or is_loopback(address):
         return LOOPBACK.get(sys.platform)

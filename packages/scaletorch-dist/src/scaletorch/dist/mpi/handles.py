@@ -24,23 +24,14 @@ _LAST_WORDS = 1.0  # seconds before the job is aborted, for mpirun to read the r
 
 @dataclass(slots=True)
 class Call:
-    """A non-blocking call that was issued.
+    """A non-blocking call that was issued."""
 
-    Attributes:
-        name: Name for error messages.
-        requests: MPI requests; the call is done when all have completed.
-        results: The tensors that hold the result.
-        finish: Called once after all requests have completed, or None.
-        keep: Buffers to keep alive until then.
-        expected: Bytes that the call's one request must receive; None to accept any number.
-    """
-
-    name: str
-    requests: Sequence[Any]
-    results: list[Tensor]
-    finish: Callable[[], None] | None = None
-    keep: Any = None
-    expected: int | None = None
+    name: str  # for error messages
+    requests: Sequence[Any]  # of MPI; the call is done when all have completed
+    results: list[Tensor]  # the tensors that hold the result
+    finish: Callable[[], None] | None = None  # called once after all requests have completed
+    keep: Any = None  # buffers to keep alive until then
+    expected: int | None = None  # bytes that the one request must receive; None accepts any number
 
 
 def join_calls(calls: Sequence[Call]) -> Call:
@@ -57,16 +48,11 @@ def join_calls(calls: Sequence[Call]) -> Call:
 
 
 class Engine:
-    """The module `mpi4py.MPI`, and the calls of this process that are in flight.
-
-    Attributes:
-        mpi: The module.
-        lock: Held inside MPI, which may support one thread at a time only.
-    """
+    """The module `mpi4py.MPI`, and the calls of this process that are in flight."""
 
     def __init__(self, mpi: Any) -> None:
         self.mpi = mpi
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # held inside MPI, which may support one thread at a time
         self._active: list[MPIWork] = []  # also keeps the buffers of works that were dropped
         self._late = False  # whether a call has timed out
         atexit.register(self._end)  # runs before mpi4py's handler, which finalizes MPI

@@ -9,7 +9,6 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..collectives.gather import gather
 from ..collectives.messages import recv, send
 from ..transport.ways import arrived, way_of
 from ..wire.backend import bring_home, gather_texts, host_device
@@ -34,51 +33,32 @@ def broadcast_bytes(content: Buffer, src: int, members: ProcessGroup) -> None:
 
 
 def all_gather_bytes(own: Buffer, lengths: list[int], members: ProcessGroup) -> list[Buffer]:
-    """All-gather the ranks' bytes.
-
-    Args:
-        own: This rank's bytes; may be one of the returned buffers.
-        lengths: Length of every rank's bytes, none of them 0.
-        members: The process group.
-    """
+    """All-gather the ranks' bytes, which have these lengths, none of them 0."""
     if max(lengths) <= SMALL:
-        filled = _filled_up(own, max(lengths), members)
-        rows = cast(Tensor, way_of(filled, members).all_gather(filled, given, False))
+        filled = torch.zeros(max(lengths), dtype=torch.uint8)
+        filled[: len(own)] = torch.frombuffer(own, dtype=torch.uint8)
+        wire = filled.to(host_device(members))
+        rows = cast(Tensor, way_of(wire, members).all_gather(wire, given, False))
         return [_read(row, n) for row, n in zip(rows.unbind(), lengths, strict=True)]
-    parts: list[Buffer] = []
+    found: list[Buffer] = []
     for rank, length in zip(group_ranks(members), lengths, strict=True):
-        parts.append(own if rank == c10d.get_rank() else bytearray(length))
-        broadcast_bytes(parts[-1], rank, members)
-    return parts
-
-
-def _filled_up(own: Buffer, longest: int, members: ProcessGroup) -> Tensor:
-    filled = torch.frombuffer(own, dtype=torch.uint8)
-    if len(own) < longest:
-        filled = torch.cat((filled, filled.new_zeros(longest - len(own))))
-    return filled.to(host_device(members))
+        found.append(own if rank == c10d.get_rank() else bytearray(length))
+        broadcast_bytes(found[-1], rank, members)
+    return found
 
 
 def gather_bytes(own: Buffer, lengths: list[int], dst: int, members: ProcessGroup) -> list[Buffer]:
-    """Gather the ranks' bytes on global rank `dst`; return an empty list on other ranks.
-
-    Args:
-        own: This rank's bytes.
-        lengths: Length of every rank's bytes, none of them 0.
-        dst: Global rank that gets them.
-        members: The process group.
-    """
-    longest, device = max(lengths), host_device(members)
-    if longest <= SMALL:
-        rows = gather(_filled_up(own, longest, members), dst, members)
-        return [_read(row, n) for row, n in zip(rows, lengths, strict=False)]
-    rank = c10d.get_rank()
+    """Gather the ranks' bytes on global rank `dst`; return an empty list on other ranks."""
+    rank, device = c10d.get_rank(), host_device(members)
+    if max(lengths) <= SMALL:
+        found = all_gather_bytes(own, lengths, members)
+        return found if rank == dst else []
     if rank != dst:
         wire = torch.frombuffer(own, dtype=torch.uint8).to(device)
         for piece in wire.split(PIECE):
             send(piece, dst, members)
         return []
-    found: list[Buffer] = []
+    found = []
     for source, length in zip(group_ranks(members), lengths, strict=True):
         found.append(own if source == rank else bytearray(length))
         if source != rank:

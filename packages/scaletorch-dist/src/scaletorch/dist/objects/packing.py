@@ -35,15 +35,10 @@ _SAVED = b"PK"  # first bytes of a `torch.save` file; no pickle begins with them
 
 
 class Terms(NamedTuple):
-    """Permission of a call to pickle objects.
+    """Permission of a call to pickle objects."""
 
-    Attributes:
-        allow_pickle: The call's argument; the environment may forbid pickle too.
-        forbidden: Whether some rank of the group forbids it.
-    """
-
-    allow_pickle: bool = True
-    forbidden: bool = False
+    allow_pickle: bool = True  # the call's argument; the environment may forbid pickle too
+    forbidden: bool = False  # some rank of the group forbids it
 
 
 _ALL = Terms()

@@ -28,12 +28,7 @@ from .locate import Locator, loading
 
 
 def main(connection_fd: int, request: dict[str, Any]) -> None:
-    """Run one rank until the caller closes the connection; never returns.
-
-    Args:
-        connection_fd: Descriptor of the connection to the caller.
-        request: The request that `RankPool` builds.
-    """
+    """Run one rank, as `RankPool` requests, until the caller closes the connection."""
     connection: Connection[Any, Any] = Connection(connection_fd)
     try:
         _adopt(request)

@@ -110,15 +110,9 @@ Answer = tuple[str, Any, Any]  # a message from `child`: its kind and two values
 def collect(
     processes: Sequence[RankProcess], report: RankReport, timeout: float | None
 ) -> dict[int, Answer]:
-    """Collect one answer from every rank.
+    """Collect one answer from every rank within `timeout` seconds, and fill the report.
 
-    Args:
-        processes: The ranks in order.
-        report: Filled with failures, results (unpickled) and the stacks of unfinished ranks.
-        timeout: Seconds to wait, or None for no limit.
-
-    Returns:
-        Rank → its answer.
+    It raises if not every rank returned; the caller must then kill the processes.
     """
     __tracebackhide__ = True
     answers: dict[int, Answer] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -25,12 +24,7 @@ Creator = Callable[[Placement, Meeting | str, dict[str, Any]], None]
 def choose_backend(backend: str, *, warn: bool = True) -> str:
     """Return the requested backend, or the machine's default with a warning if it is unusable.
 
-    Args:
-        backend: A name, or comma-separated `device:backend` pairs.
-        warn: Warn if another backend replaces it; one rank per machine is enough.
-
-    Returns:
-        A configuration for `init_process_group`, such as 'cpu:gloo,cuda:nccl'.
+    The result is a configuration for `init_process_group`, such as 'cpu:gloo,cuda:nccl'.
     """
     pairs = devices.resolve_backend(backend)
     problem = None
@@ -102,8 +96,6 @@ def _create_with_colossalai(
     colossalai = _import_library("colossalai")
     options = {name: value for name, value in options.items() if value is not None}
     timeout = options.pop("timeout", None)  # launch_from_torch has no timeout
-    if "config" in inspect.signature(colossalai.launch_from_torch).parameters:
-        options.setdefault("config", {})  # releases before 0.4
     colossalai.launch_from_torch(**options)
     if timeout is not None:
         c10d.distributed_c10d._set_pg_timeout(timeout, c10d.group.WORLD)

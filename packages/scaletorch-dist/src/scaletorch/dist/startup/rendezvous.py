@@ -23,19 +23,12 @@ _TRIES = 100  # ports to try until one is free
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Address and port of the store.
+    """Address and port of the store."""
 
-    Attributes:
-        address: Address of rank 0 that the other ranks can reach.
-        port: Port of the store.
-        listener: The listening socket on rank 0, if it is already open.
-        by_agent: Whether torchrun's agent holds the store, so that no rank opens one.
-    """
-
-    address: str
+    address: str  # of rank 0, for the other ranks to reach
     port: int
-    listener: socket.socket | None = None
-    by_agent: bool = False
+    listener: socket.socket | None = None  # on rank 0, if it is open already
+    by_agent: bool = False  # torchrun's agent holds the store, so that no rank opens one
 
 
 def find_meeting(placement: Placement, port: int | None) -> Meeting:

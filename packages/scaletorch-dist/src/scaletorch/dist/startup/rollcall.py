@@ -41,12 +41,7 @@ class Caller:
 
 
 def judge(callers: list[Caller], too_late: bool) -> str:
-    """Return an error message, `ALL_ARE_HERE`, or "" while ranks are missing.
-
-    Args:
-        callers: Rank 0 first, then the others as they arrived.
-        too_late: Whether missing ranks are an error.
-    """
+    """Return an error message, `ALL_ARE_HERE`, or "" while ranks are missing; rank 0 is first."""
     me = callers[0]
     seen: dict[int, Caller] = {}
     for caller in callers:
@@ -95,16 +90,9 @@ class StoreClosedError(Exception):
 
 
 def call_roll(store: Store, caller: Caller, deadline: float, shared: bool) -> Store:
-    """Wait until all ranks are here; every rank gets the same verdict.
+    """Wait until all ranks are here, and return the store with this start's own key prefix.
 
-    Args:
-        store: The store that all ranks connect to.
-        caller: This process.
-        deadline: Time by which all ranks must be here, on the clock of `time.monotonic`.
-        shared: Whether torchrun's agent holds the store instead of rank 0; it outlives the ranks.
-
-    Returns:
-        The store with this start's own key prefix.
+    Every rank gets the same verdict. A `shared` store is torchrun's, and outlives the ranks.
     """
     global _last_start
     name = _lead(store, caller, deadline) if caller.rank == 0 else None

@@ -35,16 +35,8 @@ def rank_variables(
 ) -> tuple[dict[str, str], Notice | None]:
     """Return the unset environment variables that a rank needs before it uses its device.
 
-    A device that is already in use would no longer read its `variables`, so they are left out.
-
-    Args:
-        config: Backends of the default group, such as 'cpu:gloo,cuda:nccl'.
-        rank: This rank in the group.
-        ranks: Size of the group; a single rank waits for no other and needs no variables.
-        share: Share devices if there are fewer than ranks; requires all ranks on this host.
-
-    Returns:
-        The variables, and a log notice about sharing, or None.
+    A device that is already in use would no longer read its `variables`, so they are left out; a
+    single rank waits for no other and needs none. Ranks that `share` devices are on one host.
     """
     wanted: dict[str, str] = {}
     notice = None
@@ -83,14 +75,7 @@ def prepare_local_rank(
 ) -> tuple[str, Notice | None]:
     """Choose the backend and the device of a rank in a group whose ranks are all on this host.
 
-    Args:
-        backend: None takes the accelerator's backend if each rank can have a device, else gloo.
-        rank: This rank in the group.
-        ranks: Size of the group.
-        warn: Warn if `backend` cannot be used and another one replaces it.
-
-    Returns:
-        The configuration for `init_process_group`, and a log notice, or None.
+    Backend None takes the accelerator's if each rank can have a device, else gloo.
     """
     chosen = None
     if backend is None:

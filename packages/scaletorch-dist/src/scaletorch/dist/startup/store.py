@@ -69,7 +69,7 @@ def _listen(meeting: Meeting) -> socket.socket:
 
 
 def _reach(placement: Placement, meeting: Meeting, timeout: timedelta, deadline: float) -> TCPStore:
-    """Connect to the store, or raise an error that gives the cause of the failure.
+    """Connect to the store.
 
     TCPStore does not report a name that fails to resolve, and waits forever for a program that is
     no store. So a plain connection comes first, and TCPStore connects in a thread.

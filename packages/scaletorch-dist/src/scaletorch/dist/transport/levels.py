@@ -35,11 +35,7 @@ INSIDE, ACROSS, BACK, OVER = range(4)  # columns of stages, each but OVER with i
 
 
 class Task:
-    """A call that runs stage by stage; its `Work` waits for it as for a backend's handle.
-
-    Attributes:
-        column: Column of the running stage; `OVER` if none is left, -1 before the first.
-    """
+    """A call that runs stage by stage; its `Work` waits for it as for a backend's handle."""
 
     __slots__ = ("_error", "_note", "_stages", "_way", "_work", "column")
 
@@ -47,16 +43,14 @@ class Task:
         self._way, self._stages = way, deque(stages)
         self._note = port.last_note()
         self._work: Work[Any] | None = None
-        self.column = -1
+        self.column = -1  # of the running stage; OVER if none is left
         self._error: Exception | None = None
 
     def advance(self, before: int, *, wait: bool = False) -> None:
         """Start the stages that have become ready; keep an error for `wait()`.
 
-        Args:
-            before: Column of the previous call, which this one must not overtake, since all ranks
-                start the stages of a column in the same order.
-            wait: Wait for the running stage.
+        The previous call, whose column is `before`, must not be overtaken: all ranks start the
+        stages of a column in the same order.
         """
         while self.column < OVER and (wait or self._work is None or self._work.is_completed()):
             following = self._stages[0][0] if self._stages else OVER
@@ -88,11 +82,8 @@ class Task:
 class LevelsWay(Way):
     """Hierarchical collectives on a group that spans nodes.
 
-    Attributes:
-        inside: Group of this node's ranks, in the group's order, for the first stage.
-        across: Group of the ranks with this rank's place on their nodes.
-        back: Second group of this node's ranks, for the last stage.
-        order: For each place on a node, the group's ranks at that place, in the group's order.
+    The groups `inside` and `back` have this node's ranks, and `across` those with this rank's place
+    on their nodes. `order` has the group's ranks at each place, all in the group's order.
     """
 
     __slots__ = ("_tasks", "across", "back", "inside", "order")

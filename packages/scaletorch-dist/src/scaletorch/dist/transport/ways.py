@@ -67,11 +67,7 @@ def arrived(result: object) -> None:
 
 
 class Way:
-    """Collectives of one group's backend on tensors of one device type.
-
-    Attributes:
-        route: The backend and the features that it lacks.
-    """
+    """Collectives of one group's backend on tensors of one device type, which has a route."""
 
     __slots__ = ("_known", "route")
 
@@ -112,14 +108,9 @@ class Way:
     def reduce_scatter(
         self, data: Tensor, counts: Sequence[int], recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
-        """Reduce-scatter a flat tensor that is not packed yet.
+        """Reduce-scatter a flat tensor that is not packed yet, and is not changed.
 
-        Args:
-            data: The shards in rank order; not changed.
-            counts: Elements of each rank's shard.
-            recipe: The recipe of the reduction.
-            done: Called with this rank's shard, packed; 16-bit floats may come as float32.
-            async_op: Return a Work at once.
+        `done` gets this rank's shard, packed; 16-bit floats may come as float32.
         """
         group = self.group
         own = counts[group.rank()]
@@ -156,14 +147,7 @@ class Way:
     def gather_flat(
         self, data: Tensor, counts: Sequence[int], done: Done[T], async_op: bool
     ) -> T | Work[T]:
-        """All-gather the shards of a flat tensor in place.
-
-        Args:
-            data: The shards in rank order; this rank's is filled.
-            counts: Elements of each rank's shard.
-            done: Called with `data`.
-            async_op: Return a Work at once.
-        """
+        """All-gather the shards of a flat tensor in place; this rank's is filled."""
         if not data.numel():
             return settled((), partial(done, data), async_op)
         group, shards = self.group, data.split(list(counts))
@@ -218,15 +202,7 @@ class Way:
         done: Done[T],
         async_op: bool,
     ) -> T | Work[T]:
-        """Send slice i of a flat tensor to rank i, and receive a slice from each rank.
-
-        Args:
-            data: The slices in rank order; any dtype.
-            counts: Elements for each rank.
-            received_counts: Elements from each rank.
-            done: Called with the received slices, joined in rank order.
-            async_op: Return a Work at once.
-        """
+        """Send slice i of a flat tensor to rank i; `done` gets the received ones, joined."""
         received = data.new_empty(sum(received_counts))
         sizes = [received_counts, counts]
         if data.dtype not in MOVABLE:

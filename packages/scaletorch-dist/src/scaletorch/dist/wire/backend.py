@@ -80,19 +80,12 @@ def _with_complex(dtypes: frozenset[torch.dtype]) -> frozenset[torch.dtype]:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The route of tensors of one device type on one group.
-
-    Attributes:
-        backend: Name of the backend.
-        lacks: Collectives and reductions that the backend lacks.
-        native: Whether the backend takes tensors of this device; else they are copied to its own.
-        reduces: Dtypes that the backend reduces; complex ones as pairs of real numbers.
-    """
+    """The route of tensors of one device type on one group."""
 
     backend: str
-    lacks: frozenset[str]
-    native: bool
-    reduces: frozenset[torch.dtype] = _with_complex(REDUCED)
+    lacks: frozenset[str]  # collectives and reductions that the backend lacks
+    native: bool  # the backend takes tensors of this device; else they are copied to its own
+    reduces: frozenset[torch.dtype] = _with_complex(REDUCED)  # complex ones as pairs of numbers
 
 
 def route(data: Tensor, group: ProcessGroup) -> Route:
@@ -120,11 +113,8 @@ def _find_route(device: str, group: ProcessGroup) -> Route:
 def on_wire(data: Tensor, group: ProcessGroup, *, reduced: bool = False) -> Tensor:
     """Return `data` detached, contiguous and on the group's device; copy only if necessary.
 
-    Args:
-        data: Any tensor.
-        group: The group that will send it.
-        reduced: Keep a CPU tensor on the CPU if the group's backend does not reduce its dtype: the
-            CPU reduces it, since devices may be less precise (such as Cambricon's in float64).
+    A CPU tensor that is to be `reduced` stays on the CPU if the group's backend does not reduce its
+    dtype: the CPU does, since devices may be less precise (such as Cambricon's in float64).
     """
     if data.requires_grad:
         data = data.detach()

@@ -61,10 +61,7 @@ def comparing() -> bool:
 def compare(group: ProcessGroup, call: str, *facts: Any) -> None:
     """Report a call to the guard, if there is one, and compare it over its group if that is on.
 
-    Args:
-        group: The group on which the call will communicate.
-        call: Name of the call.
-        facts: Tensors, of which shape and dtype are compared, and other values that must agree.
+    Facts are tensors, of which shape and dtype are compared, and other values that must agree.
     """
     if port.guard is not None:
         port.record(group, call, facts)
@@ -76,16 +73,7 @@ def compare(group: ProcessGroup, call: str, *facts: Any) -> None:
 
 
 def begin(group: ProcessGroup | None, call: str, *facts: Any) -> ProcessGroup | None:
-    """Begin a collective: find its group, and report and compare the call as `compare` does.
-
-    Args:
-        group: None for the default group.
-        call: Name of the call.
-        facts: As in `compare`.
-
-    Returns:
-        The group on which to communicate, or None if this rank is alone.
-    """
+    """Report and compare a call as `compare` does; return its group, or None for one rank."""
     members = process_group(group)
     if members is None or members.size() == 1:
         return None
@@ -206,13 +194,7 @@ def check_member(rank: Any, name: str, group: ProcessGroup | None) -> bool:
 
 
 def check_tag(tag: Any, data: Tensor, group: ProcessGroup) -> None:
-    """Check that the backend supports `tag`.
-
-    Args:
-        tag: Tag of a message.
-        data: Tensor of the message.
-        group: Group of the message.
-    """
+    """Check that the backend of a message's tensor supports its tag."""
     if not isinstance(tag, int) or tag < 0:
         raise InvalidArgumentError(f"tag must be a number of at least 0, got {tag!r}")
     if tag:

@@ -28,21 +28,13 @@ def _keep(data: Tensor, size: int = 1) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A reduction in terms of what backends support.
+    """A reduction in terms of what backends support."""
 
-    Attributes:
-        name: The requested operation.
-        run: The operation to run on the packed tensor.
-        raw: Torch's ReduceOp for `run`.
-        pack: Contiguous tensor → tensor to reduce (the same tensor if nothing changes).
-        unpack: Reduced tensor, number of ranks → result; any dtype that converts to the wanted one.
-    """
-
-    name: str
-    run: str
-    raw: Any
-    pack: Pack
-    unpack: Unpack
+    name: str  # the requested operation
+    run: str  # the operation to run on the packed tensor
+    raw: Any  # torch's ReduceOp for `run`
+    pack: Pack  # contiguous tensor → tensor to reduce, the same one if nothing changes
+    unpack: Unpack  # reduced tensor, number of ranks → result, of any dtype that converts
 
 
 def _make(name: str, run: str, pack: Pack = _keep, unpack: Unpack = _keep) -> Recipe:
@@ -53,10 +45,7 @@ def _make(name: str, run: str, pack: Pack = _keep, unpack: Unpack = _keep) -> Re
 def recipe_for(op: Op, dtype: torch.dtype, taken: bool = True) -> Recipe:
     """Return the recipe that reduces a tensor of `dtype` with `op`.
 
-    Args:
-        op: The operation.
-        dtype: The tensor's dtype.
-        taken: Whether the backend reduces this dtype; else torch does, which keeps NaNs.
+    If the backend has not `taken` the dtype, torch reduces it, which keeps NaNs.
     """
     name = op_name(op)
     check_dtype(name, dtype)

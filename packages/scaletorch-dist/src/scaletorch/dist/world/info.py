@@ -34,21 +34,13 @@ _warned = False
 
 @dataclass(slots=True)
 class GroupInfo:
-    """One group's cached facts, which live as long as the group.
+    """One group's cached facts, which live as long as the group."""
 
-    Attributes:
-        ranks: Global ranks in group order; empty until requested.
-        nodes: A digest of each rank's node, in group order; None until requested.
-        routes: Device type → the `Route` of its tensors.
-        ways: Device type → the `Way` of its tensors.
-        levels: The `LevelsWay` that `use_hierarchy` has set, or None.
-    """
-
-    ranks: tuple[int, ...] = ()
-    nodes: list[bytes] | None = None
-    routes: dict[str, Any] = field(default_factory=dict)
-    ways: dict[str, Any] = field(default_factory=dict)
-    levels: Any = None
+    ranks: tuple[int, ...] = ()  # global ranks in group order; empty until requested
+    nodes: list[bytes] | None = None  # a digest of each rank's node, in group order
+    routes: dict[str, Any] = field(default_factory=dict)  # device type → `Route` of its tensors
+    ways: dict[str, Any] = field(default_factory=dict)  # device type → `Way` of its tensors
+    levels: Any = None  # the `LevelsWay` that `use_hierarchy` has set
 
 
 infos: WeakKeyDictionary[ProcessGroup, GroupInfo] = WeakKeyDictionary()
