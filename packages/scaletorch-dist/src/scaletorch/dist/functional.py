@@ -33,7 +33,6 @@ from .errors import InvalidArgumentError
 from .wire.backend import process_group
 
 Group = ProcessGroup | None
-Sizes = Sequence[int] | None
 
 __all__ = [
     "AllGather",
@@ -66,7 +65,7 @@ def _is_alone(group: Group) -> bool:
     return members is None or members.size() == 1
 
 
-def _back(function: type[Function], grad: Tensor, group: Group, *args: Any) -> Tensor:
+def _backward(function: type[Function], grad: Tensor, group: Group, *args: Any) -> Tensor:
     """Apply the forward of another function to a gradient.
 
     An identity must return the same tensor object: autograd would treat a view as its own and
@@ -78,65 +77,65 @@ def _back(function: type[Function], grad: Tensor, group: Group, *args: Any) -> T
 
 
 class _Whole(Function):
-    """A collective on whole tensors: `forth` is its forward, `back` the class for backward."""
+    """A collective on whole tensors: `_forth` is its forward, `_back` the class for backward."""
 
-    forth: ClassVar[Callable[[Tensor, Group], Tensor]]
-    back: ClassVar[type[Function]]
+    _forth: ClassVar[Callable[..., Tensor]]
+    _back: ClassVar[type[Function]]
 
     @classmethod
     def forward(cls, ctx: Any, x: Tensor, group: Group = None) -> Tensor:
-        ctx.way = cls.back, group
-        return cls.forth(x, group)
+        ctx.way = cls._back, group
+        return cls._forth(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         way, group = ctx.way
-        return _back(way, grads[0], group, group), None
+        return _backward(way, grads[0], group, group), None
 
 
 class Copy(_Whole):
     """Identity forward, sum over the ranks backward."""
 
-    forth = staticmethod(lambda x, group: x.view_as(x))
+    _forth = staticmethod(lambda x, group: x.view_as(x))
 
 
 class Reduce(_Whole):
     """Sum over the ranks forward, identity backward."""
 
-    forth = staticmethod(shards.total)
-    back = Copy
+    _forth = staticmethod(shards.total)
+    _back = Copy
 
 
 class AllReduce(_Whole):
     """Sum over the ranks in both directions."""
 
-    forth = staticmethod(shards.total)
+    _forth = staticmethod(shards.total)
 
 
-Copy.back = Reduce
-AllReduce.back = AllReduce
+Copy._back = Reduce
+AllReduce._back = AllReduce
 
 
 class _Along(Function):
-    """A collective along a dim: `forth` is its forward, `back` the class for backward."""
+    """A collective along a dim: `_forth` is its forward, `_back` the class for backward."""
 
-    forth: ClassVar[Callable[[Tensor, int, Group, Sizes], Tensor]]
-    back: ClassVar[type[Function]]
+    _forth: ClassVar[Callable[..., Tensor]]
+    _back: ClassVar[type[Function]]
 
     @classmethod
     def forward(
-        cls, ctx: Any, x: Tensor, dim: int, group: Group = None, sizes: Sizes = None
+        cls, ctx: Any, x: Tensor, dim: int, group: Group = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        ctx.way = cls.back, dim, group, sizes
-        return cls.forth(x, dim, group, sizes)
+        ctx.way = cls._back, dim, group, sizes
+        return cls._forth(x, dim, group, sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         way, dim, group, sizes = ctx.way
-        return _back(way, grads[0], group, dim, group, sizes), None, None, None
+        return _backward(way, grads[0], group, dim, group, sizes), None, None, None
 
 
-def _summed_shard(x: Tensor, dim: int, group: Group, sizes: Sizes) -> Tensor:
+def _summed_shard(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None) -> Tensor:
     """Return this rank's shard of a sum, which a model may change in place unlike a view."""
     shard = shards.summed_shard(x, dim, group, sizes)
     if not shard._is_view():
@@ -149,31 +148,31 @@ def _summed_shard(x: Tensor, dim: int, group: Group, sizes: Sizes) -> Tensor:
 class AllGather(_Along):
     """All-gather along a dim forward; reduce-scatter backward."""
 
-    forth = staticmethod(shards.joined)
+    _forth = staticmethod(shards.joined)
 
 
 class ReduceScatter(_Along):
     """Reduce-scatter along a dim forward; all-gather backward."""
 
-    forth = staticmethod(_summed_shard)
-    back = AllGather
+    _forth = staticmethod(_summed_shard)
+    _back = AllGather
 
 
 class Gather(_Along):
     """All-gather along a dim forward; this rank's shard backward."""
 
-    forth = staticmethod(shards.joined)
+    _forth = staticmethod(shards.joined)
 
 
 class Split(_Along):
     """This rank's shard along a dim forward; all-gather backward."""
 
-    forth = staticmethod(shards.shard_of)
-    back = Gather
+    _forth = staticmethod(shards.shard_of)
+    _back = Gather
 
 
-AllGather.back = ReduceScatter
-Gather.back = Split
+AllGather._back = ReduceScatter
+Gather._back = Split
 
 
 class AllToAll(Function):
@@ -190,7 +189,7 @@ class AllToAll(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Send the gradients of the shards back."""
-        return _back(AllToAll, grads[0], ctx.args[-1], *ctx.args), None, None, None
+        return _backward(AllToAll, grads[0], ctx.args[-1], *ctx.args), None, None, None
 
 
 def _stays(x: Tensor, group: Group) -> bool:
@@ -230,7 +229,9 @@ def all_reduce(x: Tensor, group: Group = None) -> Tensor:
     return x if _stays(x, group) else _apply(AllReduce, x, group)
 
 
-def all_gather(x: Tensor, dim: int, group: Group = None, *, sizes: Sizes = None) -> Tensor:
+def all_gather(
+    x: Tensor, dim: int, group: Group = None, *, sizes: Sequence[int] | None = None
+) -> Tensor:
     """Return every rank's `x` joined along `dim`; backward reduce-scatters the gradient.
 
     Args:
@@ -247,7 +248,9 @@ def all_gather(x: Tensor, dim: int, group: Group = None, *, sizes: Sizes = None)
     return _apply(AllGather, x, dim, group, sizes)
 
 
-def reduce_scatter(x: Tensor, dim: int, group: Group = None, *, sizes: Sizes = None) -> Tensor:
+def reduce_scatter(
+    x: Tensor, dim: int, group: Group = None, *, sizes: Sequence[int] | None = None
+) -> Tensor:
     """Sum `x` over the ranks and return this rank's shard along `dim`; backward all-gathers.
 
     16-bit floats may be summed in float32 and rounded once.
@@ -266,7 +269,9 @@ def reduce_scatter(x: Tensor, dim: int, group: Group = None, *, sizes: Sizes = N
     return _apply(ReduceScatter, x, dim, group, sizes)
 
 
-def gather(x: Tensor, dim: int, group: Group = None, *, sizes: Sizes = None) -> Tensor:
+def gather(
+    x: Tensor, dim: int, group: Group = None, *, sizes: Sequence[int] | None = None
+) -> Tensor:
     """Return every rank's `x` joined along `dim`; backward keeps this rank's shard.
 
     Args and errors as in `all_gather`.
@@ -276,7 +281,9 @@ def gather(x: Tensor, dim: int, group: Group = None, *, sizes: Sizes = None) -> 
     return _apply(Gather, x, dim, group, sizes)
 
 
-def split(x: Tensor, dim: int, group: Group = None, *, sizes: Sizes = None) -> Tensor:
+def split(
+    x: Tensor, dim: int, group: Group = None, *, sizes: Sequence[int] | None = None
+) -> Tensor:
     """Return a copy of this rank's shard of `x` along `dim`; backward joins the gradients.
 
     `x` has the same values on every rank. Args and errors as in `reduce_scatter`.

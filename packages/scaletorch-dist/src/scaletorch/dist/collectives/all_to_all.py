@@ -142,6 +142,8 @@ def _check_blocks(data: Tensor, members: ProcessGroup) -> None:
     size = members.size()
     row = data[0].numel() * data.element_size() if data.size(0) else 0
     rows = gather_ints((data.size(0), row), members)
+    if rows.count(rows[0]) == size and data.size(0) % size == 0:
+        return
     lengths = ", ".join(
         f"rank {rank}: {length}"
         for rank, (length, _) in zip(group_ranks(members), rows, strict=True)
@@ -152,13 +154,11 @@ def _check_blocks(data: Tensor, members: ProcessGroup) -> None:
             f"divide; dim 0 is {lengths}: pad it, or use all_to_all(send_list, recv_list)"
         )
         raise InvalidArgumentError(message)
-    if rows.count(rows[0]) != size:
-        message = (
-            f"all_to_all needs one shape and dtype on every rank; dim 0 is {lengths}, and a row "
-            f"takes {', '.join(str(taken) for _, taken in rows)} bytes: use "
-            "all_to_all(send_list, recv_list)"
-        )
-        raise MismatchError(message)
+    message = (
+        f"all_to_all needs one shape and dtype on every rank; dim 0 is {lengths}, and a row takes "
+        f"{', '.join(str(taken) for _, taken in rows)} bytes: use all_to_all(send_list, recv_list)"
+    )
+    raise MismatchError(message)
 
 
 def _all_to_all_lists(

@@ -148,7 +148,9 @@ class MPIWork(c10d.Work):
             raise self._error
         return True
 
-    synchronize = wait  # there are no streams
+    def synchronize(self) -> None:
+        """Wait: there are no streams to synchronize."""
+        self.wait()
 
     def is_completed(self) -> bool:
         """Return whether `wait()` would return at once."""
