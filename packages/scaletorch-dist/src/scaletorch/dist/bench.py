@@ -181,9 +181,9 @@ def constants(rows: Sequence[Row], ranks: int) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(row.call for row in rows):
-        own, case = [row for row in rows if row.call == name], CASES[name]
-        alpha, beta = fit([row.size for row in own], [row.seconds for row in own])
-        squares = [((alpha + beta * row.size) / row.seconds - 1) ** 2 for row in own]
+        measured, case = [row for row in rows if row.call == name], CASES[name]
+        alpha, beta = fit([row.size for row in measured], [row.seconds for row in measured])
+        squares = [((alpha + beta * row.size) / row.seconds - 1) ** 2 for row in measured]
         steps, factor = case.steps(ranks), case.factor(ranks)
         found[name] = {
             "alpha": alpha,

@@ -102,14 +102,14 @@ class Copy(_Whole):
 class Reduce(_Whole):
     """Sum over the ranks forward, identity backward."""
 
-    _forth = staticmethod(shards.total)
+    _forth = staticmethod(shards.sum_over_ranks)
     _back = Copy
 
 
 class AllReduce(_Whole):
     """Sum over the ranks in both directions."""
 
-    _forth = staticmethod(shards.total)
+    _forth = staticmethod(shards.sum_over_ranks)
 
 
 Copy._back = Reduce
@@ -137,7 +137,7 @@ class _Along(Function):
 
 def _summed_shard(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None) -> Tensor:
     """Return this rank's shard of a sum, which a model may change in place unlike a view."""
-    shard = shards.summed_shard(x, dim, group, sizes)
+    shard = shards.sum_shard(x, dim, group, sizes)
     if not shard._is_view():
         return shard
     alias: Tensor = shard.new_empty(0)
@@ -148,7 +148,7 @@ def _summed_shard(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None
 class AllGather(_Along):
     """All-gather along a dim forward; reduce-scatter backward."""
 
-    _forth = staticmethod(shards.joined)
+    _forth = staticmethod(shards.join)
 
 
 class ReduceScatter(_Along):
@@ -161,7 +161,7 @@ class ReduceScatter(_Along):
 class Gather(_Along):
     """All-gather along a dim forward; this rank's shard backward."""
 
-    _forth = staticmethod(shards.joined)
+    _forth = staticmethod(shards.join)
 
 
 class Split(_Along):
@@ -184,7 +184,7 @@ class AllToAll(Function):
     ) -> Tensor:
         """Return every rank's shard for this rank, joined along `concat_dim`."""
         ctx.args = concat_dim, split_dim, group
-        return shards.swapped(x, split_dim, concat_dim, group)
+        return shards.exchange_shards(x, split_dim, concat_dim, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -244,7 +244,7 @@ def all_gather(
         InvalidArgumentError: `dim` is out of range, or `sizes` do not fit.
     """
     if _stays(x, group):
-        return shards.joined(x, dim, group, sizes)
+        return shards.join(x, dim, group, sizes)
     return _apply(AllGather, x, dim, group, sizes)
 
 
@@ -265,7 +265,7 @@ def reduce_scatter(
         InvalidArgumentError: `dim` is out of range or not divisible, or `sizes` do not fit.
     """
     if _stays(x, group):
-        return shards.summed_shard(x, dim, group, sizes)
+        return shards.sum_shard(x, dim, group, sizes)
     return _apply(ReduceScatter, x, dim, group, sizes)
 
 
@@ -277,7 +277,7 @@ def gather(
     Args and errors as in `all_gather`.
     """
     if _stays(x, group):
-        return shards.joined(x, dim, group, sizes)
+        return shards.join(x, dim, group, sizes)
     return _apply(Gather, x, dim, group, sizes)
 
 
@@ -306,5 +306,5 @@ def all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: Group = None) 
         InvalidArgumentError: A dim is out of range, or `split_dim` is not divisible.
     """
     if _stays(x, group):
-        return shards.swapped(x, split_dim, concat_dim, group)
+        return shards.exchange_shards(x, split_dim, concat_dim, group)
     return _apply(AllToAll, x, split_dim, concat_dim, group)

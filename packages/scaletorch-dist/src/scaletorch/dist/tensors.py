@@ -32,8 +32,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         value = [getattr(value, field.name) for field in fields(value)]
     elif not isinstance(value, tuple | list):
         return
-    for each in value:
-        yield from tensors_in(each)
+    for item in value:
+        yield from tensors_in(item)
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
@@ -49,15 +49,15 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple | list):
-        return _like(value, enumerate([map_tensors(change, each) for each in value]))
+        return _like(value, enumerate([map_tensors(change, item) for item in value]))
     if isinstance(value, Mapping):
-        return _like(value, [(key, map_tensors(change, each)) for key, each in value.items()])
+        return _like(value, [(key, map_tensors(change, item)) for key, item in value.items()])
     if is_dataclass(value) and not isinstance(value, type):
-        made = copy.copy(value)
+        result = copy.copy(value)
         for field in fields(value):  # object.__setattr__ also sets fields of a frozen dataclass
-            each = map_tensors(change, getattr(value, field.name))
-            object.__setattr__(made, field.name, each)
-        return made
+            item = map_tensors(change, getattr(value, field.name))
+            object.__setattr__(result, field.name, item)
+        return result
     return value
 
 

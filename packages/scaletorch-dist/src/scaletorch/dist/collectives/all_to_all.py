@@ -22,7 +22,7 @@ from ..wire.checks import (
     checking,
 )
 from ..wire.sums import as_one
-from ..wire.work import Async, Sync, Work, given, settled
+from ..wire.work import Async, Sync, Work, identity, settled
 from ..world.info import get_dist_info, get_world_size, group_ranks
 
 Group = ProcessGroup | None
@@ -117,7 +117,7 @@ def all_to_all_flat(
         sizes = [[count * scale for count in each] for each in (counts, received_counts)]
         _compare_pairs(sizes[0], sizes[1], members)
     sent = on_wire(data, members)
-    done = given if sent is data else partial(_moved, data.device)
+    done = identity if sent is data else partial(_moved, data.device)
     way = way_of(sent, members)
     return cast("Work[Tensor]", way.exchange(sent, counts, received_counts, done, True))
 

@@ -16,7 +16,7 @@ from ..wire.backend import bring_home, on_wire, process_group
 from ..wire.checks import begin
 from ..wire.recipes import recipe_for
 from ..wire.sums import even_parts, fold, parts_of, sum_dtype
-from ..wire.work import Work, given, nothing, settled
+from ..wire.work import Work, identity, nothing, settled
 from ..world.info import get_dist_info, get_world_size
 from .reduce import all_reduce
 
@@ -58,7 +58,7 @@ def all_reduce_flat(
         first = None if start is None else start[own.start : own.stop]
         shard = reduce_scatter_flat(data, counts, op, group, ordered=ordered, start=first)
         return Work((shard,), partial(_put_together, data, counts, own, group, shard))
-    return Work((all_reduce(data, op, group, async_op=True),), partial(given, data))
+    return Work((all_reduce(data, op, group, async_op=True),), partial(identity, data))
 
 
 def reduce_scatter_flat(

@@ -72,9 +72,9 @@ def _all_gather(
     members = begin(group, "all_gather", data)
     if members is None or data.numel() == 0:
         return settled((), partial(_alone, data, members), async_op)
-    own = on_wire(data, members)
+    wire = on_wire(data, members)
     done = partial(_listed, data.device)
-    return way_of(own, members).all_gather(own, done, async_op)
+    return way_of(wire, members).all_gather(wire, done, async_op)
 
 
 def _all_gather_into(
@@ -88,9 +88,9 @@ def _all_gather_into(
     members = begin(group, "all_gather", tensor)
     if members is None or tensor.numel() == 0:
         return settled((), partial(_fill, tensor_list, [tensor.detach()] * size), async_op)
-    own = on_wire(tensor, members)
+    wire = on_wire(tensor, members)
     done = partial(_fill, tensor_list)
-    return way_of(own, members).all_gather(own, done, async_op)
+    return way_of(wire, members).all_gather(wire, done, async_op)
 
 
 @overload
@@ -124,9 +124,9 @@ def gather(
     members = begin(group, "gather", data, f"dst={dst}")
     if members is None or data.numel() == 0:
         return settled((), partial(_alone, data, members, mine), async_op)
-    own = on_wire(data, members)
+    wire = on_wire(data, members)
     done = partial(_listed, data.device, mine=mine)
-    return way_of(own, members).gather(own, dst, done, async_op)
+    return way_of(wire, members).gather(wire, dst, done, async_op)
 
 
 def _alone(data: Tensor, members: Group, mine: bool = True) -> list[Tensor]:

@@ -18,13 +18,13 @@ from ..transport.ways import way_of
 from ..wire.backend import on_wire, process_group
 from ..wire.checks import checking, compare
 from ..wire.recipes import recipe_for
-from ..wire.work import given
+from ..wire.work import identity
 from .reduce import all_reduce
 
 Group = ProcessGroup | None
 
 
-def total(x: Tensor, group: Group) -> Tensor:
+def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
     """Return the sum of every rank's `x`."""
     members = process_group(group)
     if members is None or members.size() == 1:
@@ -34,7 +34,7 @@ def total(x: Tensor, group: Group) -> Tensor:
     return result
 
 
-def joined(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None) -> Tensor:
+def join(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None) -> Tensor:
     """Return every rank's `x` joined along `dim`, in rank order."""
     dim = _check_dim(x, dim)
     members = process_group(group)
@@ -65,7 +65,7 @@ def shard_of(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = No
     return shard.clone(memory_format=torch.contiguous_format)
 
 
-def summed_shard(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None) -> Tensor:
+def sum_shard(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None) -> Tensor:
     """Return this rank's shard along `dim` of the sum of every rank's `x`."""
     dim = _check_dim(x, dim)
     members = process_group(group)
@@ -86,7 +86,7 @@ def summed_shard(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None 
     return cast(Tensor, way.reduce_scatter(flat, counts, recipe, done, False))
 
 
-def swapped(x: Tensor, split_dim: int, concat_dim: int, group: Group) -> Tensor:
+def exchange_shards(x: Tensor, split_dim: int, concat_dim: int, group: Group) -> Tensor:
     """Send shard i along `split_dim` to rank i; return the received ones joined."""
     split_dim, concat_dim = _check_dim(x, split_dim), _check_dim(x, concat_dim)
     members = process_group(group)
@@ -97,7 +97,7 @@ def swapped(x: Tensor, split_dim: int, concat_dim: int, group: Group) -> Tensor:
     data = on_wire(x, members)
     sent = torch.stack(data.split(lengths, split_dim))
     if sent.numel():
-        sent = cast(Tensor, way_of(sent, members).all_to_all(sent, given, False))
+        sent = cast(Tensor, way_of(sent, members).all_to_all(sent, identity, False))
     return torch.cat(sent.unbind(0), concat_dim).to(x.device)
 
 
@@ -171,7 +171,7 @@ def _blocks(data: Tensor, members: ProcessGroup) -> Tensor:
     data = on_wire(data, members)
     if not data.numel():
         return data.new_empty((members.size(), *data.shape))
-    return cast(Tensor, way_of(data, members).all_gather(data, given, False))
+    return cast(Tensor, way_of(data, members).all_gather(data, identity, False))
 
 
 def _stacked(x: Tensor, members: ProcessGroup, dim: int) -> Tensor:

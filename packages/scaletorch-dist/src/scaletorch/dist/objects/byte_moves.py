@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from ..collectives.messages import recv, send
 from ..transport.ways import arrived, way_of
 from ..wire.backend import bring_home, gather_texts, host_device
-from ..wire.work import given
+from ..wire.work import identity
 from ..world.info import group_ranks
 
 Buffer = bytearray | memoryview
@@ -32,35 +32,37 @@ def broadcast_bytes(content: Buffer, src: int, members: ProcessGroup) -> None:
     bring_home(data, wire)
 
 
-def all_gather_bytes(own: Buffer, lengths: list[int], members: ProcessGroup) -> list[Buffer]:
+def all_gather_bytes(content: Buffer, lengths: list[int], members: ProcessGroup) -> list[Buffer]:
     """All-gather the ranks' bytes, which have these lengths, none of them 0."""
     if max(lengths) <= SMALL:
         filled = torch.zeros(max(lengths), dtype=torch.uint8)
-        filled[: len(own)] = torch.frombuffer(own, dtype=torch.uint8)
+        filled[: len(content)] = torch.frombuffer(content, dtype=torch.uint8)
         wire = filled.to(host_device(members))
-        rows = cast(Tensor, way_of(wire, members).all_gather(wire, given, False))
+        rows = cast(Tensor, way_of(wire, members).all_gather(wire, identity, False))
         return [_read(row, n) for row, n in zip(rows.unbind(), lengths, strict=True)]
     found: list[Buffer] = []
     for rank, length in zip(group_ranks(members), lengths, strict=True):
-        found.append(own if rank == c10d.get_rank() else bytearray(length))
+        found.append(content if rank == c10d.get_rank() else bytearray(length))
         broadcast_bytes(found[-1], rank, members)
     return found
 
 
-def gather_bytes(own: Buffer, lengths: list[int], dst: int, members: ProcessGroup) -> list[Buffer]:
+def gather_bytes(
+    content: Buffer, lengths: list[int], dst: int, members: ProcessGroup
+) -> list[Buffer]:
     """Gather the ranks' bytes on global rank `dst`; return an empty list on other ranks."""
     rank, device = c10d.get_rank(), host_device(members)
     if max(lengths) <= SMALL:
-        found = all_gather_bytes(own, lengths, members)
+        found = all_gather_bytes(content, lengths, members)
         return found if rank == dst else []
     if rank != dst:
-        wire = torch.frombuffer(own, dtype=torch.uint8).to(device)
+        wire = torch.frombuffer(content, dtype=torch.uint8).to(device)
         for piece in wire.split(PIECE):
             send(piece, dst, members)
         return []
     found = []
     for source, length in zip(group_ranks(members), lengths, strict=True):
-        found.append(own if source == rank else bytearray(length))
+        found.append(content if source == rank else bytearray(length))
         if source != rank:
             data = torch.frombuffer(found[-1], dtype=torch.uint8)
             wire = data.to(device)

@@ -94,9 +94,9 @@ def _through_files(
     """Collect through a temporary folder in `tmpdir` that is private to this user."""
     ranks = group_ranks(members)
     first = get_rank() == ranks[0]
-    made: list[Any] = [_caught(partial(_make_folder, tmpdir)) if first else None]
-    broadcast_object_list(made, ranks[0], members)
-    folder, error = made[0]
+    sent: list[Any] = [_caught(partial(_make_folder, tmpdir)) if first else None]
+    broadcast_object_list(sent, ranks[0], members)
+    folder, error = sent[0]
     _raise_together(error if first else None, members)
     shards: list[list[Any]] | None = None
     try:

@@ -95,8 +95,8 @@ class LevelsWay(Way):
         ranks = group_ranks(group)
         column = order[mine.index(group.rank())]
         self.order = order
-        self.inside, self.back = (_made([ranks[at] for at in mine]) for _ in range(2))
-        self.across = _made([ranks[at] for at in column])
+        self.inside, self.back = (_new_group([ranks[member] for member in mine]) for _ in range(2))
+        self.across = _new_group([ranks[member] for member in column])
         self._tasks: deque[Task] = deque()
 
     def all_reduce(
@@ -155,11 +155,11 @@ class LevelsWay(Way):
         """Call `reduce_scatter`, which adds 16-bit floats in float32 at both levels."""
         return self.reduce_scatter(data, counts, recipe, done, async_op)
 
-    def all_gather(self, own: Tensor, done: Done[T], async_op: bool) -> T | Work[T]:
+    def all_gather(self, data: Tensor, done: Done[T], async_op: bool) -> T | Work[T]:
         """All-gather the tensors of all ranks: across nodes, then inside each."""
-        rows = own.new_empty((self.group.size(), *own.shape))
-        rows[self.group.rank()].copy_(own)
-        counts = [own.numel()] * len(rows)
+        rows = data.new_empty((self.group.size(), *data.shape))
+        rows[self.group.rank()].copy_(data)
+        counts = [data.numel()] * len(rows)
         return self.gather_flat(rows.view(-1), counts, lambda _: done(rows), async_op)
 
     def gather_flat(
@@ -258,9 +258,9 @@ def _places(members: ProcessGroup) -> list[list[int]] | None:
     return nodes if len(nodes) > 1 and len(sizes) == 1 and sizes != {1} else None
 
 
-def _made(ranks: list[int]) -> ProcessGroup:
-    made: ProcessGroup = c10d.new_group(
+def _new_group(ranks: list[int]) -> ProcessGroup:
+    group: ProcessGroup = c10d.new_group(
         ranks, timeout=get_timeout(), use_local_synchronization=True,
         group_desc="scaletorch_hierarchy",
     )  # fmt: skip
-    return made
+    return group

@@ -28,7 +28,7 @@ def _first(*names: str) -> str:
     raise ImportError(message)
 
 
-def _told(name: str) -> Callable[..., Any]:
+def _guarded(name: str) -> Callable[..., Any]:
     """Wrap a call of torch.distributed so that a guard can interrupt it if it blocks.
 
     The wrapper looks the call up each time, since vendors' plugins and tests replace it.
@@ -37,21 +37,23 @@ def _told(name: str) -> Callable[..., Any]:
     @functools.wraps(getattr(c10d, name))
     def run(*args: Any, **options: Any) -> Any:
         call = getattr(c10d, name)
-        return call(*args, **options) if port.guard is None else port.run_told(call, args, options)
+        if port.guard is None:
+            return call(*args, **options)
+        return port.run_guarded(call, args, options)
 
     return run
 
 
 # torch 2.13 renamed these two; its old names warn.
-all_gather_single = _told(_first("all_gather_single", "all_gather_into_tensor"))
-reduce_scatter_single = _told(_first("reduce_scatter_single", "reduce_scatter_tensor"))
-all_to_all_single = _told("all_to_all_single")
-raw_all_reduce = _told("all_reduce")
-raw_barrier = _told("barrier")
-raw_broadcast = _told("broadcast")
-raw_gather = _told("gather")
-raw_reduce = _told("reduce")
-raw_scatter = _told("scatter")
+all_gather_single = _guarded(_first("all_gather_single", "all_gather_into_tensor"))
+reduce_scatter_single = _guarded(_first("reduce_scatter_single", "reduce_scatter_tensor"))
+all_to_all_single = _guarded("all_to_all_single")
+raw_all_reduce = _guarded("all_reduce")
+raw_barrier = _guarded("barrier")
+raw_broadcast = _guarded("broadcast")
+raw_gather = _guarded("gather")
+raw_reduce = _guarded("reduce")
+raw_scatter = _guarded("scatter")
 
 # Dtypes that every backend can send; other dtypes are sent as bytes.
 MOVABLE = frozenset(
