@@ -17,8 +17,7 @@ from .collectives.reduce import all_reduce
 from .errors import InvalidArgumentError
 from .wire.backend import broadcast_ints
 from .wire.checks import begin, check_target, describe
-from .wire.ops import Op, op_name
-from .wire.recipes import recipe_for
+from .wire.recipes import Op, op_name, recipe_for
 from .world.info import group_ranks
 
 Group = ProcessGroup | None

@@ -19,10 +19,6 @@ from .ranks.state import environment
 from .tensors import relative_error, worst
 
 __all__ = [
-    "GROUP_TIMEOUT",
-    "MAX_POOLS",
-    "SEED",
-    "Test",
     "distributed_test",
     "preload",
     "relative_error",

@@ -67,15 +67,9 @@ def reduce_scatter_flat(
 ) -> Work[Tensor]:  # fmt: skip
     """Reduce-scatter a flat buffer, asynchronously; shards may differ in length.
 
-    16-bit floats are summed in float32 on every backend.
-
-    Args:
-        data: Flat floating-point or complex tensor; must not change until `wait()` returns.
-        counts: Elements of each rank's shard; the shards lie in rank order.
-        op: As in `all_reduce_flat`.
-        group: As in `all_reduce_flat`.
-        ordered: As in `all_reduce_flat`.
-        start: As in `all_reduce_flat`, but for this rank's shard.
+    16-bit floats are summed in float32 on every backend. `data` is floating-point or complex, and
+    must not change until `wait()` returns; `counts` are the elements of each rank's shard, in rank
+    order. Other args as in `all_reduce_flat`; `start` is for this rank's shard.
 
     Returns:
         A Work; its `wait()` returns this rank's shard of the sum in new memory, 16-bit floats as

@@ -12,8 +12,7 @@ from torch.distributed import ProcessGroup
 from ..transport.ways import arrived, way_of
 from ..wire.backend import on_wire, route
 from ..wire.checks import begin, check_list, check_member, check_target
-from ..wire.ops import Op
-from ..wire.recipes import Recipe, recipe_for
+from ..wire.recipes import Op, Recipe, recipe_for
 from ..wire.sums import as_one
 from ..wire.work import Async, Sync, Work, nothing, settled
 from ..world.info import get_dist_info

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import glob
 import importlib
-import importlib.util
 from typing import Any
 
 import torch
@@ -32,14 +31,10 @@ def is_usable(device: str) -> bool:
 def plugin_problem(plugin: str) -> str | None:
     """Import a vendor's plugin, once; return the problem with it, or None."""
     try:
-        found = importlib.util.find_spec(plugin) is not None
-    except ImportError:  # the parent package of a dotted name is missing
-        found = False
-    if not found:
-        return f"{plugin} is not installed"
-    try:
         importlib.import_module(plugin)
     except Exception as error:  # a plugin without its driver may raise anything
+        if isinstance(error, ModuleNotFoundError) and plugin.startswith(error.name or plugin):
+            return f"{plugin} is not installed"
         return f"{plugin} is installed but does not import ({type(error).__name__}: {error})"
     return None
 

@@ -39,7 +39,8 @@ def gloo_interface(address: str, one_machine: bool) -> str | None:
     own = own_address(address)
     if is_loopback(own):  # on rank 0, whose own name resolves to loopback
         own = own_address()
-    return next((name for name in _interfaces() if _address_of(name) == own), None)
+    names = [name for _, name in socket.if_nameindex()] if sys.platform == "linux" else []
+    return next((name for name in names if _address_of(name) == own), None)
 
 
 def own_address(towards: str = "192.0.2.1") -> str:
@@ -59,10 +60,6 @@ def _name_leads_elsewhere() -> bool:
     except OSError:
         return False
     return not is_loopback(str(found[0][4][0]))
-
-
-def _interfaces() -> list[str]:
-    return [name for _, name in socket.if_nameindex()] if sys.platform == "linux" else []
 
 
 def _address_of(interface: str) -> str:

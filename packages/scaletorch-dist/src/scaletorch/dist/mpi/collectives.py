@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ..errors import InvalidArgumentError
 from ..wire.backend import as_real
-from ..wire.ops import op_name
-from ..wire.recipes import Recipe, recipe_for
+from ..wire.recipes import Recipe, op_name, recipe_for
 from ..wire.sums import sum_dtype
 from .handles import Call
 
