@@ -176,22 +176,18 @@ def constants(rows: Sequence[Row], ranks: int) -> dict[str, dict[str, Any]]:
         By call: `alpha` (seconds) and `beta` (seconds per byte of the call's size) for this number
         of ranks; `alpha_step` and `beta_bus`, the same per step of the algorithm and per byte on
         the busiest link, to predict other numbers of ranks by seconds = alpha_step · steps +
-        beta_bus · factor · bytes; the `steps` and `factor` used; and `error`, the root mean square
-        of the relative errors.
+        beta_bus · factor · bytes; and `error`, the root mean square of the relative errors.
     """
     found: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(row.call for row in rows):
         measured, case = [row for row in rows if row.call == name], CASES[name]
         alpha, beta = fit([row.size for row in measured], [row.seconds for row in measured])
         squares = [((alpha + beta * row.size) / row.seconds - 1) ** 2 for row in measured]
-        steps, factor = case.steps(ranks), case.factor(ranks)
         found[name] = {
             "alpha": alpha,
             "beta": beta,
-            "alpha_step": alpha / steps,
-            "beta_bus": beta / factor,
-            "steps": steps,
-            "factor": factor,
+            "alpha_step": alpha / case.steps(ranks),
+            "beta_bus": beta / case.factor(ranks),
             "error": math.sqrt(sum(squares) / len(squares)),
         }
     return found

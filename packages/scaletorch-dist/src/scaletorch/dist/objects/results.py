@@ -63,13 +63,10 @@ def collect_results(
     else:
         first = group_ranks(members)[0]
         shards = gather_object(results, first, members, allow_pickle=allow_pickle)
-    return None if shards is None else interleave(shards)[:size]
-
-
-def interleave(shards: list[list[Any]]) -> list[Any]:
-    """Return the first entry of each list, then the second of each, and so on."""
+    if shards is None:
+        return None
     longest = max(map(len, shards))
-    return [shard[i] for i in range(longest) for shard in shards if i < len(shard)]
+    return [shard[i] for i in range(longest) for shard in shards if i < len(shard)][:size]
 
 
 def _check(results: Any, size: Any, device: Any, tmpdir: Any) -> None:

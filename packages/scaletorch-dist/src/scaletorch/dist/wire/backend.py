@@ -20,14 +20,6 @@ from ..world.info import get_world_size, info_of, infos
 from . import port
 
 
-def _first(*names: str) -> str:
-    for name in names:
-        if hasattr(c10d, name):
-            return name
-    message = f"this build of torch.distributed has none of {', '.join(names)}"
-    raise ImportError(message)
-
-
 def _guarded(name: str) -> Callable[..., Any]:
     """Wrap a call of torch.distributed so that a guard can interrupt it if it blocks.
 
@@ -45,8 +37,9 @@ def _guarded(name: str) -> Callable[..., Any]:
 
 
 # torch 2.13 renamed these two; its old names warn.
-all_gather_single = _guarded(_first("all_gather_single", "all_gather_into_tensor"))
-reduce_scatter_single = _guarded(_first("reduce_scatter_single", "reduce_scatter_tensor"))
+_NEW = hasattr(c10d, "all_gather_single")
+all_gather_single = _guarded("all_gather_single" if _NEW else "all_gather_into_tensor")
+reduce_scatter_single = _guarded("reduce_scatter_single" if _NEW else "reduce_scatter_tensor")
 all_to_all_single = _guarded("all_to_all_single")
 raw_all_reduce = _guarded("all_reduce")
 raw_barrier = _guarded("barrier")
