@@ -19,7 +19,6 @@ CALLS = {
         lambda: dist.all_reduce_params([X], bucket_size_mb=float("inf")),
         "must be positive",
     ),
-    "master_only": (lambda: dist.master_only(3), "master_only decorates a function, got int"),
     "dim": (lambda: F.all_gather(X, "a"), "dim a does not exist in a tensor of shape"),
     "backend": (lambda: devices.resolve_backend(None), "named by a text such as 'nccl', got None"),
     "local rank": (lambda: devices.set_device("0"), "local_rank must be a number of at least 0"),

@@ -22,7 +22,6 @@ import torch.distributed as c10d
 from torch.distributed import ProcessGroup
 
 from ..devices import comm_entry
-from ..errors import InvalidArgumentError
 from ..launchers.environment import launched_world_size
 from ..members import require_member
 
@@ -126,14 +125,7 @@ def is_main_process(group: ProcessGroup | None = None) -> bool:
 
 
 def master_only(func: Callable[P, R]) -> Callable[P, R | None]:
-    """Decorate a function so that only global rank 0 runs it; other ranks return None.
-
-    Raises:
-        InvalidArgumentError: `func` is not callable.
-    """
-    if not callable(func):
-        message = f"master_only decorates a function, got {type(func).__name__}"
-        raise InvalidArgumentError(message)
+    """Decorate a function so that only global rank 0 runs it; other ranks return None."""
 
     @functools.wraps(func)
     def run_on_master(*args: P.args, **kwargs: P.kwargs) -> R | None:
