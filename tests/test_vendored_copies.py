@@ -167,16 +167,3 @@ def test_registered_names_hold_the_copys_own():
     }
     assert len(names) == 2
     assert all(name.startswith(COPIES) for name in names)
-
-
-def test_a_device_of_another_copys_class_is_taken(monkeypatch, tmp_path):
-    info = tmp_path / "theirs-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[scaletorch.devices]\ntpu = their_tpu:TPU\n")
-    (tmp_path / "their_tpu.py").write_text(
-        f"from {ZENITH}.dist.devices import DeviceEntry\nTPU = DeviceEntry('tpu', 'tccl')\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    devices = of(ACME, "dist.devices")
-    assert devices.entry_of_backend("tccl") == devices.DeviceEntry("tpu", "tccl")

@@ -130,13 +130,12 @@ def check_handles(rank, size):
     future = works[0].get_future()
     assert future.wait()[0].data_ptr() == data.data_ptr()
     [work.wait() for work in reversed(works)]
-    assert all(work.is_completed() and work.is_success() for work in works)
+    assert all(work.is_completed() for work in works)
     assert (data == size).all()
     work = c10d.all_reduce(data, async_op=True)
-    del work  # the call goes on, and this rank need not wait for it to end
-    deadline = time.monotonic() + 30
-    while data[0] != size * size and time.monotonic() < deadline:
-        time.sleep(0.01)
+    del work  # the call goes on
+    c10d.barrier()
+    c10d.barrier()
     assert data[0] == size * size
 
 

@@ -19,13 +19,10 @@ CALLS = {
         lambda: dist.all_reduce_params([X], bucket_size_mb=float("inf")),
         "must be positive",
     ),
-    "master_only": (lambda: dist.master_only(3), "master_only decorates a function, got int"),
     "dim": (lambda: F.all_gather(X, "a"), "dim a does not exist in a tensor of shape"),
     "backend": (lambda: devices.resolve_backend(None), "named by a text such as 'nccl', got None"),
     "local rank": (lambda: devices.set_device("0"), "local_rank must be a number of at least 0"),
     "negative rank": (lambda: devices.set_device(-1), "local_rank must be a number of at least 0"),
-    "env": (lambda: dist.launch(print, 2, env=["A"]), "env must be a mapping of names to texts"),
-    "env value": (lambda: dist.RankPool(2, env={"A": 1}), r"env\['A'\] must be a text, or None"),
 }
 OF_TWO = {
     "tag of send": lambda peer: dist.send(X, peer, tag="a"),

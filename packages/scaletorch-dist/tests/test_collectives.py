@@ -310,9 +310,6 @@ def test_flat_parts_that_another_expects_otherwise_are_compared():
         unlike = torch.ones(2, dtype=(torch.float32, torch.float64)[rank])
         with pytest.raises(MismatchError, match=r"rank 1: all_to_all_flat\(torch.float64"):
             all_to_all_flat(unlike, [1, 1], [1, 1])
-        kind = (MismatchError, InvalidArgumentError)[rank]  # the other rank hears of it
-        with pytest.raises(kind, match="elements for and from each of 2 ranks"):
-            all_to_all_flat(torch.ones(2), [1, 1 - rank], [1, 1])
     finally:
         dist.check_collectives(None)
 

@@ -11,7 +11,9 @@ import torch.distributed as c10d
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, StateError, devices
 from scaletorch.dist.building import map_tensors, tensors_in
-from scaletorch.dist.devices import DEVICES, DeviceEntry, device_entries, entry_of_backend
+from scaletorch.dist.devices import DeviceEntry, entry_of_backend, probe, table
+from scaletorch.dist.devices.current import synchronize
+from scaletorch.dist.devices.table import DEVICES, device_entries
 from scaletorch.dist.startup import creators
 from scaletorch.dist.testing import distributed_test
 
@@ -36,7 +38,7 @@ def test_the_table_names_every_backend_once():
 
 def test_what_is_missing_says_where_it_comes_from():
     for entry in PLUGINS:
-        problem = devices.device_problem(entry)
+        problem = probe.device_problem(entry)
         assert f"{entry.plugin} is not installed" in problem
         assert entry.source in problem
         assert devices.backend_problem(entry.backend) == problem
@@ -53,7 +55,7 @@ def test_hardware_without_its_plugin_is_an_error(monkeypatch, tmp_path, entry):
     here = DeviceEntry(
         entry.device, entry.backend, entry.plugin, entry.lacks, entry.source, str(node)
     )
-    monkeypatch.setattr(devices.table, "DEVICES", (here, *DEVICES))
+    monkeypatch.setattr(table, "DEVICES", (here, *DEVICES))
     with pytest.raises(StateError, match=f"has {entry.device} hardware.*It comes from "):
         creators.choose_backend(entry.backend)
 
@@ -61,7 +63,7 @@ def test_hardware_without_its_plugin_is_an_error(monkeypatch, tmp_path, entry):
 def test_a_plugin_that_does_not_import_is_told_apart(monkeypatch, tmp_path):
     (tmp_path / "broken_plugin.py").write_text("raise RuntimeError('no driver')")
     monkeypatch.syspath_prepend(tmp_path)
-    problem = devices.plugin_problem("broken_plugin")
+    problem = probe.plugin_problem("broken_plugin")
     assert problem == "broken_plugin is installed but does not import (RuntimeError: no driver)"
 
 
@@ -81,7 +83,7 @@ def test_an_accelerator_is_chosen_by_local_rank(monkeypatch):
     module = fake_accelerator(monkeypatch, "cuda")
     assert devices.set_device(1) == torch.device("cuda", 1)
     assert devices.current_device() == torch.device("cuda", 1)
-    devices.synchronize()
+    synchronize()
     assert module.waits == [torch.device("cuda", 1)]
     assert devices.set_device(2) == torch.device("cuda", 0)  # as where a process sees one device
     assert devices.default_entry().device == "cuda"
@@ -97,7 +99,7 @@ def test_the_cpu_is_a_device_like_any_other():
         pytest.skip("this machine has an accelerator")
     assert devices.set_device(5) == torch.device("cpu")
     assert devices.current_device() == dist.get_comm_device() == torch.device("cpu")
-    devices.synchronize()
+    synchronize()
     assert devices.default_backend() == "gloo"
 
 

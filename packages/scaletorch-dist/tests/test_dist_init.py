@@ -388,9 +388,9 @@ class FakeLibrary(types.ModuleType):
         assert c10d.is_initialized()
         self.calls.append(kwargs)
 
-    def launch_from_torch(self, config, backend):
+    def launch_from_torch(self, backend):
         c10d.init_process_group(backend)
-        self.calls.append({"config": config, "backend": backend})
+        self.calls.append({"backend": backend})
 
 
 @distributed_test(world_size=2, init=False)
@@ -405,7 +405,7 @@ def test_deepspeed_takes_over_the_group():
 def test_colossalai_creates_the_group_itself():
     fake = sys.modules["colossalai"] = FakeLibrary()
     dist.init_dist("pytorch", backend="gloo", init_backend="colossalai", timeout=77)
-    assert fake.calls == [{"config": {}, "backend": "gloo"}]
+    assert fake.calls == [{"backend": "gloo"}]
     assert ranks_sum() == 2
     assert dist.get_timeout() == timedelta(seconds=77)
 

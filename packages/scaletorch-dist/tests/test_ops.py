@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from torch.distributed import ReduceOp
 
 from scaletorch.dist import InvalidArgumentError
-from scaletorch.dist.wire.ops import REDUCE_OPS, op_name
-from scaletorch.dist.wire.recipes import recipe_for
+from scaletorch.dist.wire.recipes import REDUCE_OPS, op_name, recipe_for
 from scaletorch.dist.wire.sums import fold
 
 INTEGER_DTYPES = (

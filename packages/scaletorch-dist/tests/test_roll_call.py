@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 import scaletorch.dist as dist
 from scaletorch.dist import StateError
-from scaletorch.dist.naming import name_ranks
-from scaletorch.dist.startup.callers import ALL_ARE_HERE, Caller, judge
-from scaletorch.dist.startup.rollcall import call_roll
+from scaletorch.dist.members import name_ranks
+from scaletorch.dist.startup.rollcall import ALL_ARE_HERE, Caller, call_roll, judge
 from scaletorch.dist.testing import run_ranks
 
 TIMEOUT = 3  # seconds, of init_dist

@@ -26,7 +26,9 @@ from scaletorch.dist.building import (
     prepare_backward,
     reduce_scatter_flat,
 )
-from scaletorch.dist.devices import REDUCED, entry_of_backend
+from scaletorch.dist.devices import entry_of_backend
+from scaletorch.dist.devices.current import synchronize
+from scaletorch.dist.devices.table import REDUCED
 from scaletorch.dist.testing import run_ranks
 
 FOLDER = Path(__file__).parent
@@ -69,7 +71,7 @@ def join(device, backend, asked=None):
     assert devices.default_entry().backend == backend
     assert torch.empty(1, device=device).device == own
     assert dist.get_timeout().total_seconds() == 200
-    devices.synchronize()
+    synchronize()
     return own
 
 

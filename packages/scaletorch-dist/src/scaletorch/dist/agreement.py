@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch.distributed import ProcessGroup
 
-from .collectives.gather import all_gather
 from .errors import MismatchError, ScaletorchError
-from .naming import name_ranks
-from .objects.object_calls import all_gather_object
+from .members import name_ranks
+from .wire.backend import digest_of, gather_ints, gather_texts
+from .wire.checks import begin
 from .world.info import get_rank, group_ranks
 
 SHOWN = 12  # lines of difference for each rank
@@ -40,7 +39,7 @@ def agree(
 ) -> tuple[int, ...]:
     """Raise on every rank of `group` unless all have equal `lines` and none has an `error`.
 
-    It costs one all-gather of 24 bytes per rank; the lines are sent only if they differ. A rank
+    Costs one all-gather of 24 bytes per rank; the lines are sent only if they differ. A rank
     with an error of its own must call this too, so that the others do not wait for it forever.
 
     Args:
@@ -56,20 +55,18 @@ def agree(
     Raises:
         MismatchError: Lines differ, or another rank has an error.
     """
-    ranks = group_ranks(group)
     notes: tuple[int, ...] = (note,)
-    if len(ranks) > 1:
-        digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
-        number = int.from_bytes(digest, "little", signed=True)
-        # The host reads it, so keep it on the CPU and do not wait for an accelerator's queue.
-        mine = torch.tensor([number, error is not None, note])
-        everyone = [entry.tolist() for entry in all_gather(mine, group=group)]
-        notes = tuple(theirs for _, _, theirs in everyone)
-        if any(said != [everyone[0][0], 0] for *said, _ in everyone):
+    members = begin(group, "agree", subject)
+    if members is not None:
+        digest = digest_of("\n".join(lines))
+        heads = gather_ints((digest, error is not None, note), members)
+        notes = tuple(theirs for _, _, theirs in heads)
+        if any(said != [heads[0][0], 0] for *said, _ in heads):
             text = None if error is None else f"{type(error).__name__}: {error}"
-            reports = all_gather_object((list(lines), text), group=group)
+            texts = gather_texts(json.dumps([list(lines), text]), members)
             if error is None:
-                raise MismatchError(_difference(subject, ranks, reports))
+                reports = [json.loads(report) for report in texts]
+                raise MismatchError(_difference(subject, group_ranks(members), reports))
     if error is not None:
         try:
             raise error

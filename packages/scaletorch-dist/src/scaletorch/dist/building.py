@@ -9,14 +9,12 @@ here nor in a public module are private to this package.
 from .agreement import agree, caught
 from .collectives.all_to_all import all_to_all_flat
 from .collectives.flat import all_gather_flat, all_reduce_flat, reduce_scatter_flat
-from .containers import map_tensors, tensors_in
-from .devices.threads import prepare_backward
-from .differences import relative_error, worst
-from .launchers.host import this_host
+from .devices.current import prepare_backward
 from .launchers.interfaces import is_loopback
-from .naming import name_ranks
+from .members import name_ranks
+from .ranks.collect import without_coordinates
 from .ranks.locate import Locator, locate
-from .ranks.report import without_coordinates
+from .tensors import map_tensors, relative_error, tensors_in, worst
 from .wire.backend import gather_ints, host_device
 from .wire.checks import describe
 from .wire.port import (
@@ -25,7 +23,8 @@ from .wire.port import (
     tell_guard,
 )
 from .wire.sums import even_parts, sum_dtype
-from .world.one_per_process import one_per_process
+from .world.hosts import this_host
+from .world.info import one_per_process
 
 __all__ = [
     "Guard",

@@ -20,27 +20,17 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from .collectives import pieces
-from .collectives.autograd import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Copy,
-    Gather,
-    Reduce,
-    ReduceScatter,
-    Split,
-    alone,
-    apply,
-)
+from .collectives import shards
 from .errors import InvalidArgumentError
-from .wire.checks import tells_failure
+from .wire.backend import process_group
 
 Group = ProcessGroup | None
 
@@ -64,11 +54,149 @@ __all__ = [
 ]
 
 
-def _stays(x: Tensor, group: Group) -> bool:
+def _apply(function: type[Function], *args: Any) -> Tensor:
+    result: Tensor = function.apply(*args)
+    return result
+
+
+def _is_alone(group: Group) -> bool:
     """Return whether the group has one rank, so that nothing is sent."""
+    members = process_group(group)
+    return members is None or members.size() == 1
+
+
+def _backward(function: type[Function], grad: Tensor, group: Group, *args: Any) -> Tensor:
+    """Apply the forward of another function to a gradient.
+
+    An identity must return the same tensor object: autograd would treat a view as its own and
+    accumulate into the caller's tensor.
+    """
+    if _is_alone(group) or (function is Copy and not torch.is_grad_enabled()):
+        return grad
+    return _apply(function, grad, *args)
+
+
+class _Whole(Function):
+    """A collective on whole tensors: `_forth` is its forward, `_back` the class for backward."""
+
+    _forth: ClassVar[Callable[..., Tensor]]
+    _back: ClassVar[type[Function]]
+
+    @classmethod
+    def forward(cls, ctx: Any, x: Tensor, group: Group = None) -> Tensor:
+        ctx.way = cls._back, group
+        return cls._forth(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        way, group = ctx.way
+        return _backward(way, grads[0], group, group), None
+
+
+class Copy(_Whole):
+    """Identity forward, sum over the ranks backward."""
+
+    _forth = staticmethod(lambda x, group: x.view_as(x))
+
+
+class Reduce(_Whole):
+    """Sum over the ranks forward, identity backward."""
+
+    _forth = staticmethod(shards.sum_over_ranks)
+    _back = Copy
+
+
+class AllReduce(_Whole):
+    """Sum over the ranks in both directions."""
+
+    _forth = staticmethod(shards.sum_over_ranks)
+
+
+Copy._back = Reduce
+AllReduce._back = AllReduce
+
+
+class _Along(Function):
+    """A collective along a dim: `_forth` is its forward, `_back` the class for backward."""
+
+    _forth: ClassVar[Callable[..., Tensor]]
+    _back: ClassVar[type[Function]]
+
+    @classmethod
+    def forward(
+        cls, ctx: Any, x: Tensor, dim: int, group: Group = None, sizes: Sequence[int] | None = None
+    ) -> Tensor:
+        ctx.way = cls._back, dim, group, sizes
+        return cls._forth(x, dim, group, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        way, dim, group, sizes = ctx.way
+        return _backward(way, grads[0], group, dim, group, sizes), None, None, None
+
+
+def _summed_shard(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None) -> Tensor:
+    """Return this rank's shard of a sum, which a model may change in place unlike a view."""
+    shard = shards.sum_shard(x, dim, group, sizes)
+    if not shard._is_view():
+        return shard
+    alias: Tensor = shard.new_empty(0)
+    alias.data = shard
+    return alias
+
+
+class AllGather(_Along):
+    """All-gather along a dim forward; reduce-scatter backward."""
+
+    _forth = staticmethod(shards.join)
+
+
+class ReduceScatter(_Along):
+    """Reduce-scatter along a dim forward; all-gather backward."""
+
+    _forth = staticmethod(_summed_shard)
+    _back = AllGather
+
+
+class Gather(_Along):
+    """All-gather along a dim forward; this rank's shard backward."""
+
+    _forth = staticmethod(shards.join)
+
+
+class Split(_Along):
+    """This rank's shard along a dim forward; all-gather backward."""
+
+    _forth = staticmethod(shards.shard_of)
+    _back = Gather
+
+
+AllGather._back = ReduceScatter
+Gather._back = Split
+
+
+class AllToAll(Function):
+    """All-to-all: split along one dim, join along another; backward swaps the two dims."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, split_dim: int, concat_dim: int, group: Group = None
+    ) -> Tensor:
+        """Return every rank's shard for this rank, joined along `concat_dim`."""
+        ctx.args = concat_dim, split_dim, group
+        return shards.exchange_shards(x, split_dim, concat_dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Send the gradients of the shards back."""
+        return _backward(AllToAll, grads[0], ctx.args[-1], *ctx.args), None, None, None
+
+
+def _stays(x: Tensor, group: Group) -> bool:
+    """Check that `x` is a tensor; return whether nothing is sent."""
     if not isinstance(x, Tensor):
         raise InvalidArgumentError(f"expected a tensor, got {type(x).__name__}")
-    return alone(group)
+    return _is_alone(group)
 
 
 def copy(x: Tensor, group: Group = None) -> Tensor:
@@ -78,10 +206,9 @@ def copy(x: Tensor, group: Group = None) -> Tensor:
         x: Any shape; the same values on every rank.
         group: The ranks; the default group by default.
     """
-    return x if _stays(x, group) or not torch.is_grad_enabled() else apply(Copy, x, group)
+    return x if _stays(x, group) or not torch.is_grad_enabled() else _apply(Copy, x, group)
 
 
-@tells_failure
 def reduce(x: Tensor, group: Group = None) -> Tensor:
     """Return the sum of every rank's `x`; the gradient passes unchanged (leaves a parallel region).
 
@@ -89,10 +216,9 @@ def reduce(x: Tensor, group: Group = None) -> Tensor:
         x: Any shape, equal on every rank.
         group: The ranks; the default group by default.
     """
-    return x if _stays(x, group) else apply(Reduce, x, group)
+    return x if _stays(x, group) else _apply(Reduce, x, group)
 
 
-@tells_failure
 def all_reduce(x: Tensor, group: Group = None) -> Tensor:
     """Return the sum of every rank's `x`; backward sums the gradient over the ranks too.
 
@@ -100,10 +226,9 @@ def all_reduce(x: Tensor, group: Group = None) -> Tensor:
         x: Any shape, equal on every rank.
         group: The ranks; the default group by default.
     """
-    return x if _stays(x, group) else apply(AllReduce, x, group)
+    return x if _stays(x, group) else _apply(AllReduce, x, group)
 
 
-@tells_failure
 def all_gather(
     x: Tensor, dim: int, group: Group = None, *, sizes: Sequence[int] | None = None
 ) -> Tensor:
@@ -119,11 +244,10 @@ def all_gather(
         InvalidArgumentError: `dim` is out of range, or `sizes` do not fit.
     """
     if _stays(x, group):
-        return pieces.joined(x, dim, group, sizes)
-    return apply(AllGather, x, dim, group, sizes)
+        return shards.join(x, dim, group, sizes)
+    return _apply(AllGather, x, dim, group, sizes)
 
 
-@tells_failure
 def reduce_scatter(
     x: Tensor, dim: int, group: Group = None, *, sizes: Sequence[int] | None = None
 ) -> Tensor:
@@ -141,28 +265,20 @@ def reduce_scatter(
         InvalidArgumentError: `dim` is out of range or not divisible, or `sizes` do not fit.
     """
     if _stays(x, group):
-        return pieces.summed_piece(x, dim, group, sizes)
-    return apply(ReduceScatter, x, dim, group, sizes)
+        return shards.sum_shard(x, dim, group, sizes)
+    return _apply(ReduceScatter, x, dim, group, sizes)
 
 
-@tells_failure
 def gather(
     x: Tensor, dim: int, group: Group = None, *, sizes: Sequence[int] | None = None
 ) -> Tensor:
     """Return every rank's `x` joined along `dim`; backward keeps this rank's shard.
 
-    Args:
-        x: As in `all_gather`.
-        dim: As in `all_gather`.
-        group: As in `all_gather`.
-        sizes: As in `all_gather`.
-
-    Raises:
-        InvalidArgumentError: As in `all_gather`.
+    Args and errors as in `all_gather`.
     """
     if _stays(x, group):
-        return pieces.joined(x, dim, group, sizes)
-    return apply(Gather, x, dim, group, sizes)
+        return shards.join(x, dim, group, sizes)
+    return _apply(Gather, x, dim, group, sizes)
 
 
 def split(
@@ -170,21 +286,13 @@ def split(
 ) -> Tensor:
     """Return a copy of this rank's shard of `x` along `dim`; backward joins the gradients.
 
-    Args:
-        x: The same values on every rank.
-        dim: As in `reduce_scatter`.
-        group: As in `reduce_scatter`.
-        sizes: As in `reduce_scatter`.
-
-    Raises:
-        InvalidArgumentError: As in `reduce_scatter`.
+    `x` has the same values on every rank. Args and errors as in `reduce_scatter`.
     """
     if _stays(x, group):
-        return pieces.own_piece(x, dim, group, sizes)
-    return apply(Split, x, dim, group, sizes)
+        return shards.shard_of(x, dim, group, sizes)
+    return _apply(Split, x, dim, group, sizes)
 
 
-@tells_failure
 def all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: Group = None) -> Tensor:
     """Send shard i of `x` along `split_dim` to rank i; join the received ones along `concat_dim`.
 
@@ -198,5 +306,5 @@ def all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: Group = None) 
         InvalidArgumentError: A dim is out of range, or `split_dim` is not divisible.
     """
     if _stays(x, group):
-        return pieces.swapped(x, split_dim, concat_dim, group)
-    return apply(AllToAll, x, split_dim, concat_dim, group)
+        return shards.exchange_shards(x, split_dim, concat_dim, group)
+    return _apply(AllToAll, x, split_dim, concat_dim, group)

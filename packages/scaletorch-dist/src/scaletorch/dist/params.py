@@ -16,9 +16,8 @@ from .agreement import agree
 from .collectives.reduce import all_reduce
 from .errors import InvalidArgumentError
 from .wire.backend import broadcast_ints
-from .wire.checks import begin, check_target, describe, tells_failure
-from .wire.ops import Op, op_name
-from .wire.recipes import recipe_for
+from .wire.checks import begin, check_target, describe
+from .wire.recipes import Op, op_name, recipe_for
 from .world.info import group_ranks
 
 Group = ProcessGroup | None
@@ -26,7 +25,6 @@ Group = ProcessGroup | None
 SMALL = 1 << 20  # bytes; copying a larger tensor into a bucket costs more than sending it alone
 
 
-@tells_failure
 def all_reduce_dict(data: Mapping[str, Tensor], op: Op = "sum", group: Group = None) -> None:
     """Reduce every tensor of a dict over the ranks, in place.
 
@@ -57,7 +55,6 @@ def all_reduce_dict(data: Mapping[str, Tensor], op: Op = "sum", group: Group = N
     _reduce_all(list(ordered.values()), op, members, coalesce=True, limit=math.inf)
 
 
-@tells_failure
 def all_reduce_params(
     params: Iterable[Tensor],
     coalesce: bool = True,
@@ -99,7 +96,6 @@ def all_reduce_params(
     _reduce_all(tensors, op, members, coalesce, limit)
 
 
-@tells_failure
 def sync_random_seed(group: Group = None) -> int:
     """Return a fresh random seed below 2**31, the same on every rank.
 

@@ -3,7 +3,7 @@
 from torch.distributed import ReduceOp
 
 from ._version import __version__
-from .collectives.barrier import barrier
+from .collectives.broadcast import barrier
 from .devices import get_comm_device
 from .dist import (
     Work,

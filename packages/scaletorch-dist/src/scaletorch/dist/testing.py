@@ -11,18 +11,14 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from .differences import relative_error, worst
 from .errors import RankFailedError
 from .ranks.locate import BODY_ATTRIBUTE, PYTEST_REWRITING, importing
 from .ranks.pool import RankPool
 from .ranks.process import get_server
 from .ranks.state import environment
+from .tensors import relative_error, worst
 
 __all__ = [
-    "GROUP_TIMEOUT",
-    "MAX_POOLS",
-    "SEED",
-    "Test",
     "distributed_test",
     "preload",
     "relative_error",
@@ -110,14 +106,7 @@ def distributed_test(
     """Decorate a test so that its body runs on every rank.
 
     The test keeps its signature: fixtures and parameters are sent to the ranks, so they must
-    pickle. The test is skipped if every rank skips.
-
-    Args:
-        world_size: Number of ranks.
-        timeout: Seconds.
-        init: As in `run_ranks`.
-        env: As in `run_ranks`.
-        backend: As in `run_ranks`.
+    pickle. The test is skipped if every rank skips. Args as in `run_ranks`.
 
     Example:
         >>> @distributed_test(world_size=4)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import pytest
 
-from .fixture import Ranks
+from . import Ranks
 
 MARKER = "ranks"
 SIZE = "_ranks"  # parameter with a test's number of ranks, if the marker has several numbers

@@ -20,10 +20,9 @@ from ..wire.checks import (
     check_target,
     check_tensor,
     checking,
-    tells_failure,
 )
 from ..wire.sums import as_one
-from ..wire.work import Async, Sync, Work, given, settled
+from ..wire.work import Async, Sync, Work, identity, settled
 from ..world.info import get_dist_info, get_world_size, group_ranks
 
 Group = ProcessGroup | None
@@ -44,7 +43,6 @@ def all_to_all(
 def all_to_all(
     send_list: Sequence[Tensor], recv_list: Sequence[Tensor], group: Group = ..., *, async_op: Async
 ) -> Work[None]: ...
-@tells_failure
 def all_to_all(*args: Any, **options: Any) -> Any:
     """Send one block to every rank, and receive one block from each.
 
@@ -78,7 +76,6 @@ def all_to_all(*args: Any, **options: Any) -> Any:
     return _all_to_all_lists(*args, **options)
 
 
-@tells_failure
 def all_to_all_flat(
     data: Tensor, counts: Sequence[int], received_counts: Sequence[int], group: Group = None
 ) -> Work[Tensor]:
@@ -120,7 +117,7 @@ def all_to_all_flat(
         sizes = [[count * scale for count in each] for each in (counts, received_counts)]
         _compare_pairs(sizes[0], sizes[1], members)
     sent = on_wire(data, members)
-    done = given if sent is data else partial(_moved, data.device)
+    done = identity if sent is data else partial(_moved, data.device)
     way = way_of(sent, members)
     return cast("Work[Tensor]", way.exchange(sent, counts, received_counts, done, True))
 
@@ -145,7 +142,7 @@ def _check_blocks(data: Tensor, members: ProcessGroup) -> None:
     size = members.size()
     row = data[0].numel() * data.element_size() if data.size(0) else 0
     rows = gather_ints((data.size(0), row), members)
-    if all(length % size == 0 for length, _ in rows) and rows.count(rows[0]) == size:
+    if rows.count(rows[0]) == size and data.size(0) % size == 0:
         return
     lengths = ", ".join(
         f"rank {rank}: {length}"

@@ -1,4 +1,4 @@
-"""Collectives with one source rank: broadcast and scatter."""
+"""Collectives with one source rank, broadcast and scatter; and the barrier."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any, overload
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..devices import get_comm_device
 from ..errors import InvalidArgumentError
 from ..transport.ways import arrived, way_of
-from ..wire.backend import bring_home, broadcast_ints, on_wire
-from ..wire.checks import begin, check_list, check_member, check_target, tells_failure
+from ..wire.backend import bring_home, broadcast_ints, on_wire, raw_barrier
+from ..wire.checks import begin, check_list, check_member, check_target
 from ..wire.work import Async, Sync, Work, nothing, settled
 
 Group = ProcessGroup | None
@@ -24,7 +25,6 @@ def broadcast(data: Tensor, src: int = ..., group: Group = ..., async_op: Sync =
 def broadcast(
     data: Tensor, src: int = ..., group: Group = ..., *, async_op: Async
 ) -> Work[None]: ...
-@tells_failure
 def broadcast(
     data: Tensor, src: int = 0, group: Group = None, async_op: bool = False
 ) -> Work[None] | None:
@@ -59,7 +59,6 @@ def scatter(
     data: Tensor, scatter_list: Sequence[Tensor] | None = ..., src: int = ..., group: Group = ...,
     *, async_op: Async,
 ) -> Work[None]: ...  # fmt: skip
-@tells_failure
 def scatter(
     data: Tensor,
     scatter_list: Sequence[Tensor] | None = None,
@@ -112,3 +111,19 @@ def _check_list_of_root(tensors: Any, data: Tensor, src: int, mine: bool, member
             raise InvalidArgumentError(message)
     if error is not None:
         raise error
+
+
+def barrier(group: ProcessGroup | None = None) -> None:
+    """Wait until every rank of a group has called this; return at once if it has one rank.
+
+    Raises:
+        NotInGroupError: This rank is outside the group.
+    """
+    members = begin(group, "barrier")
+    if members is None:
+        return
+    device = get_comm_device(members)
+    if device.type == "cpu":
+        raw_barrier(members)
+    else:  # without device_ids the backend guesses a device from the rank, and warns
+        raw_barrier(members, device_ids=[device.index])

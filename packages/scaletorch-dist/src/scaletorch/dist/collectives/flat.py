@@ -13,17 +13,16 @@ from torch.distributed import ProcessGroup
 from ..errors import InvalidArgumentError
 from ..transport.ways import way_of
 from ..wire.backend import bring_home, on_wire, process_group
-from ..wire.checks import begin, tells_failure
+from ..wire.checks import begin
 from ..wire.recipes import recipe_for
 from ..wire.sums import even_parts, fold, parts_of, sum_dtype
-from ..wire.work import Work, given, nothing, settled
+from ..wire.work import Work, identity, nothing, settled
 from ..world.info import get_dist_info, get_world_size
 from .reduce import all_reduce
 
 SCALED = {"sum": False, "mean": True}
 
 
-@tells_failure
 def all_reduce_flat(
     data: Tensor, op: str = "sum", group: ProcessGroup | None = None, *, ordered: bool = False,
     start: Tensor | None = None,
@@ -59,25 +58,18 @@ def all_reduce_flat(
         first = None if start is None else start[own.start : own.stop]
         shard = reduce_scatter_flat(data, counts, op, group, ordered=ordered, start=first)
         return Work((shard,), partial(_put_together, data, counts, own, group, shard))
-    return Work((all_reduce(data, op, group, async_op=True),), partial(given, data))
+    return Work((all_reduce(data, op, group, async_op=True),), partial(identity, data))
 
 
-@tells_failure
 def reduce_scatter_flat(
     data: Tensor, counts: Sequence[int], op: str = "sum", group: ProcessGroup | None = None, *,
     ordered: bool = False, start: Tensor | None = None,
 ) -> Work[Tensor]:  # fmt: skip
     """Reduce-scatter a flat buffer, asynchronously; shards may differ in length.
 
-    16-bit floats are summed in float32 on every backend.
-
-    Args:
-        data: Flat floating-point or complex tensor; must not change until `wait()` returns.
-        counts: Elements of each rank's shard; the shards lie in rank order.
-        op: As in `all_reduce_flat`.
-        group: As in `all_reduce_flat`.
-        ordered: As in `all_reduce_flat`.
-        start: As in `all_reduce_flat`, but for this rank's shard.
+    16-bit floats are summed in float32 on every backend. `data` is floating-point or complex, and
+    must not change until `wait()` returns; `counts` are the elements of each rank's shard, in rank
+    order. Other args as in `all_reduce_flat`; `start` is for this rank's shard.
 
     Returns:
         A Work; its `wait()` returns this rank's shard of the sum in new memory, 16-bit floats as
@@ -103,7 +95,6 @@ def reduce_scatter_flat(
     return cast(Work[Tensor], way.exchange(wire, counts, [counts[rank]] * size, done, True))
 
 
-@tells_failure
 def all_gather_flat(
     data: Tensor,
     counts: Sequence[int],

@@ -19,7 +19,6 @@ from ..wire.checks import (
     check_member,
     check_target,
     check_tensor,
-    tells_failure,
 )
 from ..wire.work import Async, Sync, Work, settled
 from ..world.info import get_world_size
@@ -39,7 +38,6 @@ def all_gather(
 def all_gather(
     tensor_list: Sequence[Tensor], tensor: Tensor, group: Group = ..., *, async_op: Async
 ) -> Work[None]: ...
-@tells_failure
 def all_gather(*args: Any, **options: Any) -> Any:
     """Gather a tensor from every rank, in the group's order.
 
@@ -74,9 +72,9 @@ def _all_gather(
     members = begin(group, "all_gather", data)
     if members is None or data.numel() == 0:
         return settled((), partial(_alone, data, members), async_op)
-    own = on_wire(data, members)
+    wire = on_wire(data, members)
     done = partial(_listed, data.device)
-    return way_of(own, members).all_gather(own, done, async_op)
+    return way_of(wire, members).all_gather(wire, done, async_op)
 
 
 def _all_gather_into(
@@ -90,9 +88,9 @@ def _all_gather_into(
     members = begin(group, "all_gather", tensor)
     if members is None or tensor.numel() == 0:
         return settled((), partial(_fill, tensor_list, [tensor.detach()] * size), async_op)
-    own = on_wire(tensor, members)
+    wire = on_wire(tensor, members)
     done = partial(_fill, tensor_list)
-    return way_of(own, members).all_gather(own, done, async_op)
+    return way_of(wire, members).all_gather(wire, done, async_op)
 
 
 @overload
@@ -103,7 +101,6 @@ def gather(
 def gather(
     data: Tensor, dst: int = ..., group: Group = ..., *, async_op: Async
 ) -> Work[list[Tensor]]: ...
-@tells_failure
 def gather(
     data: Tensor, dst: int = 0, group: Group = None, async_op: bool = False
 ) -> list[Tensor] | Work[list[Tensor]]:
@@ -127,9 +124,9 @@ def gather(
     members = begin(group, "gather", data, f"dst={dst}")
     if members is None or data.numel() == 0:
         return settled((), partial(_alone, data, members, mine), async_op)
-    own = on_wire(data, members)
+    wire = on_wire(data, members)
     done = partial(_listed, data.device, mine=mine)
-    return way_of(own, members).gather(own, dst, done, async_op)
+    return way_of(wire, members).gather(wire, dst, done, async_op)
 
 
 def _alone(data: Tensor, members: Group, mine: bool = True) -> list[Tensor]:

@@ -52,9 +52,7 @@ def recv(data: Tensor, src: int, group: Group = None, tag: int = 0) -> None:
         group: The default group by default.
         tag: The sender's tag.
 
-    Raises:
-        NotInGroupError: `src` or this rank is outside the group.
-        InvalidArgumentError: `src` is this rank, or the backend has no tags and `tag` is not 0.
+    Errors as in `send`.
     """
     irecv(data, src, group, tag).wait()
 

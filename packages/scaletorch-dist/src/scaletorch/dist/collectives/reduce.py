@@ -11,9 +11,8 @@ from torch.distributed import ProcessGroup
 
 from ..transport.ways import arrived, way_of
 from ..wire.backend import on_wire, route
-from ..wire.checks import begin, check_list, check_member, check_target, tells_failure
-from ..wire.ops import Op
-from ..wire.recipes import Recipe, recipe_for
+from ..wire.checks import begin, check_list, check_member, check_target
+from ..wire.recipes import Op, Recipe, recipe_for
 from ..wire.sums import as_one
 from ..wire.work import Async, Sync, Work, nothing, settled
 from ..world.info import get_dist_info
@@ -27,7 +26,6 @@ def all_reduce(data: Tensor, op: Op = ..., group: Group = ..., async_op: Sync = 
 def all_reduce(
     data: Tensor, op: Op = ..., group: Group = ..., *, async_op: Async
 ) -> Work[None]: ...
-@tells_failure
 def all_reduce(
     data: Tensor, op: Op = "sum", group: Group = None, async_op: bool = False
 ) -> Work[None] | None:
@@ -52,7 +50,7 @@ def all_reduce(
         return settled((), nothing, async_op)
     recipe = _recipe_on(op, data, members)
     buffer = recipe.pack(on_wire(data, members, reduced=True))
-    done = partial(unpack_into, data, recipe, members.size())
+    done = partial(_unpack_into, data, recipe, members.size())
     return way_of(buffer, members).all_reduce(buffer, recipe, done, async_op)
 
 
@@ -64,7 +62,6 @@ def reduce(
 def reduce(
     data: Tensor, dst: int = ..., op: Op = ..., group: Group = ..., *, async_op: Async
 ) -> Work[None]: ...
-@tells_failure
 def reduce(
     data: Tensor, dst: int = 0, op: Op = "sum", group: Group = None, async_op: bool = False
 ) -> Work[None] | None:
@@ -91,7 +88,7 @@ def reduce(
     buffer = recipe.pack(on_wire(data, members, reduced=True))
     if buffer.data_ptr() == data.data_ptr() and not mine:
         buffer = buffer.clone()  # backends write partial results into it
-    done = partial(unpack_into, data, recipe, members.size()) if mine else arrived
+    done = partial(_unpack_into, data, recipe, members.size()) if mine else arrived
     return way_of(buffer, members).reduce(buffer, dst, recipe, done, async_op)
 
 
@@ -105,7 +102,6 @@ def reduce_scatter(
     output: Tensor, input_list: Sequence[Tensor], op: Op = ..., group: Group = ...,
     *, async_op: Async,
 ) -> Work[None]: ...  # fmt: skip
-@tells_failure
 def reduce_scatter(
     output: Tensor,
     input_list: Sequence[Tensor],
@@ -144,7 +140,7 @@ def reduce_scatter(
     if flat.numel() == 0:
         return settled((), nothing, async_op)
     counts = [entry.numel() for entry in input_list]
-    done = partial(unpack_into, output, recipe, size)
+    done = partial(_unpack_into, output, recipe, size)
     return way_of(flat, members).reduce_scatter(flat, counts, recipe, done, async_op)
 
 
@@ -153,15 +149,8 @@ def _recipe_on(op: Op, data: Tensor, group: ProcessGroup) -> Recipe:
     return recipe_for(op, data.dtype, data.dtype in route(data, group).reduces)
 
 
-def unpack_into(data: Tensor, recipe: Recipe, size: int, reduced: Tensor) -> None:
-    """Unpack a reduced tensor into `data`.
-
-    Args:
-        data: Filled in place.
-        recipe: The recipe that packed the tensor.
-        size: Number of ranks whose tensors were reduced.
-        reduced: The packed result.
-    """
+def _unpack_into(data: Tensor, recipe: Recipe, size: int, reduced: Tensor) -> None:
+    """Unpack a tensor that was reduced over `size` ranks into `data`."""
     result = recipe.unpack(reduced, size)
     if result.data_ptr() != data.data_ptr():
         data.detach().copy_(result.view(data.shape))

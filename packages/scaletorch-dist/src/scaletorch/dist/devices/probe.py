@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import glob
 import importlib
-import importlib.util
 from typing import Any
 
 import torch
@@ -32,22 +31,16 @@ def is_usable(device: str) -> bool:
 def plugin_problem(plugin: str) -> str | None:
     """Import a vendor's plugin, once; return the problem with it, or None."""
     try:
-        found = importlib.util.find_spec(plugin) is not None
-    except ImportError:  # the parent package of a dotted name is missing
-        found = False
-    if not found:
-        return f"{plugin} is not installed"
-    try:
         importlib.import_module(plugin)
     except Exception as error:  # a plugin without its driver may raise anything
+        if isinstance(error, ModuleNotFoundError) and plugin.startswith(error.name or plugin):
+            return f"{plugin} is not installed"
         return f"{plugin} is installed but does not import ({type(error).__name__}: {error})"
     return None
 
 
 def device_problem(entry: DeviceEntry) -> str | None:
     """Return the reason why this machine cannot use an entry's device, or None if it can."""
-    if entry.device == "cpu":
-        return None
     problem = plugin_problem(entry.plugin) if entry.plugin else None
     if problem is not None:
         return f"{problem}; it comes from {entry.source}"
@@ -64,7 +57,14 @@ def backend_problem(backend: str) -> str | None:
     """
     entry = entry_of_backend(backend)
     if entry is not None and not c10d.is_backend_available(backend):
-        problem = _bring(entry)
+        problem = device_problem(entry)
+        try:
+            if problem is None and entry.activate is not None:
+                entry.activate()
+        except ScaletorchError as error:
+            problem = str(error)
+        except Exception as error:  # another package's code may raise anything
+            problem = f"backend {backend!r} does not start ({type(error).__name__}: {error})"
         if problem is not None:
             return problem
     if c10d.is_backend_available(backend):
@@ -79,22 +79,6 @@ def backend_problem(backend: str) -> str | None:
             "registered with torch.distributed"
         )
     return f"this torch has no {backend}; it comes from {entry.source}"
-
-
-def _bring(entry: DeviceEntry) -> str | None:
-    """Import an entry's plugin and register its backend; return the problem, or None."""
-    problem = plugin_problem(entry.plugin) if entry.plugin else None
-    if problem is not None:
-        return f"{problem}; it comes from {entry.source}"
-    problem = device_problem(entry)
-    if problem is None and entry.activate is not None:
-        try:
-            entry.activate()
-        except ScaletorchError as error:
-            return str(error)
-        except Exception as error:  # another package's code may raise anything
-            return f"backend {entry.backend!r} does not start ({type(error).__name__}: {error})"
-    return problem
 
 
 def default_entry() -> DeviceEntry:
@@ -112,11 +96,7 @@ def default_backend() -> str:
 
 
 def require_plugin(entry: DeviceEntry) -> None:
-    """Check that this machine has an entry's plugin if it has the hardware.
-
-    Raises:
-        StateError: The plugin is missing; the message says where to get it.
-    """
+    """Check that this machine has an entry's plugin if it has the hardware."""
     problem = plugin_problem(entry.plugin) if entry.plugin else None
     if problem is not None and entry.nodes and glob.glob(entry.nodes):
         raise StateError(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import re
-import warnings
+import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,19 +13,11 @@ import torch
 from ..errors import InvalidArgumentError
 
 ENTRY_POINTS = "scaletorch.devices"  # entry point group in which other packages name their entries
-OWN_POINTS = {"mpi4py": "mpi.entry:ENTRY"}  # the same for folders of this package
 
-# Features that a backend may lack, and the fallback for each.
-FEATURES = {
-    "gather": "all_gather",
-    "reduce_scatter": "all_to_all, then reduced here",
-    "avg": "sum, then divided",
-    **dict.fromkeys(
-        ("sum", "product", "min", "max", "band", "bor", "bxor"), "all_gather, then reduced here"
-    ),
-}
 _BITS = ("band", "bor", "bxor")
-_NAME = re.compile(r"[a-z][a-z0-9_]*")
+FEATURES = frozenset(
+    ("gather", "reduce_scatter", "avg", "sum", "product", "min", "max", *_BITS)
+)  # features that a backend may lack; each is then done another way
 
 
 def _dtypes(names: str) -> frozenset[torch.dtype]:
@@ -45,7 +36,7 @@ class DeviceEntry:
         device: Name as in `torch.device`.
         backend: Name as in `torch.distributed`; unique in the table.
         plugin: Module that adds both to torch, or None if torch has them.
-        lacks: Names in `FEATURES` that the backend lacks.
+        lacks: What the backend lacks: gather, reduce_scatter, or operations of a reduction.
         source: Where to get the backend, for messages.
         nodes: Glob pattern of the hardware's device files; "" for none.
         activate: Called after the plugin is imported and before the backend is first used;
@@ -65,7 +56,6 @@ class DeviceEntry:
         variables: Environment variables, as (name, value) pairs, that a rank sets before it first
             uses its device, if it is not alone and they are unset.
         group_memory: Bytes of device memory that one communicator holds by default.
-
     """
 
     device: str
@@ -113,6 +103,20 @@ NCCL_GROUP = 512 * 2**20
 
 # HCCL_BUFFSIZE in CANN's documentation: 200 MB by default; each communicator holds two buffers.
 _HCCL_GROUP = 2 * 200 * 2**20
+
+
+def _register_mpi() -> None:
+    _mpi().register_backend()
+
+
+def _check_mpi(rank: int, world_size: int) -> None:
+    _mpi().check_world(rank, world_size)
+
+
+def _mpi() -> Any:
+    """Import the MPI backend late: it is seldom needed."""
+    return importlib.import_module("..mpi.register", __package__)
+
 
 DEVICES: tuple[DeviceEntry, ...] = (
     DeviceEntry(
@@ -185,6 +189,17 @@ DEVICES: tuple[DeviceEntry, ...] = (
         # a character type for which the MPI standard defines no reduction.
         reduces=_dtypes("uint8 int16 int32 int64 float32 float64"),
     ),
+    DeviceEntry(
+        "cpu",
+        "mpi4py",
+        "mpi4py",
+        source="`pip install scaletorch-dist[mpi]`, beside Open MPI or MPICH",
+        activate=_register_mpi,
+        alone="MPI over mpi4py serves a whole group and cannot stand beside another backend: use "
+        "'mpi' alone (tensors of devices are copied through the CPU), or a torch that was built "
+        "with MPI",
+        check=_check_mpi,
+    ),
 )
 
 _added: list[DeviceEntry] = []
@@ -194,18 +209,24 @@ def register_device(entry: DeviceEntry) -> None:
     """Add an entry to the table of this process; adding an equal entry again is no error.
 
     A package can do so for every process with an entry point in the group `scaletorch.devices` that
-    names a `DeviceEntry` or a list of them; it is loaded when devices are first looked up.
+    names a `DeviceEntry`; it is loaded when devices are first looked up.
 
     Args:
         entry: Its device is preferred to the CPU, but not to devices added before.
 
     Raises:
-        InvalidArgumentError: A field is invalid, or the table has another entry for the backend.
+        InvalidArgumentError: It is no entry, or the table has another one for the backend.
 
     Example:
         >>> register_device(DeviceEntry("hpu", "hccl_hpu", "habana_frameworks.torch"))
     """
-    _check(entry)
+    if not isinstance(entry, DeviceEntry):
+        raise InvalidArgumentError(f"expected a DeviceEntry, not a {type(entry).__name__}")
+    if isinstance(entry.lacks, str) or not set(entry.lacks) <= FEATURES:
+        raise InvalidArgumentError(
+            f"field 'lacks' of the entry of {entry.backend!r} must be a frozenset of "
+            f"{', '.join(sorted(FEATURES))}, not {entry.lacks!r}"
+        )
     known = {other.backend: other for other in (*DEVICES, *_added)}
     if known.get(entry.backend, entry) != entry:
         raise InvalidArgumentError(
@@ -216,66 +237,26 @@ def register_device(entry: DeviceEntry) -> None:
         _added.append(entry)
 
 
-def _check(entry: DeviceEntry) -> None:
-    if not isinstance(entry, DeviceEntry):
-        raise InvalidArgumentError(f"expected a DeviceEntry, not a {type(entry).__name__}")
-    for field in ("device", "backend"):
-        value = getattr(entry, field)
-        if not isinstance(value, str) or not _NAME.fullmatch(value):
-            raise InvalidArgumentError(
-                f"field {field!r} of a DeviceEntry must be a name in lower case such as 'npu' or "
-                f"'hccl', not {value!r}"
-            )
-    if isinstance(entry.lacks, str) or not set(entry.lacks) <= set(FEATURES):
-        raise InvalidArgumentError(
-            f"field 'lacks' of the entry of {entry.backend!r} must be a frozenset of "
-            f"{', '.join(FEATURES)}, not {entry.lacks!r}"
-        )
-
-
 def device_entries() -> tuple[DeviceEntry, ...]:
     """Return the whole table: built-in accelerators, then added ones, then entries for the CPU."""
     _load_entry_points()
-    entries = (*DEVICES, *_added)
-    return (
-        *(entry for entry in entries if entry.device != "cpu"),
-        *(entry for entry in entries if entry.device == "cpu"),
-    )
+    return tuple(sorted((*DEVICES, *_added), key=lambda entry: entry.device == "cpu"))
 
 
 def entry_of_backend(backend: str) -> DeviceEntry | None:
     """Return the table's entry for a backend, or None if it has none."""
-    found = next((entry for entry in (*DEVICES, *_added) if entry.backend == backend), None)
-    if found is None:
-        _load_entry_points()
-        found = next((entry for entry in _added if entry.backend == backend), None)
-    return found
-
-
-def _own(entry: Any) -> Any:
-    """Convert an entry to this package's `DeviceEntry`: a vendored copy has its own class."""
-    if type(entry).__name__ != DeviceEntry.__name__:
-        return entry
-    return DeviceEntry(**{field.name: getattr(entry, field.name) for field in fields(entry)})
+    builtin = next((entry for entry in DEVICES if entry.backend == backend), None)
+    if builtin is not None:
+        return builtin  # without the slow look for entry points
+    return next((entry for entry in device_entries() if entry.backend == backend), None)
 
 
 @functools.cache
 def _load_entry_points() -> None:
-    """Add the entries of installed packages, once; warn of a broken one and skip it."""
-    from importlib.metadata import EntryPoint, entry_points  # slow to import, and seldom needed
+    """Add the entries of installed packages, once."""
+    from importlib.metadata import entry_points  # slow to import, and seldom needed
 
-    package = __package__.rpartition(".")[0]  # a vendored copy has no metadata
-    own = [EntryPoint(at, f"{package}.{to}", ENTRY_POINTS) for at, to in OWN_POINTS.items()]
-    for point in (*own, *entry_points(group=ENTRY_POINTS)):
-        try:
-            named = point.load()
-            for entry in [named] if is_dataclass(named) else named:
-                register_device(_own(entry))
-        except Exception as error:  # another package's import may raise anything
-            package = point.dist.name if point.dist is not None else "an unknown package"
-            warnings.warn(
-                f"entry point {point.name!r} ({point.value}) of {package} in the group "
-                f"{ENTRY_POINTS!r} gives no device: {type(error).__name__}: {error}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+    for point in entry_points(group=ENTRY_POINTS):
+        entry = point.load()
+        if isinstance(entry, DeviceEntry):  # a vendored copy of this package has its own class
+            register_device(entry)

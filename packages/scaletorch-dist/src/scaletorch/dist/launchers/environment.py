@@ -13,19 +13,10 @@ LAUNCHERS = ("pytorch", "slurm", "mpi")
 
 @dataclass(frozen=True, slots=True)
 class LauncherEnvironment:
-    """The variables that one program sets for each process it starts.
+    """The names of the variables that one program sets for each process it starts."""
 
-    Attributes:
-        program: The program that the user ran.
-        launcher: Its launcher name in `init_dist`.
-        rank: Variable with the rank.
-        world_size: Variable with the number of ranks.
-        local_rank: Variable with the local rank on this node.
-        local_size: Variable with the number of ranks on this node.
-    """
-
-    program: str
-    launcher: str
+    program: str  # the program that the user ran
+    launcher: str  # its name in `init_dist`
     rank: str
     world_size: str
     local_rank: str
@@ -117,11 +108,7 @@ def remember_launcher(launcher: str | None) -> None:
 
 
 def refuse_batch_script_of_many() -> None:
-    """Raise if a Slurm job has several tasks but no launcher started this process.
-
-    Raises:
-        StateError: The batch script itself runs this process, in a job of several tasks.
-    """
+    """Raise if a Slurm job has several tasks but no launcher started this process."""
     env = os.environ
     tasks = env.get("SLURM_NTASKS", "")
     in_batch_script = "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" not in env
@@ -141,11 +128,7 @@ def launched_world_size() -> int:
 
 
 def read_placement(launcher: str) -> Placement:
-    """Read this process's placement from a launcher's variables.
-
-    Raises:
-        StateError: A variable is missing or not a number, or the rank is not below the world size.
-    """
+    """Read this process's placement from a launcher's variables."""
     env = os.environ
     environment = find_environment()
     if environment is None or environment.launcher != launcher:

@@ -29,11 +29,8 @@ def gloo_interface(address: str, one_machine: bool) -> str | None:
 
     On one machine it is loopback: gloo then listens on no other interface and resolves no name. On
     several machines gloo uses the address to which this host's name resolves. If that is loopback
-    or does not exist (a container, Debian's 127.0.1.1), other ranks could not connect.
-
-    Args:
-        address: Address of rank 0.
-        one_machine: Whether all ranks are known to be on this machine.
+    or does not exist (a container, Debian's 127.0.1.1), other ranks could not connect. `address` is
+    that of rank 0.
     """
     if one_machine or is_loopback(address):
         return LOOPBACK.get(sys.platform)
@@ -42,7 +39,8 @@ def gloo_interface(address: str, one_machine: bool) -> str | None:
     own = own_address(address)
     if is_loopback(own):  # on rank 0, whose own name resolves to loopback
         own = own_address()
-    return next((name for name in _interfaces() if _address_of(name) == own), None)
+    names = [name for _, name in socket.if_nameindex()] if sys.platform == "linux" else []
+    return next((name for name in names if _address_of(name) == own), None)
 
 
 def own_address(towards: str = "192.0.2.1") -> str:
@@ -62,10 +60,6 @@ def _name_leads_elsewhere() -> bool:
     except OSError:
         return False
     return not is_loopback(str(found[0][4][0]))
-
-
-def _interfaces() -> list[str]:
-    return [name for _, name in socket.if_nameindex()] if sys.platform == "linux" else []
 
 
 def _address_of(interface: str) -> str:

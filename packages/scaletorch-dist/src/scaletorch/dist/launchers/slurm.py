@@ -19,9 +19,6 @@ _BRACKET = re.compile(r"\[(\d+(?=-\d)|[^,\[\]]+)[^\[\]]*\]")  # captures the fir
 def first_host(nodelist: str) -> str:
     """Return the first host of a host list.
 
-    Raises:
-        StateError: The list is empty, or its brackets do not match.
-
     Example:
         >>> first_host("gpu[003-007,12],login1")
         'gpu003'
@@ -46,11 +43,7 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 
 def node_address(host: str) -> str:
-    """Return a node's name if it resolves, else the address that Slurm itself uses for it.
-
-    Raises:
-        StateError: The name does not resolve, and Slurm gives no address.
-    """
+    """Return a node's name if it resolves, else the address that Slurm itself uses for it."""
     try:
         socket.getaddrinfo(host, None)
     except OSError:

@@ -6,7 +6,7 @@ are ranks of the group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -15,26 +15,23 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidArgumentError
-from ..wire.ops import op_name
-from .progress import Call
+from ..wire.backend import as_real
+from ..wire.recipes import Recipe, op_name, recipe_for
+from ..wire.sums import sum_dtype
+from .handles import Call
 
-# Names in mpi4py.MPI of the dtypes that MPI reduces.
+# Names in mpi4py.MPI of the dtypes that MPI reduces, and of its operations.
 _TYPES = {
     torch.float32: "FLOAT",
     torch.float64: "DOUBLE",
-    **{
-        getattr(torch, f"{sign}int{bits}"): f"{sign}int{bits}_t".upper()
-        for sign in ("", "u")
-        for bits in (8, 16, 32, 64)
-    },
+    torch.uint8: "UINT8_T",
+    torch.int8: "INT8_T",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
 }
-MOST = 2**31 - 1  # elements that every MPI can count
-_HALVES = (torch.float16, torch.bfloat16)
-_OPS = {"sum": "SUM", "mean": "SUM", "product": "PROD", "min": "MIN", "max": "MAX",
+_OPS = {"sum": "SUM", "product": "PROD", "min": "MIN", "max": "MAX",
         "band": "BAND", "bor": "BOR", "bxor": "BXOR"}  # fmt: skip
-# Operations on bools, which stay 0 and 1: a sum is "any", a product "all".
-_BOOL_OPS = {"sum": "MAX", "max": "MAX", "bor": "MAX", "product": "MIN", "min": "MIN",
-             "band": "MIN", "bxor": "BXOR"}  # fmt: skip
+MOST = 2**31 - 1  # elements that every MPI can count
 
 
 def flat(data: Tensor) -> Tensor:
@@ -59,66 +56,30 @@ def raw(mpi: Any, data: Tensor, parts: int = 1) -> list[Any]:
 
 
 def typed(mpi: Any, data: Tensor) -> list[Any]:
-    """Describe a flat tensor's elements to MPI; the dtype must be one that MPI reduces."""
-    size = data.numel() * data.element_size()
-    kind = getattr(mpi, _TYPES[data.dtype])
-    return [mpi.buffer.fromaddress(data.data_ptr(), size), data.numel(), kind]
+    """Describe a flat packed tensor's elements to MPI."""
+    numbers = as_real(data)
+    size = numbers.numel() * numbers.element_size()
+    kind = getattr(mpi, _TYPES[numbers.dtype])
+    return [mpi.buffer.fromaddress(numbers.data_ptr(), size), numbers.numel(), kind]
 
 
-def reducible(data: Tensor) -> Tensor:
-    """Convert a flat tensor for reduction: widen 16-bit floats, view bools and complex as others.
-
-    Raises:
-        InvalidArgumentError: MPI does not reduce the dtype.
-    """
-    if data.dtype in _HALVES:
-        return data.float()
-    if data.dtype == torch.bool:
-        return data.view(torch.uint8)
-    if data.is_complex():
-        return torch.view_as_real(data).view(-1)
-    if data.dtype not in _TYPES:
-        raise InvalidArgumentError(f"backend 'mpi4py' cannot reduce {data.dtype}")
-    return data
+def pack(mpi: Any, data: Tensor, op: Any) -> tuple[Tensor, Recipe, Any]:
+    """Pack a flat tensor for a reduction; return it, its recipe, and MPI's operation."""
+    recipe = recipe_for(op_name(op), data.dtype)
+    packed = recipe.pack(data)
+    packed = packed.to(sum_dtype(packed.dtype))  # MPI has no 16-bit floats
+    return packed, recipe, getattr(mpi, _OPS[recipe.run])
 
 
-def reduce_op(mpi: Any, op: Any, dtype: torch.dtype) -> tuple[Any, str]:
-    """Return MPI's operation for torch's, and its name in `wire.ops`.
-
-    Raises:
-        InvalidArgumentError: MPI lacks the operation, or lacks it for this dtype.
-    """
-    name = op_name(op)
-    table = _BOOL_OPS if dtype == torch.bool else _OPS
-    senseless = dtype.is_floating_point and name in ("band", "bor", "bxor")
-    senseless = senseless or (dtype.is_complex and name not in ("sum", "mean"))
-    if name not in table or senseless:
-        raise InvalidArgumentError(f"backend 'mpi4py' cannot reduce {dtype} with op {name!r}")
-    return getattr(mpi, table[name]), name
-
-
-def reduced(target: Tensor, result: Tensor, name: str, size: int) -> Callable[[], None]:
-    """Return the completion that copies a reduced flat tensor into `target`."""
-
-    def finish() -> None:
-        total = result
-        if name == "mean":
-            floats = total.is_floating_point()
-            total = total.div_(size, rounding_mode=None if floats else "trunc")
-        bring_home(target, total)
-
-    return finish
+def unpack(target: Tensor, packed: Tensor, recipe: Recipe, size: int) -> None:
+    """Unpack a tensor that was reduced over `size` ranks into `target`."""
+    bring_home(target, recipe.unpack(packed, size))
 
 
 def bring_home(target: Tensor, source: Tensor) -> None:
     """Copy a flat tensor into `target` unless they share memory."""
-    if source.data_ptr() == target.data_ptr():
-        return
-    if target.dtype == torch.bool and source.dtype == torch.uint8:
-        source = source.view(torch.bool)
-    if target.is_complex() and not source.is_complex():
-        source = torch.view_as_complex(source.view(-1, 2))
-    target.detach().copy_(source.view(target.shape))
+    if source.data_ptr() != target.data_ptr():
+        target.detach().copy_(source.view(target.shape))
 
 
 def broadcast(mpi: Any, comm: Any, data: Tensor, root: int) -> Call:
@@ -130,22 +91,21 @@ def broadcast(mpi: Any, comm: Any, data: Tensor, root: int) -> Call:
 
 def all_reduce(mpi: Any, comm: Any, data: Tensor, op: Any) -> Call:
     """Reduce `data` over the ranks, in place."""
-    kind, name = reduce_op(mpi, op, data.dtype)
-    content = reducible(flat(data))
+    content, recipe, kind = pack(mpi, flat(data), op)
     request = comm.Iallreduce(mpi.IN_PLACE, typed(mpi, content), op=kind)
-    finish = reduced(data, content, name, comm.size)
+    finish = partial(unpack, data, content, recipe, comm.size)
     return Call("all_reduce", [request], [data], finish, content)
 
 
 def reduce(mpi: Any, comm: Any, data: Tensor, op: Any, root: int) -> Call:
     """Reduce `data` over the ranks, in place on the root; other ranks keep their `data`."""
-    kind, name = reduce_op(mpi, op, data.dtype)
-    content = reducible(flat(data))
+    content, recipe, kind = pack(mpi, flat(data), op)
     if comm.rank != root:
         request = comm.Ireduce(typed(mpi, content), None, op=kind, root=root)
         return Call("reduce", [request], [data], keep=content)
     request = comm.Ireduce(mpi.IN_PLACE, typed(mpi, content), op=kind, root=root)
-    return Call("reduce", [request], [data], reduced(data, content, name, comm.size), content)
+    finish = partial(unpack, data, content, recipe, comm.size)
+    return Call("reduce", [request], [data], finish, content)
 
 
 def all_gather(mpi: Any, comm: Any, parts: Sequence[Tensor], data: Tensor) -> Call:
@@ -197,13 +157,12 @@ def scatter(mpi: Any, comm: Any, output: Tensor, parts: Sequence[Tensor], root: 
 def reduce_scatter(mpi: Any, comm: Any, output: Tensor, parts: Sequence[Tensor], op: Any) -> Call:
     """Reduce entry r of each rank's list into `output` of rank r; sizes may differ."""
     _check_count(parts, comm.size, "reduce_scatter")
-    kind, name = reduce_op(mpi, op, output.dtype)
-    content = reducible(torch.cat([flat(part) for part in parts]))
-    scale = 2 if output.is_complex() else 1
+    content, recipe, kind = pack(mpi, torch.cat([flat(part) for part in parts]), op)
+    scale = 2 if content.is_complex() else 1
     counts = [part.numel() * scale for part in parts]
-    received = content.new_empty(counts[comm.rank])
+    received = content.new_empty(parts[comm.rank].numel())
     request = comm.Ireduce_scatter(typed(mpi, content), typed(mpi, received), counts, op=kind)
-    finish = reduced(output, received, name, comm.size)
+    finish = partial(unpack, output, received, recipe, comm.size)
     return Call("reduce_scatter", [request], [output], finish, content)
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: D102 - torch.distributed documents the methods
 """A process group of torch.distributed whose collectives use MPI.
 
 The methods have the names and arguments of `torch.distributed.ProcessGroup`; each starts
@@ -16,10 +17,12 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from . import collectives
-from .progress import Call, Engine, MPIWork
+from .handles import Call, Engine, MPIWork, join_calls
 
 # The stub declares two signatures for most methods; torch.distributed calls only one of them.
 _ProcessGroup: Any = c10d.ProcessGroup
+
+Tensors = list[Tensor]
 
 
 class _Options:
@@ -30,8 +33,8 @@ class _Options:
         self.backend = "mpi4py"
 
 
-class MPIMembers(_ProcessGroup):  # type: ignore[misc]
-    """The members of one communicator: the group and, at once, its only backend."""
+class MPIGroup(_ProcessGroup):  # type: ignore[misc]
+    """Collectives and messages on one communicator: the group and, at once, its only backend."""
 
     supports_coalescing = False
     supports_splitting = False
@@ -56,7 +59,7 @@ class MPIMembers(_ProcessGroup):  # type: ignore[misc]
     def abort(self) -> None:
         """Do nothing: MPI cannot cancel a collective."""
 
-    def _get_backend(self, device: torch.device) -> MPIMembers:
+    def _get_backend(self, device: torch.device) -> MPIGroup:
         if torch.device(device).type != "cpu":
             raise RuntimeError(f"backend 'mpi4py' has no communication for device {device}")
         return self
@@ -66,14 +69,12 @@ class MPIMembers(_ProcessGroup):  # type: ignore[misc]
         return [torch.device("cpu")]
 
     def getBackendName(self) -> str:
-        """Return the backend's name."""
         return "mpi4py"
 
     name = _get_backend_name = getBackendName
 
     @property
     def group_name(self) -> str:
-        """The name of the group in torch."""
         name: str = self._name
         return name
 
@@ -82,18 +83,15 @@ class MPIMembers(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def group_desc(self) -> str:
-        """The purpose of the group."""
         return self._desc
 
     def _set_group_desc(self, desc: str) -> None:
         self._desc = desc
 
     def get_group_store(self) -> Any:
-        """Return the group's store."""
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of calls made from now on."""
         self.options._timeout = timeout
 
     _set_default_timeout = set_timeout
@@ -104,13 +102,6 @@ class MPIMembers(_ProcessGroup):  # type: ignore[misc]
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: each rank counts its own calls."""
 
-
-Tensors = list[Tensor]
-
-
-class MPIGroup(MPIMembers):
-    """Collectives and point-to-point messages on one communicator."""
-
     def _start(self, make: Callable[..., Call], *args: Any, opts: Any = None) -> MPIWork:
         seconds: float = self.options._timeout.total_seconds()
         asked = getattr(opts, "timeout", None)
@@ -118,25 +109,22 @@ class MPIGroup(MPIMembers):
             seconds = asked.total_seconds()
         mpi, comm = self.engine.mpi, self.communicator
         self._sequence += 1
-        return MPIWork(self.engine, self.engine.start(lambda: make(mpi, comm, *args)), seconds)
+        return self.engine.start(lambda: make(mpi, comm, *args), seconds)
 
     def _start_several(
         self, make: Callable[..., Call], *columns: Sequence[Any], opts: Any = None
     ) -> MPIWork:
-        """Start one call per row of the columns, for C++'s coalesced collectives."""
 
         def several(mpi: Any, comm: Any) -> Call:
             rows = zip(*columns, strict=True)
-            return Call.of_several([make(mpi, comm, *row) for row in rows])
+            return join_calls([make(mpi, comm, *row) for row in rows])
 
         return self._start(several, opts=opts)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> MPIWork:
-        """See `torch.distributed.broadcast`."""
         return self._start(collectives.broadcast, tensors[0], opts.rootRank, opts=opts)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> MPIWork:
-        """See `torch.distributed.all_reduce`."""
         op = c10d.ReduceOp.SUM if opts is None else opts.reduceOp
         each = [op] * len(tensors)
         return self._start_several(collectives.all_reduce, tensors, each, opts=opts)
@@ -144,52 +132,42 @@ class MPIGroup(MPIMembers):
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: Any) -> MPIWork:
-        """See `torch.distributed.reduce`."""
         return self._start(collectives.reduce, tensors[0], opts.reduceOp, opts.rootRank, opts=opts)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> MPIWork:
-        """See `torch.distributed.all_gather`."""
         return self._start(collectives.all_gather, outputs[0], inputs[0], opts=opts)
 
     def all_gather_single(self, output: Tensor, data: Tensor, opts: Any = None) -> MPIWork:
-        """See `torch.distributed.all_gather_into_tensor`."""
         return self.all_gather_single_coalesced([output], [data], opts)
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> MPIWork:
-        """All-gather several tensors, each into one output."""
         return self._start_several(collectives.all_gather_single, outputs, inputs, opts=opts)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> MPIWork:
-        """See `torch.distributed.gather`."""
         parts = outputs[0] if outputs else []
         return self._start(collectives.gather, parts, inputs[0], opts.rootRank, opts=opts)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> MPIWork:
-        """See `torch.distributed.scatter`."""
         parts = inputs[0] if inputs else []
         return self._start(collectives.scatter, outputs[0], parts, opts.rootRank, opts=opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> MPIWork:
-        """See `torch.distributed.reduce_scatter`; entries may differ in size."""
         own, parts = outputs[0], inputs[0]
         return self._start(collectives.reduce_scatter, own, parts, opts.reduceOp, opts=opts)
 
     def reduce_scatter_single(self, output: Tensor, data: Tensor, opts: Any) -> MPIWork:
-        """See `torch.distributed.reduce_scatter_tensor`."""
         return self.reduce_scatter_single_coalesced([output], [data], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any
     ) -> MPIWork:
-        """Reduce-scatter several tensors, each into equal shards."""
         parts = [list(data.detach().reshape(self.size(), -1).unbind(0)) for data in inputs]
         ops = [opts.reduceOp] * len(parts)
         return self._start_several(collectives.reduce_scatter, outputs, parts, ops, opts=opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> MPIWork:
-        """See `torch.distributed.all_to_all`; the output list comes first."""
         return self._start(collectives.all_to_all, outputs, inputs, opts=opts)
 
     def all_to_all_single(
@@ -200,24 +178,19 @@ class MPIGroup(MPIMembers):
         input_sizes: list[int] | None,
         opts: Any = None,
     ) -> MPIWork:
-        """See `torch.distributed.all_to_all_single`; sizes are along dim 0."""
         sizes = output_sizes or [], input_sizes or []
         return self._start(collectives.all_to_all_single, output, data, *sizes, opts=opts)
 
     def barrier(self, opts: Any = None) -> MPIWork:
-        """See `torch.distributed.barrier`."""
         return self._start(collectives.barrier, opts=opts)
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> MPIWork:
-        """See `torch.distributed.isend`; `dst` is a rank of this group."""
         return self._start(collectives.send, tensors[0], dst, tag)
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> MPIWork:
-        """See `torch.distributed.irecv`; `src` is a rank of this group."""
         return self._start(collectives.receive, tensors[0], src, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> MPIWork:
-        """Receive from the first member that sends."""
         return self._start(collectives.receive, tensors[0], self.engine.mpi.ANY_SOURCE, tag)
 
     # Names in torch before 2.13.

@@ -13,17 +13,13 @@ import torch.distributed as c10d
 from ..errors import StateError
 from ..launchers.environment import ENVIRONMENTS, find_environment
 from .group import MPIGroup
-from .progress import Engine
+from .handles import Engine
 
 _START = "start the program with mpirun, as in `mpirun -n 4 python train.py`"
 
 
 def load_mpi() -> Any:
-    """Return the module `mpi4py.MPI`; the first call initializes MPI.
-
-    Raises:
-        StateError: `mpi4py` or an MPI library is missing.
-    """
+    """Return the module `mpi4py.MPI`; the first call initializes MPI."""
     try:
         return importlib.import_module("mpi4py.MPI")
     except ImportError as error:
@@ -38,12 +34,9 @@ def load_mpi() -> Any:
         ) from error
 
 
-def check_world(mpi: Any, rank: int, size: int) -> None:
-    """Check that MPI has the same rank and world size as torch.distributed.
-
-    Raises:
-        StateError: It does not: no mpirun started this process, or one of another MPI did.
-    """
+def check_world(rank: int, size: int) -> None:
+    """Check that MPI has the same rank and world size as torch.distributed."""
+    mpi = load_mpi()
     world = mpi.COMM_WORLD
     seen = world.Get_size()
     if seen != size:
@@ -79,9 +72,6 @@ def register_backend() -> None:
 
     Afterwards `init_process_group("mpi4py", ...)` and `new_group(backend="mpi4py")` work.
     `init_dist` calls this for backend 'mpi' if torch was built without MPI.
-
-    Raises:
-        StateError: `mpi4py` or an MPI library is missing.
     """
     load_mpi()
     if not hasattr(c10d.Backend, BACKEND.upper()):
@@ -101,10 +91,10 @@ def _base() -> Any:
 
 def _create(options: Any, backend_options: Any) -> MPIGroup:
     """Create the default group or another one; only its members call this."""
-    mpi, engine = load_mpi(), _engine()
+    engine = _engine()
     ranks = options.global_ranks_in_group
     if not ranks:
-        check_world(mpi, options.group_rank, options.group_size)
+        check_world(options.group_rank, options.group_size)
         communicator = _base().Dup()
     else:
         tag = zlib.crc32(options.group_id.encode()) % _LOWEST_TAG_BOUND

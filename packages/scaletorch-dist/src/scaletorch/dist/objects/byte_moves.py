@@ -9,11 +9,10 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..collectives.gather import gather
-from ..collectives.messages import MOST, exchange, send
+from ..collectives.messages import recv, send
 from ..transport.ways import arrived, way_of
-from ..wire.backend import bring_home, gather_ints, host_device
-from ..wire.work import given
+from ..wire.backend import bring_home, gather_texts, host_device
+from ..wire.work import identity
 from ..world.info import group_ranks
 
 Buffer = bytearray | memoryview
@@ -33,74 +32,51 @@ def broadcast_bytes(content: Buffer, src: int, members: ProcessGroup) -> None:
     bring_home(data, wire)
 
 
-def all_gather_bytes(own: Buffer, lengths: list[int], members: ProcessGroup) -> list[Buffer]:
-    """All-gather the ranks' bytes.
-
-    Args:
-        own: This rank's bytes; may be one of the returned buffers.
-        lengths: Length of every rank's bytes, none of them 0.
-        members: The process group.
-    """
+def all_gather_bytes(content: Buffer, lengths: list[int], members: ProcessGroup) -> list[Buffer]:
+    """All-gather the ranks' bytes, which have these lengths, none of them 0."""
     if max(lengths) <= SMALL:
-        filled = _filled_up(own, max(lengths), members)
-        rows = cast(Tensor, way_of(filled, members).all_gather(filled, given, False))
+        filled = torch.zeros(max(lengths), dtype=torch.uint8)
+        filled[: len(content)] = torch.frombuffer(content, dtype=torch.uint8)
+        wire = filled.to(host_device(members))
+        rows = cast(Tensor, way_of(wire, members).all_gather(wire, identity, False))
         return [_read(row, n) for row, n in zip(rows.unbind(), lengths, strict=True)]
-    parts: list[Buffer] = []
+    found: list[Buffer] = []
     for rank, length in zip(group_ranks(members), lengths, strict=True):
-        parts.append(own if rank == c10d.get_rank() else bytearray(length))
-        broadcast_bytes(parts[-1], rank, members)
-    return parts
+        found.append(content if rank == c10d.get_rank() else bytearray(length))
+        broadcast_bytes(found[-1], rank, members)
+    return found
 
 
-def _filled_up(own: Buffer, longest: int, members: ProcessGroup) -> Tensor:
-    filled = torch.frombuffer(own, dtype=torch.uint8)
-    if len(own) < longest:
-        filled = torch.cat((filled, filled.new_zeros(longest - len(own))))
-    return filled.to(host_device(members))
-
-
-def gather_bytes(own: Buffer, lengths: list[int], dst: int, members: ProcessGroup) -> list[Buffer]:
-    """Gather the ranks' bytes on global rank `dst`; return an empty list on other ranks.
-
-    Args:
-        own: This rank's bytes.
-        lengths: Length of every rank's bytes, none of them 0.
-        dst: Global rank that gets them.
-        members: The process group.
-    """
-    longest, device = max(lengths), host_device(members)
-    if longest <= SMALL:
-        rows = gather(_filled_up(own, longest, members), dst, members)
-        return [_read(row, n) for row, n in zip(rows, lengths, strict=False)]
-    if c10d.get_rank() != dst:
-        wire = torch.frombuffer(own, dtype=torch.uint8).to(device)
+def gather_bytes(
+    content: Buffer, lengths: list[int], dst: int, members: ProcessGroup
+) -> list[Buffer]:
+    """Gather the ranks' bytes on global rank `dst`; return an empty list on other ranks."""
+    rank, device = c10d.get_rank(), host_device(members)
+    if max(lengths) <= SMALL:
+        found = all_gather_bytes(content, lengths, members)
+        return found if rank == dst else []
+    if rank != dst:
+        wire = torch.frombuffer(content, dtype=torch.uint8).to(device)
         for piece in wire.split(PIECE):
             send(piece, dst, members)
         return []
-    ranks = group_ranks(members)
-    parts = [own if r == dst else bytearray(n) for r, n in zip(ranks, lengths, strict=True)]
-    hosts = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
-    wires = [host.to(device) for host in hosts]
-    arrivals = [
-        (piece, rank)
-        for rank, wire in zip(ranks, wires, strict=True)
-        if rank != dst
-        for piece in wire.split(PIECE)
-    ]
-    for start in range(0, len(arrivals), MOST):
-        exchange(recvs=arrivals[start : start + MOST], group=members)
-    for host, wire in zip(hosts, wires, strict=True):
-        bring_home(host, wire)
-    return parts
+    found = []
+    for source, length in zip(group_ranks(members), lengths, strict=True):
+        found.append(content if source == rank else bytearray(length))
+        if source != rank:
+            data = torch.frombuffer(found[-1], dtype=torch.uint8)
+            wire = data.to(device)
+            for piece in wire.split(PIECE):
+                recv(piece, source, members)
+            bring_home(data, wire)
+    return found
 
 
 def errors_of_all(error: str | None, members: ProcessGroup) -> list[str]:
     """Gather the errors of all ranks, each named with its rank; every rank must call it."""
-    content = bytearray((error or "")[:LONGEST_ERROR].encode(errors="backslashreplace") or b"\0")
-    lengths = [length for (length,) in gather_ints((len(content),), members)]
-    texts = [bytes(text).decode() for text in all_gather_bytes(content, lengths, members)]
+    texts = gather_texts((error or "")[:LONGEST_ERROR], members)
     ranks = group_ranks(members)
-    return [f"rank {r}: {text}" for r, text in zip(ranks, texts, strict=True) if text != "\0"]
+    return [f"rank {rank}: {text}" for rank, text in zip(ranks, texts, strict=True) if text]
 
 
 def _read(data: Tensor, length: int) -> bytearray:

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError
 from ..wire.backend import gather_ints
-from ..wire.checks import begin, check_member, tells_failure
+from ..wire.checks import begin, check_member
 from ..world.info import group_ranks
 from .byte_moves import Buffer, all_gather_bytes, broadcast_bytes, errors_of_all, gather_bytes
 from .packing import Terms, dump_object, load_object, pickle_allowed
@@ -35,7 +35,6 @@ Move = Callable[[Buffer, list[_Head]], list[Buffer]]  # this rank's bytes → by
 Pack = Callable[[Terms], Buffer]
 
 
-@tells_failure
 def broadcast_object_list(
     data: list[Any],
     src: int = 0,
@@ -81,7 +80,6 @@ def broadcast_object_list(
         data[:] = loaded
 
 
-@tells_failure
 def all_gather_object(data: Any, group: Group = None, *, allow_pickle: bool = True) -> list[Any]:
     """Gather an object from every rank on every rank.
 
@@ -109,7 +107,6 @@ def all_gather_object(data: Any, group: Group = None, *, allow_pickle: bool = Tr
     return _exchange(partial(dump_object, data), terms, members, move)
 
 
-@tells_failure
 def gather_object(
     data: Any,
     dst: int = 0,

@@ -35,15 +35,10 @@ _SAVED = b"PK"  # first bytes of a `torch.save` file; no pickle begins with them
 
 
 class Terms(NamedTuple):
-    """Permission of a call to pickle objects.
+    """Permission of a call to pickle objects."""
 
-    Attributes:
-        allow_pickle: The call's argument; the environment may forbid pickle too.
-        forbidden: Whether some rank of the group forbids it.
-    """
-
-    allow_pickle: bool = True
-    forbidden: bool = False
+    allow_pickle: bool = True  # the call's argument; the environment may forbid pickle too
+    forbidden: bool = False  # some rank of the group forbids it
 
 
 _ALL = Terms()
@@ -64,11 +59,7 @@ def refusal(who: str, allow_pickle: bool) -> str:
 
 
 def dump_object(data: Any, terms: Terms = _ALL) -> memoryview:
-    """Serialize an object: by pickle if allowed, else as a plain object.
-
-    Raises:
-        InvalidArgumentError: It does not pickle, or it is not plain and pickle is forbidden.
-    """
+    """Serialize an object: by pickle if allowed, else as a plain object."""
     sink = io.BytesIO()  # its buffer can be sent without a copy
     plain = terms.forbidden or not pickle_allowed(terms.allow_pickle)
     try:
@@ -85,11 +76,7 @@ def dump_object(data: Any, terms: Terms = _ALL) -> memoryview:
 
 
 def load_object(data: bytearray | memoryview, terms: Terms = _ALL) -> Any:
-    """Load an object that `dump_object` serialized.
-
-    Raises:
-        InvalidArgumentError: It does not unpickle, or it is pickled although pickle is forbidden.
-    """
+    """Load an object that `dump_object` serialized."""
     plain = bytes(data[: len(_SAVED)]) == _SAVED
     if not plain and not pickle_allowed(terms.allow_pickle):
         raise InvalidArgumentError(refusal("what arrived", terms.allow_pickle))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
 import shutil
 import tempfile
@@ -16,7 +14,6 @@ from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError, StateError
 from ..wire.backend import process_group
-from ..wire.checks import tells_failure
 from ..world.info import get_rank, group_ranks
 from .byte_moves import errors_of_all
 from .object_calls import broadcast_object_list, gather_object
@@ -27,7 +24,6 @@ T = TypeVar("T")
 _DEVICE_NAMES = ("cpu", "gpu", "npu", "cuda", "mlu", "musa", "xpu")
 
 
-@tells_failure
 def collect_results(
     results: list[Any],
     size: int,
@@ -46,7 +42,7 @@ def collect_results(
         device: Where the results came from: cpu, gpu, npu, cuda, mlu, musa or xpu. It does not
             change how they are sent.
         tmpdir: A folder that all ranks share, to collect through files instead; only with "cpu".
-            The files are private to this user and are removed; so is the folder, if it was created.
+            It is created if it is missing. The files are private to this user, and are removed.
         group: The default group by default.
         allow_pickle: As in `broadcast_object_list`.
 
@@ -55,7 +51,7 @@ def collect_results(
 
     Raises:
         InvalidArgumentError: An argument is invalid, or (on every rank) a result cannot be sent.
-        StateError: A file cannot be written or read, or is corrupt; raised on every rank.
+        StateError: A file cannot be written or read; raised on every rank.
     """
     _check(results, size, device, tmpdir)
     terms = Terms(allow_pickle)
@@ -63,17 +59,14 @@ def collect_results(
     if members is None or members.size() == 1:
         return results[:size]
     if tmpdir is not None:
-        parts = _through_files(results, os.fspath(tmpdir), members, terms)
+        shards = _through_files(results, os.fspath(tmpdir), members, terms)
     else:
         first = group_ranks(members)[0]
-        parts = gather_object(results, first, members, allow_pickle=allow_pickle)
-    return None if parts is None else interleave(parts)[:size]
-
-
-def interleave(parts: list[list[Any]]) -> list[Any]:
-    """Return the first entry of each list, then the second of each, and so on."""
-    longest = max(map(len, parts))
-    return [part[i] for i in range(longest) for part in parts if i < len(part)]
+        shards = gather_object(results, first, members, allow_pickle=allow_pickle)
+    if shards is None:
+        return None
+    longest = max(map(len, shards))
+    return [shard[i] for i in range(longest) for shard in shards if i < len(shard)][:size]
 
 
 def _check(results: Any, size: Any, device: Any, tmpdir: Any) -> None:
@@ -98,61 +91,37 @@ def _through_files(
     """Collect through a temporary folder in `tmpdir` that is private to this user."""
     ranks = group_ranks(members)
     first = get_rank() == ranks[0]
-    given: list[Any] = [_caught(partial(_make_folder, tmpdir)) if first else None]
-    broadcast_object_list(given, ranks[0], members)
-    made, error = given[0]
+    sent: list[Any] = [_caught(partial(_make_folder, tmpdir)) if first else None]
+    broadcast_object_list(sent, ranks[0], members)
+    folder, error = sent[0]
     _raise_together(error if first else None, members)
-    folder, parents = made
-    parts: list[list[Any]] | None = None
+    shards: list[list[Any]] | None = None
     try:
-        write = partial(_write, Path(folder, f"rank-{get_rank()}"), results, terms)
-        _raise_together(_caught(write)[1], members)
+        path = Path(folder, f"rank-{get_rank()}")
+        _raise_together(_caught(lambda: path.write_bytes(dump_object(results, terms)))[1], members)
         if first:
             paths = [Path(folder, f"rank-{rank}") for rank in ranks]
-            parts, error = _caught(lambda: [_read(path, terms) for path in paths])
+            shards, error = _caught(lambda: [_read(path, terms) for path in paths])
     finally:
         if first:
             shutil.rmtree(folder, ignore_errors=True)
-            for parent in parents:
-                with contextlib.suppress(OSError):
-                    os.rmdir(parent)
     _raise_together(error, members)
-    return parts
+    return shards
 
 
-def _make_folder(parent: str) -> tuple[str, list[str]]:
-    """Create a folder in `parent`; return it and the parents that were created, deepest first."""
-    place = Path(parent).absolute()
-    missing = [str(each) for each in (place, *place.parents) if not each.exists()]
-    os.makedirs(place, 0o700, exist_ok=True)
-    return tempfile.mkdtemp(prefix="scaletorch-", dir=place), missing
-
-
-def _write(path: Path, data: Any, terms: Terms) -> None:
-    content = dump_object(data, terms)
-    with open(path, "xb") as file:
-        file.write(_digest(content))
-        file.write(content)
+def _make_folder(parent: str) -> str:
+    os.makedirs(parent, 0o700, exist_ok=True)
+    return tempfile.mkdtemp(prefix="scaletorch-", dir=os.path.abspath(parent))
 
 
 def _read(path: Path, terms: Terms) -> Any:
-    content = memoryview(path.read_bytes())
-    size = len(_digest(b""))
-    if bytes(content[:size]) != _digest(content[size:]):
-        raise StateError(f"{path} is torn: its checksum is another")
-    return load_object(content[size:], terms)
-
-
-def _digest(content: bytes | bytearray | memoryview) -> bytes:
-    return hashlib.blake2b(content, digest_size=32).digest()
+    return load_object(memoryview(path.read_bytes()), terms)
 
 
 def _caught(call: Callable[[], T]) -> tuple[T | None, str | None]:
     """Return a call's result and None, or None and its error as text for the other ranks."""
     try:
         return call(), None
-    except StateError as error:
-        return None, str(error)
     except Exception as error:  # pickling may raise anything
         return None, f"{type(error).__name__}: {error}"
 

@@ -22,19 +22,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from ..startup.sharing import Notice, crowded, prepare_local_rank, refuse_shared_devices
+from ..startup.sharing import Notice, prepare_local_rank
 from . import state as rank_state
-from .filters import filtered
 from .locate import Locator, loading
 
 
 def main(connection_fd: int, request: dict[str, Any]) -> None:
-    """Run one rank until the caller closes the connection; never returns.
-
-    Args:
-        connection_fd: Descriptor of the connection to the caller.
-        request: The request that `RankPool` builds.
-    """
+    """Run one rank, as `RankPool` requests, until the caller closes the connection."""
     connection: Connection[Any, Any] = Connection(connection_fd)
     try:
         _adopt(request)
@@ -106,8 +100,6 @@ def _join_group(request: dict[str, Any]) -> Notice | None:
         world_size=ranks,
         timeout=None if seconds is None else timedelta(seconds=seconds),
     )
-    if crowded(backend, ranks) is not None:
-        refuse_shared_devices(backend, ranks)
     return notice
 
 
@@ -122,7 +114,7 @@ def _run(
         fn = locator.find()
         with loading(locator):
             args, kwargs = ForkingPickler.loads(arguments)
-        with filtered(filters):
+        with rank_state.filtered(filters):
             result = fn(*args, **kwargs)
             _finish_threads()
     except BaseException as error:

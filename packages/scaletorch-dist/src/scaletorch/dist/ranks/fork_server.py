@@ -129,9 +129,7 @@ def _preload(modules: Iterable[str]) -> None:
 def serve(control_fd: int, package: str) -> None:
     """Serve requests until the caller closes the socket, then kill the remaining ranks.
 
-    Args:
-        control_fd: The server's end of a Unix stream socket to the caller.
-        package: Importable name of this package; a rank runs its `child.main`.
+    A rank runs `child.main` of this package, whose importable name is `package`.
     """
     server = _Server(control_fd)
     directory = tempfile.mkdtemp(prefix="scaletorch-ranks-")

@@ -18,11 +18,10 @@ from typing import Any
 from ..errors import InvalidArgumentError, StateError
 from ..launchers.interfaces import LOOPBACK
 from ..startup.rendezvous import free_port
-from .collect import collect
-from .filters import own_filters
+from .collect import RankReport, collect
 from .locate import locate, rank_body
 from .process import START_TIMEOUT, RankProcess, get_server, stop
-from .report import RankReport
+from .state import own_filters
 
 CLOSE_GRACE = 2.0  # seconds that ranks get to exit before they are killed
 # Variables of an outer launch, which would mislead a rank started here.
@@ -69,7 +68,6 @@ class RankPool:
         seed: int | None = None,
     ) -> None:
         _check_world_size(world_size)
-        _check_environment(env)
         self.world_size = world_size
         self.timeout = timeout
         self.reusable = False
@@ -226,18 +224,6 @@ def _spawn(rank: int, request: dict[str, Any], folder: str) -> RankProcess:
     stack_file = os.path.join(folder, f"stack-{rank}")
     own = {"rank": rank, "environment": environment, "stack_file": stack_file}
     return get_server().spawn({**request, **own})
-
-
-def _check_environment(env: Mapping[str, str | None] | None) -> None:
-    if env is None:
-        return
-    if not isinstance(env, Mapping):
-        message = f"env must be a mapping of names to texts, got {type(env).__name__}"
-        raise InvalidArgumentError(message)
-    wrong = [n for n, v in env.items() if not isinstance(n, str) or not isinstance(v, str | None)]
-    if wrong:
-        message = f"env[{wrong[0]!r}] must be a text, or None to remove it, got {env[wrong[0]]!r}"
-        raise InvalidArgumentError(message)
 
 
 def _environment(

@@ -1,11 +1,15 @@
-"""Detect state that a function leaves in a process, and separate the stores of its groups."""
+"""State that ranks take over from their caller, or that a function must leave as it was."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
+import re
 import sys
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -86,3 +90,35 @@ def separate_store(run: int) -> None:
         if isinstance(store, PrefixStore):
             store = store.underlying_store
         groups[world] = backend, PrefixStore(f"run {run}", store)
+
+
+def own_filters() -> list[bytes]:
+    """Return this process's warning filters in order of precedence, each pickled by itself.
+
+    Leave out a filter whose category does not pickle: ranks cannot have that category either.
+    """
+    found = []
+    for action, message, category, module, line in warnings.filters:
+        words = (action, _pattern(message), category, _pattern(module), line)
+        with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
+            found.append(pickle.dumps(words))
+    return found
+
+
+def _pattern(text: str | re.Pattern[str] | None) -> str:
+    """Return a filter's text as a regular expression; Python's own filters have literal names."""
+    if isinstance(text, str):
+        return re.escape(text) + r"\Z"
+    return "" if text is None else text.pattern
+
+
+@contextlib.contextmanager
+def filtered(filters: Iterable[bytes]) -> Iterator[None]:
+    """Use these warning filters, and no others, inside the context."""
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        for each in filters:
+            with contextlib.suppress(ImportError, AttributeError):  # no such category here
+                action, message, category, module, line = pickle.loads(each)
+                warnings.filterwarnings(action, message, category, module, line, append=True)
+        yield

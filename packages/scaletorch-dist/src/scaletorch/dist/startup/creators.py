@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -12,6 +11,7 @@ from typing import Any
 import torch.distributed as c10d
 
 from .. import devices
+from ..devices.probe import backend_config, require_plugin
 from ..errors import InvalidArgumentError, StateError
 from ..launchers.environment import Placement
 from .rendezvous import Meeting
@@ -24,29 +24,19 @@ Creator = Callable[[Placement, Meeting | str, dict[str, Any]], None]
 def choose_backend(backend: str, *, warn: bool = True) -> str:
     """Return the requested backend, or the machine's default with a warning if it is unusable.
 
-    Args:
-        backend: A name, or comma-separated `device:backend` pairs.
-        warn: Warn if another backend replaces it; one rank per machine is enough.
-
-    Returns:
-        A configuration for `init_process_group`, such as 'cpu:gloo,cuda:nccl'.
-
-    Raises:
-        InvalidArgumentError: The backend is unknown, does not serve the device paired with it, or
-            the pairs cannot be parsed.
-        StateError: The machine has the hardware, but the plugin is missing.
+    The result is a configuration for `init_process_group`, such as 'cpu:gloo,cuda:nccl'.
     """
     pairs = devices.resolve_backend(backend)
     problem = None
     for device, name in pairs:
         entry = devices.entry_of_backend(name)
         if entry is not None:
-            devices.require_plugin(entry)
+            require_plugin(entry)
         problem = problem or devices.backend_problem(name)
         devices.check_pair(device, name)
     if problem is None:
         _refuse_companions(pairs)
-        return devices.backend_config(",".join(f"{d}:{n}" if d else n for d, n in pairs))
+        return backend_config(",".join(f"{d}:{n}" if d else n for d, n in pairs))
     own = devices.default_backend()
     if warn:
         asked = f"{backend!r}, the default," if backend == DEFAULT else repr(backend)
@@ -56,7 +46,7 @@ def choose_backend(backend: str, *, warn: bool = True) -> str:
             RuntimeWarning,
             stacklevel=3,
         )
-    return devices.backend_config(own)
+    return backend_config(own)
 
 
 def _refuse_companions(pairs: list[tuple[str, str]]) -> None:
@@ -106,8 +96,6 @@ def _create_with_colossalai(
     colossalai = _import_library("colossalai")
     options = {name: value for name, value in options.items() if value is not None}
     timeout = options.pop("timeout", None)  # launch_from_torch has no timeout
-    if "config" in inspect.signature(colossalai.launch_from_torch).parameters:
-        options.setdefault("config", {})  # releases before 0.4
     colossalai.launch_from_torch(**options)
     if timeout is not None:
         c10d.distributed_c10d._set_pg_timeout(timeout, c10d.group.WORLD)

@@ -30,7 +30,7 @@ from ..world.hosts import get_local_rank, wait_for_connections
 from ..world.info import expect_one_process, forget_nodes
 from .creators import CREATORS, DEFAULT, choose_backend
 from .rendezvous import Meeting, agent_holds_store, find_meeting
-from .sharing import Notice, asked_to_share, crowded, rank_variables, refuse_shared_devices
+from .sharing import Notice, asked_to_share, rank_variables
 
 logger = logging.getLogger(__package__)
 
@@ -69,8 +69,7 @@ def init_dist(
     Raises:
         InvalidArgumentError: The launcher, backend or init_backend is unknown.
         StateError: A variable is missing, this was called before, a Slurm job of several tasks runs
-            this without srun, a vendor's hardware lacks its plugin, or ranks share a device whose
-            backend takes one rank, without `SCALETORCH_SHARE_DEVICES=1`.
+            this without srun, or a vendor's hardware lacks its plugin.
 
     Example:
         >>> init_dist("pytorch", backend="nccl", timeout=600)
@@ -94,7 +93,7 @@ def init_dist(
     _remember(ours=True)
     if placement.local_rank is None:
         devices.set_device(get_local_rank())
-    _refuse_shared_devices(options["backend"], placement)
+    wait_for_connections()
 
 
 def _create_group(
@@ -118,18 +117,6 @@ def _create_group(
         _restore_environment()
         raise
     return notice
-
-
-def _refuse_shared_devices(config: str, placement: Placement) -> None:
-    local_size = placement.local_size or placement.world_size
-    if not wait_for_connections(crowded(config, local_size) is not None):
-        return
-    try:
-        refuse_shared_devices(config, local_size)
-    except StateError:
-        wait_for_connections()  # every rank has its error before the first one leaves
-        cleanup_dist()
-        raise
 
 
 def cleanup_dist() -> None:

@@ -23,27 +23,16 @@ _TRIES = 100  # ports to try until one is free
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Address and port of the store.
+    """Address and port of the store."""
 
-    Attributes:
-        address: Address of rank 0 that the other ranks can reach.
-        port: Port of the store.
-        listener: The listening socket on rank 0, if it is already open.
-        by_agent: Whether torchrun's agent holds the store, so that no rank opens one.
-    """
-
-    address: str
+    address: str  # of rank 0, for the other ranks to reach
     port: int
-    listener: socket.socket | None = None
-    by_agent: bool = False
+    listener: socket.socket | None = None  # on rank 0, if it is open already
+    by_agent: bool = False  # torchrun's agent holds the store, so that no rank opens one
 
 
 def find_meeting(placement: Placement, port: int | None) -> Meeting:
-    """Return the store's address and port; the caller's and the environment's values come first.
-
-    Raises:
-        StateError: No address was found; the message names the variable to set.
-    """
+    """Return the store's address and port; the caller's and the environment's values come first."""
     if placement.launcher == "pytorch" and agent_holds_store():
         return replace(_meet_by_environment(placement, None), by_agent=True)
     return _FINDERS[placement.launcher](placement, port)
@@ -160,9 +149,6 @@ def free_port() -> int:
 
     It is not an ephemeral port: other programs, and every gloo group, ask the system for those and
     might get this one before a rank binds it.
-
-    Raises:
-        OSError: No free port was found.
     """
     for _ in range(_TRIES):
         port = derived_port(secrets.token_hex(8))

@@ -11,7 +11,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from torch.distributed import (  # type: ignore[attr-defined]
     DistNetworkError,
@@ -21,7 +21,62 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from ..errors import StateError
-from .callers import ALL_ARE_HERE, Caller, judge
+from ..members import name_ranks
+
+ALL_ARE_HERE = "all are here"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """One process in the roll call."""
+
+    rank: int
+    world_size: int
+    job: str
+    host: str
+    process: int
+
+    def __str__(self) -> str:
+        return f"process {self.process} on host {self.host}"
+
+
+def judge(callers: list[Caller], too_late: bool) -> str:
+    """Return an error message, `ALL_ARE_HERE`, or "" while ranks are missing; rank 0 is first."""
+    me = callers[0]
+    seen: dict[int, Caller] = {}
+    for caller in callers:
+        if caller.job != me.job:
+            return (
+                f"rank {caller.rank} ({caller}) belongs to job {caller.job!r} and rank 0 ({me}) to "
+                f"{me.job!r}: two programs meet at one port; set another MASTER_PORT, or pass port="
+            )
+        if caller.world_size != me.world_size:
+            return (
+                f"rank {caller.rank} ({caller}) was told a world of {caller.world_size} ranks and "
+                f"rank 0 ({me}) one of {me.world_size}: two programs share this MASTER_PORT, or "
+                "the launcher's variables were changed"
+            )
+        if caller.rank in seen:
+            return (
+                f"two processes claim rank {caller.rank}: {seen[caller.rank]} and {caller}. Two "
+                "programs share this MASTER_PORT, or two processes were given one RANK"
+            )
+        seen[caller.rank] = caller
+    if len(seen) == me.world_size:
+        return ALL_ARE_HERE
+    return _missing(seen, me.world_size) if too_late else ""
+
+
+def _missing(seen: dict[int, Caller], world_size: int) -> str:
+    absent = name_ranks([rank for rank in range(world_size) if rank not in seen])
+    hosts = sorted({caller.host for caller in seen.values()})
+    shown = ", ".join(hosts[:8]) + (" …" if len(hosts) > 8 else "")
+    return (
+        f"the world of {world_size} ranks did not fill in time: {absent} never came; {len(seen)} "
+        f"came, from {shown}. See what the missing ones printed, and whether all were started with "
+        "the same MASTER_ADDR and MASTER_PORT"
+    )
+
 
 _KNOCKS, _COMPLETE = "knocks", "complete"  # keys of the store
 _HERE, _VERDICT, _GIVEN_UP, _HEARD = "here", "verdict", "given up", "heard"  # keys of a start
@@ -35,21 +90,9 @@ class StoreClosedError(Exception):
 
 
 def call_roll(store: Store, caller: Caller, deadline: float, shared: bool) -> Store:
-    """Wait until all ranks are here; every rank gets the same verdict.
+    """Wait until all ranks are here, and return the store with this start's own key prefix.
 
-    Args:
-        store: The store that all ranks connect to.
-        caller: This process.
-        deadline: Time by which all ranks must be here, on the clock of `time.monotonic`.
-        shared: Whether torchrun's agent holds the store instead of rank 0; it outlives the ranks.
-
-    Returns:
-        The store with this start's own key prefix.
-
-    Raises:
-        StateError: Ranks are missing, two processes claim one rank, or ranks disagree on the job or
-            the world size.
-        StoreClosedError: The store closed before rank 0 answered.
+    Every rank gets the same verdict. A `shared` store is torchrun's, and outlives the ranks.
     """
     global _last_start
     name = _lead(store, caller, deadline) if caller.rank == 0 else None

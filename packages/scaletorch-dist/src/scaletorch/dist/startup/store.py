@@ -17,18 +17,12 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from ..errors import StateError
 from ..launchers.environment import Placement, job_name
 from ..launchers.interfaces import is_loopback
-from .callers import Caller
 from .rendezvous import LOOPBACK, Meeting
-from .rollcall import StoreClosedError, call_roll
+from .rollcall import Caller, StoreClosedError, call_roll
 
 
 def open_store(placement: Placement, meeting: Meeting, timeout: timedelta | None) -> Store:
-    """Meet all other ranks in a TCP store; return it with this start's key prefix.
-
-    Raises:
-        StateError: The port is taken, rank 0 is unreachable, ranks are missing, or two processes
-            claim one rank. Every rank that reached the store raises the same error.
-    """
+    """Meet all other ranks in a TCP store; return it with this start's key prefix."""
     timeout = timeout or default_pg_timeout
     deadline = time.monotonic() + timeout.total_seconds()
     own = placement.rank, placement.world_size, job_name(placement)
@@ -75,7 +69,7 @@ def _listen(meeting: Meeting) -> socket.socket:
 
 
 def _reach(placement: Placement, meeting: Meeting, timeout: timedelta, deadline: float) -> TCPStore:
-    """Connect to the store, or raise an error that gives the cause of the failure.
+    """Connect to the store.
 
     TCPStore does not report a name that fails to resolve, and waits forever for a program that is
     no store. So a plain connection comes first, and TCPStore connects in a thread.

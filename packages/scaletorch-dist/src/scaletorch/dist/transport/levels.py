@@ -35,11 +35,7 @@ INSIDE, ACROSS, BACK, OVER = range(4)  # columns of stages, each but OVER with i
 
 
 class Task:
-    """A call that runs stage by stage; its `Work` waits for it as for a backend's handle.
-
-    Attributes:
-        column: Column of the running stage; `OVER` if none is left, -1 before the first.
-    """
+    """A call that runs stage by stage; its `Work` waits for it as for a backend's handle."""
 
     __slots__ = ("_error", "_note", "_stages", "_way", "_work", "column")
 
@@ -47,16 +43,14 @@ class Task:
         self._way, self._stages = way, deque(stages)
         self._note = port.last_note()
         self._work: Work[Any] | None = None
-        self.column = -1
+        self.column = -1  # of the running stage; OVER if none is left
         self._error: Exception | None = None
 
     def advance(self, before: int, *, wait: bool = False) -> None:
         """Start the stages that have become ready; keep an error for `wait()`.
 
-        Args:
-            before: Column of the previous call, which this one must not overtake, since all ranks
-                start the stages of a column in the same order.
-            wait: Wait for the running stage.
+        The previous call, whose column is `before`, must not be overtaken: all ranks start the
+        stages of a column in the same order.
         """
         while self.column < OVER and (wait or self._work is None or self._work.is_completed()):
             following = self._stages[0][0] if self._stages else OVER
@@ -88,11 +82,8 @@ class Task:
 class LevelsWay(Way):
     """Hierarchical collectives on a group that spans nodes.
 
-    Attributes:
-        inside: Group of this node's ranks, in the group's order, for the first stage.
-        across: Group of the ranks with this rank's place on their nodes.
-        back: Second group of this node's ranks, for the last stage.
-        order: For each place on a node, the group's ranks at that place, in the group's order.
+    The groups `inside` and `back` have this node's ranks, and `across` those with this rank's place
+    on their nodes. `order` has the group's ranks at each place, all in the group's order.
     """
 
     __slots__ = ("_tasks", "across", "back", "inside", "order")
@@ -104,8 +95,8 @@ class LevelsWay(Way):
         ranks = group_ranks(group)
         column = order[mine.index(group.rank())]
         self.order = order
-        self.inside, self.back = (_made([ranks[at] for at in mine]) for _ in range(2))
-        self.across = _made([ranks[at] for at in column])
+        self.inside, self.back = (_new_group([ranks[member] for member in mine]) for _ in range(2))
+        self.across = _new_group([ranks[member] for member in column])
         self._tasks: deque[Task] = deque()
 
     def all_reduce(
@@ -164,11 +155,11 @@ class LevelsWay(Way):
         """Call `reduce_scatter`, which adds 16-bit floats in float32 at both levels."""
         return self.reduce_scatter(data, counts, recipe, done, async_op)
 
-    def all_gather(self, own: Tensor, done: Done[T], async_op: bool) -> T | Work[T]:
+    def all_gather(self, data: Tensor, done: Done[T], async_op: bool) -> T | Work[T]:
         """All-gather the tensors of all ranks: across nodes, then inside each."""
-        rows = own.new_empty((self.group.size(), *own.shape))
-        rows[self.group.rank()].copy_(own)
-        counts = [own.numel()] * len(rows)
+        rows = data.new_empty((self.group.size(), *data.shape))
+        rows[self.group.rank()].copy_(data)
+        counts = [data.numel()] * len(rows)
         return self.gather_flat(rows.view(-1), counts, lambda _: done(rows), async_op)
 
     def gather_flat(
@@ -267,9 +258,9 @@ def _places(members: ProcessGroup) -> list[list[int]] | None:
     return nodes if len(nodes) > 1 and len(sizes) == 1 and sizes != {1} else None
 
 
-def _made(ranks: list[int]) -> ProcessGroup:
-    made: ProcessGroup = c10d.new_group(
+def _new_group(ranks: list[int]) -> ProcessGroup:
+    group: ProcessGroup = c10d.new_group(
         ranks, timeout=get_timeout(), use_local_synchronization=True,
         group_desc="scaletorch_hierarchy",
     )  # fmt: skip
-    return made
+    return group

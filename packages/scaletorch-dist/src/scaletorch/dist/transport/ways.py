@@ -67,11 +67,7 @@ def arrived(result: object) -> None:
 
 
 class Way:
-    """Collectives of one group's backend on tensors of one device type.
-
-    Attributes:
-        route: The backend and the features that it lacks.
-    """
+    """Collectives of one group's backend on tensors of one device type, which has a route."""
 
     __slots__ = ("_known", "route")
 
@@ -112,23 +108,18 @@ class Way:
     def reduce_scatter(
         self, data: Tensor, counts: Sequence[int], recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
-        """Reduce-scatter a flat tensor that is not packed yet.
+        """Reduce-scatter a flat tensor that is not packed yet, and is not changed.
 
-        Args:
-            data: The shards in rank order; not changed.
-            counts: Elements of each rank's shard.
-            recipe: The recipe of the reduction.
-            done: Called with this rank's shard, packed; 16-bit floats may come as float32.
-            async_op: Return a Work at once.
+        `done` gets this rank's shard, packed; 16-bit floats may come as float32.
         """
         group = self.group
-        own = counts[group.rank()]
-        found = self.route
+        length = counts[group.rank()]
+        known = self.route
         # On gloo, an all-to-all and a local reduction are faster over TCP.
-        native = found.backend != "gloo" and "reduce_scatter" not in found.lacks
+        native = known.backend != "gloo" and "reduce_scatter" not in known.lacks
         packed = recipe.pack(data) if native and min(counts) == max(counts) else None
         if packed is not None and not self.lacks(recipe, packed):
-            output = packed.new_empty(own)
+            output = packed.new_empty(length)
             ends = as_real(output), as_real(packed)
             handle = reduce_scatter_single(*ends, recipe.raw, group, async_op)
             return settled((handle,), partial(done, output), async_op, keep=packed)
@@ -141,53 +132,46 @@ class Way:
 
         Each rank receives its shard of every rank's tensor, and reduces them in rank order.
         """
-        own = counts[self.group.rank()]
+        length = counts[self.group.rank()]
         finish = partial(_reduced, size=len(counts), recipe=recipe, done=done)
-        return self.exchange(data, counts, [own] * len(counts), finish, async_op)
+        return self.exchange(data, counts, [length] * len(counts), finish, async_op)
 
-    def all_gather(self, own: Tensor, done: Done[T], async_op: bool) -> T | Work[T]:
+    def all_gather(self, data: Tensor, done: Done[T], async_op: bool) -> T | Work[T]:
         """All-gather tensors of one shape into the rows of a new tensor."""
         group = self.group
-        rows = own.new_empty((group.size(), *own.shape))
+        rows = data.new_empty((group.size(), *data.shape))
         flat = movable(rows).view(-1)
-        handle = all_gather_single(flat, movable(own).view(-1), group, async_op)
-        return settled((handle,), partial(done, rows), async_op, keep=own)
+        handle = all_gather_single(flat, movable(data).view(-1), group, async_op)
+        return settled((handle,), partial(done, rows), async_op, keep=data)
 
     def gather_flat(
         self, data: Tensor, counts: Sequence[int], done: Done[T], async_op: bool
     ) -> T | Work[T]:
-        """All-gather the shards of a flat tensor in place.
-
-        Args:
-            data: The shards in rank order; this rank's is filled.
-            counts: Elements of each rank's shard.
-            done: Called with `data`.
-            async_op: Return a Work at once.
-        """
+        """All-gather the shards of a flat tensor in place; this rank's is filled."""
         if not data.numel():
             return settled((), partial(done, data), async_op)
         group, shards = self.group, data.split(list(counts))
         if min(counts) == max(counts):
-            own = shards[group.rank()].clone()
-            handles = [all_gather_single(movable(data), movable(own), group, async_op)]
-            return settled(handles, partial(done, data), async_op, keep=own)
+            shard = shards[group.rank()].clone()
+            handles = [all_gather_single(movable(data), movable(shard), group, async_op)]
+            return settled(handles, partial(done, data), async_op, keep=shard)
         ranks = group_ranks(group)
         filled = [(rank, one) for rank, one in zip(ranks, shards, strict=True) if one.numel()]
         handles = [raw_broadcast(movable(one), rank, group, async_op) for rank, one in filled]
         return settled(handles, partial(done, data), async_op)
 
-    def gather(self, own: Tensor, dst: int, done: Done[T], async_op: bool) -> T | Work[T]:
+    def gather(self, data: Tensor, dst: int, done: Done[T], async_op: bool) -> T | Work[T]:
         """Gather the tensors of all ranks on global rank `dst` into the rows of a new tensor.
 
         On other ranks `done` gets a tensor without rows, or the same rows.
         """
         if "gather" in self.route.lacks:
-            return self.all_gather(own, done, async_op)
+            return self.all_gather(data, done, async_op)
         group, mine = self.group, self._is_mine(dst)
-        rows = own.new_empty((group.size() if mine else 0, *own.shape))
+        rows = data.new_empty((group.size() if mine else 0, *data.shape))
         entries = [movable(row) for row in rows.unbind(0)] if mine else None
-        handle = raw_gather(movable(own), entries, dst, group, async_op)
-        return settled((handle,), partial(done, rows), async_op, keep=own)
+        handle = raw_gather(movable(data), entries, dst, group, async_op)
+        return settled((handle,), partial(done, rows), async_op, keep=data)
 
     def broadcast(self, buffer: Tensor, src: int, done: Done[T], async_op: bool) -> T | Work[T]:
         """Fill a tensor with the one of global rank `src`."""
@@ -218,15 +202,7 @@ class Way:
         done: Done[T],
         async_op: bool,
     ) -> T | Work[T]:
-        """Send slice i of a flat tensor to rank i, and receive a slice from each rank.
-
-        Args:
-            data: The slices in rank order; any dtype.
-            counts: Elements for each rank.
-            received_counts: Elements from each rank.
-            done: Called with the received slices, joined in rank order.
-            async_op: Return a Work at once.
-        """
+        """Send slice i of a flat tensor to rank i; `done` gets the received ones, joined."""
         received = data.new_empty(sum(received_counts))
         sizes = [received_counts, counts]
         if data.dtype not in MOVABLE:

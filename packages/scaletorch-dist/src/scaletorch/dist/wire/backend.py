@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,21 +13,14 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..devices import REDUCED, comm_entry, entry_of_backend, get_comm_device
+from ..devices import comm_entry, entry_of_backend, get_comm_device
+from ..devices.table import REDUCED
 from ..members import require_member
 from ..world.info import get_world_size, info_of, infos
 from . import port
 
 
-def _first(*names: str) -> str:
-    for name in names:
-        if hasattr(c10d, name):
-            return name
-    message = f"this build of torch.distributed has none of {', '.join(names)}"
-    raise ImportError(message)
-
-
-def _told(name: str) -> Callable[..., Any]:
+def _guarded(name: str) -> Callable[..., Any]:
     """Wrap a call of torch.distributed so that a guard can interrupt it if it blocks.
 
     The wrapper looks the call up each time, since vendors' plugins and tests replace it.
@@ -35,21 +29,24 @@ def _told(name: str) -> Callable[..., Any]:
     @functools.wraps(getattr(c10d, name))
     def run(*args: Any, **options: Any) -> Any:
         call = getattr(c10d, name)
-        return call(*args, **options) if port.guard is None else port.run_told(call, args, options)
+        if port.guard is None:
+            return call(*args, **options)
+        return port.run_guarded(call, args, options)
 
     return run
 
 
 # torch 2.13 renamed these two; its old names warn.
-all_gather_single = _told(_first("all_gather_single", "all_gather_into_tensor"))
-reduce_scatter_single = _told(_first("reduce_scatter_single", "reduce_scatter_tensor"))
-all_to_all_single = _told("all_to_all_single")
-raw_all_reduce = _told("all_reduce")
-raw_barrier = _told("barrier")
-raw_broadcast = _told("broadcast")
-raw_gather = _told("gather")
-raw_reduce = _told("reduce")
-raw_scatter = _told("scatter")
+_NEW = hasattr(c10d, "all_gather_single")
+all_gather_single = _guarded("all_gather_single" if _NEW else "all_gather_into_tensor")
+reduce_scatter_single = _guarded("reduce_scatter_single" if _NEW else "reduce_scatter_tensor")
+all_to_all_single = _guarded("all_to_all_single")
+raw_all_reduce = _guarded("all_reduce")
+raw_barrier = _guarded("barrier")
+raw_broadcast = _guarded("broadcast")
+raw_gather = _guarded("gather")
+raw_reduce = _guarded("reduce")
+raw_scatter = _guarded("scatter")
 
 # Dtypes that every backend can send; other dtypes are sent as bytes.
 MOVABLE = frozenset(
@@ -59,11 +56,7 @@ MOVABLE = frozenset(
 
 
 def process_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return the group of a call, or None for a process without torch.distributed.
-
-    Raises:
-        NotInGroupError: This rank is outside `group`.
-    """
+    """Return the group of a call, or None for a process without torch.distributed."""
     if group is None:
         if c10d.is_initialized():
             return c10d.group.WORLD
@@ -82,19 +75,12 @@ def _with_complex(dtypes: frozenset[torch.dtype]) -> frozenset[torch.dtype]:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The route of tensors of one device type on one group.
-
-    Attributes:
-        backend: Name of the backend.
-        lacks: Collectives and reductions that the backend lacks.
-        native: Whether the backend takes tensors of this device; else they are copied to its own.
-        reduces: Dtypes that the backend reduces; complex ones as pairs of real numbers.
-    """
+    """The route of tensors of one device type on one group."""
 
     backend: str
-    lacks: frozenset[str]
-    native: bool
-    reduces: frozenset[torch.dtype] = _with_complex(REDUCED)
+    lacks: frozenset[str]  # collectives and reductions that the backend lacks
+    native: bool  # the backend takes tensors of this device; else they are copied to its own
+    reduces: frozenset[torch.dtype] = _with_complex(REDUCED)  # complex ones as pairs of numbers
 
 
 def route(data: Tensor, group: ProcessGroup) -> Route:
@@ -122,11 +108,8 @@ def _find_route(device: str, group: ProcessGroup) -> Route:
 def on_wire(data: Tensor, group: ProcessGroup, *, reduced: bool = False) -> Tensor:
     """Return `data` detached, contiguous and on the group's device; copy only if necessary.
 
-    Args:
-        data: Any tensor.
-        group: The group that will send it.
-        reduced: Keep a CPU tensor on the CPU if the group's backend does not reduce its dtype: the
-            CPU reduces it, since devices may be less precise (such as Cambricon's in float64).
+    A CPU tensor that is to be `reduced` stays on the CPU if the group's backend does not reduce its
+    dtype: the CPU does, since devices may be less precise (such as Cambricon's in float64).
     """
     if data.requires_grad:
         data = data.detach()
@@ -184,3 +167,20 @@ def broadcast_ints(values: Sequence[int], src: int, group: ProcessGroup) -> list
     raw_broadcast(data, src, group)
     result: list[int] = data.tolist()
     return result
+
+
+def gather_texts(text: str, group: ProcessGroup) -> list[str]:
+    """All-gather a text of any length from each rank."""
+    data = text.encode(errors="backslashreplace")
+    lengths = [length for (length,) in gather_ints((len(data),), group)]
+    content = bytearray(data.ljust(max(*lengths, 1), b"\0"))
+    own = torch.frombuffer(content, dtype=torch.uint8).to(host_device(group))
+    rows = own.new_empty((group.size(), own.numel()))
+    all_gather_single(rows.view(-1), own, group=group)
+    return [bytes(row[:n]).decode() for row, n in zip(rows.tolist(), lengths, strict=True)]
+
+
+def digest_of(text: str) -> int:
+    """Return a number of 64 bits that differs for different texts."""
+    digest = hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

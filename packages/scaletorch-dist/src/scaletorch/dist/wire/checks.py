@@ -2,38 +2,29 @@
 
 Calls are compared if `check_collectives(True)` or `SCALETORCH_DIST_CHECK=1` is set on *every* rank.
 Then each call first compares its name, shapes, dtype, operation, root and group size over the
-group, and raises on every rank if they differ, instead of mixing up data, aborting or hanging. If
-a call fails on one rank before the comparison, its error takes part in it, so that no rank waits.
+group, and raises on every rank if they differ, instead of mixing up data, aborting or hanging.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..devices import entry_of_backend
 from ..errors import InvalidArgumentError, MismatchError, NotInGroupError
-from ..naming import name_ranks
+from ..members import name_ranks
 from ..world.info import group_ranks
 from . import port
-from .backend import all_gather_single, host_device, process_group, route
+from .backend import digest_of, gather_ints, gather_texts, process_group, route
 
 VARIABLE = "SCALETORCH_DIST_CHECK"
-WIDTH = 512  # bytes of a description that are sent; a longer one is cut and ends in a digest
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _switch: bool | None = None
-_compared = 0  # calls compared so far; shows whether a call failed before its comparison
 
 
 def check_collectives(on: bool | None = True) -> None:
@@ -70,75 +61,25 @@ def comparing() -> bool:
 def compare(group: ProcessGroup, call: str, *facts: Any) -> None:
     """Report a call to the guard, if there is one, and compare it over its group if that is on.
 
-    Args:
-        group: The group on which the call will communicate.
-        call: Name of the call.
-        facts: Tensors, of which shape and dtype are compared, and other values that must agree.
-
-    Raises:
-        MismatchError: A rank's call differs; raised on every rank, with the call of each rank.
+    Facts are tensors, of which shape and dtype are compared, and other values that must agree.
     """
-    global _compared
     if port.guard is not None:
         port.record(group, call, facts)
         if not comparing():
             return
-    _compared += 1
-    texts = exchange_texts(describe(call, *facts, f"{group.size()} ranks"), group)
-    if texts is not None:
-        raise MismatchError(f"ranks make different calls: {who_says_what(texts, group)}")
+    difference = differing_texts(describe(call, *facts, f"{group.size()} ranks"), group)
+    if difference:
+        raise MismatchError(f"ranks make different calls: {difference}")
 
 
 def begin(group: ProcessGroup | None, call: str, *facts: Any) -> ProcessGroup | None:
-    """Begin a collective: find its group, and report and compare the call as `compare` does.
-
-    Args:
-        group: None for the default group.
-        call: Name of the call.
-        facts: As in `compare`.
-
-    Returns:
-        The group on which to communicate, or None if this rank is alone.
-
-    Raises:
-        NotInGroupError: This rank is outside the group.
-        MismatchError: A rank's call differs; raised on every rank.
-    """
+    """Report and compare a call as `compare` does; return its group, or None for one rank."""
     members = process_group(group)
     if members is None or members.size() == 1:
         return None
     if checking():
         compare(members, call, *facts)
     return members
-
-
-def tells_failure(call: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a collective: if calls are compared, an error before that reaches every rank."""
-
-    @functools.wraps(call)
-    def told(*args: P.args, **options: P.kwargs) -> R:
-        global _compared
-        if not comparing():
-            return call(*args, **options)
-        before = _compared
-        try:
-            return call(*args, **options)
-        except Exception as error:
-            group = _group_among((*args, *options.values()))
-            if group is not None and before == _compared:
-                _compared += 1  # an enclosing call need not report it again
-                exchange_texts(f"{call.__name__.lstrip('_')} fails: {error}", group)
-            raise
-
-    return told
-
-
-def _group_among(arguments: Sequence[Any]) -> ProcessGroup | None:
-    """Return the group among a call's arguments, else the world; None if this rank is outside."""
-    if any(argument is c10d.GroupMember.NON_GROUP_MEMBER for argument in arguments):
-        return None
-    groups = [argument for argument in arguments if isinstance(argument, ProcessGroup)]
-    return groups[0] if groups else c10d.group.WORLD
 
 
 def describe(call: str, *facts: Any) -> str:
@@ -154,36 +95,23 @@ def _fact(fact: Any) -> str:
     return str(fact)
 
 
-def exchange_texts(text: str, group: ProcessGroup) -> list[str] | None:
-    """Return every rank's text, cut to `WIDTH` bytes, if they differ, or None if all are equal."""
-    data = text.encode(errors="backslashreplace")
-    if len(data) > WIDTH:
-        digest = hashlib.sha256(data).hexdigest()[:16]
-        data = f"{data[: WIDTH - 24].decode(errors='ignore')} … #{digest}".encode()
-    own = torch.frombuffer(bytearray(data.ljust(WIDTH, b"\0")), dtype=torch.uint8)
-    own = own.to(host_device(group))
-    rows = own.new_empty((group.size(), WIDTH))
-    all_gather_single(rows.view(-1), own, group=group)
-    if bool((rows == own).all()):
-        return None
-    return [bytes(row).rstrip(b"\0").decode() for row in rows.tolist()]
+def differing_texts(text: str, group: ProcessGroup) -> str:
+    """Return each text with the ranks that sent it, the most frequent first; "" if all are equal.
 
-
-def who_says_what(texts: Sequence[str], group: ProcessGroup | None) -> str:
-    """Return each text with the global ranks that sent it, the most frequent first."""
+    Costs one message of 8 bytes per rank; the texts themselves are sent only if they differ.
+    """
+    digests = gather_ints((digest_of(text),), group)
+    if digests.count(digests[0]) == len(digests):
+        return ""
     speakers: dict[str, list[int]] = {}
-    for rank, text in zip(group_ranks(group), texts, strict=True):
-        speakers.setdefault(text, []).append(rank)
+    for rank, said in zip(group_ranks(group), gather_texts(text, group), strict=True):
+        speakers.setdefault(said, []).append(rank)
     ordered = sorted(speakers.items(), key=lambda item: (-len(item[1]), item[1]))
-    return "; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in ordered)
+    return "; ".join(f"{name_ranks(ranks)}: {said}" for said, ranks in ordered)
 
 
 def check_tensor(data: Any, call: str, name: str = "data") -> None:
-    """Check that `data` is a dense tensor with memory.
-
-    Raises:
-        InvalidArgumentError: It is not.
-    """
+    """Check that `data` is a dense tensor with memory."""
     if not isinstance(data, Tensor):
         message = f"{call} needs a tensor for {name}, got {type(data).__name__}"
         raise InvalidArgumentError(message)
@@ -194,11 +122,7 @@ def check_tensor(data: Any, call: str, name: str = "data") -> None:
 
 
 def check_target(data: Any, call: str, name: str = "data") -> None:
-    """Check that `data` can be filled in place.
-
-    Raises:
-        InvalidArgumentError: It is not a dense tensor, or it is an expanded one.
-    """
+    """Check that `data` can be filled in place."""
     check_tensor(data, call, name)
     if data.is_contiguous():
         return
@@ -221,11 +145,7 @@ def check_list(
     like: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Check that `tensors` are `count` dense tensors, all shaped as `like` or all of `dtype`.
-
-    Raises:
-        InvalidArgumentError: They are not.
-    """
+    """Check that `tensors` are `count` dense tensors, all shaped as `like` or all of `dtype`."""
     if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence) or len(tensors) != count:
         got = f"{len(tensors)}" if isinstance(tensors, Sequence) else type(tensors).__name__
         message = f"{call} needs a list of {count} tensors for {name}, one a rank, got {got}"
@@ -250,11 +170,7 @@ def check_list(
 def check_form_with_list(
     args: Sequence[Any], options: Mapping[str, Any], names: tuple[str, str], call: str, needs: str
 ) -> None:
-    """Check that a call without a single tensor got a list and the second argument.
-
-    Raises:
-        InvalidArgumentError: It did not.
-    """
+    """Check that a call without a single tensor got a list and the second argument."""
     first = args[0] if args else options.get("data")
     listed = names[0] in options or isinstance(first, Sequence)
     if not listed or not (len(args) > 1 or names[1] in options):
@@ -262,12 +178,7 @@ def check_form_with_list(
 
 
 def check_member(rank: Any, name: str, group: ProcessGroup | None) -> bool:
-    """Check that global rank `rank` is in the group; return whether it is this rank.
-
-    Raises:
-        InvalidArgumentError: `rank` is not an integer.
-        NotInGroupError: `rank` is outside the group.
-    """
+    """Check that global rank `rank` is in the group; return whether it is this rank."""
     if not isinstance(rank, int) or isinstance(rank, bool):
         message = f"{name} must be a global rank, got {rank!r}"
         raise InvalidArgumentError(message)
@@ -283,17 +194,7 @@ def check_member(rank: Any, name: str, group: ProcessGroup | None) -> bool:
 
 
 def check_tag(tag: Any, data: Tensor, group: ProcessGroup) -> None:
-    """Check that the backend supports `tag`.
-
-    Args:
-        tag: Tag of a message.
-        data: Tensor of the message.
-        group: Group of the message.
-
-    Raises:
-        InvalidArgumentError: `tag` is not an integer of at least 0, or it is not 0 and the group's
-            backend for tensors of this device has no tags.
-    """
+    """Check that the backend of a message's tensor supports its tag."""
     if not isinstance(tag, int) or tag < 0:
         raise InvalidArgumentError(f"tag must be a number of at least 0, got {tag!r}")
     if tag:

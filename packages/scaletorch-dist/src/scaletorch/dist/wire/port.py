@@ -47,8 +47,8 @@ def tell_guard(error: BaseException) -> bool:
     Returns:
         Whether the guard reports a fault to all ranks; if not, the caller must tell them.
     """
-    told = guard
-    return told is not None and told.tell(error)
+    current = guard
+    return current is not None and current.tell(error)
 
 
 class _Notes(threading.local):
@@ -62,9 +62,9 @@ _notes = _Notes()
 
 def record(group: ProcessGroup, call: str, facts: Sequence[Any]) -> None:
     """Report a collective that this thread is about to start to the guard, if there is one."""
-    told = guard  # another thread may uninstall it meanwhile
-    if told is not None:
-        _notes.last = told.record(group, call, facts)
+    current = guard  # another thread may uninstall it meanwhile
+    if current is not None:
+        _notes.last = current.record(group, call, facts)
 
 
 def last_note() -> object:
@@ -81,21 +81,21 @@ def as_noted(note: object, stage: Callable[[bool], T]) -> T:
         _notes.last = before
 
 
-def run_told(call: Callable[..., Any], args: Any, options: Any) -> Any:
+def run_guarded(call: Callable[..., Any], args: Any, options: Any) -> Any:
     """Make a backend's call that may block, through the guard if there is one."""
-    told = guard
-    if told is None:
+    current = guard
+    if current is None:
         return call(*args, **options)
-    return told.run((_notes.last,), call, *args, **options)
+    return current.run((_notes.last,), call, *args, **options)
 
 
 def note(data: Tensor, peer: int, members: ProcessGroup, tag: int, sends: bool) -> object:
     """Report a send or receive to the guard, if there is one; return the guard's note."""
-    told = guard
-    return None if told is None else told.record_message(members, data, peer, tag, sends)
+    current = guard
+    return None if current is None else current.record_message(members, data, peer, tag, sends)
 
 
 def post(call: Callable[..., Any], args: tuple[Any, ...], *notes: object) -> Any:
     """Make the backend's call for messages, through the guard that noted them if there is one."""
-    told = guard
-    return call(*args) if told is None else told.run(notes, call, *args)
+    current = guard
+    return call(*args) if current is None else current.run(notes, call, *args)

@@ -15,8 +15,66 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
-from .ops import COMPLEX, FLOATS, REDUCE_OPS, WIDENED, Op, check_dtype, op_name
+from ..errors import InvalidArgumentError
+
+Op = str | ReduceOp | ReduceOp.RedOpType
+
+REDUCE_OPS: dict[str, Any] = {
+    "sum": ReduceOp.SUM,
+    "mean": ReduceOp.AVG,
+    "product": ReduceOp.PRODUCT,
+    "min": ReduceOp.MIN,
+    "max": ReduceOp.MAX,
+    "band": ReduceOp.BAND,
+    "bor": ReduceOp.BOR,
+    "bxor": ReduceOp.BXOR,
+}
+ALIASES = {"prod": "product", "avg": "mean"}
+
+FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+COMPLEX = frozenset((torch.complex64, torch.complex128))
+# Integers that backends reduce, and the wider dtypes in which others are reduced.
+INTEGERS = frozenset((torch.uint8, torch.int8, torch.int32, torch.int64))
+WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+
+_BITWISE = frozenset(("band", "bor", "bxor"))
+_OF_COMPLEX = frozenset(("sum", "mean"))
+
+
+def op_name(op: Op) -> str:
+    """Return the key in `REDUCE_OPS` for a name in any case, an alias or a ReduceOp."""
+    if isinstance(op, str):
+        name = op.lower()
+        name = ALIASES.get(name, name)
+        if name in REDUCE_OPS:
+            return name
+    elif isinstance(op, (ReduceOp, ReduceOp.RedOpType)):
+        for name, known in REDUCE_OPS.items():
+            if op == known:
+                return name
+    message = (
+        f"unknown reduce operation {op!r}: use one of {', '.join(REDUCE_OPS)} "
+        f"({', '.join(f'{alias} is {name}' for alias, name in ALIASES.items())}), "
+        "in any case, or torch's ReduceOp of that meaning"
+    )
+    raise InvalidArgumentError(message)
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Check that the operation `name` is defined for `dtype`."""
+    if dtype in INTEGERS or dtype in WIDENED or dtype == torch.bool:
+        return
+    if dtype in FLOATS:
+        way_out = "floats have no bitwise operations" if name in _BITWISE else ""
+    elif dtype in COMPLEX:
+        way_out = "" if name in _OF_COMPLEX else "complex tensors have sum and mean only"
+    else:
+        way_out = "convert the tensor to a dtype that can be added, such as float32 or int64"
+    if way_out:
+        raise InvalidArgumentError(f"cannot reduce {dtype} with op {name!r}: {way_out}")
+
 
 Pack = Callable[[Tensor], Tensor]
 Unpack = Callable[[Tensor, int], Tensor]
@@ -28,21 +86,13 @@ def _keep(data: Tensor, size: int = 1) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A reduction in terms of what backends support.
+    """A reduction in terms of what backends support."""
 
-    Attributes:
-        name: The requested operation.
-        run: The operation to run on the packed tensor.
-        raw: Torch's ReduceOp for `run`.
-        pack: Contiguous tensor → tensor to reduce (the same tensor if nothing changes).
-        unpack: Reduced tensor, number of ranks → result; any dtype that converts to the wanted one.
-    """
-
-    name: str
-    run: str
-    raw: Any
-    pack: Pack
-    unpack: Unpack
+    name: str  # the requested operation
+    run: str  # the operation to run on the packed tensor
+    raw: Any  # torch's ReduceOp for `run`
+    pack: Pack  # contiguous tensor → tensor to reduce, the same one if nothing changes
+    unpack: Unpack  # reduced tensor, number of ranks → result, of any dtype that converts
 
 
 def _make(name: str, run: str, pack: Pack = _keep, unpack: Unpack = _keep) -> Recipe:
@@ -53,13 +103,7 @@ def _make(name: str, run: str, pack: Pack = _keep, unpack: Unpack = _keep) -> Re
 def recipe_for(op: Op, dtype: torch.dtype, taken: bool = True) -> Recipe:
     """Return the recipe that reduces a tensor of `dtype` with `op`.
 
-    Args:
-        op: The operation.
-        dtype: The tensor's dtype.
-        taken: Whether the backend reduces this dtype; else torch does, which keeps NaNs.
-
-    Raises:
-        InvalidArgumentError: The operation is unknown, or undefined for the dtype.
+    If the backend has not `taken` the dtype, torch reduces it, which keeps NaNs.
     """
     name = op_name(op)
     check_dtype(name, dtype)

@@ -27,7 +27,7 @@ def parts_of(counts: Sequence[int]) -> list[range]:
 def even_parts(elements: int, parts: int) -> list[int]:
     """Split `elements` evenly; return the lengths of the shards, of which the last are shorter."""
     share = -(-elements // parts)
-    return [max(min(share, elements - share * at), 0) for at in range(parts)]
+    return [max(min(share, elements - share * rank), 0) for rank in range(parts)]
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

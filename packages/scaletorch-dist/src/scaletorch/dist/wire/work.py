@@ -52,7 +52,7 @@ def settled(
     return Work(handles, finish, keep) if async_op else finish()
 
 
-def given(result: T) -> T:
+def identity(result: T) -> T:
     """Return the result: a completion with nothing left to do."""
     return result
 

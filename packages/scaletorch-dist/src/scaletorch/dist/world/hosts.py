@@ -1,9 +1,11 @@
-"""Ranks and nodes: local rank, local size, and the node of each rank."""
+"""Ranks and nodes: local rank, local size, the node of each rank, and the identity of this host."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import socket
+from pathlib import Path
 
 import torch
 import torch.distributed as c10d
@@ -11,10 +13,7 @@ from torch.distributed import ProcessGroup
 
 from ..devices import get_comm_device
 from ..launchers.environment import find_environment, read_placement
-from ..launchers.host import this_host
 from .info import get_rank, get_world_size, info_of, is_distributed
-
-DIGEST = 16  # bytes of a node's digest
 
 
 def get_local_rank(group: ProcessGroup | None = None) -> int:
@@ -64,20 +63,14 @@ def nodes_of(group: ProcessGroup | None) -> list[bytes]:
         return [b""]
     info = info_of(key)
     if info.nodes is None:
-        info.nodes = gather_digests(_node_digest(), key)
+        device = torch.device("cpu")
+        if device not in key._device_types:
+            device = get_comm_device(key)
+        own = torch.tensor(list(_node_digest()), dtype=torch.uint8, device=device)
+        rows = [torch.empty_like(own) for _ in range(key.size())]
+        c10d.all_gather(rows, own, group=key)
+        info.nodes = [bytes(row.tolist()) for row in rows]
     return info.nodes
-
-
-def gather_digests(own: bytes, group: ProcessGroup | None = None) -> list[bytes]:
-    """All-gather bytes, equally many from each rank of a group, in group order."""
-    device = torch.device("cpu")
-    members = c10d.group.WORLD if group is None else group
-    if members is None or device not in members._device_types:
-        device = get_comm_device(group)
-    sent = torch.tensor(list(own), dtype=torch.uint8, device=device)
-    rows = [torch.empty_like(sent) for _ in range(c10d.get_world_size(group))]
-    c10d.all_gather(rows, sent, group=group)
-    return [bytes(row.tolist()) for row in rows]
 
 
 def ranks_by_node(group: ProcessGroup | None) -> list[list[int]]:
@@ -93,21 +86,32 @@ def _node_digest() -> bytes:
     # Two torchruns on one host count as two nodes everywhere.
     ranks = [os.environ.get(name, "") for name in ("GROUP_RANK", "SLURM_NODEID")]
     parts = [str(this_host()), *ranks]
-    return hashlib.blake2b("\0".join(parts).encode(), digest_size=DIGEST).digest()
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).digest()
 
 
-def wait_for_connections(flag: bool = False) -> bool:
+def wait_for_connections() -> None:
     """Wait until every rank has connected the groups that were just created.
 
     Gloo connects when a group is created, and does not wait for the other ranks: a rank that soon
     exits would break the connections of slower ones.
-
-    Returns:
-        Whether `flag` is set on any rank; False if the default group does not serve the CPU.
     """
     world = c10d.group.WORLD
-    if world is None or torch.device("cpu") not in world._device_types:
-        return False
-    flags = torch.tensor([float(flag)])
-    c10d.all_reduce(flags, group=world)
-    return bool(flags)
+    if world is not None and torch.device("cpu") in world._device_types:
+        c10d.all_reduce(torch.zeros(1), group=world)
+
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_SPACES = ("pid", "net")  # namespaces that decide whether processes can reach one another
+
+
+def this_host() -> int:
+    """Return a number below 2**63 that is the same in all processes of one host and boot.
+
+    Each container counts as a host.
+    """
+    facts = [socket.gethostname(), _BOOT.read_text() if _BOOT.exists() else ""]
+    for space in _SPACES:
+        link = f"/proc/self/ns/{space}"
+        facts.append(os.readlink(link) if os.path.exists(link) else "")
+    digest = hashlib.blake2b("\0".join(facts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

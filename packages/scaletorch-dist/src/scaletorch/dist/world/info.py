@@ -1,6 +1,10 @@
 """Ranks, sizes and other facts of process groups, cached in one record per group.
 
 Every function also works without torch.distributed.
+
+A project may vendor a copy of this library while another is installed, and both may use one process
+group. Then both must, for example, number that group's messages with one counter: `one_per_process`
+stores such objects in a module of torch.
 """
 
 from __future__ import annotations
@@ -18,7 +22,6 @@ import torch.distributed as c10d
 from torch.distributed import ProcessGroup
 
 from ..devices import comm_entry
-from ..errors import InvalidArgumentError
 from ..launchers.environment import launched_world_size
 from ..members import require_member
 
@@ -30,21 +33,13 @@ _warned = False
 
 @dataclass(slots=True)
 class GroupInfo:
-    """One group's cached facts, which live as long as the group.
+    """One group's cached facts, which live as long as the group."""
 
-    Attributes:
-        ranks: Global ranks in group order; empty until requested.
-        nodes: A digest of each rank's node, in group order; None until requested.
-        routes: Device type → the `Route` of its tensors.
-        ways: Device type → the `Way` of its tensors.
-        levels: The `LevelsWay` that `use_hierarchy` has set, or None.
-    """
-
-    ranks: tuple[int, ...] = ()
-    nodes: list[bytes] | None = None
-    routes: dict[str, Any] = field(default_factory=dict)
-    ways: dict[str, Any] = field(default_factory=dict)
-    levels: Any = None
+    ranks: tuple[int, ...] = ()  # global ranks in group order; empty until requested
+    nodes: list[bytes] | None = None  # a digest of each rank's node, in group order
+    routes: dict[str, Any] = field(default_factory=dict)  # device type → `Route` of its tensors
+    ways: dict[str, Any] = field(default_factory=dict)  # device type → `Way` of its tensors
+    levels: Any = None  # the `LevelsWay` that `use_hierarchy` has set
 
 
 infos: WeakKeyDictionary[ProcessGroup, GroupInfo] = WeakKeyDictionary()
@@ -130,14 +125,7 @@ def is_main_process(group: ProcessGroup | None = None) -> bool:
 
 
 def master_only(func: Callable[P, R]) -> Callable[P, R | None]:
-    """Decorate a function so that only global rank 0 runs it; other ranks return None.
-
-    Raises:
-        InvalidArgumentError: `func` is not callable.
-    """
-    if not callable(func):
-        message = f"master_only decorates a function, got {type(func).__name__}"
-        raise InvalidArgumentError(message)
+    """Decorate a function so that only global rank 0 runs it; other ranks return None."""
 
     @functools.wraps(func)
     def run_on_master(*args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -186,3 +174,20 @@ def _timeout_of(backend: Any) -> timedelta | None:
     except (AttributeError, RuntimeError):  # it has no options, or options without a timeout
         return None
     return timeout
+
+
+T = TypeVar("T")
+
+
+def one_per_process(name: str, make: Callable[[], T]) -> T:
+    """Return this process's object of a name; the first call creates it.
+
+    Do not call it at import, which must have no side effects. Copies may have different versions,
+    so the interface of the object under one name must not change.
+
+    Args:
+        name: Name of the object.
+        make: Creates the object, cheaply; called every time, but only the first object is kept.
+    """
+    kept: T = vars(c10d.distributed_c10d).setdefault(f"_scaletorch_{name}", make())
+    return kept

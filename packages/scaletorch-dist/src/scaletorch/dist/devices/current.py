@@ -1,16 +1,24 @@
-"""The device on which this process computes, and the device with which a group communicates."""
+"""The device on which this process computes, and the device with which a group communicates.
+
+Each thread has a current device of its own, and a new thread has none.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as c10d
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError
 from ..members import require_member
 from .probe import default_entry, is_usable, torch_module
+
+_prepared: set[torch.device] = set()  # devices that autograd's threads have entered
 
 
 def current_device() -> torch.device:
@@ -77,3 +85,29 @@ def get_comm_device(group: ProcessGroup | None = None) -> torch.device:
     if not c10d.is_initialized():
         return torch.device("cpu")
     return current_of(comm_entry(group)[0])
+
+
+def prepare_backward(tensors: Iterable[Tensor]) -> None:
+    """Make autograd's threads enter the devices of the tensors, once per device.
+
+    Autograd has a thread per device. Without this, an autograd function whose backward begins with
+    a matrix product could be the first to use the device in that thread.
+    """
+    for device in {tensor.device for tensor in tensors} - _prepared:
+        if device.type not in ("cpu", "meta") and is_usable(device.type):
+            with torch.inference_mode(False), torch.enable_grad():
+                start = torch.zeros((), device=device, requires_grad=True)
+                _Enter.apply(start).backward()  # type: ignore[no-untyped-call]
+            _prepared.add(device)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, data: Tensor) -> Tensor:
+        return data.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        device = gradients[0].device
+        torch_module(device.type).set_device(device)  # CUDA's libraries need a context here
+        return gradients[0]

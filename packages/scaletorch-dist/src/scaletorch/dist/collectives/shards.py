@@ -18,13 +18,13 @@ from ..transport.ways import way_of
 from ..wire.backend import on_wire, process_group
 from ..wire.checks import checking, compare
 from ..wire.recipes import recipe_for
-from ..wire.work import given
+from ..wire.work import identity
 from .reduce import all_reduce
 
 Group = ProcessGroup | None
 
 
-def total(x: Tensor, group: Group) -> Tensor:
+def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
     """Return the sum of every rank's `x`."""
     members = process_group(group)
     if members is None or members.size() == 1:
@@ -34,13 +34,13 @@ def total(x: Tensor, group: Group) -> Tensor:
     return result
 
 
-def joined(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None) -> Tensor:
+def join(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None) -> Tensor:
     """Return every rank's `x` joined along `dim`, in rank order."""
-    dim = check_dim(x, dim)
+    dim = _check_dim(x, dim)
     members = process_group(group)
-    lengths = check_sizes(sizes, members, "all_gather")
+    lengths = _check_sizes(sizes, members, "all_gather")
     if lengths is not None:
-        check_length(x, dim, lengths[_rank(members)], "this rank's entry of sizes")
+        _check_length(x, dim, lengths[_rank(members)], "this rank's entry of sizes")
     if members is None or members.size() == 1:
         return x
     _compare("all_gather", x, members, dim, lengths)
@@ -49,27 +49,27 @@ def joined(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None
     padded = x.new_empty((*x.shape[:dim], max(lengths), *x.shape[dim + 1 :]))
     padded.narrow(dim, 0, x.size(dim)).copy_(x.detach())
     blocks = _blocks(padded, members).unbind(0)
-    pieces = [block.narrow(dim, 0, length) for block, length in zip(blocks, lengths, strict=True)]
-    return torch.cat(pieces, dim).to(x.device)
+    filled = [block.narrow(dim, 0, length) for block, length in zip(blocks, lengths, strict=True)]
+    return torch.cat(filled, dim).to(x.device)
 
 
-def own_piece(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None) -> Tensor:
+def shard_of(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None) -> Tensor:
     """Return a copy of this rank's shard of `x` along `dim`."""
-    dim = check_dim(x, dim)
+    dim = _check_dim(x, dim)
     members = process_group(group)
-    lengths = piece_lengths(x, dim, members, sizes, "split")
+    lengths = _shard_lengths(x, dim, members, sizes, "split")
     if len(lengths) == 1:
         return x
     rank = _rank(members)
-    piece = x.detach().narrow(dim, sum(lengths[:rank]), lengths[rank])
-    return piece.clone(memory_format=torch.contiguous_format)
+    shard = x.detach().narrow(dim, sum(lengths[:rank]), lengths[rank])
+    return shard.clone(memory_format=torch.contiguous_format)
 
 
-def summed_piece(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None) -> Tensor:
+def sum_shard(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None) -> Tensor:
     """Return this rank's shard along `dim` of the sum of every rank's `x`."""
-    dim = check_dim(x, dim)
+    dim = _check_dim(x, dim)
     members = process_group(group)
-    lengths = piece_lengths(x, dim, members, sizes, "reduce_scatter")
+    lengths = _shard_lengths(x, dim, members, sizes, "reduce_scatter")
     if members is None or len(lengths) == 1:
         return x
     _compare("reduce_scatter", x, members, dim, lengths)
@@ -81,44 +81,36 @@ def summed_piece(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None 
     row = data.numel() // data.size(dim)
     counts = [count * row for count in lengths]
     recipe = recipe_for("sum", x.dtype)
-    flat, done = _piece_major(data, dim, lengths), partial(_as, x, shape)
+    flat, done = _shard_major(data, dim, lengths), partial(_as, x, shape)
     way = way_of(flat, members)
     return cast(Tensor, way.reduce_scatter(flat, counts, recipe, done, False))
 
 
-def swapped(x: Tensor, split_dim: int, concat_dim: int, group: Group) -> Tensor:
+def exchange_shards(x: Tensor, split_dim: int, concat_dim: int, group: Group) -> Tensor:
     """Send shard i along `split_dim` to rank i; return the received ones joined."""
-    split_dim, concat_dim = check_dim(x, split_dim), check_dim(x, concat_dim)
+    split_dim, concat_dim = _check_dim(x, split_dim), _check_dim(x, concat_dim)
     members = process_group(group)
-    lengths = piece_lengths(x, split_dim, members, None, "all_to_all")
+    lengths = _shard_lengths(x, split_dim, members, None, "all_to_all")
     if members is None or len(lengths) == 1:
         return x
     _compare("all_to_all", x, members, split_dim, concat_dim)
     data = on_wire(x, members)
     sent = torch.stack(data.split(lengths, split_dim))
     if sent.numel():
-        sent = cast(Tensor, way_of(sent, members).all_to_all(sent, given, False))
+        sent = cast(Tensor, way_of(sent, members).all_to_all(sent, identity, False))
     return torch.cat(sent.unbind(0), concat_dim).to(x.device)
 
 
-def check_dim(x: Tensor, dim: int) -> int:
-    """Return `dim` as a non-negative index.
-
-    Raises:
-        InvalidArgumentError: `dim` is out of range for `x`.
-    """
+def _check_dim(x: Tensor, dim: int) -> int:
+    """Return `dim` as a non-negative index; raise if `x` has no such dim."""
     if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         message = f"dim {dim} does not exist in a tensor of shape {tuple(x.shape)}"
         raise InvalidArgumentError(message)
     return dim % x.dim()
 
 
-def check_sizes(sizes: Sequence[int] | None, members: Group, call: str) -> list[int] | None:
-    """Return `sizes` as a list; check that it has one size per rank of the group.
-
-    Raises:
-        InvalidArgumentError: The number of sizes is not the number of ranks, or one is negative.
-    """
+def _check_sizes(sizes: Sequence[int] | None, members: Group, call: str) -> list[int] | None:
+    """Return `sizes` as a list; check that it has one size per rank of the group."""
     if sizes is None:
         return None
     lengths = [int(size) for size in sizes]
@@ -132,12 +124,8 @@ def check_sizes(sizes: Sequence[int] | None, members: Group, call: str) -> list[
     return lengths
 
 
-def check_length(x: Tensor, dim: int, expected: int, what: str) -> None:
-    """Check that `x` has the expected length along `dim`.
-
-    Raises:
-        InvalidArgumentError: It has another length.
-    """
+def _check_length(x: Tensor, dim: int, expected: int, what: str) -> None:
+    """Check that `x` has the expected length along `dim`."""
     if x.size(dim) != expected:
         message = (
             f"{what} is {expected}, but dim {dim} of the tensor of shape "
@@ -146,24 +134,20 @@ def check_length(x: Tensor, dim: int, expected: int, what: str) -> None:
         raise InvalidArgumentError(message)
 
 
-def piece_lengths(
+def _shard_lengths(
     x: Tensor, dim: int, members: Group, sizes: Sequence[int] | None, call: str
 ) -> list[int]:
-    """Return the length along `dim` of each rank's shard of `x`.
-
-    Raises:
-        InvalidArgumentError: `sizes` do not add up, or they are absent and `dim` is not divisible.
-    """
-    lengths = check_sizes(sizes, members, call)
+    """Return the length along `dim` of each rank's shard of `x`; raise if it cannot be split."""
+    lengths = _check_sizes(sizes, members, call)
     if lengths is not None:
-        check_length(x, dim, sum(lengths), "the sum of sizes")
+        _check_length(x, dim, sum(lengths), "the sum of sizes")
         return lengths
     count = 1 if members is None else members.size()
     length, rest = divmod(x.size(dim), count)
     if rest:
         way_out = "pad it" if call == "all_to_all" else "pad it or pass sizes"
         message = (
-            f"{call} cuts dim {dim} into {count} equal pieces, one a rank, but its size "
+            f"{call} cuts dim {dim} into {count} equal shards, one a rank, but its size "
             f"{x.size(dim)} (shape {tuple(x.shape)}) is no multiple of {count}: {way_out}"
         )
         raise InvalidArgumentError(message)
@@ -187,7 +171,7 @@ def _blocks(data: Tensor, members: ProcessGroup) -> Tensor:
     data = on_wire(data, members)
     if not data.numel():
         return data.new_empty((members.size(), *data.shape))
-    return cast(Tensor, way_of(data, members).all_gather(data, given, False))
+    return cast(Tensor, way_of(data, members).all_gather(data, identity, False))
 
 
 def _stacked(x: Tensor, members: ProcessGroup, dim: int) -> Tensor:
@@ -211,8 +195,8 @@ def _leads(x: Tensor, dim: int) -> bool:
     return all(size == 1 for size in x.shape[:dim])
 
 
-def _piece_major(data: Tensor, dim: int, lengths: list[int]) -> Tensor:
+def _shard_major(data: Tensor, dim: int, lengths: list[int]) -> Tensor:
     """Return contiguous `data` as a flat tensor with the ranks' shards in rank order."""
     if _leads(data, dim):
         return data.view(-1)
-    return torch.cat([piece.reshape(-1) for piece in data.split(lengths, dim)])
+    return torch.cat([shard.reshape(-1) for shard in data.split(lengths, dim)])

@@ -1,0 +1,178 @@
+"""MPI calls in flight. They advance while their rank is inside MPI: in any wait or query."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+from torch.distributed import DistBackendError
+
+_SPINS = 100  # polls of a waiting call before it yields: small messages arrive by then
+_EAGER = 0.05  # seconds for which a waiting call polls without sleep: large messages need many
+_NAP = 1e-4  # seconds between later polls
+_LAST_WORDS = 1.0  # seconds before the job is aborted, for mpirun to read the ranks' last output
+
+
+@dataclass(slots=True)
+class Call:
+    """A non-blocking call that was issued."""
+
+    name: str  # for error messages
+    requests: Sequence[Any]  # of MPI; the call is done when all have completed
+    results: list[Tensor]  # the tensors that hold the result
+    finish: Callable[[], None] | None = None  # called once after all requests have completed
+    keep: Any = None  # buffers to keep alive until then
+    expected: int | None = None  # bytes that the one request must receive; None accepts any number
+
+
+def join_calls(calls: Sequence[Call]) -> Call:
+    """Return one call that is done when all the given calls are."""
+
+    def finish() -> None:
+        for call in calls:
+            if call.finish is not None:
+                call.finish()
+
+    requests = [request for call in calls for request in call.requests]
+    results = [result for call in calls for result in call.results]
+    return Call(calls[0].name, requests, results, finish, keep=calls)
+
+
+class Engine:
+    """The module `mpi4py.MPI`, and the calls of this process that are in flight."""
+
+    def __init__(self, mpi: Any) -> None:
+        self.mpi = mpi
+        self.lock = threading.RLock()  # held inside MPI, which may support one thread at a time
+        self._active: list[MPIWork] = []  # also keeps the buffers of works that were dropped
+        self._late = False  # whether a call has timed out
+        atexit.register(self._end)  # runs before mpi4py's handler, which finalizes MPI
+
+    def start(self, make: Callable[[], Call], seconds: float) -> MPIWork:
+        """Start a call: `make` issues its requests."""
+        with self.lock:
+            work = MPIWork(self, make(), seconds)
+            self._active.append(work)
+        return work
+
+    def poll(self) -> None:
+        """Complete the calls that MPI has finished."""
+        with self.lock:
+            self._active = [work for work in self._active if not work.look(self.mpi)]
+
+    def wait(self, work: MPIWork, seconds: float) -> None:
+        """Wait until a call is done.
+
+        Raises:
+            DistBackendError: It was not done within `seconds`; the group is then unusable.
+        """
+        for _ in range(_SPINS):
+            if work.is_completed():
+                return
+        start = time.monotonic()
+        while not work.is_completed():
+            waited = time.monotonic() - start
+            if waited > seconds:
+                self._late = True
+                raise DistBackendError(
+                    f"{work.call.name} over MPI did not end within {seconds:g} s: some rank of the "
+                    "group has not called it, has ended, or is late"
+                )
+            time.sleep(0 if waited < _EAGER else _NAP)  # 0 yields to other threads and ranks
+
+    def _end(self) -> None:
+        """Abort the job after a failure, since MPI would wait for all ranks."""
+        failed = self._late or getattr(sys, "last_value", None) is not None  # an uncaught exception
+        if failed and self.mpi.COMM_WORLD.Get_size() > 1:
+            sys.stderr.flush()
+            time.sleep(_LAST_WORDS)
+            self.mpi.COMM_WORLD.Abort(1)
+
+
+class MPIWork(c10d.Work):
+    """The handle of a call in flight; dropping it does not cancel the call."""
+
+    def __init__(self, engine: Engine, call: Call, seconds: float) -> None:
+        """Store the engine, the call, and the default timeout of a wait."""
+        super().__init__()
+        self.call = call
+        self._engine, self._seconds = engine, seconds
+        self._results, self._done, self._source = call.results, False, -1
+        self._error: BaseException | None = None
+
+    def look(self, mpi: Any) -> bool:
+        """Return whether the call is done, completing it if so. Requires the engine's lock."""
+        call = self.call
+        if self._done:
+            return True
+        try:
+            statuses = None if call.expected is None else [mpi.Status()]
+            if not mpi.Request.Testall(list(call.requests), statuses):
+                return False
+            if statuses is not None:
+                self._check_message(mpi, statuses[0])
+            if call.finish is not None:
+                call.finish()
+        except BaseException as error:
+            self._error = error
+        self._done, self.call = True, Call(call.name, (), [])  # frees the buffers
+        return True
+
+    def _check_message(self, mpi: Any, status: Any) -> None:
+        came, self._source = status.Get_count(mpi.BYTE), status.Get_source()
+        if came != self.call.expected:
+            raise DistBackendError(
+                f"a message of {came} bytes from rank {self._source} of the group came where "
+                f"{self.call.expected} were expected: sender and receiver must agree in dtype and "
+                "size"
+            )
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the call is done.
+
+        Raises:
+            DistBackendError: The wait timed out, or a message has an unexpected size.
+        """
+        asked = 0.0 if timeout is None else timeout.total_seconds()
+        self._engine.wait(self, asked if asked > 0 else self._seconds)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """Wait: there are no streams to synchronize."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether `wait()` would return at once."""
+        if not self._done:
+            self._engine.poll()
+        return self._done
+
+    def result(self) -> list[Tensor]:
+        """Return the tensors that hold the result."""
+        return self._results
+
+    def get_future(self) -> Any:
+        """Wait, and return a completed future of the results."""
+        future: Any = torch.futures.Future()
+        try:
+            self.wait()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(self._results)
+        return future
+
+    def _source_rank(self) -> int:
+        """Return the sender of the received message, as a rank of the group."""
+        return self._source
