@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ...dist.errors import InvalidArgumentError
-from .grid import Grid, divisors, nearest_divisors
+from .grid import Grid, default_etp, divisors, nearest_divisors
 
 # Cost to the program of changing an axis: dp changes only speed, tp reshapes every weight.
 _COST = {"dp": 1, "pp": 2, "cp": 2, "tp": 3, "ep": 2}
@@ -18,7 +18,7 @@ def layout_name(grid: Grid) -> str:
     """Return a layout as `dp x pp x cp x tp`, such as `2x1x2x2`, `2x1x2x2-ep4` or `-ep2-etp2`."""
     name = f"{grid.dp}x{grid.pp}x{grid.cp}x{grid.tp}"
     name += "" if grid.ep == 1 else f"-ep{grid.ep}"
-    usual = Grid(tp=grid.tp, cp=grid.cp, pp=grid.pp, dp=grid.dp, ep=grid.ep).etp
+    usual = default_etp(grid.ep, grid.tp)
     return name if grid.etp == usual else f"{name}-etp{grid.etp}"
 
 
@@ -42,16 +42,12 @@ def parse_layout(text: str) -> Grid:
 
 
 def legal_layouts(world_size: int) -> Iterator[Grid]:
-    """Return every plain layout (`ep` 1) of `world_size` ranks.
+    """Yield every plain layout (`ep` 1) of `world_size` ranks.
 
     Raises:
         InvalidArgumentError: `world_size` is less than 1.
     """
     _require_whole("world_size", world_size, 1)
-    return _layouts(world_size)
-
-
-def _layouts(world_size: int) -> Iterator[Grid]:
     for tp in divisors(world_size):
         for cp in divisors(world_size // tp):
             for pp in divisors(world_size // tp // cp):

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from ...dist import all_reduce, functional
 from ...dist.errors import InvalidArgumentError
-from .axis import axis_group, describe_rank
+from .manager import axis_group, describe_rank
 
 IGNORED = -100
 """The label of a token that does not count."""
