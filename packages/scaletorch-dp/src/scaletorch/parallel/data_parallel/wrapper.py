@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn, Self
@@ -12,16 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ...dist import broadcast, group_ranks
 from ...dist.building import agree, caught, prepare_backward
 from ...dist.errors import InvalidArgumentError, NonFiniteError, StateError
 from ..pg_manager import ModuleWrapper, axis_group
-from ..pg_manager.building import connect_all
+from ..pg_manager.building import connect_all, digest_text
 from .buckets.hooks import GradientSync, raise_failed, refuse_taken
-from .buckets.initial_values import check_init_sync, sync_initial_values
 from .buckets.manager import BucketManager
 from .buckets.reduction import Reduction
 from .buckets.slot import Slot
 from .parameters import Named, WrappedParameters, describe, group_parameters, refuse_lazy
+
+INIT_SYNCS = ("check", "broadcast", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,6 @@ class Settings:
     bucket_size: int | None = None
     grad_type: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    order: str = "any"
     check_finite: bool = False
     init_sync: str = "check"
 
@@ -60,7 +61,10 @@ class _DataParallel(ModuleWrapper):
         if not isinstance(module, nn.Module):
             message = f"module must be a torch.nn.Module, got {type(module).__name__}"
             raise InvalidArgumentError(message)
-        check_init_sync(settings.init_sync)
+        if settings.init_sync not in INIT_SYNCS:
+            known = ", ".join(map(repr, INIT_SYNCS))
+            message = f"init_sync must be one of {known}, got {settings.init_sync!r}"
+            raise InvalidArgumentError(message)
         group = axis_group("cp_dp", group)
         parameters = list(module.named_parameters())
         refuse_lazy(parameters)
@@ -92,13 +96,13 @@ class _DataParallel(ModuleWrapper):
         settings: Settings,
     ) -> Reduction:
         """Return the reduction over a group whose ranks have the same parameters."""
-        reduction = Reduction(settings.op, group, settings.reduce_dtype, settings.order)
+        reduction = Reduction(settings.op, group, settings.reduce_dtype)
         if reduction.size == 1:
             return reduction
         named = {"wrapper": type(self).__name__, **asdict(settings)}
         error = caught(refuse_taken, [(n, each) for n, each in parameters if each.requires_grad])
         agree("the model to wrap", describe(parameters, named), group, error=error)
-        sync_initial_values([*parameters, *module.named_buffers()], settings.init_sync, group)
+        _sync_initial_values([*parameters, *module.named_buffers()], settings.init_sync, group)
         if any(reduction.folds(settings.grad_type or each.dtype) for _, each in parameters):
             connect_all(group)
         return reduction
@@ -148,8 +152,7 @@ class _DataParallel(ModuleWrapper):
         """Run the `backward` method of the wrapped pipeline stage, and return its result.
 
         Unlike a plain backward, it also lets this rank take part in the synchronisation if none of
-        its parameters got a gradient. With ZeRO 2 it sums only the buckets of the wrapped module's
-        current parameters: a pipeline has those of one of its stages at a time.
+        its parameters got a gradient.
 
         Raises:
             StateError: The wrapped module has no `backward` method.
@@ -162,10 +165,6 @@ class _DataParallel(ModuleWrapper):
             )
             raise StateError(message)
         completed = self._sync.completed
-        if any(manager.eager for manager in self._sync.managers):
-            reached = list(self.module.parameters())
-            for manager in self._sync.managers:
-                manager.expect(reached)
         result = stage_backward(input_tensor, output_tensor, output_tensor_grad)
         if self._sync.completed == completed:
             self._sync.finish_if_due()
@@ -183,14 +182,6 @@ class _DataParallel(ModuleWrapper):
         Use it in place of `zero_grad` between steps, or after a backward that raised.
         """
         self._sync.reset()
-
-    def release(self) -> None:
-        """Forget all gradients and release the parameters, which another wrapper may then take.
-
-        This wrapper no longer synchronises anything.
-        """
-        self.reset()
-        self._sync = self._idle_sync()  # dropping the old one removes its hooks
 
     @contextmanager
     def nonfinite_held(self) -> Iterator[list[NonFiniteError]]:
@@ -226,17 +217,13 @@ class _DataParallel(ModuleWrapper):
         own = {"_sync": None, "wrapped": WrappedParameters([], copied=True), **self._copy_values()}
         state = {n: own[n] if n in own else copy.deepcopy(v, memo) for n, v in vars(self).items()}
         vars(twin).update(state)
-        twin._sync = self._idle_sync()
+        idle = [BucketManager([], manager.reduction) for manager in self.bucket_managers]
+        twin._sync = GradientSync(idle, overlap=False)
         return twin
 
     def _copy_values(self) -> dict[str, Any]:
         """Return the attributes that have other values in a copy."""
         return {"parameter_groups": {}}
-
-    def _idle_sync(self) -> GradientSync:
-        """Return a synchronisation of no parameters."""
-        managers = [BucketManager([], m.reduction) for m in self.bucket_managers]
-        return GradientSync(managers, overlap=False)
 
     def __getstate__(self) -> NoReturn:
         message = (
@@ -258,6 +245,20 @@ def _has_work(manager: BucketManager) -> bool:
     """Return whether gradients are summed, kept in another dtype, or checked."""
     wider = any(slot.buffer_dtype != slot.parameter.dtype for slot in manager.slots)
     return manager.reduction.size > 1 or wider or manager.checks_finite
+
+
+def _sync_initial_values(
+    tensors: Sequence[tuple[str, Tensor]], how: str, group: ProcessGroup | None
+) -> None:
+    """Compare parameters and buffers over the ranks, or broadcast the first rank's, in place."""
+    if how == "broadcast":
+        source = group_ranks(group)[0]
+        for _, tensor in tensors:
+            broadcast(tensor.detach(), source, group=group)
+    elif how == "check":
+        lines = [f"{name} has values {digest_text(tensor)}" for name, tensor in tensors]
+        agree("the values to begin with (pass init_sync='broadcast' to send the first rank's)",
+              lines, group)  # fmt: skip
 
 
 NARROW = (torch.float16, torch.bfloat16)

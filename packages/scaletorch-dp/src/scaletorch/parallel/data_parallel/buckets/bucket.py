@@ -14,7 +14,7 @@ from .reduction import Reduction
 from .slot import Slot
 
 # A rank's flag for each parameter; the maximum over ranks counts.
-UNUSED, USED, LATE, NONFINITE = 0, 1, 2, 3
+UNUSED, USED, NONFINITE, LATE = 0, 1, 2, 3
 
 
 class Bucket:
@@ -52,7 +52,6 @@ class Bucket:
         self._used: dict[int, int] = {}
         self._finite: Tensor | None = None  # bool, one for each slot
         self._work: Work[Tensor] | None = None
-        self._before: Tensor | None = None
 
     @contextmanager
     def widened(self) -> Iterator[None]:
@@ -162,23 +161,11 @@ class Bucket:
         self._finite = None
 
     def _start(self, reduction: Reduction, buffer: Tensor) -> Work[Tensor]:
-        self._before = self._held(buffer) if reduction.ordered else None
-        return reduction.whole(buffer, self._before)
+        return reduction.whole(buffer)
 
     def _give(self, reduced: Tensor, flags: Sequence[int]) -> None:
         for slot, view in self._views(reduced):
-            used = flags[slot.index] != UNUSED
-            slot.give(view if used else None, with_held=self._before is not None)
-
-    def _held(self, buffer: Tensor) -> Tensor | None:
-        """Return the earlier synchronised gradients in the buffer's order, or None."""
-        if all(slot.held is None for slot in self.slots):
-            return None
-        before = torch.zeros_like(buffer)
-        for slot, view in self._views(before):
-            if slot.held is not None:
-                view.copy_(slot.held)
-        return before
+            slot.give(view if flags[slot.index] != UNUSED else None)
 
     def _views(self, buffer: Tensor) -> Iterator[tuple[Slot, Tensor]]:
         for slot in self.slots:

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ....dist.building import one_per_process, tensors_in
 from ....dist.errors import NonFiniteError, StateError
 from ...pg_manager import describe_rank
-from ..culprits import shorten
+from ..parameters import shorten
 from .manager import BucketManager
 
 _OUTSIDE = -1  # torch's number for "no backward is running on this thread"
@@ -227,12 +227,11 @@ def _alive() -> weakref.WeakSet[GradientSync]:
 
 
 def refuse_taken(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse parameters whose gradients are already in use.
+    """Refuse parameters that a live wrapper has.
 
     Raises:
-        StateError: Another live wrapper has a parameter, or its gradient goes to `main_grad`.
+        StateError: Another live wrapper has a parameter.
     """
-    parameters = list(parameters)
     taken = {
         id(slot.parameter)
         for other in _alive()
@@ -244,14 +243,6 @@ def refuse_taken(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         message = (
             f"{describe_rank()}: {shorten(names)} would be synchronised twice: a "
             "data-parallel wrapper that is alive has it; use that one, or drop it first"
-        )
-        raise StateError(message)
-    names = [name for name, each in parameters if hasattr(each, "main_grad")]
-    if names:
-        message = (
-            f"{describe_rank()}: the gradient of {names[0]} goes to its main_grad, past this "
-            "wrapper, which would synchronise nothing: sum main gradients over the group "
-            "yourself, or remove them"
         )
         raise StateError(message)
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ....dist import all_reduce, broadcast, group_ranks
-from ....dist.errors import MismatchError, NonFiniteError
+from ....dist.errors import MismatchError, NonFiniteError, StateError
 from ...pg_manager import describe_rank
-from ..culprits import name_culprits, share_names
+from ..parameters import name_culprits, share_names, shorten
 from .bucket import LATE, NONFINITE, UNUSED, Bucket
 from .reduction import Reduction
 from .slot import Slot
@@ -67,7 +67,7 @@ class BucketManager:
     def use_buckets(self, buckets: Iterable[Bucket]) -> None:
         """Use other buckets over the same slots; nothing may be in flight."""
         self.buckets = tuple(buckets)
-        self._next, self._expected = 0, self.buckets
+        self._next = 0
         self._in_flight: list[Bucket] = []  # with memory to free as soon as they arrive
         self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
 
@@ -93,20 +93,6 @@ class BucketManager:
         finally:
             self.reduction, self.order = before
 
-    def expect(self, parameters: Iterable[Tensor]) -> None:
-        """Limit the next backward, if it sums into shards, to the buckets of these parameters.
-
-        Args:
-            parameters: The parameters that it may reach, the same on all ranks.
-        """
-        reached = {id(parameter) for parameter in parameters}
-        if self.eager:
-            self._expected = tuple(
-                bucket
-                for bucket in self.buckets
-                if any(id(slot.parameter) in reached for slot in bucket.slots)
-            )
-
     def open(self) -> None:
         """Follow, when a backward begins, the user's changes to gradients since the last one."""
         own = sum(slot.local for slot in self.slots)
@@ -125,7 +111,7 @@ class BucketManager:
         self._bucket_of[index].mark_ready(index)
         if self._in_flight:
             self._in_flight = [each for each in self._in_flight if not each.collect_if_done()]
-        due = self._expected
+        due = self.buckets
         while launch and self._next < len(due) and due[self._next].ready:
             self._launch(due[self._next])
             self._next += 1
@@ -135,34 +121,28 @@ class BucketManager:
         """Launch the remaining buckets, wait for all, and write every gradient.
 
         One more, small reduction shares which parameters any rank used, one int32 for each, and
-        whether all ranks have kept and dropped the same gradients. A second round reduces
-        parameters that a reentrant checkpoint used again after their bucket had left, or that were
-        not expected.
+        whether all ranks have kept and dropped the same gradients.
 
         Raises:
             NonFiniteError: A gradient of some rank is not finite, and `check_finite` is on.
+            MismatchError: The ranks have kept or dropped other gradients.
+            StateError: A parameter got another gradient after its bucket had left.
         """
         try:
-            buckets, others = self._expected, self.buckets
-            while others:
-                for bucket in buckets:
-                    if not bucket.launched:
-                        self._launch(bucket)
-                flags = self._agree(others)
-                for bucket in buckets:
+            for bucket in self.buckets:
+                if not bucket.launched:
+                    self._launch(bucket)
+            if self.buckets:
+                flags = self._agree()
+                for bucket in self.buckets:
                     bucket.finish(flags)
-                buckets = others = tuple(
-                    bucket
-                    for bucket in others
-                    if any(flags[slot.index] == LATE for slot in bucket.slots)
-                )
             self._reorder()
         finally:
             self.reset()
 
     def reset(self) -> None:
         """Forget which gradients are ready and in flight; gradients stay."""
-        self._next, self._in_flight, self._expected = 0, [], self.buckets
+        self._next, self._in_flight = 0, []
         for bucket in self.buckets:
             bucket.reset()
 
@@ -179,10 +159,10 @@ class BucketManager:
         bucket.launch(self.reduction, check_finite=self.checks_finite)
         self._in_flight.append(bucket)
 
-    def _agree(self, buckets: Iterable[Bucket]) -> list[int]:
+    def _agree(self) -> list[int]:
         """Return for each slot the maximum flag of all ranks."""
         flags = [UNUSED] * len(self.slots)
-        for bucket in buckets:
+        for bucket in self.buckets:
             for slot in bucket.slots:
                 flags[slot.index] = bucket.flag(slot)
         group = self.reduction.group
@@ -192,7 +172,7 @@ class BucketManager:
         # On the CPU, so that the host does not wait for an accelerator.
         shared = torch.tensor([*flags, *places], dtype=torch.int32)
         work = all_reduce(shared, "max", group=group, async_op=True)
-        for bucket in buckets:  # the flags travel meanwhile
+        for bucket in self.buckets:  # the flags travel meanwhile
             bucket.wait()
         work.wait()
         *result, adds, begins, most, least, many, few = shared.tolist()
@@ -216,8 +196,16 @@ class BucketManager:
                 f"require grad now, and on other ranks {-few} to {many}: gradients would be sums "
                 "over some ranks alone; freeze the same parameters on all ranks"
             )
+        if LATE in result:
+            late = [slot.name for slot in self.slots if result[slot.index] == LATE]
+            self._drop()
+            raise StateError(
+                f"{describe_rank()}: {shorten(late)} got another gradient after its sum over ranks "
+                "had begun, as in a module that a reentrant checkpoint runs again; all gradients "
+                "are None now: pass use_reentrant=False to the checkpoints"
+            )
         if NONFINITE in result:
-            self._refuse(flags)
+            self._refuse_nonfinite(flags)
         return result
 
     def _disagree(self, text: str) -> NoReturn:
@@ -229,7 +217,7 @@ class BucketManager:
             bucket.finish([UNUSED] * len(self.slots))
             bucket.clear()
 
-    def _refuse(self, flags: Sequence[int]) -> NoReturn:
+    def _refuse_nonfinite(self, flags: Sequence[int]) -> NoReturn:
         """Drop all gradients, and raise on every rank."""
         self._drop()
         names = [slot.name for slot in self.slots if flags[slot.index] == NONFINITE]

@@ -176,38 +176,19 @@ class Slot:
         """True if there is a gradient from an earlier synchronisation."""
         return self._held is not None or (not self.local and self.parameter.grad is not None)
 
-    @property
-    def held(self) -> Tensor | None:
-        """The earlier synchronised gradient, held back from this rank's own."""
-        return self._held
-
-    def give(self, reduced: Tensor | None, *, with_held: bool = False) -> None:
+    def give(self, reduced: Tensor | None) -> None:
         """Set the gradient to the held one plus `reduced`, which may be changed and kept.
 
-        A gradient that arrived since `take` stays this rank's own, with the sum held.
-
-        Args:
-            reduced: The reduced gradient; None if no rank has one.
-            with_held: Whether it already includes the held one.
+        If no rank has one, `reduced` is None and the held one stays, None included.
         """
         held, self._held = self._held, None
-        if reduced is None:
-            total = held  # no rank has used the parameter: the sum stays, None included
-        else:
-            total = self._conform(reduced if held is None or with_held else reduced.add_(held))
-        if self.local:
-            # A reentrant checkpoint has used the parameter again: the visible gradient is the new
-            # one, which leaves in a second round, and the sum is held for it.
-            self._held = total
-        else:
-            self.parameter.grad = total
+        if reduced is not None:
+            held = self._conform(reduced if held is None else reduced.add_(held))
+        self.parameter.grad = held
 
     def set_placeholder(self, gradient: Tensor) -> None:
         """Set a placeholder for a gradient in shards, which include the held one."""
-        if self.local:
-            self._held = gradient
-        else:
-            self._held, self.parameter.grad = None, gradient
+        self._held, self.parameter.grad = None, gradient
 
     def clear(self) -> None:
         """Forget everything; the gradient becomes None."""

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from ....dist import all_reduce, get_comm_device, get_rank, group_ranks
 from ....dist.errors import InvalidArgumentError, NonFiniteError
 from ...pg_manager import axis_group, describe_rank
-from ..culprits import Found, name_culprits, share_names
+from ..parameters import Found, name_culprits, share_names
 from ..sharding.shards import check_module, is_sharded, parameter_shards, settled_shards
 
 

@@ -138,16 +138,16 @@ class ShardedBucket(Bucket):
     def whole_gradients(self) -> Iterator[tuple[Slot, Tensor]]:
         """Yield every parameter that has a gradient, with its whole gradient."""
         buffer = self.values.new_zeros(self.length, dtype=self._shard_dtype())
-        buffer[self.own] = self._own_gradients()
+        for _, shard, place in self._own_ranges(buffer[self.own]):
+            if shard.tensor.grad is not None:
+                place.copy_(shard.tensor.grad.view(-1))
         all_gather_flat(buffer, self.counts, self.reduction.group)
         for slot, view in self._views(buffer):
             if slot.parameter.grad is not None:
                 yield slot, view
 
     def _start(self, reduction: Reduction, buffer: Tensor) -> Work[Tensor]:
-        held = any(shard.tensor.grad is not None for shard in self.shards)
-        self._before = self._own_gradients() if reduction.ordered and held else None
-        return reduction.shard(buffer, self.counts, self._before)
+        return reduction.shard(buffer, self.counts)
 
     def _give(self, reduced: Tensor, flags: Sequence[int]) -> None:
         reduced = reduced.to(self._shard_dtype())
@@ -155,7 +155,7 @@ class ShardedBucket(Bucket):
             if flags[slot.index] == UNUSED:
                 continue
             gradient = own.view(shard.tensor.shape)
-            if shard.tensor.grad is None or self._before is not None:
+            if shard.tensor.grad is None:
                 shard.tensor.grad = gradient
             else:
                 shard.tensor.grad += gradient
@@ -171,14 +171,6 @@ class ShardedBucket(Bucket):
     def _forget(self, slot: Slot) -> None:
         for tensor in self._tensors[slot.index]:
             tensor.grad = None
-
-    def _own_gradients(self) -> Tensor:
-        """Return the gradients of this rank's shard, flat, zero for parameters without one."""
-        own = self.values.new_zeros(self.own.stop - self.own.start, dtype=self._shard_dtype())
-        for _, shard, place in self._own_ranges(own):
-            if shard.tensor.grad is not None:
-                place.copy_(shard.tensor.grad.view(-1))
-        return own
 
     def _shard_dtype(self) -> torch.dtype:
         return self.shards[0].tensor.dtype if self.shards else _master_dtype(self.values.dtype)
