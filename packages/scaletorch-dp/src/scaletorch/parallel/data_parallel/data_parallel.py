@@ -123,8 +123,7 @@ class DataParallelBucket(_DataParallel):
             StateError: A gradient in shards has not been synchronised.
         """
         for gather in self._gathers:
-            for bucket in gather.buckets:
-                bucket.settle()
+            gather.settle()
 
     def wait_for_parameters(self) -> None:
         """Wait until all updated parameters have arrived."""

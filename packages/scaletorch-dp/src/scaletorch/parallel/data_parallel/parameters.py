@@ -54,13 +54,7 @@ def group_parameters(
 ) -> Groups:
     """Return each group with the parameters to be summed over it; the default group first.
 
-    Args:
-        parameters: All named parameters.
-        group: The default group.
-        groups: Other groups for some parameters, by name.
-
-    Raises:
-        InvalidArgumentError: A name is not a parameter's.
+    `groups` are other groups for some parameters, by name.
     """
     unknown = sorted(groups.keys() - {name for name, _ in parameters})
     if unknown:
@@ -68,15 +62,12 @@ def group_parameters(
             f"{describe_rank()}: groups contains {shorten(unknown)}, which are not parameters of "
             "the module (a shared parameter goes by its first name)"
         )
-    found: Groups = [(group, [])]
+    found: dict[int, tuple[ProcessGroup | None, list[tuple[str, nn.Parameter]]]]
+    found = {id(group): (group, [])}
     for name, parameter in parameters:
         wanted = groups.get(name, group)
-        named = next((named for known, named in found if known is wanted), None)
-        if named is None:
-            named = []
-            found.append((wanted, named))
-        named.append((name, parameter))
-    return found
+        found.setdefault(id(wanted), (wanted, []))[1].append((name, parameter))
+    return list(found.values())
 
 
 class WrappedParameters:
@@ -95,9 +86,7 @@ class WrappedParameters:
     def refuse_others(self, module: nn.Module) -> None:
         """Refuse parameters of the module whose gradients would not be summed.
 
-        Raises:
-            StateError: A parameter requires grad now that was frozen, or absent, when wrapped; or
-                any does in a copy.
+        They were frozen, or absent, when it was wrapped, or the module is a copy.
         """
         known = self._synchronised
         if all(id(each) in known for each in _trainable(module)):
@@ -142,11 +131,7 @@ def _trainable(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def refuse_lazy(parameters: Named) -> None:
-    """Refuse parameters that have no shape yet.
-
-    Raises:
-        InvalidArgumentError: There is one.
-    """
+    """Refuse parameters that have no shape yet."""
     for name, parameter in parameters:
         if isinstance(parameter, UninitializedParameter):
             message = f"{name} has no shape yet: call the module once before it is wrapped"

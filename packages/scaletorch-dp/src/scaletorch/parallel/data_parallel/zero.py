@@ -253,7 +253,7 @@ def _all_shards(model: DataParallelBucket) -> list[Shard]:
         for slot in bucket.slots:
             each = slot.parameter
             if isinstance(bucket, ShardedBucket):
-                found[slot.name] = [s for s in bucket.shards if s.name == slot.name]
+                found[slot.name] = [s for s in bucket.shards if s.parameter is each]
             else:
                 found[slot.name] = [Shard(slot.name, each, 0, each.numel(), each, replicated=True)]
     return [shard for slot in _slots(model) for shard in found[slot.name]]

@@ -74,10 +74,9 @@ class Bucket:
         self._buffer = self._sent = None
 
     def open(self) -> int:
-        """Follow, when a backward begins, the user's changes to gradients since the last one.
+        """Follow the user's changes to gradients since the last backward, when one begins.
 
-        Returns:
-            The number of this rank's own gradients that were dropped or zeroed.
+        Return the number of this rank's own gradients that were dropped or zeroed.
         """
         return sum([slot.open() for slot in self.slots])
 
@@ -118,8 +117,7 @@ class Bucket:
     def collect_if_done(self) -> bool:
         """Free memory that only the reduction needed, if it has ended; never wait for it.
 
-        Returns:
-            Whether nothing is left to free.
+        Return whether nothing is left to free.
         """
         return True
 

@@ -84,10 +84,7 @@ class GradientSync:
                 tensor.register_hook(partial(_call, this, GradientSync.output_arrived))
 
     def finish_if_due(self) -> None:
-        """Synchronise now, whatever gradients this rank has, unless that is switched off.
-
-        `raise_failed` raises the errors.
-        """
+        """Synchronise now, whatever gradients this rank has, unless that is switched off."""
         if self._attached and self.syncs:
             for manager in self._attached:
                 manager.open()
@@ -227,11 +224,7 @@ def _alive() -> weakref.WeakSet[GradientSync]:
 
 
 def refuse_taken(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse parameters that a live wrapper has.
-
-    Raises:
-        StateError: Another live wrapper has a parameter.
-    """
+    """Refuse parameters that another live wrapper has."""
     taken = {
         id(slot.parameter)
         for other in _alive()
@@ -260,11 +253,7 @@ def remove_hooks(handles: Iterable[Any]) -> None:
 
 
 def raise_failed(syncs: Iterable[GradientSync]) -> None:
-    """Raise the first non-finite error, unless the caller of the synchronisation holds them.
-
-    Raises:
-        NonFiniteError: A gradient is not finite.
-    """
+    """Raise the first non-finite error, unless the caller of the synchronisation holds them."""
     found: list[NonFiniteError] = []
     for each in syncs:
         found += each.failed

@@ -90,10 +90,6 @@ class Reduction:
 
 
 def check_floating(name: str, dtype: object) -> None:
-    """Refuse anything but a floating dtype or None.
-
-    Raises:
-        InvalidArgumentError: It is something else.
-    """
+    """Refuse anything but a floating dtype or None."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InvalidArgumentError(f"{name} must be a floating-point dtype or None, got {dtype!r}")

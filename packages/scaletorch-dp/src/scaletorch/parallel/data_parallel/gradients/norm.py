@@ -114,14 +114,14 @@ def clip_by(
     *,
     error_if_nonfinite: bool,
 ) -> Tensor:
-    """Clip by a norm that is the same on every rank; errors as of `clip_grad_norm_`.
+    """Clip by a norm that is the same on every rank; see `clip_grad_norm_`.
 
     Args:
         norm: Returns the norm.
         find_culprits: Returns the gradients that are not finite, for the error.
-        model: As in `global_grad_norm`.
-        max_norm: At least 0.
-        error_if_nonfinite: Raise if the norm is not finite.
+        model: As in `clip_grad_norm_`.
+        max_norm: As in `clip_grad_norm_`.
+        error_if_nonfinite: As in `clip_grad_norm_`.
     """
     if not isinstance(max_norm, int | float) or not max_norm >= 0:
         message = f"max_norm must be a number of at least 0, got {max_norm!r}"

@@ -59,6 +59,11 @@ class ParameterGather:
             for bucket in self._read_by[name] & self._in_flight.keys():
                 self._in_flight.pop(bucket).wait()
 
+    def settle(self) -> None:
+        """Copy all changes of gradients since backward to the shards."""
+        for bucket in self.buckets:
+            bucket.settle()
+
     def wait(self) -> None:
         """Wait for all parameters."""
         while self._in_flight:
@@ -74,11 +79,9 @@ def _readable(module: nn.Module) -> Iterable[nn.Parameter]:
 
 
 class WaitHook:
-    """A hook that waits for the parameters of a module's forward, or for all; a copy does not wait.
+    """A hook that waits for the parameters of a module's forward, or for all if `name` is None.
 
-    Args:
-        gather: The gather; it is not kept alive.
-        name: The module's name; None waits for all parameters.
+    A copy of it does not wait. It does not keep the gather alive.
     """
 
     def __init__(self, gather: ParameterGather | None = None, name: str | None = None) -> None:

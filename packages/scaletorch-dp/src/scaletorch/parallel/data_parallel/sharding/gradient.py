@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,22 +15,22 @@ from ...pg_manager import describe_rank
 class ShardedGradient(Tensor):
     """Shows that there is a gradient, and refuses computation: no rank has the whole.
 
-    It takes no memory. `zero_()` sets the shards of this rank to zero.
+    It takes no memory. `zero_()` sets the shard of this rank to zero.
     """
 
-    _shards: Sequence[Tensor]
+    _shard: Tensor | None
 
-    def __new__(cls, parameter: Tensor, shards: Sequence[Tensor]) -> ShardedGradient:
+    def __new__(cls, parameter: Tensor, shard: Tensor | None) -> ShardedGradient:
         """Stand for the gradient of a parameter.
 
         Args:
             parameter: The parameter; its shape, dtype and device are those of the gradient.
-            shards: The optimizer's tensors on this rank for the parameter.
+            shard: The optimizer's tensor on this rank for the parameter, if it has one.
         """
         whole: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
-        whole._shards = shards
+        whole._shard = shard
         return whole
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -41,7 +41,7 @@ class ShardedGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Zero the shards, and refuse all other operators."""
+        """Zero the shard, and refuse all other operators."""
         if func in (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default):
             for each in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
                 zero(each)
@@ -53,10 +53,8 @@ class ShardedGradient(Tensor):
 
 
 def zero(gradient: Tensor) -> None:
-    """Set a gradient, or this rank's shards of it, to zero."""
+    """Set a gradient, or this rank's shard of it, to zero."""
     if not isinstance(gradient, ShardedGradient):
         gradient.zero_()
-        return
-    for shard in gradient._shards:
-        if shard.grad is not None:
-            shard.grad.zero_()
+    elif gradient._shard is not None and gradient._shard.grad is not None:
+        gradient._shard.grad.zero_()

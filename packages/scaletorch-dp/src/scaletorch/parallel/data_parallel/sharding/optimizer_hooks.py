@@ -20,16 +20,11 @@ _gathers: weakref.WeakKeyDictionary[Optimizer, ParameterGather] = weakref.WeakKe
 def hook_optimizer(
     optimizer: Optimizer, gather: ParameterGather, before_step: Callable[[], None], *, overlap: bool
 ) -> None:
-    """Hook an optimizer: steps follow gradients and gather parameters.
+    """Hook an optimizer of shards: steps follow gradients and gather parameters.
 
     `zero_grad` reaches the model's gradients. `train` and `eval`, with which schedule-free
-    optimizers change weights, gather them too.
-
-    Args:
-        optimizer: An optimizer whose parameters are the shards of the buckets.
-        gather: The gather of the parameters, with the buckets.
-        before_step: Called before an update, and before the buckets read their gradients.
-        overlap: Whether parameters are gathered during the next forward.
+    optimizers change weights, gather them too. `before_step` is called before an update, and before
+    the buckets read their gradients.
     """
 
     def ready() -> None:
@@ -64,15 +59,10 @@ def hook_optimizer(
 
 
 def settle(optimizer: Optimizer) -> None:
-    """Copy all changes of gradients since backward to an optimizer's shards, if it has any.
-
-    Raises:
-        StateError: A gradient has not been synchronised.
-    """
+    """Copy all changes of gradients since backward to an optimizer's shards, if it has any."""
     gather = _gathers.get(optimizer)
     if gather is not None:
-        for bucket in gather.buckets:
-            bucket.settle()
+        gather.settle()
 
 
 def _prepare_closure(

@@ -87,10 +87,6 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def check_module(model: object) -> None:
-    """Refuse anything but a module.
-
-    Raises:
-        InvalidArgumentError: It is not one.
-    """
+    """Refuse anything but a module."""
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model must be a module, got {type(model).__name__}")
