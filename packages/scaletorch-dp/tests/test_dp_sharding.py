@@ -18,7 +18,7 @@ from torch import nn
 
 from scaletorch.dist import RankFailedError, Work, all_gather_object
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError, StateError
-from scaletorch.dist.testing import run_ranks, worst
+from scaletorch.dist.testing import relative_error, run_ranks, worst
 from scaletorch.parallel.data_parallel import (
     DataParallelBucket,
     DataParallelNaive,
@@ -496,3 +496,55 @@ CHECKS = [
 
 def test_gradients_parameters_and_masters_in_shards_are_followed_or_refused():
     run_ranks(in_turn, 2, CHECKS, timeout=200)
+
+
+class Parts(nn.Module):
+    """Two parts, of which a backward reaches one, as chunks of a pipeline do."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList([nn.Linear(4, 4, dtype=torch.float64) for _ in range(2)])
+        self.told = None
+
+    def forward(self, x, which):
+        self.told = which[0]
+        return sum(self.parts[at](x) for at in which)
+
+    def backward(self, _, output, gradient):
+        output.backward(gradient)
+
+    def parameters(self, recurse=True):
+        yield from super().parameters() if self.told is None else self.parts[self.told].parameters()
+
+
+def _backwards_of_parts(ways):
+    """Return how many buckets each backward through parts summed, and errors of gradients."""
+    rank = c10d.get_rank()
+    plain = Parts()
+    model = DataParallelBucket(Parts(), group=c10d.group.WORLD, op="sum", bucket_size=1)
+    shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, stage=2)
+    sums = []
+    with mock.patch.object(
+        sharded.ShardedBucket, "_start", autospec=True, side_effect=sharded.ShardedBucket._start
+    ) as start:
+        for number, of_ranks in enumerate(ways):
+            for other, which in enumerate(of_ranks):
+                x = torch.full((3, 4), 1.0 + other + number, dtype=torch.float64)
+                plain(x, which).square().sum().backward()
+                if other == rank:
+                    out = model(x, which)
+                    model.backward(None, out.square().sum(), None)
+            sums.append(start.call_count - sum(sums))
+    found = whole_gradients(model)
+    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    assert found.keys() == wanted.keys()
+    return sums, worst(relative_error(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_backward_sums_the_buckets_that_it_may_reach():
+    # Of each rank the parts that it uses; the first is what it says it may reach.
+    ways = [[(0,), (0,)], [(1,), (1,)], [(0,), (0,)]]
+    for sums, error in run_ranks(_backwards_of_parts, 2, ways):
+        assert error <= 1e-14
+        assert sums == [2, 2, 2]

@@ -152,7 +152,8 @@ class _DataParallel(ModuleWrapper):
         """Run the `backward` method of the wrapped pipeline stage, and return its result.
 
         Unlike a plain backward, it also lets this rank take part in the synchronisation if none of
-        its parameters got a gradient.
+        its parameters got a gradient. With ZeRO 2 it sums only the buckets of the wrapped module's
+        current parameters: a pipeline has those of one of its stages at a time.
 
         Raises:
             StateError: The wrapped module has no `backward` method.
@@ -165,6 +166,9 @@ class _DataParallel(ModuleWrapper):
             )
             raise StateError(message)
         completed = self._sync.completed
+        for manager in self._sync.managers:
+            if manager.eager:
+                manager.expect(self.module.parameters())
         result = stage_backward(input_tensor, output_tensor, output_tensor_grad)
         if self._sync.completed == completed:
             self._sync.finish_if_due()

@@ -67,7 +67,7 @@ class BucketManager:
     def use_buckets(self, buckets: Iterable[Bucket]) -> None:
         """Use other buckets over the same slots; nothing may be in flight."""
         self.buckets = tuple(buckets)
-        self._next = 0
+        self._next, self._expected = 0, self.buckets
         self._in_flight: list[Bucket] = []  # with memory to free as soon as they arrive
         self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
 
@@ -93,6 +93,15 @@ class BucketManager:
         finally:
             self.reduction, self.order = before
 
+    def expect(self, parameters: Iterable[Tensor]) -> None:
+        """Limit the next backward to the buckets of these parameters, the same on all ranks."""
+        reached = {id(parameter) for parameter in parameters}
+        self._expected = tuple(
+            bucket
+            for bucket in self.buckets
+            if any(id(slot.parameter) in reached for slot in bucket.slots)
+        )
+
     def open(self) -> None:
         """Follow, when a backward begins, the user's changes to gradients since the last one."""
         own = sum(slot.local for slot in self.slots)
@@ -111,7 +120,7 @@ class BucketManager:
         self._bucket_of[index].mark_ready(index)
         if self._in_flight:
             self._in_flight = [each for each in self._in_flight if not each.collect_if_done()]
-        due = self.buckets
+        due = self._expected
         while launch and self._next < len(due) and due[self._next].ready:
             self._launch(due[self._next])
             self._next += 1
@@ -129,12 +138,12 @@ class BucketManager:
             StateError: A parameter got another gradient after its bucket had left.
         """
         try:
-            for bucket in self.buckets:
+            for bucket in self._expected:
                 if not bucket.launched:
                     self._launch(bucket)
             if self.buckets:
                 flags = self._agree()
-                for bucket in self.buckets:
+                for bucket in self._expected:
                     bucket.finish(flags)
             self._reorder()
         finally:
@@ -142,7 +151,7 @@ class BucketManager:
 
     def reset(self) -> None:
         """Forget which gradients are ready and in flight; gradients stay."""
-        self._next, self._in_flight = 0, []
+        self._next, self._in_flight, self._expected = 0, [], self.buckets
         for bucket in self.buckets:
             bucket.reset()
 
