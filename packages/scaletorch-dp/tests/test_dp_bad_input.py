@@ -58,10 +58,6 @@ CALLS = {
         lambda: DataParallelBucket(nn.Linear(1, 1), reduce_dtype=torch.int32),
         "reduce_dtype must be a floating-point dtype",
     ),
-    "lazy": (
-        lambda: DataParallelBucket(nn.LazyLinear(3)),
-        "weight has no shape yet: call the module once",
-    ),
     **{
         f"norm of order {order}": (
             lambda order=order: global_grad_norm(nn.Linear(1, 1), norm_type=order),

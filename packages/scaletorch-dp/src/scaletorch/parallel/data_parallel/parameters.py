@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.nn.parameter import UninitializedParameter
 
 from ...dist import all_gather_object, get_rank
 from ...dist.errors import InvalidArgumentError, StateError
@@ -80,8 +79,8 @@ class WrappedParameters:
 
     def __init__(self, parameters: Named, *, copied: bool = False) -> None:
         self._copied = copied
-        self._known = {id(each): each for _, each in parameters}  # kept alive: ids stay theirs
-        self._synchronised = frozenset(id(each) for _, each in parameters if each.requires_grad)
+        # The parameters are kept alive, so that the ids stay theirs.
+        self._synchronised = {id(each): each for _, each in parameters if each.requires_grad}
 
     def refuse_others(self, module: nn.Module) -> None:
         """Refuse parameters of the module whose gradients would not be summed.
@@ -98,25 +97,14 @@ class WrappedParameters:
                 "requires_grad_(False) on it or run it in torch.no_grad(); to train another model, "
                 "wrap or parallelize a plain one"
             )
-        others = [
-            (name, id(each) in self._known)
-            for name, each in module.named_parameters()
-            if each.requires_grad and id(each) not in known
-        ]
-        unfrozen = [name for name, existed in others if existed]
-        if unfrozen:
+        late = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in known]
+        if late:
             raise StateError(
-                f"{describe_rank()}: {shorten(unfrozen)} required no grad when the module was "
-                "wrapped and does now, so its gradient would not be synchronised: wrap the module "
-                "after unfreezing it, and give it to an optimizer when it is to be trained"
-            )
-        if others:
-            raise StateError(
-                f"{describe_rank()}: {shorten([name for name, _ in others])} came after the module "
-                "was wrapped (as adapters, a new head or load_state_dict(assign=True) do), so its "
+                f"{describe_rank()}: {shorten(late)} came after the module was wrapped (or was frozen "
+                "then; adapters, a new head and load_state_dict(assign=True) come late), so its "
                 "gradient would not be synchronised, nor would an optimizer made before update it: "
-                "change the module first (get_peft_model of the plain model), then wrap or "
-                "parallelize it; or copy values into the parameters it has"
+                "change the module first (get_peft_model of the plain model), then wrap or parallelize "
+                "it; or copy values into the parameters it has"
             )
 
 
@@ -128,14 +116,6 @@ def _trainable(module: nn.Module) -> Iterator[nn.Parameter]:
             if parameter is not None and parameter.requires_grad:
                 yield parameter
         modules += [child for child in each._modules.values() if child is not None]
-
-
-def refuse_lazy(parameters: Named) -> None:
-    """Refuse parameters that have no shape yet."""
-    for name, parameter in parameters:
-        if isinstance(parameter, UninitializedParameter):
-            message = f"{name} has no shape yet: call the module once before it is wrapped"
-            raise InvalidArgumentError(message)
 
 
 def describe(

@@ -21,7 +21,7 @@ from .buckets.hooks import GradientSync, raise_failed, refuse_taken
 from .buckets.manager import BucketManager
 from .buckets.reduction import Reduction
 from .buckets.slot import Slot
-from .parameters import Named, WrappedParameters, describe, group_parameters, refuse_lazy
+from .parameters import Named, WrappedParameters, describe, group_parameters
 
 INIT_SYNCS = ("check", "broadcast", "none")
 
@@ -67,7 +67,6 @@ class _DataParallel(ModuleWrapper):
             raise InvalidArgumentError(message)
         group = axis_group("cp_dp", group)
         parameters = list(module.named_parameters())
-        refuse_lazy(parameters)
         by_group = group_parameters(parameters, group, groups)
         if len(by_group) > 1 and settings.op == "mean":
             raise InvalidArgumentError(

@@ -18,8 +18,7 @@ from .buckets.bucket import Bucket
 from .buckets.manager import BucketManager
 from .buckets.slot import Slot
 from .data_parallel import DataParallelBucket
-from .sharding.gather import ParameterGather
-from .sharding.optimizer_hooks import hook_optimizer
+from .sharding.gather import ParameterGather, hook_optimizer
 from .sharding.sharded_bucket import ShardedBucket
 from .sharding.shards import Shard, check_module
 

@@ -12,7 +12,7 @@ from ....dist import all_reduce
 from ....dist.devices import current_device
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import axis_group
-from ..sharding.optimizer_hooks import settle
+from ..sharding.gather import settle
 
 
 class GradScaler(torch.amp.GradScaler):

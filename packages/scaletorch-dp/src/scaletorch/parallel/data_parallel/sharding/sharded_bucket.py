@@ -15,8 +15,7 @@ from ...pg_manager import describe_rank
 from ..buckets.bucket import UNUSED, Bucket
 from ..buckets.reduction import Reduction
 from ..buckets.slot import Slot
-from .gradient import ShardedGradient
-from .shards import Shard
+from .shards import Shard, ShardedGradient
 
 
 class ShardedBucket(Bucket):
