@@ -100,11 +100,11 @@ class WrappedParameters:
         late = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in known]
         if late:
             raise StateError(
-                f"{describe_rank()}: {shorten(late)} came after the module was wrapped (or was frozen "
-                "then; adapters, a new head and load_state_dict(assign=True) come late), so its "
-                "gradient would not be synchronised, nor would an optimizer made before update it: "
-                "change the module first (get_peft_model of the plain model), then wrap or parallelize "
-                "it; or copy values into the parameters it has"
+                f"{describe_rank()}: {shorten(late)} came after the module was wrapped (or was "
+                "frozen then; adapters, a new head and load_state_dict(assign=True) come late), so "
+                "its gradient would not be synchronised, nor would an optimizer made before update "
+                "it: change the module first (get_peft_model of the plain model), then wrap or "
+                "parallelize it; or copy values into the parameters it has"
             )
 
 
