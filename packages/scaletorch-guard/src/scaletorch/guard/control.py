@@ -54,7 +54,9 @@ class Session:
         self.watcher.start()
         if not self.watcher.welcome.wait(WELCOME) and not self.verdict.over.is_set():
             self.close()
-            raise StateError(f"not all {size} ranks came to the guard in {WELCOME:g} s")
+            raise StateError(
+                f"not all {size} ranks connected to the guard's monitor within {WELCOME:g} s"
+            )
         self._board.unlink()
 
     def tell(self, error: BaseException) -> bool:
@@ -108,7 +110,7 @@ logger = logging.getLogger(__package__)
 
 _session: Session | None = None
 _hooked = False
-_told = False  # whether an exception of this rank was reported to the others
+_reported = False  # whether an exception of this rank was reported to the others
 
 
 def start(
@@ -143,8 +145,8 @@ def start(
     patience = _default_patience() if patience is None else patience
     limits = {"warn": warn, "patience": patience}
     if not all(seconds > 0 for seconds in limits.values()):
-        said = ", ".join(f"{name}={seconds}" for name, seconds in limits.items())
-        raise InvalidArgumentError(f"{said} must be positive seconds")
+        given = ", ".join(f"{name}={seconds}" for name, seconds in limits.items())
+        raise InvalidArgumentError(f"{given} must be positive seconds")
     if get_world_size() == 1:
         return
     group = get_default_group()
@@ -249,7 +251,7 @@ def watch(
 
 def _ended_by(error: BaseException) -> RankFaultError | None:
     """Report the exception that ends the block; return the fault that caused it, or None."""
-    global _told
+    global _reported
     session = _session
     if session is None:
         return None
@@ -257,7 +259,7 @@ def _ended_by(error: BaseException) -> RankFaultError | None:
         if isinstance(error, SystemExit) and not error.code:
             session.leave()
         elif not session.verdict.caused(error):
-            _told = True
+            _reported = True
             session.raised(error)
         elif not isinstance(error, RankFaultError):
             return session.verdict.error()
@@ -289,7 +291,7 @@ def _hook_once() -> None:
         before(kind, error, trace)
         if fault is not None:
             before(type(fault), fault, None)
-        if fault is not None or isinstance(error, RankFaultError) or _told:
+        if fault is not None or isinstance(error, RankFaultError) or _reported:
             _limit_exit()
 
     sys.excepthook = tell_and_show

@@ -8,7 +8,14 @@ nothing: it causes a warning after a while, and a fault only much later.
 from __future__ import annotations
 
 from .facts import Fault, Need, Picture, Report, Slowness, Wait
-from .mismatch import NOBODY, as_others, find_disagreement, find_mismatch, find_swap, most_common
+from .mismatch import (
+    UNDECIDED,
+    as_others,
+    find_disagreement,
+    find_mismatch,
+    find_swap,
+    most_common,
+)
 
 STALL = 0.2  # seconds of waiting after which calls are compared
 ASKING = 0.5  # seconds that a slow rank gets to report where it is
@@ -90,9 +97,9 @@ def _unequal_ends(picture: Picture) -> Fault | None:
             continue
         usual = most_common(list(counts.values()))
         guilty = tuple(rank for rank, count in counts.items() if count != usual)
-        said = ", ".join(f"{picture.reports[r].label} has made {n}" for r, n in counts.items())
-        said += "" if usual is not None else NOBODY
-        return Fault("mismatch", guilty, f"calls are missing in {channel.label}: {said}")
+        made = ", ".join(f"{picture.reports[r].label} has made {n}" for r, n in counts.items())
+        made += "" if usual is not None else UNDECIDED
+        return Fault("mismatch", guilty, f"calls are missing in {channel.label}: {made}")
     return None
 
 
@@ -181,14 +188,14 @@ def _slow(picture: Picture, now: float) -> Verdict:
         return Need(unasked)
     who = picture.names(ranks)
     why = "".join(
-        f"; {r.label} has not been heard of for {now - r.heard:.1f} s: its process is stopped, C "
-        "code or a regular expression holds its interpreter's lock, or its machine is out of reach"
+        f"; {r.label} has sent nothing for {now - r.heard:.1f} s: its process is stopped, C code "
+        "or a regular expression holds its interpreter's lock, or its machine cannot be reached"
         for r in slow
         if not r.able(now)
     )
     if seconds >= picture.patience:
-        return Fault("slow", ranks, f"{who} has not come for {seconds:.1f} s{why}")
-    return Slowness(ranks, seconds, f"others wait for {who} since {seconds:.1f} s{why}")
+        return Fault("slow", ranks, f"{who} has kept other ranks waiting for {seconds:.1f} s{why}")
+    return Slowness(ranks, seconds, f"other ranks have waited for {who} for {seconds:.1f} s{why}")
 
 
 def _blocked(picture: Picture, report: Report, now: float) -> bool:
@@ -251,7 +258,7 @@ def _doing(report: Report, picture: Picture) -> str:
     if report.end:
         return f"{report.label} is gone{step}{_last(report)}"
     if report.silent:
-        return f"{report.label} says nothing{_last(report)}"
+        return f"{report.label} does not answer{_last(report)}"
     parts = []
     for wait in report.waits:
         if wait.channel not in picture.channels:
@@ -267,7 +274,7 @@ def _doing(report: Report, picture: Picture) -> str:
         )
     if parts:
         return f"{report.label} waits{step} {'; and '.join(parts)}"
-    return f"{report.label} is in no call{step}{_last(report)}"
+    return f"{report.label} is in no recorded call{step}{_last(report)}"
 
 
 def _last(report: Report) -> str:

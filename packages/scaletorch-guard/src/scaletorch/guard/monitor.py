@@ -73,7 +73,7 @@ class Monitor:
                     elif key.data.open:
                         self._hear(key.data)
                 due = time.monotonic() - WAIT
-                for late in [each for each, since in self._strangers.items() if since < due]:
+                for late in [one for one, since in self._strangers.items() if since < due]:
                     self._hang_up(late)
                 self._look(self._now())
         except Exception as error:
@@ -133,9 +133,9 @@ class Monitor:
         self._hang_up(connection)
         report = self._reports[rank]
         if connection.broken:
-            self._turn_off(f"{report.label} said what is no message")
+            self._turn_off(f"{report.label} sent an invalid message")
         if report.alive:
-            what = f"its process {report.pid} ended without a word (killed, or aborted)"
+            what = f"its process {report.pid} ended without a report (killed or aborted)"
             lose(report, what, self._now())
 
     def _hang_up(self, connection: Connection) -> None:

@@ -144,7 +144,7 @@ class Track:
     """The progress of this rank in one channel."""
 
     __slots__ = (
-        "channel", "count", "device", "key", "marks", "owner", "rolling", "sites", "tag", "told",
+        "channel", "count", "device", "key", "marks", "owner", "rolling", "sent", "sites", "tag",
     )  # fmt: skip
 
     def __init__(self, key: str, channel: Channel, device: str) -> None:
@@ -157,11 +157,11 @@ class Track:
         self.sites = 0  # checksum of the lines that made them
         self.marks: deque[tuple[str, int, int, int]] = deque(maxlen=KEPT)  # not sent yet
         self.owner: int | None = None  # the thread that makes the calls; 0 for several
-        self.told: int | None = None  # calls that the monitor knows of; None for a new channel
+        self.sent: int | None = None  # calls that the monitor knows of; None for a new channel
 
-    def mark(self, at: str) -> None:
-        """Keep the checksums of the calls so far, to be compared with other ranks' mark `at`."""
-        self.marks.append((at, self.count, self.rolling, self.sites))
+    def mark(self, moment: str) -> None:
+        """Keep the checksums of the calls so far, to be compared with other ranks' at `moment`."""
+        self.marks.append((moment, self.count, self.rolling, self.sites))
 
 
 class Handle:
@@ -284,17 +284,17 @@ class Recorder:
         tracks = [track for track in list(self.tracks.values()) if track.owner == thread]
         self.mark(tracks, f"the end of step {number}")
 
-    def mark(self, tracks: Iterable[Track], at: str = "") -> None:
+    def mark(self, tracks: Iterable[Track], moment: str = "") -> None:
         """Keep the checksums of the calls so far, to be compared.
 
         Args:
             tracks: The channels to mark.
-            at: Name of this moment; for messages, and by default, the number of calls.
+            moment: Name of this moment; for messages, and by default, the number of calls.
         """
         with self._lock:
             for track in tracks:
-                counted = track.channel.message or not at
-                track.mark(f"call {track.count}" if counted else at)
+                counted = track.channel.message or not moment
+                track.mark(f"call {track.count}" if counted else moment)
 
     def free_threads(self, waits: Container[int]) -> tuple[int, bool]:
         """Return how many calling threads are not in `waits`, and whether others might call."""

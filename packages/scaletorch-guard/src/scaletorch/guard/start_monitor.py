@@ -52,14 +52,14 @@ def start_monitor(group: ProcessGroup, limits: dict[str, float]) -> Agreed:
         limits: The monitor's `warn` and `patience`, in seconds.
     """
     hosts = {host for (host,) in gather_ints((host_number(),), group)}
-    said = b""
+    text = b""
     if group.rank() == 0:
         try:
-            own = _start(group.size(), limits, alone=len(hosts) == 1)
+            agreed = _start(group.size(), limits, alone=len(hosts) == 1)
         except (OSError, ValueError) as error:  # no port or process: reported to every rank
-            own = Agreed(failed=str(error)[: _WIDTH // 2] or type(error).__name__)
-        said = json.dumps(own).encode()
-    data = torch.frombuffer(bytearray(said.ljust(_WIDTH)), dtype=torch.uint8)
+            agreed = Agreed(failed=str(error)[: _WIDTH // 2] or type(error).__name__)
+        text = json.dumps(agreed).encode()
+    data = torch.frombuffer(bytearray(text.ljust(_WIDTH)), dtype=torch.uint8)
     data = data.to(host_device(group))
     c10d.broadcast(data, c10d.get_process_group_ranks(group)[0], group)
     return Agreed(*json.loads(bytes(data.tolist())))

@@ -59,12 +59,12 @@ def _take_news(picture: Picture, report: Report, news: News, now: float) -> None
         channels.setdefault(key, Channel(label, tuple(members), message))
     report.counts |= news.counts
     for key, marks in news.marks.items():
-        own = report.marks.setdefault(key, {})
+        kept = report.marks.setdefault(key, {})
         # The sender and the receiver of a message call from different lines: do not compare them.
         ends = channels[key].message
-        own |= {at: (made, rolling, 0 if ends else sites) for at, made, rolling, sites in marks}
-        for oldest in list(own)[: max(0, len(own) - REMEMBERED)]:
-            del own[oldest]
+        kept |= {at: (made, rolling, 0 if ends else sites) for at, made, rolling, sites in marks}
+        for oldest in list(kept)[: max(0, len(kept) - REMEMBERED)]:
+            del kept[oldest]
     report.step = news.step
     report.waits = [Wait(*values) for values in news.waits]
     report.since = {w.number: report.since.get(w.number, now) for w in report.waits}

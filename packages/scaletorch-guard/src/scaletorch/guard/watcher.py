@@ -177,15 +177,17 @@ class Watcher(threading.Thread):
     ) -> list[Wait]:
         """Return the waits of this process's threads, and the longest one of its streams."""
         now = time.monotonic()
-        told = [
+        found = [
             Wait(number, note.track.key, note.seq, round(now - begun, 2))
             for number, note, begun in threads.values()
         ]
         call = self._recorder.streams.pending()
         if call is not None and (now - call.begun >= behind or call.number in self._shown):
             seconds = round(now - call.begun, 2)
-            told.append(Wait(call.number, call.note.track.key, call.note.seq, seconds, stream=True))
-        return told
+            found.append(
+                Wait(call.number, call.note.track.key, call.note.seq, seconds, stream=True)
+            )
+        return found
 
     def _news(self, behind: float = BEHIND) -> messages.News:
         """Return all changes of this process since the last news.
@@ -200,12 +202,12 @@ class Watcher(threading.Thread):
         waits = self._waits(threads, behind)
         free, foreign = self._recorder.free_threads(threads)
         tracks = list(self._recorder.tracks.values())
-        fresh = {track.key: list(track.channel) for track in tracks if track.told is None}
-        counts = {track.key: track.count for track in tracks if track.count != track.told}
+        fresh = {track.key: list(track.channel) for track in tracks if track.sent is None}
+        counts = {track.key: track.count for track in tracks if track.count != track.sent}
         marks = {track.key: found for track in tracks if (found := _taken(track.marks))}
         self._shown = [wait.number for wait in waits]
         for track in tracks:
-            track.told = counts.get(track.key, track.told)
+            track.sent = counts.get(track.key, track.sent)
         step, entries = self._recorder.step, self._recorder.entries
         last = list(entries[-1]) if entries else []
         return messages.News(fresh, counts, marks, step, [*map(list, waits)], free, foreign, last)
@@ -235,7 +237,9 @@ class Watcher(threading.Thread):
                 case messages.End():
                     self._finish(None)
         if not self._connection.open and not self._over:
-            self._turn_off("its monitor, a process beside rank 0, has ended or is out of reach")
+            self._turn_off(
+                "its monitor, a process on rank 0's host, has ended or cannot be reached"
+            )
 
     def _turn_off(self, why: str) -> None:
         """Turn the guard off and let the job continue."""
