@@ -113,7 +113,7 @@ class DataParallelBucket(_DataParallel):
         """Note the shards that optimizers update on this rank; `shard_optimizer` calls it."""
         self._sync.attach(self._sync.managers)
         self.optimizer_shards = shards
-        others = [each for each in self._gathers if not each.buckets & gather.buckets]
+        others = [known for known in self._gathers if not known.buckets & gather.buckets]
         self._gathers = [*others, gather]
 
     def settle_gradients(self) -> None:

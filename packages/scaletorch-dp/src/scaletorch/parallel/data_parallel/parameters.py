@@ -80,7 +80,7 @@ class WrappedParameters:
     def __init__(self, parameters: Named, *, copied: bool = False) -> None:
         self._copied = copied
         # The parameters are kept alive, so that the ids stay theirs.
-        self._synchronised = {id(each): each for _, each in parameters if each.requires_grad}
+        self._synchronised = {id(p): p for _, p in parameters if p.requires_grad}
 
     def refuse_others(self, module: nn.Module) -> None:
         """Refuse parameters of the module whose gradients would not be summed.
@@ -88,7 +88,7 @@ class WrappedParameters:
         They were frozen, or absent, when it was wrapped, or the module is a copy.
         """
         known = self._synchronised
-        if all(id(each) in known for each in _trainable(module)):
+        if all(id(p) in known for p in _trainable(module)):
             return
         if self._copied:
             raise StateError(
@@ -111,11 +111,11 @@ class WrappedParameters:
 def _trainable(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield all that require grad, shared ones repeatedly; faster than `parameters`."""
     modules = [module]
-    for each in modules:
-        for parameter in each._parameters.values():
+    for module in modules:
+        for parameter in module._parameters.values():
             if parameter is not None and parameter.requires_grad:
                 yield parameter
-        modules += [child for child in each._modules.values() if child is not None]
+        modules += [child for child in module._modules.values() if child is not None]
 
 
 def describe(

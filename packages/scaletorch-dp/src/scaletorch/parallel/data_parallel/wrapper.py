@@ -74,7 +74,7 @@ class _DataParallel(ModuleWrapper):
                 "divide the loss by the global number of tokens, and sum"
             )
         reductions = [
-            self._agreed_reduction(module, named, each, settings) for each, named in by_group
+            self._agreed_reduction(module, named, ranks, settings) for ranks, named in by_group
         ]
         super().__init__(module)
         prepare_backward(module.parameters())  # for the matrix products of sharded layers
@@ -99,10 +99,10 @@ class _DataParallel(ModuleWrapper):
         if reduction.size == 1:
             return reduction
         named = {"wrapper": type(self).__name__, **asdict(settings)}
-        error = caught(refuse_taken, [(n, each) for n, each in parameters if each.requires_grad])
+        error = caught(refuse_taken, [(n, p) for n, p in parameters if p.requires_grad])
         agree("the model to wrap", describe(parameters, named), group, error=error)
         _sync_initial_values([*parameters, *module.named_buffers()], settings.init_sync, group)
-        if any(reduction.folds(settings.grad_type or each.dtype) for _, each in parameters):
+        if any(reduction.folds(settings.grad_type or p.dtype) for _, p in parameters):
             connect_all(group)
         return reduction
 
@@ -211,14 +211,14 @@ class _DataParallel(ModuleWrapper):
         Returns:
             For each bucket its `parameters` (names), `elements` (int) and `dtype` (str).
         """
-        return [each for manager in self.bucket_managers for each in manager.info()]
+        return [info for manager in self.bucket_managers for info in manager.info()]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a copy for evaluation, averages or a teacher, without synchronisation."""
         twin: Self = object.__new__(type(self))
         memo[id(self)] = twin
-        own = {"_sync": None, "wrapped": WrappedParameters([], copied=True), **self._copy_values()}
-        state = {n: own[n] if n in own else copy.deepcopy(v, memo) for n, v in vars(self).items()}
+        new = {"_sync": None, "wrapped": WrappedParameters([], copied=True), **self._copy_values()}
+        state = {n: new[n] if n in new else copy.deepcopy(v, memo) for n, v in vars(self).items()}
         vars(twin).update(state)
         idle = [BucketManager([], manager.reduction) for manager in self.bucket_managers]
         twin._sync = GradientSync(idle, overlap=False)
@@ -238,8 +238,8 @@ class _DataParallel(ModuleWrapper):
 
 def _bucket_manager(parameters: Named, reduction: Reduction, settings: Settings) -> BucketManager:
     """Put the trainable ones of these parameters into buckets."""
-    trainable = [(name, each) for name, each in parameters if each.requires_grad]
-    slots = [Slot(name, at, each) for at, (name, each) in enumerate(trainable)]
+    trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    slots = [Slot(name, index, parameter) for index, (name, parameter) in enumerate(trainable)]
     size, dtype = settings.bucket_size, settings.grad_type
     return BucketManager(slots, reduction, size, dtype, check_finite=settings.check_finite)
 
@@ -279,7 +279,7 @@ def widened(wrapper: _DataParallel) -> Iterator[None]:
             together.
     """
     wrapper.reset()
-    narrow = [(each, each.data) for each in wrapper.parameters() if each.dtype in NARROW]
+    narrow = [(p, p.data) for p in wrapper.parameters() if p.dtype in NARROW]
     with ExitStack() as undo:
         undo.callback(_restore_values, narrow)  # also if memory does not suffice for all
         for parameter, values in narrow:

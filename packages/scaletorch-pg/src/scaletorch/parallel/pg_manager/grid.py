@@ -280,7 +280,7 @@ class Grid:
         for axis, index in zip(order, place, strict=True):
             size = getattr(self, axis)
             chosen = range(size) if axis in names else (index,)
-            numbers = [number * size + each for number in numbers for each in chosen]
+            numbers = [number * size + place for number in numbers for place in chosen]
         if order is ORDER:
             return numbers
         return [exchange(n, self.cp * self.tp, fast=self.dp, slow=self.pp) for n in numbers]

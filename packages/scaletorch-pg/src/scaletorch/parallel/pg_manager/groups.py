@@ -215,9 +215,9 @@ def _new_group(grid: Grid, axis: str, members: tuple[int, ...]) -> ProcessGroup:
         group = torch_dist.new_group(list(members), use_local_synchronization=True, **options)
         return group
     for ranks in grid.groups(axis):  # with MPI all ranks take part in creating every group
-        made = torch_dist.new_group(list(ranks), **options)
+        created = torch_dist.new_group(list(ranks), **options)
         if ranks == members:
-            group = made
+            group = created
     return group
 
 
@@ -238,12 +238,12 @@ def connect(group: ProcessGroup | None, pairs: Iterable[tuple[int, int]] = ()) -
     if group is None or group.size() == 1 or not has_streams(group):
         return
     ranks, device = group_ranks(group), get_comm_device(group)
-    own = ranks.index(get_rank())
+    rank = ranks.index(get_rank())
     # The first call on a communicator must not be a batch of messages between only some ranks.
     all_reduce(torch.zeros(1, device=device), group=group)
     for low, high in sorted(pairs, key=lambda pair: (pair[0] % 2, pair)):  # disjoint pairs first
-        if own in (low, high):
-            peer = ranks[low + high - own]
+        if rank in (low, high):
+            peer = ranks[low + high - rank]
             sent, received = torch.zeros(1, device=device), torch.empty(1, device=device)
             exchange([(sent, peer)], [(received, peer)], group)
 

@@ -208,7 +208,7 @@ def watch_outputs(model: nn.Module, watcher: Watcher) -> None:
 def forget_watchers(model: nn.Module, kind: type) -> None:
     """Remove the watchers that are bound methods of instances of `kind`."""
     known = vars(model).get(_WATCHERS, [])
-    known[:] = [each for each in known if not isinstance(getattr(each, "__self__", None), kind)]
+    known[:] = [w for w in known if not isinstance(getattr(w, "__self__", None), kind)]
 
 
 def mark_staged(model: nn.Module) -> None:

@@ -47,8 +47,8 @@ _WORDS = {
     Scope.PARAMETER: "looks at whole parameters",
     Scope.OTHERS: "looks at several parameters at once, or draws at random",
     Scope.UNKNOWN: "cannot be tried on a matrix of its own (its step takes a closure, its "
-    "gradients must be sparse, or its constructor takes what its groups do not have), so that "
-    "nobody knows what it looks at",
+    "gradients must be sparse, or its constructor takes what its groups do not have), so what "
+    "its update depends on is unknown",
 }
 
 
@@ -83,8 +83,8 @@ def update_scope(optimizer: Optimizer) -> Scope:
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
     ]
-    tensors = (each for group in optimizer.param_groups for each in group["params"])
-    device = next((each.device for each in tensors), torch.device("cpu"))
+    tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
+    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
     generators = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices=generators, device_type=device.type):
         return max((_try(optimizer, group, device) for group in groups), default=Scope.ELEMENT)

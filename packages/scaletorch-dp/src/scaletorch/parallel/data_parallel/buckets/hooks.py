@@ -139,11 +139,11 @@ class GradientSync:
             # Another wrapper's calls on the same group could come between ours in another order on
             # another rank: then all calls are made at the end, wrapper by wrapper.
             self._shares_group = any(
-                group is own
+                group is ours
                 for other in self._alive
                 if other is not self
                 for group in other.groups
-                for own in self.groups
+                for ours in self.groups
             )
             for manager in self._attached:
                 manager.open()
@@ -162,17 +162,17 @@ class GradientSync:
                 return  # a node is running: this backward was nested, the outer one goes on
             self.reset()
             message = (
-                f"{describe_rank()}: an earlier backward raised and left gradients half made; "
+                f"{describe_rank()}: an earlier backward raised and left incomplete gradients; "
                 "they are None now: start this step again (after an error, call reset())"
             )
             raise StateError(message)
         # Callbacks run in the order of the wrappers' first gradients, which may differ between
         # ranks. So the first callback ends all wrappers, in the order of their numbers.
-        ending = [each for each in self._alive if each._root == task]
-        ending.sort(key=lambda each: each._serial)
-        for each in ending:  # all, even if one has errors: other ranks end theirs too
-            each._end()
-        raise_failed([each for each in ending if isinstance(each, GradientSync)])
+        ending = [sync for sync in self._alive if sync._root == task]
+        ending.sort(key=lambda sync: sync._serial)
+        for sync in ending:  # all, even if one has errors: other ranks end theirs too
+            sync._end()
+        raise_failed([sync for sync in ending if isinstance(sync, GradientSync)])
 
     def _end(self) -> None:
         if self._touched and self.syncs:
@@ -231,7 +231,7 @@ def refuse_taken(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         for manager in other.managers
         for slot in manager.slots
     }
-    names = [name for name, each in parameters if id(each) in taken]
+    names = [name for name, parameter in parameters if id(parameter) in taken]
     if names:
         message = (
             f"{describe_rank()}: {shorten(names)} would be synchronised twice: a "
@@ -255,8 +255,8 @@ def remove_hooks(handles: Iterable[Any]) -> None:
 def raise_failed(syncs: Iterable[GradientSync]) -> None:
     """Raise the first non-finite error, unless the caller of the synchronisation holds them."""
     found: list[NonFiniteError] = []
-    for each in syncs:
-        found += each.failed
-        each.failed = []
+    for sync in syncs:
+        found += sync.failed
+        sync.failed = []
     if found:
         raise found.pop(0)  # not kept in the list: its traceback holds this frame

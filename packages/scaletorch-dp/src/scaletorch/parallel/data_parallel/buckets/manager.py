@@ -104,9 +104,9 @@ class BucketManager:
 
     def open(self) -> None:
         """Follow, when a backward begins, the user's changes to gradients since the last one."""
-        own = sum(slot.local for slot in self.slots)
+        local = sum(slot.local for slot in self.slots)
         dropped = sum(bucket.open() for bucket in self.buckets)
-        self._dropped += 0 < own == dropped  # all of them: ranks may use different parameters
+        self._dropped += 0 < local == dropped  # all of them: ranks may use different parameters
         self._adds = any(slot.has_synchronised for slot in self.slots)
 
     def place(self, slot: Slot) -> Tensor:
@@ -119,7 +119,7 @@ class BucketManager:
             self.order.append(index)
         self._bucket_of[index].mark_ready(index)
         if self._in_flight:
-            self._in_flight = [each for each in self._in_flight if not each.collect_if_done()]
+            self._in_flight = [b for b in self._in_flight if not b.collect_if_done()]
         due = self._expected
         while launch and self._next < len(due) and due[self._next].ready:
             self._launch(due[self._next])
@@ -189,21 +189,21 @@ class BucketManager:
         if adds and begins:
             self._disagree(
                 f"this backward {'adds to' if self._adds else 'begins without'} gradients of an "
-                "earlier one, and other ranks' does not do so: the ranks ran backward or zero_grad "
-                "a different number of times"
+                "earlier one, unlike those of other ranks: the ranks ran backward or zero_grad a "
+                "different number of times"
             )
         if most + least:
             self._disagree(
                 f"this rank has made and dropped gradients {dropped} times without a "
-                f"synchronisation, and other ranks {-least} to {most} times: some alone were in "
-                "no_sync(), and may have updated by gradients of their own; enter and leave it on "
-                "all ranks alike"
+                f"synchronisation, and other ranks {-least} to {most} times: only some were in "
+                "no_sync(), and may have updated with their own gradients; enter and leave it on "
+                "all ranks together"
             )
         if many + few:
             self._disagree(
                 f"{trained} of the parameters of this rank that were trainable when wrapped "
                 f"require grad now, and on other ranks {-few} to {many}: gradients would be sums "
-                "over some ranks alone; freeze the same parameters on all ranks"
+                "over only some ranks; freeze the same parameters on all ranks"
             )
         if LATE in result:
             late = [slot.name for slot in self.slots if result[slot.index] == LATE]
@@ -283,7 +283,7 @@ def fill_buckets(
         current[key].append(slot)
         room[key] -= elements
     members.sort(key=lambda entry: place[entry[1][-1].index])
-    return [Bucket(each, dtype, reduction.multiple(dtype)) for dtype, each in members]
+    return [Bucket(slots, dtype, reduction.multiple(dtype)) for dtype, slots in members]
 
 
 def _buffer_dtype(slot: Slot, grad_type: torch.dtype | None) -> torch.dtype:

@@ -181,7 +181,7 @@ def _counted_gradients(model: nn.Module, group: ProcessGroup | None) -> Iterator
     """Yield the gradients that this rank counts: its shards, and those it is the first to hold."""
     usual = axis_group("cp_dp", group)
     groups: Mapping[str, ProcessGroup | None] = getattr(model, "parameter_groups", {})
-    members = {rank for each in groups.values() for rank in group_ranks(each)}
+    members = {rank for other in groups.values() for rank in group_ranks(other)}
     if not members <= {*group_ranks(usual)}:
         raise InvalidArgumentError(
             f"{describe_rank()}: the wrapper reduces some parameters over ranks that are not in "
@@ -203,8 +203,8 @@ def _power_sum(gradients: Iterable[Tensor], order: float, device: torch.device) 
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():
-            own = _values(gradient.detach())
-            kinds.setdefault((own.device, own.dtype), []).append(own)
+            values = _values(gradient.detach())
+            kinds.setdefault((values.device, values.dtype), []).append(values)
     norms = [torch.zeros(1, dtype=wide, device=device)]
     for (_, dtype), same in kinds.items():
         exact = torch.promote_types(dtype, torch.float32)

@@ -71,9 +71,9 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         settle(optimizer)
-        own = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         anywhere = found_inf.clone()
-        for found in own.values():
-            anywhere += found.to(anywhere.device)
+        for overflow in found.values():
+            anywhere += overflow.to(anywhere.device)
         all_reduce(anywhere, "max", self._group)
         return {anywhere.device: anywhere}

@@ -39,7 +39,7 @@ class ParameterGather:
         self.buckets = frozenset(self._order)
         bucket_of = {s.parameter: bucket for bucket in self._order for s in bucket.slots}
         self._read_by = {
-            name: {bucket_of[each] for each in _readable(below) if each in bucket_of}
+            name: {bucket_of[p] for p in _readable(below) if p in bucket_of}
             for name, below in module.named_modules()
         }
         self._seen: set[str] = set()

@@ -44,6 +44,11 @@ class Shard:
         return self.tensor.dtype != self.parameter.dtype
 
 
+def whole_parameter(name: str, parameter: nn.Parameter) -> Shard:
+    """Return the shard for a parameter that every rank updates as a whole."""
+    return Shard(name, parameter, 0, parameter.numel(), parameter, replicated=True)
+
+
 def parameter_shards(model: nn.Module) -> list[Shard]:
     """Return the shards that an optimizer of the model updates on this rank, by parameter.
 
@@ -55,9 +60,9 @@ def parameter_shards(model: nn.Module) -> list[Shard]:
     if found is not None:
         return list(found)
     return [
-        Shard(name, each, 0, each.numel(), each, replicated=True)
-        for name, each in model.named_parameters()
-        if each.requires_grad
+        whole_parameter(name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
     ]
 
 
@@ -78,12 +83,12 @@ def settled_shards(model: nn.Module) -> list[Shard]:
     shards = parameter_shards(model)
     listed = {id(shard.parameter) for shard in shards}
     return shards + [
-        Shard(name, each, 0, each.numel(), each, replicated=True)
-        for name, each in model.named_parameters()
-        if not each.requires_grad
-        and id(each) not in listed
-        and isinstance(each.grad, Tensor)
-        and not isinstance(each.grad, ShardedGradient)
+        whole_parameter(name, parameter)
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad
+        and id(parameter) not in listed
+        and isinstance(parameter.grad, Tensor)
+        and not isinstance(parameter.grad, ShardedGradient)
     ]
 
 
@@ -129,8 +134,8 @@ class ShardedGradient(Tensor):
     ) -> Any:
         """Zero the shard, and refuse all other operators."""
         if func in (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default):
-            for each in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
-                zero(each)
+            for gradient in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
+                zero(gradient)
             return args[0]
         raise StateError(
             f"{describe_rank()}: {func} of a gradient that lies in shards over the ranks: clip "
