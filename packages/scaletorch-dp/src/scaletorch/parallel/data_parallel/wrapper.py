@@ -31,7 +31,7 @@ class Settings:
     """The options of a wrapper, as of `DataParallelBucket`; the same on every rank."""
 
     op: str
-    bucket_size: int | None = None
+    bucket_size: int = 1
     grad_type: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     check_finite: bool = False
@@ -44,7 +44,7 @@ class _DataParallel(ModuleWrapper):
     Args:
         module: Any module.
         group: The ranks to reduce over, by default the `cp_dp` axis.
-        settings: The options; without a `bucket_size` every parameter has a bucket of its own.
+        settings: The options.
         groups: Other ranks for some parameters, by name.
         overlap: Whether buckets leave during backward, or all at its end.
     """

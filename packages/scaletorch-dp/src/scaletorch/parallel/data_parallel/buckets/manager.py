@@ -28,7 +28,7 @@ class BucketManager:
     Args:
         slots: All trainable parameters' slots, in registration order.
         reduction: The options of the reductions.
-        bucket_size: Maximum elements of a bucket; None gives every parameter a bucket of its own.
+        bucket_size: Maximum elements of a bucket; 1 gives every parameter a bucket of its own.
         grad_type: Dtype of the buffers of floating gradients; None is each parameter's own.
         check_finite: Whether to check gradients for NaN and infinity before they travel.
     """
@@ -37,7 +37,7 @@ class BucketManager:
         self,
         slots: Sequence[Slot],
         reduction: Reduction,
-        bucket_size: int | None = None,
+        bucket_size: int = 1,
         grad_type: torch.dtype | None = None,
         *,
         check_finite: bool = False,
@@ -55,14 +55,7 @@ class BucketManager:
 
     def fill(self, slots: Iterable[Slot]) -> list[Bucket]:
         """Divide slots into buckets, in the order of their launches."""
-        if self._bucket_size is not None:
-            return fill_buckets(slots, self._bucket_size, self._grad_type, self.reduction)
-        ordered = sorted(slots, key=lambda slot: slot.index)
-        dtypes = [slot.parameter.dtype for slot in ordered]
-        return [
-            Bucket([slot], dtype, self.reduction.multiple(dtype))
-            for slot, dtype in zip(ordered, dtypes, strict=True)
-        ]
+        return fill_buckets(slots, self._bucket_size, self._grad_type, self.reduction)
 
     def use_buckets(self, buckets: Iterable[Bucket]) -> None:
         """Use other buckets over the same slots; nothing may be in flight."""
