@@ -9,6 +9,7 @@ import os
 import tempfile
 
 from ..dist.building import this_host
+from ..dist.errors import StateError
 
 _PLACES = 1 << 16
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
@@ -25,12 +26,17 @@ class Board:
     Args:
         name: A name that nobody can guess, the same on all ranks; a file of this name in the
             temporary folder holds the table until `unlink`.
+
+    Raises:
+        StateError: The file belongs to another user.
     """
 
     def __init__(self, name: str) -> None:
         self._path = os.path.join(tempfile.gettempdir(), f"{name}-{host_number():08x}")
         file = os.open(self._path, _FLAGS, 0o600)
         try:
+            if os.fstat(file).st_uid != os.getuid():
+                raise StateError(f"{self._path} belongs to another user")
             os.ftruncate(file, 8 * _PLACES)
             if hasattr(os, "posix_fallocate"):  # a full disk raises here instead of SIGBUS later
                 os.posix_fallocate(file, 0, 8 * _PLACES)
