@@ -42,33 +42,29 @@ def parse_layout(text: str) -> Grid:
 
 
 def legal_layouts(world_size: int) -> Iterator[Grid]:
-    """Yield every plain layout (`ep` 1) of `world_size` ranks.
+    """Return every plain layout (`ep` 1) of `world_size` ranks.
 
     Raises:
         InvalidArgumentError: `world_size` is less than 1.
     """
-    _require_whole("world_size", world_size, 1)
-    for tp in divisors(world_size):
-        for cp in divisors(world_size // tp):
-            for pp in divisors(world_size // tp // cp):
-                yield Grid(tp=tp, cp=cp, pp=pp, dp=world_size // tp // cp // pp)
+    if type(world_size) is not int or world_size < 1:
+        raise InvalidArgumentError(f"world_size must be a positive int, got {world_size!r}")
+    return (
+        Grid(tp=tp, cp=cp, pp=pp, dp=world_size // tp // cp // pp)
+        for tp in divisors(world_size)
+        for cp in divisors(world_size // tp)
+        for pp in divisors(world_size // tp // cp)
+    )
 
 
-def nearest_layouts(asked: Grid, world_size: int, count: int = 3) -> list[Grid]:
-    """Return the layouts of `world_size` ranks that are nearest to `asked`, best first.
+def nearest(asked: Grid, world_size: int) -> list[Grid]:
+    """Return the three layouts of `world_size` ranks that are nearest to `asked`, best first.
 
     Layouts are sorted by the number of axes that change, then by the factors of the changes; dp is
     cheapest to change and tp dearest. Each has the legal ep size nearest to that of `asked`.
-
-    Raises:
-        InvalidArgumentError: `asked` is not a `Grid`, `world_size` is less than 1, or `count` is
-            negative.
     """
-    if not isinstance(asked, Grid):
-        raise InvalidArgumentError(f"asked must be a Grid, got {type(asked).__name__}")
-    _require_whole("count", count, 0)
     layouts = (_with_experts(grid, asked) for grid in legal_layouts(world_size))
-    return sorted(layouts, key=lambda grid: _distance(asked, grid))[:count]
+    return sorted(layouts, key=lambda grid: _distance(asked, grid))[:3]
 
 
 def _with_experts(grid: Grid, asked: Grid) -> Grid:
@@ -84,7 +80,7 @@ def _with_experts(grid: Grid, asked: Grid) -> Grid:
 
 def wrong_product(asked: Grid, world_size: int) -> str:
     """Return the error message for a layout whose size is not the world size."""
-    near = ", ".join(_sizes(grid) for grid in nearest_layouts(asked, world_size))
+    near = ", ".join(_sizes(grid) for grid in nearest(asked, world_size))
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     return (
         f"the layout needs tp * cp * pp * dp = {asked.tp} * {asked.cp} * {asked.pp} * {asked.dp}"
@@ -107,11 +103,6 @@ def place_text(grid: Grid, rank: int) -> str:
     """
     place = str(grid.coordinates(rank))
     return place if grid.is_plain else f"{place} {grid.expert_coordinates(rank)}"
-
-
-def _require_whole(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidArgumentError(f"{name} must be a whole number, at least {least}: {value!r}")
 
 
 def _distance(asked: Grid, grid: Grid) -> tuple[int, float, tuple[int, ...]]:

@@ -9,7 +9,7 @@ from .grid import (
     RingNeighbours,
     count_communicators,
 )
-from .layouts import layout_name, legal_layouts, nearest_layouts, parse_layout
+from .layouts import layout_name, legal_layouts, parse_layout
 from .loss import IGNORED, global_token_count, global_token_mean, token_loss_sum
 from .manager import (
     ProcessGroupManager,
@@ -40,7 +40,6 @@ __all__ = [
     "global_token_mean",
     "layout_name",
     "legal_layouts",
-    "nearest_layouts",
     "parse_layout",
     "setup_process_group_manager",
     "token_loss_sum",
