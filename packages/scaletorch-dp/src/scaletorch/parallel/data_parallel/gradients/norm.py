@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +127,12 @@ def clip_by(
         raise InvalidArgumentError(message)
     found = norm()
     if error_if_nonfinite and not found.isfinite():
-        refuse_nonfinite(found, find_culprits())
+        text = name_culprits(find_culprits())
+        text = text or "every gradient is finite, but the norm is beyond its dtype"
+        raise NonFiniteError(
+            f"the norm of the gradients is {found.item()}, so they cannot be clipped: {text}. Skip "
+            "the step (a GradScaler does by itself), or pass error_if_nonfinite=False"
+        )
     factor = (max_norm / (found + 1e-6)).clamp(max=1.0)  # torch's
     _multiply((shard.tensor.grad for shard in settled_shards(model)), factor)
     return found
@@ -242,16 +246,6 @@ def _checked_order(norm_type: float) -> float:
     return order
 
 
-def nonfinite_names(model: nn.Module) -> list[str]:
-    """Return this rank's parameters whose gradients, or shards of them, are not all finite."""
-    found = [
-        (shard.name, _values(shard.tensor.grad).isfinite().all().cpu())
-        for shard in settled_shards(model)
-        if shard.tensor.grad is not None and shard.stop > shard.start
-    ]
-    return list(dict.fromkeys(name for name, finite in found if not finite))
-
-
 def _values(gradient: Tensor) -> Tensor:
     """Return a gradient, or the values of a sparse one."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
@@ -272,13 +266,10 @@ def found_on_ranks(
         place: This rank's name; by default its coordinates in the grid, or its number without one.
         alone: Ask this rank only, as the others have the same gradients.
     """
-    return share_names(nonfinite_names(model), group, place, alone=alone)
-
-
-def refuse_nonfinite(norm: Tensor, found: Found) -> NoReturn:
-    """Raise an error with the first parameters and their ranks."""
-    culprits = name_culprits(found) or "every gradient is finite, but the norm is beyond its dtype"
-    raise NonFiniteError(
-        f"the norm of the gradients is {norm.item()}, so they cannot be clipped: {culprits}. Skip "
-        "the step (a GradScaler does by itself), or pass error_if_nonfinite=False"
-    )
+    found = [
+        (shard.name, _values(shard.tensor.grad).isfinite().all().cpu())
+        for shard in settled_shards(model)
+        if shard.tensor.grad is not None and shard.stop > shard.start
+    ]
+    names = list(dict.fromkeys(name for name, finite in found if not finite))
+    return share_names(names, group, place, alone=alone)
