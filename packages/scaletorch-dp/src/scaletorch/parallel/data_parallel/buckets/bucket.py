@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
@@ -53,20 +52,12 @@ class Bucket:
         self._finite: Tensor | None = None  # bool, one for each slot
         self._work: Work[Tensor] | None = None
 
-    @contextmanager
-    def widened(self) -> Iterator[None]:
-        """Hold gradients in float32 at least, within a context."""
-        before = self.dtype
-        self.dtype = torch.promote_types(self.dtype, torch.float32)
+    def convert(self, dtype: torch.dtype) -> None:
+        """Hold gradients in another dtype from now on, and follow parameters' new dtypes."""
+        self.dtype = dtype
+        self._buffer = self._spare = None
         for slot in self.slots:
-            slot.convert(self.dtype)
-        try:
-            yield
-        finally:
-            self.dtype = before
-            self._buffer = self._spare = None
-            for slot in self.slots:
-                slot.convert(self.dtype)
+            slot.convert(dtype)
 
     def reset(self) -> None:
         """Forget which gradients are ready, and the reduction in flight."""

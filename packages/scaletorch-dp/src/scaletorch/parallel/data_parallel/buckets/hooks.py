@@ -81,7 +81,7 @@ class GradientSync:
         this = weakref.ref(self)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(partial(_call, this, GradientSync.output_arrived))
+                tensor.register_hook(partial(_call, this, GradientSync._enter))
 
     def finish_if_due(self) -> None:
         """Synchronise now, whatever gradients this rank has, unless that is switched off."""
@@ -96,10 +96,6 @@ class GradientSync:
         for manager in self.managers:
             manager.reset()
             manager.clear()
-
-    def output_arrived(self, _grad: Tensor) -> None:
-        """Handle the gradient of an output: a backward has begun."""
-        self._enter()
 
     def gradient_coming(self, at: int, index: int, _grad: Tensor) -> None:
         """Handle the gradient of a manager's parameter just before autograd adds it."""
@@ -127,8 +123,8 @@ class GradientSync:
         watched = len(slot.parameter._post_accumulate_grad_hooks or ()) > 1
         manager.mark_ready(index, self._overlap and not self._shares_group and not watched)
 
-    def _enter(self) -> None:
-        """Queue the end of the running backward, once."""
+    def _enter(self, _grad: Tensor | None = None) -> None:
+        """Queue the end of the running backward, once; also a hook of the outputs."""
         task = torch._C._current_graph_task_id()
         if task in self._tasks:
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -75,16 +75,16 @@ class BucketManager:
 
         A backward within it does not set the order of the buckets.
         """
-        before = self.reduction, self.order
-        self.reduction = replace(self.reduction, dtype=None)
-        self.order = None
+        before = self.reduction, self.order, [bucket.dtype for bucket in self.buckets]
+        self.reduction, self.order = replace(self.reduction, dtype=None), None
+        for bucket in self.buckets:
+            bucket.convert(torch.promote_types(bucket.dtype, torch.float32))
         try:
-            with ExitStack() as wider:
-                for bucket in self.buckets:
-                    wider.enter_context(bucket.widened())
-                yield
+            yield
         finally:
-            self.reduction, self.order = before
+            self.reduction, self.order, dtypes = before
+            for bucket, dtype in zip(self.buckets, dtypes, strict=True):
+                bucket.convert(dtype)
 
     def expect(self, parameters: Iterable[Tensor]) -> None:
         """Limit the next backward to the buckets of these parameters, the same on all ranks."""
