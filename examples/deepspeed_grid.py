@@ -6,13 +6,13 @@ ranks as tp 2 x dp 2 and as cp 2 x dp 2 in DeepSpeed's engine, with ZeRO-1 and c
 gradient norms are the same three times. Under torchrun call `train` itself.
 What to know:
 
-- `init_dist` adopts the default group that DeepSpeed made. The grid makes its groups, and `as_mpu`
-  gives them to `deepspeed.initialize`.
+- `init_dist` adopts the default group that DeepSpeed made. The grid makes its groups, and
+  `make_mpu` gives them to `deepspeed.initialize` under Megatron's names.
 - DeepSpeed averages gradients over data-parallel ranks (and sums them over sequence-parallel
   ones). So a loss divided by the tokens of the *global* batch has to be multiplied by dp.
 - Its gradient norm counts a parameter on the first tp rank only, unless `mark_shards` marks it as
   sharded. Without the marks the norm is too small, silently.
-- `as_mpu` refuses pipelines: DeepSpeed's engine runs only its own.
+- Take no pipeline stages (pp 1): DeepSpeed's engine runs only its own pipelines.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,7 +34,6 @@ from scaletorch.parallel.context_parallel import apply_context_parallel
 from scaletorch.parallel.data_parallel import global_token_count
 from scaletorch.parallel.pg_manager import (
     ProcessGroupManager,
-    as_mpu,
     destroy_process_group_manager,
     setup_process_group_manager,
 )
@@ -68,6 +69,24 @@ def mark_shards(model: nn.Module) -> None:
             vars(model.get_parameter(name))["tensor_model_parallel"] = True
 
 
+def make_mpu(manager: ProcessGroupManager) -> SimpleNamespace:
+    """Return the "model parallel unit" that `deepspeed.initialize` takes.
+
+    It has Megatron's functions, such as `get_data_parallel_group()`.
+    """
+    axes = {"tensor_model": "tp", "model": "tp", "sequence": "cp", "pipeline_model": "pp"}
+    axes |= {"data": "dp", "sequence_data": "cp_dp"}
+    axes |= {"expert_model": "ep", "expert_tensor": "etp", "expert_data": "edp"}
+    attributes = {"group": "group", "world_size": "size", "rank": "rank"}
+    attributes |= {"src_rank": "first_rank", "group_ranks": "group_ids"}
+    mpu = SimpleNamespace()
+    for name, axis in axes.items():
+        for asked, attribute in attributes.items():
+            answer = partial(getattr, manager, f"{axis}_{attribute}")
+            setattr(mpu, f"get_{name}_parallel_{asked}", answer)
+    return mpu
+
+
 def start_engine(model: nn.Module, manager: ProcessGroupManager) -> Any:
     """Return DeepSpeed's engine around this rank's shard of the model."""
     import deepspeed
@@ -78,7 +97,7 @@ def start_engine(model: nn.Module, manager: ProcessGroupManager) -> Any:
         "zero_optimization": {"stage": 1},
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    mpu = as_mpu(manager)
+    mpu = make_mpu(manager)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
     return engine
 

@@ -99,7 +99,6 @@ GRADIENTS = {
             OURS: {},
             f"{OURS}, mean": {"op": "mean"},
             f"{OURS}, 2**22": {"bucket_size": 2**22},
-            f"{OURS}, rank order": {"order": "rank"},
         }
     ),
 }

@@ -31,7 +31,6 @@ from scaletorch import guard
 from scaletorch.dist import RankFailedError, RankFaultError
 from scaletorch.dist.ranks import collect as collecting
 from scaletorch.dist.ranks.pool import RankPool
-from scaletorch.guard.watcher import process_state
 
 from .kinds import CAUSE
 from .kinds import KINDS as TRAINING
@@ -52,7 +51,7 @@ def body(program: Program, folder: str) -> None:
     rank = dist.get_rank()
 
     def work() -> list[float]:
-        with guarded(folder, label(rank)):
+        with guarded(label(rank)):
             return run_steps(program, groups, lambda: note(folder))
 
     write_end(folder, rank, work)
@@ -63,12 +62,9 @@ def note(folder: str) -> None:
     _write(folder, "begun", time.time())
 
 
-def guarded(
-    folder: str, name: str, patience: float = PATIENCE
-) -> contextlib.AbstractContextManager[None]:
-    """Return the guard as a context, with its ledgers in the folder."""
-    ledgers = os.path.join(folder, "ledgers")
-    return guard.watch(ledgers, label=name, patience=patience, warn=patience / 2)
+def guarded(name: str, patience: float = PATIENCE) -> contextlib.AbstractContextManager[None]:
+    """Return the guard as a context."""
+    return guard.watch(label=name, patience=patience, warn=patience / 2)
 
 
 def write_end(folder: str, rank: int, work: Callable[[], list[float]]) -> None:
@@ -166,7 +162,17 @@ def _begun(folder: str) -> float:
 
 
 def _is_gone(pid: int | None) -> bool:
-    return pid is not None and process_state(pid) == "X"
+    return pid is not None and process_state(pid) == "Z"
+
+
+def process_state(pid: int) -> str:
+    """Return a process's state as a letter of /proc: `T` if it is stopped, `Z` if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "Z"
+    return {"t": "T", "X": "Z", "x": "Z"}.get(state, state)
 
 
 def _judge(program: Program, ends: dict[int, Any], begun: float | None) -> dict[str, Any]:

@@ -29,7 +29,8 @@ import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch import guard
-from scaletorch.guard.watcher import process_state
+
+from .faults import process_state
 
 STEPS = 25
 

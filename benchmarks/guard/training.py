@@ -78,7 +78,7 @@ def train(program: Training, folder: str) -> list[float]:
     """Train under the guard; the faulty rank makes its fault."""
     dist.init_dist("pytorch", "gloo", timeout=300)
     manager = setup_process_group_manager(**program.layout)
-    with guarded(folder, describe_rank(), patience=4.0):
+    with guarded(describe_rank(), patience=4.0):
         try:
             return _train(program, manager, folder)
         except Leaves:

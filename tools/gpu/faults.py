@@ -35,7 +35,7 @@ GUILTY, WORLD, CALLS = 1, 3, 6
 BEFORE = 3  # calls before the fault
 SIGNALS = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
 KINDS = {
-    "killed": "death", "frozen": "stopped", "raised": "exception", "mismatched": "mismatch"
+    "killed": "death", "frozen": "slow", "raised": "exception", "mismatched": "mismatch"
 }  # fmt: skip
 FREE = 15.0  # s after the fault in which the other ranks must stop waiting
 
@@ -95,7 +95,7 @@ def rank_main(device: str, fault: str, folder: str) -> None:
     dist.init_dist("pytorch", backend="gloo" if device == "cpu" else "nccl", timeout=60)
     rank, began = dist.get_rank(), Path(folder, "fault")
     try:
-        with guard.watch(folder):
+        with guard.watch(patience=10.0):
             for number in range(CALLS):
                 if (rank, number) == (GUILTY, BEFORE):
                     began.touch()

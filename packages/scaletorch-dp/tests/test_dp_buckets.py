@@ -70,7 +70,7 @@ def test_bucket_info_is_plain_data():
     ]
     assert DataParallelNaive(model).get_bucket_info() == [
         {"parameters": [name], "elements": elements, "dtype": "torch.bfloat16"}
-        for name, elements in (("0.weight", 6), ("1.weight", 3), ("1.bias", 1))
+        for name, elements in (("1.bias", 1), ("1.weight", 3), ("0.weight", 6))
     ]
 
 
@@ -132,7 +132,7 @@ def check_naive_order():
         model(torch.ones(1, 2)).sum().backward()
     sizes = [each[1] for each in log if each != "last gradient"]
     assert log.index("last gradient") == 0
-    assert sizes == [6, 3, 3, 1, 10]
+    assert sizes == [1, 3, 3, 6, 10]
 
 
 def check_orders():

@@ -1,4 +1,4 @@
-"""Options of the wrapper: orders, dtypes, initial values, finite gradients."""
+"""Options of the wrapper: dtypes, initial values, finite gradients."""
 
 from __future__ import annotations
 
@@ -35,32 +35,6 @@ def wrap(module, **options):
 
 def rows(micro, dtype=torch.float32):
     return torch.randn(4, 9, generator=torch.Generator().manual_seed(micro)).to(dtype)
-
-
-def train_in_order(micros, stage, order="rank"):
-    """Train; micro-batch m of a step is rank (m modulo ranks)'s. Return the weights' bits."""
-    ranks, rank = c10d.get_world_size(), c10d.get_rank()
-    model = wrap(net(), bucket_size=40, order=order)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if stage:
-        shard_optimizer(optimizer, model, stage=stage)
-    for step in range(3):
-        for micro in range(rank, micros, ranks):
-            model(rows(micros * step + micro)).pow(3).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return torch.cat([p.detach().view(-1) for p in model.parameters()])
-
-
-def train_all_stages(micros):
-    return [train_in_order(micros, stage) for stage in (0, 1, 2)]
-
-
-def test_sums_in_rank_order_do_not_depend_on_the_ranks():
-    (alone,) = run_ranks(train_all_stages, 1, 8)
-    for ranks in (2, 4, 8):
-        for found in run_ranks(train_all_stages, ranks, 8, timeout=200):
-            assert all(map(torch.equal, found, alone)), ranks
 
 
 def check_wire():
@@ -269,7 +243,7 @@ def check_no_sync_alone(none, first):
         backward(model, synced=False)
         model.zero_grad(none)
     found = f"made and dropped gradients {int(alone)} times .* other ranks 0 to 1 times"
-    with pytest.raises(MismatchError, match=f"rank {c10d.get_rank()}.*{found}: some alone were in"):
+    with pytest.raises(MismatchError, match=f"rank {c10d.get_rank()}.*{found}: only some were in"):
         backward(model)
     assert all(p.grad is None for p in model.parameters())
     backward(model)

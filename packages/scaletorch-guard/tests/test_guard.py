@@ -1,11 +1,8 @@
 import importlib
 import os
-import runpy
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 
 import pytest
@@ -18,9 +15,6 @@ from scaletorch.dist.collectives.flat import all_gather_flat, reduce_scatter_fla
 from scaletorch.dist.startup.rendezvous import free_port
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.dist.wire import port as hooks
-from scaletorch.guard.__main__ import main
-from scaletorch.guard.facts import Channel
-from scaletorch.guard.ledger import CAPACITY, Ledger, read_ledger, tails
 
 
 def label():
@@ -33,14 +27,13 @@ def outcome(mistake):
 
     The ranks are fresh: after a fault their groups are broken.
     """
-    with tempfile.TemporaryDirectory() as folder:  # else the ledgers of a fault would stay
-        return dist.launch(guarded, 3, mistake, folder, timeout=40)
+    return dist.launch(guarded, 3, mistake, timeout=40)
 
 
-def guarded(mistake, folder):
+def guarded(mistake):
     rank = dist.get_rank()
     try:
-        with guard.watch(folder, label=label, warn=0.3, patience=1.5):
+        with guard.watch(label=label, warn=0.3, patience=1.5):
             for number in range(6):
                 dist.all_reduce(torch.ones(3))
                 if number == 3:
@@ -149,7 +142,7 @@ FAULTS = [
     (flat_calls, "mismatch", (1,), ["all_gather_flat(float32[7], [2, 2, 3])"]),
     (sleeps, "slow", (1,), ["rank 1 (dp1 tp0) was at:", "time.sleep(4)"]),
     (tells_and_waits, "exception", (1,), ["rank 1 (dp1 tp0) raised ValueError: in a stage\n"]),
-    (sends_less, "mismatch", (0, 1), ["send(float32[3]) to rank 1", "nobody has a majority"]),
+    (sends_less, "mismatch", (0, 1), ["send(float32[3]) to rank 1", "there is no majority"]),
 ]
 
 
@@ -162,50 +155,30 @@ def test_a_fault_is_the_same_error_on_every_rank(mistake, kind, ranks, words):
         assert all(each in text for each in words), text
 
 
-def interrupted(rank):
-    if rank == 1:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        dist.recv(torch.empty(2), 0)  # which would not end for a Ctrl-C by itself
-    time.sleep(1)
-
-
-def test_ctrl_c_ends_a_blocked_wait():
-    own = outcome(interrupted)
-    assert own[1][0] == "KeyboardInterrupt"
-    assert own[0][1:3] == own[2][1:3] == ("exception", (1,))
-
-
-def dies(folder):
-    rank = dist.get_rank()
-    with guard.watch(str(folder)):
+def dies():
+    with guard.watch():
         for number in range(20):
-            if (rank, number) == (0, 12):
+            if (dist.get_rank(), number) == (0, 12):
                 os.kill(os.getpid(), signal.SIGKILL)
             dist.all_reduce(torch.ones(number + 1))
+            time.sleep(0.3 if number == 11 else 0)  # for the last news before the end
 
 
-def test_the_death_of_the_monitors_host_is_an_event_and_its_ledger_can_be_read(tmp_path, capsys):
+def test_the_death_of_the_monitors_host_is_an_event():
     with pytest.raises(RankFailedError) as caught:
-        dist.launch(dies, 3, tmp_path, timeout=30)
+        dist.launch(dies, 3, timeout=30)
     assert "SIGKILL" in caught.value.failures[0]
     for other in (1, 2):
         error = caught.value.exceptions[other]
         assert isinstance(error, RankFaultError)
         assert (error.kind, error.ranks) == ("death", (0,))
         assert "its last call was all_reduce(float32[12], sum)" in error.text
-    (folder,) = tmp_path.iterdir()
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert main(["report", str(folder)]) == 0
-    shown = capsys.readouterr().out
-    assert "12  all     done    all_reduce(float32[12], sum)" in shown
-    assert "13  0       -" in shown
-    assert main(["report", str(tmp_path)]) == 1
 
 
-def without_fault(folder):
+def without_fault():
     sent, got = torch.ones(2), torch.empty(2)
     me, size = dist.get_rank(), dist.get_world_size()
-    with guard.watch(folder):
+    with guard.watch():
         for _ in range(40):
             work = dist.all_reduce(torch.ones(3), async_op=True)
             dist.exchange([(sent, (me + 1) % size)], [(got, (me - 1) % size)])
@@ -216,11 +189,8 @@ def without_fault(folder):
 
 
 def test_nothing_is_left_where_nothing_happened(tmp_path):
-    assert run_ranks(without_fault, 3, None, env={"TMPDIR": str(tmp_path)}) == [True] * 3
+    assert run_ranks(without_fault, 3, env={"TMPDIR": str(tmp_path)}) == [True] * 3
     assert list(tmp_path.iterdir()) == []
-    run_ranks(without_fault, 3, str(tmp_path))
-    (folder,) = tmp_path.iterdir()
-    assert len(list(folder.iterdir())) == 6
 
 
 @distributed_test(world_size=2)
@@ -245,50 +215,20 @@ def test_one_process_is_not_guarded():
         guard.step()
 
 
-def test_a_ledger_keeps_the_last_calls(tmp_path):
-    ledger = Ledger(str(tmp_path), 3, "rank 3 (dp1)")
-    number = ledger.add_channel("0", Channel("tp", (2, 3)))
-    for seq in range(CAPACITY + 10):
-        place = ledger.write(number, seq, 7, b"x" * 300, b"a.py:1", 1.5)
-        ledger.set_state(place, 3)
-    ledger.set_state(5, 1)  # long gone
-    rank, name, channels, entries = read_ledger(ledger.path)
-    assert (rank, name, channels) == (3, "rank 3 (dp1)", {"0": Channel("tp", (2, 3))})
-    assert [entry.seq for entry in entries] == list(range(10, CAPACITY + 10))
-    assert {(entry.check, entry.site, entry.state) for entry in entries} == {(7, "a.py:1", "done")}
-    assert ledger.tail(5) == entries[-5:]
-    assert sorted(tails(entries, 3)["0"]) == [CAPACITY + 7, CAPACITY + 8, CAPACITY + 9]
-    ledger.close(remove=True)
-    assert list(tmp_path.iterdir()) == []
-
-
 SCRIPT = """
-import os, signal, sys
+import os, sys
 import torch
 from scaletorch import dist
 from scaletorch import guard
 
-ranks = [(fault, rank) for fault in ("raise", "stop") for rank in "01"]  # of two jobs
-started = []
-for fault, rank in ranks:  # forks end as interpreters do, and need not import torch each
-    started.append(os.fork())
-    if started[-1] == 0:
-        break
-else:
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in started[::2]]
-    for pid in started[1::2]:
-        os.kill(pid, signal.SIGKILL)
-    sys.exit(codes != [1, 1])
-
-os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": os.environ[fault]}
-os.dup2(os.open(fault + rank, os.O_WRONLY | os.O_CREAT), 2)
+rank = "1" if (child := os.fork()) else "0"  # a fork ends as an interpreter does
+os.environ |= {"RANK": rank, "LOCAL_RANK": rank}
+os.dup2(os.open("said" + rank, os.O_WRONLY | os.O_CREAT), 2)
 dist.init_dist("pytorch", backend="gloo")
 guard.start()
 dist.all_reduce(torch.ones(1))
 if dist.get_rank() == 1:
-    if fault == "raise":
-        raise ValueError("seen by nobody but Python")
-    os.kill(os.getpid(), signal.SIGSTOP)
+    raise ValueError("seen by nobody but Python")
 dist.all_reduce(torch.ones(1))
 """
 
@@ -296,36 +236,20 @@ dist.all_reduce(torch.ones(1))
 def test_one_line_in_a_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    names |= {fault: str(free_port()) for fault in ("raise", "stop")}
-    names["TMPDIR"] = str(tmp_path)  # for the ledgers
+    names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     done = subprocess.run(
         [sys.executable, str(script)], cwd=tmp_path, env={**os.environ, **names}, timeout=200
     )
-    expected = {
-        "raise": "RankFaultError: rank 1 raised ValueError: seen by nobody but Python",
-        "stop": "RankFaultError: rank 1 is stopped",
-    }
-    for fault, words in expected.items():
-        assert words in (tmp_path / f"{fault}0").read_text()
-    assert done.returncode == 0
+    assert done.returncode == 1
+    end = time.monotonic() + 30
+    expected = "RankFaultError: rank 1 raised ValueError: seen by nobody but Python"
+    while expected not in (tmp_path / "said0").read_text():  # the other rank may end later
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 def test_without_a_guard_nothing_is_told():
     assert guard.tell(ValueError("nobody hears it")) is False
-
-
-def skips_torchs_own(rank):
-    if rank != 1:
-        c10d.all_reduce(torch.ones(2))
-
-
-def test_who_skips_a_call_of_torchs_own_is_among_those_named():
-    for _, kind, ranks, text in outcome(skips_torchs_own)[1:2]:
-        assert kind == "slow"
-        assert 1 in ranks
-        assert "which no ledger has" in text
-        assert "rank 1 (dp1 tp0) may have left out" in text
 
 
 def check_guarded():
@@ -342,14 +266,9 @@ def test_a_guard_is_told_of_later_stages():
     run_ranks(check_guarded, 4)
 
 
-def test_it_has_its_former_name_too(monkeypatch, capsys):
+def test_it_has_its_former_name_too(monkeypatch):
     assert dist.guard is guard
-    monkeypatch.setattr(sys, "argv", ["guard", "report", "/nowhere"])
     monkeypatch.delitem(sys.modules, "scaletorch.dist.guard")
-    with pytest.raises(SystemExit) as exited:  # python -m scaletorch.dist.guard report /nowhere
-        runpy.run_module("scaletorch.dist.guard", run_name="__main__")
-    assert exited.value.code == 1
-    assert "no ledgers" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "scaletorch.guard", None)  # where its wheel is not installed
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'scaletorch-dist\[guard\]'"):
         importlib.import_module("scaletorch.dist.guard")

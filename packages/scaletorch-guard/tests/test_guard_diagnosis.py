@@ -16,7 +16,7 @@ import pytest
 
 from scaletorch.guard.diagnosis import diagnose, with_details
 from scaletorch.guard.facts import Fault, Need, Slowness
-from scaletorch.guard.messages import Answer, Bye, Message, News, Raised, State
+from scaletorch.guard.messages import Answer, Bye, Message, News, Raised
 from scaletorch.guard.updates import lose, new_picture, new_question, update
 
 Step = tuple[str, str]  # name of a group, what is called there
@@ -53,7 +53,7 @@ class SimRank:
             self.marks.setdefault(key, []).append(
                 (f"call {seq + 1}", seq + 1, self.rolling[key], 0)
             )
-        self.entries.append([seq, check, what, "train.py:1", now, "waiting", key])
+        self.entries.append([seq, check, what, "train.py:1", now, key])
         self.waits += 1
         self.wait = (self.waits, key, seq, now)
 
@@ -66,6 +66,7 @@ class SimRank:
             waits=[] if self.wait is None else [[*self.wait[:3], now - self.wait[3]]],
             free=int(self.wait is None),
             foreign=False,
+            last=self.entries[-1] if self.entries else [],
         )
 
     def answer(self, number: int) -> Answer:
@@ -133,15 +134,13 @@ class SimJob:
                 self.advance(rank, now)
             verdict = self.monitor(now)
             if verdict is not None:
-                assert with_details(verdict, self.picture, "folder")
+                assert with_details(verdict, self.picture)
                 return verdict
             if all(rank.end for rank in self.ranks) and not self.mail:
                 return None
         return None
 
     def advance(self, rank: SimRank, now: float) -> None:
-        if rank.stopped:
-            self.send((rank.rank + 1) % self.size, State(rank.rank, "T"), now)
         if rank.end or rank.stopped:
             return
         if rank.wait is not None:
@@ -149,7 +148,6 @@ class SimJob:
             members = rank.groups[key.partition(":")[0]]
             if all(self.ranks[r].counts.get(key, 0) > seq for r in members):
                 rank.wait = None
-                rank.entries[-1][5] = "done"
         if rank.wait is None and rank.asleep <= now:
             if rank.rank == self.guilty and len(rank.entries) == self.place:
                 self.happen(rank, now)
@@ -189,7 +187,7 @@ class SimJob:
             self.mail.remove(mail)
             _, rank, message = mail
             if message is None:
-                lose(self.picture.reports[rank], "killed", None, now)
+                lose(self.picture.reports[rank], "killed", now)
             else:
                 update(self.picture, rank, message, now)
         verdict = diagnose(self.picture, now)
@@ -220,7 +218,7 @@ def test_a_fault_is_found_and_the_guilty_is_named(fault):
         assert found is not None, (seed, fault)
         assert job.guilty in found.ranks, (seed, fault, job.guilty, found)
         exact += found.ranks == (job.guilty,)
-        kinds = {"die": "death", "raise": "exception", "stop": "stopped", "sleep": "slow"}
+        kinds = {"die": "death", "raise": "exception", "stop": "slow", "sleep": "slow"}
         if fault in kinds:
             assert found.kind == kinds[fault], (seed, found)
             assert found.ranks == (job.guilty,), (seed, found)

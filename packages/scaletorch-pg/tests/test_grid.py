@@ -16,9 +16,9 @@ from scaletorch.parallel.pg_manager import (
     Grid,
     groups,
     layouts,
-    nearest_layouts,
 )
 from scaletorch.parallel.pg_manager.grid import divisors, wrong_fold
+from scaletorch.parallel.pg_manager.layouts import nearest
 
 ORDER = ("dp", "pp", "cp", "tp")
 EXPERTS = ("edp", "ep", "etp")
@@ -307,11 +307,11 @@ def test_unknown_axes(axis):
 @settings(max_examples=200, deadline=None)
 @given(grids(), st.integers(1, 64))
 def test_nearest_layouts_fit_the_world_and_fold(asked, world_size):
-    near = nearest_layouts(asked, world_size)
+    near = nearest(asked, world_size)
     assert 1 <= len(near) <= 3
     assert len(set(near)) == len(near)
     assert {grid.world_size for grid in near} == {world_size}
-    assert nearest_layouts(asked, asked.world_size, count=1) == [asked]
+    assert nearest(asked, asked.world_size)[0] == asked
 
 
 def test_a_layout_that_does_not_fit_is_answered_with_experts():

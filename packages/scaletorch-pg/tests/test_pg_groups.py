@@ -25,8 +25,7 @@ from scaletorch.parallel.pg_manager import (
 )
 from scaletorch.parallel.pg_manager.building import groups_within
 
-EXPERTS = ("ep", "edp", "etp")
-DENSE = [axis for axis in groups.AXES if axis not in (*EXPERTS, "world")]
+DENSE = [axis for axis in groups.AXES if axis not in ("ep", "edp", "etp", "world")]
 SIZES = ("tp", "cp", "pp", "dp", "ep", "etp")
 
 
@@ -61,23 +60,13 @@ def calls_of_ranks(sizes, ranks):
             manager = ProcessGroupManager(*(getattr(grid, size) for size in SIZES))
         made[rank] = list(calls)
         assert manager.global_rank == rank
-        check_late_calls(manager, calls)
+        for axis in groups.AXES:
+            members = torch_dist.get_process_group_ranks(manager.group(axis))
+            assert members == getattr(manager, f"{axis}_group_ids")
         assert manager.cp_dp_group_ids == list(grid.group("cp_dp", rank))
         manager.destroy()
         torch_dist.destroy_process_group()
     return made
-
-
-def check_late_calls(manager, calls):
-    """A group of experts' axes with this rank alone is made when asked for, once."""
-    rank, at_once = manager.global_rank, set(calls)
-    with CountedGroups() as late:
-        found = {axis: manager.group(axis) for axis in groups.AXES}
-        assert found == {axis: manager.group(axis) for axis in groups.AXES}
-    alone = any(manager.grid.size(axis) == 1 for axis in groups.AXES)
-    assert late == ([(rank,)] if alone and (rank,) not in at_once else [])
-    for axis, group in found.items():
-        assert torch_dist.get_process_group_ranks(group) == getattr(manager, f"{axis}_group_ids")
 
 
 def layouts_of_64():
@@ -94,12 +83,10 @@ def layouts_of_64():
 def check_calls_of(sizes, rank):
     grid = Grid(**sizes)
     calls = calls_of_ranks(sizes, [rank])[rank]
-    wanted = {grid.group(axis, rank) for axis in DENSE}
-    wanted |= {grid.group(axis, rank) for axis in EXPERTS if grid.size(axis) > 1}
-    wanted -= {tuple(range(64))}
+    wanted = {grid.group(axis, rank) for axis in groups.AXES} - {tuple(range(64))}
     assert len(calls) == len(set(calls)) == len(wanted)
     assert set(calls) == wanted
-    assert len(calls) <= (6 if grid.is_plain else 8)
+    assert len(calls) <= (7 if grid.is_plain else 9)
 
 
 def check_calls():
@@ -120,10 +107,10 @@ def all_ranks_of_64(experts, made):
 @pytest.mark.parametrize(
     ("experts", "made"),
     [
-        ({}, []),
-        ({"etp": 1}, ["edp"]),
-        ({"ep": 2}, ["ep", "edp"]),
-        ({"ep": 8}, ["ep"]),  # edp is dp
+        ({}, ["ep"]),
+        ({"etp": 1}, ["ep", "edp"]),  # etp is ep
+        ({"ep": 2}, ["ep", "edp", "etp"]),
+        ({"ep": 8}, ["ep", "etp"]),  # edp is dp
     ],
 )
 def test_all_ranks_of_a_world_of_64_make_their_groups_in_one_order(experts, made):
@@ -143,12 +130,12 @@ def test_a_rank_of_1024_makes_a_few_groups():
     """The calls are of members only: none grows with the world."""
     counts = run_ranks(some_ranks_of_1024, 1, init=False)[0]
     assert counts == {
-        (1, None): {6},
-        (4, None): {8},
-        (32, None): {7},
-        (64, None): {7},
+        (1, None): {7},
+        (4, None): {9},
+        (32, None): {8},
+        (64, None): {8},
         (2, 8): {8},
-        (8, 8): {6},
+        (8, 8): {7},
     }
 
 
@@ -294,24 +281,6 @@ def test_mpi_makes_groups_together(sizes, axis, made):
     for rank, (calls, late, total) in enumerate(run_ranks(like_mpi, 4, sizes, axis)):
         assert (calls, late) == (made, [])
         assert total == (1 if rank < 2 else 5)
-
-
-def like_mpi_alone():
-    """A group that one rank would make when it likes has to be made by all, at the set-up."""
-    torch_dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=16)
-    groups.get_backend = lambda: "mpi"
-    with CountedGroups() as calls:
-        manager = ProcessGroupManager(2, 2, 2, 2)
-    with CountedGroups() as late:
-        assert torch_dist.get_process_group_ranks(manager.ep_group) == [3]
-    assert late == []
-    assert calls[-16:] == [(rank,) for rank in range(16)]
-    manager.destroy()
-    groups.get_backend = torch_dist.get_backend
-
-
-def test_mpi_makes_also_the_groups_of_one_together():
-    run_ranks(like_mpi_alone, 1, init=False)
 
 
 def pipeline_of_all_ranks(streams):

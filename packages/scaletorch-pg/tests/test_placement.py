@@ -66,7 +66,7 @@ def converted(size):
         found.append((src, dst, out.detach(), x.grad))
     with pytest.raises(ValueError, match="where it is") as refused:
         convert(WHOLE, Invariant(), Partial(), where="where it is")
-    with pytest.raises(ValueError, match="equal pieces alone"):
+    with pytest.raises(ValueError, match="needs equal shards"):
         convert(WHOLE, Shard(0), Shard(1, (8, 2)))
     return found, str(refused.value)
 
@@ -83,7 +83,7 @@ def test_each_conversion_and_its_transpose(size):
     for rank, (_, message) in enumerate(results):
         assert f"rank {rank}" in message
         assert "is Invariant() and is needed as Partial()" in message
-        assert message.endswith("from Invariant there are those to Replicate, Shard")
+        assert message.endswith("Invariant converts to Replicate, Shard")
 
 
 def test_what_no_rank_has_to_send():

@@ -24,7 +24,6 @@ PLAIN = {"rehearse": False}
 OPTIONS = [
     {},
     PLAIN | {"sequence_parallel": True, "loss_parallel": True},
-    PLAIN | {"data_parallel": {"order": "rank"}},
     *(PLAIN | {"cp_method": method} for method in ("all_gather", "ulysses", "hybrid", "auto")),
 ]
 EXPERTS = [

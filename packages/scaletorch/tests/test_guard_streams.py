@@ -44,7 +44,7 @@ def guarded(fault, folder):
     rank = dist.get_rank()
     heard = "", "", (), ""
     try:
-        with guard.watch(folder, warn=0.5, patience=2.0):
+        with guard.watch(warn=0.5, patience=2.0):
             for number in range(6):
                 if (rank, number) == (1, 3):
                     fault()
@@ -87,10 +87,6 @@ def test_an_exception_frees_those_who_read_the_device(tmp_path):
     heard = outcome(raises, tmp_path)
     check(heard, "exception")
     assert heard[1] == ("ValueError", "", (), "the loss is NaN")
-    (ledgers,) = tmp_path.glob("scaletorch-guard-*")
-    for rank in range(3):  # what torch's own analysis reads
-        trace = pickle.loads((ledgers / f"nccl_trace_rank_{rank}").read_bytes())
-        assert "entries" in trace
 
 
 def dies():

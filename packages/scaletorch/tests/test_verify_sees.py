@@ -54,7 +54,7 @@ def idle(case, subject, reference, rank):
 
 def test_an_idle_rank_fails(tmp_path):
     dp = 4
-    case = Case(Grid(dp=dp), "float64", data_parallel="rank_order")
+    case = Case(Grid(dp=dp), "float64")
     subject = Subject(locate(small_model))
     given = subject, save_reference(tmp_path / "reference", subject, default_batch, case.dtype)
     tasks = [Task(case, run_case, given), *(Task(case, idle, (*given, r)) for r in range(dp))]

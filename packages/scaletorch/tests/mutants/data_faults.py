@@ -113,11 +113,10 @@ def shards_of_own_gradients(reduce_scatter_flat: Any) -> Any:
 @fault(
     "buckets.reduction:all_reduce_flat",
     layout="2x1x1x1",
-    data_parallel="rank_order",
     born="synchronisation: gradients",
 )
 def first_rank_left_out(all_reduce_flat: Any) -> Any:
-    """The ordered sum begins with the second rank."""
+    """The sum begins with the second rank."""
 
     def late(data: Tensor, op: str, group: Any, **options: Any) -> Work[Tensor]:
         data.mul_(group.rank() != 0)
@@ -130,12 +129,11 @@ def first_rank_left_out(all_reduce_flat: Any) -> Any:
 @fault(
     "buckets.reduction:all_reduce_flat",
     layout="4x1x1x1",
-    data_parallel="rank_order",
     model="built-in",
     born="synchronisation: gradients",
 )
 def first_of_four_ranks_left_out(all_reduce_flat: Any) -> Any:
-    """The ordered sum of four ranks begins with the second one."""
+    """The sum of four ranks begins with the second one."""
     return first_rank_left_out(all_reduce_flat)
 
 

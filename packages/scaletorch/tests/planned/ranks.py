@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scaletorch.compose import parallelize, shard_global_batch, train_step
 from scaletorch.parallel.data_parallel import parameter_shards, shard_optimizer
-from scaletorch.parallel.data_parallel.sharding.gradient import ShardedGradient
+from scaletorch.parallel.data_parallel.building import ShardedGradient
 from scaletorch.parallel.pg_manager import (
     ProcessGroupManager,
     destroy_process_group_manager,

@@ -32,11 +32,11 @@ class VersionMismatchError(ScaletorchError, ImportError):
 
 
 class RankFaultError(ScaletorchError, RuntimeError):
-    """The guard found a rank that failed, died, stopped, left, hangs or makes different calls.
+    """The guard found a rank that failed, died, left, hangs or makes different calls.
 
     Attributes:
         ranks: The guilty ranks; both sides if the guard cannot tell which is guilty.
-        kind: `exception`, `death`, `left`, `stopped`, `mismatch`, `cycle` or `slow`.
+        kind: `exception`, `death`, `left`, `mismatch`, `cycle` or `slow`.
         text: The full report, which is also the message.
     """
 

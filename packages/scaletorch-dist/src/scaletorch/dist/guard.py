@@ -19,6 +19,4 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
-if __name__ == "__main__":
-    raise SystemExit(import_module(f"{_HOME}.__main__").main())
 sys.modules[__name__] = _guard

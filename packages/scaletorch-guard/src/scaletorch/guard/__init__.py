@@ -9,8 +9,8 @@ them. The processes, their threads and the files that they run:
     |   control.py   start, step, tell, watch, stop |      |   lets ranks in, hears them      |
     |   recorder.py  every call, wait and verdict   |      |   updates.py    message          |
     |     |   calls.py   its text, checksum, line   |      |                   -> picture     |
-    |     |   ledger.py  a file: the last calls, and|      |   diagnosis.py  picture          |
-    |     v              memory of the host's ranks |      |     mismatch.py   -> fault, text |
+    |     |   board.py   memory that the host's     |      |   diagnosis.py  picture          |
+    |     v              ranks share                |      |     mismatch.py   -> fault, text |
     |   tracks, waits, steps        verdict         | News |                                  |
     |     v                            ^            | ---> |                                  |
     | one thread: watcher.py ----------'            | <--- |                                  |
@@ -18,8 +18,8 @@ them. The processes, their threads and the files that they run:
     '-----------------------------------------------'      '----------------------------------'
 
 How a call is guarded: `scaletorch.dist` reports it to the recorder. `record` numbers it in its
-channel, writes an entry into the ledger, and compares it with the board; `run` makes the backend's
-call, and records a wait while it lasts. Four times a second, and when its waits change, the watcher
+channel, keeps an entry of it, and compares it with the board; `run` makes the backend's call, and
+records a wait while it lasts. Four times a second, and when its waits change, the watcher
 sends the process's news: the number of calls in each channel, their checksums, and the waits. The
 monitor updates its picture, diagnoses it, asks ranks for their last entries if necessary, and sends
 a fault to all ranks. The watcher then sets the verdict and breaks gloo's connections: the program's
@@ -33,8 +33,8 @@ Terms:
 
 - A *channel* is a sequence of calls that all its members must make in the same way; a *track* is
   one rank's progress in it, and a *mark* a checksum of its calls up to a point.
-- A *note* is a call in this process; an *entry* is its record in the *ledger*; a rank's *tails* are
-  the last entries of its channels; a *wait* is a thread that is inside a call.
+- A *note* is a call in this process, and an *entry* its record; a rank's *tails* are the last
+  entries of its channels; a *wait* is a thread that is inside a call.
 - A *report* holds all that the monitor knows of one rank; the *picture*, all reports and channels.
 - A diagnosis returns a *fault*, a *need* for more entries, *slowness*, or nothing. The *verdict*
   tells a rank whether the guard has ended, and with which fault.

@@ -1,4 +1,4 @@
-"""Describe a call for the ledger: its text, and the source line that made it."""
+"""Describe a call: its text, and the source line that made it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def group_label(group: ProcessGroup) -> str:
     return "the default group" if name == "default_pg" else name
 
 
-def call_site() -> tuple[bytes, int]:
+def call_site() -> tuple[str, int]:
     """Return the first frame outside this library and torch, and a checksum of its text.
 
     Returns:
@@ -65,5 +65,10 @@ def call_site() -> tuple[bytes, int]:
             break
         frame = outer
     file = "/".join(frame.f_code.co_filename.rsplit("/", 2)[-2:])[-40:]
-    text = f"{file}:{frame.f_lineno} in {frame.f_code.co_name}".encode()[:72]
-    return text, crc32(text)
+    text = encoded(f"{file}:{frame.f_lineno} in {frame.f_code.co_name}")[:72]
+    return text.decode(errors="replace"), crc32(text)
+
+
+def encoded(text: str) -> bytes:
+    """Return the text in UTF-8; file names may have characters that are not in it."""
+    return text.encode(errors="backslashreplace")

@@ -7,9 +7,7 @@ import contextlib
 import faulthandler
 import logging
 import os
-import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -19,7 +17,7 @@ from torch.distributed import ProcessGroup
 from ..dist import get_comm_device, get_default_group, get_rank, get_timeout, get_world_size
 from ..dist.building import install_guard, tell_guard
 from ..dist.errors import InvalidArgumentError, RankFaultError, StateError
-from .ledger import Board, Ledger, host_number
+from .board import Board
 from .messages import Bye, Hello, Raised
 from .recorder import Recorder, Verdict
 from .start_monitor import Agreed, connect, start_monitor
@@ -39,31 +37,27 @@ class Session:
         group: The guarded ranks.
         agreed: The result of `start_monitor`.
         label: A readable name of this rank.
-        keep: Whether to keep the ledgers even without a fault.
         patience: Seconds that rank 0, on whose host the monitor runs, waits for others to leave.
 
     Raises:
         StateError: Some ranks do not connect in time.
     """
 
-    def __init__(
-        self, group: ProcessGroup, agreed: Agreed, label: str, *, keep: bool, patience: float
-    ) -> None:
+    def __init__(self, group: ProcessGroup, agreed: Agreed, label: str, patience: float) -> None:
         self.rank, size = group.rank(), group.size()
         self.verdict = Verdict()
         self.ended = False
-        self._patience, self._keep, self._folder = patience, keep, agreed.folder
-        self._board = Board(agreed.folder)
-        ledger = Ledger(agreed.folder, self.rank, label)
-        self.recorder = Recorder(ledger, self._board, self.verdict, self.tell)
-        hello = Hello(agreed.token, self.rank, os.getpid(), host_number(), label)
+        self._patience, self._board = patience, Board(agreed.board)
+        self.recorder = Recorder(self._board, self.verdict, self.tell)
+        hello = Hello(agreed.token, self.rank, os.getpid(), label)
         self.watcher = Watcher(connect(agreed, hello), self.recorder, self.rank, size)
         self.watcher.start()
-        self._wakeup: int | None = None
         if not self.watcher.welcome.wait(WELCOME) and not self.verdict.over.is_set():
             self.close()
-            raise StateError(f"not all {size} ranks came to the guard in {WELCOME:g} s")
-        self._wakeup = _watch_signals(self.watcher.wake)
+            raise StateError(
+                f"not all {size} ranks connected to the guard's monitor within {WELCOME:g} s"
+            )
+        self._board.unlink()
 
     def tell(self, error: BaseException) -> bool:
         """Report an exception of this rank; return whether the other ranks will raise a fault."""
@@ -91,26 +85,10 @@ class Session:
         self.verdict.over.wait(LEAVE if self.rank else max(LEAVE, self._patience))
 
     def close(self) -> None:
-        """Release the guard's resources; keep the ledger if there was a fault."""
-        self._release_signals()
+        """Release the guard's resources."""
         self.watcher.end()
-        clean = self.verdict.fault is None and not self._keep
         self.recorder.board = None
         self._board.close()
-        self.recorder.ledger.close(remove=clean)
-        if clean:
-            with contextlib.suppress(OSError):  # not empty before the last rank of this host
-                os.rmdir(self._folder)
-
-    def disown(self) -> None:
-        """Release it in a forked child, which is not a rank."""
-        self._release_signals()
-        self.watcher.disown()
-
-    def _release_signals(self) -> None:
-        if self._wakeup is not None:
-            signal.set_wakeup_fd(self._wakeup)
-            self._wakeup = None
 
 
 def one_line(error: BaseException) -> str:
@@ -126,31 +104,16 @@ def one_line(error: BaseException) -> str:
     return name
 
 
-def _watch_signals(wake: int) -> int | None:
-    """Make signals wake the watcher; return the previous wake-up descriptor.
-
-    Return None and change nothing if another one is in use, or outside the main thread.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return None
-    before = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    if before != -1:
-        signal.set_wakeup_fd(before)
-        return None
-    return before
-
-
 EXIT = 5.0  # seconds that a process gets to exit after a fault
 
 logger = logging.getLogger(__package__)
 
 _session: Session | None = None
 _hooked = False
-_told = False  # whether an exception of this rank was reported to the others
+_reported = False  # whether an exception of this rank was reported to the others
 
 
 def start(
-    folder: str | None = None,
     *,
     label: str | Callable[[], str] | None = None,
     warn: float = 30.0,
@@ -165,8 +128,6 @@ def start(
     warning says that the guard is off.
 
     Args:
-        folder: Where to keep the ledgers, in a new folder for this job; by default a temporary
-            folder that is removed if there is no fault.
         label: A readable name of this rank, such as `rank 5 (dp0 pp1 cp0 tp1)`, or a function that
             returns it.
         warn: Seconds of waiting after which a warning on rank 0 shows where the slow rank is.
@@ -184,8 +145,8 @@ def start(
     patience = _default_patience() if patience is None else patience
     limits = {"warn": warn, "patience": patience}
     if not all(seconds > 0 for seconds in limits.values()):
-        said = ", ".join(f"{name}={seconds}" for name, seconds in limits.items())
-        raise InvalidArgumentError(f"{said} must be positive seconds")
+        given = ", ".join(f"{name}={seconds}" for name, seconds in limits.items())
+        raise InvalidArgumentError(f"{given} must be positive seconds")
     if get_world_size() == 1:
         return
     group = get_default_group()
@@ -193,13 +154,13 @@ def start(
         raise StateError("there is no process group to guard: call init_dist() first")
     name = label() if callable(label) else label
     name = name or f"rank {get_rank()}"
-    agreed = start_monitor(group, folder, limits)
+    agreed = start_monitor(group, limits)
     if agreed.failed:
         level = logging.INFO if group.rank() else logging.WARNING
         logger.log(level, "the guard is off: its monitor did not start: %s", agreed.failed)
         return
     _hook_once()
-    _session = Session(group, agreed, name, keep=folder is not None, patience=patience)
+    _session = Session(group, agreed, name, patience)
     install_guard(_session.recorder)
 
 
@@ -260,7 +221,6 @@ def step(number: int | None = None) -> None:
 
 @contextlib.contextmanager
 def watch(
-    folder: str | None = None,
     *,
     label: str | Callable[[], str] | None = None,
     warn: float = 30.0,
@@ -277,7 +237,7 @@ def watch(
         >>> with guard.watch():
         ...     train()
     """
-    start(folder, label=label, warn=warn, patience=patience)
+    start(label=label, warn=warn, patience=patience)
     try:
         yield
     except BaseException as error:
@@ -291,7 +251,7 @@ def watch(
 
 def _ended_by(error: BaseException) -> RankFaultError | None:
     """Report the exception that ends the block; return the fault that caused it, or None."""
-    global _told
+    global _reported
     session = _session
     if session is None:
         return None
@@ -299,7 +259,7 @@ def _ended_by(error: BaseException) -> RankFaultError | None:
         if isinstance(error, SystemExit) and not error.code:
             session.leave()
         elif not session.verdict.caused(error):
-            _told = True
+            _reported = True
             session.raised(error)
         elif not isinstance(error, RankFaultError):
             return session.verdict.error()
@@ -331,7 +291,7 @@ def _hook_once() -> None:
         before(kind, error, trace)
         if fault is not None:
             before(type(fault), fault, None)
-        if fault is not None or isinstance(error, RankFaultError) or _told:
+        if fault is not None or isinstance(error, RankFaultError) or _reported:
             _limit_exit()
 
     sys.excepthook = tell_and_show
@@ -362,4 +322,4 @@ def _off_in_child() -> None:
     session, _session = _session, None
     install_guard(None)
     if session is not None:
-        session.disown()
+        session.watcher.disown()

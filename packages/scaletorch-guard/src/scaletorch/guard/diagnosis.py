@@ -1,21 +1,25 @@
 """Diagnose a job from the reports of its ranks: pure functions on plain data.
 
 Anything that can be proved is a fault at once: an exception, calls that differ, a death, a rank
-that left while others wait for it, a stopped process, ranks that wait for one another in a cycle. A
-slow rank proves nothing: it causes a warning after a while, and a fault only much later.
+that left while others wait for it, ranks that wait for one another in a cycle. A slow rank proves
+nothing: it causes a warning after a while, and a fault only much later.
 """
 
 from __future__ import annotations
 
 from .facts import Fault, Need, Picture, Report, Slowness, Wait
-from .mismatch import NOBODY, as_others, find_disagreement, find_mismatch, find_swap, most_common
+from .mismatch import (
+    UNDECIDED,
+    as_others,
+    find_disagreement,
+    find_mismatch,
+    find_swap,
+    most_common,
+)
 
 STALL = 0.2  # seconds of waiting after which calls are compared
 ASKING = 0.5  # seconds that a slow rank gets to report where it is
-FREEZE = 0.5  # seconds for which a late rank's process must be seen stopped
 FOREIGN = 5.0  # seconds that a cycle must last if other threads might still make a call
-
-_TORCHS = "torch/distributed/distributed_c10d.py"
 
 Verdict = Fault | Need | Slowness | None
 
@@ -27,7 +31,7 @@ def diagnose(picture: Picture, now: float) -> Verdict:
         picture: The reports of all ranks.
         now: The time, on the clock of the reports.
     """
-    for look in (_exception, find_mismatch, _death, _left, _stopped):
+    for look in (_exception, find_mismatch, _death, _left):
         verdict = look(picture, now)
         if verdict is not None:
             return verdict
@@ -83,14 +87,6 @@ def _left(picture: Picture, now: float) -> Verdict:
     return None
 
 
-def _stopped(picture: Picture, now: float) -> Verdict:
-    for report in picture.reports.values():
-        if report.alive and report.stopped is not None and report.still - report.stopped >= FREEZE:
-            headline = f"{report.label} is stopped (SIGSTOP, or a debugger)"
-            return Fault("stopped", (report.rank,), headline)
-    return None
-
-
 def _unequal_ends(picture: Picture) -> Fault | None:
     """Compare the ranks' numbers of collectives once all ranks have finished."""
     if any(report.end != "finished" for report in picture.reports.values()):
@@ -101,9 +97,9 @@ def _unequal_ends(picture: Picture) -> Fault | None:
             continue
         usual = most_common(list(counts.values()))
         guilty = tuple(rank for rank, count in counts.items() if count != usual)
-        said = ", ".join(f"{picture.reports[r].label} has made {n}" for r, n in counts.items())
-        said += "" if usual is not None else NOBODY
-        return Fault("mismatch", guilty, f"calls are missing in {channel.label}: {said}")
+        made = ", ".join(f"{picture.reports[r].label} has made {n}" for r, n in counts.items())
+        made += "" if usual is not None else UNDECIDED
+        return Fault("mismatch", guilty, f"calls are missing in {channel.label}: {made}")
     return None
 
 
@@ -192,31 +188,14 @@ def _slow(picture: Picture, now: float) -> Verdict:
         return Need(unasked)
     who = picture.names(ranks)
     why = "".join(
-        f"; {r.label} has not been heard of for {now - r.heard:.1f} s: C code or a regular "
-        "expression holds its interpreter's lock, or its machine is out of reach"
+        f"; {r.label} has sent nothing for {now - r.heard:.1f} s: its process is stopped, C code "
+        "or a regular expression holds its interpreter's lock, or its machine cannot be reached"
         for r in slow
-        if r.stopped is None and not r.able(now)
+        if not r.able(now)
     )
     if seconds >= picture.patience:
-        return _too_slow(picture, ranks, f"{who} has not come for {seconds:.1f} s{why}")
-    return Slowness(ranks, seconds, f"others wait for {who} since {seconds:.1f} s{why}")
-
-
-def _too_slow(picture: Picture, ranks: tuple[int, ...], headline: str) -> Fault:
-    """Name the slow ranks; if one is in an unrecorded call, also the ranks that wait for it.
-
-    Those may have omitted that call.
-    """
-    unseen = [r for r in ranks if _TORCHS in picture.reports[r].stack.replace("\\", "/")]
-    if not unseen:
-        return Fault("slow", ranks, headline)
-    waiting = {report.rank for report, _, missing in _waits(picture) if missing}
-    others = picture.names(sorted(waiting - {*ranks}))
-    headline += (
-        f"; {picture.names(unseen)} waits in a call of torch.distributed's own, which no ledger "
-        f"has, and which {others} may have left out"
-    )
-    return Fault("slow", tuple(sorted(waiting | {*ranks})), headline)
+        return Fault("slow", ranks, f"{who} has kept other ranks waiting for {seconds:.1f} s{why}")
+    return Slowness(ranks, seconds, f"other ranks have waited for {who} for {seconds:.1f} s{why}")
 
 
 def _blocked(picture: Picture, report: Report, now: float) -> bool:
@@ -254,7 +233,7 @@ def missing_members(picture: Picture, wait: Wait) -> list[Report]:
 SHOWN = 16  # ranks listed in a fault's text
 
 
-def with_details(fault: Fault, picture: Picture, folder: str) -> Fault:
+def with_details(fault: Fault, picture: Picture) -> Fault:
     """Return the fault with the state of the ranks added to its text, guilty ranks first."""
     guilty = [picture.reports[rank] for rank in fault.ranks if rank in picture.reports]
     others = [report for report in picture.reports.values() if report.rank not in fault.ranks]
@@ -268,7 +247,6 @@ def with_details(fault: Fault, picture: Picture, folder: str) -> Fault:
             lines.append(f"{report.label} raised:\n{report.what.rstrip()}")
         elif fault.kind == "slow" and report.stack and not report.silent:
             lines.append(f"{report.label} was at:\n{report.stack.rstrip()}")
-    lines.append(f"all last calls: python -m {__package__} report {folder}")
     return fault._replace(text="\n".join(lines))
 
 
@@ -280,7 +258,7 @@ def _doing(report: Report, picture: Picture) -> str:
     if report.end:
         return f"{report.label} is gone{step}{_last(report)}"
     if report.silent:
-        return f"{report.label} says nothing{_last(report)}"
+        return f"{report.label} does not answer{_last(report)}"
     parts = []
     for wait in report.waits:
         if wait.channel not in picture.channels:
@@ -296,12 +274,13 @@ def _doing(report: Report, picture: Picture) -> str:
         )
     if parts:
         return f"{report.label} waits{step} {'; and '.join(parts)}"
-    return f"{report.label} is in no call{step}{_last(report)}"
+    return f"{report.label} is in no recorded call{step}{_last(report)}"
 
 
 def _last(report: Report) -> str:
     """Return the last call of a rank as text."""
     entries = [entry for tail in report.tails.values() for entry in tail.values()]
+    entries += [report.last] if report.last is not None else []
     if not entries:
         return ""
     last = max(entries, key=lambda entry: entry.time)

@@ -28,14 +28,13 @@ class Channel(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One call in a ledger."""
+    """One recorded call."""
 
     seq: int  # its number in the channel, from 0
     check: int  # checksum of everything that must be the same on every member
     text: str  # the call, with the strides of tensors that are not contiguous
     site: str  # the line that made the call
     time: float  # seconds since the epoch
-    state: str  # `issued`, `waiting` or `done`
     channel: str  # key of the channel
 
 
@@ -56,7 +55,6 @@ class Report:
     rank: int
     label: str = ""  # readable name with its coordinates
     pid: int = 0
-    host: int = 0
     # Its calls.
     counts: dict[str, int] = field(default_factory=dict)  # channel -> calls made
     marks: dict[str, dict[str, tuple[int, int, int]]] = field(  # channel -> when -> calls made,
@@ -64,6 +62,7 @@ class Report:
     )
     step: int | None = None  # the last completed step
     tails: dict[str, dict[int, Entry]] = field(default_factory=dict)  # channel -> seq -> entry
+    last: Entry | None = None  # its last call at its last message
     # Its threads.
     waits: list[Wait] = field(default_factory=list)
     since: dict[int, float] = field(default_factory=dict)  # number of a wait -> first reported
@@ -73,9 +72,6 @@ class Report:
     # Its process.
     heard: float = 0.0  # time of its last message
     patience: float = MISSED * PERIOD  # seconds without a message after which it is silent
-    examined: float = 0.0  # when another rank was last asked to look at its process
-    stopped: float | None = None  # since when its process is known to be stopped
-    still: float = 0.0  # when it was last seen stopped
     question: tuple[int, float] | None = None  # number and time of the pending question
     asked: float = float("-inf")  # time of the last question that it has answered
     end: str = ""  # `finished`, `exception` or `death`
@@ -102,8 +98,8 @@ class Report:
         return self.tails.get(channel, {})
 
     def able(self, now: float) -> bool:
-        """Return whether it can answer: it is alive, not stopped, and has sent a message lately."""
-        return self.alive and self.stopped is None and now - self.heard < self.patience
+        """Return whether it can answer: it is alive, and has sent a message lately."""
+        return self.alive and now - self.heard < self.patience
 
 
 @dataclass(slots=True)

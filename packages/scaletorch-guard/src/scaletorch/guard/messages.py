@@ -21,32 +21,25 @@ Counts = dict[str, int]
 Marks = dict[str, list[tuple[str, int, int, int]]]
 
 # From a rank: it connects; its news (see `Report`); its answer to a question; it ends with an
-# exception (Raised) or finishes (Bye); the state of another process; a fault of the guard itself.
-Hello = NamedTuple(
-    "Hello", [("token", str), ("rank", int), ("pid", int), ("host", int), ("label", str)]
-)
+# exception (Raised) or finishes (Bye); a fault of the guard itself (Off).
+Hello = NamedTuple("Hello", [("token", str), ("rank", int), ("pid", int), ("label", str)])
 News = NamedTuple("News", [
     ("channels", dict[str, list[Any]]), ("counts", Counts), ("marks", Marks), ("step", int | None),
-    ("waits", list[list[Any]]), ("free", int), ("foreign", bool),
+    ("waits", list[list[Any]]), ("free", int), ("foreign", bool), ("last", list[Any]),
 ])  # fmt: skip
 Answer = NamedTuple("Answer", [("number", int), ("tail", Tail), ("stack", str)])
 Raised = NamedTuple("Raised", [("what", str), ("headline", str), ("tail", Tail)])
 Bye = NamedTuple("Bye", [("tail", Tail)])
-State = NamedTuple("State", [("rank", int), ("letter", str)])
 Off = NamedTuple("Off", [("why", str)])
 
 # From the monitor, which also forwards `Off` and sends a `Fault`: all ranks are connected; a
-# question; look at a process; log a warning; all ranks have finished.
+# question; log a warning; all ranks have finished.
 Welcome = NamedTuple("Welcome", [])
 Ask = NamedTuple("Ask", [("number", int)])
-Look = NamedTuple("Look", [("rank", int), ("pid", int)])
 Warn = NamedTuple("Warn", [("text", str)])
 End = NamedTuple("End", [])
 
-Message = (
-    Hello | News | Answer | Raised | Bye | State | Off
-    | Welcome | Ask | Look | Warn | Fault | End
-)  # fmt: skip
+Message = Hello | News | Answer | Raised | Bye | Off | Welcome | Ask | Warn | Fault | End
 _KINDS = {kind.__name__: kind for kind in Message.__args__}
 
 

@@ -10,7 +10,7 @@ from .facts import Channel, Entry, Fault, Need, Picture, Report, Wait
 
 T = TypeVar("T")
 
-NOBODY = "; nobody has a majority, so that the others cannot tell who is right"
+UNDECIDED = "; there is no majority, so it is unknown which of them is right"
 SETTLE = 1.0  # seconds that a member gets to make a call in which others already differ
 
 
@@ -51,19 +51,21 @@ def _settled(key: str, entries: dict[int, Entry], picture: Picture, now: float) 
 
 
 def _fault(key: str, channel: Channel, entries: dict[int, Entry], picture: Picture) -> Fault:
-    own = [entry.check for entry in entries.values()]
-    usual = most_common(own)
+    checks = [entry.check for entry in entries.values()]
+    usual = most_common(checks)
     if usual is None:  # let sibling groups, such as another tp group, decide
         usual = most_common(
-            own + _siblings(key, channel, next(iter(entries.values())).seq, picture)
+            checks + _siblings(key, channel, next(iter(entries.values())).seq, picture)
         )
-        usual = usual if usual in own else None
+        usual = usual if usual in checks else None
     guilty = tuple(rank for rank, entry in entries.items() if entry.check != usual)
     number = next(iter(entries.values())).seq + 1
     if usual is None:
-        said = "; ".join(_says(picture.reports[rank], entries[rank]) for rank in guilty)
+        calls = "; ".join(_says(picture.reports[rank], entries[rank]) for rank in guilty)
         return Fault(
-            "mismatch", guilty, f"call {number} in {channel.label} is not the same: {said}{NOBODY}"
+            "mismatch",
+            guilty,
+            f"call {number} in {channel.label} is not the same: {calls}{UNDECIDED}",
         )
     rank, other = guilty[0], next(r for r, entry in entries.items() if entry.check == usual)
     headline = (
@@ -131,24 +133,25 @@ def drop_agreed(picture: Picture) -> None:
     for key in picture.channels:
         members = picture.members(key)
         marks = [report.marks.get(key, {}) for report in members]
-        for at in set(marks[0]).intersection(*marks[1:]):
-            said = {mark[at] if key not in picture.own_lines else mark[at][:2] for mark in marks}
-            if len(said) == 1:
+        compared = 2 if key in picture.own_lines else 3  # without the checksum of lines, or with it
+        for moment in set(marks[0]).intersection(*marks[1:]):
+            sums = {mark[moment][:compared] for mark in marks}
+            if len(sums) == 1:
                 for mark in marks:
-                    del mark[at]
+                    del mark[moment]
 
 
 def find_disagreement(picture: Picture, now: float) -> Fault | Need | None:
     """Compare the ranks' checksums; ask for the entries if they differ."""
     for key, channel in picture.channels.items():
         members = picture.members(key)
-        for at, said in _sums(key, members):
-            if len(set(said.values())) < 2:
+        for moment, sums in _sums(key, members):
+            if len(set(sums.values())) < 2:
                 continue
-            stale = tuple(r.rank for r in members if r.able(now) and not covers(r, key, said))
+            stale = tuple(r.rank for r in members if r.able(now) and not covers(r, key, sums))
             if stale:
                 return Need(stale)
-            return _disagreement(channel, at, said, picture)
+            return _disagreement(channel, moment, sums, picture)
     return None
 
 
@@ -156,31 +159,33 @@ def _sums(key: str, members: list[Report]) -> list[tuple[str, dict[int, tuple[in
     """Return a channel's marks, earliest first, each with the ranks' counts and checksums."""
     found: dict[str, dict[int, tuple[int, int]]] = {}
     for report in members:
-        for at, (count, rolling, _) in report.marks.get(key, {}).items():
-            found.setdefault(at, {})[report.rank] = (count, rolling)
+        for moment, (count, rolling, _) in report.marks.get(key, {}).items():
+            found.setdefault(moment, {})[report.rank] = (count, rolling)
     return sorted(found.items(), key=lambda item: min(item[1].values()))
 
 
-def covers(report: Report, key: str, said: dict[int, tuple[int, int]]) -> bool:
+def covers(report: Report, key: str, sums: dict[int, tuple[int, int]]) -> bool:
     """Return whether a rank's tail reaches the call count of its mark."""
-    if report.rank not in said or not said[report.rank][0]:
+    if report.rank not in sums or not sums[report.rank][0]:
         return True
-    return max(report.tail(key), default=-2) >= said[report.rank][0] - 1
+    return max(report.tail(key), default=-2) >= sums[report.rank][0] - 1
 
 
 def _disagreement(
-    channel: Channel, at: str, said: dict[int, tuple[int, int]], picture: Picture
+    channel: Channel, moment: str, sums: dict[int, tuple[int, int]], picture: Picture
 ) -> Fault:
     """Name the ranks that differ; the calls themselves are missing, or too old for the tails."""
-    usual = most_common(list(said.values()))
-    guilty = tuple(rank for rank, state in said.items() if state != usual)
+    usual = most_common(list(sums.values()))
+    guilty = tuple(rank for rank, state in sums.items() if state != usual)
     counts = ", ".join(
-        f"{picture.reports[rank].label} has made {count}" for rank, (count, _) in said.items()
+        f"{picture.reports[rank].label} has made {count}" for rank, (count, _) in sums.items()
     )
-    if len({count for count, _ in said.values()}) == 1:
+    if len({count for count, _ in sums.values()}) == 1:
         counts = f"{picture.names(guilty)} made other calls"
-    doubt = "" if usual is not None else NOBODY
-    return Fault("mismatch", guilty, f"calls differ in {channel.label} by {at}: {counts}{doubt}")
+    doubt = "" if usual is not None else UNDECIDED
+    return Fault(
+        "mismatch", guilty, f"calls in {channel.label} differ by {moment}: {counts}{doubt}"
+    )
 
 
 ENOUGH = 8  # calls that must be known before a swap is reported
@@ -199,8 +204,8 @@ def find_swap(picture: Picture, now: float) -> Fault | Need | None:
         if channel.message or key in picture.own_lines or not _lines_differ(key, picture):
             continue
         members = picture.members(key)
-        said = {r.rank: mark[:2] for r in members for mark in list(r.marks[key].values())[-1:]}
-        stale = tuple(r.rank for r in members if r.able(now) and not covers(r, key, said))
+        sums = {r.rank: mark[:2] for r in members for mark in list(r.marks[key].values())[-1:]}
+        stale = tuple(r.rank for r in members if r.able(now) and not covers(r, key, sums))
         if stale:
             return Need(stale)
         tails = {r.rank: r.tail(key) for r in members}
@@ -215,9 +220,8 @@ def find_swap(picture: Picture, now: float) -> Fault | Need | None:
 
 def _lines_differ(key: str, picture: Picture) -> bool:
     marks = [report.marks.get(key, {}) for report in picture.members(key)]
-    return any(
-        len({mark[at] for mark in marks}) > 1 for at in set(marks[0]).intersection(*marks[1:])
-    )
+    shared = set(marks[0]).intersection(*marks[1:])
+    return any(len({mark[moment] for mark in marks}) > 1 for moment in shared)
 
 
 def _swap(
@@ -228,13 +232,13 @@ def _swap(
         return None
     lines = {rank: tuple(tail[seq].site for seq in differing) for rank, tail in tails.items()}
     usual = most_common(list(lines.values()))
-    other_lines = len({tuple(sorted(own)) for own in lines.values()}) > 1
+    other_lines = len({tuple(sorted(sites)) for sites in lines.values()}) > 1
     if other_lines or (usual is None and len(tails) > 2):
         return None
-    guilty = tuple(rank for rank, own in lines.items() if own != usual)
-    other = next(rank for rank, own in lines.items() if own != lines[guilty[0]])
+    guilty = tuple(rank for rank, sites in lines.items() if sites != usual)
+    other = next(rank for rank, sites in lines.items() if sites != lines[guilty[0]])
 
-    def said(rank: int) -> str:
+    def describe(rank: int) -> str:
         calls = ", then ".join(
             f"{tails[rank][seq].text} at {site}"
             for seq, site, one, two in zip(
@@ -246,6 +250,6 @@ def _swap(
 
     headline = (
         f"look-alike calls come in another order, from call {differing[0] + 1} in {channel.label}: "
-        f"{said(guilty[0])}, where {said(other)}{'' if usual is not None else NOBODY}"
+        f"{describe(guilty[0])}, where {describe(other)}{'' if usual is not None else UNDECIDED}"
     )
     return Fault("mismatch", guilty, headline)

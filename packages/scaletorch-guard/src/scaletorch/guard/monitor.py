@@ -17,10 +17,9 @@ import time
 import traceback
 
 from .diagnosis import diagnose, with_details
-from .facts import Entry, Fault, Need, Slowness
-from .ledger import ledger_path, read_ledger, tails
-from .messages import LONGEST, Ask, Connection, End, Hello, Look, Message, Off, Warn, Welcome
-from .updates import lose, new_picture, new_question, to_examine, update
+from .facts import Fault, Need, Slowness
+from .messages import LONGEST, Ask, Connection, End, Hello, Message, Off, Warn, Welcome
+from .updates import lose, new_picture, new_question, update
 
 HELLO = 4096  # largest greeting in bytes
 WAIT = 5.0  # seconds within which a connection must show the token
@@ -43,14 +42,10 @@ class Monitor:
         listener: The socket to which ranks connect.
         token: The secret that ranks must show.
         size: Number of ranks.
-        folder: Folder of the ledgers.
         limits: `warn` and `patience`, see `Picture`.
     """
 
-    def __init__(
-        self, listener: socket.socket, token: str, size: int, folder: str, **limits: float
-    ) -> None:
-        self._folder = folder
+    def __init__(self, listener: socket.socket, token: str, size: int, **limits: float) -> None:
         self._picture = new_picture(size, **limits)
         self._reports = self._picture.reports
         self._listener, self._token = listener, token.encode()
@@ -78,7 +73,7 @@ class Monitor:
                     elif key.data.open:
                         self._hear(key.data)
                 due = time.monotonic() - WAIT
-                for late in [each for each, since in self._strangers.items() if since < due]:
+                for late in [one for one, since in self._strangers.items() if since < due]:
                     self._hang_up(late)
                 self._look(self._now())
         except Exception as error:
@@ -138,10 +133,10 @@ class Monitor:
         self._hang_up(connection)
         report = self._reports[rank]
         if connection.broken:
-            self._turn_off(f"{report.label} said what is no message")
+            self._turn_off(f"{report.label} sent an invalid message")
         if report.alive:
-            what = f"its process {report.pid} ended without a word (killed, or aborted)"
-            lose(report, what, _left_by(self._folder, report.rank), self._now())
+            what = f"its process {report.pid} ended without a report (killed or aborted)"
+            lose(report, what, self._now())
 
     def _hang_up(self, connection: Connection) -> None:
         self._strangers.pop(connection, None)
@@ -161,7 +156,7 @@ class Monitor:
         stranger.rank, stranger.longest = hello.rank, LONGEST
         self._ranks[hello.rank] = stranger
         report = self._reports[hello.rank]
-        report.label, report.pid, report.host = str(hello.label), hello.pid, hello.host
+        report.label, report.pid = str(hello.label), hello.pid
         if len(self._ranks) < len(self._reports):
             return
         self._stop_listening()
@@ -195,7 +190,6 @@ class Monitor:
             self._warn(verdict)
         elif all(report.end == "finished" for report in self._reports.values()):
             self._tell_all(End())
-        self._examine(now)
 
     def _confirmed(self, now: float) -> bool:
         """Ask all able ranks before declaring a fault; return whether all answered or are late."""
@@ -209,9 +203,8 @@ class Monitor:
     def _declare(self, fault: Fault) -> None:
         for report in self._reports.values():
             if report.alive and not report.able(self._looked):  # its news is outdated
-                report.tails = _left_by(self._folder, report.rank) or report.tails
                 report.waits, report.silent = [], True
-        self._tell_all(with_details(fault, self._picture, self._folder))
+        self._tell_all(with_details(fault, self._picture))
 
     def _turn_off(self, why: str) -> None:
         if self._over is None:
@@ -228,17 +221,6 @@ class Monitor:
             if number is not None:
                 self._ranks[rank].send(Ask(number))
 
-    def _examine(self, now: float) -> None:
-        """Let the next able rank on the same host examine the process of a rank that is late."""
-        for rank in to_examine(self._picture, now):
-            late = self._reports[rank]
-            beside = sorted(r for r, other in self._reports.items() if other.host == late.host)
-            place = beside.index(rank)
-            for other in beside[place + 1 :] + beside[:place]:
-                if self._reports[other].able(now):
-                    self._ranks[other].send(Look(rank, late.pid))
-                    break
-
     def _warn(self, slowness: Slowness) -> None:
         """Let the first able rank log a warning about slow ranks."""
         if slowness.seconds < self._warned.get(slowness.ranks, 0.0):
@@ -254,14 +236,6 @@ class Monitor:
             if report.able(self._looked):
                 self._ranks[rank].send(Warn(text))
                 return
-
-
-def _left_by(folder: str, rank: int) -> dict[str, dict[int, Entry]] | None:
-    """Return the last calls in the ledger of a rank of this host, or None if there is none."""
-    try:
-        return tails(read_ledger(ledger_path(folder, rank))[3])
-    except (OSError, ValueError):
-        return None
 
 
 def serve() -> None:

@@ -1,4 +1,4 @@
-"""Record the calls of this process in the ledger, and its waits while they last."""
+"""Record the last calls of this process, and its waits while they last."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from torch.distributed import ProcessGroup
 from ..dist import get_rank
 from ..dist.devices import comm_entry
 from ..dist.errors import RankFaultError
-from .calls import call_site, collective_texts, group_label, message_label, message_text
-from .facts import Channel, Fault
-from .ledger import DONE, ISSUED, WAITING, Board, Ledger, channel_number
+from .board import Board, channel_number
+from .calls import call_site, collective_texts, encoded, group_label, message_label, message_text
+from .facts import Channel, Entry, Fault
 
 PATIENCE = 3.0  # seconds to wait for the verdict on the cause of a network error
 
@@ -96,7 +96,7 @@ class Streams:
 
     NCCL and similar backends enqueue a call on a stream and return. If another rank never makes the
     call, the host blocks later and elsewhere: when it next reads from the device, in a call of
-    torch that no ledger records. So an event follows every call, and the watcher looks for the
+    torch that nobody records. So an event follows every call, and the watcher looks for the
     oldest event that is not reached.
     """
 
@@ -126,44 +126,42 @@ class Streams:
 
 MARK = 16  # calls of a channel between two marks of its checksum
 KEPT = 64  # marks of a channel that are kept until they are sent
-TEXT = 140  # bytes of a call in the ledger
+TEXT = 140  # characters of a call's text
+LAST = 256  # recorded calls that are kept
 
 _ident = threading.get_ident
 _wall, _clock = time.time, time.monotonic
 
 
 class Note(NamedTuple):
-    """A recorded call, and the index of its entry in the ledger."""
+    """A recorded call: its channel's track, and its number there."""
 
     track: Track
     seq: int
-    place: int
 
 
 class Track:
     """The progress of this rank in one channel."""
 
     __slots__ = (
-        "channel", "count", "device", "key", "marks", "number", "owner", "rolling", "sites", "tag",
-        "told",
+        "channel", "count", "device", "key", "marks", "owner", "rolling", "sent", "sites", "tag",
     )  # fmt: skip
 
-    def __init__(self, key: str, channel: Channel, number: int, device: str) -> None:
+    def __init__(self, key: str, channel: Channel, device: str) -> None:
         self.key = key
         self.device = device  # device type whose streams run the calls; "" for the CPU
         self.channel = channel
-        self.number = number
         self.tag = channel_number(key)
         self.count = 0
         self.rolling = 0  # checksum of the calls
         self.sites = 0  # checksum of the lines that made them
         self.marks: deque[tuple[str, int, int, int]] = deque(maxlen=KEPT)  # not sent yet
         self.owner: int | None = None  # the thread that makes the calls; 0 for several
-        self.told: int | None = None  # calls that the monitor knows of; None for a new channel
+        self.sent: int | None = None  # calls that the monitor knows of; None for a new channel
 
-    def mark(self, at: str) -> None:
-        """Keep the checksums of the calls so far, to be compared with other ranks' mark `at`."""
-        self.marks.append((at, self.count, self.rolling, self.sites))
+    def mark(self, moment: str) -> None:
+        """Keep the checksums of the calls so far, to be compared with other ranks' at `moment`."""
+        self.marks.append((moment, self.count, self.rolling, self.sites))
 
 
 class Handle:
@@ -190,20 +188,16 @@ class Recorder:
     """The guard to which collectives report their calls; see `scaletorch.dist.building.Guard`.
 
     Args:
-        ledger: The ledger for the calls.
         board: The board on which ranks of this host see one another's calls.
         verdict: Checked before each call, and after each error.
         tell: Reports an exception to all ranks; returns whether they will raise a fault.
     """
 
     def __init__(
-        self,
-        ledger: Ledger,
-        board: Board,
-        verdict: Verdict,
-        tell: Callable[[BaseException], bool],
+        self, board: Board, verdict: Verdict, tell: Callable[[BaseException], bool]
     ) -> None:
-        self.ledger, self.verdict, self.tell = ledger, verdict, tell
+        self.verdict, self.tell = verdict, tell
+        self.entries: deque[Entry] = deque(maxlen=LAST)
         self.board: Board | None = board
         self._check = verdict.check
         self._lock = threading.Lock()
@@ -260,7 +254,6 @@ class Recorder:
         before = self.waits.get(thread)
         try:
             self.waits[thread] = (next(self._waits), note, _clock())
-            self.ledger.set_state(note.place, WAITING)
             result = call(*args, **options)
         except RuntimeError as error:
             explained = self.verdict.explain(error)
@@ -274,8 +267,6 @@ class Recorder:
                 self.waits[thread] = before
         if note.track.device:
             self.streams.add(next(self._waits), note, note.track.device)
-        done = result is None or result is True
-        self.ledger.set_state(note.place, DONE if done else ISSUED)
         return result
 
     @property
@@ -293,17 +284,17 @@ class Recorder:
         tracks = [track for track in list(self.tracks.values()) if track.owner == thread]
         self.mark(tracks, f"the end of step {number}")
 
-    def mark(self, tracks: Iterable[Track], at: str = "") -> None:
+    def mark(self, tracks: Iterable[Track], moment: str = "") -> None:
         """Keep the checksums of the calls so far, to be compared.
 
         Args:
             tracks: The channels to mark.
-            at: Name of this moment; for messages, and by default, the number of calls.
+            moment: Name of this moment; for messages, and by default, the number of calls.
         """
         with self._lock:
             for track in tracks:
-                counted = track.channel.message or not at
-                track.mark(f"call {track.count}" if counted else at)
+                counted = track.channel.message or not moment
+                track.mark(f"call {track.count}" if counted else moment)
 
     def free_threads(self, waits: Container[int]) -> tuple[int, bool]:
         """Return how many calling threads are not in `waits`, and whether others might call."""
@@ -322,15 +313,15 @@ class Recorder:
         """Record a call; `same` is the text that must be equal on every member of its channel."""
         thread = _ident()
         site, line = call_site()
-        check, said = crc32(_encoded(same)), _encoded(text)
-        said = said if len(said) <= TEXT else said[: TEXT - 4] + " …".encode()
-        # One lock for all, so that checksums, marks and ledger cover the same calls.
+        check = crc32(encoded(same))
+        text = text if len(text) <= TEXT else f"{text[: TEXT - 2]} …"
+        # One lock for all, so that checksums, marks and entries cover the same calls.
         with self._lock:
             seq = track.count
             track.count = seq + 1
             track.rolling = (track.rolling * 1000003 ^ check) & 0xFFFFFFFFFFFFF
             track.sites = (track.sites * 1000003 ^ line) & 0xFFFFFFFFFFFFF
-            index = self.ledger.write(track.number, seq, check, said, site, _wall())
+            self.entries.append(Entry(seq, check, text, site, _wall(), track.key))
             if not (seq + 1) % MARK:
                 track.mark(f"call {seq + 1}")
             if track.owner != thread:
@@ -338,7 +329,7 @@ class Recorder:
             board = self.board
             differs = board is not None and board.differs(track.tag, seq, check)
         self._callers.add(thread)
-        note = Note(track, seq, index)
+        note = Note(track, seq)
         if differs:
             self._hold_back(note)
         return note
@@ -368,11 +359,6 @@ class Recorder:
         with self._lock:
             track = self.tracks.get(key)
             if track is None:
-                number = self.ledger.add_channel(key, channel)
-                track = Track(key, channel, number, "" if device == "cpu" else device)
+                track = Track(key, channel, "" if device == "cpu" else device)
                 self.tracks[key] = track
         return track
-
-
-def _encoded(text: str) -> bytes:
-    return text.encode(errors="backslashreplace")

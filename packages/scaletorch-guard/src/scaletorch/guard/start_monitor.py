@@ -8,7 +8,6 @@ import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from typing import IO, NamedTuple, cast
 
@@ -17,13 +16,11 @@ import torch.distributed as c10d
 from torch.distributed import ProcessGroup
 
 from ..dist.building import gather_ints, host_device, is_loopback
-from ..dist.errors import InvalidArgumentError, StateError
-from .ledger import host_number
+from ..dist.errors import StateError
+from .board import host_number
 from .messages import Connection, Hello
 
 _WIDTH = 1024  # bytes of the text that rank 0 sends
-_PREFIX = "scaletorch-guard-"  # prefix of folder names
-_LONGEST = 512  # bytes of a folder's path, which is sent to all ranks
 _CONNECT = 30.0  # seconds
 _READS = 60.0  # seconds for which the monitor may be too busy to read a rank's messages
 
@@ -40,48 +37,43 @@ _BOOT = (
 class Agreed(NamedTuple):
     """The result of `start_monitor`, the same on every rank."""
 
-    folder: str = ""  # folder of the ledgers
+    board: str = ""  # name of the hosts' boards
     address: str = ""  # where the monitor listens
     port: int = 0
     token: str = ""  # secret that ranks show to the monitor
     failed: str = ""  # why the monitor did not start; "" if it did
 
 
-def start_monitor(group: ProcessGroup, folder: str | None, limits: dict[str, float]) -> Agreed:
+def start_monitor(group: ProcessGroup, limits: dict[str, float]) -> Agreed:
     """Start the monitor on the first rank's host, and agree on its address; every rank calls it.
 
     Args:
         group: The guarded ranks.
-        folder: Where to keep the ledgers, or None for a temporary folder.
         limits: The monitor's `warn` and `patience`, in seconds.
-
-    Raises:
-        StateError: The folder exists and belongs to another user, or others can access it.
     """
     hosts = {host for (host,) in gather_ints((host_number(),), group)}
-    said = b""
+    text = b""
     if group.rank() == 0:
         try:
-            own = _start(_choose_folder(folder), group.size(), limits, alone=len(hosts) == 1)
+            agreed = _start(group.size(), limits, alone=len(hosts) == 1)
         except (OSError, ValueError) as error:  # no port or process: reported to every rank
-            own = Agreed(failed=str(error)[: _WIDTH // 2] or type(error).__name__)
-        said = json.dumps(own).encode()
-    data = torch.frombuffer(bytearray(said.ljust(_WIDTH)), dtype=torch.uint8)
+            agreed = Agreed(failed=str(error)[: _WIDTH // 2] or type(error).__name__)
+        text = json.dumps(agreed).encode()
+    data = torch.frombuffer(bytearray(text.ljust(_WIDTH)), dtype=torch.uint8)
     data = data.to(host_device(group))
     c10d.broadcast(data, c10d.get_process_group_ranks(group)[0], group)
-    agreed = Agreed(*json.loads(bytes(data.tolist())))
-    if not agreed.failed:
-        _make_private(agreed.folder)
-    return agreed
+    return Agreed(*json.loads(bytes(data.tolist())))
 
 
-def _start(folder: str, size: int, limits: dict[str, float], *, alone: bool) -> Agreed:
+def _start(size: int, limits: dict[str, float], *, alone: bool) -> Agreed:
     listener, address = _listen(alone=alone)
-    agreed = Agreed(folder, address, listener.getsockname()[1], secrets.token_hex(16))
+    board, token = f"scaletorch-guard-{secrets.token_hex(8)}", secrets.token_hex(16)
     with listener:
-        arguments = {"listener": listener.fileno(), "token": agreed.token, "size": size}
-        _run_monitor(listener, {**arguments, "folder": folder, **limits})
-    return agreed
+        port = listener.getsockname()[1]
+        _run_monitor(
+            listener, {"listener": listener.fileno(), "token": token, "size": size, **limits}
+        )
+    return Agreed(board, address, port, token)
 
 
 def _listen(*, alone: bool) -> tuple[socket.socket, str]:
@@ -136,31 +128,3 @@ def connect(agreed: Agreed, hello: Hello) -> Connection:
     connection = Connection(sock, patience=_READS)
     connection.send(hello)
     return connection
-
-
-def _choose_folder(base: str | None) -> str:
-    """Return a new folder name for one job, in `base` or in the system's temporary folder.
-
-    Raises:
-        InvalidArgumentError: The path is too long.
-    """
-    base = tempfile.gettempdir() if base is None else os.path.abspath(base)
-    path = os.path.join(base, f"{_PREFIX}{secrets.token_hex(8)}")
-    if len(path.encode()) > _LONGEST:
-        raise InvalidArgumentError(f"the folder's path is too long: {path}")
-    return path
-
-
-def _make_private(folder: str) -> None:
-    """Create a folder that only this user can access.
-
-    Raises:
-        StateError: It exists, and is not a folder that only this user can access.
-    """
-    os.makedirs(os.path.dirname(folder), exist_ok=True)
-    try:
-        os.mkdir(folder, 0o700)
-    except FileExistsError:  # another rank may have created it
-        status = os.lstat(folder)
-        if status.st_uid != os.getuid() or status.st_mode & 0o170077 != 0o040000:
-            raise StateError(f"{folder} is not a folder of this user alone") from None

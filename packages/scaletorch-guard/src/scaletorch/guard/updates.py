@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from itertools import count
 
-from .facts import MISSED, PERIOD, Channel, Entry, Picture, Report, Wait, news_period
-from .ledger import tails
-from .messages import Answer, Bye, Message, News, Raised, State, Tail
+from .facts import MISSED, Channel, Entry, Picture, Report, Wait, news_period
+from .messages import Answer, Bye, Message, News, Raised, Tail
 from .mismatch import drop_agreed
 
 REMEMBERED = 64  # marks of a rank in a channel that are kept until they are compared
+TAIL = 64  # entries of a channel that are kept
 AGAIN = 1.0  # seconds after which an unanswered question is asked again
 
 _numbers = count(1)
@@ -30,29 +30,15 @@ def new_question(report: Report, now: float, *, afresh: bool = False) -> int | N
     return report.question[0]
 
 
-def to_examine(picture: Picture, now: float) -> list[int]:
-    """Return the ranks whose messages are late and whose processes must be examined now."""
-    due = [
-        report
-        for report in picture.reports.values()
-        if report.alive and now - report.heard > report.patience / 4
-        if now - report.examined >= PERIOD
-    ]
-    for report in due:
-        report.examined = now
-    return [report.rank for report in due]
-
-
-def lose(report: Report, what: str, left: dict[str, dict[int, Entry]] | None, now: float) -> None:
-    """Record a rank's death: its cause, and the last calls in the rank's ledger."""
+def lose(report: Report, what: str, now: float) -> None:
+    """Record a rank's death and its cause."""
     report.end, report.ended, report.what = "death", now, what
-    report.tails = left or {}
 
 
 def update(picture: Picture, rank: int, message: Message, now: float) -> None:
     """Record a message of a rank."""
     report = picture.reports[rank]
-    report.heard, report.stopped = now, None
+    report.heard = now
     match message:
         case News():
             _take_news(picture, report, message, now)
@@ -65,13 +51,6 @@ def update(picture: Picture, rank: int, message: Message, now: float) -> None:
             report.headline, report.tails = message.headline, _tails(message.tail)
         case Bye() if report.alive:
             report.end, report.ended, report.tails = "finished", now, _tails(message.tail)
-        case State():
-            late = picture.reports[message.rank]
-            if message.letter != "T":
-                late.stopped = None
-            else:
-                late.stopped = now if late.stopped is None else late.stopped
-                late.still = now
 
 
 def _take_news(picture: Picture, report: Report, news: News, now: float) -> None:
@@ -80,19 +59,26 @@ def _take_news(picture: Picture, report: Report, news: News, now: float) -> None
         channels.setdefault(key, Channel(label, tuple(members), message))
     report.counts |= news.counts
     for key, marks in news.marks.items():
-        own = report.marks.setdefault(key, {})
+        kept = report.marks.setdefault(key, {})
         # The sender and the receiver of a message call from different lines: do not compare them.
         ends = channels[key].message
-        own |= {at: (made, rolling, 0 if ends else sites) for at, made, rolling, sites in marks}
-        for oldest in list(own)[: max(0, len(own) - REMEMBERED)]:
-            del own[oldest]
+        kept |= {at: (made, rolling, 0 if ends else sites) for at, made, rolling, sites in marks}
+        for oldest in list(kept)[: max(0, len(kept) - REMEMBERED)]:
+            del kept[oldest]
     report.step = news.step
     report.waits = [Wait(*values) for values in news.waits]
     report.since = {w.number: report.since.get(w.number, now) for w in report.waits}
     report.free, report.foreign = news.free, news.foreign
+    report.last = Entry(*news.last) if news.last else None
     if news.marks:
         drop_agreed(picture)
 
 
 def _tails(values: Tail) -> dict[str, dict[int, Entry]]:
-    return tails([Entry(*own) for own in values])
+    """Return the last `TAIL` entries of each channel, by number."""
+    found: dict[str, dict[int, Entry]] = {}
+    for entry in (Entry(*fields) for fields in reversed(values)):
+        tail = found.setdefault(entry.channel, {})
+        if len(tail) < TAIL:
+            tail[entry.seq] = entry
+    return found

@@ -1,16 +1,14 @@
 """The watcher: a thread of every rank that reports this process's state to the monitor.
 
-On request it also examines other processes of this host; at a fault it ends this rank's waits.
+At a fault it ends this rank's waits.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
 import selectors
-import signal
 import socket
 import sys
 import threading
@@ -19,7 +17,6 @@ import traceback
 from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -27,11 +24,9 @@ import torch.distributed as c10d
 
 from . import messages
 from .facts import Fault, Wait, news_period
-from .ledger import TRACE
 from .recorder import Note, Recorder
 
 _TAG = 0x5CA1E  # a tag that no program uses
-_DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")  # the second one exists even without NCCL
 
 
 def break_gloo_groups() -> None:
@@ -65,19 +60,6 @@ def abort_device_groups() -> None:
         together._group_end()
 
 
-def dump_trace(folder: str, rank: int) -> None:
-    """Write the trace of torch's flight recorder with the last calls on the device, if it exists.
-
-    It has no stacks: to resolve their lines torch would import its compiler, which takes seconds.
-    """
-    for name in _DUMPS:
-        dump = getattr(torch._C._distributed_c10d, name, None)
-        if dump is not None:
-            with contextlib.suppress(Exception):
-                Path(folder, f"{TRACE}{rank}").write_bytes(dump(includeStackTraces=False))
-            return
-
-
 def _backends() -> Iterator[Any]:
     """Yield the backends of all groups that this rank is in, each once, oldest group first."""
     seen: list[Any] = []  # keeps the wrappers alive, so that `is` compares the same objects
@@ -99,7 +81,6 @@ def _break(backend: Any) -> None:
 
 
 LOOK = 0.1  # seconds between two checks of the waits of this process
-TAIL = 256  # entries that are sent
 BEHIND = 1.0  # seconds that a call is in a stream before it is reported as a wait
 
 logger = logging.getLogger(__package__)
@@ -132,11 +113,6 @@ class Watcher(threading.Thread):
         self.welcome = threading.Event()
         self._shown: list[int] = []  # numbers of the waits that the monitor knows
         self._over = False
-
-    @property
-    def wake(self) -> int:
-        """The descriptor through which signals wake this thread."""
-        return self._waker.fileno()
 
     def say(self, message: messages.Message, timeout: float) -> None:
         """Let this thread send a message to the monitor; wait up to `timeout` until it is sent."""
@@ -177,7 +153,7 @@ class Watcher(threading.Thread):
         while not self._over:
             ready = {key.fileobj for key, _ in selector.select(LOOK)}
             if self._woken in ready:
-                self._signals(self._woken.recv(256))
+                self._woken.recv(256)
             if self._connection in ready:
                 self._hear()
             now = time.monotonic()
@@ -201,15 +177,17 @@ class Watcher(threading.Thread):
     ) -> list[Wait]:
         """Return the waits of this process's threads, and the longest one of its streams."""
         now = time.monotonic()
-        told = [
+        found = [
             Wait(number, note.track.key, note.seq, round(now - begun, 2))
             for number, note, begun in threads.values()
         ]
         call = self._recorder.streams.pending()
         if call is not None and (now - call.begun >= behind or call.number in self._shown):
             seconds = round(now - call.begun, 2)
-            told.append(Wait(call.number, call.note.track.key, call.note.seq, seconds, stream=True))
-        return told
+            found.append(
+                Wait(call.number, call.note.track.key, call.note.seq, seconds, stream=True)
+            )
+        return found
 
     def _news(self, behind: float = BEHIND) -> messages.News:
         """Return all changes of this process since the last news.
@@ -224,30 +202,23 @@ class Watcher(threading.Thread):
         waits = self._waits(threads, behind)
         free, foreign = self._recorder.free_threads(threads)
         tracks = list(self._recorder.tracks.values())
-        fresh = {track.key: list(track.channel) for track in tracks if track.told is None}
-        counts = {track.key: track.count for track in tracks if track.count != track.told}
+        fresh = {track.key: list(track.channel) for track in tracks if track.sent is None}
+        counts = {track.key: track.count for track in tracks if track.count != track.sent}
         marks = {track.key: found for track in tracks if (found := _taken(track.marks))}
         self._shown = [wait.number for wait in waits]
         for track in tracks:
-            track.told = counts.get(track.key, track.told)
-        step = self._recorder.step
-        return messages.News(fresh, counts, marks, step, [*map(list, waits)], free, foreign)
+            track.sent = counts.get(track.key, track.sent)
+        step, entries = self._recorder.step, self._recorder.entries
+        last = list(entries[-1]) if entries else []
+        return messages.News(fresh, counts, marks, step, [*map(list, waits)], free, foreign, last)
 
     def tail(self) -> messages.Tail:
-        """Return the last entries of the ledger."""
-        return [list(entry) for entry in self._recorder.ledger.tail(TAIL)]
+        """Return the last recorded calls."""
+        return [list(entry) for entry in self._recorder.entries.copy()]
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # the thread is awake, or has ended
             self._waker.send(b"\0")
-
-    def _signals(self, numbers: bytes) -> None:
-        """Unblock the main thread at a Ctrl-C that came while it was blocked in a wait."""
-        ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if signal.SIGINT in numbers and ours and self._main in self._recorder.waits:
-            name = "KeyboardInterrupt"
-            self._send_with_news(messages.Raised(name, name, self.tail()))
-            break_gloo_groups()
 
     def _hear(self) -> None:
         for message in self._connection.receive():
@@ -257,8 +228,6 @@ class Watcher(threading.Thread):
                 case messages.Ask(number):
                     stack = thread_stack(self._main)
                     self._send_with_news(messages.Answer(number, self.tail(), stack))
-                case messages.Look(rank, pid):
-                    self._connection.send(messages.State(rank, process_state(pid)))
                 case messages.Warn(text):
                     logger.warning("%s", text)
                 case Fault(kind, ranks, text):
@@ -268,7 +237,9 @@ class Watcher(threading.Thread):
                 case messages.End():
                     self._finish(None)
         if not self._connection.open and not self._over:
-            self._turn_off("its monitor, a process beside rank 0, has ended or is out of reach")
+            self._turn_off(
+                "its monitor, a process on rank 0's host, has ended or cannot be reached"
+            )
 
     def _turn_off(self, why: str) -> None:
         """Turn the guard off and let the job continue."""
@@ -284,7 +255,6 @@ class Watcher(threading.Thread):
         if self._recorder.on_device:
             # A backend's own watchdog may kill this process before the error is raised.
             logger.error("%s", fault.text.split("\n", 1)[0])
-            dump_trace(self._recorder.ledger.folder, self._rank)
             abort_device_groups()
         for pause in (0.002, 0.01, 0.05, 0.2, 1.0):  # repeat: a call may just have begun
             break_gloo_groups()
@@ -296,18 +266,6 @@ class Watcher(threading.Thread):
 def _taken(marks: deque[T]) -> list[T]:
     """Remove and return the current items of a queue; items added meanwhile stay."""
     return [marks.popleft() for _ in range(len(marks))]
-
-
-def process_state(pid: int) -> str:
-    """Return a process's state as a letter: `T` if it is stopped, `X` if gone, `?` if unknown."""
-    if not os.path.isdir("/proc/self"):
-        return "?"
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            state = file.read().rpartition(b")")[2].split()[0].decode()
-    except (OSError, IndexError):
-        return "X"
-    return {"t": "T", "Z": "X", "x": "X"}.get(state, state)
 
 
 def thread_stack(ident: int | None) -> str:

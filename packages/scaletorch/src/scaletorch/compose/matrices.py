@@ -107,8 +107,8 @@ def exchanging_group(names: Sequence[str], manager: ProcessGroupManager) -> Proc
     """
     alike = all(other == list(names) for other in all_gather_object(list(names), manager.tp_group))
     if all(all_gather_object(alike, manager.world_group)):
-        return manager.tp_group
-    return manager.world_group
+        return manager.group("tp")
+    return manager.group("world")
 
 
 class Exchange:

@@ -24,7 +24,7 @@ OPTIONS: Mapping[str, tuple[str | int, ...]] = {
     "loss_parallel": ("off", "on"),
     "cp_layout": ("zigzag", "contiguous", "stripe"),
     "cp_method": ("ring", "all_gather", "ulysses", "hybrid", "auto"),
-    "data_parallel": ("buckets", "rank_order", "float64", "zero1", "zero2", "zero1_waiting"),
+    "data_parallel": ("buckets", "float64", "zero1", "zero2", "zero1_waiting"),
 }
 
 
@@ -44,9 +44,9 @@ class Case:
         sequence_parallel: 'on' shards sequences over tp between sharded layers.
         cp_layout: Assignment of positions to cp ranks.
         cp_method: Attention algorithm over cp ranks.
-        data_parallel: Gradients are summed in 'buckets', in 'rank_order', in 'float64', or each
-            on the rank that updates it ('zero1' and 'zero2' fetch the updated weights during the
-            next forward, 'zero1_waiting' within the step).
+        data_parallel: Gradients are summed in 'buckets', in 'float64', or each on the rank that
+            updates it ('zero1' and 'zero2' fetch the updated weights during the next forward,
+            'zero1_waiting' within the step).
     """
 
     grid: Grid

@@ -47,7 +47,6 @@ RECOMPUTE: Mapping[str, bool | str] = {
     "none": False, "layers": True, "selective": "selective", "offload": "offload",
 }  # fmt: skip
 WRAPPER: Mapping[str, Mapping[str, Any]] = {
-    "rank_order": {"order": "rank"},
     "float64": {"grad_type": torch.float64},
 }
 SHARDED: Mapping[str, Mapping[str, Any]] = {

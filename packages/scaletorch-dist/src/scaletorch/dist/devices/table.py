@@ -95,7 +95,7 @@ _NCCL_SHARING = (
 # device. That includes a receive whose sender may be waiting for this rank: a deadlock. See the
 # potential hazards of "Lazy loading" in NVIDIA's CUDA programming guide.
 #
-# torch's flight recorder keeps the last calls, which the guard writes next to its ledgers.
+# torch's flight recorder keeps the last calls, which torch writes at a timeout.
 _CUDA_VARIABLES = (("CUDA_MODULE_LOADING", "EAGER"), ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"))
 
 # NVIDIA/nccl#964: 544 and 688 MB per group on an A100. No numbers are known for RCCL and others.

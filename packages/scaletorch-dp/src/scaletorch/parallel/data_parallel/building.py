@@ -3,10 +3,9 @@
 They are recorded in building.txt and versioned: a patch release changes none of them.
 """
 
-from .culprits import name_culprits
 from .gradients.norm import clip_by, found_on_ranks, norm_over, scale_gradients
-from .sharding.gradient import ShardedGradient
-from .sharding.shards import Shard, is_sharded, settled_shards
+from .parameters import name_culprits
+from .sharding.shards import Shard, ShardedGradient, is_sharded, settled_shards
 from .wrapper import NARROW, widened
 
 __all__ = [

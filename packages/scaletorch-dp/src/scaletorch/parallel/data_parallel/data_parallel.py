@@ -64,9 +64,6 @@ class DataParallelBucket(_DataParallel):
             divides by the group's size as DistributedDataParallel does.
         reduce_dtype: Dtype of gradients in transit, such as `torch.bfloat16` to send half as
             much; None is the dtype of accumulation.
-        order: `"any"`, the backend's, or `"rank"`: the earlier gradient, plus rank 0's, plus
-            rank 1's, and so on. If rank m modulo the number of ranks has micro-batch m of a step,
-            and each is synchronised, the bits are those of one process, for any number of ranks.
         init_sync: Treatment of parameters and buffers that differ between ranks at the start:
             `"check"` refuses them by name, `"broadcast"` sends the first rank's, `"none"`
             leaves them.
@@ -76,7 +73,7 @@ class DataParallelBucket(_DataParallel):
             ranks that have the same ones. Each group's ranks have the same parameters of it.
 
     Raises:
-        InvalidArgumentError: An unknown `op`, `order` or `init_sync`, a `grad_type` or
+        InvalidArgumentError: An unknown `op` or `init_sync`, a `grad_type` or
             `reduce_dtype` that is not a floating dtype, a `bucket_size` below 1, an object that is
             not a module, a name in `groups` that is not a parameter's, or `groups` with "mean".
         MismatchError: The ranks' parameters differ in name, shape, dtype, order, frozenness or,
@@ -93,7 +90,6 @@ class DataParallelBucket(_DataParallel):
         *,
         op: str = "sum",
         reduce_dtype: torch.dtype | None = None,
-        order: str = "any",
         init_sync: str = "check",
         check_finite: bool = False,
         groups: Mapping[str, ProcessGroup | None] | None = None,
@@ -103,7 +99,7 @@ class DataParallelBucket(_DataParallel):
             raise InvalidArgumentError(message)
         check_floating("grad_type", grad_type)
         settings = Settings(
-            str(op).lower(), bucket_size, grad_type, reduce_dtype, order, check_finite, init_sync
+            str(op).lower(), bucket_size, grad_type, reduce_dtype, check_finite, init_sync
         )
         super().__init__(module, group, settings, groups or {}, overlap=True)
         self.optimizer_shards: list[Shard] | None = None
@@ -117,7 +113,7 @@ class DataParallelBucket(_DataParallel):
         """Note the shards that optimizers update on this rank; `shard_optimizer` calls it."""
         self._sync.attach(self._sync.managers)
         self.optimizer_shards = shards
-        others = [each for each in self._gathers if not each.buckets & gather.buckets]
+        others = [known for known in self._gathers if not known.buckets & gather.buckets]
         self._gathers = [*others, gather]
 
     def settle_gradients(self) -> None:
@@ -127,8 +123,7 @@ class DataParallelBucket(_DataParallel):
             StateError: A gradient in shards has not been synchronised.
         """
         for gather in self._gathers:
-            for bucket in gather.buckets:
-                bucket.settle()
+            gather.settle()
 
     def wait_for_parameters(self) -> None:
         """Wait until all updated parameters have arrived."""

@@ -1,4 +1,4 @@
-"""The parameters that a wrapper synchronises: those that the module had when wrapped."""
+"""The parameters that a wrapper synchronises, and their names in error messages."""
 
 from __future__ import annotations
 
@@ -6,14 +6,46 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.nn.parameter import UninitializedParameter
 
+from ...dist import all_gather_object, get_rank
 from ...dist.errors import InvalidArgumentError, StateError
-from ..pg_manager import describe_rank
-from .culprits import shorten
+from ..pg_manager import describe_rank, get_process_group_manager
 
 Named = Sequence[tuple[str, nn.Parameter]]
 Groups = list[tuple[ProcessGroup | None, list[tuple[str, nn.Parameter]]]]
+Found = list[tuple[str, str]]  # names of parameters, each with the name of a rank
+SHOWN = 3  # parameters in an error, and ranks of each
+
+
+def shorten(names: Sequence[str]) -> str:
+    """Join the first names to a text."""
+    return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
+
+
+def share_names(
+    names: list[str], group: ProcessGroup | None, place: str | None = None, *, alone: bool = False
+) -> Found:
+    """Return the names from all ranks, each with its rank; arguments as of `found_on_ranks`."""
+    if place is None:
+        manager = get_process_group_manager()
+        rank = get_rank()
+        place = f"rank {rank}" if manager is None else str(manager.grid.coordinates(rank))
+    mine = (place, names)
+    everyone: list[tuple[str, list[str]]] = [mine] if alone else all_gather_object(mine, group)
+    return [(name, place) for place, names in everyone for name in names]
+
+
+def name_culprits(found: Found) -> str:
+    """Describe the first parameters with their ranks; empty if there are none."""
+    places: dict[str, list[str]] = {}
+    for name, place in found:
+        places.setdefault(name, []).append(place)
+    shown = []
+    for name, ranks in [*places.items()][:SHOWN]:
+        more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
+        shown.append(f"{name} on {', '.join(ranks[:SHOWN])}{more}")
+    more = f"; and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
+    return "; ".join(shown) + more
 
 
 def group_parameters(
@@ -21,13 +53,7 @@ def group_parameters(
 ) -> Groups:
     """Return each group with the parameters to be summed over it; the default group first.
 
-    Args:
-        parameters: All named parameters.
-        group: The default group.
-        groups: Other groups for some parameters, by name.
-
-    Raises:
-        InvalidArgumentError: A name is not a parameter's.
+    `groups` are other groups for some parameters, by name.
     """
     unknown = sorted(groups.keys() - {name for name, _ in parameters})
     if unknown:
@@ -35,15 +61,12 @@ def group_parameters(
             f"{describe_rank()}: groups contains {shorten(unknown)}, which are not parameters of "
             "the module (a shared parameter goes by its first name)"
         )
-    found: Groups = [(group, [])]
+    found: dict[int, tuple[ProcessGroup | None, list[tuple[str, nn.Parameter]]]]
+    found = {id(group): (group, [])}
     for name, parameter in parameters:
         wanted = groups.get(name, group)
-        named = next((named for known, named in found if known is wanted), None)
-        if named is None:
-            named = []
-            found.append((wanted, named))
-        named.append((name, parameter))
-    return found
+        found.setdefault(id(wanted), (wanted, []))[1].append((name, parameter))
+    return list(found.values())
 
 
 class WrappedParameters:
@@ -56,18 +79,16 @@ class WrappedParameters:
 
     def __init__(self, parameters: Named, *, copied: bool = False) -> None:
         self._copied = copied
-        self._known = {id(each): each for _, each in parameters}  # kept alive: ids stay theirs
-        self._synchronised = frozenset(id(each) for _, each in parameters if each.requires_grad)
+        # The parameters are kept alive, so that the ids stay theirs.
+        self._synchronised = {id(p): p for _, p in parameters if p.requires_grad}
 
     def refuse_others(self, module: nn.Module) -> None:
         """Refuse parameters of the module whose gradients would not be summed.
 
-        Raises:
-            StateError: A parameter requires grad now that was frozen, or absent, when wrapped; or
-                any does in a copy.
+        They were frozen, or absent, when it was wrapped, or the module is a copy.
         """
         known = self._synchronised
-        if all(id(each) in known for each in _trainable(module)):
+        if all(id(p) in known for p in _trainable(module)):
             return
         if self._copied:
             raise StateError(
@@ -76,24 +97,13 @@ class WrappedParameters:
                 "requires_grad_(False) on it or run it in torch.no_grad(); to train another model, "
                 "wrap or parallelize a plain one"
             )
-        others = [
-            (name, id(each) in self._known)
-            for name, each in module.named_parameters()
-            if each.requires_grad and id(each) not in known
-        ]
-        unfrozen = [name for name, existed in others if existed]
-        if unfrozen:
+        late = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in known]
+        if late:
             raise StateError(
-                f"{describe_rank()}: {shorten(unfrozen)} required no grad when the module was "
-                "wrapped and does now, so its gradient would not be synchronised: wrap the module "
-                "after unfreezing it, and give it to an optimizer when it is to be trained"
-            )
-        if others:
-            raise StateError(
-                f"{describe_rank()}: {shorten([name for name, _ in others])} came after the module "
-                "was wrapped (as adapters, a new head or load_state_dict(assign=True) do), so its "
-                "gradient would not be synchronised, nor would an optimizer made before update it: "
-                "change the module first (get_peft_model of the plain model), then wrap or "
+                f"{describe_rank()}: {shorten(late)} came after the module was wrapped (or was "
+                "frozen then; adapters, a new head and load_state_dict(assign=True) come late), so "
+                "its gradient would not be synchronised, nor would an optimizer made before update "
+                "it: change the module first (get_peft_model of the plain model), then wrap or "
                 "parallelize it; or copy values into the parameters it has"
             )
 
@@ -101,23 +111,11 @@ class WrappedParameters:
 def _trainable(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield all that require grad, shared ones repeatedly; faster than `parameters`."""
     modules = [module]
-    for each in modules:
-        for parameter in each._parameters.values():
+    for module in modules:
+        for parameter in module._parameters.values():
             if parameter is not None and parameter.requires_grad:
                 yield parameter
-        modules += [child for child in each._modules.values() if child is not None]
-
-
-def refuse_lazy(parameters: Named) -> None:
-    """Refuse parameters that have no shape yet.
-
-    Raises:
-        InvalidArgumentError: There is one.
-    """
-    for name, parameter in parameters:
-        if isinstance(parameter, UninitializedParameter):
-            message = f"{name} has no shape yet: call the module once before it is wrapped"
-            raise InvalidArgumentError(message)
+        modules += [child for child in module._modules.values() if child is not None]
 
 
 def describe(

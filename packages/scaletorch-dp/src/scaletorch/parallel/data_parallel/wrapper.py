@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn, Self
@@ -12,16 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ...dist import broadcast, group_ranks
 from ...dist.building import agree, caught, prepare_backward
 from ...dist.errors import InvalidArgumentError, NonFiniteError, StateError
 from ..pg_manager import ModuleWrapper, axis_group
-from ..pg_manager.building import connect_all
+from ..pg_manager.building import connect_all, digest_text
 from .buckets.hooks import GradientSync, raise_failed, refuse_taken
-from .buckets.initial_values import check_init_sync, sync_initial_values
 from .buckets.manager import BucketManager
 from .buckets.reduction import Reduction
 from .buckets.slot import Slot
-from .parameters import Named, WrappedParameters, describe, group_parameters, refuse_lazy
+from .parameters import Named, WrappedParameters, describe, group_parameters
+
+INIT_SYNCS = ("check", "broadcast", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +31,9 @@ class Settings:
     """The options of a wrapper, as of `DataParallelBucket`; the same on every rank."""
 
     op: str
-    bucket_size: int | None = None
+    bucket_size: int = 1
     grad_type: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    order: str = "any"
     check_finite: bool = False
     init_sync: str = "check"
 
@@ -43,7 +44,7 @@ class _DataParallel(ModuleWrapper):
     Args:
         module: Any module.
         group: The ranks to reduce over, by default the `cp_dp` axis.
-        settings: The options; without a `bucket_size` every parameter has a bucket of its own.
+        settings: The options.
         groups: Other ranks for some parameters, by name.
         overlap: Whether buckets leave during backward, or all at its end.
     """
@@ -60,10 +61,12 @@ class _DataParallel(ModuleWrapper):
         if not isinstance(module, nn.Module):
             message = f"module must be a torch.nn.Module, got {type(module).__name__}"
             raise InvalidArgumentError(message)
-        check_init_sync(settings.init_sync)
+        if settings.init_sync not in INIT_SYNCS:
+            known = ", ".join(map(repr, INIT_SYNCS))
+            message = f"init_sync must be one of {known}, got {settings.init_sync!r}"
+            raise InvalidArgumentError(message)
         group = axis_group("cp_dp", group)
         parameters = list(module.named_parameters())
-        refuse_lazy(parameters)
         by_group = group_parameters(parameters, group, groups)
         if len(by_group) > 1 and settings.op == "mean":
             raise InvalidArgumentError(
@@ -71,7 +74,7 @@ class _DataParallel(ModuleWrapper):
                 "divide the loss by the global number of tokens, and sum"
             )
         reductions = [
-            self._agreed_reduction(module, named, each, settings) for each, named in by_group
+            self._agreed_reduction(module, named, ranks, settings) for ranks, named in by_group
         ]
         super().__init__(module)
         prepare_backward(module.parameters())  # for the matrix products of sharded layers
@@ -92,14 +95,14 @@ class _DataParallel(ModuleWrapper):
         settings: Settings,
     ) -> Reduction:
         """Return the reduction over a group whose ranks have the same parameters."""
-        reduction = Reduction(settings.op, group, settings.reduce_dtype, settings.order)
+        reduction = Reduction(settings.op, group, settings.reduce_dtype)
         if reduction.size == 1:
             return reduction
         named = {"wrapper": type(self).__name__, **asdict(settings)}
-        error = caught(refuse_taken, [(n, each) for n, each in parameters if each.requires_grad])
+        error = caught(refuse_taken, [(n, p) for n, p in parameters if p.requires_grad])
         agree("the model to wrap", describe(parameters, named), group, error=error)
-        sync_initial_values([*parameters, *module.named_buffers()], settings.init_sync, group)
-        if any(reduction.folds(settings.grad_type or each.dtype) for _, each in parameters):
+        _sync_initial_values([*parameters, *module.named_buffers()], settings.init_sync, group)
+        if any(reduction.folds(settings.grad_type or p.dtype) for _, p in parameters):
             connect_all(group)
         return reduction
 
@@ -162,10 +165,9 @@ class _DataParallel(ModuleWrapper):
             )
             raise StateError(message)
         completed = self._sync.completed
-        if any(manager.eager for manager in self._sync.managers):
-            reached = list(self.module.parameters())
-            for manager in self._sync.managers:
-                manager.expect(reached)
+        for manager in self._sync.managers:
+            if manager.eager:
+                manager.expect(self.module.parameters())
         result = stage_backward(input_tensor, output_tensor, output_tensor_grad)
         if self._sync.completed == completed:
             self._sync.finish_if_due()
@@ -183,14 +185,6 @@ class _DataParallel(ModuleWrapper):
         Use it in place of `zero_grad` between steps, or after a backward that raised.
         """
         self._sync.reset()
-
-    def release(self) -> None:
-        """Forget all gradients and release the parameters, which another wrapper may then take.
-
-        This wrapper no longer synchronises anything.
-        """
-        self.reset()
-        self._sync = self._idle_sync()  # dropping the old one removes its hooks
 
     @contextmanager
     def nonfinite_held(self) -> Iterator[list[NonFiniteError]]:
@@ -217,26 +211,22 @@ class _DataParallel(ModuleWrapper):
         Returns:
             For each bucket its `parameters` (names), `elements` (int) and `dtype` (str).
         """
-        return [each for manager in self.bucket_managers for each in manager.info()]
+        return [info for manager in self.bucket_managers for info in manager.info()]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a copy for evaluation, averages or a teacher, without synchronisation."""
         twin: Self = object.__new__(type(self))
         memo[id(self)] = twin
-        own = {"_sync": None, "wrapped": WrappedParameters([], copied=True), **self._copy_values()}
-        state = {n: own[n] if n in own else copy.deepcopy(v, memo) for n, v in vars(self).items()}
+        new = {"_sync": None, "wrapped": WrappedParameters([], copied=True), **self._copy_values()}
+        state = {n: new[n] if n in new else copy.deepcopy(v, memo) for n, v in vars(self).items()}
         vars(twin).update(state)
-        twin._sync = self._idle_sync()
+        idle = [BucketManager([], manager.reduction) for manager in self.bucket_managers]
+        twin._sync = GradientSync(idle, overlap=False)
         return twin
 
     def _copy_values(self) -> dict[str, Any]:
         """Return the attributes that have other values in a copy."""
         return {"parameter_groups": {}}
-
-    def _idle_sync(self) -> GradientSync:
-        """Return a synchronisation of no parameters."""
-        managers = [BucketManager([], m.reduction) for m in self.bucket_managers]
-        return GradientSync(managers, overlap=False)
 
     def __getstate__(self) -> NoReturn:
         message = (
@@ -248,8 +238,8 @@ class _DataParallel(ModuleWrapper):
 
 def _bucket_manager(parameters: Named, reduction: Reduction, settings: Settings) -> BucketManager:
     """Put the trainable ones of these parameters into buckets."""
-    trainable = [(name, each) for name, each in parameters if each.requires_grad]
-    slots = [Slot(name, at, each) for at, (name, each) in enumerate(trainable)]
+    trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    slots = [Slot(name, index, parameter) for index, (name, parameter) in enumerate(trainable)]
     size, dtype = settings.bucket_size, settings.grad_type
     return BucketManager(slots, reduction, size, dtype, check_finite=settings.check_finite)
 
@@ -258,6 +248,20 @@ def _has_work(manager: BucketManager) -> bool:
     """Return whether gradients are summed, kept in another dtype, or checked."""
     wider = any(slot.buffer_dtype != slot.parameter.dtype for slot in manager.slots)
     return manager.reduction.size > 1 or wider or manager.checks_finite
+
+
+def _sync_initial_values(
+    tensors: Sequence[tuple[str, Tensor]], how: str, group: ProcessGroup | None
+) -> None:
+    """Compare parameters and buffers over the ranks, or broadcast the first rank's, in place."""
+    if how == "broadcast":
+        source = group_ranks(group)[0]
+        for _, tensor in tensors:
+            broadcast(tensor.detach(), source, group=group)
+    elif how == "check":
+        lines = [f"{name} has values {digest_text(tensor)}" for name, tensor in tensors]
+        agree("the values to begin with (pass init_sync='broadcast' to send the first rank's)",
+              lines, group)  # fmt: skip
 
 
 NARROW = (torch.float16, torch.bfloat16)
@@ -275,7 +279,7 @@ def widened(wrapper: _DataParallel) -> Iterator[None]:
             together.
     """
     wrapper.reset()
-    narrow = [(each, each.data) for each in wrapper.parameters() if each.dtype in NARROW]
+    narrow = [(p, p.data) for p in wrapper.parameters() if p.dtype in NARROW]
     with ExitStack() as undo:
         undo.callback(_restore_values, narrow)  # also if memory does not suffice for all
         for parameter, values in narrow:

@@ -18,10 +18,9 @@ from .buckets.bucket import Bucket
 from .buckets.manager import BucketManager
 from .buckets.slot import Slot
 from .data_parallel import DataParallelBucket
-from .sharding.gather import ParameterGather
-from .sharding.optimizer_hooks import hook_optimizer
+from .sharding.gather import ParameterGather, hook_optimizer
 from .sharding.sharded_bucket import ShardedBucket
-from .sharding.shards import Shard, check_module
+from .sharding.shards import Shard, check_module, whole_parameter
 
 
 def shard_optimizer(
@@ -98,11 +97,11 @@ def _prepare_step(model: weakref.ref[DataParallelBucket]) -> Callable[[], None]:
 def _shard_rest(optimizer: Optimizer, model: DataParallelBucket, manager: BucketManager) -> None:
     """Put the optimizer's parameters that are not sharded yet into sharded buckets."""
     whole = not known_elementwise(optimizer)
-    sharded = [each for each in manager.buckets if isinstance(each, ShardedBucket)]
+    sharded = [b for b in manager.buckets if isinstance(b, ShardedBucket)]
     slots = _slots_to_shard(optimizer, model, manager)
     sharded += [
-        ShardedBucket(each.slots, each.dtype, manager.reduction, whole=whole)
-        for each in manager.fill(slots)
+        ShardedBucket(bucket.slots, bucket.dtype, manager.reduction, whole=whole)
+        for bucket in manager.fill(slots)
     ]
     settled = {slot.index for bucket in sharded for slot in bucket.slots}
     ordered = (slot for bucket in manager.buckets for slot in bucket.slots)
@@ -135,7 +134,7 @@ def _buckets_of(optimizer: Optimizer, model: DataParallelBucket) -> list[Sharded
 
 
 def _parameters_of(optimizer: Optimizer) -> set[int]:
-    return {id(each) for group in optimizer.param_groups for each in group["params"]}
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def whole_gradients(model: nn.Module, names: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -198,7 +197,7 @@ def _check(optimizer: Optimizer, model: DataParallelBucket, stage: int) -> None:
             "the optimizer before the first backward"
         )
     whole = not known_elementwise(optimizer)
-    if any(each.whole < whole for each in _buckets_of(optimizer, model)):
+    if any(bucket.whole < whole for bucket in _buckets_of(optimizer, model)):
         raise StateError(
             f"{describe_rank()}: parameters were cut for another optimizer, and "
             f"{type(optimizer).__name__} needs them whole: wrap the model anew"
@@ -225,8 +224,10 @@ def _agree(
 def _refuse_shared_memory(model: nn.Module, slots: Iterable[Slot]) -> None:
     """Refuse parameters that share memory with another tensor of the model: they will be moved."""
     moved = {id(slot.parameter): slot.name for slot in slots}
-    each = {id(t): t for t in [*model.parameters(), *model.buffers()] if t.numel()}
-    ranges = sorted((*_memory(tensor), key) for key, tensor in each.items() if not tensor.is_meta)
+    tensors = {id(t): t for t in [*model.parameters(), *model.buffers()] if t.numel()}
+    ranges = sorted(
+        (*_memory(tensor), key) for key, tensor in tensors.items() if not tensor.is_meta
+    )
     end, owner = 0, 0
     for start, stop, key in ranges:
         if start < end and (key in moved or owner in moved):
@@ -251,11 +252,11 @@ def _all_shards(model: DataParallelBucket) -> list[Shard]:
     found: dict[str, list[Shard]] = {}
     for bucket in _buckets(model):
         for slot in bucket.slots:
-            each = slot.parameter
+            parameter = slot.parameter
             if isinstance(bucket, ShardedBucket):
-                found[slot.name] = [s for s in bucket.shards if s.name == slot.name]
+                found[slot.name] = [s for s in bucket.shards if s.parameter is parameter]
             else:
-                found[slot.name] = [Shard(slot.name, each, 0, each.numel(), each, replicated=True)]
+                found[slot.name] = [whole_parameter(slot.name, parameter)]
     return [shard for slot in _slots(model) for shard in found[slot.name]]
 
 
@@ -266,13 +267,13 @@ def _replace_parameters(optimizer: Optimizer, shards: Iterable[Shard], known: se
         by_parameter[id(shard.parameter)].append(shard)
     for group in optimizer.param_groups:
         replaced = []
-        for each in group["params"]:
-            if id(each) not in by_parameter:  # another model's
-                replaced.append(each)
+        for parameter in group["params"]:
+            if id(parameter) not in by_parameter:  # another model's
+                replaced.append(parameter)
                 continue
-            replaced += [_stand_in(shard) for shard in by_parameter[id(each)]]
-            state = optimizer.state.pop(each, None)
-            for shard in by_parameter[id(each)] if state else []:
+            replaced += [_stand_in(shard) for shard in by_parameter[id(parameter)]]
+            state = optimizer.state.pop(parameter, None)
+            for shard in by_parameter[id(parameter)] if state else []:
                 optimizer.state[shard.tensor] = {k: _cut(v, shard) for k, v in state.items()}
         group["params"] = replaced
         group.pop("param_names", None)

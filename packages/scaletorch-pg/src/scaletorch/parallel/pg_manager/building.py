@@ -7,6 +7,7 @@ from .digests import digest, digest_text
 from .groups import connect, connect_all, first_unused_number, groups_within, has_streams
 from .loss import mean_over
 from .module_helpers import (
+    around_compiled,
     class_before,
     deep_copy,
     divided_modules,
@@ -21,10 +22,10 @@ from .module_helpers import (
     runs_as_stages,
     shallow_copy,
     show_output,
+    uncompiled,
     watch_outputs,
 )
 from .module_state import Attributes, ModuleState, restored
-from .uncompiled import around_compiled, uncompiled
 from .update_scope import Scope, known_elementwise, update_scope
 
 __all__ = [

@@ -73,6 +73,8 @@ ORDER = ("dp", "pp", "cp", "tp")
 EXPERT_ORDER = ("pp", *EXPERT_AXES)
 # Other names for all four axes joined.
 WHOLE = ("world", "all")
+# The axes that have groups in a manager, in the order in which every rank creates them.
+AXES = ("tp", "cp", "pp", "dp", "cp_dp", "pp_dp", "ep", "edp", "etp", "world")
 
 
 class Coordinates(NamedTuple):
@@ -278,7 +280,7 @@ class Grid:
         for axis, index in zip(order, place, strict=True):
             size = getattr(self, axis)
             chosen = range(size) if axis in names else (index,)
-            numbers = [number * size + each for number in numbers for each in chosen]
+            numbers = [number * size + place for number in numbers for place in chosen]
         if order is ORDER:
             return numbers
         return [exchange(n, self.cp * self.tp, fast=self.dp, slow=self.pp) for n in numbers]
@@ -313,3 +315,20 @@ def _view(axis: str) -> tuple[tuple[str, ...], frozenset[str]]:
     """Return the axis order that contains `axis`, and the single axes it names."""
     names = axis_names(axis)
     return (ORDER if names <= frozenset(ORDER) else EXPERT_ORDER), names
+
+
+def count_communicators(grid: Grid) -> int:
+    """Return the number of device communicators that each rank has for the groups of its grid.
+
+    Equal groups share one, and a group of one rank has none. A pipeline of all ranks has one in
+    addition to WORLD's. Groups created for a model are not counted, such as those of the owners of
+    tied parameters.
+
+    Example:
+        >>> count_communicators(Grid(tp=2, dp=2))
+        3
+        >>> count_communicators(Grid(pp=4))
+        2
+    """
+    groups = {grid.group(axis, 0) for axis in AXES if grid.size(axis) > 1}
+    return len(groups) + (grid.world_size == grid.pp > 1)

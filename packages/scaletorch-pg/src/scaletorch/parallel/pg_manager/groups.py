@@ -30,8 +30,7 @@ from ...dist import (
 )
 from ...dist.building import agree, all_to_all_flat, one_per_process
 from ...dist.errors import InvalidArgumentError, StateError
-from .communicators import AXES
-from .grid import EXPERT_AXES, Grid, axis_names
+from .grid import AXES, Grid, axis_names
 
 # Distance from the numbers of groups that the program creates itself.
 MARGIN = 1000
@@ -147,9 +146,6 @@ class GroupSet:
     torch owns the groups; this class holds weak references. Destroying the default group thus
     frees these groups too, and none of their threads can abort the interpreter at exit.
 
-    A group of an expert axis that contains only this rank, such as `"ep"` in a plain layout, is
-    created on first access: it needs no other rank, and most programs have no experts.
-
     Args:
         grid: The layout of the world.
         rank: This process's global rank.
@@ -163,7 +159,6 @@ class GroupSet:
         self._grid, self._rank = grid, rank
         self._by_axis: dict[str, ReferenceType[ProcessGroup]] = {}
         self._created: list[ReferenceType[ProcessGroup]] = []
-        self._alone: list[str] = []
         problem: Exception | None = None
         try:
             with numbered_from(first_number):
@@ -175,21 +170,21 @@ class GroupSet:
         failed = max(agree("the process groups", [], note=-1 if problem is None else rank))
         if failed >= 0:
             self.destroy()
-            raise problem or StateError(_failure(rank, failed))
+            raise problem or StateError(
+                f"rank {rank}: the process groups cannot be used, as rank {failed} failed to make "
+                "its own; see that rank's error"
+            )
         for group in dict.fromkeys(map(self.get, self._by_axis)):
             connect(group)
 
     def get(self, axis: str) -> ProcessGroup | None:
         """Return the group of one of the `AXES`; None after it was destroyed."""
-        if axis in self._alone:
-            self._create_alone()
         reference = self._by_axis.get(axis)
         return None if reference is None else reference()
 
     def destroy(self) -> None:
         """Destroy the groups created here, newest first; WORLD stays."""
         self._by_axis.clear()
-        self._alone.clear()
         while self._created:
             group = self._created.pop()()
             if group is not None:
@@ -200,52 +195,29 @@ class GroupSet:
         # If one group of an axis equals a group of another axis, all its groups do, because each is
         # a stride within blocks. So all ranks either reuse a group or create one, and all create
         # them in the same order, as local synchronisation requires.
-        made = {group_ranks(): get_default_group()}
+        known = {group_ranks(): get_default_group()}
         for axis in AXES:
             members = self._grid.group(axis, self._rank)
-            group = made.get(members)
+            group = known.get(members)
             if axis == "pp" and group is not None and len(members) > 1 and has_streams():
                 group = _new_group(self._grid, axis, members)
                 self._created.append(ref(group))
-            if group is None and axis in EXPERT_AXES and len(members) == 1 and not _is_mpi():
-                self._alone.append(axis)
-                continue
             if group is None:
-                group = made[members] = _new_group(self._grid, axis, members)
+                group = known[members] = _new_group(self._grid, axis, members)
                 self._created.append(ref(group))
             self._by_axis[axis] = ref(group)
-
-    def _create_alone(self) -> None:
-        """Create the group of only this rank, for all axes that need it."""
-        with numbered_from(first_unused_number()):
-            group = _new_group(self._grid, self._alone[0], (self._rank,))
-        self._created.append(ref(group))
-        self._by_axis.update(dict.fromkeys(self._alone, ref(group)))
-        self._alone.clear()
-
-
-def _failure(rank: int, failed: int) -> str:
-    return (
-        f"rank {rank}: the process groups cannot be used, as rank {failed} failed to make its own; "
-        "see that rank's error"
-    )
-
-
-def _is_mpi() -> bool:
-    """Return whether all ranks must take part in creating each group."""
-    return get_backend() == "mpi"
 
 
 def _new_group(grid: Grid, axis: str, members: tuple[int, ...]) -> ProcessGroup:
     options: dict[str, Any] = {"timeout": get_timeout(), "group_desc": f"scaletorch_{axis}"}
     group: ProcessGroup
-    if not _is_mpi():
+    if get_backend() != "mpi":
         group = torch_dist.new_group(list(members), use_local_synchronization=True, **options)
         return group
     for ranks in grid.groups(axis):  # with MPI all ranks take part in creating every group
-        made = torch_dist.new_group(list(ranks), **options)
+        created = torch_dist.new_group(list(ranks), **options)
         if ranks == members:
-            group = made
+            group = created
     return group
 
 
@@ -266,12 +238,12 @@ def connect(group: ProcessGroup | None, pairs: Iterable[tuple[int, int]] = ()) -
     if group is None or group.size() == 1 or not has_streams(group):
         return
     ranks, device = group_ranks(group), get_comm_device(group)
-    own = ranks.index(get_rank())
+    rank = ranks.index(get_rank())
     # The first call on a communicator must not be a batch of messages between only some ranks.
     all_reduce(torch.zeros(1, device=device), group=group)
     for low, high in sorted(pairs, key=lambda pair: (pair[0] % 2, pair)):  # disjoint pairs first
-        if own in (low, high):
-            peer = ranks[low + high - own]
+        if rank in (low, high):
+            peer = ranks[low + high - rank]
             sent, received = torch.zeros(1, device=device), torch.empty(1, device=device)
             exchange([(sent, peer)], [(received, peer)], group)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ...dist.errors import InvalidArgumentError
-from .grid import Grid, divisors, nearest_divisors
+from .grid import Grid, default_etp, divisors, nearest_divisors
 
 # Cost to the program of changing an axis: dp changes only speed, tp reshapes every weight.
 _COST = {"dp": 1, "pp": 2, "cp": 2, "tp": 3, "ep": 2}
@@ -18,7 +18,7 @@ def layout_name(grid: Grid) -> str:
     """Return a layout as `dp x pp x cp x tp`, such as `2x1x2x2`, `2x1x2x2-ep4` or `-ep2-etp2`."""
     name = f"{grid.dp}x{grid.pp}x{grid.cp}x{grid.tp}"
     name += "" if grid.ep == 1 else f"-ep{grid.ep}"
-    usual = Grid(tp=grid.tp, cp=grid.cp, pp=grid.pp, dp=grid.dp, ep=grid.ep).etp
+    usual = default_etp(grid.ep, grid.tp)
     return name if grid.etp == usual else f"{name}-etp{grid.etp}"
 
 
@@ -47,32 +47,24 @@ def legal_layouts(world_size: int) -> Iterator[Grid]:
     Raises:
         InvalidArgumentError: `world_size` is less than 1.
     """
-    _require_whole("world_size", world_size, 1)
-    return _layouts(world_size)
+    if type(world_size) is not int or world_size < 1:
+        raise InvalidArgumentError(f"world_size must be a positive int, got {world_size!r}")
+    return (
+        Grid(tp=tp, cp=cp, pp=pp, dp=world_size // tp // cp // pp)
+        for tp in divisors(world_size)
+        for cp in divisors(world_size // tp)
+        for pp in divisors(world_size // tp // cp)
+    )
 
 
-def _layouts(world_size: int) -> Iterator[Grid]:
-    for tp in divisors(world_size):
-        for cp in divisors(world_size // tp):
-            for pp in divisors(world_size // tp // cp):
-                yield Grid(tp=tp, cp=cp, pp=pp, dp=world_size // tp // cp // pp)
-
-
-def nearest_layouts(asked: Grid, world_size: int, count: int = 3) -> list[Grid]:
-    """Return the layouts of `world_size` ranks that are nearest to `asked`, best first.
+def nearest(asked: Grid, world_size: int) -> list[Grid]:
+    """Return the three layouts of `world_size` ranks that are nearest to `asked`, best first.
 
     Layouts are sorted by the number of axes that change, then by the factors of the changes; dp is
     cheapest to change and tp dearest. Each has the legal ep size nearest to that of `asked`.
-
-    Raises:
-        InvalidArgumentError: `asked` is not a `Grid`, `world_size` is less than 1, or `count` is
-            negative.
     """
-    if not isinstance(asked, Grid):
-        raise InvalidArgumentError(f"asked must be a Grid, got {type(asked).__name__}")
-    _require_whole("count", count, 0)
     layouts = (_with_experts(grid, asked) for grid in legal_layouts(world_size))
-    return sorted(layouts, key=lambda grid: _distance(asked, grid))[:count]
+    return sorted(layouts, key=lambda grid: _distance(asked, grid))[:3]
 
 
 def _with_experts(grid: Grid, asked: Grid) -> Grid:
@@ -88,7 +80,7 @@ def _with_experts(grid: Grid, asked: Grid) -> Grid:
 
 def wrong_product(asked: Grid, world_size: int) -> str:
     """Return the error message for a layout whose size is not the world size."""
-    near = ", ".join(_sizes(grid) for grid in nearest_layouts(asked, world_size))
+    near = ", ".join(_sizes(grid) for grid in nearest(asked, world_size))
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     return (
         f"the layout needs tp * cp * pp * dp = {asked.tp} * {asked.cp} * {asked.pp} * {asked.dp}"
@@ -111,11 +103,6 @@ def place_text(grid: Grid, rank: int) -> str:
     """
     place = str(grid.coordinates(rank))
     return place if grid.is_plain else f"{place} {grid.expert_coordinates(rank)}"
-
-
-def _require_whole(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidArgumentError(f"{name} must be a whole number, at least {least}: {value!r}")
 
 
 def _distance(asked: Grid, grid: Grid) -> tuple[int, float, tuple[int, ...]]:

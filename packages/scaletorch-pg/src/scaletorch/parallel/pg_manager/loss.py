@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from ...dist import all_reduce, functional
 from ...dist.errors import InvalidArgumentError
-from .axis import axis_group, describe_rank
+from .manager import axis_group, describe_rank
 
 IGNORED = -100
 """The label of a token that does not count."""
@@ -67,12 +67,12 @@ def global_token_count(
     if not isinstance(labels, Iterable):
         message = f"labels must be integer tensors, got {type(labels).__name__}"
         raise InvalidArgumentError(message)
-    for each in [labels] if isinstance(labels, Tensor) else labels:
-        if not isinstance(each, Tensor) or each.is_floating_point() or each.is_complex():
-            given = each.dtype if isinstance(each, Tensor) else type(each).__name__
+    for part in [labels] if isinstance(labels, Tensor) else labels:
+        if not isinstance(part, Tensor) or part.is_floating_point() or part.is_complex():
+            given = part.dtype if isinstance(part, Tensor) else type(part).__name__
             message = f"labels must be integer tensors, got {given}"
             raise InvalidArgumentError(message)
-        count += int((each != ignore_index).sum())
+        count += int((part != ignore_index).sum())
     return int(_sum_counts(count, axis_group("cp_dp", group)))
 
 

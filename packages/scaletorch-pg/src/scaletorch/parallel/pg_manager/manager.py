@@ -3,36 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...dist import (
+    get_comm_device,
     get_default_group,
     get_local_rank,
     get_rank,
     get_world_size,
+    require_member,
 )
 from ...dist.building import agree
 from ...dist.errors import InvalidArgumentError, StateError
-from .attributes import AxisAttributes
-from .communicators import AXES
-from .grid import Grid
+from .grid import AXES, EXPERT_AXES, ORDER, Grid
 from .groups import GroupSet, first_unused_number, grouped_axis
-from .layouts import wrong_product
-from .mesh import make_device_mesh, make_expert_mesh
+from .layouts import place_text, wrong_product
+
+# Mesh dims of experts; FSDP2 wants the replicating dim (edp) before the sharding one (ep).
+EXPERT_DIMS = ("edp", "pp", "ep", "etp")
 
 _current: ProcessGroupManager | None = None
 
 
-class ProcessGroupManager(AxisAttributes):
+class ProcessGroupManager:
     """This rank's coordinates, process groups and neighbours in a `Grid`.
 
     Every rank of the default group must create one, with the same sizes. It creates only the
     groups that contain this rank, with the timeout of the default group; axes with equal ranks
-    share one group. Without torch.distributed all groups are None. `AxisAttributes` lists the
-    attributes of each axis.
+    share one group. Without torch.distributed all groups are None.
+
+    For each axis (`tp`, `cp`, `pp`, `dp`, `cp_dp`, `pp_dp`, `ep`, `edp`, `etp`, `world`) it has
+
+    - `{axis}_group`, the process group or None,
+    - `{axis}_size`, and the same number as `{axis}_world_size`,
+    - `{axis}_rank`, this rank's position in the group, from 0,
+    - `{axis}_first_rank`, `{axis}_last_rank` and the list `{axis}_group_ids`, as global ranks.
+
+    `world_size` is the number of all ranks.
 
     Args:
         tp_size: Tensor parallel size.
@@ -75,7 +87,14 @@ class ProcessGroupManager(AxisAttributes):
             self._groups = GroupSet(self.grid, self.global_rank, first_number)
         self._meshes: dict[str, DeviceMesh] = {}
         for axis in AXES:
-            self._set_axis(axis, self.grid, self.global_rank)
+            members = list(self.grid.group(axis, self.global_rank))
+            setattr(self, f"{axis}_size", len(members))
+            if axis != "world":
+                setattr(self, f"{axis}_world_size", len(members))
+            setattr(self, f"{axis}_rank", members.index(self.global_rank))
+            setattr(self, f"{axis}_first_rank", members[0])
+            setattr(self, f"{axis}_last_rank", members[-1])
+            setattr(self, f"{axis}_group_ids", members)
         ring = self.grid.ring_neighbours("cp", self.global_rank)
         self.cp_send_rank, self.cp_recv_rank = ring
         self.pp_prev_rank, self.pp_next_rank = self.grid.pipeline_neighbours(self.global_rank)
@@ -109,14 +128,13 @@ class ProcessGroupManager(AxisAttributes):
             raise StateError(message)
         return None if self._groups is None else self._groups.get(name)
 
-    if not TYPE_CHECKING:  # else a type checker accepts any attribute name
-
-        def __getattr__(self, name: str) -> ProcessGroup | None:
-            """Return the group of an axis for the attribute `{axis}_group`."""
-            if name.endswith("_group") and name in AxisAttributes.__annotations__:
-                return self.group(name.removesuffix("_group"))
-            message = f"{type(self).__name__!r} object has no attribute {name!r}"
-            raise AttributeError(message, name=name, obj=self)
+    def __getattr__(self, name: str) -> Any:
+        """Return the group of an axis for the attribute `{axis}_group`."""
+        axis = name.removesuffix("_group")
+        if axis != name and axis in AXES:
+            return self.group(axis)
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
+        raise AttributeError(message, name=name, obj=self)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -127,7 +145,8 @@ class ProcessGroupManager(AxisAttributes):
         Raises:
             StateError: Without torch.distributed there are no groups to describe.
         """
-        return self._mesh("device_mesh", make_device_mesh)
+        shape = [getattr(self.grid, axis) for axis in ORDER]
+        return self._mesh("device_mesh", torch.arange(self.world_size).view(shape), ORDER)
 
     @property
     def expert_mesh(self) -> DeviceMesh:
@@ -139,9 +158,13 @@ class ProcessGroupManager(AxisAttributes):
         Raises:
             StateError: Without torch.distributed there are no groups to describe.
         """
-        return self._mesh("expert_mesh", make_expert_mesh)
+        grid = self.grid
+        stages = torch.arange(grid.world_size).view(grid.dp, grid.pp, -1).transpose(0, 1)
+        ranks = stages.reshape(grid.pp, grid.edp, grid.ep, grid.etp).transpose(0, 1)
+        return self._mesh("expert_mesh", ranks, EXPERT_DIMS)
 
-    def _mesh(self, name: str, make: Callable[..., DeviceMesh]) -> DeviceMesh:
+    def _mesh(self, name: str, ranks: Tensor, dims: tuple[str, ...]) -> DeviceMesh:
+        """Return a mesh over the groups that exist already, created once."""
         if self._groups is None or not self.is_alive():
             message = (
                 f"{name} needs process groups: make the manager after init_dist "
@@ -149,7 +172,11 @@ class ProcessGroupManager(AxisAttributes):
             )
             raise StateError(message)
         if name not in self._meshes:
-            self._meshes[name] = make(self.grid, self.group)
+            groups = [group for axis in dims if (group := self.group(axis)) is not None]
+            device = get_comm_device().type
+            self._meshes[name] = DeviceMesh.from_group(
+                groups, device, mesh=ranks.int(), mesh_dim_names=dims
+            )
         return self._meshes[name]
 
     def get_info(self) -> dict[str, Any]:
@@ -249,3 +276,50 @@ def _agreed_grid(make: Callable[[], Grid]) -> tuple[Grid, int]:
     if grid.world_size != world_size:
         raise InvalidArgumentError(wrong_product(grid, world_size))
     return grid, max(numbers)
+
+
+def axis_group(axis: str, group: ProcessGroup | None = None) -> ProcessGroup | None:
+    """Return the group a strategy communicates over.
+
+    An explicit `group` is returned as it is. Otherwise return the `axis` group of the current
+    `ProcessGroupManager`, or None in a single process without a manager.
+
+    Args:
+        axis: As in `ProcessGroupManager.group`.
+        group: A process group that holds this rank.
+
+    Raises:
+        NotInGroupError: This rank is not in `group`.
+        InvalidArgumentError: `axis` is unknown or has no process group.
+        StateError: There are several ranks, but no group and no manager; WORLD is never a silent
+            default.
+    """
+    name = grouped_axis(axis)
+    if group is not None:
+        require_member(group)
+        return group
+    manager = get_process_group_manager()
+    if manager is not None:
+        return manager.group(name)
+    world_size = get_world_size()
+    if world_size == 1:
+        return None
+    sizes = "tp_size, cp_size, pp_size, dp_size" + ", ep_size" * (name in EXPERT_AXES)
+    message = (
+        f"{describe_rank()}: no process group for the {name} axis: this program runs "
+        f"{world_size} ranks and has no process group manager; pass group=..., "
+        f"or call setup_process_group_manager({sizes}) first"
+    )
+    raise StateError(message)
+
+
+def describe_rank() -> str:
+    """Return this rank's name for messages: `rank 5 (dp0 pp1 cp0 tp1)`; `rank 5` without a manager.
+
+    If the grid is not plain, it includes the expert coordinates:
+    `rank 5 (dp0 pp1 cp0 tp1 edp0 ep1 etp0)`.
+    """
+    manager = get_process_group_manager()
+    if manager is None:
+        return f"rank {get_rank()}"
+    return f"rank {manager.global_rank} ({place_text(manager.grid, manager.global_rank)})"

@@ -1,16 +1,17 @@
-"""Module helpers for all strategies: modes, classes, copies, names, marks, output watchers."""
+"""Module helpers for all strategies: modes, compilation, classes, copies, names, marks."""
 
 from __future__ import annotations
 
 import copy
 import difflib
+import importlib
 import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NoReturn, TypeVar
+from functools import partial, wraps
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from ...dist import group_ranks
 from ...dist.errors import StateError
-from .axis import describe_rank
+from .manager import describe_rank
 
 
 @contextmanager
@@ -45,6 +46,52 @@ def eagerly() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Functions that communicate or use other random streams are not compiled: each call of one is a
+# graph break.
+_hides: list[Callable[[], None]] = []  # each hides one decorated function from the compiler
+
+
+def uncompiled(call: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function so that neither it nor the functions it calls are compiled."""
+    return _outside(call, recursive=True)
+
+
+def around_compiled(call: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function so that it is not compiled, but the functions it calls are."""
+    return _outside(call, recursive=False)
+
+
+def _outside(call: Callable[P, R], recursive: bool) -> Callable[P, R]:
+    # `torch.compiler.disable` imports the compiler at decoration, which takes seconds even in a
+    # program that never compiles. So decoration waits for the compiler: it traces the first call
+    # of `outside`, takes the `is_compiling` branch, and cannot trace `_hide_all`. That frame then
+    # runs in Python and hides every decorated function at once; otherwise each function would
+    # cost a graph and a graph break at its own first call.
+    hidden: list[Callable[P, R]] = []
+
+    def hide() -> None:
+        dynamo = importlib.import_module("torch._dynamo.decorators")
+        dynamo.skip(outside)  # from now on this wrapper is not traced either
+        hidden[:] = [dynamo.disable(call) if recursive else dynamo.skip(call)]
+
+    @wraps(call)
+    def outside(*args: P.args, **options: P.kwargs) -> R:
+        if torch.compiler.is_compiling():  # the first time, and after a reset of the compiler
+            _hide_all()
+        return hidden[0](*args, **options) if hidden else call(*args, **options)
+
+    _hides.append(hide)
+    return outside
+
+
+def _hide_all() -> None:
+    for hide in _hides:
+        hide()
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -161,7 +208,7 @@ def watch_outputs(model: nn.Module, watcher: Watcher) -> None:
 def forget_watchers(model: nn.Module, kind: type) -> None:
     """Remove the watchers that are bound methods of instances of `kind`."""
     known = vars(model).get(_WATCHERS, [])
-    known[:] = [each for each in known if not isinstance(getattr(each, "__self__", None), kind)]
+    known[:] = [w for w in known if not isinstance(getattr(w, "__self__", None), kind)]
 
 
 def mark_staged(model: nn.Module) -> None:

@@ -1,18 +1,24 @@
 """All public names of the package, each imported on first access."""
 
 from ._version import __version__
-from .axis import axis_group, describe_rank
-from .communicators import count_communicators
-from .grid import Coordinates, ExpertCoordinates, Grid, PipelineNeighbours, RingNeighbours
-from .layouts import layout_name, legal_layouts, nearest_layouts, parse_layout
+from .grid import (
+    Coordinates,
+    ExpertCoordinates,
+    Grid,
+    PipelineNeighbours,
+    RingNeighbours,
+    count_communicators,
+)
+from .layouts import layout_name, legal_layouts, parse_layout
 from .loss import IGNORED, global_token_count, global_token_mean, token_loss_sum
 from .manager import (
     ProcessGroupManager,
+    axis_group,
+    describe_rank,
     destroy_process_group_manager,
     get_process_group_manager,
     setup_process_group_manager,
 )
-from .mpu import as_mpu
 from .wrapper import ModuleWrapper
 
 __all__ = [
@@ -25,7 +31,6 @@ __all__ = [
     "ProcessGroupManager",
     "RingNeighbours",
     "__version__",
-    "as_mpu",
     "axis_group",
     "count_communicators",
     "describe_rank",
@@ -35,7 +40,6 @@ __all__ = [
     "global_token_mean",
     "layout_name",
     "legal_layouts",
-    "nearest_layouts",
     "parse_layout",
     "setup_process_group_manager",
     "token_loss_sum",

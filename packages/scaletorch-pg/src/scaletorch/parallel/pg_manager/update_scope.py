@@ -8,8 +8,9 @@ so it changes nothing in the program.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,6 @@ EXACT = 1e-5  # relative rounding error of float32 between equal updates
 
 # Results by class, step, device and settings, since several callers ask.
 _TRIED: dict[tuple[object, ...], Scope] = {}
-
-Halves = tuple[Tensor, ...]
 
 
 class Scope(IntEnum):
@@ -48,8 +47,8 @@ _WORDS = {
     Scope.PARAMETER: "looks at whole parameters",
     Scope.OTHERS: "looks at several parameters at once, or draws at random",
     Scope.UNKNOWN: "cannot be tried on a matrix of its own (its step takes a closure, its "
-    "gradients must be sparse, or its constructor takes what its groups do not have), so that "
-    "nobody knows what it looks at",
+    "gradients must be sparse, or its constructor takes what its groups do not have), so what "
+    "its update depends on is unknown",
 }
 
 
@@ -84,8 +83,8 @@ def update_scope(optimizer: Optimizer) -> Scope:
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
     ]
-    tensors = (each for group in optimizer.param_groups for each in group["params"])
-    device = next((each.device for each in tensors), torch.device("cpu"))
+    tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
+    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
     generators = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices=generators, device_type=device.type):
         return max((_try(optimizer, group, device) for group in groups), default=Scope.ELEMENT)
@@ -96,96 +95,81 @@ def _try(optimizer: Optimizer, group: Mapping[str, Any], device: torch.device) -
     kind, defaults = type(optimizer), optimizer.defaults
     key = kind, kind.step, device, repr(defaults), repr(group)
     if key not in _TRIED:
+        rate = group.get("lr")
+        if isinstance(rate, float | int):
+            group = {**group, "lr": LEARNING_RATE}  # a schedule may begin at zero
+        elif isinstance(rate, Tensor):
+            group = {**group, "lr": torch.full_like(rate, LEARNING_RATE)}
         try:
-            _TRIED[key] = _compare(_Trial(kind, defaults, group), device)
+            _TRIED[key] = _compare(partial(_updates, kind, {**defaults, **group}, group), device)
         except Exception:  # third-party code: it cannot be created or takes no matrix
             _TRIED[key] = Scope.UNKNOWN
     return _TRIED[key]
 
 
-class _Trial:
-    """Creates optimizers with the settings of an existing one and returns their updates.
-
-    Args:
-        kind: The optimizer class.
-        defaults: The `defaults` of the existing optimizer.
-        group: The settings of one of its groups.
-    """
-
-    def __init__(
-        self, kind: type[Optimizer], defaults: Mapping[str, Any], group: Mapping[str, Any]
-    ) -> None:
-        self._kind = kind
-        self._group, rate = dict(group), group.get("lr")
-        if isinstance(rate, float | int):
-            self._group["lr"] = LEARNING_RATE  # a schedule may begin at zero
-        elif isinstance(rate, Tensor):
-            self._group["lr"] = torch.full_like(rate, LEARNING_RATE)
-        taken = inspect.signature(kind).parameters
-        self._arguments = {
-            key: value
-            for key, value in {**defaults, **self._group}.items()
-            if key in taken and key != "params"
-        }
-
-    def updates(self, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> Halves:
-        """Return the sum of the updates of `STEPS` steps for each matrix, from one optimizer."""
-        parameters = [torch.nn.Parameter(each.clone()) for each in weights]
-        optimizer = self._kind([{**self._group, "params": parameters}], **self._arguments)
-        start = getattr(optimizer, "train", None)
-        if callable(start):  # schedule-free optimizers need it
-            start()
-        # Bypass step hooks: they belong to the program, and one of them calls this trial.
-        step = getattr(self._kind.step, "__wrapped__", self._kind.step)
-        for number in range(STEPS):
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                # A new gradient at every step, computed element by element.
-                parameter.grad = gradient * torch.cos(number * gradient)
-            step(optimizer)
-        found = zip(parameters, weights, strict=True)
-        return tuple(parameter.detach() - before for parameter, before in found)
-
-    def apart(self, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> Halves:
-        """Return the updates of a separate optimizer for each matrix."""
-        pairs = zip(weights, gradients, strict=True)
-        return tuple(self.updates([weight], [gradient])[0] for weight, gradient in pairs)
+def _updates(
+    kind: type[Optimizer],
+    settings: Mapping[str, Any],
+    group: Mapping[str, Any],
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+) -> list[Tensor]:
+    """Return the sum of the updates of `STEPS` steps for each matrix, from one new optimizer."""
+    taken = inspect.signature(kind).parameters.keys() - {"params"}
+    parameters = [torch.nn.Parameter(weight.clone()) for weight in weights]
+    arguments = {key: value for key, value in settings.items() if key in taken}
+    optimizer = kind([{**group, "params": parameters}], **arguments)
+    start = getattr(optimizer, "train", None)
+    if callable(start):  # schedule-free optimizers need it
+        start()
+    # Bypass step hooks: they belong to the program, and one of them calls this trial.
+    step = getattr(kind.step, "__wrapped__", kind.step)
+    for number in range(STEPS):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            # A new gradient at every step, computed element by element.
+            parameter.grad = gradient * torch.cos(number * gradient)
+        step(optimizer)
+    return [p.detach() - weight for p, weight in zip(parameters, weights, strict=True)]
 
 
-def _compare(trial: _Trial, device: torch.device) -> Scope:
+def _compare(updates: Callable[..., list[Tensor]], device: torch.device) -> Scope:
     """Return the scope of an optimizer, trying shapes until one shows more than `ELEMENT`."""
     for shape in SHAPES:
         matrices = _matrices(shape, device)
-        alone = trial.apart(matrices[:2], matrices[2:])
-        if not alone[0].any():  # no update: the trial shows nothing
+        weights, gradients = matrices[:2], matrices[2:]
+        separate = [updates([w], [g])[0] for w, g in zip(weights, gradients, strict=True)]
+        if not separate[0].any():  # no update: the trial shows nothing
             return Scope.UNKNOWN
-        if _parts_differ(trial, matrices, alone[0]):
-            together = trial.updates(matrices[:2], matrices[2:])
-            alike = all(map(_close, together, alone))
+        if _halves_differ(updates, weights[0], gradients[0], separate[0]):
+            together = updates(weights, gradients)
+            alike = all(map(_close, together, separate))
             return Scope.PARAMETER if alike else Scope.OTHERS
     return Scope.ELEMENT
 
 
-def _parts_differ(trial: _Trial, matrices: Halves, whole: Tensor) -> bool:
-    """Return whether the two halves of the first matrix get another update than the full one."""
-    weight, _, gradient, _ = matrices
+def _halves_differ(
+    updates: Callable[..., list[Tensor]], weight: Tensor, gradient: Tensor, expected: Tensor
+) -> bool:
+    """Return whether two halves of a matrix get another update than the full one."""
     for dim in range(2):
-        parts = torch.cat(trial.apart(_cut(weight, dim), _cut(gradient, dim)), dim)
-        if not _close(parts, whole):
+        halves = zip(_halves(weight, dim), _halves(gradient, dim), strict=True)
+        joined = torch.cat([updates([w], [g])[0] for w, g in halves], dim)
+        if not _close(joined, expected):
             return True
     return False
 
 
-def _matrices(shape: tuple[int, int], device: torch.device) -> Halves:
+def _matrices(shape: tuple[int, int], device: torch.device) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     drawn = (torch.randn(shape, generator=generator) for _ in range(4))
     # Scale rows and columns, so that the norms of halves differ clearly.
     rows, columns = (torch.linspace(0.1, 2.0, size) for size in shape)
-    return tuple((each * rows[:, None] * columns).to(device) for each in drawn)
+    return [(matrix * rows[:, None] * columns).to(device) for matrix in drawn]
 
 
-def _cut(matrix: Tensor, dim: int) -> list[Tensor]:
-    at = SHAPES[matrix.shape[0], matrix.shape[1]][dim]
-    return [part.contiguous() for part in matrix.split([at, matrix.shape[dim] - at], dim)]
+def _halves(matrix: Tensor, dim: int) -> list[Tensor]:
+    cut = SHAPES[matrix.shape[0], matrix.shape[1]][dim]
+    return [half.contiguous() for half in matrix.tensor_split([cut], dim)]
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

@@ -81,10 +81,10 @@ def convert(
         return x
     change = CONVERSIONS.get((type(src), type(dst)))
     if change is None:
-        ways = [each.__name__ for kind, each in CONVERSIONS if kind is type(src)]
+        targets = [target.__name__ for kind, target in CONVERSIONS if kind is type(src)]
         raise InvalidArgumentError(
-            f"{describe_rank()}: {where} is {src} and is needed as {dst}, to which no conversion "
-            f"leads; from {type(src).__name__} there are those to {', '.join(ways)}"
+            f"{describe_rank()}: {where} is {src} and is needed as {dst}, and there is no such "
+            f"conversion; {type(src).__name__} converts to {', '.join(targets)}"
         )
     return change(x, src, dst, group)
 
@@ -99,7 +99,7 @@ def _own_piece(x: Tensor, _: Any, dst: Shard, group: Group) -> Tensor:
 def _other_dim(x: Tensor, src: Shard, dst: Shard, group: Group) -> Tensor:
     if src.sizes or dst.sizes:
         raise InvalidArgumentError(
-            f"{describe_rank()}: {src} becomes {dst} if ranks have equal pieces alone: leave sizes "
+            f"{describe_rank()}: a conversion from {src} to {dst} needs equal shards: leave sizes "
             "out, or convert to Invariant() first"
         )
     return functional.all_to_all(x, dst.dim, src.dim, group)

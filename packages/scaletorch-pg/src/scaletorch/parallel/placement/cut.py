@@ -55,7 +55,7 @@ class Cut:
         """Position in a shard -> its distinct ranges, for positions that some ranks replicate."""
         places = enumerate(zip(*self.ranges, strict=True))
         distinct = {place: tuple(dict.fromkeys(ranges)) for place, ranges in places}
-        return {place: each for place, each in distinct.items() if len(each) < len(self.ranges)}
+        return {place: r for place, r in distinct.items() if len(r) < len(self.ranges)}
 
     @property
     def in_order(self) -> bool:

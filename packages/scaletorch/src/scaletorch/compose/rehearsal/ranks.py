@@ -244,7 +244,7 @@ class Ranks:
     @property
     def _rows_of_a_part(self) -> int:
         """The number of rows in one micro-batch of a rank."""
-        return self.small.rows // (self.manager.dp_size * self._micro_batches)
+        return self.small.rows // (self.manager.grid.dp * self._micro_batches)
 
     def _joined(self, parts: list[Tensor], form: _Form, shape: torch.Size) -> Tensor:
         manager, rows, positions = self.manager, form.rows, form.positions

@@ -15,7 +15,7 @@ synchronised sum, the same on every rank, or this rank's own since the last sync
                                                                     grad: None, the sum still held
 
     A gradient that comes while the slot is in flight (a reentrant checkpoint uses a parameter
-    again) makes it `local` once more: its flag is LATE, and the bucket goes in a second round.
+    again) makes it `local` once more: its flag is LATE, and all ranks refuse the backward.
     `open`, at the start of a backward, follows the user's changes: grad None or all zero
     applies to the held sum too. `clear` forgets everything. In a sharded bucket `set_placeholder`
     sets a tensor in place of the sum, which lies in shards.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
@@ -14,7 +13,7 @@ from .reduction import Reduction
 from .slot import Slot
 
 # A rank's flag for each parameter; the maximum over ranks counts.
-UNUSED, USED, LATE, NONFINITE = 0, 1, 2, 3
+UNUSED, USED, NONFINITE, LATE = 0, 1, 2, 3
 
 
 class Bucket:
@@ -52,22 +51,13 @@ class Bucket:
         self._used: dict[int, int] = {}
         self._finite: Tensor | None = None  # bool, one for each slot
         self._work: Work[Tensor] | None = None
-        self._before: Tensor | None = None
 
-    @contextmanager
-    def widened(self) -> Iterator[None]:
-        """Hold gradients in float32 at least, within a context."""
-        before = self.dtype
-        self.dtype = torch.promote_types(self.dtype, torch.float32)
+    def convert(self, dtype: torch.dtype) -> None:
+        """Hold gradients in another dtype from now on, and follow parameters' new dtypes."""
+        self.dtype = dtype
+        self._buffer = self._spare = None
         for slot in self.slots:
-            slot.convert(self.dtype)
-        try:
-            yield
-        finally:
-            self.dtype = before
-            self._buffer = self._spare = None
-            for slot in self.slots:
-                slot.convert(self.dtype)
+            slot.convert(dtype)
 
     def reset(self) -> None:
         """Forget which gradients are ready, and the reduction in flight."""
@@ -75,10 +65,9 @@ class Bucket:
         self._buffer = self._sent = None
 
     def open(self) -> int:
-        """Follow, when a backward begins, the user's changes to gradients since the last one.
+        """Follow the user's changes to gradients since the last backward, when one begins.
 
-        Returns:
-            The number of this rank's own gradients that were dropped or zeroed.
+        Return the number of this rank's own gradients that were dropped or zeroed.
         """
         return sum([slot.open() for slot in self.slots])
 
@@ -119,8 +108,7 @@ class Bucket:
     def collect_if_done(self) -> bool:
         """Free memory that only the reduction needed, if it has ended; never wait for it.
 
-        Returns:
-            Whether nothing is left to free.
+        Return whether nothing is left to free.
         """
         return True
 
@@ -162,23 +150,11 @@ class Bucket:
         self._finite = None
 
     def _start(self, reduction: Reduction, buffer: Tensor) -> Work[Tensor]:
-        self._before = self._held(buffer) if reduction.ordered else None
-        return reduction.whole(buffer, self._before)
+        return reduction.whole(buffer)
 
     def _give(self, reduced: Tensor, flags: Sequence[int]) -> None:
         for slot, view in self._views(reduced):
-            used = flags[slot.index] != UNUSED
-            slot.give(view if used else None, with_held=self._before is not None)
-
-    def _held(self, buffer: Tensor) -> Tensor | None:
-        """Return the earlier synchronised gradients in the buffer's order, or None."""
-        if all(slot.held is None for slot in self.slots):
-            return None
-        before = torch.zeros_like(buffer)
-        for slot, view in self._views(before):
-            if slot.held is not None:
-                view.copy_(slot.held)
-        return before
+            slot.give(view if flags[slot.index] != UNUSED else None)
 
     def _views(self, buffer: Tensor) -> Iterator[tuple[Slot, Tensor]]:
         for slot in self.slots:

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ....dist.building import one_per_process, tensors_in
 from ....dist.errors import NonFiniteError, StateError
 from ...pg_manager import describe_rank
-from ..culprits import shorten
+from ..parameters import shorten
 from .manager import BucketManager
 
 _OUTSIDE = -1  # torch's number for "no backward is running on this thread"
@@ -81,13 +81,10 @@ class GradientSync:
         this = weakref.ref(self)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(partial(_call, this, GradientSync.output_arrived))
+                tensor.register_hook(partial(_call, this, GradientSync._enter))
 
     def finish_if_due(self) -> None:
-        """Synchronise now, whatever gradients this rank has, unless that is switched off.
-
-        `raise_failed` raises the errors.
-        """
+        """Synchronise now, whatever gradients this rank has, unless that is switched off."""
         if self._attached and self.syncs:
             for manager in self._attached:
                 manager.open()
@@ -99,10 +96,6 @@ class GradientSync:
         for manager in self.managers:
             manager.reset()
             manager.clear()
-
-    def output_arrived(self, _grad: Tensor) -> None:
-        """Handle the gradient of an output: a backward has begun."""
-        self._enter()
 
     def gradient_coming(self, at: int, index: int, _grad: Tensor) -> None:
         """Handle the gradient of a manager's parameter just before autograd adds it."""
@@ -130,8 +123,8 @@ class GradientSync:
         watched = len(slot.parameter._post_accumulate_grad_hooks or ()) > 1
         manager.mark_ready(index, self._overlap and not self._shares_group and not watched)
 
-    def _enter(self) -> None:
-        """Queue the end of the running backward, once."""
+    def _enter(self, _grad: Tensor | None = None) -> None:
+        """Queue the end of the running backward, once; also a hook of the outputs."""
         task = torch._C._current_graph_task_id()
         if task in self._tasks:
             return
@@ -142,11 +135,11 @@ class GradientSync:
             # Another wrapper's calls on the same group could come between ours in another order on
             # another rank: then all calls are made at the end, wrapper by wrapper.
             self._shares_group = any(
-                group is own
+                group is ours
                 for other in self._alive
                 if other is not self
                 for group in other.groups
-                for own in self.groups
+                for ours in self.groups
             )
             for manager in self._attached:
                 manager.open()
@@ -165,17 +158,17 @@ class GradientSync:
                 return  # a node is running: this backward was nested, the outer one goes on
             self.reset()
             message = (
-                f"{describe_rank()}: an earlier backward raised and left gradients half made; "
+                f"{describe_rank()}: an earlier backward raised and left incomplete gradients; "
                 "they are None now: start this step again (after an error, call reset())"
             )
             raise StateError(message)
         # Callbacks run in the order of the wrappers' first gradients, which may differ between
         # ranks. So the first callback ends all wrappers, in the order of their numbers.
-        ending = [each for each in self._alive if each._root == task]
-        ending.sort(key=lambda each: each._serial)
-        for each in ending:  # all, even if one has errors: other ranks end theirs too
-            each._end()
-        raise_failed([each for each in ending if isinstance(each, GradientSync)])
+        ending = [sync for sync in self._alive if sync._root == task]
+        ending.sort(key=lambda sync: sync._serial)
+        for sync in ending:  # all, even if one has errors: other ranks end theirs too
+            sync._end()
+        raise_failed([sync for sync in ending if isinstance(sync, GradientSync)])
 
     def _end(self) -> None:
         if self._touched and self.syncs:
@@ -227,31 +220,18 @@ def _alive() -> weakref.WeakSet[GradientSync]:
 
 
 def refuse_taken(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse parameters whose gradients are already in use.
-
-    Raises:
-        StateError: Another live wrapper has a parameter, or its gradient goes to `main_grad`.
-    """
-    parameters = list(parameters)
+    """Refuse parameters that another live wrapper has."""
     taken = {
         id(slot.parameter)
         for other in _alive()
         for manager in other.managers
         for slot in manager.slots
     }
-    names = [name for name, each in parameters if id(each) in taken]
+    names = [name for name, parameter in parameters if id(parameter) in taken]
     if names:
         message = (
             f"{describe_rank()}: {shorten(names)} would be synchronised twice: a "
             "data-parallel wrapper that is alive has it; use that one, or drop it first"
-        )
-        raise StateError(message)
-    names = [name for name, each in parameters if hasattr(each, "main_grad")]
-    if names:
-        message = (
-            f"{describe_rank()}: the gradient of {names[0]} goes to its main_grad, past this "
-            "wrapper, which would synchronise nothing: sum main gradients over the group "
-            "yourself, or remove them"
         )
         raise StateError(message)
 
@@ -269,14 +249,10 @@ def remove_hooks(handles: Iterable[Any]) -> None:
 
 
 def raise_failed(syncs: Iterable[GradientSync]) -> None:
-    """Raise the first non-finite error, unless the caller of the synchronisation holds them.
-
-    Raises:
-        NonFiniteError: A gradient is not finite.
-    """
+    """Raise the first non-finite error, unless the caller of the synchronisation holds them."""
     found: list[NonFiniteError] = []
-    for each in syncs:
-        found += each.failed
-        each.failed = []
+    for sync in syncs:
+        found += sync.failed
+        sync.failed = []
     if found:
         raise found.pop(0)  # not kept in the list: its traceback holds this frame

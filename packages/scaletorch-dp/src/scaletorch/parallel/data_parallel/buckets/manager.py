@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ....dist import all_reduce, broadcast, group_ranks
-from ....dist.errors import MismatchError, NonFiniteError
+from ....dist.errors import MismatchError, NonFiniteError, StateError
 from ...pg_manager import describe_rank
-from ..culprits import name_culprits, share_names
+from ..parameters import name_culprits, share_names, shorten
 from .bucket import LATE, NONFINITE, UNUSED, Bucket
 from .reduction import Reduction
 from .slot import Slot
@@ -28,7 +28,7 @@ class BucketManager:
     Args:
         slots: All trainable parameters' slots, in registration order.
         reduction: The options of the reductions.
-        bucket_size: Maximum elements of a bucket; None gives every parameter a bucket of its own.
+        bucket_size: Maximum elements of a bucket; 1 gives every parameter a bucket of its own.
         grad_type: Dtype of the buffers of floating gradients; None is each parameter's own.
         check_finite: Whether to check gradients for NaN and infinity before they travel.
     """
@@ -37,7 +37,7 @@ class BucketManager:
         self,
         slots: Sequence[Slot],
         reduction: Reduction,
-        bucket_size: int | None = None,
+        bucket_size: int = 1,
         grad_type: torch.dtype | None = None,
         *,
         check_finite: bool = False,
@@ -55,14 +55,7 @@ class BucketManager:
 
     def fill(self, slots: Iterable[Slot]) -> list[Bucket]:
         """Divide slots into buckets, in the order of their launches."""
-        if self._bucket_size is not None:
-            return fill_buckets(slots, self._bucket_size, self._grad_type, self.reduction)
-        ordered = sorted(slots, key=lambda slot: slot.index)
-        dtypes = [slot.parameter.dtype for slot in ordered]
-        return [
-            Bucket([slot], dtype, self.reduction.multiple(dtype))
-            for slot, dtype in zip(ordered, dtypes, strict=True)
-        ]
+        return fill_buckets(slots, self._bucket_size, self._grad_type, self.reduction)
 
     def use_buckets(self, buckets: Iterable[Bucket]) -> None:
         """Use other buckets over the same slots; nothing may be in flight."""
@@ -82,36 +75,31 @@ class BucketManager:
 
         A backward within it does not set the order of the buckets.
         """
-        before = self.reduction, self.order
-        self.reduction = replace(self.reduction, dtype=None)
-        self.order = None
+        before = self.reduction, self.order, [bucket.dtype for bucket in self.buckets]
+        self.reduction, self.order = replace(self.reduction, dtype=None), None
+        for bucket in self.buckets:
+            bucket.convert(torch.promote_types(bucket.dtype, torch.float32))
         try:
-            with ExitStack() as wider:
-                for bucket in self.buckets:
-                    wider.enter_context(bucket.widened())
-                yield
+            yield
         finally:
-            self.reduction, self.order = before
+            self.reduction, self.order, dtypes = before
+            for bucket, dtype in zip(self.buckets, dtypes, strict=True):
+                bucket.convert(dtype)
 
     def expect(self, parameters: Iterable[Tensor]) -> None:
-        """Limit the next backward, if it sums into shards, to the buckets of these parameters.
-
-        Args:
-            parameters: The parameters that it may reach, the same on all ranks.
-        """
+        """Limit the next backward to the buckets of these parameters, the same on all ranks."""
         reached = {id(parameter) for parameter in parameters}
-        if self.eager:
-            self._expected = tuple(
-                bucket
-                for bucket in self.buckets
-                if any(id(slot.parameter) in reached for slot in bucket.slots)
-            )
+        self._expected = tuple(
+            bucket
+            for bucket in self.buckets
+            if any(id(slot.parameter) in reached for slot in bucket.slots)
+        )
 
     def open(self) -> None:
         """Follow, when a backward begins, the user's changes to gradients since the last one."""
-        own = sum(slot.local for slot in self.slots)
+        local = sum(slot.local for slot in self.slots)
         dropped = sum(bucket.open() for bucket in self.buckets)
-        self._dropped += 0 < own == dropped  # all of them: ranks may use different parameters
+        self._dropped += 0 < local == dropped  # all of them: ranks may use different parameters
         self._adds = any(slot.has_synchronised for slot in self.slots)
 
     def place(self, slot: Slot) -> Tensor:
@@ -124,7 +112,7 @@ class BucketManager:
             self.order.append(index)
         self._bucket_of[index].mark_ready(index)
         if self._in_flight:
-            self._in_flight = [each for each in self._in_flight if not each.collect_if_done()]
+            self._in_flight = [b for b in self._in_flight if not b.collect_if_done()]
         due = self._expected
         while launch and self._next < len(due) and due[self._next].ready:
             self._launch(due[self._next])
@@ -135,27 +123,21 @@ class BucketManager:
         """Launch the remaining buckets, wait for all, and write every gradient.
 
         One more, small reduction shares which parameters any rank used, one int32 for each, and
-        whether all ranks have kept and dropped the same gradients. A second round reduces
-        parameters that a reentrant checkpoint used again after their bucket had left, or that were
-        not expected.
+        whether all ranks have kept and dropped the same gradients.
 
         Raises:
             NonFiniteError: A gradient of some rank is not finite, and `check_finite` is on.
+            MismatchError: The ranks have kept or dropped other gradients.
+            StateError: A parameter got another gradient after its bucket had left.
         """
         try:
-            buckets, others = self._expected, self.buckets
-            while others:
-                for bucket in buckets:
-                    if not bucket.launched:
-                        self._launch(bucket)
-                flags = self._agree(others)
-                for bucket in buckets:
+            for bucket in self._expected:
+                if not bucket.launched:
+                    self._launch(bucket)
+            if self.buckets:
+                flags = self._agree()
+                for bucket in self._expected:
                     bucket.finish(flags)
-                buckets = others = tuple(
-                    bucket
-                    for bucket in others
-                    if any(flags[slot.index] == LATE for slot in bucket.slots)
-                )
             self._reorder()
         finally:
             self.reset()
@@ -179,10 +161,10 @@ class BucketManager:
         bucket.launch(self.reduction, check_finite=self.checks_finite)
         self._in_flight.append(bucket)
 
-    def _agree(self, buckets: Iterable[Bucket]) -> list[int]:
+    def _agree(self) -> list[int]:
         """Return for each slot the maximum flag of all ranks."""
         flags = [UNUSED] * len(self.slots)
-        for bucket in buckets:
+        for bucket in self.buckets:
             for slot in bucket.slots:
                 flags[slot.index] = bucket.flag(slot)
         group = self.reduction.group
@@ -192,7 +174,7 @@ class BucketManager:
         # On the CPU, so that the host does not wait for an accelerator.
         shared = torch.tensor([*flags, *places], dtype=torch.int32)
         work = all_reduce(shared, "max", group=group, async_op=True)
-        for bucket in buckets:  # the flags travel meanwhile
+        for bucket in self.buckets:  # the flags travel meanwhile
             bucket.wait()
         work.wait()
         *result, adds, begins, most, least, many, few = shared.tolist()
@@ -200,24 +182,32 @@ class BucketManager:
         if adds and begins:
             self._disagree(
                 f"this backward {'adds to' if self._adds else 'begins without'} gradients of an "
-                "earlier one, and other ranks' does not do so: the ranks ran backward or zero_grad "
-                "a different number of times"
+                "earlier one, unlike those of other ranks: the ranks ran backward or zero_grad a "
+                "different number of times"
             )
         if most + least:
             self._disagree(
                 f"this rank has made and dropped gradients {dropped} times without a "
-                f"synchronisation, and other ranks {-least} to {most} times: some alone were in "
-                "no_sync(), and may have updated by gradients of their own; enter and leave it on "
-                "all ranks alike"
+                f"synchronisation, and other ranks {-least} to {most} times: only some were in "
+                "no_sync(), and may have updated with their own gradients; enter and leave it on "
+                "all ranks together"
             )
         if many + few:
             self._disagree(
                 f"{trained} of the parameters of this rank that were trainable when wrapped "
                 f"require grad now, and on other ranks {-few} to {many}: gradients would be sums "
-                "over some ranks alone; freeze the same parameters on all ranks"
+                "over only some ranks; freeze the same parameters on all ranks"
+            )
+        if LATE in result:
+            late = [slot.name for slot in self.slots if result[slot.index] == LATE]
+            self._drop()
+            raise StateError(
+                f"{describe_rank()}: {shorten(late)} got another gradient after its sum over ranks "
+                "had begun, as in a module that a reentrant checkpoint runs again; all gradients "
+                "are None now: pass use_reentrant=False to the checkpoints"
             )
         if NONFINITE in result:
-            self._refuse(flags)
+            self._refuse_nonfinite(flags)
         return result
 
     def _disagree(self, text: str) -> NoReturn:
@@ -229,7 +219,7 @@ class BucketManager:
             bucket.finish([UNUSED] * len(self.slots))
             bucket.clear()
 
-    def _refuse(self, flags: Sequence[int]) -> NoReturn:
+    def _refuse_nonfinite(self, flags: Sequence[int]) -> NoReturn:
         """Drop all gradients, and raise on every rank."""
         self._drop()
         names = [slot.name for slot in self.slots if flags[slot.index] == NONFINITE]
@@ -286,7 +276,7 @@ def fill_buckets(
         current[key].append(slot)
         room[key] -= elements
     members.sort(key=lambda entry: place[entry[1][-1].index])
-    return [Bucket(each, dtype, reduction.multiple(dtype)) for dtype, each in members]
+    return [Bucket(slots, dtype, reduction.multiple(dtype)) for dtype, slots in members]
 
 
 def _buffer_dtype(slot: Slot, grad_type: torch.dtype | None) -> torch.dtype:

@@ -20,7 +20,6 @@ from ....dist.building import (
 from ....dist.errors import InvalidArgumentError
 
 OPS = ("sum", "mean")
-ORDERS = ("any", "rank")
 
 
 @dataclass(frozen=True)
@@ -31,20 +30,16 @@ class Reduction:
         op: `"sum"` or `"mean"` over the group.
         group: The ranks; None is this process alone.
         dtype: Dtype of buffers in transit; None leaves them unchanged.
-        order: `"any"`, the backend's, or `"rank"`: each element is the earlier value,
-            plus rank 0's, plus rank 1's, and so on, whatever the buckets and the backend.
     """
 
     op: str
     group: ProcessGroup | None
     dtype: torch.dtype | None = None
-    order: str = "any"
 
     def __post_init__(self) -> None:
-        for name, value, known in (("op", self.op, OPS), ("order", self.order, ORDERS)):
-            if value not in known:
-                choices = ", ".join(map(repr, known))
-                raise InvalidArgumentError(f"{name} must be one of {choices}, got {value!r}")
+        if self.op not in OPS:
+            choices = ", ".join(map(repr, OPS))
+            raise InvalidArgumentError(f"op must be one of {choices}, got {self.op!r}")
         check_floating("reduce_dtype", self.dtype)
 
     @cached_property
@@ -57,18 +52,13 @@ class Reduction:
         """This rank's index in the group."""
         return get_rank(self.group)
 
-    @property
-    def ordered(self) -> bool:
-        """True if sums are in rank order."""
-        return self.order == "rank"
-
     def folds(self, dtype: torch.dtype) -> bool:
         """Return whether each rank adds up its shard of a buffer of `dtype` and shares it.
 
         16-bit floats are then added in float32 and rounded once, on every backend.
         """
         travels = dtype if self.dtype is None or not dtype.is_floating_point else self.dtype
-        return self.size > 1 and (self.ordered or sum_dtype(travels) is not travels)
+        return self.size > 1 and sum_dtype(travels) is not travels
 
     def multiple(self, dtype: torch.dtype) -> int:
         """Return the factor that a buffer's length must have, so that shards are even."""
@@ -79,29 +69,20 @@ class Reduction:
         work = all_gather_flat(data, counts, self.group, async_op=True)
         return work if isinstance(work, Work) else Work((), lambda: None)
 
-    def whole(self, buffer: Tensor, before: Tensor | None) -> Work[Tensor]:
-        """Start reducing a buffer on every rank; the work returns the result, in the buffer.
-
-        Args:
-            buffer: Flat; its values are overwritten.
-            before: Initial value of the sum; only in rank order.
-        """
+    def whole(self, buffer: Tensor) -> Work[Tensor]:
+        """Start reducing a flat buffer, in place; the work returns it."""
         wire = self._wire(buffer)
-        work = all_reduce_flat(wire, self.op, group=self.group, ordered=self.ordered, start=before)
+        work = all_reduce_flat(wire, self.op, group=self.group)
         return work if wire is buffer else Work((work,), lambda: buffer.copy_(wire))
 
-    def shard(self, buffer: Tensor, counts: list[int], before: Tensor | None) -> Work[Tensor]:
-        """Start reduce-scattering a buffer; the work returns this rank's shard.
+    def shard(self, buffer: Tensor, counts: list[int]) -> Work[Tensor]:
+        """Start reduce-scattering a flat buffer; the work returns this rank's shard.
 
         Args:
-            buffer: Flat, in use until then.
+            buffer: In use until the work is done.
             counts: Elements of each rank's shard.
-            before: Initial value of this rank's sum; only in rank order.
         """
-        wire = self._wire(buffer)
-        return reduce_scatter_flat(
-            wire, counts, self.op, self.group, ordered=self.ordered, start=before
-        )
+        return reduce_scatter_flat(self._wire(buffer), counts, self.op, self.group)
 
     def _wire(self, buffer: Tensor) -> Tensor:
         dtype = self.dtype if buffer.dtype.is_floating_point else None
@@ -109,10 +90,6 @@ class Reduction:
 
 
 def check_floating(name: str, dtype: object) -> None:
-    """Refuse anything but a floating dtype or None.
-
-    Raises:
-        InvalidArgumentError: It is something else.
-    """
+    """Refuse anything but a floating dtype or None."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InvalidArgumentError(f"{name} must be a floating-point dtype or None, got {dtype!r}")

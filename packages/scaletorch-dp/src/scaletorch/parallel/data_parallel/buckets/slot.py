@@ -16,11 +16,8 @@ Place = Callable[["Slot"], Tensor]
 class Slot:
     """Keeps the synchronised sum in `parameter.grad` separate from this rank's own gradients.
 
-    Between backward calls the gradient is either synchronised (`local` is False and nothing is
-    held) or this rank's own since the last synchronisation (`local` is True). An earlier
-    synchronised gradient is then held back, and added again by `give`.
-
-    This rank's own gradient lives in a bucket's buffer. If that has the parameter's dtype,
+    The states are drawn in the package's docstring. This rank's own gradient lives in a bucket's
+    buffer. If that has the parameter's dtype,
     `parameter.grad` is a view of it, into which autograd adds. Otherwise each backward's gradient
     is added to the buffer, and `parameter.grad` keeps it only to show whether it was zeroed.
 
@@ -31,18 +28,9 @@ class Slot:
     """
 
     __slots__ = (
-        "_dtype",
-        "_held",
-        "_seen",
-        "_shown",
-        "_version",
-        "_view",
-        "buffer_dtype",
-        "index",
-        "local",
-        "name",
-        "parameter",
-    )
+        "_dtype", "_held", "_seen", "_shown", "_version", "_view", "buffer_dtype", "index", "local",
+        "name", "parameter",
+    )  # fmt: skip
 
     def __init__(self, name: str, index: int, parameter: nn.Parameter) -> None:
         self.name = name
@@ -62,13 +50,10 @@ class Slot:
         self._dtype, self.buffer_dtype = self.parameter.dtype, buffer_dtype
 
     def open(self) -> bool:
-        """Follow, when a backward begins, changes of this rank's own gradient since `close`.
+        """Follow changes of this rank's own gradient since `close`, when a backward begins.
 
         A `zero_grad` between an unsynchronised backward and the next is meant for the held sum too,
-        but reaches only the visible gradient.
-
-        Returns:
-            Whether there was a gradient and it was dropped or zeroed.
+        but reaches only the visible gradient. Return whether a gradient was dropped or zeroed.
         """
         grad = self.parameter.grad
         if grad is None:
@@ -113,13 +98,10 @@ class Slot:
             self.parameter.grad = None
 
     def after_accumulation(self, place: Place) -> bool:
-        """Note that the gradient is now this rank's own.
+        """Note that the gradient is now this rank's own; return whether there is one.
 
-        Args:
-            place: Returns the slot's memory in its bucket's buffer.
-
-        Returns:
-            Whether there is a gradient; autograd may call the hooks without one.
+        `place` returns the slot's memory in its bucket's buffer. Autograd may call the hooks
+        without a gradient.
 
         Raises:
             StateError: The gradient is sparse, or the parameter's dtype has changed.
@@ -139,13 +121,9 @@ class Slot:
         return True
 
     def require_unchanged(self, *, ends: bool = False) -> None:
-        """Refuse a parameter that was updated with a gradient that is not summed yet.
+        """Refuse a parameter that was written to after its gradient came, in the same backward.
 
-        Args:
-            ends: Backward has ended: later updates are correct.
-
-        Raises:
-            StateError: The parameter was written to after its gradient came, in the same backward.
+        If backward `ends`, later updates are correct.
         """
         seen, self._seen = self._seen, None if ends else self._seen
         if seen not in (None, self.parameter._version):
@@ -158,8 +136,7 @@ class Slot:
     def take(self, place: Tensor) -> bool:
         """Move this rank's own gradient to `place`, its memory in the buffer, and show None.
 
-        Returns:
-            Whether there is one; otherwise `place` is zeroed.
+        Return whether there is one; otherwise `place` is zeroed.
         """
         local, grad, self.parameter.grad = self.local, self.parameter.grad, None
         if not local:
@@ -176,38 +153,19 @@ class Slot:
         """True if there is a gradient from an earlier synchronisation."""
         return self._held is not None or (not self.local and self.parameter.grad is not None)
 
-    @property
-    def held(self) -> Tensor | None:
-        """The earlier synchronised gradient, held back from this rank's own."""
-        return self._held
-
-    def give(self, reduced: Tensor | None, *, with_held: bool = False) -> None:
+    def give(self, reduced: Tensor | None) -> None:
         """Set the gradient to the held one plus `reduced`, which may be changed and kept.
 
-        A gradient that arrived since `take` stays this rank's own, with the sum held.
-
-        Args:
-            reduced: The reduced gradient; None if no rank has one.
-            with_held: Whether it already includes the held one.
+        If no rank has one, `reduced` is None and the held one stays, None included.
         """
         held, self._held = self._held, None
-        if reduced is None:
-            total = held  # no rank has used the parameter: the sum stays, None included
-        else:
-            total = self._conform(reduced if held is None or with_held else reduced.add_(held))
-        if self.local:
-            # A reentrant checkpoint has used the parameter again: the visible gradient is the new
-            # one, which leaves in a second round, and the sum is held for it.
-            self._held = total
-        else:
-            self.parameter.grad = total
+        if reduced is not None:
+            held = self._conform(reduced if held is None else reduced.add_(held))
+        self.parameter.grad = held
 
     def set_placeholder(self, gradient: Tensor) -> None:
         """Set a placeholder for a gradient in shards, which include the held one."""
-        if self.local:
-            self._held = gradient
-        else:
-            self._held, self.parameter.grad = None, gradient
+        self._held, self.parameter.grad = None, gradient
 
     def clear(self) -> None:
         """Forget everything; the gradient becomes None."""

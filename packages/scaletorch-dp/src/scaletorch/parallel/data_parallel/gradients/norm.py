@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from torch.distributed import ProcessGroup
 from ....dist import all_reduce, get_comm_device, get_rank, group_ranks
 from ....dist.errors import InvalidArgumentError, NonFiniteError
 from ...pg_manager import axis_group, describe_rank
-from ..culprits import Found, name_culprits, share_names
+from ..parameters import Found, name_culprits, share_names
 from ..sharding.shards import check_module, is_sharded, parameter_shards, settled_shards
 
 
@@ -114,21 +113,26 @@ def clip_by(
     *,
     error_if_nonfinite: bool,
 ) -> Tensor:
-    """Clip by a norm that is the same on every rank; errors as of `clip_grad_norm_`.
+    """Clip by a norm that is the same on every rank; see `clip_grad_norm_`.
 
     Args:
         norm: Returns the norm.
         find_culprits: Returns the gradients that are not finite, for the error.
-        model: As in `global_grad_norm`.
-        max_norm: At least 0.
-        error_if_nonfinite: Raise if the norm is not finite.
+        model: As in `clip_grad_norm_`.
+        max_norm: As in `clip_grad_norm_`.
+        error_if_nonfinite: As in `clip_grad_norm_`.
     """
     if not isinstance(max_norm, int | float) or not max_norm >= 0:
         message = f"max_norm must be a number of at least 0, got {max_norm!r}"
         raise InvalidArgumentError(message)
     found = norm()
     if error_if_nonfinite and not found.isfinite():
-        refuse_nonfinite(found, find_culprits())
+        text = name_culprits(find_culprits())
+        text = text or "every gradient is finite, but the norm is beyond its dtype"
+        raise NonFiniteError(
+            f"the norm of the gradients is {found.item()}, so they cannot be clipped: {text}. Skip "
+            "the step (a GradScaler does by itself), or pass error_if_nonfinite=False"
+        )
     factor = (max_norm / (found + 1e-6)).clamp(max=1.0)  # torch's
     _multiply((shard.tensor.grad for shard in settled_shards(model)), factor)
     return found
@@ -181,7 +185,7 @@ def _counted_gradients(model: nn.Module, group: ProcessGroup | None) -> Iterator
     """Yield the gradients that this rank counts: its shards, and those it is the first to hold."""
     usual = axis_group("cp_dp", group)
     groups: Mapping[str, ProcessGroup | None] = getattr(model, "parameter_groups", {})
-    members = {rank for each in groups.values() for rank in group_ranks(each)}
+    members = {rank for other in groups.values() for rank in group_ranks(other)}
     if not members <= {*group_ranks(usual)}:
         raise InvalidArgumentError(
             f"{describe_rank()}: the wrapper reduces some parameters over ranks that are not in "
@@ -203,8 +207,8 @@ def _power_sum(gradients: Iterable[Tensor], order: float, device: torch.device) 
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():
-            own = _values(gradient.detach())
-            kinds.setdefault((own.device, own.dtype), []).append(own)
+            values = _values(gradient.detach())
+            kinds.setdefault((values.device, values.dtype), []).append(values)
     norms = [torch.zeros(1, dtype=wide, device=device)]
     for (_, dtype), same in kinds.items():
         exact = torch.promote_types(dtype, torch.float32)
@@ -242,16 +246,6 @@ def _checked_order(norm_type: float) -> float:
     return order
 
 
-def nonfinite_names(model: nn.Module) -> list[str]:
-    """Return this rank's parameters whose gradients, or shards of them, are not all finite."""
-    found = [
-        (shard.name, _values(shard.tensor.grad).isfinite().all().cpu())
-        for shard in settled_shards(model)
-        if shard.tensor.grad is not None and shard.stop > shard.start
-    ]
-    return list(dict.fromkeys(name for name, finite in found if not finite))
-
-
 def _values(gradient: Tensor) -> Tensor:
     """Return a gradient, or the values of a sparse one."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
@@ -272,13 +266,10 @@ def found_on_ranks(
         place: This rank's name; by default its coordinates in the grid, or its number without one.
         alone: Ask this rank only, as the others have the same gradients.
     """
-    return share_names(nonfinite_names(model), group, place, alone=alone)
-
-
-def refuse_nonfinite(norm: Tensor, found: Found) -> NoReturn:
-    """Raise an error with the first parameters and their ranks."""
-    culprits = name_culprits(found) or "every gradient is finite, but the norm is beyond its dtype"
-    raise NonFiniteError(
-        f"the norm of the gradients is {norm.item()}, so they cannot be clipped: {culprits}. Skip "
-        "the step (a GradScaler does by itself), or pass error_if_nonfinite=False"
-    )
+    found = [
+        (shard.name, _values(shard.tensor.grad).isfinite().all().cpu())
+        for shard in settled_shards(model)
+        if shard.tensor.grad is not None and shard.stop > shard.start
+    ]
+    names = list(dict.fromkeys(name for name, finite in found if not finite))
+    return share_names(names, group, place, alone=alone)

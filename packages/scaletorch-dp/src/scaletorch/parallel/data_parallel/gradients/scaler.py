@@ -12,7 +12,7 @@ from ....dist import all_reduce
 from ....dist.devices import current_device
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import axis_group
-from ..sharding.optimizer_hooks import settle
+from ..sharding.gather import settle
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -36,8 +36,9 @@ class GradScaler(torch.amp.GradScaler):
         group: The ranks that agree, by default all of the current grid.
 
     Raises:
-        InvalidArgumentError: A scale or interval that is not above 0, a `growth_factor` of at
-            most 1, or a `backoff_factor` that is not between 0 and 1.
+        InvalidArgumentError: A scale that is not above 0.
+        AssertionError: torch's, for a `growth_factor` of at most 1 or a `backoff_factor` of at
+            least 1.
         StateError: Several ranks, and neither a group nor a process group manager.
     """
 
@@ -52,8 +53,10 @@ class GradScaler(torch.amp.GradScaler):
         *,
         group: ProcessGroup | None = None,
     ) -> None:
-        kind = current_device().type if device is None else _known_device(device)
-        _check_scale(init_scale, growth_factor, backoff_factor, growth_interval)
+        kind = current_device().type if device is None else torch.device(device).type
+        if not 0 < init_scale < math.inf:
+            message = f"init_scale must be a finite number above 0, got {init_scale!r}"
+            raise InvalidArgumentError(message)
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         if self._enabled:
             self._group = axis_group("world", group)
@@ -68,39 +71,9 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         settle(optimizer)
-        own = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         anywhere = found_inf.clone()
-        for found in own.values():
-            anywhere += found.to(anywhere.device)
+        for overflow in found.values():
+            anywhere += overflow.to(anywhere.device)
         all_reduce(anywhere, "max", self._group)
         return {anywhere.device: anywhere}
-
-
-def _known_device(device: str) -> str:
-    try:
-        return torch.device(device).type
-    except (RuntimeError, TypeError) as error:
-        message = f"device must be a type such as 'cpu' or 'cuda', got {device!r}"
-        raise InvalidArgumentError(message) from error
-
-
-def _check_scale(scale: float, growth: float, backoff: float, interval: int) -> None:
-    """Refuse settings that would reverse gradients, or keep the scale from changing."""
-    whole = isinstance(interval, int) and not isinstance(interval, bool)
-    rules = {
-        "init_scale must be a finite number above 0": (scale, _is_number(scale) and scale > 0),
-        "growth_factor must be a finite number above 1": (
-            growth, _is_number(growth) and growth > 1,
-        ),
-        "backoff_factor must be between 0 and 1": (
-            backoff, _is_number(backoff) and 0 < backoff < 1,
-        ),
-        "growth_interval must be a number of steps, at least 1": (interval, whole and interval > 0),
-    }  # fmt: skip
-    for rule, (value, holds) in rules.items():
-        if not holds:
-            raise InvalidArgumentError(f"{rule}, got {value!r}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

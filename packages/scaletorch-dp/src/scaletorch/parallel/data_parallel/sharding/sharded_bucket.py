@@ -15,8 +15,7 @@ from ...pg_manager import describe_rank
 from ..buckets.bucket import UNUSED, Bucket
 from ..buckets.reduction import Reduction
 from ..buckets.slot import Slot
-from .gradient import ShardedGradient
-from .shards import Shard
+from .shards import Shard, ShardedGradient
 
 
 class ShardedBucket(Bucket):
@@ -41,11 +40,8 @@ class ShardedBucket(Bucket):
         own = range(before, before + self.counts[reduction.rank])
         self.own = slice(own.start, own.stop)
         self.values = self._move_parameters()
-        self._placed = list(self._own_shards(own, whole))
-        self.shards = [shard for _, shard in self._placed]
-        self._tensors: dict[int, list[Tensor]] = {slot.index: [] for slot in self.slots}
-        for slot, shard in self._placed:
-            self._tensors[slot.index].append(shard.tensor)
+        self._shard_of = dict(self._own_shards(own, whole))  # by the slot's index
+        self.shards = list(self._shard_of.values())
         self._versions = self._current_versions()
         for slot in self.slots:
             self._adopt(slot)
@@ -79,11 +75,7 @@ class ShardedBucket(Bucket):
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Follow all changes of parameters and gradients since the last update.
-
-        Raises:
-            StateError: A parameter has other memory now, or a gradient has not been summed.
-        """
+        """Follow all changes of parameters and gradients since the last update."""
         for slot, place in self._views(self.values):
             if slot.parameter.numel() and slot.parameter.data_ptr() != place.data_ptr():
                 self._refuse(f"{slot.name} has been moved or replaced since its optimizer was "
@@ -98,11 +90,7 @@ class ShardedBucket(Bucket):
         self._versions = versions
 
     def settle(self) -> None:
-        """Follow all changes of gradients since the last backward.
-
-        Raises:
-            StateError: A gradient has not been summed.
-        """
+        """Follow all changes of gradients since the last backward."""
         self.open()
         for slot in self.slots:
             if slot.local:
@@ -117,11 +105,11 @@ class ShardedBucket(Bucket):
         self._forget(slot)
         if gradient is None:
             return
-        for shard in self.shards:
-            if shard.parameter is slot.parameter:
-                own = gradient.reshape(-1)[shard.start : shard.stop]
-                shard.tensor.grad = own.to(shard.tensor.dtype, copy=True).view_as(shard.tensor)
-        slot.set_placeholder(ShardedGradient(slot.parameter, self._tensors[slot.index]))
+        shard = self._shard_of.get(slot.index)
+        if shard is not None:
+            own = gradient.reshape(-1)[shard.start : shard.stop]
+            shard.tensor.grad = own.to(shard.tensor.dtype, copy=True).view_as(shard.tensor)
+        self._show_placeholder(slot)
 
     @torch.no_grad()
     def gather(self) -> Work[Any]:
@@ -138,24 +126,24 @@ class ShardedBucket(Bucket):
     def whole_gradients(self) -> Iterator[tuple[Slot, Tensor]]:
         """Yield every parameter that has a gradient, with its whole gradient."""
         buffer = self.values.new_zeros(self.length, dtype=self._shard_dtype())
-        buffer[self.own] = self._own_gradients()
+        for _, shard, place in self._own_ranges(buffer[self.own]):
+            if shard.tensor.grad is not None:
+                place.copy_(shard.tensor.grad.view(-1))
         all_gather_flat(buffer, self.counts, self.reduction.group)
         for slot, view in self._views(buffer):
             if slot.parameter.grad is not None:
                 yield slot, view
 
     def _start(self, reduction: Reduction, buffer: Tensor) -> Work[Tensor]:
-        held = any(shard.tensor.grad is not None for shard in self.shards)
-        self._before = self._own_gradients() if reduction.ordered and held else None
-        return reduction.shard(buffer, self.counts, self._before)
+        return reduction.shard(buffer, self.counts)
 
     def _give(self, reduced: Tensor, flags: Sequence[int]) -> None:
         reduced = reduced.to(self._shard_dtype())
-        for slot, shard, own in self._own_ranges(reduced):
-            if flags[slot.index] == UNUSED:
+        for index, shard, own in self._own_ranges(reduced):
+            if flags[index] == UNUSED:
                 continue
             gradient = own.view(shard.tensor.shape)
-            if shard.tensor.grad is None or self._before is not None:
+            if shard.tensor.grad is None:
                 shard.tensor.grad = gradient
             else:
                 shard.tensor.grad += gradient
@@ -163,35 +151,32 @@ class ShardedBucket(Bucket):
             if flags[slot.index] == UNUSED:
                 slot.give(None)
             else:
-                slot.set_placeholder(ShardedGradient(slot.parameter, self._tensors[slot.index]))
+                self._show_placeholder(slot)
+
+    def _show_placeholder(self, slot: Slot) -> None:
+        shard = self._shard_of.get(slot.index)
+        tensor = None if shard is None else shard.tensor
+        slot.set_placeholder(ShardedGradient(slot.parameter, tensor))
 
     def _refuse(self, text: str) -> NoReturn:
         raise StateError(f"{describe_rank()}: {text}")
 
     def _forget(self, slot: Slot) -> None:
-        for tensor in self._tensors[slot.index]:
-            tensor.grad = None
-
-    def _own_gradients(self) -> Tensor:
-        """Return the gradients of this rank's shard, flat, zero for parameters without one."""
-        own = self.values.new_zeros(self.own.stop - self.own.start, dtype=self._shard_dtype())
-        for _, shard, place in self._own_ranges(own):
-            if shard.tensor.grad is not None:
-                place.copy_(shard.tensor.grad.view(-1))
-        return own
+        if slot.index in self._shard_of:
+            self._shard_of[slot.index].tensor.grad = None
 
     def _shard_dtype(self) -> torch.dtype:
         return self.shards[0].tensor.dtype if self.shards else _master_dtype(self.values.dtype)
 
-    def _own_ranges(self, own: Tensor) -> Iterator[tuple[Slot, Shard, Tensor]]:
-        """Yield this rank's shards with their slots and ranges of `own`, a shard of a buffer."""
-        at = 0
-        for slot, shard in self._placed:
+    def _own_ranges(self, own: Tensor) -> Iterator[tuple[int, Shard, Tensor]]:
+        """Yield the index of a slot, its shard on this rank, and its range of `own`."""
+        start = 0
+        for index, shard in self._shard_of.items():
             length = shard.stop - shard.start
-            yield slot, shard, own[at : at + length]
-            at += length
+            yield index, shard, own[start : start + length]
+            start += length
 
-    def _own_shards(self, own: range, whole: bool) -> Iterator[tuple[Slot, Shard]]:
+    def _own_shards(self, own: range, whole: bool) -> Iterator[tuple[int, Shard]]:
         for slot in self.slots:
             first = self._places[slot.index]
             start = max(own.start - first, 0)
@@ -201,7 +186,7 @@ class ShardedBucket(Bucket):
                 values = values.view(slot.parameter.shape) if whole else values
                 tensor = nn.Parameter(values.to(_master_dtype(values.dtype)))
                 shard = Shard(slot.name, slot.parameter, start, stop, tensor, replicated=False)
-                yield slot, shard
+                yield slot.index, shard
 
     def _whole_counts(self) -> list[int]:
         """Give each rank the whole parameters whose middle lies in its even share."""

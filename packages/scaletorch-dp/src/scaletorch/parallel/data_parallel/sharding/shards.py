@@ -1,13 +1,19 @@
-"""The tensors that an optimizer updates on this rank: parameters, or ranges of them."""
+"""The tensors that an optimizer updates on this rank: parameters, or ranges of them.
+
+`ShardedGradient` stands in `parameter.grad` for a gradient that lies in shards over the ranks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ....dist.errors import InvalidArgumentError
-from .gradient import ShardedGradient
+from ....dist.errors import InvalidArgumentError, StateError
+from ...pg_manager import describe_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,11 @@ class Shard:
         return self.tensor.dtype != self.parameter.dtype
 
 
+def whole_parameter(name: str, parameter: nn.Parameter) -> Shard:
+    """Return the shard for a parameter that every rank updates as a whole."""
+    return Shard(name, parameter, 0, parameter.numel(), parameter, replicated=True)
+
+
 def parameter_shards(model: nn.Module) -> list[Shard]:
     """Return the shards that an optimizer of the model updates on this rank, by parameter.
 
@@ -49,9 +60,9 @@ def parameter_shards(model: nn.Module) -> list[Shard]:
     if found is not None:
         return list(found)
     return [
-        Shard(name, each, 0, each.numel(), each, replicated=True)
-        for name, each in model.named_parameters()
-        if each.requires_grad
+        whole_parameter(name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
     ]
 
 
@@ -72,12 +83,12 @@ def settled_shards(model: nn.Module) -> list[Shard]:
     shards = parameter_shards(model)
     listed = {id(shard.parameter) for shard in shards}
     return shards + [
-        Shard(name, each, 0, each.numel(), each, replicated=True)
-        for name, each in model.named_parameters()
-        if not each.requires_grad
-        and id(each) not in listed
-        and isinstance(each.grad, Tensor)
-        and not isinstance(each.grad, ShardedGradient)
+        whole_parameter(name, parameter)
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad
+        and id(parameter) not in listed
+        and isinstance(parameter.grad, Tensor)
+        and not isinstance(parameter.grad, ShardedGradient)
     ]
 
 
@@ -87,10 +98,54 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def check_module(model: object) -> None:
-    """Refuse anything but a module.
-
-    Raises:
-        InvalidArgumentError: It is not one.
-    """
+    """Refuse anything but a module."""
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model must be a module, got {type(model).__name__}")
+
+
+class ShardedGradient(Tensor):
+    """Shows that there is a gradient, and refuses computation: no rank has the whole.
+
+    It takes no memory. `zero_()` sets the shard of this rank to zero.
+    """
+
+    _shard: Tensor | None
+
+    def __new__(cls, parameter: Tensor, shard: Tensor | None) -> ShardedGradient:
+        """Stand for the gradient of a parameter.
+
+        Args:
+            parameter: The parameter; its shape, dtype and device are those of the gradient.
+            shard: The optimizer's tensor on this rank for the parameter, if it has one.
+        """
+        whole: ShardedGradient = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        whole._shard = shard
+        return whole
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """Describe it without values."""
+        return f"ShardedGradient(shape={tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Zero the shard, and refuse all other operators."""
+        if func in (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default):
+            for gradient in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
+                zero(gradient)
+            return args[0]
+        raise StateError(
+            f"{describe_rank()}: {func} of a gradient that lies in shards over the ranks: clip "
+            "with clip_grad_norm_ of scaletorch, and see whole_gradients(model) for the whole"
+        )
+
+
+def zero(gradient: Tensor) -> None:
+    """Set a gradient, or this rank's shard of it, to zero."""
+    if not isinstance(gradient, ShardedGradient):
+        gradient.zero_()
+    elif gradient._shard is not None and gradient._shard.grad is not None:
+        gradient._shard.grad.zero_()
