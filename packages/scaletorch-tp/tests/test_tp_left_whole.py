@@ -12,9 +12,9 @@ from scaletorch.parallel.tensor_parallel import (
     apply_tensor_parallel,
     gather_tensors,
 )
-from scaletorch.parallel.tensor_parallel.cuts.styles import Slices
+from scaletorch.parallel.tensor_parallel.plans.own_plans import find_own_plan, stacked_of
 from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
-from scaletorch.parallel.tensor_parallel.plans.transformers_plan import find_own_plan, stacked_of
+from scaletorch.parallel.tensor_parallel.styles import Slices
 
 HIDDEN, WIDTH = 8, 11
 

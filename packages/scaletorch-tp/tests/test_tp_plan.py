@@ -209,7 +209,7 @@ def test_heads_are_counted_also_where_the_module_has_no_counts():
 
 def test_a_model_without_a_plan_is_told_how_to_get_one():
     far = nn.Sequential(nn.Linear(2, 2))
-    refuse(far, None, 4, "Sequential has no plan", "pass plan=suggest_plan(model, ex", "explain(")
+    refuse(far, None, 4, "Sequential has no plan", "suggest_plan(model, ex", "or write one")
 
 
 def test_a_model_may_come_without_its_head():

@@ -15,8 +15,8 @@ from scaletorch.parallel.tensor_parallel import (
     apply_tensor_parallel,
     explain,
 )
+from scaletorch.parallel.tensor_parallel.plans.own_plans import find_own_plan, own_plan
 from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
-from scaletorch.parallel.tensor_parallel.plans.transformers_plan import find_own_plan, own_plan
 
 VOCAB, HIDDEN, HEADS, HEAD = 11, 8, 4, 2
 PLAN = {

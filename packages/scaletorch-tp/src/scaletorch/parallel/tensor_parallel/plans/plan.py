@@ -13,26 +13,22 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager.building import matching, no_match
 from ...placement import Cut, modules_within
-from ..cuts.styles import Fused, PerHead, SharedTail, Stacked
 from ..layers.base import TensorParallelLayer
-from ..layers.embedding import (
-    ColumnParallelEmbedding,
-    ScaledVocabParallelEmbedding,
-    VocabParallelEmbedding,
-)
-from ..layers.experts import ParallelExperts
-from ..layers.heads import HeadParameters
 from ..layers.linear import (
     ColumnParallelConv1D,
     ColumnParallelLinear,
     RowParallelConv1D,
     RowParallelLinear,
+    ScaledVocabParallelEmbedding,
+    VocabParallelEmbedding,
 )
 from ..layers.multihead import ParallelMultiheadAttention
+from ..layers.own_parameters import HeadParameters, ParallelExperts
 from ..regions.random import CommonRandom, ShardedRandom
 from ..regions.replicas import TailShared
 from ..regions.surround import Surrounded
-from ..sharing.sequence_layers import SequenceLayer
+from ..sharing.sequence import SequenceLayer
+from ..styles import Fused, PerHead, SharedTail, Stacked
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -66,7 +62,6 @@ STYLES: Mapping[
 ] = {
     "column": (ColumnParallelLinear, {"async_all_reduce": True}),
     "column_gather": (ColumnParallelLinear, {"async_all_reduce": True, "gather_output": True}),
-    "column_embedding": (ColumnParallelEmbedding, {}),
     "row": (RowParallelLinear, {}),
     "row_split": (RowParallelLinear, {"input_is_parallel": False}),
     "vocab": (VocabParallelEmbedding, {}),

@@ -13,12 +13,13 @@ from torch import nn
 from ....dist.errors import InvalidArgumentError
 from ...placement import ModelView
 from ..layers.base import TensorParallelLayer
-from ..layers.heads import HeadParameters
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from ..layers.multihead import ParallelMultiheadAttention
+from ..layers.own_parameters import HeadParameters
 from ..regions.region import Region
 from ..regions.surround import cannot_surround
 from .attention import Attention, find_attentions, find_whole
+from .own_plans import find_own_plan, find_torch_layers
 from .plan import SEQUENCE_WHOLE, Divide, Match, Matches, Plan, children_of, match_plan, with_mixins
 from .sequences import (
     check_in_attention,
@@ -36,16 +37,14 @@ from .sizes import (
     local_attributes,
     with_cuts,
 )
-from .torch_layers import find_torch_layers
-from .transformers_plan import find_own_plan
 
 _ATTENTION = (HeadParameters, ParallelMultiheadAttention)
 
 _UNPLANNED = """\
 {} has no plan of its own for its layers (_tp_plan of transformers), and a forward of a few ids \
-suggests none; pass plan=suggest_plan(model, example), which finds one by a forward of what the \
-model takes, or complete the one that print(explain(model, {})) writes (both of \
-scaletorch.parallel.tensor_parallel), or leave tp_size at 1 and use the other axes"""
+suggests none; pass plan=suggest_plan(model, example) of scaletorch.parallel.tensor_parallel, \
+which finds one by a forward of what the model takes, or write one, such as \
+{{"layers.*.up": "column", "layers.*.down": "row"}}, or leave tp_size at 1 and use the other axes"""
 
 
 class UnplannedError(InvalidArgumentError):
@@ -137,7 +136,7 @@ def _match(
         return match_plan(model, plan), {}
     known = find_own_plan(model, divided) or find_torch_layers(model, divided)
     if known is None:
-        raise UnplannedError(_UNPLANNED.format(type(model).__name__, tp_size))
+        raise UnplannedError(_UNPLANNED.format(type(model).__name__))
     modules = dict(model.named_modules(remove_duplicate=False))
     left = [match for match in known.matches if match.module not in divided]
     if sequence_parallel:

@@ -9,10 +9,10 @@ from torch import nn
 
 from ....dist.errors import InvalidArgumentError
 from ...placement import ModelView, modules_within
-from ..layers.heads import HeadParameters
 from ..layers.multihead import ParallelMultiheadAttention
+from ..layers.own_parameters import HeadParameters
 from ..regions.replicas import TailShared
-from ..sharing.sequence_layers import OF_TOKENS, WHOLE_IDS
+from ..sharing.sequence import OF_TOKENS, WHOLE_IDS
 from .plan import Match, look_up
 
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from ....dist.errors import InvalidArgumentError
 from ...placement import Cut, ModelView, fuse, share_cut
-from ..cuts.styles import PerHead
-from ..layers.heads import HeadParameters
 from ..layers.multihead import ParallelMultiheadAttention
+from ..layers.own_parameters import HeadParameters
+from ..styles import PerHead
 from .attention import SHARED_KEYS, Attention, has_heads, head_length, latent_heads
 from .plan import Divide, Match, Matches, children_of
 

@@ -26,9 +26,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ....dist import get_rank
 from ...pg_manager.building import eagerly, matching, restored
-from ..cuts.styles import Fused
 from ..layers.multihead import ParallelMultiheadAttention
-from .examples import examples, structure
+from ..styles import Fused
 from .plan import Divide, Plan, Style
 from .resolve import Resolved, UnplannedError, resolve
 from .trial import (
@@ -36,12 +35,14 @@ from .trial import (
     call,
     computes_the_same,
     copied,
+    examples,
     features,
     generic,
     is_linear,
     stand_in,
+    structure,
+    vocabulary_styles,
 )
-from .vocabulary import vocabulary_styles
 
 _MOST_TRIALS = 64  # of subsets of integer attributes that may count heads or features
 

@@ -18,7 +18,7 @@ from ...pg_manager import describe_rank
 from ...pg_manager.building import divided_modules
 from ..cross_entropy import CrossEntropy
 from ..layers.base import TensorParallelLayer
-from ..regions.overlap import Enter
+from ..regions.region import Enter
 from ..regions.replicas import SumGradient
 from ..regions.sequence_shares import find_shares
 from ..regions.surround import own_class

@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import around_compiled, uncompiled
-from ..regions.hidden_states import convert_hidden
-from ..regions.overlap import DIM
 from ..regions.random import common_random, refused_again
-from ..regions.sequence_shares import SequenceShares
+from ..regions.sequence_shares import DIM, SequenceShares, convert_hidden
 from ..regions.surround import Surrounded, own_class
 
 _LIBRARY = "transformers.masking_utils"

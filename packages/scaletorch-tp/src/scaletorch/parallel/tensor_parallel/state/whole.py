@@ -40,6 +40,10 @@ class ParameterCut(NamedTuple):
         return self.cut.arrange(joined, self.dim)
 
 
+# The first rank that holds a piece of a shard, and the piece.
+Owned = tuple[int, Tensor]
+
+
 def shard_dims(model: nn.Module) -> dict[str, int | None]:
     """Return parameter name -> its shard dim, or None if it is replicated.
 
@@ -105,6 +109,36 @@ def _refuse_misspelt(model: nn.Module, name: str, module: nn.Module, part: str) 
         )
 
 
+def split_by_owner(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Owned, ...]]:
+    """Split this rank's tensors into pieces, each with its owner: the first tp rank that holds it.
+
+    The owner is 0 for replicated tensors, and this rank for a piece that no other rank holds. A
+    shard is one piece, or one for each packed part of a fused weight, some of which may be
+    replicated. If each piece is counted only on its owner, each element is counted once.
+
+    Args:
+        model: A model with tensor-parallel layers.
+        tensors: Name of a parameter (or buffer) -> this rank's shard, or its gradient or similar.
+
+    Returns:
+        Name -> (owner, piece) pairs, in order; pieces are views of the tensors.
+
+    Raises:
+        InvalidArgumentError: A name is not the model's, or a tensor has not its shard's shape.
+    """
+    _check_shards(model, tensors)
+    cuts = find_cuts(model)
+    return {name: _split(tensor, cuts.get(name)) for name, tensor in tensors.items()}
+
+
+def _split(tensor: Tensor, cut: ParameterCut | None) -> tuple[Owned, ...]:
+    if cut is None or cut.layer.tp_size == 1:
+        return ((0, tensor),)
+    rank = cut.layer.tp_rank
+    pieces = tensor.split([*map(len, cut.cut.ranges[rank])], cut.dim)
+    return tuple(zip(cut.cut.owners(rank), pieces, strict=True))
+
+
 def gather_tensors(
     model: nn.Module, tensors: Mapping[str, Tensor], group: ProcessGroup | None = None
 ) -> dict[str, Tensor]:
@@ -123,7 +157,7 @@ def gather_tensors(
         InvalidArgumentError: A name is not the model's, or a tensor has not its shard's shape.
         MismatchError: The ranks passed different names.
     """
-    cuts, known = find_cuts(model), check_shards(model, tensors)
+    cuts, known = find_cuts(model), _check_shards(model, tensors)
     _check_agreement(cuts, tensors, group)
     # Gather a tied parameter once: the same tensor under two names stays one.
     whole: dict[int, Tensor] = {}
@@ -175,8 +209,8 @@ def load_full_state_dict(
     own = model.state_dict(keep_vars=True)
     if strict:
         given = {id(own[name]) for name in state if name in own}
-        check_names("the model has no", set(state) - set(own))
-        check_names("the state lacks", {n for n, v in own.items() if id(v) not in given})
+        _check_names("the model has no", set(state) - set(own))
+        _check_names("the state lacks", {n for n, v in own.items() if id(v) not in given})
     local = dict(state)
     for name in (n for n in own if isinstance(state.get(n), Tensor)):
         cut, shape = cuts.get(name), tuple(own[name].shape)
@@ -211,19 +245,19 @@ def find_cuts(model: nn.Module) -> dict[str, ParameterCut]:
     return cuts
 
 
-def check_names(problem: str, names: Iterable[str]) -> None:
+def _check_names(problem: str, names: Iterable[str]) -> None:
     """Raise an error that lists the names, if there are any."""
     names = sorted(names)
     if names:
         raise InvalidArgumentError(f"{describe_rank()}: {problem} {', '.join(names)}")
 
 
-def check_shards(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _check_shards(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Check that tensors have this rank's shapes; return the model's own, in the model's order."""
     known = dict(model.named_parameters(remove_duplicate=False)) | dict(
         model.named_buffers(remove_duplicate=False)
     )
-    check_names("the model has no parameter or buffer", set(tensors) - set(known))
+    _check_names("the model has no parameter or buffer", set(tensors) - set(known))
     for name, tensor in tensors.items():
         _check_shape(name, tensor, tuple(known[name].shape), "this rank's shard")
     return known

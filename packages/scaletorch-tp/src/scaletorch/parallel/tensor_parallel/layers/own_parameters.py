@@ -1,9 +1,9 @@
-"""Experts with stacked weights that are sharded along their width (intermediate size)."""
+"""Modules that keep their class and forward but whose own parameters are sharded."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,67 @@ from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import around_compiled, uncompiled
-from ...placement import Invariant, Partial, Replicate, Shard, convert
-from ..cuts.styles import Stacked
+from ...placement import Cut, Invariant, Partial, Replicate, Shard, convert
 from ..regions.region import in_region
 from ..regions.sequence_shares import SequenceShares
-from ..regions.surround import own_class
-from .heads import OwnParameters
+from ..regions.surround import Surrounded, own_class, surround
+from ..styles import PerHead, Stacked
+from .base import Group, Options, TensorParallelLayer
+
+_SET = ("group", "tp_size", "tp_rank", "cut", "shard_sizes", "shard_dims")  # by `convert`
+
+
+class OwnParameters(TensorParallelLayer, Surrounded):
+    """Mixin put before a module's own class; the style says how to shard its parameters."""
+
+    plain_class = nn.Module
+    shard_dims: ClassVar[Mapping[str, int]] = {}  # each module has its own
+    options: ClassVar[dict[str, Any]] = {"own_style": None}
+
+    own_style: PerHead | Stacked
+
+    @classmethod
+    def misfit(cls, module: nn.Module) -> str | None:
+        """Return why `module` cannot become one, whatever its style, or None if it can."""
+        return None
+
+    @classmethod
+    def _taken(
+        cls, module: nn.Module, group: Group, options: Options, *, even: bool
+    ) -> tuple[Any, int]:
+        """Add this mixin to a module's class; return the module and the divided length."""
+        style: PerHead | Stacked = options["own_style"]
+        cls._refuse(style.misfit(module))
+        length = style.length(module)
+        cls._require_shares(length, group)
+        vars(module)["shard_dims"] = style.dims
+        return surround(module, cls, group), length
+
+    def cut_of(self, name: str) -> Cut:
+        """Return the cut of the parameter `name` along its shard dim."""
+        return self.own_style.cut_of(name, self.cut)
+
+
+class HeadParameters(OwnParameters):
+    """An attention module with per-head parameters.
+
+    Its forward does not change; its projections are sharded at head boundaries by their own styles.
+    """
+
+    sharded_size = "heads"
+
+    @classmethod
+    def misfit(cls, module: nn.Module) -> str | None:
+        """Return why `module` cannot become one (a name of it collides with a shard's), or None."""
+        bases = type(module).__mro__
+        own = {name for kind in bases[: bases.index(nn.Module)] for name in vars(kind)}
+        own |= {*vars(module), *module._modules, *module._buffers}
+        wanted = {*_SET, *vars(TensorParallelLayer)} - {*vars(nn.Module)}
+        taken = sorted(name for name in own & wanted if not name.startswith("__"))
+        if taken:
+            return f"it has a {taken[0]!r} of its own, a name that a shard needs: rename it"
+        return None
+
 
 # Substrings of the names of attributes that hold the width of experts.
 _OF_WIDTH = ("intermediate", "ffn", "expert_dim")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ....dist.errors import InvalidArgumentError
-from ...placement import Cut, fuse
+from ...dist.errors import InvalidArgumentError
+from ..placement import Cut, fuse
 
 FUSABLE = ("column", "column_gather", "row")
 

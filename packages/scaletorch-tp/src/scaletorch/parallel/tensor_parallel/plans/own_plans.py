@@ -1,7 +1,7 @@
-"""Read the tensor-parallel plan of a transformers model.
+"""Read the tensor-parallel plan that a model brings along, of transformers or of `torch.nn`.
 
-It names the modules to shard but not the head boundaries. As for any plan, these come from the
-attention modules and their config.
+A plan of transformers names the modules to shard but not the head boundaries. As for any plan,
+these come from the attention modules and their config.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterator, Mapping
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
-from ..cuts.styles import Fused, PerHead, SharedTail, Slices, Stacked
+from ..styles import Fused, PerHead, SharedTail, Slices, Stacked
 from .attention import SHARED_KEYS, has_heads, latent_heads
-from .plan import Divide, Match, Matches, Recognised, Style, children_of, look_up
+from .plan import Match, Matches, Recognised, Style, children_of, look_up, with_outputs
 
 PER_HEAD = "local_params"  # the style of a module whose single parameters have styles
 SHARED_TAIL = "mla_kv_a_proj"
@@ -46,7 +46,6 @@ TRANSFORMERS_STYLES: Mapping[str, Style] = {
     "packed_colwise": Fused("column", 2),
     "rowwise": "row",
     "rowwise_split_input": "row_split",
-    "column_embedding": "column_embedding",
     "rowwise_rep": "row_split",
     "embedding_rowwise": "vocab",
     "replicated_with_grad_allreduce": "replicate",
@@ -54,26 +53,8 @@ TRANSFORMERS_STYLES: Mapping[str, Style] = {
 }
 _OF_THE_HEAD = ("column_gather", "vocab", "replicate")  # a plan of only these shards no layer
 
-# T5's stacks. The first layer has a position bias for each head, which the other layers reuse.
-_T5_ATTENTION: Mapping[str, Style] = {
-    "": Divide("n_heads", "inner_dim"),
-    **{f".{name}": "colwise" for name in "qkv"},
-    ".o": "rowwise",
-    ".relative_attention_bias": "column_embedding",
-}
-_T5: Mapping[str, Style] = {
-    "shared": "embedding_rowwise",
-    "embed_tokens": "embedding_rowwise",
-    **{f"block.*.layer.*.SelfAttention{own}": style for own, style in _T5_ATTENTION.items()},
-    **{f"block.*.layer.*.EncDecAttention{own}": style for own, style in _T5_ATTENTION.items()},
-    **{f"block.*.layer.*.DenseReluDense.{name}": "colwise" for name in ("wi", "wi_*")},
-    "block.*.layer.*.DenseReluDense.wo": "rowwise",
-    "lm_head": "colwise_gather_output",
-}
-
 # `model_type` -> plan of the base model, used instead of that of transformers.
 _MISSING: Mapping[str, Mapping[str, Style]] = {
-    **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
     "gpt_oss": {
         "embed_tokens": "embedding_rowwise",
         **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
@@ -350,3 +331,52 @@ def _packed(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
     if found.get("gate_up_proj") == ("colwise" if rows else "rowwise") and (rows or columns):
         found["gate_up_proj"] = f"packed_{found['gate_up_proj']}"
     return found
+
+
+_KINDS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_OWN = ("forward", "_sa_block", "_mha_block", "_ff_block")
+_STYLES: dict[str, Style] = {
+    "self_attn": "attention",
+    "multihead_attn": "attention",
+    "linear1": "column",
+    "linear2": "row",
+}
+
+
+def find_torch_layers(model: nn.Module, divided: Collection[nn.Module] = ()) -> Recognised | None:
+    """Match the encoder and decoder layers of `torch.nn` in a model; return None without any.
+
+    A subclass with its own forward does not count. Modules outside these layers stay replicated.
+
+    Args:
+        model: The whole model.
+        divided: Modules that another strategy has divided over these ranks.
+    """
+    matches: dict[nn.Module, Match] = {}
+    for name, layer in model.named_modules():
+        if computes_as_torch(layer):
+            for own, module, style in _parts(layer):
+                if module not in divided:
+                    place = f"{name}.{own}".strip(".")
+                    matches.setdefault(module, look_up(place, module, place, style))
+    if not matches:
+        return None
+    matches = with_outputs(matches)
+    ordered = [matches[module] for module in model.modules() if module in matches]
+    return Recognised(ordered, ())
+
+
+def computes_as_torch(layer: nn.Module) -> bool:
+    """Return whether a module is a `torch.nn` encoder or decoder layer with torch's forward."""
+    kind = next((kind for kind in _KINDS if isinstance(layer, kind)), None)
+    return kind is not None and all(
+        getattr(type(layer), name, None) is getattr(kind, name, None) for name in _OWN
+    )
+
+
+def _parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module, Style]]:
+    """Yield the relative name, module and style of a layer and its sharded submodules."""
+    yield "", layer, "sequence_layer"
+    for name, style in _STYLES.items():
+        if name in layer._modules:
+            yield name, layer.get_submodule(name), style
