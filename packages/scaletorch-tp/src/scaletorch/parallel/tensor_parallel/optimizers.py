@@ -34,11 +34,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _check(optimizer: Optimizer) -> None:
-    """Refuse an optimizer with sharded parameters whose update is not element-wise.
-
-    Raises:
-        InvalidArgumentError: The update depends on more than the element, or cannot be tried.
-    """
+    """Refuse an optimizer with sharded parameters whose update is not element-wise."""
     # Longest names last, so that a model's names win over those of a layer alone.
     longest = sorted(_parameters(), key=lambda each: len(each[0]))
     known = {id(p): (name, shard) for name, p, shard in longest}

@@ -93,11 +93,6 @@ def head_cuts(query: int, key_value: int, size: int) -> tuple[Cut, Cut]:
     On every rank the number of query heads is a multiple of that of key/value heads, and their
     grouping is that of the full model. If there are fewer key/value heads than ranks, they are
     replicated: each rank holds one.
-
-    Args:
-        query: Number of query heads, a multiple of `key_value` and at least `size`.
-        key_value: Number of key/value heads.
-        size: Number of ranks.
     """
     groups = query // key_value
     if key_value >= size:
@@ -112,13 +107,7 @@ def head_cuts(query: int, key_value: int, size: int) -> tuple[Cut, Cut]:
 def find_attentions(
     view: ModelView, matches: Matches, named: Collection[nn.Module] = ()
 ) -> dict[nn.Module, Attention]:
-    """Return the modules whose sharded children fit together as attention projections.
-
-    Args:
-        view: The whole model.
-        matches: The modules that the plan names; every style fits its module.
-        named: Modules known to be attention, whose config may give the head length.
-    """
+    """Return the modules whose sharded children fit together as attention projections."""
     found = (_attention(n, m, matches, m in named) for m, n in view.names.items())
     return {each.module: each for each in found if each is not None}
 
@@ -141,13 +130,7 @@ def latent_heads(module: nn.Module) -> int:
 
 
 def head_length(attention: nn.Module, query_size: int, *, by_config: bool = True) -> int:
-    """Return the length of a head, or 0 if it is unknown.
-
-    Args:
-        attention: The module.
-        query_size: Total length of all query heads.
-        by_config: Use the module's config if the module itself does not give it.
-    """
+    """Return the length of a head, or 0 if it is unknown."""
     for place in (attention, getattr(attention, "config", None) if by_config else None):
         for name in _HEAD_LENGTHS:
             length = getattr(place, name, None)
@@ -170,10 +153,6 @@ def find_whole(view: ModelView, regions: Collection[nn.Module]) -> list[nn.Modul
 
     These are the outermost attention modules and modules with convolutions over tokens that neither
     contain a region nor lie in one.
-
-    Args:
-        view: The whole model.
-        regions: Its regions, which gather sequences themselves.
     """
     inside = modules_within(regions)
     found: list[nn.Module] = []

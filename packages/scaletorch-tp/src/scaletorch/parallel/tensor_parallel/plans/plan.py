@@ -219,12 +219,7 @@ def children_of(module: nn.Module, matches: Matches) -> list[Match]:
 
 
 def match_plan(model: nn.Module, plan: Plan) -> list[Match]:
-    """Return the matches of the modules that a plan names, in the model's order.
-
-    Raises:
-        InvalidArgumentError: A style is unknown, a pattern matches no module, or two patterns
-            match one module.
-    """
+    """Return the matches of the modules that a plan names, in the model's order."""
     modules = dict(model.named_modules(remove_duplicate=False))
     matches: dict[nn.Module, Match] = {}
     for pattern, style in plan.items():

@@ -39,10 +39,6 @@ def kept_whole_on_shares(
     """Return the matches, with "row_split" layers on sequence shards replicated instead.
 
     Otherwise their all-reduce would add up outputs of different tokens.
-
-    Args:
-        matches: Module -> its match.
-        within: Modules that work on full sequences inside.
     """
     inside = modules_within(within)
     return {
@@ -110,12 +106,7 @@ def check_in_attention(
 
 
 def check_sequences(view: ModelView, matches: Sequence[Match]) -> None:
-    """Refuse a model whose result would be wrong on sequence shards.
-
-    Raises:
-        InvalidArgumentError: Sequence layers are in several lists, `nn.MultiheadAttention` is not
-            batch-first, or layers are dropped at random.
-    """
+    """Refuse a model whose result would be wrong on sequence shards."""
     _check_layers([match for match in matches if match.style == "sequence_layer"])
     for match in (m for m in matches if m.becomes(ParallelMultiheadAttention)):
         if not vars(match.module)["batch_first"]:

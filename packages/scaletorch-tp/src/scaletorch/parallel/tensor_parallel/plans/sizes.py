@@ -33,11 +33,7 @@ class Lengths(NamedTuple):
 def find_lengths(
     view: ModelView, matches: Matches, attentions: Attentions, named: Mapping[str, nn.Module]
 ) -> Lengths:
-    """Return the divided lengths: number of heads in recognised attention, else each size.
-
-    Raises:
-        InvalidArgumentError: The head length of a known attention module is unknown.
-    """
+    """Return the divided lengths: number of heads in recognised attention, else each size."""
     by_heads = {layer for attention in attentions.values() for layer in attention.lengths}
     # Layers with heads of unknown length: an uneven division might split a head.
     whole = {
@@ -60,12 +56,7 @@ def find_lengths(
 
 
 def check_lengths(lengths: Lengths, tp_size: int) -> None:
-    """Refuse a tp size that does not fit the lengths, and name sizes that do.
-
-    Raises:
-        InvalidArgumentError: tp does not divide a length that it must, or leaves a rank without a
-            shard.
-    """
+    """Refuse a tp size that does not fit the lengths, and name sizes that do."""
     uneven = [f"{where} = {length}" for where, length in lengths.divided if length % tp_size]
     short = [f"{where} = {length}" for where, length in lengths.shared if length < tp_size]
     problems = [f"does not divide {_some(uneven)}"] if uneven else []
@@ -102,11 +93,7 @@ def _some(texts: Sequence[str]) -> str:
 
 
 def with_cuts(matches: Matches, attentions: Attentions, tp_size: int) -> dict[nn.Module, Match]:
-    """Return the matches with their cuts: at head boundaries, or as even as possible.
-
-    Raises:
-        InvalidArgumentError: A layer that sums the ranks' outputs would have replicated heads.
-    """
+    """Return the matches with their cuts: at head boundaries, or as even as possible."""
     cuts = {layer: cut for a in attentions.values() for layer, cut in a.cuts(tp_size).items()}
     result = dict(matches)
     for match in (m for m in matches.values() if m.layer is not None):
@@ -173,11 +160,7 @@ def _sharding(dim: int | None, cut: Cut | None) -> str:
 
 
 def _heads(attention: nn.Module, name: str, matches: Matches) -> Iterator[Length]:
-    """Yield the number of heads of each projection of attention, so that no head is split.
-
-    Raises:
-        InvalidArgumentError: The head length is unknown.
-    """
+    """Yield the number of heads of each projection of attention, so that no head is split."""
     latent = latent_heads(attention)
     if latent:
         yield f"heads of {name}", latent
@@ -205,10 +188,6 @@ def check_of_heads(named: Mapping[str, nn.Module], matches: Matches) -> None:
     """Refuse replicated parameters in attention that span several heads.
 
     These are norms over several heads, and parameters with one element for each head.
-
-    Args:
-        named: Name -> module known to be attention.
-        matches: The modules that the plan names.
     """
     for attention, module in named.items():
         mine = children_of(module, matches)

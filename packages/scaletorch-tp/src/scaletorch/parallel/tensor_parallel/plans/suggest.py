@@ -324,17 +324,6 @@ def resolve_or_suggest(
     """Resolve a plan, or one suggested by a forward of a few token ids if the model has none.
 
     Rank 0 writes a new suggestion to stderr, with the layers that stay replicated.
-
-    Args:
-        model: As for `resolve`.
-        plan: As for `resolve`.
-        tp_size: As for `resolve`.
-        sequence_parallel: As for `resolve`.
-        divided: As for `resolve`.
-
-    Raises:
-        UnplannedError: There is no plan, and no example is known or nothing can be sharded.
-        InvalidArgumentError: As for `resolve`.
     """
     options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "divided": divided}
     try:

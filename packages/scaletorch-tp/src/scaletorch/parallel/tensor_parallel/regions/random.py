@@ -88,12 +88,6 @@ def refused_again(name: str) -> Iterator[None]:
 
     Recomputation restores only the ranks' own streams, in which the model ran. The common stream
     has advanced since, so its draws would differ from those in forward.
-
-    Args:
-        name: Name of the module that the body runs.
-
-    Raises:
-        StateError: The body drew random numbers.
     """
     again = torch._C._current_graph_task_id() != _NO_BACKWARD and _common.get() is None
     before = _states() if again else None

@@ -216,14 +216,7 @@ _running: ContextVar[_Running | None] = ContextVar("_running", default=None)
 
 @uncompiled
 def enter(x: Tensor, group: ProcessGroup | None, sequence: SequenceShares | None = None) -> Tensor:
-    """Return the full input for this rank's shards; backward sums its gradient over the ranks.
-
-    Args:
-        x: A replicated tensor; under sequence parallelism a sequence shard, or the sequence that a
-            `Region` gathered.
-        group: Ranks of the tensor-parallel axis.
-        sequence: The sharding of sequences; None without sequence parallelism.
-    """
+    """Return the full input for this rank's shards; backward sums its gradient over the ranks."""
     running = _running.get()
     if sequence is not None:  # a region gathers before its forward, and sums there in backward
         return sequence.enter(x) if running is None else sequence.require_whole(x)

@@ -52,14 +52,7 @@ def sum_gradient(x: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
 
 @uncompiled
 def sum_replicas(x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> Tensor:
-    """Return `x` with a gradient that is summed over the ranks that hold the same shard.
-
-    Args:
-        x: [shard, ...], cut along dim 0; each packed length has its own replicas.
-        cut: The index ranges of each rank.
-        rank: This rank's index in the group.
-        group: The ranks.
-    """
+    """Return `x` with a gradient that is summed over the ranks that hold the same shard."""
     return sum_gradient(x, lambda grad: sum_parts(grad, cut, rank, group))
 
 

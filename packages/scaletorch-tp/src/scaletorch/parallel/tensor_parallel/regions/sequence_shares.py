@@ -78,11 +78,7 @@ class SequenceShares:
         return convert(x, Shard(DIM, self.sizes(x)), Invariant(), self.group)
 
     def sizes(self, x: Tensor) -> tuple[int, ...]:
-        """Return the number of tokens on each rank, given this rank's shard `x`.
-
-        Raises:
-            InvalidArgumentError: `x` is not this rank's shard.
-        """
+        """Return the number of tokens on each rank, given this rank's shard `x`."""
         sizes = self.sizes_of(self.length or x.shape[DIM] * get_world_size(self.group))
         own = sizes[self.rank]
         if x.shape[DIM] == sum(sizes) and _in_backward():
@@ -115,11 +111,7 @@ class SequenceShares:
         return own in dims or self.in_rows(x, own)
 
     def require_whole(self, x: Tensor) -> Tensor:
-        """Return `x` if it is not a shard: the region has gathered the sequence.
-
-        Raises:
-            InvalidArgumentError: `x` is a shard.
-        """
+        """Return `x` if it is not a shard: the region has gathered the sequence."""
         if self.length not in (None, self.own) and x.shape[DIM:-1] == (self.own,):
             raise InvalidArgumentError(
                 f"{describe_rank()}: a column-parallel layer was given this rank's {self.own} of "
@@ -142,11 +134,7 @@ class SequenceShares:
         return tokens is not None and self.batch > 1 and x.shape[:-1] == (self.batch * tokens,)
 
     def rows(self, x: Tensor) -> tuple[int, ...]:
-        """Return the number of token rows on each rank, given this rank's `x` [rows, ...].
-
-        Raises:
-            InvalidArgumentError: The rows are no multiple of this rank's tokens per sequence.
-        """
+        """Return the number of token rows on each rank, given this rank's `x` [rows, ...]."""
         if self.length is None:
             return (x.shape[0],) * get_world_size(self.group)
         sizes = self.sizes_of(self.length)
@@ -166,11 +154,7 @@ class SequenceShares:
         return convert(x, Invariant(), Shard(DIM, sizes), self.group)
 
     def sizes_of(self, length: int) -> tuple[int, ...]:
-        """Return the number of tokens on each rank for a sequence of `length` tokens.
-
-        Raises:
-            InvalidArgumentError: A rank would have none.
-        """
+        """Return the number of tokens on each rank for a sequence of `length` tokens."""
         size = get_world_size(self.group)
         if length < size:
             raise InvalidArgumentError(
@@ -189,15 +173,7 @@ def find_shares(model: nn.Module) -> SequenceShares | None:
 @contextmanager
 @around_compiled
 def shapes_explained(where: str, shares: SequenceShares) -> Iterator[None]:
-    """Explain shape errors of torch that sequence parallelism may have caused.
-
-    Args:
-        where: Name of the module that the body runs.
-        shares: The sharding of sequences.
-
-    Raises:
-        InvalidArgumentError: The body raised a shape error of torch, which this replaces.
-    """
+    """Explain shape errors of torch that sequence parallelism may have caused."""
     try:
         yield
     except RuntimeError as error:

@@ -68,16 +68,7 @@ def check_adapters(
     *,
     sequence_parallel: bool,
 ) -> None:
-    """Refuse adapters that cannot be sharded like their layers.
-
-    Args:
-        adapters: All adapters of the model.
-        layers: Module -> the layer that it becomes.
-        sequence_parallel: Whether sequences are sharded.
-
-    Raises:
-        InvalidArgumentError: An adapter cannot be sharded.
-    """
+    """Refuse adapters that cannot be sharded like their layers."""
     for each in adapters:
         kind = layers.get(each.layer)
         if kind is None and not sequence_parallel:

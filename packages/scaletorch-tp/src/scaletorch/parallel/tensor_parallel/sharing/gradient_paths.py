@@ -124,11 +124,7 @@ class Walk:
         return sequence is not None and (sequence.length is None or sequence.is_share(leaf))
 
     def follow(self, roots: Iterable[tuple[Node, Reach]]) -> None:
-        """Follow gradients from nodes back to the leaves, and record their kind at each.
-
-        Raises:
-            InvalidArgumentError: See `GradientSums.look`.
-        """
+        """Follow gradients from nodes back to the leaves, and record their kind at each."""
         todo = [*roots]
         self._returns_parts |= any(reach is Reach.PARTIAL for _, reach in todo)
         while todo:
@@ -191,12 +187,7 @@ class Walk:
         node.run_function = run_and_follow
 
     def _settle(self) -> None:
-        """Record the kinds that were found.
-
-        Raises:
-            InvalidArgumentError: A leaf gets both kinds of gradients, or an input that is no
-                sequence shard gets a partial one.
-        """
+        """Record the kinds that were found."""
         both: list[str] = []
         given: list[Tensor] = []
         for key, (leaf, reach) in self._found.items():

@@ -169,11 +169,7 @@ class GradientSums:
             self._later.clear()
 
     def _arrived(self, parameter: TensorWeakRef, gradient: Tensor) -> Tensor | None:
-        """Return the gradient summed over ranks if it is partial and not deferred, else None.
-
-        Raises:
-            InvalidArgumentError: The graph did not show whether it is partial.
-        """
+        """Return the gradient summed over ranks if it is partial and not deferred, else None."""
         leaf = parameter()
         reach = Reach.NOT if leaf is None else self.reach(leaf)
         if reach is Reach.NOT:
@@ -192,12 +188,7 @@ class GradientSums:
 
 
 def infer_sums(view: ModelView, group: ProcessGroup | None) -> None:
-    """Set up the sums of partial gradients of a model's replicated parameters.
-
-    Args:
-        view: The model, with its sharded layers.
-        group: Ranks of the tensor-parallel axis.
-    """
+    """Set up the sums of partial gradients of a model's replicated parameters."""
     for module in view.names:  # replace hooks of submodules sharded before
         for key, hook in [*module._forward_hooks.items()]:
             if isinstance(hook, GradientSums):

@@ -77,11 +77,7 @@ def _joined(out: Any, shares: SequenceShares) -> Any:
 
 
 def _rows(x: Tensor, shares: SequenceShares) -> Tensor:
-    """Return hidden states as [..., L, H]; several streams, [B, L, S, H], become [B, L, S * H].
-
-    Raises:
-        InvalidArgumentError: The shape does not tell whether there are several streams.
-    """
+    """Return hidden states as [..., L, H]; several streams, [B, L, S, H], become [B, L, S * H]."""
     lengths = (shares.length, shares.own)
     if x.ndim != 4 or x.shape[1] not in lengths:
         return x

@@ -77,10 +77,6 @@ def whole_masks(configs: Sequence[Any], shares: SequenceShares) -> Iterator[None
     """Make transformers models in the body create masks for full sequences.
 
     Inside the block it replaces the mask functions in the registry of transformers.
-
-    Args:
-        configs: The result of `mask_configs`.
-        shares: The sharding of sequences; nothing changes if their length is not known.
     """
     library = sys.modules.get(_LIBRARY)
     if library is None or not configs or shares.length is None:
@@ -100,11 +96,7 @@ def whole_masks(configs: Sequence[Any], shares: SequenceShares) -> Iterator[None
 
 
 def _whole_padding(mask: Any, shares: SequenceShares) -> Any:
-    """Return a padding mask [B, L] for full sequences, also for a shard's mask of ones.
-
-    Raises:
-        InvalidArgumentError: The mask of a shard has padding, or its length is of neither.
-    """
+    """Return a padding mask [B, L] for full sequences, also for a shard's mask of ones."""
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[-1] == shares.length:
         return mask
     if mask.shape[-1] != shares.own or not bool(mask.all()):
@@ -118,12 +110,7 @@ def _whole_padding(mask: Any, shares: SequenceShares) -> Any:
 
 @uncompiled
 def _whole_mask(make: Callable[..., Any], shares: SequenceShares, **options: Any) -> Any:
-    """Make the mask that the model asked for, but for full sequences.
-
-    Raises:
-        InvalidArgumentError: The keys are not the queries' sequence (as with a cache), or the
-            number of queries is neither that of a shard nor that of the full sequence.
-    """
+    """Make the mask that the model asked for, but for full sequences."""
     whole, own = shares.length, shares.own
     queries, keys = options.get("q_length"), options.get("kv_length")
     if queries == own:
