@@ -21,7 +21,6 @@ from scaletorch.parallel.tensor_parallel import (
 )
 from scaletorch.parallel.tensor_parallel.plans.attention import head_cuts
 from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
-from scaletorch.parallel.tensor_parallel.plans.sizes import nearest_divisors
 
 NAMES = ["", "model", "model.layers.0.mlp.up", "model.layers.11.mlp.up", "layers.0.mlp.up", "up"]
 
@@ -66,17 +65,6 @@ def test_shards_cover_the_length_in_order(length, size):
     assert sum(sizes) == length
     assert sizes == tuple(sorted(sizes, reverse=True))
     assert max(sizes) - min(sizes) <= 1
-
-
-@settings(deadline=None)
-@given(st.integers(1, 300), st.integers(1, 40))
-def test_the_sizes_an_error_names_are_legal_and_nearest(length, size):
-    near = nearest_divisors(length, size)
-    assert all(length % n == 0 for n in near)
-    assert (size in near) == (length % size == 0)
-    between = range(near[0] + 1, near[-1])
-    assert all(length % n or n in near for n in between)
-    assert nearest_divisors(length, size, size) == tuple(n for n in near if n <= size)
 
 
 @settings(deadline=None)

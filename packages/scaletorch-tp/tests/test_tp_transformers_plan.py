@@ -148,16 +148,6 @@ def test_a_single_parameter_is_no_module():
         resolve(model, None, 2)
 
 
-def test_a_parameter_for_each_head_is_not_forgotten():
-    model = Whole()
-    model.model.layers[0].attention.register_parameter("sinks", nn.Parameter(torch.ones(HEADS)))
-    with pytest.raises(ValueError, match=r"'model.layers.0.attention.sinks'.*PerHead"):
-        resolve(model, None, 2)
-    model = Whole()
-    model.model.layers[0].mlp["norm"] = nn.RMSNorm(HIDDEN)  # of what enters
-    assert "model.layers.0.mlp.norm" not in styles(model)
-
-
 def test_heads_are_not_cut_though_the_plan_does_not_count_them():
     with pytest.raises(ValueError, match=r"query heads of model.layers.0.attention = 4"):
         explain(Whole(), 5)  # 8 features would have given each of 5 ranks one

@@ -24,14 +24,12 @@ from .plan import SEQUENCE_WHOLE, Divide, Match, Matches, Plan, children_of, mat
 from .sequences import (
     check_in_attention,
     check_sequences,
-    heads_that_gather,
     kept_whole_on_shares,
     layers_that_share,
 )
 from .sizes import (
     Lengths,
     check_lengths,
-    check_of_heads,
     check_ties,
     find_lengths,
     local_attributes,
@@ -98,7 +96,6 @@ def resolve(
     found, heads = _match(view, plan, divided, tp_size, sequence_parallel=sequence_parallel)
     matches = {match.module: match for match in with_mixins(found)}
     _check_styles(matches.values(), divided)
-    check_of_heads(heads, matches)
     named = {*heads.values()}
     attentions = find_attentions(view, matches, named)
     attributes, divided_attributes = local_attributes(matches.values(), attentions, tp_size)
@@ -140,7 +137,6 @@ def _match(
     modules = dict(model.named_modules(remove_duplicate=False))
     left = [match for match in known.matches if match.module not in divided]
     if sequence_parallel:
-        left = heads_that_gather(model, left)
         left += layers_that_share(view, left)
     return left, {name: modules[name] for name in known.heads}
 

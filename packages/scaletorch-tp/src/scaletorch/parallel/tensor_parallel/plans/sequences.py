@@ -16,23 +16,6 @@ from ..sharing.sequence import OF_TOKENS, WHOLE_IDS
 from .plan import Match, look_up
 
 
-def heads_that_gather(model: nn.Module, matches: Sequence[Match]) -> list[Match]:
-    """Return the matches, with "row_split" heads outside the base model as "column_gather".
-
-    Such a head gathers its sequence shards itself.
-    """
-    base = getattr(model, "base_model", None)
-    if not isinstance(base, nn.Module) or base is model:
-        return [*matches]
-    inside = {*base.modules()}
-    return [
-        look_up(m.name, m.module, m.pattern, "column_gather")
-        if m.style == "row_split" and m.module not in inside
-        else m
-        for m in matches
-    ]
-
-
 def kept_whole_on_shares(
     matches: Mapping[nn.Module, Match], within: Collection[nn.Module]
 ) -> dict[nn.Module, Match]:
@@ -65,7 +48,7 @@ def layers_that_share(view: ModelView, matches: Sequence[Match]) -> list[Match]:
     found = [each for each in lists if sharded.intersection(each.modules())]
     if len(found) != 1:
         return []
-    if not _has_other_head(model, matches) and not _needs_whole(view, decoder, found[0]):
+    if not _has_other_head(model, matches) and not _needs_full_sequences(view, decoder, found[0]):
         return []
     return [look_up(view.names[m], m, view.names[m], "sequence_layer") for m in found[0]]
 
@@ -80,15 +63,13 @@ def _has_other_head(model: nn.Module, matches: Sequence[Match]) -> bool:
     return not any(m.options.get("gather_output") for m in matches if m.module not in inside)
 
 
-def _needs_whole(view: ModelView, decoder: nn.Module, layers: nn.ModuleList) -> bool:
+def _needs_full_sequences(view: ModelView, decoder: nn.Module, layers: nn.ModuleList) -> bool:
+    """Return whether layers take other values of tokens, or other code shares their sequences."""
     given = {name for layer in layers for name in signature(layer.forward).parameters}
     if given.intersection((*OF_TOKENS, *WHOLE_IDS)):
         return True
     base = getattr(view.model, "base_model", None)
-    if getattr(base, "config", None) is not getattr(decoder, "config", None):
-        return True  # the text model is only one module of it
-    outside = {*view.names} - {*layers.modules()}
-    return any(module._parameters and _reads_parameters_of(module) for module in outside)
+    return getattr(base, "config", None) is not getattr(decoder, "config", None)
 
 
 def check_in_attention(
@@ -132,10 +113,3 @@ def _check_layers(layers: Sequence[Match]) -> None:
             f"'sequence_layer'), and names {', '.join(others)} beside them: the last layer of one "
             "list joins sequences; do without sequence parallelism"
         )
-
-
-def _reads_parameters_of(module: nn.Module) -> bool:
-    """Return whether other modules use this module's parameters without calling it."""
-    kind = type(module).__name__
-    read = isinstance(module, nn.ParameterList | nn.ParameterDict)
-    return read or kind == "NonDynamicallyQuantizableLinear" or "forward" in vars(module)
