@@ -81,7 +81,7 @@ def test_experts_are_cut_alike_whatever_version_s_plan_names_them(version):
     model = nn.ModuleDict({"moe": nn.ModuleDict({"router": Norm(), "experts": Experts(2)})})
     model._tp_plan = plan | {f"moe.experts.{name}": each for name, each in own.items()}
     model._tp_plan |= {"moe.experts": style}
-    *routers, match = find_own_plan(model).matches
+    *routers, match = find_own_plan(model)[0]
     assert all((each.name, each.style) == ("moe.router", "replicate") for each in routers)
     assert match.name == "moe.experts"
     assert match.style.sharded == {"gate_up_proj": Slices(1, parts=2), "down_proj": Slices(2)}

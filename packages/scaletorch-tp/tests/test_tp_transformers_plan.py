@@ -119,7 +119,7 @@ def test_the_outer_plan_goes_before_that_of_an_inner_model():
 def test_a_star_is_a_number_and_nothing_else():
     model = Whole()
     model.model.layers.extra = copy.deepcopy(model.model.layers[0])
-    names = [match.name for match in find_own_plan(model).matches]
+    names = [match.name for match in find_own_plan(model)[0]]
     assert "model.layers.1.mlp.down" in names
     assert not any("extra" in name for name in names)
 

@@ -14,7 +14,7 @@ from torch import nn
 from ....dist.errors import InvalidArgumentError
 from ..styles import Fused, PerHead, SharedTail, Slices, Stacked
 from .attention import SHARED_KEYS, has_heads, latent_heads
-from .plan import Match, Matches, Recognised, Style, children_of, look_up, with_outputs
+from .plan import Match, Matches, Style, children_of, look_up, with_outputs
 
 PER_HEAD = "local_params"  # the style of a module whose single parameters have styles
 SHARED_TAIL = "mla_kv_a_proj"
@@ -91,8 +91,10 @@ def own_plan(model: nn.Module) -> dict[str, Style]:
     return plan
 
 
-def find_own_plan(model: nn.Module, divided: Collection[nn.Module] = ()) -> Recognised | None:
-    """Match the model's own plan; return None if it has none that shards layers.
+def find_own_plan(
+    model: nn.Module, divided: Collection[nn.Module] = ()
+) -> tuple[list[Match], list[str]] | None:
+    """Match the model's own plan, and name its attention; None if it has none that shards layers.
 
     Modules in `divided`, such as experts of another strategy, are left out. A plan for only the
     head or for expert parallelism (`APART`), or with attention that has two row layers, does not
@@ -118,7 +120,7 @@ def find_own_plan(model: nn.Module, divided: Collection[nn.Module] = ()) -> Reco
     for name in heads:  # dropout there acts on this rank's heads
         matches.setdefault(modules[name], look_up(name, modules[name], name, "sharded"))
     ordered = [matches[module] for module in model.modules() if module in matches]
-    return Recognised(ordered, heads)
+    return ordered, heads
 
 
 def _refuse_single_parameters(
@@ -286,7 +288,9 @@ _CHILDREN: Mapping[str, Style] = {
 }
 
 
-def find_torch_layers(model: nn.Module, divided: Collection[nn.Module] = ()) -> Recognised | None:
+def find_torch_layers(
+    model: nn.Module, divided: Collection[nn.Module] = ()
+) -> tuple[list[Match], list[str]] | None:
     """Match the encoder and decoder layers of `torch.nn` in a model; return None without any.
 
     A subclass with its own forward does not count. Modules outside these layers stay replicated,
@@ -306,4 +310,4 @@ def find_torch_layers(model: nn.Module, divided: Collection[nn.Module] = ()) -> 
     if not matches:
         return None
     matches = with_outputs(matches)
-    return Recognised([matches[m] for m in model.modules() if m in matches], ())
+    return [matches[m] for m in model.modules() if m in matches], []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -83,32 +83,18 @@ VARIANTS: Mapping[type[TensorParallelLayer], tuple[type[TensorParallelLayer], ..
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A module of the model and everything that the plan says about it.
+    """A module of the model and everything that the plan says about it."""
 
-    Attributes:
-        name: The module's first name.
-        module: The module.
-        pattern: The pattern of the plan that names it.
-        style: Its style in the plan.
-        layer: The class that the module becomes, or None if it keeps its own.
-        options: The options of that layer, or the attributes of the mixin.
-        mixin: The class put before the module's own class, or None.
-        lengths: The lengths that are divided over the ranks: one, or one for each packed part of a
-            fused layer; empty if there is no layer or a misfit.
-        misfit: The reason why the module cannot become that layer, or None if it can.
-        cut: The cut of all `lengths`; None before `resolve` and without a layer.
-    """
-
-    name: str
+    name: str  # the module's first one
     module: nn.Module
     pattern: str
     style: Style
-    layer: type[TensorParallelLayer] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    mixin: type[Surrounded] | None = None
-    lengths: tuple[int, ...] = ()
-    misfit: str | None = None
-    cut: Cut | None = None
+    layer: type[TensorParallelLayer] | None = None  # the class that the module becomes
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the layer or the mixin
+    mixin: type[Surrounded] | None = None  # the class put before the module's own one
+    lengths: tuple[int, ...] = ()  # divided over the ranks: of each packed part if it is fused
+    misfit: str | None = None  # why the module cannot become that layer
+    cut: Cut | None = None  # of all lengths, after `resolve`
 
     @property
     def place(self) -> str:
@@ -147,18 +133,6 @@ class Match:
 
 
 Matches = Mapping[nn.Module, Match]
-
-
-class Recognised(NamedTuple):
-    """A plan that was found for a model without being given.
-
-    Attributes:
-        matches: The modules that the plan names.
-        heads: Names of attention modules, whose projections are sharded at head boundaries.
-    """
-
-    matches: list[Match]
-    heads: Sequence[str]
 
 
 def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:

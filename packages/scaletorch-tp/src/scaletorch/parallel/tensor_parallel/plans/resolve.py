@@ -75,22 +75,13 @@ def resolve(
     sequence_parallel: bool = False,
     divided: Collection[nn.Module] = (),
 ) -> Resolved:
-    """Find and check the changes that a plan makes to a model.
+    """Find and check the changes that a plan makes to a model, which is not changed.
 
-    Args:
-        model: The whole model; it is not changed.
-        plan: Pattern of module names -> style; None takes the model's own plan (transformers),
-            else that of the layers of `torch.nn`.
-        tp_size: Number of ranks to shard over; they need not exist.
-        sequence_parallel: Whether sequences are sharded between the sharded layers.
-        divided: Modules that another strategy has divided over these ranks; left out of the
-            model's own plan.
+    Without a plan it takes the model's own (transformers), else that of the layers of `torch.nn`,
+    and leaves out modules in `divided`, which another strategy has divided over these ranks.
 
     Raises:
         UnplannedError: No plan was given, and none is known for the model.
-        InvalidArgumentError: The plan does not match the model, a style does not fit its module,
-            a size or an attribute cannot be divided over the ranks, a tied parameter would be
-            sharded in two ways, or the model would be wrong on shards of sequences.
     """
     view = ModelView(model)
     found, heads = _match(view, plan, divided, tp_size, sequence_parallel=sequence_parallel)
@@ -135,10 +126,11 @@ def _match(
     if known is None:
         raise UnplannedError(_UNPLANNED.format(type(model).__name__))
     modules = dict(model.named_modules(remove_duplicate=False))
-    left = [match for match in known.matches if match.module not in divided]
+    found, heads = known
+    left = [match for match in found if match.module not in divided]
     if sequence_parallel:
         left += layers_that_share(view, left)
-    return left, {name: modules[name] for name in known.heads}
+    return left, {name: modules[name] for name in heads}
 
 
 def find_regions(
@@ -159,7 +151,8 @@ def find_regions(
 
 def _is_region(module: nn.Module, matches: Matches, *, ends: bool) -> bool:
     columns = rows = 0
-    hidden = _hidden_sizes(module)
+    names = ("in_features", "out_features")
+    hidden = {getattr(child, name, None) for child in module.children() for name in names}
     for child in module.children():
         found: list[type[nn.Module]] = [type(child)]  # it may be a parallel layer already
         if child in matches:
@@ -176,13 +169,6 @@ def _is_region(module: nn.Module, matches: Matches, *, ends: bool) -> bool:
         elif any(hidden.intersection(p.shape) for p in child.parameters()):
             return False
     return columns > 0 and rows in ((1,) if ends else (0, 1))
-
-
-def _hidden_sizes(module: nn.Module) -> set[int]:
-    """Return possible hidden sizes of a module: the features of its linear children."""
-    sizes = {getattr(child, "in_features", None) for child in module.children()}
-    sizes |= {getattr(child, "out_features", None) for child in module.children()}
-    return {size for size in sizes if isinstance(size, int)}
 
 
 def _check_styles(matches: Iterable[Match], divided: Collection[nn.Module]) -> None:
@@ -225,13 +211,10 @@ def _check_heads(matches: Matches, attentions: Mapping[nn.Module, Attention]) ->
         columns = [m.lengths for m in children_of(match.module, matches) if m.is_column]
         if attention is None and columns and {*columns} == {match.lengths}:
             continue  # an MLP with one element for each feature
-        if attention is None or _of(match) % attention.query:
+        [count] = match.lengths
+        if attention is None or count % attention.query:
             found = "none were understood" if attention is None else f"it has {attention.query}"
             raise InvalidArgumentError(
-                f"{match.place} cannot be sharded: its parameters are of {_of(match)} query heads, "
+                f"{match.place} cannot be sharded: its parameters are of {count} query heads, "
                 f"and of the projections next to them {found}; shard these by heads, too"
             )
-
-
-def _of(match: Match) -> int:
-    return match.lengths[0]

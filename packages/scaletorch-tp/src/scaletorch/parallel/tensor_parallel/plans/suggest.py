@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ....dist import get_rank
 from ...pg_manager.building import eagerly, matching, restored
+from ...placement import modules_within
 from ..layers.multihead import ParallelMultiheadAttention
 from ..styles import Fused
 from .plan import Divide, Plan, Style
@@ -329,7 +330,7 @@ def resolve_or_suggest(
     try:
         return resolve(model, plan, tp_size, **options)
     except UnplannedError:
-        inside = {module for each in divided for module in each.modules()}
+        inside = modules_within(divided)
         names = {name for name, module in model.named_modules() if module in inside}
         key = structure(model), tp_size, sequence_parallel
         new = key not in _from_before

@@ -31,16 +31,9 @@ Products = Sequence[tuple[Tensor, Tensor]]
 
 
 class Entrance:
-    """The shared input of several layers, with their weights and biases.
+    """The full input `x` [..., in] of several layers, with their weights and biases.
 
-    Args:
-        x: [..., in]; replicated, or with `sizes` this rank's sequence shard.
-        operands: Weight [out, in] and bias [out] of each layer.
-        group: Ranks over which the gradient of `x` is summed.
-        sizes: Number of tokens on each rank if `x` is a sequence shard, else None.
-
-    Attributes:
-        x: The full input of the layers.
+    It is made of a replicated tensor, or of a sequence shard if the `sizes` of all ranks are given.
     """
 
     __slots__ = ("_operands", "_waiting", "x")
@@ -187,17 +180,11 @@ ADAPTED = "base_layer"  # an adapter's attribute for the layer that it wraps
 
 @dataclass(slots=True)
 class _Running:
-    """A region whose forward is running.
+    """A region whose forward is running."""
 
-    Attributes:
-        overlapping: Its layers that compute weight gradients during the sum of input gradients.
-        entries: Each input that entered, with the tensor or `Entrance` that it became.
-        gathered: The `Entrance` of the gathered sequence under sequence parallelism.
-    """
-
-    overlapping: Sequence[Any]
-    entries: dict[Any, tuple[Tensor, Any]] = field(default_factory=dict)
-    gathered: Entrance | None = None
+    overlapping: Sequence[Any]  # layers that compute weight gradients during the sum
+    entries: dict[Any, tuple[Tensor, Any]] = field(default_factory=dict)  # inputs that entered
+    gathered: Entrance | None = None  # of the sequence, under sequence parallelism
 
     def once(self, x: Tensor, call: Callable[..., T], *args: Any) -> T:
         """Return `call(x, *args)`, computed once for all layers with the input `x`."""

@@ -215,33 +215,28 @@ def convert_hidden(
     widths: Collection[int] = (),
     join_residuals: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any], int]:
-    """Convert the hidden states among the arguments of a module.
+    """Convert the hidden states among the arguments of a module by `change`.
 
+    They are the first floating tensor [..., tokens, H] with H in `widths`, or any if it is empty.
     An argument called "residual" is another shard of the same sequence, which the module adds to
-    its output. Any other sequence is refused, since its shape does not tell whether it is full or
-    a shard.
-
-    Args:
-        module: The module.
-        shares: The sharding of sequences.
-        change: Converts hidden states.
-        args: The module's positional arguments.
-        kwargs: Its keyword arguments.
-        widths: Allowed last dims of hidden states; empty allows any.
-        join_residuals: Convert residuals too.
+    its output; it is converted too if `join_residuals`. Any other sequence is refused, since its
+    shape does not tell whether it is full or a shard.
 
     Returns:
         The positional and keyword arguments, and the number of tokens in the full sequence.
-
-    Raises:
-        InvalidArgumentError: There are no hidden states, or there is a second sequence.
     """
     names, kind = argument_names(module, args), own_class(module).__name__
     named = [*zip(names, args, strict=True), *kwargs.items()]
     given = [x for name, x in named if name != _RESIDUAL]
     hidden = next((x for x in given if _is_hidden(x, widths)), None)
     if hidden is None:
-        raise InvalidArgumentError(_without(kind, widths, args, kwargs))
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors_in((args, kwargs))) or "none"
+        width = " or ".join(map(str, sorted({*widths}))) or "H"
+        raise InvalidArgumentError(
+            f"{describe_rank()}: with sequence parallelism {kind} must be called with its hidden "
+            f"states, a floating tensor [..., tokens, {width}], and got tensors of shapes "
+            f"{shapes}; {_WAY_OUT}"
+        )
     rows = shares.in_rows(hidden, shares.own)
     length = (shares.length or 0) if rows else sum(shares.sizes(hidden))
     for other in tensors_in(given):
@@ -264,18 +259,6 @@ def _is_hidden(x: Any, widths: Collection[int]) -> bool:
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
         return False
     return not widths or x.shape[-1] in widths
-
-
-def _without(
-    kind: str, widths: Collection[int], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> str:
-    shapes = ", ".join(str(tuple(x.shape)) for x in tensors_in((args, kwargs))) or "none"
-    width = " or ".join(map(str, sorted({*widths}))) or "H"
-    return (
-        f"{describe_rank()}: with sequence parallelism {kind} must be called with its hidden "
-        f"states, a floating tensor [..., tokens, {width}], and got tensors of shapes {shapes}; "
-        f"{_WAY_OUT}"
-    )
 
 
 def _refuse_second(
