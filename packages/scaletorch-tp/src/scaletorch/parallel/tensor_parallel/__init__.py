@@ -5,7 +5,7 @@ from .cross_entropy import vocab_parallel_cross_entropy
 from .layers.base import TensorParallelLayer
 from .layers.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .plans.explain import ExplainedParameter, Explanation, explain
-from .plans.plan import STYLES, Divide, Plan, Style
+from .plans.plan import STYLES, Plan, Style
 from .plans.suggest import suggest_plan
 from .regions.random import common_random, sharded_random
 from .sharing.sequence import sequence_share
@@ -18,7 +18,7 @@ from .state.whole import (
     split_by_owner,
     take_own,
 )
-from .styles import Fused, PerHead, SharedTail, Slices, Stacked
+from .styles import Divide, Fused, PerHead, SharedTail, Slices, Stacked
 from .tensor_parallel import apply_tensor_parallel
 from .tp_comms import (
     CopyToModelParallelRegion,

@@ -56,8 +56,8 @@ def apply_tensor_parallel(
         plan: Pattern of module names -> style. `*` matches any text inside one component of a
             name, a component `**` matches any number of components; "" is the root. Styles are
             "column", "column_gather", "row", "row_split", "vocab", "attention", "replicate",
-            "sequence", "sharded", "sequence_layer", "sequence_whole", `Fused`, `Stacked`,
-            `PerHead`, `SharedTail` and `Divide`. None takes the model's own plan
+            "sharded", "sequence_layer", "sequence_whole", `Fused`, `Stacked`, `PerHead`,
+            `SharedTail` and `Divide`. None takes the model's own plan
             (transformers), that of layers of `torch.nn`, or one suggested by a trial forward; it
             leaves out experts divided already.
         group: Ranks of the tensor-parallel axis; None means that axis of the current manager.

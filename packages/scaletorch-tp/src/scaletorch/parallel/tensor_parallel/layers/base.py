@@ -17,7 +17,7 @@ from ...placement import Cut, Invariant, Partial, convert, fuse, share_cut
 from ..optimizers import watch
 from ..regions.sequence_shares import SequenceShares
 from ..regions.surround import not_pickled
-from ..styles import misfits
+from ..styles import misfit_of
 
 # Full parameter -> its shard dim, its cut and this rank's shard, so that tied ones stay tied.
 Memo = MutableMapping[Tensor, tuple[int, Cut, nn.Parameter]]
@@ -147,7 +147,7 @@ class TensorParallelLayer(nn.Module):
         own = {name: p for name, p in module._parameters.items() if p is not None}
         if not own or not own.keys() <= {*known}:
             return f"its parameters are {sorted(own)}, of which {sorted(known)} are known"
-        return next(misfits(module, own), None)
+        return misfit_of(module, own)
 
     @classmethod
     def _require_shares(cls, length: int, group: Group) -> None:

@@ -28,27 +28,7 @@ from ..regions.random import CommonRandom, ShardedRandom
 from ..regions.replicas import TailShared
 from ..regions.surround import Surrounded
 from ..sharing.sequence import SequenceLayer
-from ..styles import Fused, PerHead, SharedTail, Stacked
-
-
-@dataclass(frozen=True, slots=True, init=False)
-class Divide:
-    """A style that divides integer attributes of a module by tp, such as its head counts.
-
-    Args:
-        attributes: Names of the module's own integer attributes.
-
-    Raises:
-        InvalidArgumentError: No attribute is named.
-    """
-
-    attributes: tuple[str, ...]
-
-    def __init__(self, *attributes: str) -> None:
-        if not attributes or not all(isinstance(name, str) for name in attributes):
-            raise InvalidArgumentError(f"Divide takes attribute names, got {attributes}")
-        object.__setattr__(self, "attributes", attributes)
-
+from ..styles import Divide, Fused, PerHead, SharedTail, Stacked
 
 Style = str | Divide | Fused | PerHead | SharedTail | Stacked
 Plan = Mapping[str, Style]
@@ -67,7 +47,6 @@ STYLES: Mapping[
     "vocab": (VocabParallelEmbedding, {}),
     "attention": (ParallelMultiheadAttention, {}),
     "replicate": None,
-    "sequence": None,  # the default of sequence parallelism
     "sequence_layer": SequenceLayer,
     SEQUENCE_WHOLE: None,  # with sequence parallelism it becomes a `WholeSequence`
     "sharded": ShardedRandom,

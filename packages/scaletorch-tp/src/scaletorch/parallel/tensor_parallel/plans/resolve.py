@@ -18,9 +18,10 @@ from ..layers.multihead import ParallelMultiheadAttention
 from ..layers.own_parameters import HeadParameters
 from ..regions.region import Region
 from ..regions.surround import cannot_surround
+from ..styles import Divide
 from .attention import Attention, find_attentions, find_whole
 from .own_plans import find_own_plan, find_torch_layers
-from .plan import SEQUENCE_WHOLE, Divide, Match, Matches, Plan, children_of, match_plan, with_mixins
+from .plan import SEQUENCE_WHOLE, Match, Matches, Plan, children_of, match_plan, with_mixins
 from .sequences import (
     check_in_attention,
     check_sequences,
@@ -190,15 +191,12 @@ def _check_styles(matches: Iterable[Match], divided: Collection[nn.Module]) -> N
 
 def _check_divide(match: Match, style: Divide) -> None:
     """Check the attributes that a `Divide` names."""
-    own = vars(match.module)
-    integers = [name for name, value in own.items() if type(value) is int]
-    found = [name for name in style.attributes if name in own]
-    missing = [name for name in style.attributes if name not in own]
-    wrong = [name for name in found if name not in integers]
-    if wrong or missing:
+    integers = [name for name, value in vars(match.module).items() if type(value) is int]
+    wrong = [name for name in style.attributes if name not in integers]
+    if wrong:
         raise InvalidArgumentError(
-            f"{match.place} cannot divide {', '.join(wrong or missing)}: the integer attributes "
-            f"that the module itself has are {integers}"
+            f"{match.place} cannot divide {', '.join(wrong)}: the integer attributes that the "
+            f"module itself has are {integers}"
         )
 
 

@@ -25,7 +25,7 @@ def kept_whole_on_shares(
     """
     inside = modules_within(within)
     return {
-        module: look_up(m.name, module, m.pattern, "sequence")
+        module: look_up(m.name, module, m.pattern, "replicate")
         if m.style == "row_split" and module not in inside
         else m
         for module, m in matches.items()

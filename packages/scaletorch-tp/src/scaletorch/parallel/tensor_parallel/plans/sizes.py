@@ -13,8 +13,9 @@ from ....dist.errors import InvalidArgumentError
 from ...placement import Cut, ModelView, fuse, share_cut
 from ..layers.multihead import ParallelMultiheadAttention
 from ..layers.own_parameters import HeadParameters
+from ..styles import Divide
 from .attention import Attention, has_heads, head_length, latent_heads
-from .plan import Divide, Match, Matches, children_of
+from .plan import Match, Matches, children_of
 
 # A size that is divided over the ranks: its description and its length.
 Length = tuple[str, int]

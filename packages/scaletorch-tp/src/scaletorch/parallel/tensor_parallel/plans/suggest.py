@@ -28,8 +28,8 @@ from ....dist import get_rank
 from ...pg_manager.building import eagerly, matching, restored
 from ...placement import modules_within
 from ..layers.multihead import ParallelMultiheadAttention
-from ..styles import Fused
-from .plan import Divide, Plan, Style
+from ..styles import Divide, Fused
+from .plan import Plan, Style
 from .resolve import Resolved, UnplannedError, resolve
 from .trial import (
     Unit,

@@ -67,11 +67,12 @@ def take_own(model: nn.Module, name: str, whole: Tensor) -> Tensor:
         InvalidArgumentError: `whole` has another length than the plain parameter, or the module
             that the name leads to has no such entry.
     """
-    layer, rest = _deepest(model, name)
-    _refuse_misspelt(model, name, layer, rest[0])
-    if not isinstance(layer, TensorParallelLayer) or layer.tp_size == 1 or len(rest) > 1:
+    layer, (parameter, *rest) = model, name.split(".")
+    while rest and isinstance(child := getattr(layer, parameter, None), nn.Module):
+        layer, (parameter, *rest) = child, rest
+    _refuse_misspelt(model, name, layer, parameter)
+    if not isinstance(layer, TensorParallelLayer) or layer.tp_size == 1 or rest:
         return whole  # not sharded, or of another pipeline stage
-    parameter = rest[0]
     dim = layer.shard_dims.get(parameter)
     if dim is None:
         return whole
@@ -82,20 +83,6 @@ def take_own(model: nn.Module, name: str, whole: Tensor) -> Tensor:
             f"{cut.cut.whole} along dim {dim}"
         )
     return cut.take(whole)
-
-
-def _deepest(model: nn.Module, name: str) -> tuple[nn.Module, Sequence[str]]:
-    """Return the deepest existing module on the path of a name, and the rest of the name.
-
-    It descends once per name, since attribute look-up in wrappers is slow.
-    """
-    parts = name.split(".")
-    for depth, part in enumerate(parts[:-1]):
-        below = getattr(model, part, None)
-        if not isinstance(below, nn.Module):
-            return model, parts[depth:]
-        model = below
-    return model, parts[-1:]
 
 
 def _refuse_misspelt(model: nn.Module, name: str, module: nn.Module, part: str) -> None:
