@@ -19,7 +19,6 @@ from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import around_compiled, uncompiled
 from ...placement import Invariant, Partial, Replicate, Shard, convert, shard_sizes
-from .random import end_sharded_random
 from .surround import own_class
 
 DIM = -2  # the dim of tokens in [..., L, H]
@@ -67,12 +66,6 @@ class SequenceShares:
         return convert(x, Shard(DIM, self.sizes(x)), Replicate(), self.group)
 
     @uncompiled
-    def join(self, x: Tensor) -> Tensor:
-        """All-gather a sequence shard for code that runs replicated; use the common generator."""
-        end_sharded_random()  # from here on activations are full
-        return self.whole(x)
-
-    @uncompiled
     def whole(self, x: Tensor) -> Tensor:
         """All-gather a sequence shard whose gradient is the same on every rank."""
         return convert(x, Shard(DIM, self.sizes(x)), Invariant(), self.group)
@@ -80,27 +73,27 @@ class SequenceShares:
     def sizes(self, x: Tensor) -> tuple[int, ...]:
         """Return the number of tokens on each rank, given this rank's shard `x`."""
         sizes = self.sizes_of(self.length or x.shape[DIM] * get_world_size(self.group))
-        own = sizes[self.rank]
-        if x.shape[DIM] == sum(sizes) and _in_backward():
-            raise InvalidArgumentError(
-                f"{describe_rank()}: a part of a module that sees whole sequences is run again "
-                f"in backward by itself, on a tensor of shape {tuple(x.shape)}; with sequence "
-                "parallelism checkpoint the whole module (attention, MLP) or the layer around it"
+        length, expected = x.shape[DIM], sizes[self.rank]
+        if length == expected:
+            return sizes
+        way_out = (
+            "style the layers 'sequence_layer', so that sequences are whole before and behind them"
+        )
+        if length != sum(sizes):
+            reason = (
+                "Tokens were added or dropped between the layers, or are in another dim (a prefix, "
+                "pooling, [L, B, H])"
             )
-        if x.shape[DIM] != own:
-            came = (
-                "It is the whole sequence, made between the layers (a table, another input)"
-                if x.shape[DIM] == sum(sizes)
-                else "Tokens were added or dropped between the layers, or are in another dim "
-                "(a prefix, pooling, [L, B, H])"
-            )
-            raise InvalidArgumentError(
-                f"{describe_rank()}: with sequence parallelism expected this rank's {own} of "
-                f"{sum(sizes)} tokens, got a tensor of shape {tuple(x.shape)}. {came}: style the "
-                "layers 'sequence_layer', so that sequences are whole before and behind them, or "
-                "do without sequence parallelism"
-            )
-        return sizes
+        elif in_backward():
+            reason = "A module that sees whole sequences is run again in backward in pieces"
+            way_out = "checkpoint the whole module (attention, MLP) or the layer around it"
+        else:
+            reason = "It is the whole sequence, made between the layers (a table, another input)"
+        raise InvalidArgumentError(
+            f"{describe_rank()}: with sequence parallelism expected this rank's {expected} of "
+            f"{sum(sizes)} tokens, got a tensor of shape {tuple(x.shape)}. {reason}: {way_out}, or "
+            "do without sequence parallelism"
+        )
 
     def is_share(self, x: Tensor) -> bool:
         """Return whether `x` [..., L, H], received by a pipeline stage, is a sequence shard."""
@@ -189,7 +182,7 @@ def shapes_explained(where: str, shares: SequenceShares) -> Iterator[None]:
         ) from error
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     """Return whether autograd is running, as in activation recomputation."""
     return torch._C._current_graph_task_id() != -1
 

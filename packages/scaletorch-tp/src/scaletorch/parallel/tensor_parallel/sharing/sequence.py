@@ -23,13 +23,14 @@ from ...pg_manager.building import around_compiled, uncompiled
 from ...placement import ModelView, modules_within, shard_sizes
 from ..layers.base import TensorParallelLayer
 from ..layers.own_parameters import HeadParameters
-from ..regions.random import sharded_random
+from ..regions.random import end_sharded_random, sharded_random
 from ..regions.region import Region
 from ..regions.sequence_shares import (
     DIM,
     SequenceShares,
     argument_names,
     find_shares,
+    in_backward,
     shapes_explained,
 )
 from ..regions.surround import Surrounded, own_class, surround
@@ -65,15 +66,17 @@ class SequenceLayer(Surrounded):
 
 @uncompiled
 def _joined(out: Any, shares: SequenceShares) -> Any:
+    """Return a layer's output with its hidden states gathered."""
     shares.sharing = False
+    end_sharded_random()  # from here on activations are full
     if isinstance(out, dict):  # an output of transformers
         name = next(name for name, value in out.items() if isinstance(value, Tensor))
-        out[name] = shares.join(out[name])
+        out[name] = shares.whole(out[name])
         return out
     if not isinstance(out, Tensor):
-        return type(out)((shares.join(out[0]), *out[1:]))
+        return type(out)((shares.whole(out[0]), *out[1:]))
     rows = _rows(out, shares)
-    return shares.join(rows) if rows is out else shares.join(rows).unflatten(-1, out.shape[DIM:])
+    return shares.whole(rows) if rows is out else shares.whole(rows).unflatten(-1, out.shape[DIM:])
 
 
 def _rows(x: Tensor, shares: SequenceShares) -> Tensor:
@@ -96,9 +99,10 @@ def _shared_out(
     layer: SequenceLayer, shares: SequenceShares, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a layer, with this rank's shard of per-token ones."""
-    name, again = own_class(layer).__name__, torch._C._current_graph_task_id() != -1
+    name, again = own_class(layer).__name__, in_backward()
     given = (*args, *kwargs.values())
-    hidden = next((x for x in given if _is_hidden(x)), None)
+    floating = (x for x in given if isinstance(x, Tensor) and x.is_floating_point())
+    hidden = next((x for x in floating if x.ndim > 2), None)
     if hidden is None:
         raise InvalidArgumentError(
             f"{describe_rank()}: with sequence parallelism {name} must be called with hidden "
@@ -113,13 +117,13 @@ def _shared_out(
     whole = begins or (again and rows.shape[DIM] == shares.length)
     if not again:
         shares.sharing = True
-    shared = shares.split(rows) if whole else rows
-    shares.sizes(shared)  # raises if it is not this rank's shard
-    own = shared if rows is hidden else shared.unflatten(-1, hidden.shape[DIM:])
+    shard = shares.split(rows) if whole else rows
+    shares.sizes(shard)  # raises if it is not this rank's shard
+    shard = shard if rows is hidden else shard.unflatten(-1, hidden.shape[DIM:])
 
     def share(key: str, x: Any) -> Any:
         if x is hidden:
-            return own
+            return shard
         if not isinstance(x, Tensor):
             return x
         if key in OF_TOKENS:
@@ -129,10 +133,6 @@ def _shared_out(
 
     by_name = {key: share(key, x) for key, x in kwargs.items()}
     return tuple(map(share, argument_names(layer, args), args)), by_name
-
-
-def _is_hidden(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 2
 
 
 def _of_tokens(x: Tensor, shares: SequenceShares) -> Tensor:
