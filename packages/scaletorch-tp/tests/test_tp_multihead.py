@@ -21,7 +21,6 @@ from scaletorch.parallel.tensor_parallel import (
 from scaletorch.parallel.tensor_parallel.building import find_cuts
 
 SIZE, HEADS, ROWS, LENGTH, KEYS = 16, 4, 3, 5, 7
-CROSS = {"kdim": 6, "vdim": 10}
 CAUSAL = {"attn_mask": torch.ones(LENGTH, LENGTH).triu(1).bool(), "is_causal": True}
 WEIGHED = {"need_weights": False}
 PADDING = {"key_padding_mask": torch.arange(KEYS) >= torch.tensor([[7], [4], [2]])}
@@ -51,8 +50,6 @@ CASES = {  # of the module, whether it attends to itself, and of the call
         True,
         CAUSAL | WEIGHED | {"key_padding_mask": PADDING["key_padding_mask"][:, :LENGTH]},
     ),
-    "other widths": (CROSS, False, {}),
-    "other widths, sequence first": (CROSS | {"batch_first": False}, False, PADDING | WEIGHED),
 }
 
 
@@ -114,7 +111,7 @@ def test_each_rank_has_a_head():
 
 @distributed_test(world_size=3)
 def test_heads_need_not_divide():
-    for name in ("weights of each head", "mask of each head", "other widths"):
+    for name in ("weights of each head", "mask of each head", "padding"):
         trains_as_one(name)
     model = apply_tensor_parallel(Holder(), {"attention": "attention"}, group.WORLD)
     assert model.attention.in_proj_weight.shape[0] == 3 * (8, 4, 4)[group.WORLD.rank()]

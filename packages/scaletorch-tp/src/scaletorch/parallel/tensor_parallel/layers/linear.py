@@ -235,8 +235,6 @@ class VocabParallelEmbedding(TensorParallelLayer):
         num_embeddings: Number of rows of the full table; if uneven, first ranks get one more.
         embedding_dim: Length of a row.
         padding_idx: As in `nn.Embedding`: a row that gets no gradient, zero at first.
-        max_norm: As in `nn.Embedding`: rows of a larger norm are rescaled in place when looked up.
-        norm_type: The p of that norm.
         group: Ranks of the tensor-parallel axis; None means that axis of the current manager.
         device: Where the parameters live.
         dtype: The parameters' dtype.
@@ -253,8 +251,6 @@ class VocabParallelEmbedding(TensorParallelLayer):
     num_embeddings: int
     embedding_dim: int
     padding_idx: int | None
-    max_norm: float | None
-    norm_type: float
     weight: nn.Parameter
 
     def __init__(
@@ -262,8 +258,6 @@ class VocabParallelEmbedding(TensorParallelLayer):
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
         *,
         group: ProcessGroup | None = None,
         device: torch.device | str | None = None,
@@ -274,14 +268,15 @@ class VocabParallelEmbedding(TensorParallelLayer):
                 f"padding_idx {padding_idx} is not a row of a table of {num_embeddings}; "
                 f"choose from {-num_embeddings} to {num_embeddings - 1}"
             )
-        sizes = (num_embeddings, embedding_dim, padding_idx, max_norm, norm_type)
+        sizes = (num_embeddings, embedding_dim, padding_idx)
         draw = partial(nn.Embedding, *sizes, device=device, dtype=dtype)
         self._build(draw, num_embeddings, group, {})
 
     @classmethod
     def misfit(cls, module: nn.Module) -> str | None:
         """Return why `module` cannot become this layer, or None if it can."""
-        used = [n for n in ("scale_grad_by_freq", "sparse") if getattr(module, n, None)]
+        options = ("max_norm", "scale_grad_by_freq", "sparse")
+        used = [name for name in options if getattr(module, name, None)]
         if used and type(module) is cls.plain_class:
             return f"it uses {', '.join(used)}, which is not supported on shards"
         return super().misfit(module)
@@ -290,18 +285,12 @@ class VocabParallelEmbedding(TensorParallelLayer):
         """Look up full rows: ids of any shape to [..., embedding_dim]."""
         self._check_parameters()
         if self.tp_size == 1:
-            norm = self.max_norm, self.norm_type
-            return functional.embedding(ids, self.weight, self.padding_idx, *norm)
+            return functional.embedding(ids, self.weight, self.padding_idx)
         first = self._first
         last = first + self.shard_sizes[self.tp_rank]
         # Ids of other ranks look up row 0, which is then zeroed. An id that belongs to no rank
         # stays out of range on all of them and fails as in one process.
         elsewhere = ((ids >= 0) & (ids < first)) | ((ids >= last) & (ids < self.num_embeddings))
-        if self.max_norm is not None:
-            # Rescale only the rows that are looked up here; each row is on one rank.
-            own = ids[(ids >= first) & (ids < last)] - first
-            with torch.no_grad():
-                torch.embedding_renorm_(self.weight, own, self.max_norm, self.norm_type)
         padding = self.padding_idx
         own_padding = padding is not None and first <= padding < last
         rows = functional.embedding(

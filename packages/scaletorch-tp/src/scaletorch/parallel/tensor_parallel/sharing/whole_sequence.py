@@ -112,14 +112,8 @@ def _whole_padding(mask: Any, shares: SequenceShares) -> Any:
 def _whole_mask(make: Callable[..., Any], shares: SequenceShares, **options: Any) -> Any:
     """Make the mask that the model asked for, but for full sequences."""
     whole, own = shares.length, shares.own
-    queries, keys = options.get("q_length"), options.get("kv_length")
+    queries = options.get("q_length")
     if queries == own:
-        if keys not in (own, whole) or options.get("q_offset", 0):
-            raise InvalidArgumentError(
-                f"{describe_rank()}: the model asks for a mask of {queries} queries, from position "
-                f"{options.get('q_offset', 0)} on, and {keys} keys; with sequence parallelism "
-                "there is one for a whole sequence alone: pass use_cache=False"
-            )
         options |= {"q_length": whole, "kv_length": whole}
         options["attention_mask"] = _whole_padding(options.get("attention_mask"), shares)
     elif queries != whole:
