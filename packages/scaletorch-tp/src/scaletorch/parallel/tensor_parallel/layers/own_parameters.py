@@ -94,8 +94,10 @@ class ParallelExperts(OwnParameters):
     def convert(cls, module: nn.Module, *where: Any, **options: Any) -> Self:
         """Convert a module in place, as the base does, and set its width to this rank's."""
         layer = super().convert(module, *where, **options)
-        if layer.tp_size > 1:
-            _set_widths(layer, layer.cut.whole, layer.shard_sizes[layer.tp_rank])
+        for name, value in vars(module).items() if layer.tp_size > 1 else ():
+            is_width = any(part in name for part in _OF_WIDTH)
+            if is_width and type(value) is int and value == layer.cut.whole:
+                vars(module)[name] = layer.shard_sizes[layer.tp_rank]
         return layer
 
     @property
@@ -173,10 +175,3 @@ class ParallelExperts(OwnParameters):
     def extra_repr(self) -> str:
         """Return the full width and tp."""
         return f"width={self.cut.whole}, tp={self.tp_size}"
-
-
-def _set_widths(module: nn.Module, whole: int, own: int) -> None:
-    """Set the attributes that hold the width to this rank's slice of it."""
-    for name, value in vars(module).items():
-        if type(value) is int and value == whole and any(part in name for part in _OF_WIDTH):
-            vars(module)[name] = own

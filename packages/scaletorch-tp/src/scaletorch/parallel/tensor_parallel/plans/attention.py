@@ -143,11 +143,6 @@ def head_length(attention: nn.Module, query_size: int, *, by_config: bool = True
     return 0
 
 
-def out_features(module: nn.Module) -> int:
-    """Return the output features of a linear layer or a Conv1D, or 0 for another module."""
-    return int(getattr(module, "out_features", 0) or getattr(module, "nf", 0))
-
-
 def find_whole(view: ModelView, regions: Collection[nn.Module]) -> list[nn.Module]:
     """Return the modules that mix tokens and therefore need full sequences.
 

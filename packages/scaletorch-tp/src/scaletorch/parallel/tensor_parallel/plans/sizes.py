@@ -127,8 +127,11 @@ def check_ties(view: ModelView, matches: Matches) -> None:
     """Refuse a tied parameter that the plan shards differently in its modules."""
     for owners in view.owners.values():
         names = [f"{view.names[module]}.{name}".lstrip(".") for module, name in owners]
-        found = [(matches.get(module), name) for module, name in owners]
-        cuts = [(m and m.dims.get(name), m and m.cut_of(name)) for m, name in found]
+        cuts: list[tuple[int | None, Cut | None]] = [(None, None)] * len(owners)
+        for place, (module, name) in enumerate(owners):
+            if module in matches:
+                match = matches[module]
+                cuts[place] = match.dims.get(name), match.cut_of(name)
         for name, cut in zip(names, cuts, strict=True):
             if cut != cuts[0]:
                 raise InvalidArgumentError(

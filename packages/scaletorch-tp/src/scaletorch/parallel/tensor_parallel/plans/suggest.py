@@ -300,18 +300,19 @@ def _sequence_layers(
     model: nn.Module, units: Sequence[Unit], styles: Iterable[str]
 ) -> dict[str, Style]:
     """Return "sequence_layer" for the layers of module lists that contain sharded layers."""
-    divided = {u.name.rpartition(".")[0] for u in units for n in styles if _is_in(n, u.name)}
+    listed = [unit for unit in units if unit.name]
+    divided = {
+        unit.name.rpartition(".")[0]
+        for unit in listed
+        if any(name.startswith(f"{unit.name}.") for name in styles)
+    }
     found: dict[str, Style] = {}
     for name in divided:
-        layers = [u for u in units if u.name and u.name.rpartition(".")[0] == name]
-        if layers and all(u.args is None or u.keeps_hidden_states() for u in layers):
+        layers = [u for u in listed if u.name.rpartition(".")[0] == name]
+        if all(u.args is None or u.keeps_hidden_states() for u in layers):
             numbers = range(len(model.get_submodule(name)))  # type: ignore[arg-type]
             found |= {f"{name}.{number}".strip("."): "sequence_layer" for number in numbers}
     return found
-
-
-def _is_in(name: str, unit: str) -> bool:
-    return bool(unit) and name.startswith(f"{unit}.")
 
 
 def resolve_or_suggest(
@@ -371,10 +372,8 @@ def _as_patterns(styles: Mapping[str, Style], model: nn.Module) -> dict[str, Sty
     names = [name for name, _ in model.named_modules()]
     found: dict[str, Style] = {}
     for name, style in styles.items():
-        patterns = [generic(name), generic(name, most=1), name]
-        found[next(p for p in patterns if _all_have(style, matching(p, names), styles))] = style
+        for pattern in (generic(name), generic(name, most=1), name):
+            if all(styles.get(alike) == style for alike in matching(pattern, names)):
+                found[pattern] = style
+                break
     return found
-
-
-def _all_have(style: Style, names: Iterable[str], styles: Mapping[str, Style]) -> bool:
-    return all(styles.get(name) == style for name in names)

@@ -94,7 +94,8 @@ def refused_again(name: str) -> Iterator[None]:
     try:
         yield
     finally:  # the checkpoint may stop the body early by its own exception
-        if before is not None and not all(map(_equal, before, _states())):
+        pairs = [] if before is None else zip(before, _states(), strict=True)
+        if any(a is not b and not torch.equal(a, b) for a, b in pairs):  # type: ignore[arg-type]
             raise StateError(
                 f"{describe_rank()}: {name} sees whole sequences, which sequence parallelism "
                 "divides elsewhere, and draws at random (dropout); computed again in backward it "
@@ -140,12 +141,6 @@ def _accelerator() -> Any:
     module = None if device is None else torch.get_device_module(device)
     # Do not initialise an unused accelerator: nothing draws on it.
     return module if getattr(module, "is_initialized", lambda: True)() else None
-
-
-def _equal(before: Tensor | None, after: Tensor | None) -> bool:
-    return before is after or (
-        before is not None and after is not None and torch.equal(before, after)
-    )
 
 
 @uncompiled

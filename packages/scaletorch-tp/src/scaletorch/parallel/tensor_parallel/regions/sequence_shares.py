@@ -221,7 +221,9 @@ def convert_hidden(
     names, kind = argument_names(module, args), own_class(module).__name__
     named = [*zip(names, args, strict=True), *kwargs.items()]
     given = [x for name, x in named if name != _RESIDUAL]
-    hidden = next((x for x in given if _is_hidden(x, widths)), None)
+    floating = (x for x in given if isinstance(x, Tensor) and x.is_floating_point())
+    sequences = (x for x in floating if x.ndim > 1)
+    hidden = next((x for x in sequences if not widths or x.shape[-1] in widths), None)
     if hidden is None:
         shapes = ", ".join(str(tuple(x.shape)) for x in tensors_in((args, kwargs))) or "none"
         width = " or ".join(map(str, sorted({*widths}))) or "H"
@@ -246,12 +248,6 @@ def convert_hidden(
 
     by_name = {name: converted(name, x) for name, x in kwargs.items()}
     return tuple(map(converted, names, args)), by_name, length
-
-
-def _is_hidden(x: Any, widths: Collection[int]) -> bool:
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
-        return False
-    return not widths or x.shape[-1] in widths
 
 
 def _refuse_second(

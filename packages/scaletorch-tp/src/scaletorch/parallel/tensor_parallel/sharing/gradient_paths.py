@@ -196,15 +196,15 @@ class Walk:
                     both.append(self.leaves.names[key])
                 else:
                     self._sums.note(leaf, reach)
-            elif Reach.PARTIAL in reach and self._is_given(leaf):
+            elif (
+                Reach.PARTIAL in reach
+                and leaf.numel()  # an empty one is only a placeholder
+                and key not in self.leaves.names
+                and not self._is_share(leaf)
+            ):
                 given.append(leaf)
         if both or given:
             raise InvalidArgumentError(self._message(both, given))
-
-    def _is_given(self, leaf: Tensor) -> bool:
-        """Return whether a leaf is an input that is no sequence shard."""
-        own = id(leaf) in self.leaves.names or self._is_share(leaf)
-        return not own and leaf.numel() > 0  # an empty one is only a placeholder
 
     def _message(self, both: Sequence[str], given: Sequence[Tensor]) -> str:
         name = f"{describe_rank()}: {own_class(self._model).__name__}"

@@ -92,7 +92,11 @@ class GradientSums:
             return
         if later:
             self._later.append((model, made))  # inspected if an unknown parameter gets a gradient
-        elif self._unseen or not all(self._has_looked_at(leaf) for leaf in trainable(model)):
+        elif self._unseen or not all(
+            # Not a new leaf with the id of a freed one.
+            self._looked.get(id(leaf), lambda: None)() is leaf
+            for leaf in trainable(model)
+        ):
             self._looked.update((id(leaf), ref(leaf)) for leaf in trainable(model))
             self._follow(model, made)
 
@@ -105,10 +109,6 @@ class GradientSums:
         for handle in self._hooked.values():
             handle.remove()
         self._hooked.clear()
-
-    def _has_looked_at(self, leaf: Tensor) -> bool:
-        known = self._looked.get(id(leaf))
-        return known is not None and known() is leaf  # not a new leaf with the id of a freed one
 
     def _follow(self, model: nn.Module, made: Iterable[Node]) -> None:
         walk = Walk(model, self)
