@@ -211,7 +211,7 @@ def test_plans_of_transformers():
     found = stacked_of("experts", plain, {"up": "packed_colwise", "down": "rowwise"})
     assert found.sharded["up"] == found.sharded["up_bias"] == Slices(1, parts=2)
     assert found.added == ("down_bias",)
-    with pytest.raises(ValueError, match=r"'experts.up' of the experts the style 'odd'"):
+    with pytest.raises(ValueError, match=r"'experts.up' the style 'odd'"):
         stacked_of("experts", plain, {"up": "odd"})
     with pytest.raises(ValueError, match="none of their parameters"):
         stacked_of("experts", plain, {})

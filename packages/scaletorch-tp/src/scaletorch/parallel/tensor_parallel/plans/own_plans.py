@@ -183,8 +183,7 @@ def _style(
         if isinstance(features, int):
             return SharedTail(features)
     if theirs not in TRANSFORMERS_STYLES:
-        known = (*TRANSFORMERS_STYLES, EXPERTS, SUMMED, PER_HEAD, SHARED_TAIL)
-        raise _unknown(pattern, theirs, known)
+        raise _unknown(pattern, theirs, (*TRANSFORMERS_STYLES, EXPERTS, PER_HEAD))
     style = TRANSFORMERS_STYLES[theirs]
     rows = style == "row" and isinstance(module, nn.Embedding)
     return "vocab" if rows else style  # the rows of an embedding are the vocabulary
