@@ -144,10 +144,10 @@ class TensorParallelLayer(nn.Module):
 
     @staticmethod
     def _misfit_of_parameters(module: nn.Module, known: Collection[str]) -> str | None:
-        own = {name: p for name, p in module._parameters.items() if p is not None}
-        if not own or not own.keys() <= {*known}:
-            return f"its parameters are {sorted(own)}, of which {sorted(known)} are known"
-        return misfit_of(module, own)
+        found = {name: p for name, p in module._parameters.items() if p is not None}
+        if not found or not found.keys() <= {*known}:
+            return f"its parameters are {sorted(found)}, of which {sorted(known)} are known"
+        return misfit_of(module, found)
 
     @classmethod
     def _require_shares(cls, length: int, group: Group) -> None:
@@ -199,17 +199,17 @@ class TensorParallelLayer(nn.Module):
     def _shard_parameter(
         self, name: str, dim: int, whole: nn.Parameter, memo: Memo
     ) -> nn.Parameter:
-        own = self.cut_of(name)
+        wanted = self.cut_of(name)
         if whole not in memo:
-            shard = nn.Parameter(self._own(whole, dim, own), requires_grad=whole.requires_grad)
+            shard = nn.Parameter(self._own(whole, dim, wanted), requires_grad=whole.requires_grad)
             vars(shard).update(vars(whole))
-            shard.grad = None if whole.grad is None else self._own(whole.grad, dim, own)
-            memo[whole] = (dim, own, shard)
+            shard.grad = None if whole.grad is None else self._own(whole.grad, dim, wanted)
+            memo[whole] = (dim, wanted, shard)
         known, cut, shard = memo[whole]
-        if (known, cut) != (dim, own):
+        if (known, cut) != (dim, wanted):
             raise InvalidArgumentError(
                 f"the {name} is tied to one that was sharded along dim {known} into {cut.sizes}, "
-                f"and cannot be sharded along dim {dim} into {own.sizes} as well"
+                f"and cannot be sharded along dim {dim} into {wanted.sizes} as well"
             )
         return shard
 
@@ -244,10 +244,10 @@ class TensorParallelLayer(nn.Module):
         """
         plain = self._knows_parameters() and "parametrizations" not in self._modules
         if not plain and self.tp_size > 1:
-            own = ", ".join(name for name, _ in self.named_parameters())
+            names = ", ".join(name for name, _ in self.named_parameters())
             raise StateError(
                 f"{describe_rank()}: a parameter of this {type(self).__name__} is computed from "
-                f"others ({own}), as weight_norm, spectral_norm, pruning and other "
+                f"others ({names}), as weight_norm, spectral_norm, pruning and other "
                 "parametrizations do: on a shard they would see this rank's part alone; remove "
                 "them, or give the layer the style 'replicate' and put them on before "
                 "apply_tensor_parallel"

@@ -65,10 +65,10 @@ class HeadParameters(OwnParameters):
     def misfit(cls, module: nn.Module) -> str | None:
         """Return why `module` cannot become one (a name of it collides with a shard's), or None."""
         bases = type(module).__mro__
-        own = {name for kind in bases[: bases.index(nn.Module)] for name in vars(kind)}
-        own |= {*vars(module), *module._modules, *module._buffers}
+        names = {name for kind in bases[: bases.index(nn.Module)] for name in vars(kind)}
+        names |= {*vars(module), *module._modules, *module._buffers}
         wanted = {*_SET, *vars(TensorParallelLayer)} - {*vars(nn.Module)}
-        taken = sorted(name for name in own & wanted if not name.startswith("__"))
+        taken = sorted(name for name in names & wanted if not name.startswith("__"))
         if taken:
             return f"it has a {taken[0]!r} of its own, a name that a shard needs: rename it"
         return None
@@ -115,14 +115,14 @@ class ParallelExperts(OwnParameters):
         leading = next((x.shape[:-1] for x in tensors_in((args, kwargs))), ())  # of hidden states
         args = tuple(self._enter(each, sizes) for each in args)
         kwargs = {name: self._enter(each, sizes) for name, each in kwargs.items()}
-        own = self._parameters
+        parameters = self._parameters
         # Replace parameters for this call only, so that their hooks and names stay.
-        vars(self)["_parameters"] = own | self._added()
+        vars(self)["_parameters"] = parameters | self._added()
         try:
             with in_region():
                 results = super().forward(*args, **kwargs)
         finally:
-            vars(self)["_parameters"] = own
+            vars(self)["_parameters"] = parameters
         if not isinstance(results, Tensor):
             raise InvalidArgumentError(
                 f"{describe_rank()}: {own_class(self).__name__} must return the experts' results, "
@@ -151,12 +151,12 @@ class ParallelExperts(OwnParameters):
         kwargs: Mapping[str, Any],
     ) -> tuple[int, ...]:
         """Return the number of token rows on each rank."""
-        given = [*tensors_in((args, kwargs))]
-        rows = [x.flatten(0, -2) if x.dim() in (2, 3) else x for x in given]
+        tensors = [*tensors_in((args, kwargs))]
+        rows = [x.flatten(0, -2) if x.dim() in (2, 3) else x for x in tensors]
         hidden = rows[0] if rows else torch.empty(())
-        alone = len(given) == 1 and given[0].ndim == 2  # rows grouped by expert, as in Llama 4
+        alone = len(tensors) == 1 and tensors[0].ndim == 2  # rows grouped by expert, as in Llama 4
         if hidden.dim() != 2 or alone or any(x.shape[:1] != hidden.shape[:1] for x in rows):
-            shapes = ", ".join(str(tuple(x.shape)) for x in given) or "none"
+            shapes = ", ".join(str(tuple(x.shape)) for x in tensors) or "none"
             raise InvalidArgumentError(
                 f"{describe_rank()}: with sequence parallelism {own_class(self).__name__} must be "
                 "called with rows, a token each, as hidden states [T, H] or [B, L, H], indices "

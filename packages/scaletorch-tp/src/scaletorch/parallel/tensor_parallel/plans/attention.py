@@ -83,8 +83,8 @@ class Attention:
 
     def groups(self, tp_size: int) -> dict[str, tuple[int, ...]]:
         """Return each rank's query heads per key/value head, if the module has that attribute."""
-        own = vars(self.module).get(_GROUPS)
-        return {_GROUPS: self.share(_GROUPS, own, tp_size) or ()} if type(own) is int else {}
+        count = vars(self.module).get(_GROUPS)
+        return {_GROUPS: self.share(_GROUPS, count, tp_size) or ()} if type(count) is int else {}
 
 
 def head_cuts(query: int, key_value: int, size: int) -> tuple[Cut, Cut]:
@@ -109,7 +109,7 @@ def find_attentions(
 ) -> dict[nn.Module, Attention]:
     """Return the modules whose sharded children fit together as attention projections."""
     found = (_attention(n, m, matches, m in named) for m, n in view.names.items())
-    return {each.module: each for each in found if each is not None}
+    return {attention.module: attention for attention in found if attention is not None}
 
 
 def has_heads(module: nn.Module) -> bool:
@@ -123,10 +123,10 @@ def latent_heads(module: nn.Module) -> int:
     There keys and values of all heads come from one latent vector, and each projection has its own
     head length.
     """
-    own = vars(module)
-    counts = (own.get(name) for name in _HEAD_COUNTS)
+    attributes = vars(module)
+    counts = (attributes.get(name) for name in _HEAD_COUNTS)
     found = next((n for n in counts if isinstance(n, int) and n > 0), 0)
-    return found if isinstance(own.get(_LATENT), int) else 0
+    return found if isinstance(attributes.get(_LATENT), int) else 0
 
 
 def head_length(attention: nn.Module, query_size: int, *, by_config: bool = True) -> int:
@@ -187,14 +187,14 @@ def _convolves(module: nn.Module) -> bool:
 
 
 def _attention(name: str, module: nn.Module, matches: Matches, by_config: bool) -> Attention | None:
-    mine = children_of(module, matches)
-    rows = [match for match in mine if match.is_row]
-    columns = [match for match in mine if match.is_column]
+    layers = children_of(module, matches)
+    rows = [match for match in layers if match.is_row]
+    columns = [match for match in layers if match.is_column]
     if module in matches and matches[module].becomes(ParallelMultiheadAttention):
         ends = {match.module: match.lengths for match in rows}
         number = int(vars(module)["num_heads"])
         return Attention(name, module, int(vars(module)["head_dim"]), number, number, ends)
-    if len(rows) != 1 or not columns or len(mine) > 1 + len(columns):
+    if len(rows) != 1 or not columns or len(layers) > 1 + len(columns):
         return None
     total = sum(rows[0].lengths)
     sizes = [length for match in columns for length in match.lengths]

@@ -86,17 +86,17 @@ def _parameters(model: nn.Module, resolved: Resolved, tp: int) -> Iterator[Expla
     for name, module in model.named_modules(remove_duplicate=False):
         match = resolved.matches.get(module)
         dims = {} if match is None else match.dims
-        for own, parameter in module._parameters.items():
+        for own_name, parameter in module._parameters.items():
             if parameter is None:
                 continue
             shape, dim = tuple(parameter.shape), None
             locals_ = (shape,) * tp
-            cut = None if match is None else match.cut_of(own)
+            cut = None if match is None else match.cut_of(own_name)
             if cut is not None and tp > 1:
-                dim, sizes = dims[own], cut.sizes
+                dim, sizes = dims[own_name], cut.sizes
                 locals_ = tuple((*shape[:dim], size, *shape[dim + 1 :]) for size in sizes)
             style = "" if match is None else _style(match)
-            yield ExplainedParameter(f"{name}.{own}".lstrip("."), style, shape, dim, locals_)
+            yield ExplainedParameter(f"{name}.{own_name}".lstrip("."), style, shape, dim, locals_)
 
 
 def _style(match: Match) -> str:

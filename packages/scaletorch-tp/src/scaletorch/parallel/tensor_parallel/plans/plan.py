@@ -132,7 +132,7 @@ def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:
     if not isinstance(meaning, tuple):
         return match(mixin=meaning)
     wanted, settings = meaning
-    layer = next((each for each in VARIANTS.get(wanted, ()) if each.takes(module)), wanted)
+    layer = next((variant for variant in VARIANTS.get(wanted, ()) if variant.takes(module)), wanted)
     misfit = layer.misfit(module) or _of_multihead(module)
     length = 0 if misfit else int(getattr(module, layer.sharded_size))
     parts: tuple[int, ...] = (length,)
@@ -167,8 +167,8 @@ def with_outputs(matches: Mapping[nn.Module, Match]) -> dict[nn.Module, Match]:
 
 def children_of(module: nn.Module, matches: Matches) -> list[Match]:
     """Return the matches of a module's children that become sharded layers."""
-    mine = (matches[child] for child in module.children() if child in matches)
-    return [match for match in mine if match.layer is not None]
+    matched = (matches[child] for child in module.children() if child in matches)
+    return [match for match in matched if match.layer is not None]
 
 
 def match_plan(model: nn.Module, plan: Plan) -> list[Match]:

@@ -45,7 +45,7 @@ def layers_that_share(view: ModelView, matches: Sequence[Match]) -> list[Match]:
         return []
     sharded = {m.module for m in matches if m.layer is not None}
     lists = (m for m in decoder.children() if isinstance(m, nn.ModuleList))
-    found = [each for each in lists if sharded.intersection(each.modules())]
+    found = [layers for layers in lists if sharded.intersection(layers.modules())]
     if len(found) != 1:
         return []
     if not _has_other_head(model, matches) and not _needs_full_sequences(view, decoder, found[0]):
@@ -106,10 +106,10 @@ def check_sequences(view: ModelView, matches: Sequence[Match]) -> None:
 
 def _check_layers(layers: Sequence[Match]) -> None:
     """Refuse sequence layers of several lists: only the last layer of one list would gather."""
-    first, *others = sorted({match.name.rpartition(".")[0] for match in layers}) or [""]
-    if others:
+    first, *rest = sorted({match.name.rpartition(".")[0] for match in layers}) or [""]
+    if rest:
         raise InvalidArgumentError(
             f"the plan shares sequences out in the layers of {first} (style "
-            f"'sequence_layer'), and names {', '.join(others)} beside them: the last layer of one "
+            f"'sequence_layer'), and names {', '.join(rest)} beside them: the last layer of one "
             "list joins sequences; do without sequence parallelism"
         )

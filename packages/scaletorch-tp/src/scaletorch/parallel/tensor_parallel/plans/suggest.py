@@ -89,10 +89,10 @@ def suggest_plan(
         units = _record(model, example)
         found: dict[tuple[Any, ...], dict[str, Style]] = {}
         for unit in sorted(units, key=lambda unit: unit.args is None):
-            own = found.setdefault(unit.signature, {})
-            if not own and unit.args is not None:
-                own.update(_suggest(unit, tp_size))
-            styles |= {f"{unit.name}.{name}".strip("."): style for name, style in own.items()}
+            known = found.setdefault(unit.signature, {})
+            if not known and unit.args is not None:
+                known.update(_suggest(unit, tp_size))
+            styles |= {f"{unit.name}.{name}".strip("."): style for name, style in known.items()}
         if styles:
             inside = {module for unit in units if unit.name for module in unit.module.modules()}
             styles |= vocabulary_styles(model, inside, example)

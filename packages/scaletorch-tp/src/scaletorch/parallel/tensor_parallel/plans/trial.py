@@ -96,20 +96,20 @@ def stand_in(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
     drawn: dict[Any, Tensor] = {}
     memo: dict[int, Any] = {}
     for name, module in model.named_modules():
-        for own, parameter in module._parameters.items():
+        for parameter_name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in memo:
                 continue
-            key = generic(f"{name}.{own}"), parameter.shape
+            key = generic(f"{name}.{parameter_name}"), parameter.shape
             if key not in drawn:
                 # A variance of 1 / fan_in, so that activations keep their scale.
                 bound = (3 / max(1, parameter.shape[-1])) ** 0.5 if parameter.dim() > 1 else 1
                 drawn[key] = _repeated((pool * bound).to(parameter.dtype), parameter.shape)
             memo[id(parameter)] = nn.Parameter(drawn[key])
-        for each in [*module._buffers.values(), *vars(module).values()]:
-            if isinstance(each, Tensor) and id(each) not in memo:
-                dtype, inexact = each.dtype, torch.can_cast(torch.float32, each.dtype)
+        for tensor in [*module._buffers.values(), *vars(module).values()]:
+            if isinstance(tensor, Tensor) and id(tensor) not in memo:
+                dtype, inexact = tensor.dtype, torch.can_cast(torch.float32, tensor.dtype)
                 values = 1 + pool / 2 if inexact else torch.ones_like(pool) * (dtype == torch.bool)
-                memo[id(each)] = _repeated(values.to(dtype), each.shape)
+                memo[id(tensor)] = _repeated(values.to(dtype), tensor.shape)
 
     def moved(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -169,7 +169,7 @@ def computes_the_same(unit: Unit, plan: Mapping[str, Style], tp_size: int) -> bo
 @contextmanager
 def _ones(module: nn.Module) -> Iterator[None]:
     """Set all floating-point tensors of modules except parameters to 1 inside the block."""
-    kept = [each for m in module.modules() for each in [*m._buffers.values(), *vars(m).values()]]
+    kept = [x for m in module.modules() for x in [*m._buffers.values(), *vars(m).values()]]
     floating = [x for x in kept if isinstance(x, Tensor) and torch.can_cast(torch.float32, x.dtype)]
     held = [(x, x.clone()) for x in floating]
     try:
@@ -264,8 +264,8 @@ def _shard_of(module: nn.Module, resolved: Resolved, rank: int) -> nn.Module:
             setattr(layer, match.layer.sharded_size, match.cut.sizes[rank])
     names = {inner: name for name, inner in module.named_modules()}
     for inner, values in resolved.attributes.items():
-        own = {name: ranks[rank] for name, ranks in values.items()}
-        vars(shard.get_submodule(names[inner])).update(own)
+        local = {name: ranks[rank] for name, ranks in values.items()}
+        vars(shard.get_submodule(names[inner])).update(local)
     return shard
 
 
@@ -286,8 +286,8 @@ def examples(model: nn.Module) -> Iterator[Any]:
     found: dict[str, Any] = {n: ids for n in ("input_ids", "decoder_input_ids") if n in names}
     yield found or ids
     drawn = partial(torch.rand, generator=torch.Generator().manual_seed(0), device="cpu")
-    for each in (config, getattr(config, "vision_config", None)):
-        size, channels = (getattr(each, name, None) for name in ("image_size", "num_channels"))
+    for settings in (config, getattr(config, "vision_config", None)):
+        size, channels = (getattr(settings, name, None) for name in ("image_size", "num_channels"))
         if "pixel_values" in names and type(size) is int and channels:
             yield {**found, "pixel_values": drawn(1, channels, size, size)}
     bins, length = (getattr(config, n, None) for n in ("num_mel_bins", "max_source_positions"))

@@ -72,13 +72,13 @@ def common_random() -> Iterator[None]:
     if common is None:
         yield
         return
-    own = _states()
+    state = _states()
     end_sharded_random()
     try:
         yield
     finally:
         _common.set(_states())
-        _set_states(own)
+        _set_states(state)
 
 
 @contextmanager

@@ -48,7 +48,7 @@ class Entrance:
         enter: Any = Enter
         self._operands = operands
         self._waiting: dict[Hashable, list[tuple[Tensor, Tensor]]] = {key: [] for key in operands}
-        flat = [each for pair in operands.values() for each in pair]
+        flat = [tensor for pair in operands.values() for tensor in pair]
         self.x: Tensor = enter.apply(x, list(self._waiting.values()), group, sizes, *flat)
 
     def linear(self, key: Hashable) -> Tensor:
@@ -150,8 +150,8 @@ def bias_grad(products: Products) -> Tensor | None:
     """Return the gradient of the bias [out] over all calls, or None without calls."""
     total: Tensor | None = None
     for grad, _ in products:
-        own = _rows(grad).sum(0)
-        total = own if total is None else total + own
+        rows = _rows(grad).sum(0)
+        total = rows if total is None else total + rows
     return total
 
 
@@ -223,7 +223,7 @@ def overlapped_linear(layer: Any, x: Tensor) -> Tensor | None:
     if not _needs_grad(x):
         return None
     running = _running.get()
-    if layer.sequence is not None and layer.sequence.in_rows(x, layer.sequence.own):
+    if layer.sequence is not None and layer.sequence.in_rows(x, layer.sequence.local):
         return None
     if running is None:
         entrance: Entrance | None = _entrance(x, [layer])
@@ -262,14 +262,14 @@ class Region(Surrounded):
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
-        children = [layer_of(each) for each in self._modules.values()]
-        overlapping = [each for each in children if getattr(each, "async_all_reduce", False)]
+        children = [layer_of(child) for child in self._modules.values()]
+        overlapping = [child for child in children if getattr(child, "async_all_reduce", False)]
         with in_region(overlapping) as running:
             if self._sequence is None:
                 return super().forward(*args, **kwargs)
-            columns = [each for each in children if hasattr(each, "gather_output")]
+            columns = [child for child in children if hasattr(child, "gather_output")]
             # Widths distinguish hidden states from masks and positions.
-            widths = {int(getattr(each, "in_features", 0)) for each in columns}
+            widths = {int(getattr(child, "in_features", 0)) for child in columns}
             gather = partial(_gather, running, self._sequence)
             args, kwargs, _ = convert_hidden(
                 self, self._sequence, gather, args, kwargs, widths=widths
@@ -285,9 +285,9 @@ def summed_outside(model: nn.Module) -> Iterator[str]:
     """
     for name, module in model.named_modules():
         if isinstance(module, Region) and module._sequence is not None:
-            for own, child in module.named_children():
+            for child_name, child in module.named_children():
                 if hasattr(layer_of(child), "gather_output"):
-                    yield f"{name}.{own}".lstrip(".")
+                    yield f"{name}.{child_name}".lstrip(".")
 
 
 def layer_of(module: Any) -> Any:
@@ -300,7 +300,7 @@ def layer_of(module: Any) -> Any:
 @uncompiled
 def _gather(running: _Running, sequence: SequenceShares, x: Tensor) -> Tensor:
     """Return the gathered sequence; set up an `Entrance` if there are overlapping layers."""
-    if not running.overlapping or not _needs_grad(x) or sequence.in_rows(x, sequence.own):
+    if not running.overlapping or not _needs_grad(x) or sequence.in_rows(x, sequence.local):
         return sequence.enter(x)
     running.gathered = _entrance(x, running.overlapping)
     return running.gathered.x

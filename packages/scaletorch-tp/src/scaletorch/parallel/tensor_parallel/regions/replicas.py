@@ -66,11 +66,11 @@ def sum_parts(x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> Ten
     shares = list(x.split([*map(len, cut.ranges[rank])]))
     lengths = [sum(map(len, ranges)) for ranges in cut.shared.values()]
     whole = x.new_zeros((sum(lengths), *x.shape[1:]), dtype=sum_dtype(x.dtype))
-    for (place, ranges), each in zip(cut.shared.items(), whole.split(lengths), strict=True):
-        own = cut.ranges[rank][place]
-        mine = each.narrow(0, own.start - ranges[0].start, len(own))
-        mine.copy_(shares[place])
-        shares[place] = mine
+    for (place, ranges), total in zip(cut.shared.items(), whole.split(lengths), strict=True):
+        held = cut.ranges[rank][place]
+        slot = total.narrow(0, held.start - ranges[0].start, len(held))
+        slot.copy_(shares[place])
+        shares[place] = slot
     all_reduce(whole, group=group)
     return torch.cat([share.to(x.dtype) for share in shares])
 

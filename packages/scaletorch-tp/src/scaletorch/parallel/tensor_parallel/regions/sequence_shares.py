@@ -49,8 +49,8 @@ class SequenceShares:
         return replace(self)  # process groups cannot be copied: share it
 
     @property
-    def own(self) -> int | None:
-        """Tokens of this rank in the last forward, or None if the length is not known."""
+    def local(self) -> int | None:
+        """This rank's tokens in the last forward, or None if the length is not known."""
         return None if self.length is None else self.sizes_of(self.length)[self.rank]
 
     @property
@@ -61,7 +61,7 @@ class SequenceShares:
     @uncompiled
     def enter(self, x: Tensor) -> Tensor:
         """All-gather a sequence shard for sharded layers; backward reduce-scatters the gradient."""
-        if self.in_rows(x, self.own):
+        if self.in_rows(x, self.local):
             return self.enter(x.unflatten(0, (self.batch, -1))).flatten(0, 1)
         return convert(x, Shard(DIM, self.sizes(x)), Replicate(), self.group)
 
@@ -97,17 +97,17 @@ class SequenceShares:
 
     def is_share(self, x: Tensor) -> bool:
         """Return whether `x` [..., L, H], received by a pipeline stage, is a sequence shard."""
-        own, length = self.own, self.length
-        if own is None or own == length or not x.is_floating_point() or x.ndim < 2:
+        shard, length = self.local, self.length
+        if shard is None or shard == length or not x.is_floating_point() or x.ndim < 2:
             return False
         dims = {x.shape[DIM], x.shape[1]} if x.ndim > 2 else {x.shape[DIM]}
-        return own in dims or self.in_rows(x, own)
+        return shard in dims or self.in_rows(x, shard)
 
     def require_whole(self, x: Tensor) -> Tensor:
         """Return `x` if it is not a shard: the region has gathered the sequence."""
-        if self.length not in (None, self.own) and x.shape[DIM:-1] == (self.own,):
+        if self.length not in (None, self.local) and x.shape[DIM:-1] == (self.local,):
             raise InvalidArgumentError(
-                f"{describe_rank()}: a column-parallel layer was given this rank's {self.own} of "
+                f"{describe_rank()}: a column-parallel layer was given this rank's {self.local} of "
                 f"{self.length} tokens, a tensor of shape {tuple(x.shape)}, in a module that sees "
                 "whole sequences; do without sequence parallelism"
             )
@@ -160,7 +160,7 @@ class SequenceShares:
 def find_shares(model: nn.Module) -> SequenceShares | None:
     """Return the sharding of a model's sequences; None without sequence parallelism."""
     held = (vars(module).get("_sequence") for module in model.modules())
-    return next((each for each in held if isinstance(each, SequenceShares)), None)
+    return next((shares for shares in held if isinstance(shares, SequenceShares)), None)
 
 
 @contextmanager
@@ -172,7 +172,7 @@ def shapes_explained(where: str, shares: SequenceShares) -> Iterator[None]:
     except RuntimeError as error:
         if type(error) is not RuntimeError or not _OF_SHAPES.search(str(error)):
             raise
-        tokens = "" if shares.own is None else f" ({shares.own} of {shares.length})"
+        tokens = "" if shares.local is None else f" ({shares.local} of {shares.length})"
         raise InvalidArgumentError(
             f"{describe_rank()}: something in {where} does not fit this rank's share of the "
             f"tokens{tokens}, or within attention and MLP modules of their heads and features. "
@@ -232,7 +232,7 @@ def convert_hidden(
             f"states, a floating tensor [..., tokens, {width}], and got tensors of shapes "
             f"{shapes}; {_WAY_OUT}"
         )
-    rows = shares.in_rows(hidden, shares.own)
+    rows = shares.in_rows(hidden, shares.local)
     length = (shares.length or 0) if rows else sum(shares.sizes(hidden))
     for other in tensors_in(given):
         if other is not hidden:

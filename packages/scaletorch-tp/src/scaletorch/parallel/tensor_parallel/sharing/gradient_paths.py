@@ -260,8 +260,8 @@ def _holds(node: Node, group: ProcessGroup | None) -> bool:
     """Return whether a node stores the process group, so that it may communicate over it."""
     kept = vars(node).values() if hasattr(node, "__dict__") else ()
     return group is not None and any(
-        each is group or (isinstance(each, tuple | list) and any(x is group for x in each))
-        for each in kept
+        value is group or (isinstance(value, tuple | list) and any(x is group for x in value))
+        for value in kept
     )
 
 
@@ -279,9 +279,9 @@ def _gathered(model: nn.Module) -> dict[Tensor, Tensor]:
     for module in model.modules():
         state = getattr(module, "_get_fsdp_state", lambda: None)()
         group = getattr(state, "_fsdp_param_group", None)
-        for each in getattr(group, "fsdp_params", ()):
-            if hasattr(each, "_unsharded_param"):
-                found[each.sharded_param] = each._unsharded_param
+        for parameter in getattr(group, "fsdp_params", ()):
+            if hasattr(parameter, "_unsharded_param"):
+                found[parameter.sharded_param] = parameter._unsharded_param
     return found
 
 

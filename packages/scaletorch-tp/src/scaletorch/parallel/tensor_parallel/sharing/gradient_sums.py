@@ -85,20 +85,20 @@ class GradientSums:
         if not torch.is_grad_enabled() or (later and not self._unseen):
             return
         tensors = [*tensors_in(output)] or [*tensors_in(getattr(output, "__dict__", {}))]
-        made = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         if not tensors:
             self._opaque.add(f"the output, a {type(output).__name__}")
-        if not made:
+        if not nodes:
             return
         if later:
-            self._later.append((model, made))  # inspected if an unknown parameter gets a gradient
+            self._later.append((model, nodes))  # inspected if an unknown parameter gets a gradient
         elif self._unseen or not all(
             # Not a new leaf with the id of a freed one.
             self._looked.get(id(leaf), lambda: None)() is leaf
             for leaf in trainable(model)
         ):
             self._looked.update((id(leaf), ref(leaf)) for leaf in trainable(model))
-            self._follow(model, made)
+            self._follow(model, nodes)
 
     def look_again(self) -> None:
         """Inspect the next forwards again, whatever is known."""
@@ -110,9 +110,9 @@ class GradientSums:
             handle.remove()
         self._hooked.clear()
 
-    def _follow(self, model: nn.Module, made: Iterable[Node]) -> None:
+    def _follow(self, model: nn.Module, nodes: Iterable[Node]) -> None:
         walk = Walk(model, self)
-        walk.follow([(node, walk.reach_of(node)) for node in made])
+        walk.follow([(node, walk.reach_of(node)) for node in nodes])
         unseen = [leaf for leaf in walk.leaves.whole.values() if self.reach(leaf) is Reach.NOT]
         for leaf in unseen:
             self._hook(leaf)
@@ -174,8 +174,8 @@ class GradientSums:
         reach = Reach.NOT if leaf is None else self.reach(leaf)
         if reach is Reach.NOT:
             later, self._later = self._later, []
-            for model, made in later:
-                self._follow(model, made)
+            for model, nodes in later:
+                self._follow(model, nodes)
             reach = Reach.NOT if leaf is None else self.reach(leaf)
         if reach is Reach.NOT and leaf is not None and not self.deferred:
             self.refuse_hidden(f"shape {tuple(gradient.shape)}")
@@ -209,4 +209,4 @@ def find_sums(model: nn.Module) -> GradientSums | None:
 def whole_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return name -> trainable parameter that is replicated on every rank."""
     whole = Leaves(model).whole
-    return {name: each for name, each in model.named_parameters() if id(each) in whole}
+    return {name: leaf for name, leaf in model.named_parameters() if id(leaf) in whole}

@@ -81,13 +81,13 @@ def _joined(out: Any, shares: SequenceShares) -> Any:
 
 def _rows(x: Tensor, shares: SequenceShares) -> Tensor:
     """Return hidden states as [..., L, H]; several streams, [B, L, S, H], become [B, L, S * H]."""
-    lengths = (shares.length, shares.own)
+    lengths = (shares.length, shares.local)
     if x.ndim != 4 or x.shape[1] not in lengths:
         return x
     if x.shape[DIM] in lengths:
         raise InvalidArgumentError(
             f"{describe_rank()}: of hidden states {tuple(x.shape)} two dims are as long as the "
-            f"sequence of {shares.length} tokens or a rank's share of it, {shares.own}, so it is "
+            f"sequence of {shares.length} tokens or a rank's share of it, {shares.local}, so it is "
             "not known which one is to be shared out; take another length or batch size, or do "
             "without sequence parallelism"
         )

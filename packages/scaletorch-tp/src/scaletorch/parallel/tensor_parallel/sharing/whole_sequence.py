@@ -42,14 +42,14 @@ class WholeSequence(Surrounded):
         )
         with refused_again(name), common_random():  # every rank draws the same
             out = super().forward(*args, **kwargs)
-        own, found = _shared(out, length, shares)
+        local, found = _shared(out, length, shares)
         if not found:
             raise InvalidArgumentError(
                 f"{describe_rank()}: with sequence parallelism {name} must return hidden states "
                 f"[..., {length}, H], or a tuple that holds them, and returned "
                 f"{type(out).__name__}; do without sequence parallelism"
             )
-        return own
+        return local
 
 
 @uncompiled
@@ -60,8 +60,8 @@ def _shared(out: Any, length: int, shares: SequenceShares) -> tuple[Any, bool]:
         return (shares.split(out), True) if is_hidden else (out, False)
     if type(out) not in (tuple, list):
         return out, False
-    pairs = [_shared(each, length, shares) for each in out]
-    return type(out)(each for each, _ in pairs), any(found for _, found in pairs)
+    pairs = [_shared(item, length, shares) for item in out]
+    return type(out)(item for item, _ in pairs), any(found for _, found in pairs)
 
 
 def mask_configs(model: nn.Module) -> list[Any]:
@@ -99,7 +99,7 @@ def _whole_padding(mask: Any, shares: SequenceShares) -> Any:
     """Return a padding mask [B, L] for full sequences, also for a shard's mask of ones."""
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[-1] == shares.length:
         return mask
-    if mask.shape[-1] != shares.own or not bool(mask.all()):
+    if mask.shape[-1] != shares.local or not bool(mask.all()):
         raise InvalidArgumentError(
             f"{describe_rank()}: the model asks for a mask with padding of shape "
             f"{tuple(mask.shape)}, where sequences have {shares.length} tokens; pass an "
@@ -111,14 +111,14 @@ def _whole_padding(mask: Any, shares: SequenceShares) -> Any:
 @uncompiled
 def _whole_mask(make: Callable[..., Any], shares: SequenceShares, **options: Any) -> Any:
     """Make the mask that the model asked for, but for full sequences."""
-    whole, own = shares.length, shares.own
+    whole, shard = shares.length, shares.local
     queries = options.get("q_length")
-    if queries == own:
+    if queries == shard:
         options |= {"q_length": whole, "kv_length": whole}
         options["attention_mask"] = _whole_padding(options.get("attention_mask"), shares)
     elif queries != whole:
         raise InvalidArgumentError(
             f"{describe_rank()}: the model asks for a mask of {queries} queries, but this rank has "
-            f"{own} of {whole} tokens; do without sequence parallelism"
+            f"{shard} of {whole} tokens; do without sequence parallelism"
         )
     return make(**options)

@@ -193,14 +193,14 @@ def load_full_state_dict(
         InvalidArgumentError: Names or shapes are not the plain model's; nothing was loaded.
     """
     cuts = find_cuts(model)
-    own = model.state_dict(keep_vars=True)
+    current = model.state_dict(keep_vars=True)
     if strict:
-        given = {id(own[name]) for name in state if name in own}
-        _check_names("the model has no", set(state) - set(own))
-        _check_names("the state lacks", {n for n, v in own.items() if id(v) not in given})
+        given = {id(current[name]) for name in state if name in current}
+        _check_names("the model has no", set(state) - set(current))
+        _check_names("the state lacks", {n for n, v in current.items() if id(v) not in given})
     local = dict(state)
-    for name in (n for n in own if isinstance(state.get(n), Tensor)):
-        cut, shape = cuts.get(name), tuple(own[name].shape)
+    for name in (n for n in current if isinstance(state.get(n), Tensor)):
+        cut, shape = cuts.get(name), tuple(current[name].shape)
         if cut is not None:
             _check_group(cut.layer, group)
             _check_shape(name, state[name], cut.whole(shape), "the whole")
