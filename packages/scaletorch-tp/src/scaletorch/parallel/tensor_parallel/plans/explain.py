@@ -50,8 +50,12 @@ class Explanation:
 
     def __str__(self) -> str:
         rows = (
-            (generic(p.name), p.style or "-", _sizes(p.shape), _local(p)) for p in self.parameters
-        )
+            (
+                generic(p.name), p.style or "-", _sizes(p.shape),
+                "whole" if p.dim is None else _sizes(*p.local_shapes),
+            )
+            for p in self.parameters
+        )  # fmt: skip
         return _table(("parameter", "style", "whole", f"on each of {self.tp} ranks"), rows)
 
 
@@ -105,14 +109,9 @@ def _style(match: Match) -> str:
     return str(match.style)
 
 
-def _sizes(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
-
-
-def _local(parameter: ExplainedParameter) -> str:
-    if parameter.dim is None:
-        return "whole"
-    return " or ".join(map(_sizes, dict.fromkeys(parameter.local_shapes)))
+def _sizes(*shapes: Sequence[int]) -> str:
+    """Return the distinct shapes as text."""
+    return " or ".join(" x ".join(map(str, shape)) or "scalar" for shape in dict.fromkeys(shapes))
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

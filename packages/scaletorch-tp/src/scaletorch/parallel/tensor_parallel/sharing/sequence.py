@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ....dist import get_rank, get_world_size
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import around_compiled, uncompiled
-from ...placement import ModelView, modules_within, shard_sizes
+from ...placement import ModelView, modules_within
 from ..layers.base import TensorParallelLayer
 from ..layers.own_parameters import HeadParameters
 from ..regions.random import end_sharded_random, sharded_random
@@ -242,10 +241,7 @@ def sequence_share(model: nn.Module, length: int) -> int:
         length: Tokens of the sequence that the model is called with.
     """
     shares = find_shares(model)
-    if shares is None:
-        return length
-    group = shares.group
-    return shard_sizes(length, get_world_size(group))[get_rank(group)]
+    return length if shares is None else shares.sizes_of(length)[shares.rank]
 
 
 def shares_in_layers(model: nn.Module) -> bool:
