@@ -107,7 +107,7 @@ def resolve(
         whole = [*styled, *find_whole(view, [*regions, *earlier, *styled, *gathers])]
         check_in_attention(matches.values(), regions, whole)
         if plan is None:
-            matches = kept_whole_on_shares(matches, [*regions, *whole])
+            matches = kept_whole_on_shares(model, matches, [*regions, *whole])
     return Resolved(view, matches, attributes, regions, whole)
 
 

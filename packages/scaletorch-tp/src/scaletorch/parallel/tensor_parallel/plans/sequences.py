@@ -17,16 +17,18 @@ from .plan import Match, look_up
 
 
 def kept_whole_on_shares(
-    matches: Mapping[nn.Module, Match], within: Collection[nn.Module]
+    model: nn.Module, matches: Mapping[nn.Module, Match], full: Collection[nn.Module]
 ) -> dict[nn.Module, Match]:
     """Return the matches, with "row_split" layers on sequence shards replicated instead.
 
-    Otherwise their all-reduce would add up outputs of different tokens.
+    Otherwise their all-reduce would add up outputs of different tokens. Modules in `full` work on
+    full sequences, and so do those outside the layers of style "sequence_layer", if there are any.
     """
-    inside = modules_within(within)
+    layers = [m.module for m in matches.values() if m.style == "sequence_layer"]
+    on_shards = modules_within(layers or [model]) - modules_within(full)
     return {
         module: look_up(m.name, module, m.pattern, "replicate")
-        if m.style == "row_split" and module not in inside
+        if m.style == "row_split" and module in on_shards
         else m
         for module, m in matches.items()
     }
@@ -64,12 +66,15 @@ def _has_other_head(model: nn.Module, matches: Sequence[Match]) -> bool:
 
 
 def _needs_full_sequences(view: ModelView, decoder: nn.Module, layers: nn.ModuleList) -> bool:
-    """Return whether layers take other values of tokens, or other code shares their sequences."""
+    """Return whether layers take other values of tokens, or there are modules beside the text."""
     given = {name for layer in layers for name in signature(layer.forward).parameters}
     if given.intersection((*OF_TOKENS, *WHOLE_IDS)):
         return True
     base = getattr(view.model, "base_model", None)
-    return getattr(base, "config", None) is not getattr(decoder, "config", None)
+    if getattr(base, "config", None) is not getattr(decoder, "config", None):
+        return True
+    outside = {*view.names} - {*layers.modules()}
+    return any(isinstance(module, nn.MultiheadAttention) for module in outside)
 
 
 def check_in_attention(
