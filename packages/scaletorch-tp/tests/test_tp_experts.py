@@ -198,19 +198,13 @@ def test_refusals():
 
 
 def test_plans_of_transformers():
-    parameters = dict.fromkeys(("up", "up_bias", "down", "down_bias"))
-    turns = SimpleNamespace(_parameters=parameters, is_transposed=True, is_concatenated=False)
+    parameters = dict.fromkeys(("up", "down"))
+    turns = SimpleNamespace(_parameters=parameters, is_concatenated=False)
     found = stacked_of("experts", turns, {"up": "packed_rowwise", "down": "colwise"})
-    assert found.sharded == {
-        "up": Slices(2, unit=2),
-        "up_bias": Slices(1, unit=2),
-        "down": Slices(1),
-    }
-    assert found.added == ("down_bias",)
+    assert found.sharded == {"up": Slices(2, unit=2), "down": Slices(1)}
     plain = SimpleNamespace(_parameters=parameters)
     found = stacked_of("experts", plain, {"up": "packed_colwise", "down": "rowwise"})
-    assert found.sharded["up"] == found.sharded["up_bias"] == Slices(1, parts=2)
-    assert found.added == ("down_bias",)
+    assert found.sharded["up"] == Slices(1, parts=2)
     with pytest.raises(ValueError, match=r"'experts.up' the style 'odd'"):
         stacked_of("experts", plain, {"up": "odd"})
     with pytest.raises(ValueError, match="none of their parameters"):

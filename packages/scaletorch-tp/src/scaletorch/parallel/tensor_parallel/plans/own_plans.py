@@ -232,32 +232,21 @@ def stacked_of(name: str, module: nn.Module, styles: Mapping[str, str]) -> Stack
     """Return the `Stacked` style for experts, whose parameters have these styles of transformers.
 
     The module's `is_concatenated` tells whether gate and up in one weight are concatenated or
-    interleaved. Biases, which plans do not name, are sharded like the output dim of their weight if
-    that is sharded, and else added once.
+    interleaved.
     """
     sharded: dict[str, Slices | int] = {}
-    added: list[str] = []
     for parameter, style in _packed(module, styles).items():
         if style not in _SLICES:
             raise _unknown(f"{name}.{parameter}", style, _SLICES)
         dim, parts = _SLICES[style]
         concatenated = parts == 1 or getattr(module, "is_concatenated", True)
         sharded[parameter] = Slices(dim, parts=parts) if concatenated else Slices(dim, unit=parts)
-    out = 2 if getattr(module, "is_transposed", False) else 1
-    for parameter in module._parameters:
-        slices = sharded.get(parameter.removesuffix("_bias"))
-        if parameter in sharded or not isinstance(slices, Slices):
-            continue
-        if slices.dim == out:
-            sharded[parameter] = Slices(1, slices.parts, slices.unit)
-        else:
-            added.append(parameter)
     if not sharded:
         raise InvalidArgumentError(
             f"the model's own plan (_tp_plan) gives the experts '{name}' a style and none of "
             f"their parameters ({', '.join(module._parameters)}); pass a plan of your own"
         )
-    return Stacked(sharded, tuple(added))
+    return Stacked(sharded)
 
 
 def _packed(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:

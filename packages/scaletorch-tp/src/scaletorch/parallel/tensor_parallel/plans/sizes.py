@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from ...placement import Cut, ModelView, fuse, share_cut
 from ..layers.multihead import ParallelMultiheadAttention
 from ..layers.own_parameters import HeadParameters
 from ..styles import Divide
-from .attention import Attention, has_heads, head_length, latent_heads
+from .attention import Attention, has_heads
 from .plan import Match, Matches, children_of
 
 # A size that is divided over the ranks: its description and its length.
@@ -48,9 +48,12 @@ def find_lengths(
             where = f"{match.name}.{match.layer.sharded_size}".lstrip(".")
             kind = found.divided if match.module in whole else found.shared
             kind.extend((where, length) for length in match.lengths)
-    for name, module in named.items():
-        if module not in attentions:
-            found.divided.extend(_heads(module, name, matches))
+    for name in (name for name, module in named.items() if module not in attentions):
+        raise InvalidArgumentError(
+            f"'{name}' does not say how the features of its projections are divided into heads: "
+            "expected a head_dim, or a number of heads, on the module or its config; pass a plan "
+            "of your own"
+        )
     return found
 
 
@@ -144,25 +147,3 @@ def check_ties(view: ModelView, matches: Matches) -> None:
 def _sharding(dim: int | None, cut: Cut | None) -> str:
     sizes = "" if cut is None else f" into {', '.join(map(str, cut.sizes[:8]))}"
     return "replicates" if dim is None else f"shards along dim {dim}{sizes}"
-
-
-def _heads(attention: nn.Module, name: str, matches: Matches) -> Iterator[Length]:
-    """Yield the number of heads of each projection of attention, so that no head is split."""
-    latent = latent_heads(attention)
-    if latent:
-        yield f"heads of {name}", latent
-        return
-    columns = [m for m in children_of(attention, matches) if m.is_column]
-    sizes = [(m.name.removeprefix(f"{name}."), size) for m in columns for size in m.lengths]
-    longest = max((size for _, size in sizes), default=0)
-    length = head_length(attention, longest)
-    query = longest // max(length, 1)
-    for projection, size in sizes:
-        gate = length > 0 and size % length and size == query  # one feature for each head
-        if not gate and (length < 1 or size % length):
-            raise InvalidArgumentError(
-                f"'{name}' does not say how the {size} output features of its {projection} are "
-                "divided into heads: expected a head_dim, or a number of heads, on the module or "
-                "its config; pass a plan of your own"
-            )
-        yield f"heads of {name}.{projection}", size if gate else size // length
