@@ -157,7 +157,7 @@ def test_heads_are_not_cut_though_the_plan_does_not_count_them():
     model = Whole()
     for layer in model.model.layers:
         del layer.attention.config
-    with pytest.raises(ValueError, match="does not say how the features of its projections"):
+    with pytest.raises(ValueError, match="are not understood as heads"):
         resolve(model, None, 2)
 
 

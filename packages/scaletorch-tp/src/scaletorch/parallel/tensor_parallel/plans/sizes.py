@@ -50,9 +50,9 @@ def find_lengths(
             kind.extend((where, length) for length in match.lengths)
     for name in (name for name, module in named.items() if module not in attentions):
         raise InvalidArgumentError(
-            f"'{name}' does not say how the features of its projections are divided into heads: "
-            "expected a head_dim, or a number of heads, on the module or its config; pass a plan "
-            "of your own"
+            f"the features of the projections of '{name}' are not understood as heads: expected a "
+            "head_dim, or a number of heads, on the module or its config, and query heads that are "
+            "a multiple of key/value heads; pass a plan of your own"
         )
     return found
 
