@@ -32,25 +32,15 @@ _OF_LAYERS = "attentionresidual"  # attends over earlier layers' outputs of the 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """An attention module with column-parallel projections and a row-parallel output.
-
-    Args:
-        name: The module's name.
-        module: The module.
-        head_dim: Length of a head.
-        query: Number of query heads.
-        key_value: Number of key/value heads.
-        lengths: Projection -> its divided length, or those of its packed parts if it is fused.
-        gated: Whether one projection is a gate with one feature for each query head.
-    """
+    """An attention module with column-parallel projections and a row-parallel output."""
 
     name: str
     module: nn.Module
     head_dim: int
-    query: int
-    key_value: int
-    lengths: Mapping[nn.Module, tuple[int, ...]]
-    gated: bool = False
+    query: int  # number of query heads
+    key_value: int  # number of key/value heads
+    lengths: Mapping[nn.Module, tuple[int, ...]]  # divided, of each packed part of a projection
+    gated: bool = False  # one projection is a gate with one feature for each query head
 
     def cuts(self, tp_size: int) -> dict[nn.Module, Cut]:
         """Return the cut of each projection, and of the module's own per-head parameters."""

@@ -51,21 +51,13 @@ class UnplannedError(InvalidArgumentError):
 
 
 class Resolved(NamedTuple):
-    """The changes that a plan makes to a model.
-
-    Attributes:
-        view: The model.
-        matches: The modules that the plan names, in the model's order.
-        attributes: Module -> attribute -> its value on each rank.
-        regions: The modules whose column-parallel layers share one input.
-        whole: The modules that get full sequences under sequence parallelism.
-    """
+    """The changes that a plan makes to a model."""
 
     view: ModelView
-    matches: Matches
-    attributes: Mapping[nn.Module, Mapping[str, tuple[int, ...]]]
-    regions: list[nn.Module]
-    whole: list[nn.Module]
+    matches: Matches  # in the model's order
+    attributes: Mapping[nn.Module, Mapping[str, tuple[int, ...]]]  # of each module, on each rank
+    regions: list[nn.Module]  # modules whose column-parallel layers share one input
+    whole: list[nn.Module]  # modules that get full sequences under sequence parallelism
 
 
 def resolve(

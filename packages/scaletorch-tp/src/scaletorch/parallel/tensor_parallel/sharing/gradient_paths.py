@@ -46,18 +46,12 @@ _WAYS: Mapping[type, Reach] = {
 
 
 class Leaves:
-    """The trainable leaves of a model's graphs.
-
-    Attributes:
-        whole: `id` -> leaf that is replicated on every rank.
-        names: `id` -> name of each leaf, including shards.
-        shards: `id` of the leaves that layers or other strategies have sharded.
-    """
+    """The trainable leaves of a model's graphs, each by its `id`."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.whole: dict[int, Tensor] = {}
-        self.names: dict[int, str] = {}
-        self.shards: set[int] = set()
+        self.whole: dict[int, Tensor] = {}  # replicated on every rank
+        self.names: dict[int, str] = {}  # of all, including shards
+        self.shards: set[int] = set()  # sharded by layers or other strategies
         divided, gathered = {*divided_modules(model)}, _gathered(model)
         for prefix, module in model.named_modules():
             settled = module.settled if isinstance(module, TensorParallelLayer) else ()
@@ -74,14 +68,9 @@ class Leaves:
 
 
 class Walk:
-    """One walk through autograd graphs, from outputs back to the leaves.
+    """One walk through a model's autograd graphs, from outputs back to the leaves.
 
-    Args:
-        model: The model that made the graphs.
-        sums: The `GradientSums` that records the kinds of gradients over all walks.
-
-    Attributes:
-        leaves: The model's trainable leaves.
+    `sums` is the `GradientSums` that records the kinds of gradients over all walks.
     """
 
     def __init__(self, model: nn.Module, sums: Any) -> None:
