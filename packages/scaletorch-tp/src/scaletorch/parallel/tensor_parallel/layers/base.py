@@ -138,14 +138,12 @@ class TensorParallelLayer(nn.Module):
         """Return why `module` cannot become this layer, or None if it can."""
         if not cls.takes(module):
             return f"it is a {type(module).__name__}, not a {cls.plain_class.__name__} itself"
-        if not {"weight"} <= set(module._parameters) <= _OWN:
-            return f"its parameters are {sorted(module._parameters)}, not a plain weight and bias"
         return cls._misfit_of_parameters(module, _OWN)
 
     @staticmethod
     def _misfit_of_parameters(module: nn.Module, known: Collection[str]) -> str | None:
         found = {name: p for name, p in module._parameters.items() if p is not None}
-        if not found or not found.keys() <= {*known}:
+        if not found or not found.keys() <= {*known}:  # a weight computed from others, for one
             return f"its parameters are {sorted(found)}, of which {sorted(known)} are known"
         return misfit_of(module, found)
 

@@ -30,20 +30,12 @@ _OF_SHAPES = re.compile(
 
 @dataclass(slots=True)
 class SequenceShares:
-    """The sharding of one model's sequences; all its layers hold the same object.
-
-    Attributes:
-        group: Ranks of the tensor-parallel axis.
-        length: Tokens of the full sequence in the last forward; None assumes equal shards.
-        batch: Number of sequences in the last forward; 0 if not known.
-        sharing: Whether hidden states are shards at the current point of the model's forward; they
-            are full before and after layers of style "sequence_layer".
-    """
+    """The sharding of one model's sequences; all its layers hold the same object."""
 
     group: ProcessGroup | None
-    length: int | None = None
-    batch: int = 0
-    sharing: bool = True
+    length: int | None = None  # tokens of a full sequence in the last forward; None: equal shards
+    batch: int = 0  # sequences in the last forward, if known
+    sharing: bool = True  # hidden states are shards now; else the forward is outside of the layers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceShares:
         return replace(self)  # process groups cannot be copied: share it
